@@ -1,0 +1,35 @@
+"""FlashAttention for PyTorch in pure Python: exact attention without the N x N matrix, on every machine."""
+
+from .api import attention, attention_varlen, attention_with_kvcache
+from .dispatch import backend
+from .explain import explain
+from .flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from .masks import BlockMask
+from .merge import flash_attn_combine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockMask",
+    "attention",
+    "attention_varlen",
+    "attention_with_kvcache",
+    "backend",
+    "explain",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]

@@ -1,0 +1,235 @@
+"""One autograd.Function around two registered ops.
+
+Eager, ``torch.compile``, ``torch.export`` and CUDA graphs all reach a backend through
+``torch.ops.flashtile.attention_forward`` and ``attention_backward``, which are opaque to tracers and have fakes.
+The backward is a Function of its own, so that a second derivative raises instead of coming out as a silent zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import (
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from . import backends
+from .problem import (
+    DIFFERENTIABLE,
+    AttentionProblem,
+    Operands,
+    Options,
+    batch_size,
+    lse_dtype,
+    lse_shape,
+    output_dtype,
+)
+
+_TENSORS = ", ".join(
+    f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Operands._fields
+)
+_NUMBERS = ", ".join(
+    f"{kind} {name}"
+    for name, kind in zip(
+        Options._fields,
+        (
+            "SymInt",  # max_seqlen_q
+            "SymInt",  # max_seqlen_k
+            "float",  # softmax_scale
+            "SymInt",  # window_left
+            "SymInt",  # window_right
+            "SymInt",  # attention_chunk
+            "float",  # softcap
+            "float",  # dropout_p
+            "SymInt",  # num_splits
+            "bool",  # deterministic
+            "str",  # backend
+        ),
+        strict=True,
+    )
+)
+_INPUTS = len(Operands._fields)
+
+_library = torch.library.Library("flashtile", "DEF")
+_library.define(f"attention_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
+    f"{_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+_library.define(f"attention_probabilities({_TENSORS}, Tensor lse, {_NUMBERS}) -> Tensor")
+
+
+def attention_probabilities(operands: Operands, options: Options, lse: Tensor) -> Tensor:
+    """Softmax probabilities (batch, heads, M, N) of a call, negative where dropped; quadratic, without gradient."""
+    with torch.no_grad():
+        return torch.ops.flashtile.attention_probabilities(*operands, lse, *options)
+
+
+def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a validated call whose backend is chosen (`options.backend`), recorded for gradients."""
+    transforms = torch._C._are_functorch_transforms_active()
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    if forward_mode:
+        _refuse_forward_mode(operands)
+    if transforms or (
+        torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in operands[:DIFFERENTIABLE])
+    ):
+        return AttentionFunction.apply(*operands, *options)
+    return torch.ops.flashtile.attention_forward(*operands, *options)
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
+    problem = AttentionProblem.of(operands, options)
+    return backends.load(options.backend).forward(problem, operands)
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> Any:
+    operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
+    problem = AttentionProblem.of(operands, options)
+    gradients = backends.load(options.backend).backward(problem, operands, out, lse, dout, dlse)
+    # An op returns tensors, never None: an empty one stands for "no such operand".
+    return tuple(dout.new_empty(0) if g is None else g for g in gradients)
+
+
+def _probabilities(*args: Any) -> Tensor:
+    operands, lse, options = Operands(*args[:_INPUTS]), args[_INPUTS], Options(*args[_INPUTS + 1 :])
+    problem = AttentionProblem.of(operands, options)
+    return backends.load(options.backend).probabilities(problem, operands, lse)
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    operands = Operands(*args[:_INPUTS])
+    q, v = operands.q, operands.v
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=output_dtype(q.dtype))
+    return out, q.new_empty(lse_shape(operands), dtype=lse_dtype(q.dtype))
+
+
+def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> Any:
+    return tuple(
+        dout.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in args[:DIFFERENTIABLE]
+    )
+
+
+def _fake_probabilities(*args: Any) -> Tensor:
+    operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS + 1 :])
+    q = operands.q
+    shape = (batch_size(operands), q.shape[-2], options.max_seqlen_q, options.max_seqlen_k)
+    return q.new_empty(shape, dtype=output_dtype(q.dtype))
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention_probabilities", _probabilities, _key)
+    _library.impl("attention_forward", _forward, _key)
+    _library.impl("attention_backward", _backward, _key)
+torch.library.register_fake("flashtile::attention_forward", _fake_forward, lib=_library)
+torch.library.register_fake("flashtile::attention_backward", _fake_backward, lib=_library)
+torch.library.register_fake("flashtile::attention_probabilities", _fake_probabilities, lib=_library)
+
+
+def _dense_shapes(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Shapes of q, k, v as (batch, heads, length, head_dim); arguments arrive as shapes."""
+    q, k, v = args[:3]
+    if len(q) == 3:  # packed: counted as one long sequence, an upper bound
+        q, k, v = ((1, *x) if len(x) == 3 else x for x in (q, k, v))
+    heads = q[2]  # grouped heads multiply once for each query head
+    return (
+        (q[0], heads, q[1], q[3]),
+        (k[0], heads, k[1], k[3]),
+        (v[0], heads, v[1], v[3]),
+    )
+
+
+@register_flop_formula(torch.ops.flashtile.attention_forward)
+def _forward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """As PyTorch counts SDPA: the dense products, whatever the mask leaves out."""
+    return sdpa_flop_count(*_dense_shapes(args))
+
+
+@register_flop_formula(torch.ops.flashtile.attention_backward)
+def _backward_flops(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any, **kwargs: Any) -> int:
+    """As PyTorch counts SDPA: the five dense products."""
+    q, k, v = _dense_shapes(args)
+    return sdpa_backward_flop_count((*q[:-1], v[-1]), q, k, v)
+
+
+class AttentionFunction(torch.autograd.Function):
+    """(operands, options) -> (out, lse), with gradients for q, k, v, bias and sink."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.flashtile.attention_forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.options = inputs[_INPUTS:]
+        ctx.save_for_backward(*output, *inputs[:_INPUTS])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        out, lse, *operands = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        gradients = AttentionBackwardFunction.apply(dout, dlse, out, lse, *operands, *ctx.options)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        leading = tuple(g if needed else None for g, needed in wanted)
+        return leading + (None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return _one_by_one(AttentionFunction, info, in_dims, args), (0, 0)
+
+
+class AttentionBackwardFunction(torch.autograd.Function):
+    """The first derivative. Its own derivative is not implemented, and says so."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return torch.ops.flashtile.attention_backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "flashtile: the second derivative of attention is not implemented; for double backward use "
+            "torch.nn.functional.scaled_dot_product_attention under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        results = _one_by_one(AttentionBackwardFunction, info, in_dims, args)
+        return results, (0,) * len(results)
+
+
+def _one_by_one(function: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """vmap rule: one call for each element. Any operand may carry the mapped dimension."""
+    calls = [
+        function.apply(
+            *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
+        )
+        for i in range(info.batch_size)
+    ]
+    return tuple(torch.stack(results) for results in zip(*calls, strict=True))
+
+
+def _refuse_forward_mode(operands: Operands) -> None:
+    for name, x in zip(Operands._fields, operands[:DIFFERENTIABLE], strict=False):
+        if x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: carries a forward-mode tangent (torch.func.jvp), which flashtile does not "
+                "propagate; use reverse mode (torch.func.vjp), or SDPA under sdpa_kernel(SDPBackend.MATH)"
+            )

@@ -1,0 +1,218 @@
+"""Runs a problem on the CPU: allocates the outputs, walks the segments, calls the planned kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...problem import AttentionProblem, Operands, lse_dtype, lse_shape, output_dtype
+from .. import Gradients
+from . import native, tiles
+from .plan import Plan, plan_backward, plan_forward
+from .segments import Segment, segments
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a problem."""
+    plan = plan_forward(problem)
+    q, v = operands.q, operands.v
+    # Rows outside of every segment (padding) keep these values.
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=output_dtype(q.dtype))
+    lse = torch.full(lse_shape(operands), -torch.inf, dtype=lse_dtype(q.dtype))
+    for segment in segments(problem, operands):
+        if segment.mask.visibility.M == 0:
+            continue
+        if plan.kernel == "native" and segment.mask.visibility.N > 0:
+            result = _native_forward(problem, operands, segment, plan)
+        else:
+            result = tiles.forward(_tile_problem(problem, operands, segment, plan))
+        segment.queries(out).copy_(result[0])
+        segment.rows(lse).copy_(result[1])
+    return out, lse
+
+
+def backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Gradients of a problem, accumulated in the compute dtype and returned in the operands' own."""
+    plan = plan_backward(problem, dlse is not None)
+    accumulate = lse.dtype
+    dq = torch.zeros(operands.q.shape, dtype=accumulate)
+    dk = torch.zeros(operands.k.shape, dtype=accumulate)
+    dv = torch.zeros(operands.v.shape, dtype=accumulate)
+    dbias = _zeros_like(operands.bias, accumulate)
+    dsink = _zeros_like(operands.sink, accumulate)
+    for segment in segments(problem, operands):
+        visibility = segment.mask.visibility
+        if visibility.M == 0 or (visibility.N == 0 and dsink is None):
+            continue
+        if plan.kernel == "native" and visibility.N > 0:
+            grads = _native_backward(problem, operands, segment, plan, out, lse, dout, dsink)
+        else:
+            grads = _plain_backward(
+                problem, operands, segment, plan, (out, lse, dout, dlse), dbias, dsink
+            )
+        segment.queries(dq).copy_(grads[0])
+        segment.add_to_keys(dk, grads[1])
+        segment.add_to_keys(dv, grads[2])
+    return Gradients(
+        dq.to(operands.q.dtype),
+        dk.to(operands.k.dtype),
+        dv.to(operands.v.dtype),
+        _like(dbias, operands.bias),
+        _like(dsink, operands.sink),
+    )
+
+
+def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
+    """Softmax probabilities (batch, heads, M, N) in q's dtype, negative where dropped; 0 outside of the mask."""
+    plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
+    shape = (problem.B, problem.Hq, problem.M, problem.N)
+    probs = torch.zeros(shape, dtype=output_dtype(problem.dtype))
+    for segment in segments(problem, operands):
+        visibility = segment.mask.visibility
+        tile_problem = _tile_problem(problem, operands, segment, plan)
+        target = probs[segment.batch, segment.heads, : visibility.M, : visibility.N]
+        tiles.probabilities(tile_problem, segment.rows(lse).to(plan.compute_dtype), target)
+    return probs
+
+
+def _native_forward(
+    problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    dtype = plan.compute_dtype
+    return native.forward(
+        segment.queries(operands.q).to(dtype),
+        segment.keys(operands.k).to(dtype),
+        segment.keys(operands.v).to(dtype),
+        segment.mask,
+        problem.options.softmax_scale,
+        None if operands.sink is None else operands.sink[segment.heads].to(dtype),
+        plan.BLOCK_M,
+    )
+
+
+def _native_backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    segment: Segment,
+    plan: Plan,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dsink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = plan.compute_dtype
+    out_rows, dout_rows = segment.queries(out).to(dtype), segment.queries(dout).to(dtype)
+    lse_rows = segment.rows(lse)
+    if dsink is not None and operands.sink is not None:
+        delta = (out_rows * dout_rows).sum(-1)
+        sink = operands.sink[segment.heads].to(dtype)
+        part = tiles.sink_gradient(sink, lse_rows, delta)
+        assert part is not None
+        dsink[segment.heads] += part
+    return native.backward(
+        segment.queries(operands.q).to(dtype),
+        segment.keys(operands.k).to(dtype),
+        segment.keys(operands.v).to(dtype),
+        out_rows,
+        lse_rows,
+        dout_rows,
+        segment.mask,
+        problem.options.softmax_scale,
+        plan.BLOCK_M,
+    )
+
+
+def _plain_backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    segment: Segment,
+    plan: Plan,
+    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    dbias: Tensor | None,
+    dsink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, dout, dlse = results
+    dtype = plan.compute_dtype
+    dO = segment.queries(dout).to(dtype)
+    delta = (segment.queries(out).to(dtype) * dO).sum(-1)
+    if dlse is not None:  # dS = P * (dP - delta + dlse)
+        delta -= segment.rows(dlse)
+    grads = tiles.backward(
+        _tile_problem(problem, operands, segment, plan),
+        segment.rows(lse).to(dtype),
+        dO,
+        delta,
+        None if dbias is None else segment.per_score(dbias),
+    )
+    if dsink is not None:
+        dsink[segment.heads] += grads.dsink
+    return grads.dQ, grads.dK, grads.dV
+
+
+def _tile_problem(
+    problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
+) -> tiles.TileProblem:
+    """A segment for the plain tiles: contiguous, in the compute dtype, float8 scales applied."""
+    dtype, options = plan.compute_dtype, problem.options
+    batch, heads = segment.batch, segment.heads
+    slopes = operands.alibi_slopes
+    if slopes is not None:
+        slopes = slopes[None, heads] if slopes.dim() == 1 else slopes[batch, heads]
+        slopes = slopes.to(dtype)[:, :, None, None]
+    drop = None
+    if options.dropout_p > 0:
+        assert operands.rng_state is not None
+        drop = tiles.DropoutRule(
+            p=options.dropout_p,
+            rng_state=operands.rng_state,
+            batch=torch.arange(batch.start, batch.stop),
+            heads=torch.arange(heads.start, heads.stop),
+        )
+    bias = operands.bias
+    return tiles.TileProblem(
+        Q=_scaled(segment.queries(operands.q), operands.q_descale, segment, problem, dtype),
+        K=_scaled(segment.keys(operands.k), operands.k_descale, segment, problem, dtype),
+        V=_scaled(segment.keys(operands.v), operands.v_descale, segment, problem, dtype),
+        mask=segment.mask,
+        score=tiles.ScoreRule(
+            scale=options.softmax_scale,
+            softcap=options.softcap,
+            alibi_slopes=slopes,
+            bias=None if bias is None else segment.per_score(bias).to(dtype),
+        ),
+        dropout=drop,
+        sink=None if operands.sink is None else operands.sink[heads].to(dtype),
+        BLOCK_M=plan.BLOCK_M,
+        BLOCK_N=plan.BLOCK_N,
+    )
+
+
+def _scaled(
+    x: Tensor,
+    descale: Tensor | None,
+    segment: Segment,
+    problem: AttentionProblem,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`x` (batch, heads or kv_heads, length, head_dim) contiguous in `dtype`, times its float8 scale."""
+    x = x.to(dtype).contiguous()
+    if descale is None:
+        return x
+    factor = descale[segment.batch, segment.kv_heads].to(dtype)
+    factor = factor.repeat_interleave(x.shape[1] // factor.shape[1], dim=1)
+    return x * factor[:, :, None, None]
+
+
+def _zeros_like(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else torch.zeros(x.shape, dtype=dtype)
+
+
+def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+    return None if gradient is None or x is None else gradient.to(x.dtype)

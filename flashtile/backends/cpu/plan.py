@@ -1,0 +1,128 @@
+"""How the CPU backend runs a problem: PyTorch's own kernel where it can, plain tiles for the rest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...problem import FLOAT8, AttentionProblem
+
+MAX_HEAD_DIM = 512
+
+# Rows and keys of a plain tile: large enough to hide PyTorch's cost per operation, small enough for the cache.
+PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 512
+# Rows of a native tile under a mask with a left edge; smaller tiles waste fewer masked scores.
+NATIVE_WINDOW_BLOCK_M = 256
+
+
+class Plan(NamedTuple):
+    """Kernel and tiles of one pass."""
+
+    kernel: str  # "native" (PyTorch's kernel on the pieces the mask leaves) or "plain" (tiles.py)
+    compute_dtype: torch.dtype
+    BLOCK_M: int
+    BLOCK_N: int  # unused by the native kernel, which tiles the keys itself
+    reasons: tuple[str, ...]  # why the native kernel cannot do it
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the CPU backend cannot run `problem`; empty when it can."""
+    reasons = []
+    if problem.device_type != "cpu":
+        reasons.append(f"tensors are on {problem.device_type} (this backend: cpu)")
+    for name, head_dim in (("head_dim", problem.D), ("value head_dim", problem.Dv)):
+        if head_dim > MAX_HEAD_DIM:
+            reasons.append(f"{name}={head_dim} (at most {MAX_HEAD_DIM})")
+    return reasons
+
+
+def plan_forward(problem: AttentionProblem) -> Plan:
+    """Kernel and tiles of the forward pass."""
+    return _plan(problem._replace(needs_grad=False, bias_needs_grad=False), "forward", False)
+
+
+def plan_backward(problem: AttentionProblem, lse_has_grad: bool) -> Plan:
+    """Kernel and tiles of the backward pass."""
+    return _plan(problem, "backward", lse_has_grad)
+
+
+def describe_plan(problem: AttentionProblem) -> str:
+    """The plan in words, for `explain`."""
+    return "\n".join(
+        f"{name}: {_describe(plan)}"
+        for name, plan in (
+            ("forward", plan_forward(problem)),
+            ("backward", plan_backward(problem, lse_has_grad=False)),
+        )
+    )
+
+
+def _describe(plan: Plan) -> str:
+    dtype = str(plan.compute_dtype).removeprefix("torch.")
+    if plan.kernel == "native":
+        return f"PyTorch's CPU flash kernel on the pieces that the mask leaves, in {dtype}"
+    why = "; ".join(plan.reasons)
+    return (
+        f"plain tiles of {plan.BLOCK_M} x {plan.BLOCK_N} in {dtype} (not the native kernel: {why})"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: AttentionProblem, direction: str, lse_has_grad: bool) -> Plan:
+    reasons = _not_native(problem, lse_has_grad)
+    compute_dtype = _compute_dtype(problem, direction, native=not reasons)
+    if reasons:
+        return Plan("plain", compute_dtype, PLAIN_BLOCK_M, PLAIN_BLOCK_N, tuple(reasons))
+    left_edge = problem.options.window_left >= 0 or problem.options.attention_chunk > 0
+    BLOCK_M = NATIVE_WINDOW_BLOCK_M if left_edge else max(problem.M, 1)
+    return Plan("native", compute_dtype, BLOCK_M, max(problem.N, 1), ())
+
+
+def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
+    """What PyTorch's kernel does not know."""
+    options = problem.options
+    facts = (
+        (problem.dtype in FLOAT8, "float8 inputs"),
+        (problem.D != problem.Dv, f"value head_dim {problem.Dv} is not {problem.D}"),
+        (options.softcap > 0, "softcap"),
+        (options.dropout_p > 0, "dropout"),
+        (problem.has_alibi, "ALiBi"),
+        (problem.has_bias, "bias"),
+        (lse_has_grad, "gradient of the log-sum-exp"),
+    )
+    return [reason for fact, reason in facts if fact]
+
+
+def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> torch.dtype:
+    """float32 for 16-bit inputs, unless the kernel's matrix unit makes the 16-bit products faster.
+
+    Without one the kernel converts inside its loops; converting once outside is faster. Pieces are merged in float32,
+    so only a call that is a single piece stays in 16 bits.
+    """
+    if problem.dtype in (torch.float32, torch.float64):
+        return problem.dtype
+    one_piece = (
+        problem.layout == "dense"
+        and not problem.has_lengths
+        and not problem.has_sink
+        and problem.page_size == 0
+        and problem.block_tile is None
+        and options_are_square(problem)
+    )
+    if not (native and one_piece and problem.dtype == torch.bfloat16):
+        return torch.float32
+    # AVX512-BF16 without AMX pays in the backward alone (measured on Zen 4: 425 against 600 ms).
+    fast = torch.cpu._is_amx_tile_supported() or (
+        direction == "backward" and torch.cpu._is_avx512_bf16_supported()
+    )
+    return torch.bfloat16 if fast else torch.float32
+
+
+def options_are_square(problem: AttentionProblem) -> bool:
+    """Full attention, or causal attention with as many queries as keys."""
+    options = problem.options
+    if options.window_left >= 0 or options.attention_chunk > 0:
+        return False
+    return options.window_right < 0 or (options.window_right == 0 and problem.M == problem.N)

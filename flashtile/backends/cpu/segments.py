@@ -1,0 +1,304 @@
+"""Cutting a call into segments: dense blocks of queries and keys that one mask covers.
+
+A dense call without lengths is one segment per few batch rows; packed, padded and paged calls are one segment per
+sequence; a block mask that differs between heads makes one segment per head. The kernels see plain
+(batch, heads, length, head_dim) tensors and need not know where these came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...masks import FULL, PARTIAL, Visibility
+from ...problem import AttentionProblem, Operands
+
+# Score rows of one segment, over batch and heads: bounds the tiles' memory when the batch is large.
+MAX_BATCH_HEADS = 64
+
+
+class KeyRun(NamedTuple):
+    """Keys ``[start, stop)`` that a query tile visits at once; `visible` is None where nothing is masked."""
+
+    start: int
+    stop: int
+    visible: Tensor | None  # bool (rows, stop - start)
+
+
+class BlockLayout(NamedTuple):
+    """The block mask of one segment: kinds and partial tiles of one (batch, head)."""
+
+    kinds: list[list[int]]
+    partial_index: list[list[int]]
+    partial_tiles: Tensor  # bool (P, BM, BN)
+
+
+class SegmentMask(NamedTuple):
+    """Structural facts and block layout over the queries and keys of a segment."""
+
+    visibility: Visibility
+    layout: BlockLayout | None
+
+    def query_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Query tiles ``[m0, m1)`` of at most `rows`, cut at the block mask's tiles as well."""
+        M = self.visibility.M
+        step = rows if self.layout is None else self.layout.partial_tiles.shape[1]
+        for block in range(0, M, step):
+            for m0 in range(block, min(block + step, M), rows):
+                yield m0, min(m0 + rows, block + step, M)
+
+    def key_runs(self, m0: int, m1: int, columns: int, stop: int | None = None) -> Iterator[KeyRun]:
+        """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`; the rest is never touched.
+
+        `stop` leaves out the keys from there on.
+        """
+        start, full_stop = self.visibility.key_range(m0)
+        full_start, last_stop = self.visibility.key_range(m1 - 1)
+        stop = last_stop if stop is None else min(stop, last_stop)
+        for span_start, span_stop, tile in self._spans(m0, start, stop):
+            cuts = sorted({span_start, span_stop, full_start, full_stop})
+            cuts = [c for c in cuts if span_start <= c <= span_stop]
+            for cut_start, cut_stop in zip(cuts, cuts[1:], strict=False):
+                inside = full_start <= cut_start and cut_stop <= full_stop
+                for n0 in range(cut_start, cut_stop, columns):
+                    n1 = min(n0 + columns, cut_stop)
+                    yield KeyRun(n0, n1, self._visible(m0, m1, n0, n1, inside, tile))
+
+    def _spans(self, m0: int, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
+        """Spans of keys with the partial tile that covers each (None: the block mask hides nothing there)."""
+        if self.layout is None or stop <= start:
+            if start < stop:
+                yield start, stop, None
+            return
+        BM, BN = self.layout.partial_tiles.shape[1:]
+        kinds = self.layout.kinds[m0 // BM]
+        full_from: int | None = None  # neighbouring full tiles join into one span
+        for column in range(start // BN, (stop + BN - 1) // BN):
+            tile_start, tile_stop = max(start, column * BN), min(stop, (column + 1) * BN)
+            if kinds[column] == FULL:
+                full_from = tile_start if full_from is None else full_from
+                continue
+            if full_from is not None:
+                yield full_from, tile_start, None
+                full_from = None
+            if kinds[column] == PARTIAL:
+                yield tile_start, tile_stop, self.layout.partial_index[m0 // BM][column]
+        if full_from is not None:
+            yield full_from, stop, None
+
+    def _visible(
+        self, m0: int, m1: int, n0: int, n1: int, inside: bool, tile: int | None
+    ) -> Tensor | None:
+        structural = None if inside else self.visibility.dense((m0, m1), (n0, n1))
+        if tile is None or self.layout is None:
+            return structural
+        BM, BN = self.layout.partial_tiles.shape[1:]
+        rows, keys = slice(m0 % BM, (m1 - 1) % BM + 1), slice(n0 % BN, (n1 - 1) % BN + 1)
+        elements = self.layout.partial_tiles[tile, rows, keys]
+        return elements if structural is None else elements & structural
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One dense piece of a call: where its tensors lie and what its mask is."""
+
+    batch: slice  # sequences
+    heads: slice  # query heads
+    kv_heads: slice
+    query_rows: slice  # in the sequence dimension of q
+    key_rows: slice  # in the sequence dimension of k, or of the gathered pages
+    cache_row: int | None  # row of k and v, when it is not the batch's own
+    pages: Tensor | None  # int64, the pages that hold the keys
+    packed_queries: bool
+    packed_keys: bool
+    mask: SegmentMask
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(batch, heads, M, head_dim) view of q, out, or their gradients."""
+        if self.packed_queries:
+            return x[self.query_rows, self.heads].transpose(0, 1).unsqueeze(0)
+        return x[self.batch, self.query_rows, self.heads].transpose(1, 2)
+
+    def rows(self, lse: Tensor) -> Tensor:
+        """(batch, heads, M) view of the log-sum-exp or its gradient."""
+        if self.packed_queries:
+            return lse[self.heads, self.query_rows].unsqueeze(0)
+        return lse[self.batch, self.heads, self.query_rows]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(batch, kv_heads, N, head_dim) of k or v: a view, or a gather of the pages."""
+        if self.pages is not None:
+            tokens = x[self.pages, :, self.kv_heads].flatten(0, 1)[self.key_rows]
+            return tokens.transpose(0, 1).unsqueeze(0)
+        if self.packed_keys:
+            return x[self.key_rows, self.kv_heads].transpose(0, 1).unsqueeze(0)
+        row = self.batch if self.cache_row is None else slice(self.cache_row, self.cache_row + 1)
+        return x[row, self.key_rows, self.kv_heads].transpose(1, 2)
+
+    def add_to_keys(self, total: Tensor, gradient: Tensor) -> None:
+        """Add `gradient` (batch, kv_heads, N, head_dim) where `keys` reads. Segments may share keys."""
+        if self.pages is None:
+            self.keys(total).add_(gradient)
+            return
+        page_size = total.shape[1]
+        token = torch.arange(self.key_rows.start, self.key_rows.stop)
+        slot = self.pages[token // page_size] * page_size + token % page_size
+        flat = total.view(-1, *total.shape[2:])[:, self.kv_heads]
+        flat.index_add_(0, slot, gradient[0].transpose(0, 1))
+
+    def per_score(self, bias: Tensor) -> Tensor:
+        """(batch or 1, heads or 1, M or 1, N or 1) view of the bias or its gradient."""
+        index = [
+            whole if size > 1 else slice(None)
+            for whole, size in zip(
+                (
+                    self.batch,
+                    self.heads,
+                    slice(self.mask.visibility.M),
+                    slice(self.mask.visibility.N),
+                ),
+                bias.shape,
+                strict=True,
+            )
+        ]
+        return bias[tuple(index)]
+
+
+def segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
+    """The segments of a call. Lengths are read here, on the host that owns them, and clamped to the tensors."""
+    layouts = _Layouts.of(operands)
+    sequences = (
+        _dense_sequences
+        if problem.layout == "dense" and not _ragged(problem)
+        else _ragged_sequences
+    )
+    for sequence in sequences(problem, operands):
+        for heads, kv_heads, layout in _head_groups(problem, layouts, sequence.batch.start):
+            yield sequence.segment(problem, heads, kv_heads, layout)
+
+
+class _Sequence(NamedTuple):
+    """Rows of one segment before it is split by heads."""
+
+    batch: slice
+    query_rows: slice
+    key_rows: slice
+    cache_row: int | None = None
+    pages: Tensor | None = None
+
+    def segment(
+        self, problem: AttentionProblem, heads: slice, kv_heads: slice, layout: BlockLayout | None
+    ) -> Segment:
+        M = self.query_rows.stop - self.query_rows.start
+        N = self.key_rows.stop - self.key_rows.start
+        return Segment(
+            batch=self.batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            query_rows=self.query_rows,
+            key_rows=self.key_rows,
+            cache_row=self.cache_row,
+            pages=self.pages,
+            packed_queries=problem.layout != "dense",
+            packed_keys=problem.layout == "packed",
+            mask=SegmentMask(Visibility(problem.facts, M, N), layout),
+        )
+
+
+def _ragged(problem: AttentionProblem) -> bool:
+    """Sequences differ in length or place, so each is a segment of its own."""
+    return problem.has_lengths or problem.page_size > 0 or problem.block_tile is not None
+
+
+def _dense_sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
+    step = max(1, MAX_BATCH_HEADS // problem.Hq)
+    for b in range(0, problem.B, step):
+        yield _Sequence(
+            slice(b, min(b + step, problem.B)), slice(0, problem.M), slice(0, problem.N)
+        )
+
+
+def _ragged_sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
+    total_q, total_k = operands.q.shape[0], operands.k.shape[0]
+    q_bounds = _bounds(operands.cu_seqlens_q, total_q, problem.B, problem.M)
+    k_bounds = _bounds(operands.cu_seqlens_k, total_k, problem.B, problem.N)
+    used_q, used_k = _values(operands.seqused_q), _values(operands.seqused_k)
+    leftpad, cache_rows = _values(operands.leftpad_k), _values(operands.cache_batch_idx)
+    for b in range(problem.B):
+        q_start, M = q_bounds[b]
+        k_start, N = k_bounds[b]
+        M = M if used_q is None else _clamp(used_q[b], M)
+        N = N if used_k is None else _clamp(used_k[b], N)
+        pad = 0 if leftpad is None else _clamp(leftpad[b], N)
+        pages = None
+        if operands.page_table is not None:
+            count = -(-N // problem.page_size)
+            pages = operands.page_table[b, :count].long().clamp(0, operands.k.shape[0] - 1)
+        yield _Sequence(
+            batch=slice(b, b + 1),
+            query_rows=slice(q_start, q_start + M),
+            key_rows=slice(k_start + pad, k_start + N),
+            cache_row=None if cache_rows is None else _clamp(cache_rows[b], total_k - 1),
+            pages=pages,
+        )
+
+
+def _bounds(
+    cu_seqlens: Tensor | None, total: int, batch: int, longest: int
+) -> list[tuple[int, int]]:
+    """(first row, length) of every sequence, inside the tensor and at most `longest`."""
+    if cu_seqlens is None:
+        return [(0, longest)] * batch
+    ends = [_clamp(x, total) for x in cu_seqlens.tolist()]
+    return [
+        (start, _clamp(stop - start, longest)) for start, stop in zip(ends, ends[1:], strict=False)
+    ]
+
+
+def _values(x: Tensor | None) -> list[int] | None:
+    return None if x is None else x.tolist()
+
+
+def _clamp(x: int, limit: int) -> int:
+    return max(0, min(x, limit))
+
+
+class _Layouts(NamedTuple):
+    """The block mask on the host: nested lists (batch or 1, heads or 1, nM, nN)."""
+
+    kinds: list[list[list[list[int]]]]
+    partial_index: list[list[list[list[int]]]]
+    partial_tiles: Tensor
+
+    @classmethod
+    def of(cls, operands: Operands) -> _Layouts | None:
+        """None without a block mask."""
+        if operands.tile_kinds is None:
+            return None
+        assert operands.partial_index is not None and operands.partial_tiles is not None
+        return cls(
+            operands.tile_kinds.tolist(), operands.partial_index.tolist(), operands.partial_tiles
+        )
+
+    def at(self, b: int, h: int) -> BlockLayout:
+        """The layout of one (batch, head)."""
+        row = b if len(self.kinds) > 1 else 0
+        head = h if len(self.kinds[0]) > 1 else 0
+        return BlockLayout(self.kinds[row][head], self.partial_index[row][head], self.partial_tiles)
+
+
+def _head_groups(
+    problem: AttentionProblem, layouts: _Layouts | None, b: int
+) -> Iterator[tuple[slice, slice, BlockLayout | None]]:
+    """Query heads, key heads and layout of each segment: all heads at once unless their layouts differ."""
+    if layouts is None or len(layouts.kinds[0]) == 1:
+        layout = None if layouts is None else layouts.at(b, 0)
+        yield slice(0, problem.Hq), slice(0, problem.Hk), layout
+        return
+    for h in range(problem.Hq):
+        kv = h // problem.group
+        yield slice(h, h + 1), slice(kv, kv + 1), layouts.at(b, h)

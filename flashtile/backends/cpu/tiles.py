@@ -1,0 +1,226 @@
+"""FlashAttention in plain PyTorch, as the papers write it. Read this file first.
+
+The score matrix S (M queries x N keys) is visited in tiles; no more than one tile of it exists at a time.
+
+- Forward: FlashAttention-2 (Dao 2023), algorithm 1. Each query tile keeps a running row maximum m, a running row sum l
+  and an unnormalised output O; a new key tile rescales what was there by ``exp(m_old - m_new)`` (online softmax,
+  Milakov and Gimelshein 2018).
+- Backward: FlashAttention-2, algorithm 2. The probabilities are recomputed from S and the stored log-sum-exp L, and
+  ``delta = rowsum(dO * O)`` stands for the row sums of P * dP.
+
+Symbols are the papers': Q, K, V, S, P, O, L (log-sum-exp), m (row maximum), l (row sum), dX gradients. All tensors are
+(batch, heads, length, head_dim) in one compute dtype. The query heads of a group are stacked as extra rows over their
+key head, so grouped and multi-query attention never copy K or V.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import dropout
+from .segments import KeyRun, SegmentMask
+
+INFINITY = float("inf")
+
+
+class ScoreRule(NamedTuple):
+    """What turns q.k into a score: scale, then softcap, then ALiBi, then bias."""
+
+    scale: float
+    softcap: float  # 0: off
+    alibi_slopes: Tensor | None  # (batch or 1, heads, 1, 1)
+    bias: Tensor | None  # (batch or 1, heads or 1, M or 1, N or 1)
+
+
+class DropoutRule(NamedTuple):
+    """Which probabilities are dropped: coordinates for the counter of `dropout.keep_mask`."""
+
+    p: float
+    rng_state: Tensor
+    batch: Tensor  # (batch,)
+    heads: Tensor  # (heads,)
+
+    def factor(self, m0: int, m1: int, run: KeyRun, dtype: torch.dtype) -> Tensor:
+        """0 where dropped, ``1 / (1 - p)`` where kept: (batch, heads, rows, keys)."""
+        rows = torch.arange(m0, m1)
+        kept = dropout.keep_mask(
+            self.rng_state, self.p, self.batch, self.heads, rows, run.start, run.stop
+        )
+        return kept.to(dtype).mul_(1.0 / (1.0 - self.p))
+
+
+class TileProblem(NamedTuple):
+    """One segment's attention: tensors in the compute dtype, mask and rules."""
+
+    Q: Tensor  # (batch, heads, M, D)
+    K: Tensor  # (batch, kv_heads, N, D)
+    V: Tensor  # (batch, kv_heads, N, Dv)
+    mask: SegmentMask
+    score: ScoreRule
+    dropout: DropoutRule | None
+    sink: Tensor | None  # (heads,)
+    BLOCK_M: int
+    BLOCK_N: int
+
+
+class TileGradients(NamedTuple):
+    """Gradients of a segment; dS-shaped ones are reduced over the dimensions that were broadcast."""
+
+    dQ: Tensor
+    dK: Tensor
+    dV: Tensor
+    dsink: Tensor | None
+
+
+def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
+    """O (batch, heads, M, Dv) and L (batch, heads, M). Rows that see no key: O = 0, L = -inf (or the sink)."""
+    batch, heads, M, _ = tp.Q.shape
+    O_all = tp.Q.new_empty(batch, heads, M, tp.V.shape[-1])
+    L_all = tp.Q.new_empty(batch, heads, M)
+    for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
+        Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
+        O = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
+        m, l = first_statistics(tp, m1 - m0)
+        for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
+            K, V = tp.K[:, :, run.start : run.stop], tp.V[:, :, run.start : run.stop]
+            S, _ = scores(tp, Q @ K.mT, m0, m1, run)
+            m_new = torch.maximum(m, S.amax(-1, keepdim=True))
+            pivot = m_new.masked_fill(m_new == -INFINITY, 0.0)  # -inf - -inf would be NaN
+            P = S.sub_(pivot).exp_()
+            rescale = torch.exp(m - pivot)
+            l = rescale * l + P.sum(-1, keepdim=True)
+            if tp.dropout is not None:  # after the row sum: dropout leaves the normalisation alone
+                P.mul_(tp.dropout.factor(m0, m1, run, P.dtype))
+            O.mul_(fold(rescale, tp.K)).add_(fold(P, tp.K) @ V)
+            m = m_new
+        seen = l > 0
+        O_all[:, :, m0:m1] = unfold(O, tp.Q) / l.masked_fill(~seen, 1.0)
+        L_all[:, :, m0:m1] = torch.where(seen, m + torch.log(l), -INFINITY).squeeze(-1)
+    return O_all, L_all
+
+
+def backward(
+    tp: TileProblem, L: Tensor, dO: Tensor, delta: Tensor, dbias: Tensor | None
+) -> TileGradients:
+    """Gradients from the stored log-sum-exp.
+
+    Args:
+        L: (batch, heads, M), of the forward.
+        dO: (batch, heads, M, Dv).
+        delta: (batch, heads, M), ``rowsum(dO * O)`` less the gradient of L.
+        dbias: where to add the gradient of the bias, shaped as it; None when it is not wanted.
+    """
+    dQ, dK, dV = torch.zeros_like(tp.Q), torch.zeros_like(tp.K), torch.zeros_like(tp.V)
+    L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that saw nothing: P = exp(S - inf) = 0
+    for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
+        Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
+        dO_tile = fold(dO[:, :, m0:m1], tp.K)
+        L_tile, delta_tile = L[:, :, m0:m1, None], delta[:, :, m0:m1, None]
+        dQ_tile = torch.zeros_like(Q)
+        for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
+            keys = slice(run.start, run.stop)
+            K, V = tp.K[:, :, keys], tp.V[:, :, keys]
+            S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
+            P = S.sub_(L_tile).exp_()
+            dP = unfold(dO_tile @ V.mT, tp.Q)
+            P_kept = P
+            if tp.dropout is not None:
+                factor = tp.dropout.factor(m0, m1, run, P.dtype)
+                P_kept = P * factor
+                dP.mul_(factor)
+            dV[:, :, keys] += fold(P_kept, tp.K).mT @ dO_tile
+            dS = dP.sub_(delta_tile).mul_(P)
+            if dbias is not None:
+                add_reduced(dbias, dS, m0, m1, run)
+            if slope is not None:
+                dS.mul_(slope)
+            dS_rows = fold(dS, tp.K)
+            dQ_tile += dS_rows @ K
+            dK[:, :, keys] += dS_rows.mT @ Q  # Q carries the scale
+        dQ[:, :, m0:m1] = unfold(dQ_tile, tp.Q).mul_(tp.score.scale)
+    return TileGradients(dQ, dK, dV, sink_gradient(tp.sink, L, delta))
+
+
+def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
+    """Write P = exp(S - L) into `out` (batch, heads, M, N), negative where dropout drops it."""
+    L = L.masked_fill(L == -INFINITY, INFINITY)
+    for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
+        Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
+        for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
+            S, _ = scores(tp, Q @ tp.K[:, :, run.start : run.stop].mT, m0, m1, run)
+            P = S.sub_(L[:, :, m0:m1, None]).exp_()
+            if tp.dropout is not None:
+                P.mul_(torch.where(tp.dropout.factor(m0, m1, run, P.dtype) > 0, 1.0, -1.0))
+            out[:, :, m0:m1, run.start : run.stop] = P
+
+
+def scores(
+    tp: TileProblem, QK: Tensor, m0: int, m1: int, run: KeyRun, want_slope: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """S (batch, heads, rows, keys) of a tile from scaled Q K^T, -inf where masked; works in place.
+
+    With `want_slope` and a softcap also its derivative dS/d(QK), ``1 - tanh(QK / cap)^2``.
+    """
+    S = unfold(QK, tp.Q)
+    rule, slope = tp.score, None
+    if rule.softcap > 0:
+        S.div_(rule.softcap).tanh_()
+        slope = 1.0 - S * S if want_slope else None
+        S.mul_(rule.softcap)
+    if rule.alibi_slopes is not None:
+        M, N = tp.mask.visibility.M, tp.mask.visibility.N
+        p = torch.arange(m0, m1)[:, None] + (N - M)
+        distance = (p - torch.arange(run.start, run.stop)).abs().to(S.dtype)
+        S.addcmul_(rule.alibi_slopes, distance, value=-1.0)
+    if rule.bias is not None:
+        S.add_(bias_tile(rule.bias, m0, m1, run))
+    if run.visible is not None:
+        S.masked_fill_(~run.visible, -INFINITY)
+    return S, slope
+
+
+def first_statistics(tp: TileProblem, rows: int) -> tuple[Tensor, Tensor]:
+    """m and l before the first key: nothing seen, or the sink, a key of logit `sink` whose value is zero."""
+    batch, heads = tp.Q.shape[:2]
+    m = tp.Q.new_full((batch, heads, rows, 1), -INFINITY)
+    l = tp.Q.new_zeros(batch, heads, rows, 1)
+    if tp.sink is not None:
+        m.copy_(tp.sink[:, None, None])
+        l.fill_(1.0)
+    return m, l
+
+
+def sink_gradient(sink: Tensor | None, L: Tensor, delta: Tensor) -> Tensor | None:
+    """(heads,): the sink is a key with P = exp(sink - L) and dP = 0."""
+    if sink is None:
+        return None
+    P = torch.exp(sink[:, None] - L)
+    return -(P * delta).sum(dim=(0, 2))
+
+
+def bias_tile(bias: Tensor, m0: int, m1: int, run: KeyRun) -> Tensor:
+    """The part of `bias` (or of its gradient) over a tile; dimensions of size 1 stay."""
+    rows = slice(m0, m1) if bias.shape[2] > 1 else slice(None)
+    keys = slice(run.start, run.stop) if bias.shape[3] > 1 else slice(None)
+    return bias[:, :, rows, keys]
+
+
+def add_reduced(dbias: Tensor, dS: Tensor, m0: int, m1: int, run: KeyRun) -> None:
+    """Add dS to the gradient of the bias, summed over the dimensions that were broadcast."""
+    target = bias_tile(dbias, m0, m1, run)
+    target += dS.sum_to_size(target.shape)
+
+
+def fold(x: Tensor, K: Tensor) -> Tensor:
+    """(batch, heads, rows, n) -> (batch, kv_heads, group * rows, n): a group's heads share a key head."""
+    batch, kv_heads = K.shape[:2]
+    return x.reshape(batch, kv_heads, -1, x.shape[-1])
+
+
+def unfold(x: Tensor, Q: Tensor) -> Tensor:
+    """The inverse of `fold`."""
+    batch, heads = Q.shape[:2]
+    return x.view(batch, heads, -1, x.shape[-1])

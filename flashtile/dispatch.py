@@ -1,0 +1,77 @@
+"""Which backend runs a problem: one ordered tuple, first one without objections wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from . import backends
+from .problem import AttentionProblem
+
+# In order of preference. Names of folders in `backends/`, imported on first use.
+ORDER: tuple[str, ...] = (
+    "cpu",  # every option, on every machine; the tensors must be on the CPU
+)
+
+_forced: ContextVar[str | None] = ContextVar("flashtile_backend", default=None)
+_selected: dict[tuple[AttentionProblem, str | None], str] = {}
+_CACHE_SIZE = 4096
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force one backend inside a ``with`` block; an argument ``backend=`` of a call wins over it.
+
+    Raises:
+        ValueError: when there is no backend of that name.
+    """
+    check_name(name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless `name` is a backend."""
+    if name not in ORDER:
+        raise ValueError(f"backend: got {name!r}, want one of {', '.join(map(repr, ORDER))}")
+
+
+def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
+    """Why backend `name` cannot run `problem`, in plain sentences; empty when it can."""
+    return backends.load(name).unsupported_reasons(problem)
+
+
+def select(problem: AttentionProblem, name: str | None = None) -> str:
+    """The backend for `problem`: `name` when given (never falls back), else the forced one, else the first that can.
+
+    Raises:
+        NotImplementedError: when none fits; the message lists every backend with its reasons.
+    """
+    name = name or _forced.get()
+    if torch.compiler.is_compiling():  # sizes are symbols there, which do not hash
+        return _select(problem, name)
+    key = (problem, name)
+    chosen = _selected.get(key)
+    if chosen is None:
+        chosen = _select(problem, name)
+        if len(_selected) >= _CACHE_SIZE:
+            _selected.clear()
+        _selected[key] = chosen
+    return chosen
+
+
+def _select(problem: AttentionProblem, name: str | None) -> str:
+    refusals = []
+    for candidate in (name,) if name else ORDER:
+        reasons = unsupported_reasons(candidate, problem)
+        if not reasons:
+            return candidate
+        refusals.append(f"  {candidate}: " + "; ".join(reasons))
+    asked = f"backend {name!r} cannot" if name else "no backend can"
+    raise NotImplementedError(f"{asked} run this call:\n" + "\n".join(refusals))

@@ -1,0 +1,100 @@
+"""Dropout that every backend and every tiling draws alike.
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a pure function from a counter and
+a key to four 32-bit words. The counter of a score is (batch, head, query, key // 4) and its lane is ``key % 4``, so
+the mask depends on nothing but the coordinates: not on the tile size, the device, or how sequences are packed.
+The key is one Philox block of (seed, offset), which spreads neighbouring seeds apart.
+
+An element is kept when its word is below ``keep_threshold(p)``: p is exact to 2**-32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Four 32-bit words for each counter, Philox4x32-10.
+
+    Args:
+        counter: four int64 tensors that broadcast together, values in [0, 2**32).
+        key: two int64 tensors that broadcast with them, values in [0, 2**32).
+
+    Returns:
+        Four int64 tensors, values in [0, 2**32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for round_index in range(ROUNDS):
+        # A 32 x 32 bit product may wrap into the sign of int64; its bits are right all the same, and masking
+        # after the arithmetic shift takes exactly the upper 32.
+        product_0 = c0 * MULTIPLIER_0
+        product_1 = c2 * MULTIPLIER_1
+        round_k0 = (k0 + round_index * WEYL_0) & WORD
+        round_k1 = (k1 + round_index * WEYL_1) & WORD
+        c0 = ((product_1 >> 32) & WORD) ^ c1 ^ round_k0
+        c2 = ((product_0 >> 32) & WORD) ^ c3 ^ round_k1
+        c1 = product_1 & WORD
+        c3 = product_0 & WORD
+    return c0, c1, c2, c3
+
+
+def draw_rng_state(device: torch.device) -> Tensor:
+    """(seed, offset) as int64 (2,) from PyTorch's generator for `device`, so that ``torch.manual_seed`` rules."""
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def philox_key(rng_state: Tensor) -> tuple[Tensor, Tensor]:
+    """The two key words of a call, from its (seed, offset): one Philox block with the offset as counter."""
+    seed, offset = rng_state.unbind(0)
+    zero = torch.zeros_like(seed)
+    counter = (offset & WORD, (offset >> 32) & WORD, zero, zero)
+    words = philox4x32(counter, (seed & WORD, (seed >> 32) & WORD))
+    return words[0], words[1]
+
+
+def keep_threshold(dropout_p: float) -> int:
+    """Words below this number are kept: ``round((1 - p) * 2**32)``."""
+    return round((1.0 - dropout_p) * 2**32)
+
+
+def keep_mask(
+    rng_state: Tensor,
+    dropout_p: float,
+    batch: Tensor,
+    heads: Tensor,
+    queries: Tensor,
+    n0: int,
+    n1: int,
+) -> Tensor:
+    """Which scores of a tile stay: bool (batch, heads, queries, n1 - n0).
+
+    Args:
+        rng_state: int64 (2,), seed and offset.
+        dropout_p: probability of dropping, in [0, 1).
+        batch, heads, queries: int64 1-D, the coordinates; in packed calls the batch is the number of the sequence
+            and the query counts from its start, so packed and dense calls agree.
+        n0, n1: the keys ``[n0, n1)``, counted from the sequence's first key.
+    """
+    device = rng_state.device
+    first, last = n0 // 4, (n1 + 3) // 4
+    groups = torch.arange(first, last, dtype=torch.int64, device=device)
+    counter = (
+        groups[None, None, None, :],
+        queries[None, None, :, None],
+        heads[None, :, None, None],
+        batch[:, None, None, None],
+    )
+    words = torch.stack(
+        torch.broadcast_tensors(*philox4x32(counter, philox_key(rng_state))), dim=-1
+    )
+    kept = words < keep_threshold(dropout_p)
+    return kept.flatten(-2)[..., n0 - 4 * first : n1 - 4 * first]

@@ -1,0 +1,83 @@
+"""Which backend a call would take, how, and why the others not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import backends, dispatch
+from .api import Arguments, Packed, dense_call, packed_call
+from .problem import AttentionProblem, Operands, Options
+
+
+class Verdict(NamedTuple):
+    """What one backend says of a problem."""
+
+    backend: str
+    reasons: list[str]  # empty: it can run it
+    plan: str  # empty when it cannot
+
+
+class Explanation(NamedTuple):
+    """The answer of `explain`; printing it gives the report."""
+
+    problem: AttentionProblem
+    verdicts: list[Verdict]
+    chosen: str | None
+
+    def __str__(self) -> str:
+        p = self.problem
+        dtype = str(p.dtype).removeprefix("torch.")
+        lines = [
+            f"attention on {p.device_type}, {dtype}, {p.layout}: batch {p.B}, queries {p.M}, keys {p.N}, "
+            f"heads {p.Hq}:{p.Hk}, head dim {p.D}" + (f" (values {p.Dv})" if p.Dv != p.D else "")
+        ]
+        for verdict in self.verdicts:
+            mark = "->" if verdict.backend == self.chosen else "  "
+            if verdict.reasons:
+                lines.append(f"{mark} {verdict.backend}: no: " + "; ".join(verdict.reasons))
+            else:
+                lines.append(f"{mark} {verdict.backend}: yes")
+                lines.extend(f"      {line}" for line in verdict.plan.splitlines())
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **options: Any
+) -> Explanation:
+    """Every backend with its reasons and its plan for a call that is not made.
+
+    Args:
+        q, k, v: as in `attention`; or as in `attention_varlen`, with its layout arguments by keyword.
+        backend: forced backend, as in the call.
+        options: the other arguments of that call.
+
+    Raises:
+        ValueError, TypeError: as the call itself would.
+    """
+    names = {name: options.pop(name) for name in Packed._fields if name in options}
+    arguments = Arguments(**options)
+    if names:
+        operands, numbers = packed_call(q, k, v, Packed(**names), arguments)
+    else:
+        operands, numbers = dense_call(q, k, v, arguments)
+    return explain_operands(operands, numbers, backend)
+
+
+def explain_operands(operands: Operands, options: Options, backend: str | None) -> Explanation:
+    """The explanation of a described call."""
+    problem = AttentionProblem.of(operands, options)
+    verdicts = []
+    for name in dispatch.ORDER:
+        reasons = dispatch.unsupported_reasons(name, problem)
+        plan = "" if reasons else backends.load(name).describe_plan(problem)
+        verdicts.append(Verdict(name, reasons, plan))
+    try:
+        chosen = dispatch.select(problem, backend)
+    except NotImplementedError:
+        chosen = None
+    return Explanation(problem, verdicts, chosen)

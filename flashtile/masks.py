@@ -1,0 +1,249 @@
+"""Which keys a query may see: small frozen facts that compose.
+
+A query at row ``i`` of ``M`` sits at the position ``p = i + N - M`` among the ``N`` keys (bottom-right alignment, as
+FlashAttention has it since 2.1). Every structural fact turns ``p`` into one interval of visible keys; several facts
+intersect. Both ends of an interval never move left as ``p`` grows, so four integers tell whether a whole tile of the
+score matrix is empty, full or partial: tiles that are empty are never touched, full tiles are never masked.
+
+A `BlockMask` is the one fact that is data instead of a rule: tiles of the score matrix marked empty, full or partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY, FULL, PARTIAL = 0, 1, 2
+
+
+class Window(NamedTuple):
+    """Keys ``p - left <= j <= p + right``; ``None`` leaves a side open. Causal attention is ``Window(None, 0)``."""
+
+    left: int | None
+    right: int | None
+
+    def key_range(self, p: Any, n: Any) -> tuple[Any, Any]:
+        """First visible key and one past the last, for a query at position ``p`` (an int or a tensor)."""
+        start = 0 * p if self.left is None else p - self.left
+        stop = 0 * p + n if self.right is None else p + self.right + 1
+        return start, stop
+
+
+class Chunk(NamedTuple):
+    """Keys of the query's own chunk of ``size`` positions: ``floor(j / size) == floor(p / size)`` (Llama 4)."""
+
+    size: int
+
+    def key_range(self, p: Any, n: Any) -> tuple[Any, Any]:
+        """First visible key and one past the last, for a query at position ``p`` (an int or a tensor)."""
+        start = p - p % self.size
+        return start, start + self.size
+
+
+def structure(
+    window_left: int, window_right: int, attention_chunk: int
+) -> tuple[Window | Chunk, ...]:
+    """The facts that the plain numbers of a call describe (-1 is an open side, 0 is no chunk)."""
+    facts: list[Window | Chunk] = []
+    if window_left >= 0 or window_right >= 0:
+        facts.append(
+            Window(
+                window_left if window_left >= 0 else None,
+                window_right if window_right >= 0 else None,
+            )
+        )
+    if attention_chunk > 0:
+        facts.append(Chunk(attention_chunk))
+    return tuple(facts)
+
+
+class Visibility(NamedTuple):
+    """The composed structural facts over ``M`` queries and ``N`` keys of one sequence."""
+
+    facts: tuple[Window | Chunk, ...]
+    M: int
+    N: int
+
+    def key_range(self, i: int) -> tuple[int, int]:
+        """Visible keys ``[start, stop)`` of query row ``i``; empty when ``stop <= start``."""
+        start, stop = 0, self.N
+        for fact in self.facts:
+            fact_start, fact_stop = fact.key_range(i + self.N - self.M, self.N)
+            start, stop = max(start, fact_start), min(stop, fact_stop)
+        return start, stop
+
+    def classify(self, m0: int, m1: int, n0: int, n1: int) -> int:
+        """EMPTY, FULL or PARTIAL for the tile of rows ``[m0, m1)`` and keys ``[n0, n1)``."""
+        first_start, first_stop = self.key_range(m0)
+        last_start, last_stop = self.key_range(m1 - 1)
+        if n1 <= first_start or n0 >= last_stop:
+            return EMPTY
+        return FULL if last_start <= n0 and n1 <= first_stop else PARTIAL
+
+    def dense(
+        self,
+        rows: tuple[int, int] | None = None,
+        keys: tuple[int, int] | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """The truth, element by element: bool of shape (rows, keys), True where visible."""
+        m0, m1 = rows or (0, self.M)
+        n0, n1 = keys or (0, self.N)
+        p = torch.arange(m0, m1, device=device)[:, None] + (self.N - self.M)
+        j = torch.arange(n0, n1, device=device)[None, :]
+        visible = torch.ones(m1 - m0, n1 - n0, dtype=torch.bool, device=device)
+        for fact in self.facts:
+            start, stop = fact.key_range(p, self.N)
+            visible &= (j >= start) & (j < stop)
+        return visible
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Block-sparse mask: the score matrix cut into tiles, each empty, full or partial.
+
+    Tile coordinates count from the first query and the first key of each sequence; they do not shift when lengths
+    differ. A mask with batch or head size 1 is shared over that dimension. It is combined (AND) with every other
+    mask option of the call.
+
+    Attributes:
+        kinds: uint8 (batch or 1, heads or 1, ceil(M / BM), ceil(N / BN)); 0 empty, 1 full, 2 partial.
+        partial_index: int32, same shape: where a partial tile stands in `partial_tiles`, -1 elsewhere.
+        partial_tiles: bool (number of partial tiles, BM, BN), True where visible.
+
+    Source: FlashAttention (Dao et al. 2022), section 3.3, block-sparse FlashAttention.
+    """
+
+    kinds: Tensor
+    partial_index: Tensor
+    partial_tiles: Tensor
+
+    @property
+    def tile_size(self) -> tuple[int, int]:
+        """(BM, BN): query rows and keys of one tile."""
+        return self.partial_tiles.shape[1], self.partial_tiles.shape[2]
+
+    @staticmethod
+    def from_tiles(kinds: Tensor, tile_size: tuple[int, int]) -> BlockMask:
+        """A mask of whole tiles.
+
+        Args:
+            kinds: bool or integer, (nM, nN) or (batch or 1, heads or 1, nM, nN); non-zero tiles are visible.
+            tile_size: (BM, BN), rows and keys of a tile.
+
+        Raises:
+            ValueError: when `kinds` is not 2-D or 4-D, or a tile size is not positive.
+        """
+        kinds = _four_dimensional(kinds, "kinds") != 0
+        BM, BN = _checked_tile_size(tile_size)
+        return BlockMask(
+            kinds.to(torch.uint8),
+            torch.full(kinds.shape, -1, dtype=torch.int32, device=kinds.device),
+            torch.zeros(0, BM, BN, dtype=torch.bool, device=kinds.device),
+        )
+
+    @staticmethod
+    def from_dense(mask: Tensor, tile_size: tuple[int, int] = (128, 128)) -> BlockMask:
+        """Cut a dense bool mask, (M, N) or (batch or 1, heads or 1, M, N), True where visible, into tiles.
+
+        Raises:
+            TypeError: when `mask` is not bool.
+            ValueError: when `mask` is not 2-D or 4-D, or a tile size is not positive.
+        """
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask: got dtype {mask.dtype}, want torch.bool (True where visible)")
+        mask = _four_dimensional(mask, "mask")
+        BM, BN = _checked_tile_size(tile_size)
+        batch, heads, M, N = mask.shape
+        pad = (0, -N % BN, 0, -M % BM)
+
+        def tiles(fill: bool) -> Tensor:
+            padded = torch.nn.functional.pad(mask, pad, value=fill)
+            return padded.unflatten(3, (-1, BN)).unflatten(2, (-1, BM)).transpose(3, 4)
+
+        any_visible = tiles(False).flatten(4).any(-1)
+        all_visible = tiles(True).flatten(4).all(-1)
+        kinds = any_visible.to(torch.uint8) * 2 - (any_visible & all_visible).to(torch.uint8)
+        return _with_partial_tiles(kinds, lambda where: tiles(False)[where])
+
+    @staticmethod
+    def from_flex(flex_mask: Any) -> BlockMask:
+        """Take a FlexAttention ``BlockMask`` as it is; its ``mask_mod`` is evaluated on the partial tiles alone.
+
+        Args:
+            flex_mask: ``torch.nn.attention.flex_attention.BlockMask``.
+
+        The number of partial tiles is data, so this reads it on the host: convert once and reuse the result,
+        and convert outside of ``torch.compile``.
+        """
+        BM, BN = flex_mask.BLOCK_SIZE
+        shape = flex_mask.kv_indices.shape  # (batch, heads, nM, nN)
+        M, N = getattr(flex_mask, "seq_lengths", (shape[2] * BM, shape[3] * BN))
+        kinds = torch.zeros(shape, dtype=torch.uint8, device=flex_mask.kv_indices.device)
+        _mark(kinds, flex_mask.kv_num_blocks, flex_mask.kv_indices, PARTIAL)
+        if flex_mask.full_kv_num_blocks is not None:
+            _mark(kinds, flex_mask.full_kv_num_blocks, flex_mask.full_kv_indices, FULL)
+
+        # mask_mod is a function of four scalars; three nested vmaps evaluate it on (P, BM, BN).
+        over_keys = torch.vmap(flex_mask.mask_mod, in_dims=(None, None, None, 0))
+        over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
+        over_tiles = torch.vmap(over_rows, in_dims=(0, 0, 0, 0), chunk_size=64)
+
+        def evaluate(where: tuple[Tensor, ...]) -> Tensor:
+            b, h, m, n = where
+            device = kinds.device
+            # Rows and keys past the end are never used; clamping keeps a captured tensor in bounds.
+            rows = (m[:, None] * BM + torch.arange(BM, device=device)).clamp(max=M - 1)
+            keys = (n[:, None] * BN + torch.arange(BN, device=device)).clamp(max=N - 1)
+            if b.numel() == 0:
+                return torch.zeros(0, BM, BN, dtype=torch.bool, device=device)
+            return over_tiles(b, h, rows, keys).expand(-1, BM, BN).bool()
+
+        return _with_partial_tiles(kinds, evaluate)
+
+    def to_dense(self, M: int, N: int) -> Tensor:
+        """The truth, element by element: bool (batch or 1, heads or 1, M, N), True where visible."""
+        BM, BN = self.tile_size
+        tiles = (self.kinds == FULL)[..., None, None].expand(-1, -1, -1, -1, BM, BN).clone()
+        partial = self.kinds == PARTIAL
+        tiles[partial] = self.partial_tiles[self.partial_index[partial].long()]
+        dense = tiles.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :M, :N]
+        missing = (0, N - dense.shape[3], 0, M - dense.shape[2])
+        return torch.nn.functional.pad(dense, missing, value=False)
+
+
+def _four_dimensional(x: Tensor, name: str) -> Tensor:
+    if x.dim() not in (2, 4):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 2 or 4 dimensions")
+    return x[None, None] if x.dim() == 2 else x
+
+
+def _checked_tile_size(tile_size: tuple[int, int]) -> tuple[int, int]:
+    BM, BN = tile_size
+    if BM < 1 or BN < 1:
+        raise ValueError(f"tile_size: got {tile_size}, want two positive integers (rows, keys)")
+    return BM, BN
+
+
+def _mark(kinds: Tensor, counts: Tensor, indices: Tensor, kind: int) -> None:
+    """Write `kind` at the first `counts` of the key-tile `indices` of every query-tile row."""
+    slots = torch.arange(indices.shape[-1], device=indices.device)
+    used = slots < counts[..., None]
+    # Unused slots repeat arbitrary indices: adding leaves what a used slot marked.
+    marks = torch.zeros_like(kinds).scatter_add_(-1, indices.long(), used.to(kinds.dtype))
+    kinds[marks > 0] = kind
+
+
+def _with_partial_tiles(
+    kinds: Tensor, evaluate: Callable[[tuple[Tensor, ...]], Tensor]
+) -> BlockMask:
+    """Number the partial tiles and ask `evaluate` for their elements."""
+    where = (kinds == PARTIAL).nonzero(as_tuple=True)
+    partial_index = torch.full(kinds.shape, -1, dtype=torch.int32, device=kinds.device)
+    count = where[0].numel()
+    partial_index[where] = torch.arange(count, dtype=torch.int32, device=kinds.device)
+    return BlockMask(kinds, partial_index, evaluate(where))

@@ -1,0 +1,83 @@
+"""Joining partial attention results that saw different keys of the same queries.
+
+Each part carries its log-sum-exp, so the joined output is the parts' mean weighted by ``exp(lse_part - lse)``
+(FlashAttention-2, section 3.1; flash-decoding). Split-KV decoding, native tiles and ring attention all merge here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join two parts.
+
+    Args:
+        out_a, out_b: (..., D), each normalised over its own keys.
+        lse_a, lse_b: (...), natural log; -inf for a row that saw no key (its `out` must be finite).
+
+    Returns:
+        (out, lse) over the union of the keys; a row that neither part saw has out 0 and lse -inf.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # -inf - -inf would be NaN
+    weight_a = torch.exp(lse_a - pivot).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - pivot).unsqueeze(-1)
+    return out_a * weight_a + out_b * weight_b, lse
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a key of logit `sink` (broadcast to `lse`) and value zero to the softmax of (`out`, `lse`)."""
+    with_sink = torch.logaddexp(lse, sink)
+    pivot = with_sink.masked_fill(with_sink == -torch.inf, 0.0)
+    return out * torch.exp(lse - pivot).unsqueeze(-1), with_sink
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Combine the partial results of attention that was split over the keys.
+
+    Args:
+        out_partial: (splits, batch, seq, heads, head_dim) or (splits, total, heads, head_dim), floating.
+        lse_partial: (splits, batch, seq, heads) or (splits, total, heads), float32 or float64, natural log.
+        out: where to write the result; its dtype wins over `out_dtype`.
+        out_dtype: dtype of the result; `out_partial`'s by default.
+
+    Returns:
+        out (batch, seq, heads, head_dim) or (total, heads, head_dim), and lse (batch, seq, heads) or (total, heads).
+        A row that no split saw has out 0 and lse -inf.
+
+    Raises:
+        ValueError: when the shapes do not belong together.
+        TypeError: when a dtype is not floating.
+    """
+    if out_partial.dim() not in (4, 5):
+        raise ValueError(
+            f"out_partial: got shape {tuple(out_partial.shape)}, want (splits, batch, seq, heads, head_dim) "
+            "or (splits, total, heads, head_dim)"
+        )
+    if lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            f"lse_partial: got shape {tuple(lse_partial.shape)}, want {tuple(out_partial.shape[:-1])} "
+            "(out_partial without its last dimension)"
+        )
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want a floating dtype")
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise ValueError(f"out: got shape {tuple(out.shape)}, want {tuple(out_partial.shape[1:])}")
+    dtype = out.dtype if out is not None else (out_dtype or out_partial.dtype)
+    lse = torch.logsumexp(lse_partial, dim=0)
+    pivot = lse.masked_fill(lse == -torch.inf, 0.0)
+    weight = torch.exp(lse_partial - pivot).unsqueeze(-1)
+    # A split that saw nothing may carry anything in its out: weight 0 must win even over NaN.
+    parts = out_partial.to(lse.dtype).masked_fill(weight == 0, 0.0)
+    combined = (parts * weight).sum(0).to(dtype)
+    if out is not None:
+        combined = out.copy_(combined)
+    return combined, lse

@@ -1,0 +1,173 @@
+"""One attention call, described: `Operands` (tensors), `Options` (plain numbers), `AttentionProblem` (facts alone).
+
+`Operands` and `Options` travel through autograd and the registered ops in this order. The `AttentionProblem` is what
+backends read to say whether and how they run the call; it holds no tensor, so it is hashable and its plan is cached.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .masks import Chunk, Window, structure
+
+
+class Operands(NamedTuple):
+    """The tensors of a call. The first five can have gradients."""
+
+    q: Tensor  # (B, M, Hq, D) or (total_q, Hq, D)
+    k: Tensor  # (B, N, Hk, D) or (total_k, Hk, D) or (pages, page_size, Hk, D)
+    v: Tensor  # as k, with Dv
+    bias: Tensor | None = None  # (B or 1, Hq or 1, M or 1, N or 1)
+    sink: Tensor | None = None  # (Hq,)
+    alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq) float32
+    cu_seqlens_q: Tensor | None = None  # (B + 1,) int32
+    cu_seqlens_k: Tensor | None = None  # (B + 1,) int32
+    seqused_q: Tensor | None = None  # (B,) int32
+    seqused_k: Tensor | None = None  # (B,) int32; counts a left pad
+    page_table: Tensor | None = None  # (B, pages per sequence) int32
+    cache_batch_idx: Tensor | None = None  # (B,) int32, rows of k and v
+    leftpad_k: Tensor | None = None  # (B,) int32
+    tile_kinds: Tensor | None = None  # block mask: see masks.BlockMask
+    partial_index: Tensor | None = None
+    partial_tiles: Tensor | None = None
+    rng_state: Tensor | None = None  # (2,) int64, seed and offset of dropout
+    q_descale: Tensor | None = None  # (B, Hk) float32, as the next two; float8 inputs only
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The numbers of a call, normalised: -1 is an open window side, 0 is no chunk, no softcap, no dropout."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    window_left: int = -1
+    window_right: int = -1
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    num_splits: int = 0
+    deterministic: bool = False
+    backend: str = ""
+
+
+class AttentionProblem(NamedTuple):
+    """Everything about a call that decides who runs it and how; no tensors."""
+
+    device_type: str
+    capability: tuple[int, int] | None  # CUDA compute capability
+    dtype: torch.dtype
+    layout: str  # "dense", "packed" (both sides) or "packed_queries" (cache behind packed queries)
+    B: int
+    M: int  # longest query
+    N: int  # longest key
+    Hq: int
+    Hk: int
+    D: int
+    Dv: int
+    page_size: int  # 0: not paged
+    options: Options
+    has_lengths: bool  # seqused_q, seqused_k, cache_batch_idx or leftpad_k
+    has_alibi: bool
+    has_bias: bool
+    has_sink: bool
+    has_descale: bool
+    block_tile: tuple[int, int] | None  # rows and keys of a block-mask tile
+    needs_grad: bool
+    bias_needs_grad: bool
+
+    @property
+    def facts(self) -> tuple[Window | Chunk, ...]:
+        """The structural mask facts."""
+        options = self.options
+        return structure(options.window_left, options.window_right, options.attention_chunk)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.Hq // self.Hk
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options) -> AttentionProblem:
+        """Describe a validated call."""
+        q, k, v = operands.q, operands.k, operands.v
+        paged = operands.page_table is not None
+        packed = operands.cu_seqlens_q is not None
+        dense_keys = operands.cu_seqlens_k is None
+        grad = torch.is_grad_enabled()
+        bias_needs_grad = grad and operands.bias is not None and operands.bias.requires_grad
+        return cls(
+            device_type=q.device.type,
+            capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+            dtype=q.dtype,
+            layout="dense" if not packed else "packed_queries" if dense_keys else "packed",
+            B=batch_size(operands),
+            M=options.max_seqlen_q,
+            N=options.max_seqlen_k,
+            Hq=q.shape[-2],
+            Hk=k.shape[-2],
+            D=q.shape[-1],
+            Dv=v.shape[-1],
+            page_size=k.shape[1] if paged else 0,
+            options=options,
+            has_lengths=any(
+                x is not None
+                for x in (
+                    operands.seqused_q,
+                    operands.seqused_k,
+                    operands.cache_batch_idx,
+                    operands.leftpad_k,
+                )
+            ),
+            has_alibi=operands.alibi_slopes is not None,
+            has_bias=operands.bias is not None,
+            has_sink=operands.sink is not None,
+            has_descale=any(
+                x is not None for x in (operands.q_descale, operands.k_descale, operands.v_descale)
+            ),
+            block_tile=None
+            if operands.partial_tiles is None
+            else (operands.partial_tiles.shape[1], operands.partial_tiles.shape[2]),
+            needs_grad=grad
+            and any(x is not None and x.requires_grad for x in operands[:DIFFERENTIABLE]),
+            bias_needs_grad=bias_needs_grad,
+        )
+
+
+DIFFERENTIABLE = 5  # q, k, v, bias, sink lead `Operands`
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def batch_size(operands: Operands) -> int:
+    """Number of sequences."""
+    if operands.cu_seqlens_q is not None:
+        return operands.cu_seqlens_q.shape[0] - 1
+    return operands.q.shape[0]
+
+
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of `out` for inputs of `dtype`: the same, bfloat16 for float8."""
+    return torch.bfloat16 if dtype in FLOAT8 else dtype
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the log-sum-exp: float32, float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def lse_shape(operands: Operands) -> tuple[int, ...]:
+    """(B, Hq, M), or (Hq, total_q) when the queries are packed."""
+    q = operands.q
+    if operands.cu_seqlens_q is not None:
+        return q.shape[1], q.shape[0]
+    return q.shape[0], q.shape[2], q.shape[1]
+
+
+def default_scale(head_dim: int) -> float:
+    """``head_dim ** -0.5`` of the true, unpadded head dim."""
+    return 1.0 / math.sqrt(head_dim)
