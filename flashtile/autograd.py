@@ -180,7 +180,12 @@ class AttentionFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if dout is None:
             dout = torch.zeros_like(out)
-        gradients = AttentionBackwardFunction.apply(dout, dlse, out, lse, *operands, *ctx.options)
+        # Compiled graphs refuse double backward by themselves, and cannot trace a Function in a backward.
+        compiling = torch.compiler.is_compiling()
+        derivative = (
+            torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
+        )
+        gradients = derivative(dout, dlse, out, lse, *operands, *ctx.options)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         leading = tuple(g if needed else None for g, needed in wanted)
         return leading + (None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)

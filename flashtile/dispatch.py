@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 
@@ -16,7 +15,7 @@ ORDER: tuple[str, ...] = (
     "cpu",  # every option, on every machine; the tensors must be on the CPU
 )
 
-_forced: ContextVar[str | None] = ContextVar("flashtile_backend", default=None)
+_forced: str | None = None  # process-wide, as PyTorch's own sdpa_kernel is; a tracer can guard on it
 _selected: dict[tuple[AttentionProblem, str | None], str] = {}
 _CACHE_SIZE = 4096
 
@@ -25,15 +24,18 @@ _CACHE_SIZE = 4096
 def backend(name: str) -> Iterator[None]:
     """Force one backend inside a ``with`` block; an argument ``backend=`` of a call wins over it.
 
+    Process-wide, like ``torch.nn.attention.sdpa_kernel``.
+
     Raises:
         ValueError: when there is no backend of that name.
     """
     check_name(name)
-    token = _forced.set(name)
+    global _forced
+    before, _forced = _forced, name
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced = before
 
 
 def check_name(name: str) -> None:
@@ -53,7 +55,7 @@ def select(problem: AttentionProblem, name: str | None = None) -> str:
     Raises:
         NotImplementedError: when none fits; the message lists every backend with its reasons.
     """
-    name = name or _forced.get()
+    name = name or _forced
     if torch.compiler.is_compiling():  # sizes are symbols there, which do not hash
         return _select(problem, name)
     key = (problem, name)

@@ -6,7 +6,6 @@ backends read to say whether and how they run the call; it holds no tensor, so i
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -170,4 +169,4 @@ def lse_shape(operands: Operands) -> tuple[int, ...]:
 
 def default_scale(head_dim: int) -> float:
     """``head_dim ** -0.5`` of the true, unpadded head dim."""
-    return 1.0 / math.sqrt(head_dim)
+    return head_dim**-0.5

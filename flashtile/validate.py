@@ -157,7 +157,7 @@ def number(name: str, x: Any, wanted: str) -> float:
     """A finite real number."""
     if isinstance(x, bool) or not isinstance(x, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: got {type(x).__name__}, want {wanted}")
-    if not math.isfinite(x):
+    if not -math.inf < x < math.inf:  # False for NaN as well
         raise ValueError(f"{name}: got {x}, want {wanted}")
     return float(x)
 
@@ -179,6 +179,8 @@ def options(
     """The plain numbers of a call, checked and normalised."""
     if softmax_scale is None:
         softmax_scale = default_scale(head_dim)
+    else:
+        softmax_scale = number("softmax_scale", softmax_scale, "a finite number, or None")
     softcap = 0.0 if softcap is None else number("softcap", softcap, "a number >= 0 (0: off)")
     if softcap < 0:
         raise ValueError(f"softcap: got {softcap}, want a number >= 0 (0: off)")
@@ -192,7 +194,7 @@ def options(
     return Options(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        softmax_scale=number("softmax_scale", softmax_scale, "a finite number, or None"),
+        softmax_scale=softmax_scale,
         window_left=left,
         window_right=0 if causal else right,
         attention_chunk=chunk,

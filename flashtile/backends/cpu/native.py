@@ -20,6 +20,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 INFINITY = float("inf")
+KERNEL_KEYS = 512  # the kernel skips masked keys in blocks of this many
 
 
 class Piece(NamedTuple):
@@ -35,31 +36,43 @@ class Piece(NamedTuple):
 
 def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
     """The kernel calls that cover what the mask leaves; rows that see nothing are in none of them."""
+    everything = mask.visibility.N
     for m0, m1 in mask.query_tiles(BLOCK_M):
-        triangle = _causal_square(mask, m0, m1)
-        if triangle is None:
-            for run in mask.key_runs(m0, m1, mask.visibility.N):
+        if mask.layout is not None:
+            for run in mask.key_runs(m0, m1, everything):
                 yield Piece(m0, m1, run.start, run.stop, False, run.visible)
             continue
-        for run in mask.key_runs(triangle.m0, m1, mask.visibility.N, stop=triangle.n0):
-            yield Piece(triangle.m0, m1, run.start, run.stop, False, run.visible)
-        yield triangle
+        start, full_stop = mask.visibility.key_range(m0)
+        full_start, stop = mask.visibility.key_range(m1 - 1)
+        triangle = _causal_square(mask, m0, m1)
+        if triangle is not None:
+            if start < triangle.n0:
+                yield Piece(triangle.m0, m1, start, triangle.n0, False, None)
+            yield triangle
+        elif start < stop:
+            # A mask costs the kernel little, so edges and middle go in one call that needs no merging.
+            full = full_start <= start and stop <= full_stop
+            visible = None if full else mask.visibility.dense((m0, m1), (start, stop))
+            yield Piece(m0, m1, start, stop, False, visible)
 
 
 def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
     """The square under the causal diagonal of rows ``[m0, m1)``, less the rows before the first key.
 
-    None when the mask is not causal there, or something else cuts into the square.
+    None when the mask is not causal there, when a left edge cuts in, or when the square is too small for the kernel to
+    skip anything of it.
     """
     visibility = mask.visibility
     shift = visibility.N - visibility.M
     m0 = max(m0, -shift)
-    if mask.layout is not None or m0 >= m1:
+    if m0 >= m1:
         return None
-    _, first_stop = visibility.key_range(m0)
+    first_start, first_stop = visibility.key_range(m0)
     last_start, last_stop = visibility.key_range(m1 - 1)
     n0, n1 = m0 + shift, m1 + shift
-    if first_stop != n0 + 1 or last_stop != n1 or last_start > n0:
+    if first_stop != n0 + 1 or last_stop != n1 or last_start > first_start:
+        return None
+    if first_start < n0 and n1 - n0 <= KERNEL_KEYS:
         return None
     return Piece(m0, m1, n0, n1, True, None)
 
@@ -91,6 +104,7 @@ def forward(
     else:
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:-1], -INFINITY, dtype=q.dtype)
+        previous_row = -1
         for piece in pieces(mask, BLOCK_M):
             rows, keys = slice(piece.m0, piece.m1), slice(piece.n0, piece.n1)
             out_part, lse_part = _forward(
@@ -104,9 +118,10 @@ def forward(
             )
             if piece.visible is not None:  # the kernel gives rows that see nothing an lse of 0
                 lse_part.masked_fill_(~piece.visible.any(-1), -INFINITY)
-            out[:, :, rows], lse[:, :, rows] = merge(
-                out[:, :, rows], lse[:, :, rows], out_part, lse_part
-            )
+            if piece.m0 == previous_row:  # the rows have seen other keys before
+                out_part, lse_part = merge(out[:, :, rows], lse[:, :, rows], out_part, lse_part)
+            out[:, :, rows], lse[:, :, rows] = out_part, lse_part
+            previous_row = piece.m0
     if sink is not None:
         out, lse = add_sink(out, lse, sink[:, None])
     return out, lse

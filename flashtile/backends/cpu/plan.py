@@ -12,9 +12,9 @@ from ...problem import FLOAT8, AttentionProblem
 MAX_HEAD_DIM = 512
 
 # Rows and keys of a plain tile: large enough to hide PyTorch's cost per operation, small enough for the cache.
-PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 512
+PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 256
 # Rows of a native tile under a mask with a left edge; smaller tiles waste fewer masked scores.
-NATIVE_WINDOW_BLOCK_M = 256
+NATIVE_WINDOW_BLOCK_M = 64
 
 
 class Plan(NamedTuple):

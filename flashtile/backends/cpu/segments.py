@@ -57,8 +57,7 @@ class SegmentMask(NamedTuple):
         `stop` leaves out the keys from there on.
         """
         start, full_stop = self.visibility.key_range(m0)
-        full_start, last_stop = self.visibility.key_range(m1 - 1)
-        stop = last_stop if stop is None else min(stop, last_stop)
+        full_start, stop = self.visibility.key_range(m1 - 1)
         for span_start, span_stop, tile in self._spans(m0, start, stop):
             cuts = sorted({span_start, span_stop, full_start, full_stop})
             cuts = [c for c in cuts if span_start <= c <= span_stop]
