@@ -1,4 +1,6 @@
-"""FlashAttention for PyTorch in pure Python: exact attention without the N x N matrix, on every machine."""
+"""FlashAttention for PyTorch in pure Python: exact attention without the N x N matrix, on every
+machine.
+"""
 
 from .api import attention, attention_varlen, attention_with_kvcache
 from .dispatch import backend

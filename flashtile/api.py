@@ -1,4 +1,4 @@
-"""The three attention functions: tensors and plain arguments in, `(out, lse)` from a backend out."""
+"""The three attention functions: tensors and plain arguments in, a backend's `(out, lse)` out."""
 
 from __future__ import annotations
 
@@ -73,45 +73,58 @@ def attention(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
-    """Exact attention, ``softmax(scale * q k^T + ...) v``, without the (seq_q, seq_k) matrix in memory.
+    """Exact attention, ``softmax(scale * q k^T + ...) v``, without the (seq_q, seq_k) matrix in
+    memory.
 
-    A score is ``s = softmax_scale * q_i . k_j``, then ``softcap * tanh(s / softcap)``, then ALiBi, then bias; masked
-    scores leave the softmax. Masks are aligned to the bottom-right corner. Query head ``h`` reads key head
-    ``h // (heads / kv_heads)``. A query that sees no key gets out 0 and lse -inf (the sink, if there is one).
+    A score is ``s = softmax_scale * q_i . k_j``, then ``softcap * tanh(s / softcap)``, then ALiBi,
+    then bias; masked scores leave the softmax. Masks are aligned to the bottom-right corner. Query
+    head ``h`` reads key head ``h // (heads / kv_heads)``. A query that sees no key gets out 0 and
+    lse -inf (the sink, if there is one).
 
     Args:
-        q: (batch, seq_q, heads, head_dim); float16, bfloat16, float32, float64, or float8_e4m3fn (forward only).
+        q: (batch, seq_q, heads, head_dim); float16, bfloat16, float32, float64, or float8_e4m3fn
+            (forward only).
         k: (batch, seq_k, kv_heads, head_dim); kv_heads divides heads.
         v: (batch, seq_k, kv_heads, value_head_dim).
         softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
-        causal: key j is visible to query i when ``j <= i + seq_k - seq_q``; sets the window's right side to 0.
-        window_size: (left, right) keys visible around ``i + seq_k - seq_q``; -1 or None is unbounded.
-        attention_chunk: keys of the query's own chunk of this many positions alone (Llama 4); 0 is off.
+        causal: key j is visible to query i when ``j <= i + seq_k - seq_q``; sets the window's right
+            side to 0.
+        window_size: (left, right) keys visible around ``i + seq_k - seq_q``; -1 or None is
+            unbounded.
+        attention_chunk: keys of the query's own chunk of this many positions alone (Llama 4); 0 is
+            off.
         softcap: bound on the scores' magnitude; 0 is off.
-        alibi_slopes: (heads,) or (batch, heads); adds ``-slope * |i + seq_k - seq_q - j|``. No gradient.
-        bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores; its gradient is summed over broadcast
-            dimensions.
-        sink: (heads,), a logit that takes part in the softmax's denominator with value 0; has a gradient.
+        alibi_slopes: (heads,) or (batch, heads); adds ``-slope * |i + seq_k - seq_q - j|``. No
+            gradient.
+        bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores; its gradient is
+            summed over broadcast dimensions.
+        sink: (heads,), a logit that takes part in the softmax's denominator with value 0; has a
+            gradient.
         block_mask: `BlockMask`, or FlexAttention's; tiles it leaves empty are not touched.
-        dropout_p: probability in [0, 1) with which a probability is dropped; the rest scale by ``1 / (1 - p)``.
+        dropout_p: probability in [0, 1) with which a probability is dropped; the rest scale by ``1
+            / (1 - p)``.
         seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
         q_descale, k_descale, v_descale: (batch, kv_heads) float32, factors of float8 inputs.
         deterministic: make the backward bitwise repeatable (the forward always is).
         return_lse: return (out, lse).
-        return_attn_probs: return (out, lse, probs). Quadratic in memory: probs is (batch, heads, seq_q, seq_k) in
-            q's dtype, normalised, negative where dropout dropped, without gradient.
-        out: (batch, seq_q, heads, value_head_dim), where to write the result; not while recording gradients.
+        return_attn_probs: return (out, lse, probs). Quadratic in memory: probs is (batch, heads,
+            seq_q, seq_k) in q's dtype, normalised, negative where dropout dropped, without
+            gradient.
+        out: (batch, seq_q, heads, value_head_dim), where to write the result; not while recording
+            gradients.
         backend: name of the backend to force; it never falls back to another.
 
     Returns:
-        out (batch, seq_q, heads, value_head_dim) in q's dtype (bfloat16 for float8), and on request lse
-        (batch, heads, seq_q), the natural log-sum-exp of the scores in float32 (float64 for float64), differentiable.
+        out (batch, seq_q, heads, value_head_dim) in q's dtype (bfloat16 for float8), and on request
+        lse (batch, heads, seq_q), the natural log-sum-exp of the scores in float32 (float64 for
+        float64), differentiable.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
         NotImplementedError: no backend can run the call; the message lists each with its reasons.
 
-    Source: FlashAttention (Dao et al. 2022) algorithms 1 and 2; FlashAttention-2 (Dao 2023) algorithm 1.
+    Source: FlashAttention (Dao et al. 2022) algorithms 1 and 2; FlashAttention-2 (Dao 2023)
+        algorithm 1.
     """
     arguments = Arguments(
         softmax_scale=softmax_scale,
@@ -168,8 +181,9 @@ def attention_varlen(
 ) -> Result:
     """Attention over sequences of different lengths packed back to back, each with itself alone.
 
-    Sequence ``b`` owns the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and likewise the keys; it may be empty on
-    either side. Every other option means what it means in `attention`, counted within the sequence.
+    Sequence ``b`` owns the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and likewise the keys;
+    it may be empty on either side. Every other option means what it means in `attention`, counted
+    within the sequence.
 
     Args:
         q: (total_q, heads, head_dim).
@@ -177,14 +191,15 @@ def attention_varlen(
             (num_pages, page_size, kv_heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths; tokens past them are ignored.
-        bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's start.
+        bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's
+            start.
         seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
-        page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys; `cu_seqlens_k` then
-            says the lengths alone.
+        page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
+            `cu_seqlens_k` then says the lengths alone.
 
     Returns:
-        out (total_q, heads, value_head_dim), and on request lse (heads, total_q) and probs (batch, heads,
-        max_seqlen_q, max_seqlen_k).
+        out (total_q, heads, value_head_dim), and on request lse (heads, total_q) and probs (batch,
+        heads, max_seqlen_q, max_seqlen_k).
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `attention`.
@@ -247,36 +262,42 @@ def attention_with_kvcache(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
-    """Attention of new queries against a key-value cache, which new keys and values are first appended to.
+    """Attention of new queries against a key-value cache, which new keys and values are first
+    appended to.
 
     For inference: no gradient is recorded. In place and without reading lengths on the host.
 
     Args:
         q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`.
-        k_cache, v_cache: (cache rows, capacity, kv_heads, head_dim), or with `page_table` (num_pages, page_size,
-            kv_heads, head_dim); the value head dim may differ.
-        k, v: (batch, seq_new, kv_heads, head_dim) or, with `cu_seqlens_k_new`, (total_new, kv_heads, head_dim): written
-            into the cache at `cache_seqlens` before attending. Tokens past the capacity are dropped.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions ``cache_seqlens + t``, and
-            queries there too when the mask is causal or a window, else all at ``cache_seqlens``.
-        cache_seqlens: tokens in each sequence's cache before the append, an int or (batch,) int32; counts the left pad.
-            By default the whole cache.
+        k_cache, v_cache: (cache rows, capacity, kv_heads, head_dim), or with `page_table`
+            (num_pages, page_size, kv_heads, head_dim); the value head dim may differ.
+        k, v: (batch, seq_new, kv_heads, head_dim) or, with `cu_seqlens_k_new`, (total_new,
+            kv_heads, head_dim): written into the cache at `cache_seqlens` before attending. Tokens
+            past the capacity are dropped.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions
+            ``cache_seqlens + t``, and queries there too when the mask is causal or a window, else
+            all at ``cache_seqlens``.
+        cache_seqlens: tokens in each sequence's cache before the append, an int or (batch,) int32;
+            counts the left pad. By default the whole cache.
         cache_batch_idx: (batch,) int32, the cache row of each sequence; not with pages.
         cache_leftpad: (batch,) int32, where each sequence starts in its cache row.
         page_table: (batch, pages per sequence) int32.
         cu_seqlens_q, max_seqlen_q: packed queries, as in `attention_varlen`.
         rotary_seqlens: (batch,) int32, positions for the rotation instead of `cache_seqlens`.
-        rotary_interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
+        rotary_interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves
+            (GPT-NeoX).
         num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
         return_lse: return (out, lse).
 
     Other arguments are those of `attention`.
 
     Returns:
-        out, shaped as q with the value head dim, and on request lse (batch, heads, seq_q) or (heads, total_q).
+        out, shaped as q with the value head dim, and on request lse (batch, heads, seq_q) or
+        (heads, total_q).
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `attention`; nothing is written before every check has passed.
+        ValueError, TypeError, NotImplementedError: as `attention`; nothing is written before every
+            check has passed.
 
     Source: FlashAttention-2's ``flash_attn_with_kvcache`` and FlashAttention-3's additions to it.
     """
@@ -445,7 +466,8 @@ def _block_mask(block_mask: Any) -> BlockMask | None:
         return block_mask
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
-            f"block_mask: got {type(block_mask).__name__}, want flashtile.BlockMask or FlexAttention's BlockMask"
+            f"block_mask: got {type(block_mask).__name__}, want flashtile.BlockMask or "
+            "FlexAttention's BlockMask"
         )
     if torch.compiler.is_compiling():
         raise TypeError(

@@ -1,8 +1,9 @@
 """One autograd.Function around two registered ops.
 
 Eager, ``torch.compile``, ``torch.export`` and CUDA graphs all reach a backend through
-``torch.ops.flashtile.attention_forward`` and ``attention_backward``, which are opaque to tracers and have fakes.
-The backward is a Function of its own, so that a second derivative raises instead of coming out as a silent zero.
+``torch.ops.flashtile.attention_forward`` and ``attention_backward``, which are opaque to tracers
+and have fakes. The backward is a Function of its own, so that a second derivative raises instead of
+coming out as a silent zero.
 """
 
 from __future__ import annotations
@@ -65,13 +66,17 @@ _library.define(f"attention_probabilities({_TENSORS}, Tensor lse, {_NUMBERS}) ->
 
 
 def attention_probabilities(operands: Operands, options: Options, lse: Tensor) -> Tensor:
-    """Softmax probabilities (batch, heads, M, N) of a call, negative where dropped; quadratic, without gradient."""
+    """Softmax probabilities (batch, heads, M, N) of a call, negative where dropped; quadratic,
+    without gradient.
+    """
     with torch.no_grad():
         return torch.ops.flashtile.attention_probabilities(*operands, lse, *options)
 
 
 def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a validated call whose backend is chosen (`options.backend`), recorded for gradients."""
+    """(out, lse) of a validated call whose backend is chosen (`options.backend`), recorded for
+    gradients.
+    """
     transforms = torch._C._are_functorch_transforms_active()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if forward_mode:
@@ -180,7 +185,8 @@ class AttentionFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if dout is None:
             dout = torch.zeros_like(out)
-        # Compiled graphs refuse double backward by themselves, and cannot trace a Function in a backward.
+        # Compiled graphs refuse double backward by themselves, and cannot trace a Function in a
+        # backward.
         compiling = torch.compiler.is_compiling()
         derivative = (
             torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
@@ -209,7 +215,8 @@ class AttentionBackwardFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
-            "flashtile: the second derivative of attention is not implemented; for double backward use "
+            "flashtile: the second derivative of attention is not implemented; for double "
+            "backward use "
             "torch.nn.functional.scaled_dot_product_attention under "
             "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
@@ -235,6 +242,8 @@ def _refuse_forward_mode(operands: Operands) -> None:
     for name, x in zip(Operands._fields, operands[:DIFFERENTIABLE], strict=False):
         if x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
-                f"{name}: carries a forward-mode tangent (torch.func.jvp), which flashtile does not "
-                "propagate; use reverse mode (torch.func.vjp), or SDPA under sdpa_kernel(SDPBackend.MATH)"
+                f"{name}: carries a forward-mode tangent (torch.func.jvp), which flashtile does "
+                "not "
+                "propagate; use reverse mode (torch.func.vjp), or SDPA under "
+                "sdpa_kernel(SDPBackend.MATH)"
             )

@@ -15,7 +15,9 @@ ORDER: tuple[str, ...] = (
     "cpu",  # every option, on every machine; the tensors must be on the CPU
 )
 
-_forced: str | None = None  # process-wide, as PyTorch's own sdpa_kernel is; a tracer can guard on it
+_forced: str | None = (
+    None  # process-wide, as PyTorch's own sdpa_kernel is; a tracer can guard on it
+)
 _selected: dict[tuple[AttentionProblem, str | None], str] = {}
 _CACHE_SIZE = 4096
 
@@ -50,7 +52,8 @@ def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
 
 
 def select(problem: AttentionProblem, name: str | None = None) -> str:
-    """The backend for `problem`: `name` when given (never falls back), else the forced one, else the first that can.
+    """The backend for `problem`: `name` when given (never falls back), else the forced one, else
+    the first that can.
 
     Raises:
         NotImplementedError: when none fits; the message lists every backend with its reasons.

@@ -1,8 +1,10 @@
 """Dropout that every backend and every tiling draws alike.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a pure function from a counter and
-a key to four 32-bit words. The counter of a score is (batch, head, query, key // 4) and its lane is ``key % 4``, so
-the mask depends on nothing but the coordinates: not on the tile size, the device, or how sequences are packed.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a pure function
+from a counter and a key to four 32-bit words. The counter of a score is (batch, head, query, key //
+4) and its lane is ``key % 4``, so
+the mask depends on nothing but the coordinates: not on the tile size, the device, or how sequences
+    are packed.
 The key is one Philox block of (seed, offset), which spreads neighbouring seeds apart.
 
 An element is kept when its word is below ``keep_threshold(p)``: p is exact to 2**-32.
@@ -34,7 +36,8 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for round_index in range(ROUNDS):
-        # A 32 x 32 bit product may wrap into the sign of int64; its bits are right all the same, and masking
+        # A 32 x 32 bit product may wrap into the sign of int64; its bits are right all the same,
+        # and masking
         # after the arithmetic shift takes exactly the upper 32.
         product_0 = c0 * MULTIPLIER_0
         product_1 = c2 * MULTIPLIER_1
@@ -48,12 +51,16 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def draw_rng_state(device: torch.device) -> Tensor:
-    """(seed, offset) as int64 (2,) from PyTorch's generator for `device`, so that ``torch.manual_seed`` rules."""
+    """(seed, offset) as int64 (2,) from PyTorch's generator for `device`, so that
+    ``torch.manual_seed`` rules.
+    """
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
 def philox_key(rng_state: Tensor) -> tuple[Tensor, Tensor]:
-    """The two key words of a call, from its (seed, offset): one Philox block with the offset as counter."""
+    """The two key words of a call, from its (seed, offset): one Philox block with the offset as
+    counter.
+    """
     seed, offset = rng_state.unbind(0)
     zero = torch.zeros_like(seed)
     counter = (offset & WORD, (offset >> 32) & WORD, zero, zero)
@@ -80,8 +87,8 @@ def keep_mask(
     Args:
         rng_state: int64 (2,), seed and offset.
         dropout_p: probability of dropping, in [0, 1).
-        batch, heads, queries: int64 1-D, the coordinates; in packed calls the batch is the number of the sequence
-            and the query counts from its start, so packed and dense calls agree.
+        batch, heads, queries: int64 1-D, the coordinates; in packed calls the batch is the number
+            of the sequence and the query counts from its start, so packed and dense calls agree.
         n0, n1: the keys ``[n0, n1)``, counted from the sequence's first key.
     """
     device = rng_state.device

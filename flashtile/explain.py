@@ -30,7 +30,8 @@ class Explanation(NamedTuple):
         p = self.problem
         dtype = str(p.dtype).removeprefix("torch.")
         lines = [
-            f"attention on {p.device_type}, {dtype}, {p.layout}: batch {p.B}, queries {p.M}, keys {p.N}, "
+            f"attention on {p.device_type}, {dtype}, {p.layout}: batch {p.B}, queries {p.M}, keys "
+            f"{p.N}, "
             f"heads {p.Hq}:{p.Hk}, head dim {p.D}" + (f" (values {p.Dv})" if p.Dv != p.D else "")
         ]
         for verdict in self.verdicts:
@@ -52,7 +53,8 @@ def explain(
     """Every backend with its reasons and its plan for a call that is not made.
 
     Args:
-        q, k, v: as in `attention`; or as in `attention_varlen`, with its layout arguments by keyword.
+        q, k, v: as in `attention`; or as in `attention_varlen`, with its layout arguments by
+            keyword.
         backend: forced backend, as in the call.
         options: the other arguments of that call.
 

@@ -1,7 +1,8 @@
-"""The seven functions of FlashAttention-2: same names, positional order, defaults and return values.
+"""The seven functions of FlashAttention-2: same names, positional order, defaults and return
+values.
 
-``from flash_attn import ...`` becomes ``from flashtile import ...``. Everything newer is keyword-only (`Extras`), with the
-meaning it has in `flashtile.attention`.
+``from flash_attn import ...`` becomes ``from flashtile import ...``. Everything newer is
+keyword-only (`Extras`), with the meaning it has in `flashtile.attention`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_func` with keys and values in one tensor, kv (batch, seq_k, 2, kv_heads, head_dim)."""
+    """`flash_attn_func` with keys and values in one tensor, kv (batch, seq_k, 2, kv_heads,
+    head_dim).
+    """
     k, v = validate.unpacked("kv", kv, 2, "batch, seq_k, 2, kv_heads, head_dim")
     return flash_attn_func(
         q,
@@ -168,10 +171,11 @@ def flash_attn_varlen_func(
     page_table: Tensor | None = None,
     **extras: Unpack[Extras],
 ) -> Result:
-    """Attention over packed sequences: q (total_q, heads, head_dim), k, v (total_k, kv_heads, head_dim).
+    """Attention over packed sequences: q (total_q, heads, head_dim), k, v (total_k, kv_heads,
+    head_dim).
 
-    `block_table` and `page_table` are two names of one thing. Options, errors and results are those of
-    `flashtile.attention_varlen`.
+    `block_table` and `page_table` are two names of one thing. Options, errors and results are those
+    of `flashtile.attention_varlen`.
     """
     return attention_varlen(
         q,
@@ -211,7 +215,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_varlen_func` with keys and values in one tensor, kv (total_k, 2, kv_heads, head_dim)."""
+    """`flash_attn_varlen_func` with keys and values in one tensor, kv (total_k, 2, kv_heads,
+    head_dim).
+    """
     k, v = validate.unpacked("kv", kv, 2, "total_k, 2, kv_heads, head_dim")
     return flash_attn_varlen_func(
         q,
@@ -293,10 +299,11 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     **extras: Unpack[CacheExtras],
 ) -> Result:
-    """Attention against a key-value cache, with an append of new keys and values in place; no gradient.
+    """Attention against a key-value cache, with an append of new keys and values in place; no
+    gradient.
 
-    `block_table` and `page_table` are two names of one thing. Options, errors and results are those of
-    `flashtile.attention_with_kvcache`.
+    `block_table` and `page_table` are two names of one thing. Options, errors and results are those
+    of `flashtile.attention_with_kvcache`.
     """
     return attention_with_kvcache(
         q,

@@ -1,7 +1,8 @@
 """Block-sparse attention with the function and the tile size of FlashAttention 1.
 
-FlashAttention-2 still ships this import path, but not the extension behind it. Here it runs on every backend; for other
-tile sizes, masks per head or FlexAttention's masks pass ``block_mask=`` to any attention function.
+FlashAttention-2 still ships this import path, but not the extension behind it. Here it runs on
+every backend; for other tile sizes, masks per head or FlexAttention's masks pass ``block_mask=`` to
+any attention function.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ def flash_blocksparse_attn_func(
     Args:
         qkv: (total, 3, heads, head_dim).
         cu_seqlens: (batch + 1,) int32, cumulative lengths, 0 first.
-        blockmask: (ceil(max_s / 16), ceil(max_s / 256)), non-zero where a tile of 16 queries and 256 keys is
-            visible; one mask for every sequence and head.
+        blockmask: (ceil(max_s / 16), ceil(max_s / 256)), non-zero where a tile of 16 queries and
+            256 keys is visible; one mask for every sequence and head.
         dropout_p: probability in [0, 1) with which a probability is dropped.
         max_s: longest sequence.
         softmax_scale, causal, return_attn_probs: as in `flashtile.attention_varlen`.
-        convert_mask: must be True; FlashAttention 1's preconverted index lists are an internal of its kernel.
+        convert_mask: must be True; FlashAttention 1's preconverted index lists are an internal of
+            its kernel.
 
     Returns:
         out (total, heads, head_dim), and with `return_attn_probs` (out, lse, probs).

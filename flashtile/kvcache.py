@@ -1,7 +1,9 @@
 """Key-value caches, contiguous or paged: describing them, rotating new tokens, appending in place.
 
-A cache row holds one sequence: the token at position ``p`` stands at ``cache[row, p]``, or, when the cache is cut into
-pages, at ``cache[page_table[b, p // page_size], p % page_size]``. Lengths stay on the device throughout.
+A cache row holds one sequence: the token at position ``p`` stands at ``cache[row, p]``, or, when
+    the cache is cut into
+pages, at ``cache[page_table[b, p // page_size], p % page_size]``. Lengths stay on the device
+throughout.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ def describe(
     """Check how queries, cache and new tokens fit.
 
     Returns:
-        The operands; the lengths before the append, int32 (batch,), None for the whole cache; the longest
-        query; the longest key.
+        The operands; the lengths before the append, int32 (batch,), None for the whole cache; the
+        longest query; the longest key.
     """
     batch, max_seqlen_q = _check_queries(queries, cache)
     _check_cache(queries.q, cache, batch)
@@ -123,11 +125,13 @@ def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
         validate.paged(cache.page_table, cache.k, batch)
         if cache.batch_idx is not None:
             raise ValueError(
-                "cache_batch_idx: does not go with page_table, whose rows already say where each sequence lies"
+                "cache_batch_idx: does not go with page_table, whose rows already say where each "
+                "sequence lies"
             )
     elif cache.batch_idx is None and cache.k.shape[0] != batch:
         raise ValueError(
-            f"k_cache: got {cache.k.shape[0]} rows for a batch of {batch}; pass cache_batch_idx to choose rows"
+            f"k_cache: got {cache.k.shape[0]} rows for a batch of {batch}; pass cache_batch_idx "
+            "to choose rows"
         )
 
 
@@ -152,7 +156,8 @@ def _lengths(cache: Cache, new: NewTokens, batch: int) -> Tensor | None:
     )
     if count + added > cache.capacity:
         raise ValueError(
-            f"cache_seqlens: got {count} with {added} new tokens, but the cache holds {cache.capacity}"
+            f"cache_seqlens: got {count} with {added} new tokens, but the cache holds "
+            f"{cache.capacity}"
         )
     return torch.full((batch,), count, dtype=torch.int32, device=q_device)
 
@@ -165,7 +170,8 @@ def _check_new(q: Tensor, cache: Cache, new: NewTokens, batch: int) -> None:
         assert x is not None
         if x.shape[-2:] != row.shape[-2:]:
             raise ValueError(
-                f"{name}: got (heads, head_dim) {tuple(x.shape[-2:])}, want {tuple(row.shape[-2:])}, as {name}_cache"
+                f"{name}: got (heads, head_dim) {tuple(x.shape[-2:])}, want "
+                f"{tuple(row.shape[-2:])}, as {name}_cache"
             )
         if x.dtype != row.dtype:
             raise TypeError(
@@ -175,7 +181,8 @@ def _check_new(q: Tensor, cache: Cache, new: NewTokens, batch: int) -> None:
     assert new.k is not None and new.v is not None
     if new.k.shape[:-1] != new.v.shape[:-1]:
         raise ValueError(
-            f"v: got shape {validate.shape_of(new.v)}, want as many tokens as k, {validate.shape_of(new.k)}"
+            f"v: got shape {validate.shape_of(new.v)}, want as many tokens as k, "
+            f"{validate.shape_of(new.k)}"
         )
     if packed:
         validate.cumulative("cu_seqlens_k_new", new.cu_seqlens, q)
@@ -207,7 +214,8 @@ def check_rotary(rotary: Rotary, operands: Operands, new: NewTokens) -> None:
     validate.shape("rotary_sin", rotary.sin, tuple(rotary.cos.shape), "the shape of rotary_cos")
     if rotary.cos.shape[0] < 1 or 2 * rotary.cos.shape[1] > operands.q.shape[-1]:
         raise ValueError(
-            f"rotary_cos: got shape {validate.shape_of(rotary.cos)}, want at least one position and at most "
+            f"rotary_cos: got shape {validate.shape_of(rotary.cos)}, want at least one position "
+            "and at most "
             f"head_dim / 2 = {operands.q.shape[-1] // 2} columns"
         )
     if rotary.seqlens is not None:
@@ -226,8 +234,8 @@ def rotate_and_append(
     """Rotate queries and new keys, write keys and values into the cache.
 
     Args:
-        options: under a causal mask or a window every query has a position of its own; else all are rotated
-            as the first, as FlashAttention-2 does.
+        options: under a causal mask or a window every query has a position of its own; else all are
+            rotated as the first, as FlashAttention-2 does.
         lengths: int32 (batch,), where each sequence's new tokens go.
     """
     k, v = new.k, new.v
@@ -292,7 +300,7 @@ def _append(
     page_table: Tensor | None,
     cache_batch_idx: Tensor | None,
 ) -> None:
-    """Write `k` and `v` behind the `lengths` tokens of each sequence; what does not fit is dropped."""
+    """Write `k` and `v` behind each sequence's `lengths` tokens; what does not fit is dropped."""
     batch = lengths.shape[0]
     sequence, place = _token_coordinates(k, cu_seqlens_k_new, batch)
     inside = sequence < batch

@@ -1,11 +1,14 @@
 """Which keys a query may see: small frozen facts that compose.
 
-A query at row ``i`` of ``M`` sits at the position ``p = i + N - M`` among the ``N`` keys (bottom-right alignment, as
-FlashAttention has it since 2.1). Every structural fact turns ``p`` into one interval of visible keys; several facts
-intersect. Both ends of an interval never move left as ``p`` grows, so four integers tell whether a whole tile of the
-score matrix is empty, full or partial: tiles that are empty are never touched, full tiles are never masked.
+A query at row ``i`` of ``M`` sits at the position ``p = i + N - M`` among the ``N`` keys
+(bottom-right alignment, as FlashAttention has it since 2.1). Every structural fact turns ``p`` into
+one interval of visible keys; several facts intersect. Both ends of an interval never move left as
+``p`` grows, so four integers tell whether a whole tile of the
+score matrix is empty, full or partial: tiles that are empty are never touched, full tiles are never
+    masked.
 
-A `BlockMask` is the one fact that is data instead of a rule: tiles of the score matrix marked empty, full or partial.
+A `BlockMask` is the one fact that is data instead of a rule: tiles of the score matrix marked
+    empty, full or partial.
 """
 
 from __future__ import annotations
@@ -21,25 +24,33 @@ EMPTY, FULL, PARTIAL = 0, 1, 2
 
 
 class Window(NamedTuple):
-    """Keys ``p - left <= j <= p + right``; ``None`` leaves a side open. Causal attention is ``Window(None, 0)``."""
+    """Keys ``p - left <= j <= p + right``; ``None`` leaves a side open. Causal attention is
+    ``Window(None, 0)``.
+    """
 
     left: int | None
     right: int | None
 
     def key_range(self, p: Any, n: Any) -> tuple[Any, Any]:
-        """First visible key and one past the last, for a query at position ``p`` (an int or a tensor)."""
+        """First visible key and one past the last, for a query at position ``p`` (an int or a
+        tensor).
+        """
         start = 0 * p if self.left is None else p - self.left
         stop = 0 * p + n if self.right is None else p + self.right + 1
         return start, stop
 
 
 class Chunk(NamedTuple):
-    """Keys of the query's own chunk of ``size`` positions: ``floor(j / size) == floor(p / size)`` (Llama 4)."""
+    """Keys of the query's own chunk of ``size`` positions: ``floor(j / size) == floor(p / size)``
+    (Llama 4).
+    """
 
     size: int
 
     def key_range(self, p: Any, n: Any) -> tuple[Any, Any]:
-        """First visible key and one past the last, for a query at position ``p`` (an int or a tensor)."""
+        """First visible key and one past the last, for a query at position ``p`` (an int or a
+        tensor).
+        """
         start = p - p % self.size
         return start, start + self.size
 
@@ -106,13 +117,15 @@ class Visibility(NamedTuple):
 class BlockMask:
     """Block-sparse mask: the score matrix cut into tiles, each empty, full or partial.
 
-    Tile coordinates count from the first query and the first key of each sequence; they do not shift when lengths
-    differ. A mask with batch or head size 1 is shared over that dimension. It is combined (AND) with every other
-    mask option of the call.
+    Tile coordinates count from the first query and the first key of each sequence; they do not
+    shift when lengths differ. A mask with batch or head size 1 is shared over that dimension. It is
+    combined (AND) with every other mask option of the call.
 
     Attributes:
-        kinds: uint8 (batch or 1, heads or 1, ceil(M / BM), ceil(N / BN)); 0 empty, 1 full, 2 partial.
-        partial_index: int32, same shape: where a partial tile stands in `partial_tiles`, -1 elsewhere.
+        kinds: uint8 (batch or 1, heads or 1, ceil(M / BM), ceil(N / BN)); 0 empty, 1 full, 2
+            partial.
+        partial_index: int32, same shape: where a partial tile stands in `partial_tiles`, -1
+            elsewhere.
         partial_tiles: bool (number of partial tiles, BM, BN), True where visible.
 
     Source: FlashAttention (Dao et al. 2022), section 3.3, block-sparse FlashAttention.
@@ -132,7 +145,8 @@ class BlockMask:
         """A mask of whole tiles.
 
         Args:
-            kinds: bool or integer, (nM, nN) or (batch or 1, heads or 1, nM, nN); non-zero tiles are visible.
+            kinds: bool or integer, (nM, nN) or (batch or 1, heads or 1, nM, nN); non-zero tiles are
+                visible.
             tile_size: (BM, BN), rows and keys of a tile.
 
         Raises:
@@ -148,7 +162,8 @@ class BlockMask:
 
     @staticmethod
     def from_dense(mask: Tensor, tile_size: tuple[int, int] = (128, 128)) -> BlockMask:
-        """Cut a dense bool mask, (M, N) or (batch or 1, heads or 1, M, N), True where visible, into tiles.
+        """Cut a dense bool mask, (M, N) or (batch or 1, heads or 1, M, N), True where visible, into
+        tiles.
 
         Raises:
             TypeError: when `mask` is not bool.
@@ -158,7 +173,7 @@ class BlockMask:
             raise TypeError(f"mask: got dtype {mask.dtype}, want torch.bool (True where visible)")
         mask = _four_dimensional(mask, "mask")
         BM, BN = _checked_tile_size(tile_size)
-        batch, heads, M, N = mask.shape
+        M, N = mask.shape[2:]
         pad = (0, -N % BN, 0, -M % BM)
 
         def tiles(fill: bool) -> Tensor:
@@ -172,12 +187,14 @@ class BlockMask:
 
     @staticmethod
     def from_flex(flex_mask: Any) -> BlockMask:
-        """Take a FlexAttention ``BlockMask`` as it is; its ``mask_mod`` is evaluated on the partial tiles alone.
+        """Take a FlexAttention ``BlockMask`` as it is; its ``mask_mod`` is evaluated on the partial
+        tiles alone.
 
         Args:
             flex_mask: ``torch.nn.attention.flex_attention.BlockMask``.
 
-        The number of partial tiles is data, so this reads it on the host: convert once and reuse the result,
+        The number of partial tiles is data, so this reads it on the host: convert once and reuse
+            the result,
         and convert outside of ``torch.compile``.
         """
         BM, BN = flex_mask.BLOCK_SIZE
@@ -206,7 +223,7 @@ class BlockMask:
         return _with_partial_tiles(kinds, evaluate)
 
     def to_dense(self, M: int, N: int) -> Tensor:
-        """The truth, element by element: bool (batch or 1, heads or 1, M, N), True where visible."""
+        """The truth, by element: bool (batch or 1, heads or 1, M, N), True where visible."""
         BM, BN = self.tile_size
         tiles = (self.kinds == FULL)[..., None, None].expand(-1, -1, -1, -1, BM, BN).clone()
         partial = self.kinds == PARTIAL

@@ -1,7 +1,8 @@
 """Joining partial attention results that saw different keys of the same queries.
 
-Each part carries its log-sum-exp, so the joined output is the parts' mean weighted by ``exp(lse_part - lse)``
-(FlashAttention-2, section 3.1; flash-decoding). Split-KV decoding, native tiles and ring attention all merge here.
+Each part carries its log-sum-exp, so the joined output is the parts' mean weighted by
+``exp(lse_part - lse)`` (FlashAttention-2, section 3.1; flash-decoding). Split-KV decoding, native
+tiles and ring attention all merge here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a key of logit `sink` (broadcast to `lse`) and value zero to the softmax of (`out`, `lse`)."""
+    """Add a key of logit `sink` (broadcast to `lse`) and value zero to the softmax of (`out`,
+    `lse`).
+    """
     with_sink = torch.logaddexp(lse, sink)
     pivot = with_sink.masked_fill(with_sink == -torch.inf, 0.0)
     return out * torch.exp(lse - pivot).unsqueeze(-1), with_sink
@@ -43,14 +46,16 @@ def flash_attn_combine(
     """Combine the partial results of attention that was split over the keys.
 
     Args:
-        out_partial: (splits, batch, seq, heads, head_dim) or (splits, total, heads, head_dim), floating.
-        lse_partial: (splits, batch, seq, heads) or (splits, total, heads), float32 or float64, natural log.
+        out_partial: (splits, batch, seq, heads, head_dim) or (splits, total, heads, head_dim),
+            floating.
+        lse_partial: (splits, batch, seq, heads) or (splits, total, heads), float32 or float64,
+            natural log.
         out: where to write the result; its dtype wins over `out_dtype`.
         out_dtype: dtype of the result; `out_partial`'s by default.
 
     Returns:
-        out (batch, seq, heads, head_dim) or (total, heads, head_dim), and lse (batch, seq, heads) or (total, heads).
-        A row that no split saw has out 0 and lse -inf.
+        out (batch, seq, heads, head_dim) or (total, heads, head_dim), and lse (batch, seq, heads)
+        or (total, heads). A row that no split saw has out 0 and lse -inf.
 
     Raises:
         ValueError: when the shapes do not belong together.
@@ -58,12 +63,14 @@ def flash_attn_combine(
     """
     if out_partial.dim() not in (4, 5):
         raise ValueError(
-            f"out_partial: got shape {tuple(out_partial.shape)}, want (splits, batch, seq, heads, head_dim) "
+            f"out_partial: got shape {tuple(out_partial.shape)}, want (splits, batch, seq, heads, "
+            "head_dim) "
             "or (splits, total, heads, head_dim)"
         )
     if lse_partial.shape != out_partial.shape[:-1]:
         raise ValueError(
-            f"lse_partial: got shape {tuple(lse_partial.shape)}, want {tuple(out_partial.shape[:-1])} "
+            f"lse_partial: got shape {tuple(lse_partial.shape)}, want "
+            f"{tuple(out_partial.shape[:-1])} "
             "(out_partial without its last dimension)"
         )
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):

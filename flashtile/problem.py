@@ -1,7 +1,9 @@
-"""One attention call, described: `Operands` (tensors), `Options` (plain numbers), `AttentionProblem` (facts alone).
+"""One attention call, described: `Operands` (tensors), `Options` (plain numbers),
+`AttentionProblem` (facts alone).
 
-`Operands` and `Options` travel through autograd and the registered ops in this order. The `AttentionProblem` is what
-backends read to say whether and how they run the call; it holds no tensor, so it is hashable and its plan is cached.
+`Operands` and `Options` travel through autograd and the registered ops in this order. The
+`AttentionProblem` is what backends read to say whether and how they run the call; it holds no
+tensor, so it is hashable and its plan is cached.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Operands(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The numbers of a call, normalised: -1 is an open window side, 0 is no chunk, no softcap, no dropout."""
+    """The numbers of a call, normalised: -1 is an open window side, 0 is no chunk, no softcap, no
+    dropout.
+    """
 
     max_seqlen_q: int
     max_seqlen_k: int

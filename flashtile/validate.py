@@ -1,7 +1,8 @@
 """The only place that rejects user input.
 
-Every message names the argument, what came and what is wanted. Nothing is written before the last check has passed.
-Checks that read tensor values need the host to wait for the device, so they run only with ``FLASHTILE_CHECK=1``.
+Every message names the argument, what came and what is wanted. Nothing is written before the last
+check has passed. Checks that read tensor values need the host to wait for the device, so they run
+only with ``FLASHTILE_CHECK=1``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def shape(name: str, x: Tensor, wanted: tuple[int, ...], meaning: str) -> None:
 
 
 def rank(name: str, x: Any, meaning: str) -> None:
-    """Raise unless `x` is a tensor with as many dimensions as the comma-separated `meaning` names."""
+    """Raise unless `x` is a tensor with one dimension for each name in `meaning`."""
     tensor(name, x)
     wanted = meaning.count(",") + 1
     if x.dim() != wanted:
@@ -83,12 +84,14 @@ def qkv(q: Any, k: Any, v: Any, layout_q: str, layout_k: str, names: str = "q k 
         )
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
-            f"{name_v}: got shape {shape_of(v)}, want {shape_of(k)[:-1].rsplit(',', 1)[0]}, any head "
+            f"{name_v}: got shape {shape_of(v)}, want {shape_of(k)[:-1].rsplit(',', 1)[0]}, any "
+            "head "
             f"dim): all but the last dimension as {name_k}"
         )
     if q.shape[-2] % k.shape[-2] != 0:
         raise ValueError(
-            f"{name_k}: got {k.shape[-2]} heads, which do not divide the {q.shape[-2]} heads of {name_q}"
+            f"{name_k}: got {k.shape[-2]} heads, which do not divide the {q.shape[-2]} heads of "
+            f"{name_q}"
         )
 
 
@@ -100,7 +103,7 @@ def dense(q: Any, k: Any, v: Any) -> None:
 
 
 def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
-    """q (total_q, heads, head_dim); k, v (total_k, kv_heads, head_dim) or, paged, pages of tokens."""
+    """q (total_q, heads, head_dim); k, v (total_k, kv_heads, head_dim), or pages of tokens."""
     keys = "total_k, kv_heads, head_dim"
     qkv(q, k, v, "total_q, heads, head_dim", PAGES if page_table is not None else keys)
     cumulative("cu_seqlens_q", cu_seqlens_q, q)
@@ -146,7 +149,7 @@ def per_sequence(name: str, x: Any, q: Tensor, batch: int) -> None:
 
 def length(name: str, x: Any) -> int:
     """A non-negative length given as an integer."""
-    if isinstance(x, Tensor) or isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+    if isinstance(x, (Tensor, bool)) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{name}: got {type(x).__name__}, want an int")
     if x < 0:
         raise ValueError(f"{name}: got {x}, want a length of at least 0")
@@ -266,7 +269,8 @@ def _alibi(slopes: Tensor, B: int, Hq: int) -> None:
         )
     if slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "alibi_slopes: requires grad, but has no gradient; detach() it, or pass the same numbers as "
+            "alibi_slopes: requires grad, but has no gradient; detach() it, or pass the same "
+            "numbers as "
             "`bias`, which has one"
         )
 
@@ -279,7 +283,8 @@ def _block_mask(operands: Operands, B: int, Hq: int, M: int, N: int) -> None:
     BM, BN = tiles.shape[1:]
     if batch not in (1, B) or heads not in (1, Hq):
         raise ValueError(
-            f"block_mask: is for batch {batch} and {heads} heads, want 1 or {B}, and 1 or {Hq} (query heads)"
+            f"block_mask: is for batch {batch} and {heads} heads, want 1 or {B}, and 1 or {Hq} "
+            "(query heads)"
         )
     if rows * BM < M or columns * BN < N:
         raise ValueError(
@@ -297,7 +302,8 @@ def _descales(operands: Operands, B: int, Hk: int) -> None:
         shape(name, x, (B, Hk), "a factor for each batch and key head")
         if operands.q.dtype not in FLOAT8:
             raise ValueError(
-                f"{name}: scales float8 inputs, but q is {operands.q.dtype}; multiply the inputs instead"
+                f"{name}: scales float8 inputs, but q is {operands.q.dtype}; multiply the inputs "
+                "instead"
             )
 
 
@@ -328,7 +334,7 @@ def output(out: Any, operands: Operands) -> None:
 
 
 def values(operands: Operands, options: Options) -> None:
-    """Checks that read tensor values; they run only with ``FLASHTILE_CHECK=1`` in the environment."""
+    """Checks that read tensor values; only with ``FLASHTILE_CHECK=1`` in the environment."""
     if torch.compiler.is_compiling() or os.environ.get("FLASHTILE_CHECK", "0") in ("", "0"):
         return
     limits = (
@@ -342,7 +348,8 @@ def values(operands: Operands, options: Options) -> None:
             bounds = cu_seqlens.diff() if cu_seqlens is not None else torch.full_like(used, longest)
             if bool((used < 0).any()) or bool((used > bounds).any()):
                 raise ValueError(
-                    f"seqused_{side}: got {used.tolist()}, want between 0 and the lengths {bounds.tolist()}"
+                    f"seqused_{side}: got {used.tolist()}, want between 0 and the lengths "
+                    f"{bounds.tolist()}"
                 )
     if operands.leftpad_k is not None:
         _within("cache_leftpad", operands.leftpad_k, options.max_seqlen_k + 1)
@@ -375,7 +382,8 @@ def _cumulative_values(name: str, cu_seqlens: Tensor, total: int, longest: int, 
         raise ValueError(f"{name}: ends at {int(cu_seqlens[-1])}, but {side} has {total} tokens")
     if lengths.numel() and int(lengths.max()) > longest:
         raise ValueError(
-            f"max_seqlen_{side}: got {longest}, but {name} has a sequence of {int(lengths.max())} tokens"
+            f"max_seqlen_{side}: got {longest}, but {name} has a sequence of {int(lengths.max())} "
+            "tokens"
         )
 
 

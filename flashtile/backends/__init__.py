@@ -2,7 +2,8 @@
 
 A backend module offers
 
-- ``unsupported_reasons(problem) -> list[str]``: plain sentences with the value and the limit; empty means yes;
+- ``unsupported_reasons(problem) -> list[str]``: plain sentences with the value and the limit; empty
+  means yes;
 - ``describe_plan(problem) -> str``: what it would run, for `explain`;
 - ``forward(problem, operands) -> (out, lse)``;
 - ``backward(problem, operands, out, lse, dout, dlse) -> Gradients``;
@@ -60,7 +61,9 @@ _loaded: dict[str, Backend] = {}
 
 
 def load(name: str) -> Backend:
-    """The backend module `name`, imported on first use (Triton stays out of processes that never need it)."""
+    """The backend module `name`, imported on first use (Triton stays out of processes that never
+    need it).
+    """
     if name not in _loaded:
         _loaded[name] = cast(Backend, import_module(f".{name}", __name__))
     return _loaded[name]

@@ -1,4 +1,4 @@
-"""Runs a problem on the CPU: allocates the outputs, walks the segments, calls the planned kernel."""
+"""Runs a problem on the CPU: allocates outputs, walks the segments, calls the planned kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Gradients:
-    """Gradients of a problem, accumulated in the compute dtype and returned in the operands' own."""
+    """Gradients of a problem: accumulated as `lse`, returned in the operands' dtypes."""
     plan = plan_backward(problem, dlse is not None)
     accumulate = lse.dtype
     dq = torch.zeros(operands.q.shape, dtype=accumulate)
@@ -70,7 +70,9 @@ def backward(
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
-    """Softmax probabilities (batch, heads, M, N) in q's dtype, negative where dropped; 0 outside of the mask."""
+    """Softmax probabilities (batch, heads, M, N) in q's dtype, negative where dropped; 0 outside of
+    the mask.
+    """
     plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
     shape = (problem.B, problem.Hq, problem.M, problem.N)
     probs = torch.zeros(shape, dtype=output_dtype(problem.dtype))
@@ -152,6 +154,7 @@ def _plain_backward(
         None if dbias is None else segment.per_score(dbias),
     )
     if dsink is not None:
+        assert grads.dsink is not None
         dsink[segment.heads] += grads.dsink
     return grads.dQ, grads.dK, grads.dV
 
@@ -201,7 +204,9 @@ def _scaled(
     problem: AttentionProblem,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`x` (batch, heads or kv_heads, length, head_dim) contiguous in `dtype`, times its float8 scale."""
+    """`x` (batch, heads or kv_heads, length, head_dim) contiguous in `dtype`, times its float8
+    scale.
+    """
     x = x.to(dtype).contiguous()
     if descale is None:
         return x

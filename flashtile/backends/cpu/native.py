@@ -1,8 +1,11 @@
 """Tiles made of PyTorch's own CPU flash kernel, merged by their log-sum-exp.
 
-The kernel knows full and square-causal attention and returns the log-sum-exp. Everything that a mask can cut into such
-pieces runs at its speed: bottom-right causal, windows, chunks, packed sequences, block masks, sinks. Its backward takes
-the output and log-sum-exp of the whole row, so pieces need no correction; a sink is just a larger log-sum-exp.
+The kernel knows full and square-causal attention and returns the log-sum-exp. Everything that a
+mask can cut into such
+pieces runs at its speed: bottom-right causal, windows, chunks, packed sequences, block masks,
+    sinks. Its backward takes
+the output and log-sum-exp of the whole row, so pieces need no correction; a sink is just a larger
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Piece(NamedTuple):
 
 
 def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
-    """The kernel calls that cover what the mask leaves; rows that see nothing are in none of them."""
+    """The kernel calls that cover what the mask leaves. Rows that see nothing may be in none."""
     everything = mask.visibility.N
     for m0, m1 in mask.query_tiles(BLOCK_M):
         if mask.layout is not None:
@@ -50,17 +53,19 @@ def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
                 yield Piece(triangle.m0, m1, start, triangle.n0, False, None)
             yield triangle
         elif start < stop:
-            # A mask costs the kernel little, so edges and middle go in one call that needs no merging.
+            # A mask costs the kernel little, so edges and middle go in one call that needs no
+            # merging.
             full = full_start <= start and stop <= full_stop
             visible = None if full else mask.visibility.dense((m0, m1), (start, stop))
             yield Piece(m0, m1, start, stop, False, visible)
 
 
 def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
-    """The square under the causal diagonal of rows ``[m0, m1)``, less the rows before the first key.
+    """The square under the causal diagonal of rows ``[m0, m1)``, less the rows before the first
+    key.
 
-    None when the mask is not causal there, when a left edge cuts in, or when the square is too small for the kernel to
-    skip anything of it.
+    None when the mask is not causal there, when a left edge cuts in, or when the square is too
+    small for the kernel to skip anything of it.
     """
     visibility = mask.visibility
     shift = visibility.N - visibility.M
@@ -97,7 +102,9 @@ def forward(
     sink: Tensor | None,
     BLOCK_M: int,
 ) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, M, D) and lse (batch, heads, M); inputs (batch, heads, length, D) in the compute dtype."""
+    """out (batch, heads, M, D) and lse (batch, heads, M); inputs (batch, heads, length, D) in the
+    compute dtype.
+    """
     whole = single_piece(mask, BLOCK_M)
     if whole is not None:
         out, lse = _forward(q, k, v, 0.0, whole.causal, scale=scale)
@@ -146,11 +153,12 @@ def backward(
     scale: float,
     BLOCK_M: int,
 ) -> NativeGradients:
-    """Gradients from the whole rows' `out` and `lse`; everything in one compute dtype but the lse."""
+    """Gradients from the whole rows' `out` and `lse`; all in one dtype but the lse."""
     whole = single_piece(mask, BLOCK_M)
     if whole is not None:
         return NativeGradients(*_backward(dout, q, k, v, out, lse, 0.0, whole.causal, scale=scale))
-    # Rows that see nothing have lse -inf; in a piece they are masked, and 0 keeps exp(-inf - lse) at 0.
+    # Rows that see nothing have lse -inf; in a piece they are masked, and 0 keeps exp(-inf - lse)
+    # at 0.
     lse = lse.masked_fill(lse == -INFINITY, 0.0)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for piece in pieces(mask, BLOCK_M):

@@ -1,4 +1,4 @@
-"""How the CPU backend runs a problem: PyTorch's own kernel where it can, plain tiles for the rest."""
+"""How the CPU backend runs a problem: PyTorch's kernel where it can, plain tiles for the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ...problem import FLOAT8, AttentionProblem
 
 MAX_HEAD_DIM = 512
 
-# Rows and keys of a plain tile: large enough to hide PyTorch's cost per operation, small enough for the cache.
+# Rows and keys of a plain tile: large enough to hide PyTorch's cost per operation, small enough for
+# the cache.
 PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 256
 # Rows of a native tile under a mask with a left edge; smaller tiles waste fewer masked scores.
 NATIVE_WINDOW_BLOCK_M = 64
@@ -85,7 +86,7 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
     options = problem.options
     facts = (
         (problem.dtype in FLOAT8, "float8 inputs"),
-        (problem.D != problem.Dv, f"value head_dim {problem.Dv} is not {problem.D}"),
+        (problem.Dv != problem.D, f"value head_dim {problem.Dv} is not {problem.D}"),
         (options.softcap > 0, "softcap"),
         (options.dropout_p > 0, "dropout"),
         (problem.has_alibi, "ALiBi"),
@@ -98,8 +99,8 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
 def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> torch.dtype:
     """float32 for 16-bit inputs, unless the kernel's matrix unit makes the 16-bit products faster.
 
-    Without one the kernel converts inside its loops; converting once outside is faster. Pieces are merged in float32,
-    so only a call that is a single piece stays in 16 bits.
+    Without one the kernel converts inside its loops; converting once outside is faster. Pieces are
+    merged in float32, so only a call that is a single piece stays in 16 bits.
     """
     if problem.dtype in (torch.float32, torch.float64):
         return problem.dtype

@@ -1,14 +1,15 @@
 """Cutting a call into segments: dense blocks of queries and keys that one mask covers.
 
-A dense call without lengths is one segment per few batch rows; packed, padded and paged calls are one segment per
-sequence; a block mask that differs between heads makes one segment per head. The kernels see plain
-(batch, heads, length, head_dim) tensors and need not know where these came from.
+A dense call without lengths is one segment per few batch rows; packed, padded and paged calls are
+one segment per sequence; a block mask that differs between heads makes one segment per head. The
+kernels see plain (batch, heads, length, head_dim) tensors and need not know where these came from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ MAX_BATCH_HEADS = 64
 
 
 class KeyRun(NamedTuple):
-    """Keys ``[start, stop)`` that a query tile visits at once; `visible` is None where nothing is masked."""
+    """Keys ``[start, stop)`` that a query tile visits at once; `visible` is None where nothing is
+    masked.
+    """
 
     start: int
     stop: int
@@ -52,7 +55,8 @@ class SegmentMask(NamedTuple):
                 yield m0, min(m0 + rows, block + step, M)
 
     def key_runs(self, m0: int, m1: int, columns: int, stop: int | None = None) -> Iterator[KeyRun]:
-        """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`; the rest is never touched.
+        """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`; the rest is
+        never touched.
 
         `stop` leaves out the keys from there on.
         """
@@ -61,14 +65,16 @@ class SegmentMask(NamedTuple):
         for span_start, span_stop, tile in self._spans(m0, start, stop):
             cuts = sorted({span_start, span_stop, full_start, full_stop})
             cuts = [c for c in cuts if span_start <= c <= span_stop]
-            for cut_start, cut_stop in zip(cuts, cuts[1:], strict=False):
+            for cut_start, cut_stop in pairwise(cuts):
                 inside = full_start <= cut_start and cut_stop <= full_stop
                 for n0 in range(cut_start, cut_stop, columns):
                     n1 = min(n0 + columns, cut_stop)
                     yield KeyRun(n0, n1, self._visible(m0, m1, n0, n1, inside, tile))
 
     def _spans(self, m0: int, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-        """Spans of keys with the partial tile that covers each (None: the block mask hides nothing there)."""
+        """Spans of keys with the partial tile that covers each (None: the block mask hides nothing
+        there).
+        """
         if self.layout is None or stop <= start:
             if start < stop:
                 yield start, stop, None
@@ -139,7 +145,9 @@ class Segment:
         return x[row, self.key_rows, self.kv_heads].transpose(1, 2)
 
     def add_to_keys(self, total: Tensor, gradient: Tensor) -> None:
-        """Add `gradient` (batch, kv_heads, N, head_dim) where `keys` reads. Segments may share keys."""
+        """Add `gradient` (batch, kv_heads, N, head_dim) where `keys` reads. Segments may share
+        keys.
+        """
         if self.pages is None:
             self.keys(total).add_(gradient)
             return
@@ -168,7 +176,9 @@ class Segment:
 
 
 def segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
-    """The segments of a call. Lengths are read here, on the host that owns them, and clamped to the tensors."""
+    """The segments of a call. Lengths are read here, on the host that owns them, and clamped to the
+    tensors.
+    """
     layouts = _Layouts.of(operands)
     sequences = (
         _dense_sequences
@@ -253,9 +263,7 @@ def _bounds(
     if cu_seqlens is None:
         return [(0, longest)] * batch
     ends = [_clamp(x, total) for x in cu_seqlens.tolist()]
-    return [
-        (start, _clamp(stop - start, longest)) for start, stop in zip(ends, ends[1:], strict=False)
-    ]
+    return [(start, _clamp(stop - start, longest)) for start, stop in pairwise(ends)]
 
 
 def _values(x: Tensor | None) -> list[int] | None:
@@ -293,7 +301,9 @@ class _Layouts(NamedTuple):
 def _head_groups(
     problem: AttentionProblem, layouts: _Layouts | None, b: int
 ) -> Iterator[tuple[slice, slice, BlockLayout | None]]:
-    """Query heads, key heads and layout of each segment: all heads at once unless their layouts differ."""
+    """Query heads, key heads and layout of each segment: all heads at once unless their layouts
+    differ.
+    """
     if layouts is None or len(layouts.kinds[0]) == 1:
         layout = None if layouts is None else layouts.at(b, 0)
         yield slice(0, problem.Hq), slice(0, problem.Hk), layout

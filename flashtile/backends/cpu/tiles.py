@@ -1,16 +1,18 @@
 """FlashAttention in plain PyTorch, as the papers write it. Read this file first.
 
-The score matrix S (M queries x N keys) is visited in tiles; no more than one tile of it exists at a time.
+The score matrix S (M queries x N keys) is visited in tiles; no more than one tile of it exists at a
+time.
 
-- Forward: FlashAttention-2 (Dao 2023), algorithm 1. Each query tile keeps a running row maximum m, a running row sum l
-  and an unnormalised output O; a new key tile rescales what was there by ``exp(m_old - m_new)`` (online softmax,
-  Milakov and Gimelshein 2018).
-- Backward: FlashAttention-2, algorithm 2. The probabilities are recomputed from S and the stored log-sum-exp L, and
-  ``delta = rowsum(dO * O)`` stands for the row sums of P * dP.
+- Forward: FlashAttention-2 (Dao 2023), algorithm 1. Each query tile keeps a running row maximum m,
+  a running row sum l and an unnormalised output O; a new key tile rescales what was there by
+  ``exp(m_old - m_new)`` (online softmax, Milakov and Gimelshein 2018).
+- Backward: FlashAttention-2, algorithm 2. The probabilities are recomputed from S and the stored
+  log-sum-exp L, and ``delta = rowsum(dO * O)`` stands for the row sums of P * dP.
 
-Symbols are the papers': Q, K, V, S, P, O, L (log-sum-exp), m (row maximum), l (row sum), dX gradients. All tensors are
-(batch, heads, length, head_dim) in one compute dtype. The query heads of a group are stacked as extra rows over their
-key head, so grouped and multi-query attention never copy K or V.
+Symbols are the papers': Q, K, V, S, P, O, L (log-sum-exp), m (row maximum), l (row sum), dX
+gradients. All tensors are (batch, heads, length, head_dim) in one compute dtype. The query heads of
+a group are stacked as extra rows over their key head, so grouped and multi-query attention never
+copy K or V.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class TileProblem(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """Gradients of a segment; dS-shaped ones are reduced over the dimensions that were broadcast."""
+    """Gradients of a segment; the bias's is added in place, where it is wanted."""
 
     dQ: Tensor
     dK: Tensor
@@ -78,7 +80,9 @@ class TileGradients(NamedTuple):
 
 
 def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
-    """O (batch, heads, M, Dv) and L (batch, heads, M). Rows that see no key: O = 0, L = -inf (or the sink)."""
+    """O (batch, heads, M, Dv) and L (batch, heads, M). Rows that see no key: O = 0, L = -inf (or
+    the sink).
+    """
     batch, heads, M, _ = tp.Q.shape
     O_all = tp.Q.new_empty(batch, heads, M, tp.V.shape[-1])
     L_all = tp.Q.new_empty(batch, heads, M)
@@ -190,7 +194,9 @@ def exp_(x: Tensor) -> Tensor:
 
 
 def first_statistics(tp: TileProblem, rows: int) -> tuple[Tensor, Tensor]:
-    """m and l before the first key: nothing seen, or the sink, a key of logit `sink` whose value is zero."""
+    """m and l before the first key: nothing seen, or the sink, a key of logit `sink` whose value is
+    zero.
+    """
     batch, heads = tp.Q.shape[:2]
     m = tp.Q.new_full((batch, heads, rows, 1), -INFINITY)
     l = tp.Q.new_zeros(batch, heads, rows, 1)
@@ -222,7 +228,9 @@ def add_reduced(dbias: Tensor, dS: Tensor, m0: int, m1: int, run: KeyRun) -> Non
 
 
 def fold(x: Tensor, K: Tensor) -> Tensor:
-    """(batch, heads, rows, n) -> (batch, kv_heads, group * rows, n): a group's heads share a key head."""
+    """(batch, heads, rows, n) -> (batch, kv_heads, group * rows, n): a group's heads share a key
+    head.
+    """
     batch, kv_heads = K.shape[:2]
     return x.reshape(batch, kv_heads, -1, x.shape[-1])
 
