@@ -12,13 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import (
-    register_flop_formula,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
-from . import backends
+from . import backends, flops
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -77,6 +72,8 @@ def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) of a validated call whose backend is chosen (`options.backend`), recorded for
     gradients.
     """
+    if not torch.compiler.is_compiling():
+        flops.register_when_counting()
     transforms = torch._C._are_functorch_transforms_active()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if forward_mode:
@@ -137,32 +134,6 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("flashtile::attention_forward", _fake_forward, lib=_library)
 torch.library.register_fake("flashtile::attention_backward", _fake_backward, lib=_library)
 torch.library.register_fake("flashtile::attention_probabilities", _fake_probabilities, lib=_library)
-
-
-def _dense_shapes(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Shapes of q, k, v as (batch, heads, length, head_dim); arguments arrive as shapes."""
-    q, k, v = args[:3]
-    if len(q) == 3:  # packed: counted as one long sequence, an upper bound
-        q, k, v = ((1, *x) if len(x) == 3 else x for x in (q, k, v))
-    heads = q[2]  # grouped heads multiply once for each query head
-    return (
-        (q[0], heads, q[1], q[3]),
-        (k[0], heads, k[1], k[3]),
-        (v[0], heads, v[1], v[3]),
-    )
-
-
-@register_flop_formula(torch.ops.flashtile.attention_forward)
-def _forward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """As PyTorch counts SDPA: the dense products, whatever the mask leaves out."""
-    return sdpa_flop_count(*_dense_shapes(args))
-
-
-@register_flop_formula(torch.ops.flashtile.attention_backward)
-def _backward_flops(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any, **kwargs: Any) -> int:
-    """As PyTorch counts SDPA: the five dense products."""
-    q, k, v = _dense_shapes(args)
-    return sdpa_backward_flop_count((*q[:-1], v[-1]), q, k, v)
 
 
 class AttentionFunction(torch.autograd.Function):

@@ -7,6 +7,7 @@ any attention function.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import validate
@@ -14,6 +15,41 @@ from .api import Result, attention_varlen
 from .masks import BlockMask
 
 TILE_SIZE = (16, 256)  # queries, keys: FlashAttention 1's
+
+
+def convert_blockmask(blockmask: Tensor, causal: bool = False) -> Tensor:
+    """FlashAttention 1's list form of a mask of tiles.
+
+    Args:
+        blockmask: (query tiles, key tiles), non-zero where visible.
+        causal: must be False, as in FlashAttention 1; pass ``causal=True`` to the attention
+            instead.
+
+    Returns:
+        int32 (key tiles, query tiles): for each key tile the query tiles that see it, padded with
+            -1. A number is four
+        times the query tile, plus 1 on the first key tile that this query tile sees and 2 on the
+        last.
+    """
+    validate.rank("blockmask", blockmask, "query tiles, key tiles")
+    if causal:
+        raise ValueError("causal: got True, want False; pass causal=True to the attention instead")
+    visible = blockmask != 0
+    columns = torch.arange(visible.shape[1], device=visible.device)
+    first = visible & (visible.cumsum(1) == 1)
+    last = visible & (columns == (visible * (columns + 1)).amax(1, keepdim=True) - 1)
+    rows = torch.arange(visible.shape[0], device=visible.device)[:, None]
+    numbers = (rows * 4 + first.int() + 2 * last.int()).masked_fill(~visible, 4 * visible.shape[0])
+    ordered = numbers.sort(0).values
+    return ordered.masked_fill(ordered == 4 * visible.shape[0], -1).T.contiguous().int()
+
+
+def _tiles_of(converted: Tensor) -> Tensor:
+    """The inverse of `convert_blockmask`: (query tiles, key tiles) bool."""
+    tiles = converted.new_zeros(converted.shape[1] + 1, converted.shape[0], dtype=torch.bool)
+    rows = torch.where(converted < 0, converted.shape[1], converted // 4)  # padding: a row more
+    tiles.scatter_(0, rows.T.long(), True)
+    return tiles[:-1]
 
 
 def flash_blocksparse_attn_func(
@@ -48,10 +84,10 @@ def flash_blocksparse_attn_func(
 
     Source: FlashAttention (Dao et al. 2022), section 3.3 and algorithm 5.
     """
-    if not convert_mask:
-        raise ValueError("convert_mask: got False, want True with blockmask as 0-1 tiles")
     q, k, v = validate.unpacked("qkv", qkv, 3, "total, 3, heads, head_dim")
     validate.rank("blockmask", blockmask, "query tiles, key tiles")
+    if not convert_mask:
+        blockmask = _tiles_of(blockmask)
     return attention_varlen(
         q,
         k,

@@ -234,8 +234,8 @@ def rotate_and_append(
     """Rotate queries and new keys, write keys and values into the cache.
 
     Args:
-        options: under a causal mask or a window every query has a position of its own; else all are
-            rotated as the first, as FlashAttention-2 does.
+        options: under a causal mask, a window or a chunk every query has a position of its own;
+            else all are rotated as the first, as FlashAttention-2 does.
         lengths: int32 (batch,), where each sequence's new tokens go.
     """
     k, v = new.k, new.v
@@ -245,7 +245,8 @@ def rotate_and_append(
         base = lengths if rotary.seqlens is None else rotary.seqlens
         k = _rotate(k, rotary, _positions(k, base, new.cu_seqlens, own=True))
         q = operands.q
-        local = options.window_left >= 0 or options.window_right >= 0
+        sides = (options.window_left, options.window_right)
+        local = max(sides) >= 0 or options.attention_chunk > 0
         q = _rotate(q, rotary, _positions(q, base, operands.cu_seqlens_q, own=local))
         operands = operands._replace(q=q)
     torch.ops.flashtile.kvcache_append(

@@ -147,7 +147,7 @@ def per_sequence(name: str, x: Any, q: Tensor, batch: int) -> None:
         shape(name, x, (batch,), "one number for each sequence")
 
 
-def length(name: str, x: Any) -> int:
+def length(name: str, x: Any) -> Any:
     """A non-negative length given as an integer."""
     if isinstance(x, (Tensor, bool)) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{name}: got {type(x).__name__}, want an int")
@@ -156,13 +156,14 @@ def length(name: str, x: Any) -> int:
     return x
 
 
-def number(name: str, x: Any, wanted: str) -> float:
+def number(name: str, x: Any, wanted: str) -> Any:
     """A finite real number."""
     if isinstance(x, bool) or not isinstance(x, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: got {type(x).__name__}, want {wanted}")
-    if not -math.inf < x < math.inf:  # False for NaN as well
+    value: Any = x
+    if not -math.inf < value < math.inf:  # False for NaN as well
         raise ValueError(f"{name}: got {x}, want {wanted}")
-    return float(x)
+    return float(value)
 
 
 def options(
@@ -208,7 +209,7 @@ def options(
     )
 
 
-def window(window_size: Any) -> tuple[int, int]:
+def window(window_size: Any) -> tuple[Any, Any]:
     """(left, right), each -1 where unbounded."""
     wanted = "a pair (left, right) of ints >= 0, with -1 or None for an unbounded side"
     if window_size is None:

@@ -89,9 +89,9 @@ def _native_forward(
 ) -> tuple[Tensor, Tensor]:
     dtype = plan.compute_dtype
     return native.forward(
-        segment.queries(operands.q).to(dtype),
-        segment.keys(operands.k).to(dtype),
-        segment.keys(operands.v).to(dtype),
+        _readable(segment.queries(operands.q), dtype),
+        _readable(segment.keys(operands.k), dtype),
+        _readable(segment.keys(operands.v), dtype),
         segment.mask,
         problem.options.softmax_scale,
         None if operands.sink is None else operands.sink[segment.heads].to(dtype),
@@ -110,7 +110,8 @@ def _native_backward(
     dsink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = plan.compute_dtype
-    out_rows, dout_rows = segment.queries(out).to(dtype), segment.queries(dout).to(dtype)
+    out_rows = _readable(segment.queries(out), dtype)
+    dout_rows = _readable(segment.queries(dout), dtype)
     lse_rows = segment.rows(lse)
     if dsink is not None and operands.sink is not None:
         delta = (out_rows * dout_rows).sum(-1)
@@ -119,9 +120,9 @@ def _native_backward(
         assert part is not None
         dsink[segment.heads] += part
     return native.backward(
-        segment.queries(operands.q).to(dtype),
-        segment.keys(operands.k).to(dtype),
-        segment.keys(operands.v).to(dtype),
+        _readable(segment.queries(operands.q), dtype),
+        _readable(segment.keys(operands.k), dtype),
+        _readable(segment.keys(operands.v), dtype),
         out_rows,
         lse_rows,
         dout_rows,
@@ -129,6 +130,14 @@ def _native_backward(
         problem.options.softmax_scale,
         plan.BLOCK_M,
     )
+
+
+def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype` with adjacent elements in the last dimension: the native kernel assumes that,
+    unchecked.
+    """
+    x = x.to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _plain_backward(

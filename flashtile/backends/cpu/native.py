@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...masks import Window
 from ...merge import add_sink, merge
-from .segments import SegmentMask
+from .segments import KeyRun, SegmentMask
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,37 +28,67 @@ KERNEL_KEYS = 512  # the kernel skips masked keys in blocks of this many
 
 
 class Piece(NamedTuple):
-    """One call of the kernel: rows ``[m0, m1)`` over keys ``[n0, n1)``."""
+    """One call of the kernel: rows ``[m0, m1)`` over one or more spans of keys ``[n0, n1)``."""
 
     m0: int
     m1: int
-    n0: int
-    n1: int
+    spans: tuple[tuple[int, int], ...]
     causal: bool  # square lower triangle
-    visible: Tensor | None  # bool (rows, keys), True where visible
+    visible: Tensor | None  # bool (rows, keys of all spans), True where visible
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The piece's rows of q, out, or their gradients."""
+        return x[:, :, self.m0 : self.m1]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """The piece's keys of k or v: a view of one span, or several joined."""
+        parts = [x[:, :, n0:n1] for n0, n1 in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def add_to_keys(self, total: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of `keys`."""
+        sizes = [n1 - n0 for n0, n1 in self.spans]
+        for (n0, n1), part in zip(self.spans, gradient.split(sizes, dim=2), strict=True):
+            total[:, :, n0:n1] += part
 
 
 def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
     """The kernel calls that cover what the mask leaves. Rows that see nothing may be in none."""
-    everything = mask.visibility.N
     for m0, m1 in mask.query_tiles(BLOCK_M):
         if mask.layout is not None:
-            for run in mask.key_runs(m0, m1, everything):
-                yield Piece(m0, m1, run.start, run.stop, False, run.visible)
+            runs = list(mask.key_runs(m0, m1, mask.visibility.N))
+            if runs:
+                spans = tuple((run.start, run.stop) for run in runs)
+                yield Piece(m0, m1, spans, False, _joined(runs, m1 - m0))
             continue
         start, full_stop = mask.visibility.key_range(m0)
         full_start, stop = mask.visibility.key_range(m1 - 1)
         triangle = _causal_square(mask, m0, m1)
         if triangle is not None:
-            if start < triangle.n0:
-                yield Piece(triangle.m0, m1, start, triangle.n0, False, None)
+            n0 = triangle.spans[0][0]
+            if start < n0:
+                yield Piece(triangle.m0, m1, ((start, n0),), False, None)
             yield triangle
         elif start < stop:
             # A mask costs the kernel little, so edges and middle go in one call that needs no
             # merging.
             full = full_start <= start and stop <= full_stop
             visible = None if full else mask.visibility.dense((m0, m1), (start, stop))
-            yield Piece(m0, m1, start, stop, False, visible)
+            yield Piece(m0, m1, ((start, stop),), False, visible)
+
+
+def _joined(runs: list[KeyRun], rows: int) -> Tensor | None:
+    """The masks of neighbouring runs side by side; None when nothing is masked."""
+    if all(run.visible is None for run in runs):
+        return None
+    everything = torch.ones(rows, 1, dtype=torch.bool)
+    return torch.cat(
+        [
+            everything.expand(rows, run.stop - run.start) if run.visible is None else run.visible
+            for run in runs
+        ],
+        dim=1,
+    )
 
 
 def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
@@ -68,18 +99,17 @@ def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
     small for the kernel to skip anything of it.
     """
     visibility = mask.visibility
+    if not any(isinstance(fact, Window) and fact.right == 0 for fact in visibility.facts):
+        return None
     shift = visibility.N - visibility.M
     m0 = max(m0, -shift)
     if m0 >= m1:
         return None
-    first_start, first_stop = visibility.key_range(m0)
-    last_start, last_stop = visibility.key_range(m1 - 1)
     n0, n1 = m0 + shift, m1 + shift
-    if first_stop != n0 + 1 or last_stop != n1 or last_start > first_start:
+    first_start, last_start = visibility.key_range(m0)[0], visibility.key_range(m1 - 1)[0]
+    if last_start > first_start or (first_start < n0 and n1 - n0 <= KERNEL_KEYS):
         return None
-    if first_start < n0 and n1 - n0 <= KERNEL_KEYS:
-        return None
-    return Piece(m0, m1, n0, n1, True, None)
+    return Piece(m0, m1, ((n0, n1),), True, None)
 
 
 def single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
@@ -87,8 +117,8 @@ def single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     visibility = mask.visibility
     found = pieces(mask, BLOCK_M)
     first, second = next(found, None), next(found, None)
-    whole = (0, visibility.M, 0, visibility.N)
-    if first is None or second is not None or first.visible is not None or first[:4] != whole:
+    whole = (0, visibility.M, ((0, visibility.N),))
+    if first is None or second is not None or first.visible is not None or first[:3] != whole:
         return None
     return first
 
@@ -113,11 +143,10 @@ def forward(
         lse = torch.full(q.shape[:-1], -INFINITY, dtype=q.dtype)
         previous_row = -1
         for piece in pieces(mask, BLOCK_M):
-            rows, keys = slice(piece.m0, piece.m1), slice(piece.n0, piece.n1)
             out_part, lse_part = _forward(
-                q[:, :, rows],
-                k[:, :, keys],
-                v[:, :, keys],
+                piece.rows(q),
+                piece.keys(k),
+                piece.keys(v),
                 0.0,
                 piece.causal,
                 attn_mask=_additive(piece.visible, q),
@@ -126,8 +155,9 @@ def forward(
             if piece.visible is not None:  # the kernel gives rows that see nothing an lse of 0
                 lse_part.masked_fill_(~piece.visible.any(-1), -INFINITY)
             if piece.m0 == previous_row:  # the rows have seen other keys before
-                out_part, lse_part = merge(out[:, :, rows], lse[:, :, rows], out_part, lse_part)
-            out[:, :, rows], lse[:, :, rows] = out_part, lse_part
+                out_part, lse_part = merge(piece.rows(out), piece.rows(lse), out_part, lse_part)
+            piece.rows(out).copy_(out_part)
+            piece.rows(lse).copy_(lse_part)
             previous_row = piece.m0
     if sink is not None:
         out, lse = add_sink(out, lse, sink[:, None])
@@ -162,22 +192,21 @@ def backward(
     lse = lse.masked_fill(lse == -INFINITY, 0.0)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for piece in pieces(mask, BLOCK_M):
-        rows, keys = slice(piece.m0, piece.m1), slice(piece.n0, piece.n1)
         dq_part, dk_part, dv_part = _backward(
-            dout[:, :, rows],
-            q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            out[:, :, rows],
-            lse[:, :, rows],
+            piece.rows(dout),
+            piece.rows(q),
+            piece.keys(k),
+            piece.keys(v),
+            piece.rows(out),
+            piece.rows(lse),
             0.0,
             piece.causal,
             attn_mask=_additive(piece.visible, q),
             scale=scale,
         )
-        dq[:, :, rows] += dq_part
-        dk[:, :, keys] += dk_part
-        dv[:, :, keys] += dv_part
+        piece.rows(dq).add_(dq_part)
+        piece.add_to_keys(dk, dk_part)
+        piece.add_to_keys(dv, dv_part)
     return NativeGradients(dq, dk, dv)
 
 

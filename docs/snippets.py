@@ -1,0 +1,35 @@
+"""Runs the examples of the documentation, and puts what they print below them.
+
+The Python blocks of a page run in order and share their names. A block that raises ends the build,
+so a page cannot show a call that does not work, nor a result that is out of date. Blocks marked
+`no-run` in the line before need what a documentation build does not have.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from typing import Any
+
+BLOCK = re.compile(r"(?P<mark><!-- no-run -->\n)?^```python\n(?P<code>.*?)^```\n", re.M | re.S)
+
+
+def with_output(text: str, page: str) -> str:
+    """`text`, with a block of output behind each Python block that prints.
+
+    An error's traceback names the `page` and its line.
+    """
+    names: dict[str, Any] = {"__name__": page}
+
+    def run(block: re.Match[str]) -> str:
+        if block["mark"]:
+            return block[0]
+        printed = io.StringIO()
+        first_line = text.count("\n", 0, block.start("code"))
+        with redirect_stdout(printed):
+            exec(compile("\n" * first_line + block["code"], f"{page}.md", "exec"), names)
+        output = printed.getvalue()
+        return block[0] + (f"\n```text\n{output}```\n" if output else "")
+
+    return BLOCK.sub(run, text)

@@ -1,0 +1,56 @@
+"""What ``torch.utils.flop_counter`` counts for our ops: as it counts SDPA, whatever the mask hides.
+
+That module imports Triton where Triton is installed, so it is not imported here: the formulas are
+registered once somebody else has imported it, which a process that counts has.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+_registered = False
+
+
+def register_when_counting() -> None:
+    """Register the formulas, once, if this process has imported PyTorch's counter."""
+    global _registered
+    if _registered or "torch.utils.flop_counter" not in sys.modules:
+        return
+    _registered = True
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils.flop_counter import (
+        flop_registry,
+        register_flop_formula,
+        sdpa_backward_flop_count,
+        sdpa_flop_count,
+    )
+
+    def forward(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return sdpa_flop_count(*_dense_shapes(args))
+
+    def backward(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any, **kwargs: Any) -> int:
+        q, k, v = _dense_shapes(args)
+        return sdpa_backward_flop_count((*q[:-1], v[-1]), q, k, v)
+
+    register_flop_formula(torch.ops.flashtile.attention_forward)(forward)
+    register_flop_formula(torch.ops.flashtile.attention_backward)(backward)
+    # A counter copies the registry when it is made; one that runs already gets the formulas here.
+    for mode in _get_current_dispatch_mode_stack():
+        if hasattr(mode, "counter"):
+            mode.counter.flop_registry.update(flop_registry)
+
+
+def _dense_shapes(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Shapes of q, k, v as (batch, heads, length, head_dim); the arguments arrive as shapes."""
+    q, k, v = args[:3]
+    if len(q) == 3:  # packed: counted as one long sequence, an upper bound
+        q, k, v = ((1, *x) if len(x) == 3 else (1, x[0] * x[1], *x[2:]) for x in (q, k, v))
+    heads = q[2]  # grouped heads multiply once for each query head
+    return (
+        (q[0], heads, q[1], q[3]),
+        (q[0], heads, k[1], k[3]),
+        (q[0], heads, v[1], v[3]),
+    )

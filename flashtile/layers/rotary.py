@@ -1,0 +1,499 @@
+"""Rotary position embedding (RoPE) and XPos, as ``flash_attn.layers.rotary`` names and calls them.
+
+Each pair of features (a, b) of the token at position m is turned by the angle m * theta:
+
+    a' = a cos(m theta) - b sin(m theta)
+    b' = a sin(m theta) + b cos(m theta)
+
+so that a query at m and a key at n meet at an angle that depends on m - n alone (RoFormer, Su et
+al. 2021, https://arxiv.org/abs/2104.09864, equation 34). A pair is one feature from each half of
+the rotated dimensions (GPT-NeoX style), or two neighbours if ``interleaved`` (GPT-J style).
+
+Plain PyTorch on every device, in float16, bfloat16, float32 and float64; 16-bit inputs are rotated
+in float32. Lengths and offsets that come as tensors are never read by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+_BEYOND_ANY_TABLE = 2**62
+
+
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn every pair (a, b) in the last dimension of x (..., R) by a quarter: (-b, a).
+
+    A pair is (2i, 2i + 1) if interleaved, else (i, i + R / 2). ValueError if R is odd.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x: the last dimension must be even, got shape {tuple(x.shape)}")
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """The formula in one line, in the dtype that PyTorch promotes its arguments to.
+
+    `apply_rotary_emb` is more exact in 16 bits, and knows offsets and packed sequences.
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        cos, sin: (seq, rotary_dim / 2) or (batch, seq, rotary_dim / 2).
+        interleaved: as in `apply_rotary_emb`.
+
+    Returns:
+        The shape of x; features beyond rotary_dim are passed through.
+    """
+    _check_rotary_dim("cos", cos, x.shape[-1])
+    rotary_dim = 2 * cos.shape[-1]
+
+    def per_feature(table: Tensor) -> Tensor:
+        pairs = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+        return pairs.unsqueeze(-2)  # every head turns by the same angle
+
+    turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    turned = turning * per_feature(cos) + rotate_half(turning, interleaved) * per_feature(sin)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Rotate the first rotary_dim features of x by the angles of their positions.
+
+    Row t of sequence b is at position t + seqlen_offsets[b]. A row whose position is outside the
+    table, which only a tensor of offsets can bring about, stays as it is; so do the rows of a
+    packed x that lie behind its last sequence.
+
+    Args:
+        x: (batch, seq, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
+        cos, sin: (table_len, rotary_dim / 2) of any floating dtype, rotary_dim <= head_dim.
+        interleaved: a pair is (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+        inplace: write into the memory of x. Go on with the returned tensor: if x is a leaf that
+            requires a gradient, only the returned one knows that it was rotated.
+        seqlen_offsets: the position of each sequence's first row: int, or (batch,) int32 or int64.
+        cu_seqlens: (batch + 1,) int32 or int64: where each packed sequence starts, and the end.
+        max_seqlen: upper bound of the packed lengths, needed with cu_seqlens.
+
+    Returns:
+        The shape and dtype of x. The backward turns by the opposite angle and keeps no copy of x.
+        cos and sin get gradients too if they require them.
+
+    Raises:
+        ValueError: shapes or devices that do not fit together, or a table that is too short.
+        TypeError: a wrong dtype or type.
+    """
+    layout = "batch, seq, heads, head_dim" if cu_seqlens is None else "total, heads, head_dim"
+    _check_layout("x", x, layout)
+    angles = _angles(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    if not inplace:
+        return _rotate(x, *angles, interleaved)
+    return _in_place(x, lambda memory: _rotate_memory(memory, *angles, interleaved))
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Rotate q and k in place inside one tensor that also holds v.
+
+    Args:
+        qkv: (batch, seq, 3, heads, head_dim), or (batch, seq, heads_q + 2 * heads_k, head_dim) with
+            num_heads_q. Go on with the returned tensor, as in `apply_rotary_emb`.
+        cos, sin: (table_len, rotary_dim / 2).
+        cos_k, sin_k: other tables for k, as XPos has them. Default: those of q.
+        interleaved, seqlen_offsets: as in `apply_rotary_emb`.
+        num_heads_q: heads of q in the four-dimensional layout.
+
+    Returns:
+        qkv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
+    """
+    q, k = _q_and_k(qkv, num_heads_q)
+    angles = _angles(q, cos, sin, seqlen_offsets)
+    if cos_k is None and sin_k is None:
+        angles_k = angles
+    else:
+        cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+        angles_k = _angles(k, cos_k, sin_k, seqlen_offsets, suffix="_k")
+
+    def rotate(memory: Tensor) -> None:
+        q, k = _q_and_k(memory, num_heads_q)
+        _rotate_memory(q, *angles, interleaved)
+        _rotate_memory(k, *angles_k, interleaved)
+
+    return _in_place(qkv, rotate)
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+) -> Tensor:
+    """Rotate k in place inside one tensor that also holds v.
+
+    Args:
+        kv: (batch, seq, 2, heads, head_dim). Go on with the returned tensor.
+        cos, sin, interleaved, seqlen_offsets: as in `apply_rotary_emb`.
+
+    Returns:
+        kv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
+    """
+    _check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
+    angles = _angles(kv[:, :, 0], cos, sin, seqlen_offsets)
+    return _in_place(kv, lambda memory: _rotate_memory(memory[:, :, 0], *angles, interleaved))
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotary embedding that makes, keeps and grows its own tables; with scale_base it is XPos.
+
+    The frequencies are theta_i = base ** (-2 i / dim). The tables are made in float32 and then cast
+    to the dtype of the input. XPos (Sun et al. 2022, https://arxiv.org/abs/2212.10554) multiplies q
+    and divides k by zeta_i ** ((m - c) / scale_base), zeta_i = (2 i / dim + 0.4) / 1.4, which makes
+    far keys fade. c is the middle of the table, so tables of different lengths do not fit together:
+    when decoding with XPos, pass the same max_seqlen from the first call on.
+
+    Args:
+        dim: rotated features of each head (rotary_dim), even.
+        base: the longest wavelength is about 2 pi * base tokens.
+        interleaved: as in `apply_rotary_emb`.
+        scale_base: None for plain RoPE; 512 is usual for XPos.
+        device: where the buffers live.
+
+    Raises:
+        ValueError: dim is not a positive even number.
+    """
+
+    inv_freq: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if dim <= 0 or dim % 2:
+            raise ValueError(f"dim: must be positive and even, got {dim}")
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
+        self.scale_base = scale_base
+        scale = None if scale_base is None else self._compute_scale(device)
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Any = None  # a Tensor from the first call on, as _sin_cached
+        self._sin_cached: Any = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return 1.0 / self.base ** (even / self.dim)
+
+    def _compute_scale(self, device: torch.device | str | None = None) -> Tensor:
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return (even + 0.4 * self.dim) / (1.4 * self.dim)
+
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        cached = self._cos_cached
+        if (
+            cached is not None
+            and seqlen <= self._seq_len_cached
+            and cached.device == device
+            and cached.dtype == dtype
+        ):
+            return
+        self._seq_len_cached = seqlen
+        # model.half() casts buffers too; a 16-bit frequency is radians off at far positions.
+        kept = self.inv_freq.dtype == torch.float32
+        inv_freq = self.inv_freq if kept else self._compute_inv_freq()
+        # Tables made in inference mode would be of no use to autograd later.
+        with torch.inference_mode(False):
+            position = torch.arange(seqlen, device=device, dtype=torch.float32)
+            angle = torch.outer(position, inv_freq.to(device))
+            cos, sin = angle.cos(), angle.sin()
+            if self.scale is not None and self.scale_base is not None:
+                scale = self.scale if kept else self._compute_scale()
+                distance = (position - seqlen // 2) / self.scale_base
+                growth = scale.to(device) ** distance.unsqueeze(-1)
+                self._cos_k_cached = (cos / growth).to(dtype)
+                self._sin_k_cached = (sin / growth).to(dtype)
+                cos, sin = cos * growth, sin * growth
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotate q and k in place.
+
+        Args:
+            qkv: as in `apply_rotary_emb_qkv_`; with kv just q, (batch, seq, heads, head_dim).
+            kv: (batch, seq, 2, heads, head_dim), or None.
+            seqlen_offset: position of the first row: int, or (batch,) int32 or int64.
+            max_seqlen: grow the tables to this length; needed, at the latest in the first call, if
+                seqlen_offset is a tensor, which the host does not read.
+            num_heads_q: as in `apply_rotary_emb_qkv_`.
+
+        Returns:
+            qkv, or (q, kv), the same memory. Raises as `apply_rotary_emb` does.
+        """
+        if kv is None:
+            _q_and_k(qkv, num_heads_q)
+        else:
+            _check_layout("qkv", qkv, "batch, seq, heads, head_dim")
+            _check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
+        if max_seqlen is None:
+            max_seqlen = qkv.shape[1] if kv is None else max(qkv.shape[1], kv.shape[1])
+            if not isinstance(seqlen_offset, Tensor):
+                max_seqlen += seqlen_offset
+            elif self._cos_cached is None:
+                raise ValueError("max_seqlen: needed when seqlen_offset is a tensor, got None")
+            else:
+                max_seqlen = max(max_seqlen, self._seq_len_cached)
+        self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        cos_k, sin_k = self._cos_k_cached, self._sin_k_cached
+        if kv is None:
+            return apply_rotary_emb_qkv_(
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
+            )
+        # Both lookups come before the first write: they reject what does not fit.
+        angles_q = _angles(qkv, cos, sin, seqlen_offset)
+        if cos_k is not None and sin_k is not None:
+            cos, sin = cos_k, sin_k
+        angles_k = _angles(kv[:, :, 0], cos, sin, seqlen_offset)
+        return (
+            _in_place(qkv, lambda q: _rotate_memory(q, *angles_q, self.interleaved)),
+            _in_place(kv, lambda kv: _rotate_memory(kv[:, :, 0], *angles_k, self.interleaved)),
+        )
+
+
+class _Rotation(torch.autograd.Function):
+    """`_turn` with its derivatives spelled out: linear in x, and in (cos, sin)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        return _turn(x, cos, sin, interleaved)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, cos, sin, ctx.interleaved = inputs
+        ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(x, cos, sin)  # freed as soon as the forward pass has used it
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, dcos: Tensor, dsin: Tensor, _: None) -> Tensor:
+        x, cos, sin = ctx.saved_tensors
+        rest = x.shape[-1] - 2 * cos.shape[-1]
+        from_tables = _turn(x.narrow(-1, 0, 2 * cos.shape[-1]), dcos, dsin, ctx.interleaved)
+        return _turn(dx, cos, sin, ctx.interleaved) + F.pad(from_tables, (0, rest))
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (..., heads, head_dim); cos, sin (..., 1, rotary_dim / 2) in the dtype to compute in."""
+    half = cos.shape[-1]
+    turning = x.narrow(-1, 0, 2 * half).to(cos.dtype)
+    if interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+    else:
+        a, b = turning[..., :half], turning[..., half:]
+    pair = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(pair, dim=-1 if interleaved else -2).reshape(turning.shape).to(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return turned
+    return torch.cat((turned, x[..., 2 * half :]), dim=-1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    # Compilers derive a lean backward from the formula and cannot trace the Function's jvp. Tables
+    # that are learned need x for their gradients, which the Function does not keep.
+    if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
+        return _turn(x, cos, sin, interleaved)
+    return _Rotation.apply(x, cos, sin, interleaved)
+
+
+def _rotate_memory(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    turning = x[..., : 2 * cos.shape[-1]]
+    turning.copy_(_rotate(turning, cos, sin, interleaved))
+
+
+def _in_place(x: Tensor, rotate: Callable[[Tensor], None]) -> Tensor:
+    """Let `rotate` change x, also where PyTorch forbids it: on a leaf that requires a gradient.
+
+    There the history goes to a second tensor on the same memory. A compiled graph cannot return
+    such an alias (it would lose the history), so PyTorch's own error stands.
+    """
+    leaf = x.is_leaf and x.requires_grad and torch.is_grad_enabled()
+    if leaf and not torch.compiler.is_compiling():
+        rotated = x.clone()
+        rotate(rotated)
+        return x.detach().copy_(rotated)
+    rotate(x)
+    return x
+
+
+def _angles(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    suffix: str = "",
+) -> tuple[Tensor, Tensor]:
+    """The table rows of x's tokens, (..., seq, 1, rotary_dim / 2), in the dtype to compute in."""
+    _check_tables(x, cos, sin, suffix)
+    seqlen = _check_positions(x, seqlen_offsets, cu_seqlens, max_seqlen)
+    first = 0 if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+    if first + seqlen > cos.shape[0]:
+        raise ValueError(
+            f"cos{suffix}: {cos.shape[0]} rows do not reach {seqlen} positions from {first} on; "
+            f"wanted at least {first + seqlen} rows"
+        )
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
+        rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
+        return cos[rows].to(dtype).unsqueeze(-2), sin[rows].to(dtype).unsqueeze(-2)
+
+    positions = _positions(x, seqlen_offsets, cu_seqlens)
+    in_table = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
+    nearest = positions.clamp(0, cos.shape[0] - 1)
+    cos = torch.where(in_table, cos[nearest].to(dtype), 1.0)
+    sin = torch.where(in_table, sin[nearest].to(dtype), 0.0)
+    return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Position of each row of x: (batch, seq), or (total,) if packed."""
+    if cu_seqlens is None:
+        assert isinstance(seqlen_offsets, Tensor)
+        return torch.arange(x.shape[1], device=x.device) + seqlen_offsets.unsqueeze(-1)
+    row = torch.arange(x.shape[0], device=x.device)
+    cu_seqlens = cu_seqlens.long()
+    # Rows behind the last sequence find the extra entry and so a position beyond the table.
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    nowhere = cu_seqlens.new_full((1,), -_BEYOND_ANY_TABLE)
+    row_of_position_0 = torch.cat((cu_seqlens[:-1] - seqlen_offsets, nowhere))
+    return row - row_of_position_0[sequence]
+
+
+def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
+    """Views of q and k in qkv, (batch, seq, heads, head_dim)."""
+    if qkv.dim() != 4:
+        _check_layout("qkv", qkv, "batch, seq, 3, heads, head_dim")
+        return qkv[:, :, 0], qkv[:, :, 1]
+    heads = qkv.shape[2]
+    if num_heads_q is None:
+        raise ValueError(f"num_heads_q: needed with a qkv of four dimensions, {tuple(qkv.shape)}")
+    if not 0 <= num_heads_q <= heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q: {num_heads_q} of the {heads} heads of qkv {tuple(qkv.shape)} leave "
+            f"{heads - num_heads_q} for k and v; wanted an even number of at least 0"
+        )
+    _check_layout("qkv", qkv, "batch, seq, heads_q + 2 * heads_k, head_dim")
+    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : (heads + num_heads_q) // 2]
+
+
+def _check_layout(name: str, x: Tensor, layout: str) -> None:
+    sizes = layout.split(", ")
+    fixed = [(i, int(size)) for i, size in enumerate(sizes) if size.isdigit()]
+    if x.dim() != len(sizes) or any(x.shape[i] != size for i, size in fixed):
+        raise ValueError(f"{name}: expected shape ({layout}), got {tuple(x.shape)}")
+    _check_kind(name, x, _FLOATS, x.device)
+
+
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor, suffix: str) -> None:
+    for name, table in ((f"cos{suffix}", cos), (f"sin{suffix}", sin)):
+        if table.dim() != 2 or table.shape != cos.shape:
+            wanted = "(table_len, rotary_dim / 2), the same for cos and sin"
+            raise ValueError(f"{name}: expected shape {wanted}, got {tuple(table.shape)}")
+        _check_kind(name, table, _FLOATS, x.device)
+    _check_rotary_dim(f"cos{suffix}", cos, x.shape[-1])
+
+
+def _check_rotary_dim(name: str, table: Tensor, head_dim: int) -> None:
+    if 2 * table.shape[-1] > head_dim:
+        raise ValueError(
+            f"{name}: {table.shape[-1]} columns rotate {2 * table.shape[-1]} features of a head, "
+            f"but head_dim is {head_dim}; wanted at most {head_dim // 2} columns"
+        )
+
+
+def _check_positions(
+    x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> int:
+    """The largest number of positions of a sequence."""
+    batch, seqlen = x.shape[:2]
+    if cu_seqlens is not None:
+        if max_seqlen is None:
+            raise ValueError("max_seqlen: needed with cu_seqlens, got None")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"cu_seqlens: expected (batch + 1,), got {tuple(cu_seqlens.shape)}")
+        _check_kind("cu_seqlens", cu_seqlens, _INTEGERS, x.device)
+        batch, seqlen = cu_seqlens.shape[0] - 1, max_seqlen
+    if isinstance(seqlen_offsets, Tensor):
+        if seqlen_offsets.shape != (batch,):
+            got = tuple(seqlen_offsets.shape)
+            raise ValueError(f"seqlen_offsets: expected an int or shape ({batch},), got {got}")
+        _check_kind("seqlen_offsets", seqlen_offsets, _INTEGERS, x.device)
+    elif not isinstance(seqlen_offsets, (int, torch.SymInt)):
+        raise TypeError(f"seqlen_offsets: expected an int or a tensor, got {seqlen_offsets!r}")
+    elif seqlen_offsets < 0:
+        raise ValueError(f"seqlen_offsets: must not be negative, got {seqlen_offsets}")
+    return seqlen
+
+
+def _check_kind(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected a dtype among {dtypes}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: is on {tensor.device}, but the input is on {device}")

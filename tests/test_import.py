@@ -1,0 +1,131 @@
+"""Importing flashtile: torch alone suffices, nothing else is pulled in, and nothing is changed.
+
+Each check runs in a process of its own, since this one has imported everything already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+OPTIONAL = ("triton", "transformers", "rich", "matplotlib", "gguf", "accelerate", "huggingface_hub")
+MAX_NEW_MODULES = 60
+
+BLOCK = f"import sys\nfor name in {OPTIONAL!r}: sys.modules[name] = None\n"
+
+CALL = """
+import torch, flashtile
+q, k, v = (torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3))
+out = flashtile.flash_attn_func(q, k, v, causal=True)
+out.sum().backward()
+want = torch.nn.functional.scaled_dot_product_attention(
+    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+).transpose(1, 2)
+print(torch.allclose(out, want, atol=1e-5), all(x.grad.isfinite().all() for x in (q, k, v)))
+"""
+
+NEW_MODULES = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.thread_time()
+import flashtile
+milliseconds = 1e3 * (time.thread_time() - start)
+print(json.dumps({"new": sorted(set(sys.modules) - before), "milliseconds": milliseconds}))
+"""
+
+SIDE_EFFECTS = """
+import json, logging, os, sys, warnings
+import torch
+import torch.nn.functional as F
+
+def state():
+    cuda = torch.backends.cuda
+    return {
+        "random numbers": torch.get_rng_state().tolist(),
+        "default dtype": str(torch.get_default_dtype()),
+        "threads": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "determinism": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "SDPA flags": [
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ],
+        "SDPA": [id(F.scaled_dot_product_attention), id(torch._C._nn.scaled_dot_product_attention)],
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "log handlers": [repr(handler) for handler in logging.getLogger().handlers],
+        "warning filters": [repr(entry) for entry in warnings.filters],
+    }
+
+before = state()
+import flashtile
+after = state()
+print(json.dumps([name for name in before if before[name] != after[name]]))
+"""
+
+
+def run(code: str, *paths: Path) -> str:
+    """The last line that `code` prints in a fresh process, with `paths` in front on its path."""
+    found_first = os.pathsep.join(map(str, (*paths, REPOSITORY)))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": found_first},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def new_modules() -> dict[str, Any]:
+    """What `import flashtile` adds to a process that has imported torch."""
+    return json.loads(run(NEW_MODULES))
+
+
+def test_a_call_works_with_optional_packages_blocked():
+    assert run(BLOCK + CALL) == "True True"
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_blocking_works(name):
+    attempt = f"try:\n    import {name}\nexcept ImportError:\n    print('blocked')\n"
+    assert run(BLOCK + attempt) == "blocked"
+
+
+def test_import_pulls_in_nothing_but_torch_and_the_standard_library(new_modules):
+    tops = {name.split(".")[0] for name in new_modules["new"]}
+    assert tops - set(sys.stdlib_module_names) <= {"flashtile", "torch"}
+
+
+def test_import_leaves_installed_packages_alone(tmp_path):
+    """Also where the optional packages are present: parts of torch import Triton if it is."""
+    for name in OPTIONAL:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    tops = {name.split(".")[0] for name in json.loads(run(NEW_MODULES, tmp_path))["new"]}
+    assert not tops & set(OPTIONAL)
+
+
+def test_import_is_light(new_modules, record_property):
+    """Time is printed, not judged, for a busy machine would fail a good import."""
+    print(f"import flashtile after torch: {new_modules['milliseconds']:.1f} ms of processor time")
+    record_property("import_milliseconds", new_modules["milliseconds"])
+    assert len(new_modules["new"]) < MAX_NEW_MODULES
+
+
+def test_import_has_no_side_effect():
+    assert json.loads(run(SIDE_EFFECTS)) == []
