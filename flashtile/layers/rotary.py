@@ -80,7 +80,7 @@ def apply_rotary_emb(
     """Rotate the first rotary_dim features of x by the angles of their positions.
 
     Row t of sequence b is at position t + seqlen_offsets[b]. A row whose position is outside the
-    table, which only a tensor of offsets can bring about, stays as it is; so do the rows of a
+    table, which only tensors of offsets or lengths can bring about, stays as it is; so do rows of a
     packed x that lie behind its last sequence.
 
     Args:

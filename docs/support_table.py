@@ -1,0 +1,115 @@
+"""Writes the support table into README.md, from what the backends themselves say.
+
+``python docs/support_table.py`` rewrites the lines between the two markers; with ``--check`` it only
+says whether they are current. Each row is an `AttentionProblem` made up for it, each cell the answer
+of a backend's `unsupported_reasons`, so the table cannot promise what a call would refuse.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from flashtile import dispatch
+from flashtile.problem import AttentionProblem, Options
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
+
+# Where each backend would run: device type, compute capability.
+HOMES = {"cpu": ("cpu", None), "triton": ("cuda", (8, 0)), "hopper": ("cuda", (9, 0))}
+
+BASE = AttentionProblem(
+    device_type="cpu",
+    capability=None,
+    dtype=torch.bfloat16,
+    layout="dense",
+    B=2,
+    M=1024,
+    N=1024,
+    Hq=8,
+    Hk=8,
+    D=64,
+    Dv=64,
+    page_size=0,
+    options=Options(1024, 1024, 0.125),
+    has_lengths=False,
+    has_alibi=False,
+    has_bias=False,
+    has_sink=False,
+    has_descale=False,
+    block_tile=None,
+    needs_grad=True,
+    bias_needs_grad=False,
+)
+
+
+def options(**changes: object) -> dict[str, object]:
+    """The change of a problem whose options change."""
+    return {"options": BASE.options._replace(**changes)}  # type: ignore[arg-type]
+
+
+ROWS: dict[str, dict[str, object]] = {
+    "forward and backward, float16 and bfloat16": {},
+    "float32": {"dtype": torch.float32},
+    "float64": {"dtype": torch.float64},
+    "float8 e4m3 (forward)": {"dtype": torch.float8_e4m3fn, "needs_grad": False},
+    "causal (bottom-right)": options(window_right=0),
+    "sliding window": options(window_left=256, window_right=0),
+    "chunked attention": options(attention_chunk=256),
+    "grouped and multi-query heads": {"Hk": 2},
+    "packed sequences (varlen)": {"layout": "packed"},
+    "seqused, left padding": {"has_lengths": True},
+    "paged key-value cache": {
+        "layout": "packed_queries",
+        "page_size": 16,
+        "has_lengths": True,
+        "needs_grad": False,
+    },
+    "softcap": options(softcap=20.0),
+    "ALiBi": {"has_alibi": True},
+    "dropout": options(dropout_p=0.1),
+    "dropout with softcap": options(dropout_p=0.1, softcap=20.0),
+    "bias with gradient": {"has_bias": True, "bias_needs_grad": True},
+    "sink with gradient": {"has_sink": True},
+    "block masks, FlexAttention's too": {"block_tile": (128, 128)},
+    "value head dim other than the key's": {"Dv": 128},
+    "head dim 1": {"D": 1, "Dv": 1},
+    "head dim 256": {"D": 256, "Dv": 256},
+    "head dim 512": {"D": 512, "Dv": 512},
+}
+
+
+def table() -> str:
+    """The table as Markdown."""
+    lines = ["| | " + " | ".join(f"`{name}`" for name in dispatch.ORDER) + " |"]
+    lines.append("|---" * (1 + len(dispatch.ORDER)) + "|")
+    for row, changes in ROWS.items():
+        cells = []
+        for name in dispatch.ORDER:
+            device_type, capability = HOMES[name]
+            problem = BASE._replace(device_type=device_type, capability=capability, **changes)
+            reasons = dispatch.unsupported_reasons(name, problem)
+            cells.append("; ".join(reasons) if reasons else "yes")
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def rendered(text: str) -> str:
+    """`text` with the lines between the markers replaced."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    if "--check" in sys.argv:
+        return int(rendered(text) != text)
+    README.write_text(rendered(text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measuring attention: `shapes` (what), `peers` (who), `measure` (how), `run`, `report`."""

@@ -1,0 +1,119 @@
+"""Where a measurement was made: versions, processor, devices, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+
+# What decides how fast low precision is on a CPU, by PyTorch's names.
+CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed package, read from its metadata without importing it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that matter; None where one is missing."""
+    return {
+        "flashtile": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": package_version("triton"),
+        "transformers": package_version("transformers"),
+    }
+
+
+def cpu() -> dict[str, object]:
+    """Model, threads that PyTorch uses, vector instructions."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {
+        "model": _cpu_model(),
+        "threads": torch.get_num_threads(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "features": {name: bool(known[name]) for name in CPU_FEATURES if name in known},
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def gpus() -> list[dict[str, object]]:
+    """Name, compute capability and memory of each CUDA (or ROCm) device."""
+    properties = [
+        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+    ]
+    return [
+        {
+            "device": f"cuda:{index}",
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gib": round(gpu.total_memory / 2**30, 1),
+            "multiprocessors": gpu.multi_processor_count,
+        }
+        for index, gpu in enumerate(properties)
+    ]
+
+
+def busy() -> str:
+    """A warning when other programs keep the processor busy, else nothing."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < 0.5 * cores:
+        return ""
+    return f"the machine is busy (load {load:.1f} on {cores} cores): these times will not repeat"
+
+
+def device_name(device: str) -> str:
+    """One line that names the machine behind a PyTorch device."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this file belongs to, ``-dirty`` when it has changes."""
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # installed inside someone else's checkout?
+        name = git("rev-parse", "--short=12", "HEAD")
+        return f"{name}-dirty" if git("status", "--porcelain", "--", "..") else name
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def provenance(device: str, command: str) -> dict[str, str | None]:
+    """What every line of a result carries about where it comes from."""
+    found = versions()
+    return {
+        "command": command,
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "device": device_name(device),
+        **{name: found[name] for name in ("flashtile", "torch", "triton", "python")},
+    }

@@ -1,0 +1,484 @@
+"""Who runs a case, one function each.
+
+A peer takes a case with its inputs and returns a `Prepared` call, or raises `Skip` with the reason
+why it cannot. Each peer gets the tensors in the layout that it likes best, made beforehand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import api, dispatch
+from ..explain import explain
+from ..masks import BlockMask
+from .shapes import BLOCK_TILE, Case, Inputs, visible
+
+
+class Skip(Exception):
+    """This peer cannot run this case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A peer's call, ready to run."""
+
+    forward: Callable[[], Tensor]
+    leaves: dict[str, Tensor]  # what to differentiate: q, k, v, and bias and sink if there
+    dout: Tensor  # shaped as what `forward` returns
+    heads_first: bool = False  # out, q, k, v are (B, H, M, D) instead of (B, M, H, D)
+    backend: str | None = None  # which one ran it, when the peer chose
+
+    def backward(self) -> Callable[[], tuple[Tensor, ...]]:
+        """Run the forward once; returns the call that repeats the backward behind it."""
+        out, leaves = self.forward(), tuple(self.leaves.values())
+        return lambda: torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
+
+    def forward_and_backward(self) -> tuple[Tensor, ...]:
+        """Out and the gradients of the leaves, in this peer's layout."""
+        out = self.forward()
+        return out, *torch.autograd.grad(out, tuple(self.leaves.values()), self.dout)
+
+    def public(self, name: str, x: Tensor) -> Tensor:
+        """`x`, called out, q, k, v, bias or sink, with the length before the heads."""
+        turned = self.heads_first and name in ("out", "q", "k", "v")
+        return x.transpose(1, 2) if turned else x
+
+
+Peer = Callable[[Case, Inputs], Prepared]
+
+
+def flashtile(case: Case, inputs: Inputs, backend: str | None = None) -> Prepared:
+    """This package, through its public functions."""
+    tiles = inputs.tiles
+    options = {
+        "softcap": case.softcap,
+        "window_size": case.window,
+        "attention_chunk": case.chunk,
+        "alibi_slopes": inputs.alibi_slopes,
+        "block_mask": BlockMask.from_tiles(tiles, (BLOCK_TILE,) * 2) if tiles is not None else None,
+        "backend": backend,
+    }
+    prepared = _length_first(
+        case,
+        inputs,
+        options,
+        dense=api.attention,
+        packed=api.attention_varlen,
+        cached=api.attention_with_kvcache,
+    )
+    return replace(prepared, backend=_chosen(case, inputs, options))
+
+
+def _chosen(case: Case, inputs: Inputs, options: dict[str, Any]) -> str | None:
+    """The backend that flashtile takes; a cache is asked for as the same keys without pages."""
+    asked = {**options, "bias": inputs.bias, "sink": inputs.sink, "dropout_p": case.dropout}
+    if inputs.cu_seqlens is not None:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        asked |= zip(names, _packed_layout(inputs.cu_seqlens), strict=True)
+    return explain(inputs.q, inputs.k, inputs.v, causal=case.causal, **asked).chosen
+
+
+def standard(case: Case, inputs: Inputs) -> Prepared:
+    """Attention as the textbook writes it: every score in memory, softmax in float32."""
+    _refuse(case, page_size="gathers no pages")
+    _refuse_quadratic(case, inputs.q.device)
+    leaves = _leaves(inputs, heads_first=inputs.cu_seqlens is None)
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    rest = {"bias": leaves.get("bias"), "sink": leaves.get("sink")}
+    if inputs.cu_seqlens is None:
+        M, N = case.seqlen_q, case.seqlen_k
+        mask, alibi = visible(case, inputs, M, N), _alibi(inputs, M, N)
+        call = partial(_textbook, case, q, k, v, mask, alibi, **rest)
+        return Prepared(call, leaves, _heads_first(inputs.dout), heads_first=True)
+    lengths = inputs.cu_seqlens.diff().tolist()
+    masks = [visible(case, inputs, n, n) for n in lengths]
+
+    def forward() -> Tensor:
+        split = [x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)]
+        outs = [
+            _textbook(case, qs, ks, vs, mask, None)
+            for qs, ks, vs, mask in zip(*split, masks, strict=True)
+        ]
+        return torch.cat(outs, dim=1).transpose(0, 1)
+
+    return Prepared(forward, leaves, inputs.dout)
+
+
+def _textbook(
+    case: Case,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T) v for q (..., Hq, M, D), k and v (..., Hk, N, D); a row sees some key."""
+    group = case.heads_q // case.heads_kv
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)
+    scores = q @ k.transpose(-2, -1) * case.head_dim**-0.5
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    for added in (alibi, bias):
+        scores = scores if added is None else scores + added
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sink is not None:
+        column = sink[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    probs = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(probs[..., : k.shape[-2]], case.dropout) @ v
+
+
+def sdpa(case: Case, inputs: Inputs, backend: SDPBackend | None = None) -> Prepared:
+    """PyTorch's `scaled_dot_product_attention`, free to choose or held to one backend."""
+    device, M, N = inputs.q.device, case.seqlen_q, case.seqlen_k
+    if device.type == "cpu" and backend in (
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    ):
+        raise Skip("PyTorch has it for CUDA alone")
+    _refuse(
+        case,
+        documents="takes no packed sequences",
+        softcap="has no softcap",
+        sink="has no sink",
+        page_size="takes no pages",
+    )
+    if backend == SDPBackend.MATH:
+        _refuse_quadratic(case, device)
+    leaves = _leaves(inputs, heads_first=True)
+    q, k, v, bias = leaves["q"], leaves["k"], leaves["v"], leaves.get("bias")
+    only_causal = case.causal and case.window == (-1, -1) and not case.chunk and M == N
+    is_causal = only_causal and not (case.block_sparse or case.alibi or case.bias)
+    mask = None if is_causal else visible(case, inputs, M, N)
+    alibi = _alibi(inputs, M, N)
+    fixed = mask if alibi is None else _hide(alibi.to(q.dtype)[None], mask)
+
+    def forward() -> Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=fixed if bias is None else _hide(bias, mask),
+                dropout_p=case.dropout,
+                is_causal=is_causal,
+                enable_gqa=case.heads_q != case.heads_kv,
+            )
+
+    return Prepared(forward, leaves, _heads_first(inputs.dout), heads_first=True)
+
+
+def flex(case: Case, inputs: Inputs) -> Prepared:
+    """PyTorch's FlexAttention, compiled for exactly this case."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    device = inputs.q.device
+    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))):
+        raise Skip("needs a C++ compiler")
+    _refuse(case, sink="has no sink", dropout="has no dropout", page_size="not set up for pages")
+    leaves = _leaves(inputs, heads_first=inputs.cu_seqlens is None)
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    M, N, block_mask = case.seqlen_q, case.seqlen_k, None
+    if inputs.cu_seqlens is not None:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        M = N = q.shape[2]
+    mask_mod = _mask_mod(case, inputs, M, N)
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, None, None, M, N, device=device.type)
+    options: dict[str, Any] = {
+        "score_mod": _score_mod(case, inputs, leaves.get("bias"), N - M),
+        "block_mask": block_mask,
+        "enable_gqa": case.heads_q != case.heads_kv,
+    }
+    torch._dynamo.reset()  # each case is a program of its own; the limit on recompiles is low
+    torch._functorch.config.donated_buffer = False  # the backward is run again and again
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def forward() -> Tensor:
+        # On a CPU it refuses tensors that want a gradient, even where none is recorded.
+        qkv = (q, k, v) if torch.is_grad_enabled() else (q.detach(), k.detach(), v.detach())
+        out = compiled(*qkv, **options)
+        return out if inputs.cu_seqlens is None else out[0].transpose(0, 1)
+
+    if inputs.cu_seqlens is None:
+        return Prepared(forward, leaves, _heads_first(inputs.dout), heads_first=True)
+    return Prepared(forward, leaves, inputs.dout)
+
+
+def _mask_mod(case: Case, inputs: Inputs, M: int, N: int) -> Callable[..., Tensor] | None:
+    """The case's mask as a function of one score's place."""
+    tiles, facts = inputs.tiles, case.visibility(M, N).facts
+    document = None
+    if inputs.cu_seqlens is not None:
+        ends = inputs.cu_seqlens[1:].contiguous()
+        document = torch.bucketize(torch.arange(N, device=ends.device), ends, right=True)
+    if not facts and tiles is None and document is None:
+        return None
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        shown = j >= 0
+        for fact in facts:
+            start, stop = fact.key_range(i + (N - M), N)
+            shown = shown & (j >= start) & (j < stop)
+        if tiles is not None:
+            shown = shown & tiles[i // BLOCK_TILE, j // BLOCK_TILE]
+        return shown if document is None else shown & (document[i] == document[j])
+
+    return mask_mod
+
+
+def _score_mod(
+    case: Case, inputs: Inputs, bias: Tensor | None, shift: int
+) -> Callable[..., Tensor] | None:
+    """The case's change of one score, in the order of `flashtile.attention`."""
+    slopes, cap = inputs.alibi_slopes, case.softcap
+    if slopes is None and bias is None and not cap:
+        return None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if cap:
+            score = cap * torch.tanh(score / cap)
+        if slopes is not None:
+            score = score - slopes[h] * (i + shift - j).abs()
+        return score if bias is None else score + bias[0, h, i, j]
+
+    return score_mod
+
+
+def fa2(case: Case, inputs: Inputs) -> Prepared:
+    """FlashAttention-2, the package `flash_attn`."""
+    module = _cuda_package("flash_attn", inputs)
+    _refuse(
+        case,
+        bias="has no bias",
+        sink="has no sink",
+        chunk="has no chunks",
+        block_sparse="has no block mask",
+        value_dim="wants one head dim",
+    )
+    return _length_first(
+        case,
+        inputs,
+        {
+            "window_size": case.window,
+            "softcap": case.softcap,
+            "alibi_slopes": inputs.alibi_slopes,
+        },
+        dense=module.flash_attn_func,
+        packed=module.flash_attn_varlen_func,
+        cached=module.flash_attn_with_kvcache,
+        page_argument="block_table",
+    )
+
+
+def fa3(case: Case, inputs: Inputs) -> Prepared:
+    """FlashAttention-3, the module `flash_attn_interface`."""
+    module = _cuda_package("flash_attn_interface", inputs)
+    _refuse(
+        case,
+        bias="has no bias",
+        sink="has no sink",
+        alibi="has no ALiBi",
+        dropout="has no dropout",
+        block_sparse="has no block mask",
+    )
+    return _length_first(
+        case,
+        inputs,
+        {"window_size": case.window, "attention_chunk": case.chunk, "softcap": case.softcap},
+        dense=module.flash_attn_func,
+        packed=module.flash_attn_varlen_func,
+        cached=module.flash_attn_with_kvcache,
+    )
+
+
+def fa4(case: Case, inputs: Inputs) -> Prepared:
+    """FlashAttention-4 (CuTe DSL), the module `flash_attn.cute`."""
+    module = _cuda_package("flash_attn.cute", inputs)
+    _refuse(
+        case,
+        bias="has no bias",
+        sink="not set up for its sink",
+        alibi="has no ALiBi",
+        chunk="has no chunks",
+        dropout="has no dropout",
+        block_sparse="not set up for its block masks",
+        cached="has no cache function",
+    )
+    window = tuple(None if side < 0 else side for side in case.window)
+    return _length_first(
+        case,
+        inputs,
+        {"window_size": window, "softcap": case.softcap},
+        dense=module.flash_attn_func,
+        packed=module.flash_attn_varlen_func,
+        cached=None,
+    )
+
+
+PEERS: dict[str, Peer] = {
+    "flashtile": flashtile,
+    **{f"flashtile-{name}": partial(flashtile, backend=name) for name in dispatch.ORDER},
+    "sdpa": sdpa,
+    "sdpa-flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-math": partial(sdpa, backend=SDPBackend.MATH),
+    "standard": standard,
+    "flex": flex,
+    "fa2": fa2,
+    "fa3": fa3,
+    "fa4": fa4,
+}
+
+
+def prepare(name: str, case: Case, inputs: Inputs, backward: bool) -> Prepared:
+    """The call of the peer `name`, run once to see that it works.
+
+    Raises:
+        Skip: the peer is missing here or cannot do the case. Our own failures are not skipped:
+            of flashtile's errors only NotImplementedError, its word for "no backend can", is.
+    """
+    ours = name.startswith("flashtile")
+    theirs = (RuntimeError, ValueError, TypeError, AssertionError)
+    expected = (NotImplementedError,) if ours else theirs
+    with warnings.catch_warnings(record=not ours) as told:
+        try:
+            prepared = PEERS[name](case, inputs)
+            prepared.forward_and_backward() if backward else _without_grad(prepared.forward)
+        except expected as error:
+            raise Skip(_reason(error, told or [])) from error
+    return prepared
+
+
+def _reason(error: Exception, told: list[warnings.WarningMessage]) -> str:
+    """An error in a line; SDPA gives its reasons as warnings and raises without one."""
+    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in told]
+    reasons = [text for text in reasons if not text.endswith(("because:", "runtime disabled."))]
+    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    said = " ".join(lines) if isinstance(error, NotImplementedError) else lines[0]
+    return "; ".join([said, *dict.fromkeys(reasons)])
+
+
+@torch.no_grad()
+def _without_grad(call: Callable[[], Tensor]) -> Tensor:
+    return call()
+
+
+def _length_first(
+    case: Case,
+    inputs: Inputs,
+    options: dict[str, Any],
+    *,
+    dense: Callable[..., Any],
+    packed: Callable[..., Any],
+    cached: Callable[..., Any] | None,
+    page_argument: str = "page_table",
+) -> Prepared:
+    """A call of one of the three functions of a library with FlashAttention's layout."""
+    leaves = _leaves(inputs, heads_first=False)
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    options = {**options, "causal": case.causal}
+    options |= {name: leaves[name] for name in ("bias", "sink") if name in leaves}
+    if case.dropout:
+        options["dropout_p"] = case.dropout
+    if case.cached:
+        assert cached is not None
+        used = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=q.device)
+        options["cache_seqlens"] = used
+        if inputs.page_table is None:
+            call = partial(cached, q, k, v, **options)
+        else:
+            options[page_argument] = inputs.page_table
+            call = partial(cached, q, inputs.k_pages, inputs.v_pages, **options)
+    elif inputs.cu_seqlens is not None:
+        call = partial(packed, q, k, v, *_packed_layout(inputs.cu_seqlens), **options)
+    else:
+        call = partial(dense, q, k, v, **options)
+
+    def forward() -> Tensor:
+        result = call()
+        return result[0] if isinstance(result, tuple) else result
+
+    return Prepared(forward, leaves, inputs.dout)
+
+
+def _packed_layout(cu_seqlens: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    longest = int(cu_seqlens.diff().max())
+    return cu_seqlens, cu_seqlens, longest, longest
+
+
+def _leaves(inputs: Inputs, heads_first: bool) -> dict[str, Tensor]:
+    move = _heads_first if heads_first else Tensor.detach
+    leaves = {"q": move(inputs.q), "k": move(inputs.k), "v": move(inputs.v)}
+    leaves |= {
+        name: x.detach()
+        for name, x in (("bias", inputs.bias), ("sink", inputs.sink))
+        if x is not None
+    }
+    return {name: x.requires_grad_() for name, x in leaves.items()}
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(B, length, H, dim) as (B, H, length, dim), in memory too."""
+    return x.detach().transpose(1, 2).contiguous()
+
+
+def _alibi(inputs: Inputs, M: int, N: int) -> Tensor | None:
+    """ALiBi as a term of the scores, float32 (Hq, M, N)."""
+    if inputs.alibi_slopes is None:
+        return None
+    rows, keys = (torch.arange(n, device=inputs.q.device) for n in (M, N))
+    return -inputs.alibi_slopes[:, None, None] * (rows[:, None] + N - M - keys).abs()
+
+
+def _hide(term: Tensor, mask: Tensor | None) -> Tensor:
+    """A term of the scores with -inf where the mask hides."""
+    return term if mask is None else term.masked_fill(~mask, -torch.inf)
+
+
+def _refuse(case: Case, **reasons: str) -> None:
+    """Raise `Skip` with the reasons whose name is a feature that the case uses."""
+    met = [reason for feature, reason in reasons.items() if getattr(case, feature)]
+    if met:
+        raise Skip(", ".join(met))
+
+
+def _refuse_quadratic(case: Case, device: torch.device) -> None:
+    """Raise `Skip` when three float32 matrices of all scores exceed half of the memory."""
+    wanted = 3 * 4 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    elif hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if wanted > memory / 2:
+        raise Skip(f"its scores take {wanted / 2**30:.0f} GiB of {memory / 2**30:.0f} GiB")
+
+
+def _cuda_package(name: str, inputs: Inputs) -> Any:
+    """An optional library that needs a GPU."""
+    if inputs.q.device.type != "cuda":
+        raise Skip("runs on CUDA alone")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Skip(f"not installed ({error})") from error

@@ -1,0 +1,236 @@
+"""What is measured: a `Case` is one attention problem in plain numbers, with inputs and work.
+
+The count of operations follows the FlashAttention papers (4*B*H*M*N*D forward, halved when causal,
+2.5 times that backward), made exact: only the scores that the mask leaves visible count, and the
+value head dim has its own share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks import Visibility, structure
+from ..testing import cu_seqlens, dense_from_tiles, generator, paged
+
+BLOCK_TILE = 128  # rows and keys of a tile in the block-sparse cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; lengths are tokens, masks are those of `flashtile.attention`."""
+
+    variant: str = "dense"
+    dtype: str = "float32"
+    batch: int = 1
+    heads_q: int = 8
+    heads_kv: int = 8
+    head_dim: int = 64
+    head_dim_v: int = 64
+    seqlen_q: int = 1024
+    seqlen_k: int = 1024
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0
+    softcap: float = 0.0
+    dropout: float = 0.0
+    alibi: bool = False
+    bias: bool = False
+    sink: bool = False
+    block_density: float = 1.0  # share of tiles that a block mask keeps; 1: no block mask
+    documents: int = 0  # the batch's tokens packed as so many sequences; 0: not packed
+    cached: bool = False  # the keys come from a KV cache; forward only
+    page_size: int = 0  # 0: the cache is contiguous
+    seed: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as PyTorch's object."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def label(self) -> str:
+        """One line for people."""
+        causal = " causal" if self.causal else ""
+        heads = f"{self.heads_q}:{self.heads_kv}"
+        sizes = f"B{self.batch} H{heads} D{self.head_dim} N{self.seqlen_k}"
+        return f"{self.variant}{causal} {self.dtype} {sizes}"
+
+    @property
+    def masked(self) -> bool:
+        """Whether any score inside a sequence is hidden."""
+        return bool(self.visibility(1, 1).facts) or self.block_sparse
+
+    @property
+    def block_sparse(self) -> bool:
+        """Whether a block mask hides tiles."""
+        return self.block_density < 1
+
+    @property
+    def value_dim(self) -> bool:
+        """Whether values have another head dim than keys."""
+        return self.head_dim_v != self.head_dim
+
+    def visibility(self, M: int, N: int) -> Visibility:
+        """The structural mask of a sequence of M queries and N keys."""
+        left, right = self.window
+        return Visibility(structure(left, 0 if self.causal else right, self.chunk), M, N)
+
+
+# How each function changes the plain case, in the order of the report.
+VARIANTS: dict[str, Callable[[Case], Case]] = {
+    "dense": lambda case: case,
+    "varlen": lambda case: replace(case, documents=8 * case.batch),
+    "window": lambda case: replace(case, window=(511, 0)),
+    "chunk": lambda case: replace(case, chunk=512),
+    "block-sparse": lambda case: replace(case, block_density=0.25),
+    "sink": lambda case: replace(case, sink=True),
+    "softcap": lambda case: replace(case, softcap=30.0),
+    "alibi": lambda case: replace(case, alibi=True),
+    "bias": lambda case: replace(case, bias=True),
+    "dropout": lambda case: replace(case, dropout=0.1),
+    "value-dim": lambda case: replace(case, head_dim_v=max(1, case.head_dim // 2)),
+    "decode": lambda case: replace(case, seqlen_q=1, cached=True),
+    "paged-decode": lambda case: replace(
+        case, seqlen_q=1, cached=True, page_size=gcd(64, case.seqlen_k)
+    ),
+}
+
+
+def vary(case: Case, variant: str) -> Case:
+    """`case` as the function named `variant` (a key of `VARIANTS`) would run it."""
+    return replace(VARIANTS[variant](case), variant=variant)
+
+
+def crop(case: Case, length: int) -> Case:
+    """One sequence of the case, at most `length` tokens long: small enough for float64."""
+    shrink = max(1.0, max(case.seqlen_q, case.seqlen_k) / length)
+    seqlen_k = max(1, int(case.seqlen_k / shrink))
+    return replace(
+        case,
+        batch=1,
+        seqlen_q=max(1, int(case.seqlen_q / shrink)),
+        seqlen_k=seqlen_k,
+        documents=min(case.documents, 8),
+        page_size=gcd(case.page_size, seqlen_k) if case.page_size else 0,
+    )
+
+
+class Inputs(NamedTuple):
+    """The tensors of a case; q, k, v and dout are (total, heads, dim) when it is packed."""
+
+    q: Tensor  # (B, M, Hq, D)
+    k: Tensor  # (B, N, Hk, D)
+    v: Tensor  # (B, N, Hk, Dv)
+    dout: Tensor  # (B, M, Hq, Dv)
+    bias: Tensor | None  # (1, Hq, M, N)
+    sink: Tensor | None  # (Hq,)
+    alibi_slopes: Tensor | None  # (Hq,) float32
+    tiles: Tensor | None  # bool (rows of tiles, columns of tiles) that the block mask keeps
+    cu_seqlens: Tensor | None  # (sequences + 1,) int32
+    k_pages: Tensor | None  # (pages, page_size, Hk, D), the keys of k in shuffled pages
+    v_pages: Tensor | None  # (pages, page_size, Hk, Dv)
+    page_table: Tensor | None  # (B, pages per sequence) int32
+
+
+def make_inputs(case: Case, device: str = "cpu") -> Inputs:
+    """Normal inputs for `case`, the same for the same seed on every device."""
+    random = generator(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(device, case.torch_dtype)
+
+    B, M, N, Hq, Hk = case.batch, case.seqlen_q, case.seqlen_k, case.heads_q, case.heads_kv
+    rows, keys = ((B * M,), (B * N,)) if case.documents else ((B, M), (B, N))
+    k, v = normal(*keys, Hk, case.head_dim), normal(*keys, Hk, case.head_dim_v)
+    k_pages = v_pages = page_table = None
+    if case.page_size:  # one seed: the same order of pages twice
+        k_pages, page_table = paged(generator(case.seed), k, case.page_size, spare=0)
+        v_pages, _ = paged(generator(case.seed), v, case.page_size, spare=0)
+        page_table = page_table.to(device)
+    head = torch.arange(1, Hq + 1, device=device, dtype=torch.float32)
+    return Inputs(
+        q=normal(*rows, Hq, case.head_dim),
+        k=k,
+        v=v,
+        dout=normal(*rows, Hq, case.head_dim_v),
+        bias=normal(1, Hq, M, N) if case.bias else None,
+        sink=normal(Hq) if case.sink else None,
+        alibi_slopes=2.0 ** (-8.0 * head / Hq) if case.alibi else None,
+        tiles=block_tiles(case).to(device) if case.block_sparse else None,
+        cu_seqlens=cu_seqlens(document_lengths(case)).to(device) if case.documents else None,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+    )
+
+
+def document_lengths(case: Case) -> list[int]:
+    """The batch's tokens cut at random places into `case.documents` pieces, none empty."""
+    tokens = case.batch * case.seqlen_k
+    cuts = torch.randperm(tokens - 1, generator=generator(case.seed))[: case.documents - 1] + 1
+    edges = torch.tensor([0, *sorted(cuts.tolist()), tokens])
+    return edges.diff().tolist()
+
+
+def block_tiles(case: Case) -> Tensor:
+    """Random tiles at the case's density; the first column and the diagonal always stay."""
+    rows, columns = -(-case.seqlen_q // BLOCK_TILE), -(-case.seqlen_k // BLOCK_TILE)
+    tiles = torch.rand(rows, columns, generator=generator(case.seed)) < case.block_density
+    tiles[:, 0] = True
+    tiles.diagonal().fill_(True)
+    return tiles
+
+
+def visible(case: Case, inputs: Inputs, M: int, N: int) -> Tensor | None:
+    """The mask of M queries and N keys, bool (M, N); None when every key is visible."""
+    if not case.masked:
+        return None
+    mask = case.visibility(M, N).dense(device=inputs.q.device)
+    if inputs.tiles is not None:
+        mask &= dense_from_tiles(inputs.tiles.cpu(), (BLOCK_TILE, BLOCK_TILE), M, N).to(mask.device)
+    return None if mask.all() else mask
+
+
+def visible_scores(case: Case) -> int:
+    """Unmasked scores of all sequences and heads, counted without forming the mask."""
+    if case.documents:
+        return case.heads_q * sum(_visible_pairs(case, n, n) for n in document_lengths(case))
+    return case.batch * case.heads_q * _visible_pairs(case, case.seqlen_q, case.seqlen_k)
+
+
+def _visible_pairs(case: Case, M: int, N: int) -> int:
+    position = torch.arange(M) + N - M
+    first, past = torch.zeros(M, dtype=torch.long), torch.full((M,), N)
+    for fact in case.visibility(M, N).facts:
+        start, stop = fact.key_range(position, N)
+        first, past = torch.maximum(first, start), torch.minimum(past, stop)
+    past = torch.maximum(first, past)  # a row that sees nothing counts nothing
+    if not case.block_sparse:
+        return int((past - first).sum())
+    columns = block_tiles(case).repeat_interleave(BLOCK_TILE, 1)[:, :N].long()
+    before = torch.nn.functional.pad(columns.cumsum(1), (1, 0))  # (rows of tiles, N + 1)
+    tile = torch.arange(M) // BLOCK_TILE
+    return int((before[tile, past.clamp(max=N)] - before[tile, first.clamp(max=N)]).sum())
+
+
+def flops(case: Case, direction: str) -> int:
+    """Floating-point operations of one pass, ``"forward"`` or ``"backward"``.
+
+    Forward multiplies twice (Q K^T, P V): 2*D + 2*Dv a score. Backward multiplies five times
+    (Q K^T, dO V^T, dS K, dS^T Q, P^T dO): 6*D + 4*Dv, 2.5 times the forward when D = Dv.
+    """
+    D, Dv = case.head_dim, case.head_dim_v
+    per_score = {"forward": 2 * D + 2 * Dv, "backward": 6 * D + 4 * Dv}[direction]
+    return per_score * visible_scores(case)
+
+
+def cache_bytes(case: Case) -> int:
+    """Bytes of keys and values that one decoding step reads."""
+    per_token = case.heads_kv * (case.head_dim + case.head_dim_v) * case.torch_dtype.itemsize
+    return case.batch * case.seqlen_k * per_token

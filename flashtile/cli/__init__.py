@@ -1,0 +1,41 @@
+"""The command ``flashtile``: show it, look at the machine, measure it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+# Each is a module of this folder with `add_arguments(parser)` and `run(args) -> int`, imported
+# only when it is the one asked for: `flashtile info` must not wait for a model library.
+COMMANDS = {
+    "demo": "a real language model on real text, standard attention against flashtile",
+    "info": "versions, devices, which backends work here and why the others do not",
+    "bench": "measure attention on this machine: time, memory, error",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``flashtile`` with `argv` (by default the command line); returns the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="flashtile", description=__doc__)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        if name == asked:
+            module = import_module(f".{name}", __name__)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(argv, argparse.Namespace(command_line=argv))
+    return args.run(args)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        from .. import __version__
+
+        print(f"flashtile {__version__}")
+        parser.exit()

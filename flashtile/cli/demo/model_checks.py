@@ -1,0 +1,161 @@
+"""The checks on a language model: the same numbers, whoever computes the attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Advance = Callable[[], None]
+
+LOSS_TOLERANCE = 1e-5
+LOGIT_TOLERANCE = 1e-3  # logits reach 30: float32 rounding through 30 layers, with a margin
+
+
+class Loss(NamedTuple):
+    """Loss of one text, by attention implementation."""
+
+    per_token: dict[str, Tensor]  # float64, one for each token but the first
+    seconds: dict[str, float]
+
+    @property
+    def mean(self) -> dict[str, float]:
+        """Nats per token."""
+        return {name: losses.mean().item() for name, losses in self.per_token.items()}
+
+    @property
+    def difference(self) -> float:
+        """Between the largest and the smallest mean."""
+        return max(self.mean.values()) - min(self.mean.values())
+
+    @property
+    def passed(self) -> bool:
+        """Whether they are one number."""
+        return self.difference <= LOSS_TOLERANCE
+
+
+@torch.no_grad()
+def loss(model: Any, ids: Tensor, names: Sequence[str], advance: Advance) -> Loss:
+    """The loss that `model` has on `ids` (1, tokens), with each attention of `names`."""
+    result = Loss({}, {})
+    for name in names:
+        model.set_attn_implementation(name)
+        start = time.perf_counter()
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        per_token = F.cross_entropy(logits.double(), ids[0, 1:], reduction="none").cpu()
+        result.seconds[name] = time.perf_counter() - start
+        result.per_token[name] = per_token
+        advance()
+    return result
+
+
+class Continuation(NamedTuple):
+    """What the model says next, by attention implementation."""
+
+    tokens: dict[str, Tensor]
+    seconds: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        """Whether they say the same, token for token."""
+        first, *others = self.tokens.values()
+        return all(torch.equal(first, other) for other in others)
+
+
+@torch.no_grad()
+def continuation(
+    model: Any, ids: Tensor, names: Sequence[str], new_tokens: int, advance: Advance
+) -> Continuation:
+    """The `new_tokens` likeliest next tokens after `ids` (1, tokens), through the key-value cache.
+
+    `advance` is called once for each new token.
+    """
+
+    def watch(ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
+        advance()
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # do not stop
+
+    result = Continuation({}, {})
+    for name in names:
+        model.set_attn_implementation(name)
+        start = time.perf_counter()
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            stopping_criteria=[watch],
+        )
+        result.seconds[name] = time.perf_counter() - start
+        result.tokens[name] = output[0, ids.shape[1] :].cpu()
+    return result
+
+
+class Packed(NamedTuple):
+    """A batch of sentences, padded for standard attention and packed for flashtile."""
+
+    lengths: list[int]
+    differences: dict[str, float]  # largest, over the logits of all real tokens, against eager
+    same_choice: bool  # the likeliest next token of every real token
+    seconds: dict[str, float]
+    logits: dict[str, Tensor]  # of the real tokens' own next tokens, for the picture
+
+    @property
+    def real(self) -> int:
+        """Tokens of the sentences."""
+        return sum(self.lengths)
+
+    @property
+    def padded(self) -> int:
+        """Tokens of the padded batch."""
+        return len(self.lengths) * max(self.lengths)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the logits are equal."""
+        return self.same_choice and max(self.differences.values()) <= LOGIT_TOLERANCE
+
+
+PADDED_EAGER, PADDED, PACKED_ROW = "eager, padded", "flashtile, padded", "flashtile, packed"
+
+
+@torch.no_grad()
+def packed(model: Any, sentences: Sequence[Tensor], name: str, advance: Advance) -> Packed:
+    """Three ways through the same `sentences`: eager attention on the padded batch; attention
+    `name` on it; and `name` on one row of all sentences, without padding."""
+    device = model.device
+    lengths = [len(sentence) for sentence in sentences]
+    ids = torch.nn.utils.rnn.pad_sequence(list(sentences), batch_first=True).to(device)
+    mask = torch.arange(ids.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
+    row = torch.cat(list(sentences))[None].to(device)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+    ways = {
+        PADDED_EAGER: ("eager", {"input_ids": ids, "attention_mask": mask.long()}),
+        PADDED: (name, {"input_ids": ids, "attention_mask": mask.long()}),
+        PACKED_ROW: (name, {"input_ids": row, "position_ids": positions}),
+    }
+    seconds, chosen, results = {}, {}, {}
+    for way, (implementation, inputs) in ways.items():
+        model.set_attn_implementation(implementation)
+        start = time.perf_counter()
+        logits = model(**inputs, use_cache=False).logits
+        seconds[way] = time.perf_counter() - start
+        logits = logits[mask] if way != PACKED_ROW else logits[0]
+        results[way] = logits
+        chosen[way] = logits.gather(1, row[0].roll(-1)[:, None])[:, 0].cpu()
+        advance()
+    reference = results.pop(PADDED_EAGER)
+    return Packed(
+        lengths=lengths,
+        differences={way: (x - reference).abs().max().item() for way, x in results.items()},
+        same_choice=all(
+            torch.equal(x.argmax(-1), reference.argmax(-1)) for x in results.values()
+        ),
+        seconds=seconds,
+        logits=chosen,
+    )

@@ -1,0 +1,122 @@
+"""``flashtile info``: versions, devices, which backends work here and why the others do not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import dispatch
+from ..bench import machine
+from ..problem import AttentionProblem, Operands, Options, default_scale
+
+# A backend is asked about a plain causal call with gradients, in each of these.
+DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn")
+HEAD_DIM = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag."""
+    parser.add_argument("--json", action="store_true", help="the same, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what `collect` found."""
+    found = collect()
+    print(json.dumps(found, indent=1) if args.json else as_text(found))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Everything that decides how flashtile runs on this machine, ready for JSON."""
+    gpus = machine.gpus()
+    devices = ["cpu", *(str(gpu["device"]) for gpu in gpus)]
+    return {
+        "versions": {**machine.versions(), "commit": machine.commit()},
+        "cpu": machine.cpu(),
+        "gpus": gpus,
+        "backends": {
+            name: {device: support(name, device) for device in devices} for name in dispatch.ORDER
+        },
+        "transformers": transformers_state(),
+        "caches": caches(),
+        "environment": {"FLASHTILE_CHECK": os.environ.get("FLASHTILE_CHECK")},
+    }
+
+
+def support(backend: str, device: str) -> dict[str, list[str]]:
+    """The dtypes in which a backend runs a plain call on a device, and why not in the others."""
+    options = Options(1, 1, default_scale(HEAD_DIM), window_right=0)
+    works, objections = [], []
+    for name in DTYPES:
+        x = torch.empty(1, 1, 1, HEAD_DIM, dtype=getattr(torch, name), device=device)
+        found = dispatch.unsupported_reasons(
+            backend, AttentionProblem.of(Operands(x, x, x), options)
+        )
+        if found:
+            objections += found
+        else:
+            works.append(name)
+    return {"dtypes": works, "reasons": list(dict.fromkeys(objections))}
+
+
+def transformers_state() -> dict[str, str]:
+    """Whether `integrations.transformers.register` works here; it is called to find out."""
+    if machine.package_version("transformers") is None:
+        return {"state": "transformers is not installed"}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            from ..integrations.transformers import register
+
+            name = register()
+        except ImportError as error:
+            return {"state": f"register() does not work here: {error}"}
+    state = {"state": f"register() works; then attn_implementation={name!r}"}
+    warned = [str(warning.message) for warning in told if name in str(warning.message)]
+    return {**state, "warning": warned[0]} if warned else state
+
+
+def caches() -> dict[str, dict[str, Any]]:
+    """Folders with compiled kernels, and how much they hold."""
+    triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    folder = Path(triton)
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    mib = sum(path.stat().st_size for path in files) / 2**20
+    return {"triton": {"folder": str(folder), "files": len(files), "mib": round(mib, 1)}}
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """What `collect` returned, for people."""
+    cpu = found["cpu"]
+    features = ", ".join(name for name, there in cpu["features"].items() if there)
+    absent = ", ".join(name for name, there in cpu["features"].items() if not there)
+    lines = [f"{name:<14}{value or 'none'}" for name, value in found["versions"].items()]
+    lines += ["", f"{'cpu':<14}{cpu['model']}, {cpu['threads']} threads, {cpu['vectors']}"]
+    lines += [f"{'':<14}has {features or 'none of the listed features'}; lacks {absent or 'none'}"]
+    for gpu in found["gpus"]:
+        lines.append(
+            f"{gpu['device']:<14}{gpu['name']}, capability {gpu['capability']}, "
+            f"{gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors"
+        )
+    lines += ["", "backends, in order of preference"]
+    for name, devices in found["backends"].items():
+        for device, answer in devices.items():
+            yes = f"yes: {', '.join(answer['dtypes'])}" if answer["dtypes"] else "no"
+            lines.append(f"  {name:<8} on {device:<8} {yes}")
+            lines += [f"{'':<22}- {reason}" for reason in answer["reasons"]]
+    lines += ["", *(f"{'transformers':<14}{text}" for text in found["transformers"].values())]
+    for name, cache in found["caches"].items():
+        lines.append(
+            f"{name + ' cache':<14}{cache['folder']}: {cache['files']} files, {cache['mib']} MiB"
+        )
+    check = found["environment"]["FLASHTILE_CHECK"]
+    meaning = "checks that read tensor values (cu_seqlens, page tables)"
+    state = "on" if check not in (None, "", "0") else "off"
+    lines.append(f"{'environment':<14}FLASHTILE_CHECK={check or ''}: {meaning} are {state}")
+    return "\n".join(lines)

@@ -1,0 +1,337 @@
+"""Hugging Face transformers on flashtile: one call, then any model.
+
+::
+
+    from flashtile.integrations.transformers import register
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())
+
+What a model asks of its attention, it gets, exactly: padding on either side, packed sequences,
+sliding windows, chunks, softcap, sinks, additive position biases with their gradient, grouped
+heads, a value head dim of its own, dropout, custom 4-D masks, key-value caches, continuous
+batching.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging
+
+from ..api import attention, attention_varlen, attention_with_kvcache
+from .bool_masks import options_of
+from .transformers_loader import DoorChangedError, open_door
+from .transformers_masks import (
+    Packing,
+    Pattern,
+    is_whole,
+    left_padding,
+    once,
+    packing,
+    remembered,
+    restarting_positions,
+)
+from .transformers_masks import attention_mask as mask_function
+
+MINIMUM_VERSION = (5, 17)
+
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+_registered: set[str] = set()
+_logger = logging.get_logger(__name__)
+
+
+def register(name: str = "flashtile") -> str:
+    """Make ``attn_implementation=name`` mean flashtile in every transformers model.
+
+    A name with "flash" in it goes through a private function of transformers, and gets what
+    transformers keeps for flash attention: images packed without padding, continuous batching. When
+    that function has changed, or when the name has no "flash" in it, public functions do everything
+    else. Models that attend in chunks (Llama 4) need such a name: transformers refuses them the
+    others. Calling it again is harmless.
+
+    Args:
+        name: how to call it; not the name of another implementation.
+
+    Returns:
+        The name to pass on: `name`, or, when transformers' private function has changed (with a
+        warning), `name` with its "flash" written "Flash", which transformers lets alone.
+
+    Raises:
+        ImportError: transformers is older than 5.17.
+        ValueError: `name` is taken, or contains one of ``| / : @``.
+    """
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < MINIMUM_VERSION:
+        wanted = ".".join(map(str, MINIMUM_VERSION))
+        raise ImportError(f"transformers: got {transformers.__version__}, want {wanted} or newer")
+    if not name or any(character in name for character in "|/:@"):
+        raise ValueError(f"name: got {name!r}, want a plain word")
+    if name in _registered:
+        return name
+    if name in ("eager", *AttentionInterface().valid_keys()):
+        raise ValueError(f"name: {name!r} is another attention implementation; choose a free name")
+    if "flash" in name:
+        try:
+            open_door(name)
+        except DoorChangedError as change:
+            public = name.replace("flash", "Flash")
+            warnings.warn(
+                f"transformers {transformers.__version__} finds flash attention in a new way "
+                f"({change}): pass attn_implementation={public!r}, the return value of register(). "
+                "Attention is exact as ever; continuous batching is not available.",
+                stacklevel=2,
+            )
+            return register(public)
+        _register_paged(name)
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, mask_function)
+    _registered.add(name)
+    return name
+
+
+def _register_paged(name: str) -> None:
+    """The second name under which transformers up to 5.22 looks for continuous batching."""
+    try:
+        from transformers.integrations.flash_paged import paged_attention_forward
+    except ImportError:  # later versions ask for the plain name
+        return
+    AttentionInterface.register(f"paged|{name}", paged_attention_forward)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that `register` gives to transformers.
+
+    Args:
+        module: the attention layer; its `is_causal` counts when neither argument nor mask says it.
+        query: (batch, heads, seq_q, head_dim).
+        key, value: (batch, kv_heads, seq_k, head_dim or value_head_dim).
+        attention_mask: what `transformers_masks.attention_mask` returned, a 4-D mask of the user's,
+            bool or additive, or FlexAttention's BlockMask.
+        dropout, scaling, softcap: as `flashtile.attention` has them.
+        sliding_window: tokens that a query sees, itself included.
+        s_aux: (heads,) sinks.
+        position_bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores.
+        cache: continuous batching's paged cache.
+        options: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` of packed
+            sequences, `position_ids`, `deterministic`; what else transformers passes has no bearing
+            on attention.
+
+    Returns:
+        (batch, seq_q, heads, value_head_dim), and None for the probabilities, which are never
+        stored.
+    """
+    if options.get("output_attentions"):
+        _logger.warning_once(
+            "flashtile stores no attention probabilities; use eager attention for them"
+        )
+    if cache is not None:
+        options |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
+        options |= {"softcap": softcap, "is_causal": is_causal, "s_aux": s_aux, "cache": cache}
+        return _continuous_batching(module, query, key, value, **options)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # Transformers counts the query itself.
+    side = -1 if sliding_window is None else sliding_window - 1
+    call = _Call(
+        *_inputs(query, key, value),
+        pattern=Pattern(causal=bool(causal), window_size=(side, side)),
+        bias=position_bias,
+        numbers={
+            "softmax_scale": scaling,
+            "softcap": softcap or 0.0,
+            "sink": s_aux,
+            "dropout_p": dropout,
+            "deterministic": _deterministic(options.get("deterministic")),
+        },
+    )
+    return _attend(call, attention_mask, options), None
+
+
+def _continuous_batching(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention over transformers' paged cache.
+
+    Transformers updates the cache, then comes back through the functions of `transformers_loader`.
+    The lengths that it passes along say all that a mask would.
+    """
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    return flash_attention_forward(module, query, key, value, attention_mask=None, **options)
+
+
+class _Call(NamedTuple):
+    """One call of an attention layer, apart from its mask."""
+
+    q: Tensor  # (batch, seq_q, heads, head_dim)
+    k: Tensor  # (batch, seq_k, kv_heads, head_dim)
+    v: Tensor  # (batch, seq_k, kv_heads, value_head_dim)
+    pattern: Pattern
+    bias: Tensor | None
+    numbers: dict[str, Any]  # the other arguments of `flashtile.attention`
+
+
+def _attend(call: _Call, mask: Any, options: dict[str, Any]) -> Tensor:
+    """The call of flashtile that applies `mask`, whatever its form, at the least cost."""
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() == 4):
+        return _with_exact_mask(call, mask)
+    if mask is not None:
+        N = mask.shape[1]  # keys past it are slots of a cache that are not yet written
+        pattern = remembered(mask) or call.pattern
+        call = call._replace(k=call.k[:, :N], v=call.v[:, :N], pattern=pattern)
+        if pattern.segments is not None:
+            return _with_sequences(call, mask)
+        mask = mask if mask.dtype == torch.bool else mask.bool()
+    lengths = [options.get(name) for name in _LENGTHS]
+    if all(length is not None for length in lengths):
+        return _with_lengths(call, *cast(Any, lengths))
+    if torch.compiler.is_compiling():  # the values of a mask cannot be read there
+        return _dense(call) if mask is None else _with_padding(call, mask)
+    if mask is not None and not once(mask, is_whole):
+        return _with_padding(call, mask)
+    position_ids = options.get("position_ids")
+    if isinstance(position_ids, Tensor):
+        numbers = once(position_ids, restarting_positions, call.q.shape[1], call.k.shape[1])
+        if numbers is not None:
+            return _with_sequences(call, numbers)
+    return _dense(call)
+
+
+def _dense(call: _Call, block_mask: Any = None, bias: Tensor | None = None) -> Tensor:
+    """Every query and key of every row; `block_mask` and `bias` apply on top of the pattern."""
+    position_bias = None if call.bias is None else call.bias[..., : call.k.shape[1]]
+    if bias is None or position_bias is None:
+        bias = position_bias if bias is None else bias
+    else:
+        bias = position_bias + bias
+    options = call.pattern.options | call.numbers
+    out = attention(call.q, call.k, call.v, block_mask=block_mask, bias=bias, **options)
+    return cast(Tensor, out)
+
+
+def _with_exact_mask(call: _Call, mask: Any) -> Tensor:
+    """A 4-D mask, bool or additive, or FlexAttention's: it says all, causality included."""
+    call = call._replace(pattern=Pattern())
+    if not isinstance(mask, Tensor):
+        return _dense(call, block_mask=mask)
+    M, N = call.q.shape[1], call.k.shape[1]
+    if mask.shape[3] > N:
+        mask = mask[..., :N]
+    if mask.dtype != torch.bool:
+        return _dense(call, bias=mask)
+    return _dense(call, **once(mask, options_of, M, N))
+
+
+def _with_lengths(
+    call: _Call,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
+) -> Tensor:
+    """Packed sequences whose lengths the caller knows."""
+    if call.bias is not None:
+        raise NotImplementedError(
+            "position_bias: not with cu_seq_lens; it has no sequences to belong to"
+        )
+    q, k, v = (x.flatten(0, 1) for x in (call.q, call.k, call.v))
+    max_q, max_k = (cast(int, x.item()) if isinstance(x, Tensor) else x for x in (max_q, max_k))
+    options = call.pattern.options | call.numbers
+    out = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **options)
+    return cast(Tensor, out).unflatten(0, call.q.shape[:2])
+
+
+def _with_padding(call: _Call, mask: Tensor) -> Tensor:
+    """A (batch, keys) bool mask, False at padding."""
+    M, N = call.q.shape[1], call.k.shape[1]
+    if call.bias is not None or torch.compiler.is_compiling():
+        return _dense(call, **options_of(mask[:, None, None, :], M, N))
+    leftpad = once(mask, left_padding) if M < N and not _trains(call) else None
+    if leftpad is not None:
+        return _against_cache(call, leftpad)
+    # Where positions do not count, the keys may be another sequence's than the queries' (cross
+    # attention), and the padding says nothing about the queries: all are kept.
+    pack_queries = call.pattern.causal or call.pattern.has_positions
+    return _packed(call, once(mask, packing, M, pack_queries))
+
+
+def _with_sequences(call: _Call, numbers: Tensor) -> Tensor:
+    """Packed sequences, numbered from 1 up in a (batch, seq) tensor; 0 is padding."""
+    M = call.q.shape[1]
+    if call.bias is not None or torch.compiler.is_compiling():
+        same = numbers[:, None, :, None] == numbers[:, None, None, :]
+        return _dense(call, **options_of(same & (numbers > 0)[:, None, None, :], M, M))
+    return _packed(call, once(numbers, packing, M, True))
+
+
+def _packed(call: _Call, packing: Packing) -> Tensor:
+    """The real tokens back to back, each sequence with itself; queries that were left out get 0."""
+    batch, M = call.q.shape[:2]
+    k, v = (x.flatten(0, 1).index_select(0, packing.key_index) for x in (call.k, call.v))
+    out = attention_varlen(
+        call.q.flatten(0, 1).index_select(0, packing.query_index),
+        k,
+        v,
+        packing.cu_seqlens_q,
+        packing.cu_seqlens_k,
+        packing.max_seqlen_q,
+        packing.max_seqlen_k,
+        **call.pattern.options,
+        **call.numbers,
+    )
+    out = cast(Tensor, out)
+    padded = out.new_zeros(batch * M, *out.shape[1:]).index_copy(0, packing.query_index, out)
+    return padded.unflatten(0, (batch, M))
+
+
+def _trains(call: _Call) -> bool:
+    """Whether the call needs what attention over a cache lacks: gradients or dropout."""
+    inputs = (call.q, call.k, call.v, call.numbers["sink"])
+    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return records or call.numbers["dropout_p"] > 0
+
+
+def _against_cache(call: _Call, leftpad: Tensor) -> Tensor:
+    """A few new queries against padded keys, which stay where they are."""
+    numbers = {
+        name: x for name, x in call.numbers.items() if name not in ("dropout_p", "deterministic")
+    }
+    options = call.pattern.options | numbers
+    return cast(
+        Tensor, attention_with_kvcache(call.q, call.k, call.v, cache_leftpad=leftpad, **options)
+    )
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in flashtile's layout, of one dtype and one batch size."""
+    # Adapters leave norms, and so queries and keys, in float32 while the values are in the model's
+    # dtype.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if query.shape[0] != key.shape[0]:  # learned queries, shared by the batch
+        query = query.expand(key.shape[0], -1, -1, -1)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _deterministic(asked: bool | None) -> bool:
+    """As transformers' flash attention has it: the argument, or else the environment."""
+    return os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1" if asked is None else asked

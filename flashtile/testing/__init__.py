@@ -1,0 +1,63 @@
+"""What judges a backend: the float64 reference, the tolerance rule and makers of inputs."""
+
+from __future__ import annotations
+
+from .inputs import (
+    DTYPES,
+    ODD_HEAD_DIMS,
+    ODD_LENGTHS,
+    STRIDE_STYLES,
+    alibi_slopes,
+    cu_seqlens,
+    dense_from_tiles,
+    generator,
+    normal,
+    packed_qkv,
+    paged,
+    qkv,
+    rotary_tables,
+    strided,
+    tile_kinds,
+)
+from .reference import (
+    CacheReference,
+    Reference,
+    attention_reference,
+    attention_varlen_reference,
+    attention_with_kvcache_reference,
+    combine_reference,
+    dense_block_mask,
+    rotate,
+    visible_keys,
+)
+from .tolerance import allowed_error, assert_close, plain_dtype
+
+__all__ = [
+    "DTYPES",
+    "ODD_HEAD_DIMS",
+    "ODD_LENGTHS",
+    "STRIDE_STYLES",
+    "CacheReference",
+    "Reference",
+    "alibi_slopes",
+    "allowed_error",
+    "assert_close",
+    "attention_reference",
+    "attention_varlen_reference",
+    "attention_with_kvcache_reference",
+    "combine_reference",
+    "cu_seqlens",
+    "dense_block_mask",
+    "dense_from_tiles",
+    "generator",
+    "normal",
+    "packed_qkv",
+    "paged",
+    "plain_dtype",
+    "qkv",
+    "rotary_tables",
+    "rotate",
+    "strided",
+    "tile_kinds",
+    "visible_keys",
+]

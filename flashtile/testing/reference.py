@@ -1,0 +1,497 @@
+"""The truth: dense attention in plain PyTorch, every option of the public API, nothing clever.
+
+Each backend is judged against this file. It materialises the whole score matrix, works in any
+`compute_dtype` (float64 gives the truth, the inputs' own dtype gives "plain PyTorch") and leaves
+the gradients to autograd. Layouts are those of the public API. The other two entry points only
+rearrange their inputs and call `attention_reference`.
+
+Sizes: `B` batch, `M` query length, `N` key length, `Hq`/`Hk` heads, `D`/`Dv` head dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """`out` and `lse` in the layout of the call, `probs` always (B, Hq, M, N)."""
+
+    out: Tensor
+    lse: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True)
+class CacheReference:
+    """What attention over a cache returns, with the caches as they are after the append."""
+
+    out: Tensor
+    lse: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+def visible_keys(
+    m_used: Tensor,
+    n_used: Tensor,
+    M: int,
+    N: int,
+    *,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+) -> Tensor:
+    """Which key each query sees by position alone: bool (B, M, N).
+
+    `m_used`, `n_used`: (B,) int64, the used lengths. Query i stands at the position
+    `p = i + n_used - m_used` (bottom-right alignment).
+    """
+    i = torch.arange(M)[None, :, None]
+    j = torch.arange(N)[None, None, :]
+    p = i + (n_used - m_used)[:, None, None]
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    visible = (i < m_used[:, None, None]) & (j < n_used[:, None, None])
+    if left is not None:
+        visible = visible & (j >= p - left)
+    if right is not None:
+        visible = visible & (j <= p + right)
+    if attention_chunk > 0:
+        visible = visible & (p.div(attention_chunk, rounding_mode="floor") == j // attention_chunk)
+    return visible
+
+
+def dense_block_mask(block_mask: Any, M: int, N: int) -> Tensor:
+    """A block mask as bool (B | 1, Hq | 1, M, N).
+
+    Takes a bool tensor, a flashtile `BlockMask` or a FlexAttention `BlockMask`.
+    """
+    if isinstance(block_mask, Tensor):
+        return block_mask.reshape((1,) * (4 - block_mask.ndim) + block_mask.shape)
+    if not hasattr(block_mask, "mask_mod"):
+        return block_mask.to_dense(M, N)
+    bm, bn = block_mask.BLOCK_SIZE
+    b, h = block_mask.kv_num_blocks.shape[:2]
+    dense = torch.zeros(b, h, M, N, dtype=torch.bool)
+    for ib in range(b):
+        for ih in range(h):
+            _fill_flex(dense[ib, ih], block_mask, ib, ih, bm, bn)
+    return dense
+
+
+def _fill_flex(dense: Tensor, mask: Any, b: int, h: int, bm: int, bn: int) -> None:
+    M, N = dense.shape
+    b_index, h_index = torch.tensor(b), torch.tensor(h)
+    for row in range(-(-M // bm)):
+        rows = torch.arange(row * bm, min(M, row * bm + bm))
+        for col in mask.kv_indices[b, h, row, : int(mask.kv_num_blocks[b, h, row])].tolist():
+            cols = torch.arange(col * bn, min(N, col * bn + bn))
+            tile = mask.mask_mod(b_index, h_index, rows[:, None], cols[None, :])
+            dense[rows[:, None], cols[None, :]] = tile.expand(len(rows), len(cols))
+        if mask.full_kv_num_blocks is None:
+            continue
+        for col in mask.full_kv_indices[
+            b, h, row, : int(mask.full_kv_num_blocks[b, h, row])
+        ].tolist():
+            dense[row * bm : row * bm + bm, col * bn : col * bn + bn] = True
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    block_mask: Any = None,
+    dropout_p: float = 0.0,
+    keep: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float64,
+    shuffle: torch.Generator | None = None,
+    stored: torch.dtype | None = None,
+) -> Reference:
+    """Dense attention of q (B, M, Hq, D), k (B, N, Hk, D), v (B, N, Hk, Dv).
+
+    Args:
+        keep: bool (B, Hq, M, N), the dropout mask to apply with `dropout_p`.
+        shuffle: add up every sum, forward and backward, in an order drawn from this generator; the
+            result is the same but for its roundings.
+        stored: run the papers' backward, which recomputes P from the log-sum-exp and takes `out`
+            as it was stored in this dtype; the same but for roundings.
+
+    The other options are those of `flashtile.attention`.
+    """
+    B, M, Hq, D = q.shape
+    N, Hk, Dv = v.shape[1:]
+    m_used, n_used = _used(seqused_q, B, M), _used(seqused_k, B, N)
+    live_q = torch.arange(M) < m_used[:, None]  # (B, M)
+    live_k = torch.arange(N) < n_used[:, None]  # (B, N)
+    at = _Order.make(M, N, D, Dv, shuffle)
+
+    # What lies in the padding never counts, not even a NaN.
+    q = q.to(compute_dtype).masked_fill(~live_q[:, :, None, None], 0)[:, at.m][..., at.d]
+    k, v = (x.to(compute_dtype).masked_fill(~live_k[:, :, None, None], 0)[:, at.n] for x in (k, v))
+    k, v = (x.repeat_interleave(Hq // Hk, dim=2) for x in (k[..., at.d], v[..., at.dv]))
+
+    visible = visible_keys(
+        m_used,
+        n_used,
+        M,
+        N,
+        causal=causal,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+    )[:, None]
+    if block_mask is not None:
+        visible = visible & dense_block_mask(block_mask, M, N)
+    hidden = ~at.matrix(visible, M, N)
+    scale = D**-0.5 if softmax_scale is None else softmax_scale
+
+    def masked_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+        scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * scale
+        scores = scores * _per_head(q_descale, Hq, scores) * _per_head(k_descale, Hq, scores)
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            alibi = _alibi(alibi_slopes, m_used, n_used, M, N).to(compute_dtype)
+            scores = scores - at.matrix(alibi, M, N)
+        if bias is not None:
+            scores = scores + at.matrix(bias.to(compute_dtype), M, N)
+        return scores.masked_fill(hidden, -torch.inf)
+
+    scores = masked_scores(q, k, scale)
+    again = None
+    if (
+        stored is not None
+    ):  # the forward's scores, which the backward will meet with other roundings
+        again = masked_scores((q * scale).flip(-1), k.flip(-1), 1.0).detach()
+    factor = scores.new_ones(1, 1, 1, 1)
+    if dropout_p > 0:
+        assert keep is not None, "the reference takes the dropout mask, it does not draw one"
+        factor = at.matrix(keep, M, N).to(compute_dtype) / (1 - dropout_p)
+    if sink is not None:
+        column = sink.to(compute_dtype)[None, :, None, None].expand(B, Hq, M, 1)
+        column = column.masked_fill(~live_q[:, at.m][:, None, :, None], -torch.inf)
+        scores = torch.cat((scores, column), dim=-1)
+        again = None if again is None else torch.cat((again, column.detach()), dim=-1)
+        v = torch.cat((v, v.new_zeros(B, 1, Hq, Dv)), dim=1)  # one more key, of value zero
+        factor = torch.cat((factor.expand(B, Hq, M, N), torch.ones_like(column)), dim=-1)
+    out, lse, probs = _softmax_product(scores, again, v, factor, stored)
+    probs = torch.where(factor > 0, probs, -probs)[..., :N]
+    if v_descale is not None:
+        out = out * _per_head(v_descale, Hq, out).reshape(B, 1, Hq, 1)
+    back = at.inverse()
+    return Reference(out[:, back.m][..., back.dv], lse[..., back.m], back.matrix(probs, M, N))
+
+
+def attention_varlen_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    page_table: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    **options: Any,
+) -> Reference:
+    """Packed attention: unpack to padded batches, attend, pack again.
+
+    q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv). With `page_table` (B, pages) int32,
+    k and v are pages (num_pages, page_size, Hk, D or Dv).
+    """
+    lengths_q = cu_seqlens_q.diff().long()
+    lengths_k = None if cu_seqlens_k is None else cu_seqlens_k.diff().long()
+    used_q = lengths_q if seqused_q is None else torch.minimum(lengths_q, seqused_q.long())
+    if page_table is not None:
+        k, v = (x[page_table.long()].flatten(1, 2) for x in (k, v))
+        used_k = lengths_k if seqused_k is None else seqused_k.long()
+        k, v = (_resize(x, max_seqlen_k) for x in (k, v))
+    else:
+        assert cu_seqlens_k is not None
+        assert lengths_k is not None
+        used_k = lengths_k if seqused_k is None else torch.minimum(lengths_k, seqused_k.long())
+        k, v = (_unpack(x, cu_seqlens_k, max_seqlen_k) for x in (k, v))
+    padded = attention_reference(
+        _unpack(q, cu_seqlens_q, max_seqlen_q), k, v, seqused_q=used_q, seqused_k=used_k, **options
+    )
+    rows = range(len(lengths_q))
+    out = torch.cat([padded.out[b, : lengths_q[b]] for b in rows])
+    lse = torch.cat([padded.lse[b, :, : lengths_q[b]] for b in rows], dim=-1)
+    return Reference(out, lse, padded.probs)
+
+
+def attention_with_kvcache_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    compute_dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> CacheReference:
+    """Append k, v to copies of the caches, then attend to what the caches hold.
+
+    Arguments as in `flashtile.attention_with_kvcache`.
+    """
+    B = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    k_cache, v_cache = (x.to(compute_dtype).clone() for x in (k_cache, v_cache))
+    capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
+    old = (
+        torch.full((B,), capacity)
+        if cache_seqlens is None
+        else torch.as_tensor(cache_seqlens).long().expand(B)
+    )
+    start = old if rotary_seqlens is None else rotary_seqlens.long()
+    leftpad = torch.zeros(B, dtype=torch.long) if cache_leftpad is None else cache_leftpad.long()
+
+    q_rows = _sequences(q.to(compute_dtype), cu_seqlens_q)
+    if rotary_cos is not None and rotary_sin is not None:
+        cos, sin = rotary_cos.to(compute_dtype), rotary_sin.to(compute_dtype)
+        moving = _is_causal_or_local(options)
+        q_rows = [
+            rotate(
+                x,
+                cos,
+                sin,
+                s + (torch.arange(len(x)) if moving else torch.zeros(len(x), dtype=torch.long)),
+                rotary_interleaved,
+            )
+            for x, s in zip(q_rows, start, strict=True)
+        ]
+
+    new = old
+    if k is not None and v is not None:
+        k_rows, v_rows = (_sequences(x.to(compute_dtype), cu_seqlens_k_new) for x in (k, v))
+        if rotary_cos is not None:
+            k_rows = [
+                rotate(x, cos, sin, s + torch.arange(len(x)), rotary_interleaved)
+                for x, s in zip(k_rows, start, strict=True)
+            ]
+        for b in range(B):
+            slots = _slots(
+                b, torch.arange(len(k_rows[b])) + old[b], k_cache, cache_batch_idx, page_table
+            )
+            k_cache[slots] = k_rows[b]
+            v_cache[slots] = v_rows[b]
+        new = old + torch.tensor([len(x) for x in k_rows])
+
+    def gather(cache: Tensor) -> Tensor:  # logical position 0 is the first real key
+        rows = [
+            cache[
+                _slots(
+                    b,
+                    torch.arange(int(leftpad[b]), int(new[b])),
+                    cache,
+                    cache_batch_idx,
+                    page_table,
+                )
+            ]
+            for b in range(B)
+        ]
+        return torch.stack([_resize(x[None], capacity)[0] for x in rows])
+
+    M = max([len(x) for x in q_rows], default=0) if max_seqlen_q is None else max_seqlen_q
+    if cu_seqlens_q is None:
+        M = q.shape[1]
+    result = attention_reference(
+        torch.stack([_resize(x[None], M)[0] for x in q_rows]),
+        gather(k_cache),
+        gather(v_cache),
+        seqused_q=torch.tensor([len(x) for x in q_rows]),
+        seqused_k=(new - leftpad).clamp(min=0),
+        compute_dtype=compute_dtype,
+        **options,
+    )
+    out, lse = result.out, result.lse
+    if cu_seqlens_q is not None:
+        out = torch.cat([out[b, : len(x)] for b, x in enumerate(q_rows)])
+        lse = torch.cat([lse[b, :, : len(x)] for b, x in enumerate(q_rows)], dim=-1)
+    return CacheReference(out, lse, k_cache, v_cache)
+
+
+def combine_reference(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    compute_dtype: torch.dtype = torch.float64,
+    shuffle: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Joins partial out (splits, ..., H, Dv) and natural-log lse (splits, ..., H)."""
+    if shuffle is not None:
+        order = torch.randperm(len(out_partial), generator=shuffle)
+        out_partial, lse_partial = out_partial[order], lse_partial[order]
+    lse = lse_partial.to(compute_dtype)
+    total = lse.logsumexp(0)
+    weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0)).unsqueeze(-1)
+    # A split of weight zero is nothing, whatever was left in its buffer.
+    return torch.where(weight > 0, out_partial.to(compute_dtype) * weight, 0).sum(0), total
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding of x (T, H, D) at `positions` (T,); cos, sin (length, rotary_dim / 2)."""
+    rotary_dim = 2 * cos.shape[-1]
+    c, s = cos[positions][:, None, :], sin[positions][:, None, :]
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * c - b * s, a * s + b * c), dim=-1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+class _Order(NamedTuple):
+    """The order of query rows, keys and the two head dims: int64 permutations."""
+
+    m: Tensor
+    n: Tensor
+    d: Tensor
+    dv: Tensor
+
+    @classmethod
+    def make(cls, M: int, N: int, D: int, Dv: int, shuffle: torch.Generator | None) -> _Order:
+        """As they come, or drawn from `shuffle`."""
+        if shuffle is None:
+            return cls(*(torch.arange(size) for size in (M, N, D, Dv)))
+        return cls(*(torch.randperm(size, generator=shuffle) for size in (M, N, D, Dv)))
+
+    def inverse(self) -> _Order:
+        return _Order(*(x.argsort() for x in self))
+
+    def matrix(self, x: Tensor, M: int, N: int) -> Tensor:
+        """x, which broadcasts to (..., M, N), in this order."""
+        return x.expand(*x.shape[:-2], M, N)[..., self.m[:, None], self.n]
+
+
+def _softmax_product(
+    scores: Tensor, again: Tensor | None, v: Tensor, factor: Tensor, stored: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and probabilities; rows that see nothing give 0, -inf, 0 and zero gradients."""
+    dead = (scores == -torch.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(dead, 0)
+    if again is None:
+        probs = scores.softmax(-1)
+        out = torch.einsum("bhmn,bnhd->bmhd", probs * factor, v)
+        lse = scores.logsumexp(-1)
+    else:
+        out, lse = _Recomputed.apply(scores, again.masked_fill(dead, 0), v, factor, stored)
+        probs = torch.exp(scores - lse[..., None])
+    out = out.masked_fill(dead.transpose(1, 2), 0)
+    return out, lse.masked_fill(dead[..., 0], -torch.inf), probs.masked_fill(dead, 0)
+
+
+class _Recomputed(torch.autograd.Function):
+    """softmax(S) V with the gradient of FlashAttention-2, section 2.3.2, on the whole matrix.
+
+    The forward has the scores as `S_forward`, the backward as `S`: equal but for roundings.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        S: Tensor,
+        S_forward: Tensor,
+        V: Tensor,
+        factor: Tensor,
+        stored: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        L = S_forward.logsumexp(-1, keepdim=True)
+        out = torch.einsum("bhmn,bnhd->bmhd", S_forward.softmax(-1) * factor, V)
+        ctx.save_for_backward(S, V, factor, L, out.to(stored).to(out.dtype))
+        return out, L[..., 0]
+
+    @staticmethod
+    def backward(ctx: Any, dO: Tensor, dL: Tensor) -> tuple[Tensor | None, ...]:
+        S, V, factor, L, out = ctx.saved_tensors
+        P = torch.exp(S - L)
+        delta = (dO * out).sum(-1).transpose(1, 2) - dL
+        dV = torch.einsum("bhmn,bmhd->bnhd", P * factor, dO)
+        dP = torch.einsum("bmhd,bnhd->bhmn", dO, V) * factor
+        return P * (dP - delta[..., None]), None, dV, None, None
+
+
+def _alibi(slopes: Tensor, m_used: Tensor, n_used: Tensor, M: int, N: int) -> Tensor:
+    """slope * distance, float64 (B | 1, Hq, M, N)."""
+    p = torch.arange(M)[None, :, None] + (n_used - m_used)[:, None, None]
+    distance = (p - torch.arange(N)[None, None, :]).abs()[:, None]
+    slopes = slopes.double() if slopes.ndim == 2 else slopes.double()[None]
+    return slopes[:, :, None, None] * distance
+
+
+def _per_head(descale: Tensor | None, Hq: int, like: Tensor) -> Tensor:
+    """A factor per batch and key head (B, Hk) as (B, Hq, 1, 1); ones without one."""
+    if descale is None:
+        return like.new_ones(1, 1, 1, 1)
+    return descale.to(like.dtype).repeat_interleave(Hq // descale.shape[1], dim=1)[:, :, None, None]
+
+
+def _used(seqused: Tensor | None, B: int, length: int) -> Tensor:
+    return torch.full((B,), length) if seqused is None else seqused.long().clamp(max=length)
+
+
+def _resize(x: Tensor, length: int) -> Tensor:
+    """x (B, S, H, D) cut or zero-padded to `length` along S."""
+    return F.pad(x[:, :length], (0, 0, 0, 0, 0, max(0, length - x.shape[1])))
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
+    if cu_seqlens is None:
+        return list(x.unbind(0))
+    bounds = cu_seqlens.tolist()
+    return [x[a:b] for a, b in pairwise(bounds)]
+
+
+def _unpack(x: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
+    return torch.stack([_resize(s[None], length)[0] for s in _sequences(x, cu_seqlens)])
+
+
+def _slots(
+    b: int, positions: Tensor, cache: Tensor, batch_idx: Tensor | None, page_table: Tensor | None
+) -> tuple[Any, Tensor]:
+    """Where the cache keeps these positions of sequence b: (row or page, offset in it)."""
+    if page_table is not None:
+        return page_table[b, positions // cache.shape[1]].long(), positions % cache.shape[1]
+    return (b if batch_idx is None else int(batch_idx[b])), positions
+
+
+def _is_causal_or_local(options: dict[str, Any]) -> bool:
+    left, right = options.get("window_size", (-1, -1))
+    windowed = any(side is not None and side >= 0 for side in (left, right))
+    return bool(options.get("causal", False)) or windowed or options.get("attention_chunk", 0) > 0

@@ -1,0 +1,84 @@
+"""The one rule that says how wrong a result may be: every machine, every output, every gradient.
+
+Allowed error = twice the error that plain PyTorch makes in the same low precision on the same
+inputs (largest absolute difference from float64), plus one rounding of the largest absolute value
+of the truth. Both come from the same inputs, so there is no table of tolerances. -inf must match
+exactly, and a NaN in the result always fails.
+
+Where plain PyTorch computes in the result's own precision (float32, float64), its error on few
+numbers is a matter of luck: the order of a sum decides it. Callers may therefore pass several plain
+results that differ in nothing else; its error is the largest among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def plain_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which plain PyTorch is measured: the inputs' own, float32 for float64."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def allowed_error(dtype: torch.dtype, truth: Tensor, plain: Tensor) -> float:
+    """How far a result may be from `truth` (float64), given what plain PyTorch made.
+
+    `dtype` is the low precision, that of the call's inputs. Float64 has no truth above it: `plain`
+    is then a float32 run, whose error is scaled by eps64 / eps32.
+    """
+    finite = truth.isfinite()
+    if not finite.any():
+        return 0.0
+    eps = torch.finfo(dtype).eps
+    plain_error = (plain.double() - truth.double())[finite].nan_to_num(nan=0.0).abs().max().item()
+    if dtype == torch.float64:
+        plain_error *= eps / torch.finfo(torch.float32).eps
+    return 2 * plain_error + eps * truth[finite].abs().max().item()
+
+
+def assert_close(
+    name: str,
+    got: Tensor,
+    truth: Tensor,
+    plain: Tensor | Iterable[Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    seed: int | None = None,
+) -> None:
+    """Raises AssertionError with the worst element when `got` breaks the rule.
+
+    Args:
+        name: what is compared.
+        got, truth: of one shape, as is every tensor of `plain`.
+        plain: what plain PyTorch made, or several such results, taken only until `got` is allowed.
+        dtype: the low precision; got's own by default.
+        seed: printed, to repeat the case.
+    """
+    where = f"{name} (seed {seed})" if seed is not None else name
+    assert got.shape == truth.shape, (
+        f"{where}: shape {tuple(got.shape)}, wanted {tuple(truth.shape)}"
+    )
+    if got.numel() == 0:
+        return
+    value, truth = got.detach().double(), truth.detach().double()
+    error = (value - truth).abs().masked_fill(torch.isinf(truth) & (value == truth), 0.0)
+    allowed = 0.0
+    for result in [plain] if isinstance(plain, Tensor) else plain:
+        assert result.shape == truth.shape, f"{where}: plain has shape {tuple(result.shape)}"
+        allowed = max(allowed, allowed_error(dtype or got.dtype, truth, result.detach()))
+        failing = ~(error <= allowed)  # a NaN fails
+        if not failing.any():
+            return
+        if value[failing].isnan().any() or error[failing].isinf().any():
+            break  # no order of a sum allows that
+    worst = int(error.nan_to_num(nan=torch.inf).flatten().argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), truth.shape))
+    raise AssertionError(
+        f"{where}: {int(failing.sum())} of {got.numel()} elements fail "
+        f"({100 * failing.double().mean().item():.2f} %), {int(value.isnan().sum())} NaN; "
+        f"worst at {index}: got {value[index].item():.9g}, truth {truth[index].item():.9g}, "
+        f"error {error[index].item():.3g}, allowed {allowed:.3g} in {dtype or got.dtype}"
+    )

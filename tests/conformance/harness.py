@@ -1,0 +1,340 @@
+"""Runs one call through a backend and the reference, and compares outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.dropout import draw_rng_state, keep_mask
+from flashtile.masks import BlockMask
+from flashtile.testing import (
+    Reference,
+    alibi_slopes,
+    assert_close,
+    attention_reference,
+    attention_varlen_reference,
+    cu_seqlens,
+    dense_from_tiles,
+    generator,
+    normal,
+    plain_dtype,
+    tile_kinds,
+)
+
+Leaves = dict[str, Tensor]
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call; `M`, `N` are the longest lengths of a packed one. `Dv` None is `D`."""
+
+    B: int = 2
+    M: int = 19
+    N: int = 27
+    Hq: int = 4
+    Hk: int = 2
+    D: int = 16
+    Dv: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.D if self.Dv is None else self.Dv
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A block mask as the backend gets it, and as the reference does: a dense bool tensor."""
+
+    block_mask: BlockMask
+    dense: Tensor
+
+
+def whole_tiles(g: torch.Generator, s: Sizes, heads: bool) -> Masked:
+    """A random mask of whole 8 x 4 tiles, shared or for each batch and head."""
+    lead = (s.B, s.Hq) if heads else (1, 1)
+    kinds = tile_kinds(g, *lead, -(-s.M // 8), -(-s.N // 4))
+    return Masked(BlockMask.from_tiles(kinds, (8, 4)), dense_from_tiles(kinds, (8, 4), s.M, s.N))
+
+
+def partial_tiles(g: torch.Generator, s: Sizes) -> Masked:
+    """A random mask of empty, full and partial tiles of 8 x 8 for each head."""
+    dense = torch.rand(1, s.Hq, s.M, s.N, generator=g) < 0.5
+    dense[:, :, :8, :8] = True
+    dense[:, :, 8:16] = False
+    return Masked(BlockMask.from_dense(dense, (8, 8)), dense)
+
+
+def bias_with_infinities(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> Tensor:
+    """An additive mask: -inf in places, the whole second row included."""
+    bias = normal(g, s.B, 1, s.M, s.N, dtype=dtype)
+    bias.masked_fill_(torch.rand(bias.shape, generator=g) < 0.3, -torch.inf)
+    bias[:, :, 1:2] = -torch.inf
+    return bias
+
+
+def used(g: torch.Generator, B: int, longest: int) -> Tensor:
+    """Used lengths int32 (B,) from 0 to `longest`."""
+    return torch.randint(0, longest + 1, (B,), generator=g, dtype=torch.int32)
+
+
+def sink_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+Make = Callable[[torch.Generator, Sizes, torch.dtype], dict[str, Any]]
+
+# Every option of a call by the name that its test cases carry.
+OPTIONS: dict[str, Make] = {
+    "nothing": lambda g, s, t: {},
+    "scale": lambda g, s, t: {"softmax_scale": 0.37},
+    "negative scale": lambda g, s, t: {"softmax_scale": -0.2},
+    "causal": lambda g, s, t: {"causal": True},
+    "window": lambda g, s, t: {"window_size": (6, 3)},
+    "window to the left": lambda g, s, t: {"window_size": (5, -1)},
+    "window to the right": lambda g, s, t: {"window_size": (None, 4)},
+    "window of one key": lambda g, s, t: {"window_size": (0, 0)},
+    "causal window": lambda g, s, t: {"causal": True, "window_size": (7, 2)},
+    "chunk": lambda g, s, t: {"attention_chunk": 7},
+    "softcap": lambda g, s, t: {"softcap": 1.5},
+    "alibi": lambda g, s, t: {"alibi_slopes": alibi_slopes(g, s.Hq)},
+    "alibi for each batch": lambda g, s, t: {"alibi_slopes": alibi_slopes(g, s.Hq, s.B)},
+    "bias": lambda g, s, t: {"bias": normal(g, s.B, s.Hq, s.M, s.N, dtype=t)},
+    "bias shared by heads": lambda g, s, t: {"bias": normal(g, s.B, 1, s.M, s.N, dtype=t)},
+    "bias for each key": lambda g, s, t: {"bias": normal(g, s.B, 1, 1, s.N, dtype=t)},
+    "bias for each head": lambda g, s, t: {"bias": normal(g, s.Hq, 1, s.N, dtype=t)},
+    "bias matrix": lambda g, s, t: {"bias": normal(g, s.M, s.N, dtype=t)},
+    "bias with -inf": lambda g, s, t: {"bias": bias_with_infinities(g, s, t)},
+    "sink": lambda g, s, t: {"sink": normal(g, s.Hq, dtype=sink_dtype(t))},
+    "dropout": lambda g, s, t: {"dropout_p": 0.3},
+    "seqused": lambda g, s, t: {
+        "seqused_q": used(g, s.B, s.M),
+        "seqused_k": used(g, s.B, s.N),
+    },
+    "block mask": lambda g, s, t: {"block_mask": whole_tiles(g, s, heads=False)},
+    "block mask for each head": lambda g, s, t: {"block_mask": whole_tiles(g, s, heads=True)},
+    "block mask with partial tiles": lambda g, s, t: {"block_mask": partial_tiles(g, s)},
+    "deterministic": lambda g, s, t: {"deterministic": True},
+}
+
+
+# Names joined by ` + `, or what makes the options.
+Options = str | Make
+
+
+def resolve(options: Options, g: torch.Generator, s: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+    """The options of a case, made for its sizes."""
+    if not isinstance(options, str):
+        return options(g, s, dtype)
+    merged: dict[str, Any] = {}
+    for name in options.split(" + "):
+        merged |= OPTIONS[name](g, s, dtype)
+    return merged
+
+
+def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Leaves]:
+    """Options for the backend, options for the reference, and the differentiable ones."""
+    leaves = {n: x for n, x in options.items() if n in DIFFERENTIABLE}
+    plain = {n: x for n, x in options.items() if n not in DIFFERENTIABLE}
+    reference = {n: x for n, x in plain.items() if n != "deterministic"}
+    if isinstance(plain.get("block_mask"), Masked):
+        masked = plain["block_mask"]
+        plain, reference = (
+            plain | {"block_mask": masked.block_mask},
+            reference | {"block_mask": masked.dense},
+        )
+    return plain, reference, leaves
+
+
+def dropout_keep(seed: int, dropout_p: float, s: Sizes) -> Tensor | None:
+    """The mask that a call right after `torch.manual_seed(seed)` draws: bool (B, Hq, M, N)."""
+    if dropout_p == 0:
+        return None
+    torch.manual_seed(seed)
+    state = draw_rng_state(torch.device("cpu"))
+    index = (torch.arange(n) for n in (s.B, s.Hq, s.M))
+    return keep_mask(state, dropout_p, *index, 0, s.N)
+
+
+Run = dict[str, Tensor]
+# Orders of summation in which plain PyTorch is measured, at most; few calls need more than one.
+MAX_ORDERS = 64
+
+
+class PlainRuns:
+    """What plain PyTorch makes of a call, first as written, then in other orders of summation.
+
+    `run(compute_dtype=..., shuffle=..., stored=...)` makes the call. Float32 runs after the first
+    also recompute P in the backward, as every backend must: that costs accuracy which no tiling
+    avoids. For 16-bit inputs every second run does so in float32: it counts where terms cancel to
+    nothing (a row that sees one key has dQ = 0), and adds nothing elsewhere.
+    """
+
+    def __init__(self, run: Callable[..., Run], dtype: torch.dtype, seed: int) -> None:
+        self._run = run
+        self._dtype = dtype
+        self._generator = generator(seed + 2)
+        self._runs: list[Run] = []
+
+    def results(self, name: str) -> Iterator[Tensor]:
+        """One tensor of every run; runs are made when they are asked for."""
+        for i in range(MAX_ORDERS):
+            if i == len(self._runs):
+                self._runs.append(self._run(**self._how(i)))
+            yield self._runs[i][name]
+
+    def _how(self, i: int) -> dict[str, Any]:
+        low = plain_dtype(self._dtype)
+        if i == 0:
+            return {"compute_dtype": low}
+        if low != torch.float32 and i % 2 == 0:
+            return {"compute_dtype": low, "shuffle": self._generator}
+        return {"compute_dtype": torch.float32, "shuffle": self._generator, "stored": low}
+
+
+def judge_outputs(got: Run, reference: Callable[..., Any], dtype: torch.dtype, seed: int) -> None:
+    """Judges outputs without gradients; `reference(compute_dtype=..., ...)` has them by name."""
+
+    def judge(compute_dtype: torch.dtype, **how: Any) -> Run:
+        result = reference(compute_dtype=compute_dtype, **how)
+        return {name: getattr(result, name) for name in got}
+
+    truth = judge(torch.float64)
+    plain = PlainRuns(judge, dtype, seed)
+    for name, x in got.items():
+        assert_close(name, x, truth[name], plain.results(name), dtype=dtype, seed=seed)
+
+
+def compare(
+    flash: Callable[[Leaves], Any],
+    reference: Callable[..., Reference],
+    leaves: Leaves,
+    *,
+    seed: int,
+    backward: bool = True,
+    through: tuple[str, ...] = ("out", "out and lse"),
+) -> None:
+    """Judges out, lse and, through each of `through`, the gradient of every leaf by the rule.
+
+    `flash(leaves)` gives out or (out, lse); `reference(leaves, compute_dtype=..., ...)` makes the
+    same call. Random gradients flow back through the outputs that `through` names.
+    """
+    dtype = next(iter(leaves.values())).dtype
+    mine = {n: x.detach().requires_grad_(backward) for n, x in leaves.items()}
+    torch.manual_seed(seed)
+    given = flash(mine)
+    results = (
+        {"out": given}
+        if isinstance(given, Tensor)
+        else dict(zip(("out", "lse"), given, strict=True))
+    )
+    assert results["out"].dtype == dtype
+    if "lse" in results:
+        assert results["lse"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    g = generator(seed + 1)
+    cotangents = {n: normal(g, *x.shape, dtype=x.dtype) for n, x in results.items()}
+    ways = [w for w in through if set(w.split(" and ")) <= set(results)] if backward else []
+
+    def judge(compute_dtype: torch.dtype, **how: Any) -> Run:
+        cast = {n: x.detach().to(compute_dtype).requires_grad_(backward) for n, x in leaves.items()}
+        result = reference(cast, compute_dtype=compute_dtype, **how)
+        outputs = {n: getattr(result, n) for n in results}
+        return outputs | _gradients(cast, outputs, cotangents, ways)
+
+    got = results | _gradients(mine, results, cotangents, ways)
+    truth = judge(torch.float64)
+    plain = PlainRuns(judge, dtype, seed)
+    for name, x in got.items():
+        assert_close(name, x, truth[name], plain.results(name), dtype=dtype, seed=seed)
+    for leaf, x in leaves.items():
+        for way in ways:
+            assert got[f"d{leaf} through {way}"].dtype == x.dtype
+
+
+def _gradients(leaves: Leaves, results: Run, cotangents: Run, ways: list[str]) -> Run:
+    """The gradient of every leaf through the outputs that each of `ways` joins."""
+    found: Run = {}
+    for way in ways:
+        names = way.split(" and ")
+        grads = torch.autograd.grad(
+            [results[n] for n in names],
+            list(leaves.values()),
+            [cotangents[n].to(results[n].dtype) for n in names],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for (leaf, x), grad in zip(leaves.items(), grads, strict=True):
+            found[f"d{leaf} through {way}"] = torch.zeros_like(x) if grad is None else grad
+    return found
+
+
+def check_dense(
+    s: Sizes,
+    names: Options,
+    dtype: torch.dtype,
+    backend: str | None,
+    seed: int,
+    layout: Callable[[Tensor], Tensor] = lambda x: x,
+    **how: Any,
+) -> None:
+    """`flashtile.attention` with the options in `names`, forward and backward."""
+    g = generator(seed)
+    leaves = {
+        "q": layout(normal(g, s.B, s.M, s.Hq, s.D, dtype=dtype)),
+        "k": layout(normal(g, s.B, s.N, s.Hk, s.D, dtype=dtype)),
+        "v": layout(normal(g, s.B, s.N, s.Hk, s.value_dim, dtype=dtype)),
+    }
+    options, for_reference, extra = split_options(resolve(names, g, s, dtype))
+    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s)
+    compare(
+        lambda x: flashtile.attention(**x, **options, return_lse=True, backend=backend),
+        lambda x, **how: attention_reference(**x, **for_reference, keep=keep, **how),
+        leaves | extra,
+        seed=seed,
+        **how,
+    )
+
+
+def check_varlen(
+    lengths_q: list[int],
+    lengths_k: list[int],
+    s: Sizes,
+    names: Options,
+    dtype: torch.dtype,
+    backend: str | None,
+    seed: int,
+    layout: Callable[[Tensor], Tensor] = lambda x: x,
+    **how: Any,
+) -> None:
+    """`flashtile.attention_varlen`; `s.M`, `s.N` are the max_seqlens and `s.B` the sequences."""
+    g = generator(seed)
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+    leaves = {
+        "q": layout(normal(g, total_q, s.Hq, s.D, dtype=dtype)),
+        "k": layout(normal(g, total_k, s.Hk, s.D, dtype=dtype)),
+        "v": layout(normal(g, total_k, s.Hk, s.value_dim, dtype=dtype)),
+    }
+    options, for_reference, extra = split_options(resolve(names, g, s, dtype))
+    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s)
+    packing = {
+        "cu_seqlens_q": cu_seqlens(lengths_q),
+        "cu_seqlens_k": cu_seqlens(lengths_k),
+        "max_seqlen_q": s.M,
+        "max_seqlen_k": s.N,
+    }
+    compare(
+        lambda x: flashtile.attention_varlen(
+            **x, **packing, **options, return_lse=True, backend=backend
+        ),
+        lambda x, **how: attention_varlen_reference(
+            **x, **packing, **for_reference, keep=keep, **how
+        ),
+        leaves | extra,
+        seed=seed,
+        **how,
+    )

@@ -1,0 +1,251 @@
+"""Attention over a key-value cache: append, rotation, pages, rows, left pads, packed queries.
+
+Every case compares the output, the LSE and the caches' contents: what was written is judged by the
+rule, what was not meant to be written must keep its bits. Slots that nobody filled hold NaN.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing import (
+    DTYPES,
+    cu_seqlens,
+    normal,
+    rotary_tables,
+)
+
+from .caches import CAPACITY, B, Cache
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
+class TestEveryDtype:
+    def test_read(self, dtype, backend, seed):
+        Cache(seed, dtype).check(backend)
+
+    def test_append(self, dtype, backend, seed):
+        c = Cache(seed, dtype)
+        c.check(backend, **c.new_tokens(), causal=True)
+
+    @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+    def test_rotary(self, dtype, interleaved, backend, seed):
+        c = Cache(seed, dtype)
+        cos, sin = rotary_tables(CAPACITY + 3, 16, dtype)
+        rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+        c.check(backend, **c.new_tokens(), **rotary, causal=True)
+
+    def test_pages(self, dtype, backend, seed):
+        c = Cache(seed, dtype)
+        c.to_pages(8)
+        c.check(backend, **c.new_tokens(), causal=True)
+
+
+OPTIONS = (
+    "nothing",
+    "scale",
+    "causal",
+    "window",
+    "causal window",
+    "chunk",
+    "softcap",
+    "alibi",
+    "alibi for each batch",
+    "bias",
+    "bias for each key",
+    "sink",
+    "block mask",
+    "block mask with partial tiles",
+    "causal window + softcap + alibi + bias + sink + block mask",
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("storage", ["contiguous", "paged", "left pad", "rows"])
+def test_options(options, storage, backend, seed):
+    c = Cache(seed, rows=5 if storage == "rows" else B)
+    if storage == "paged":
+        c.to_pages(4)
+    if storage == "left pad":
+        c.call["cache_leftpad"] = torch.tensor([2, 0, 11], dtype=torch.int32)
+    if storage == "rows":
+        c.call["cache_batch_idx"] = torch.tensor([4, 0, 2], dtype=torch.int32)
+    c.check(backend, **c.new_tokens(), options=options)
+
+
+@pytest.mark.parametrize("options", ["nothing", "causal", "softcap"])
+def test_one_query(options, backend, seed):
+    c = Cache(seed, M=1)
+    c.check(backend, **c.new_tokens(), options=options)
+
+
+@pytest.mark.parametrize("length", [0, 1, 17, CAPACITY])
+def test_cache_seqlens_as_an_int(length, backend, seed):
+    Cache(seed, filled=(length,) * B).check(backend, cache_seqlens=length)
+
+
+def test_without_cache_seqlens_the_whole_cache_counts(backend, seed):
+    Cache(seed, filled=(CAPACITY,) * B).check(backend, cache_seqlens=None)
+
+
+def test_append_up_to_the_capacity(backend, seed):
+    c = Cache(seed, filled=(CAPACITY - 3, 0, 1))
+    c.check(backend, **c.new_tokens(), causal=True)
+
+
+def test_grouped_heads_and_another_value_head_dim(backend, seed):
+    c = Cache(seed, Hq=6, Hk=1, D=20, Dv=33)
+    c.check(backend, **c.new_tokens(), causal=True)
+
+
+def test_more_queries_than_new_tokens_may_see_nothing(backend, seed):
+    """Five queries over a cache of 1, 0 and 9 tokens: dead rows stand first."""
+    Cache(seed, M=5, filled=(1, 0, 9)).check(backend, causal=True)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 2, 7])
+def test_num_splits_changes_nothing(num_splits, backend, seed):
+    c = Cache(seed)
+    c.check(backend, **c.new_tokens(), num_splits=num_splits)
+
+
+class TestRotary:
+    cos, sin = rotary_tables(CAPACITY + 8, 16)
+
+    def check(self, backend, c, **call):
+        rotary = {"rotary_cos": self.cos, "rotary_sin": self.sin}
+        c.check(backend, **c.new_tokens(), **(rotary | call))
+
+    @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+    @pytest.mark.parametrize("options", ["nothing", "causal", "window", "chunk", "causal window"])
+    def test_queries_turn_where_the_mask_orders_them(self, interleaved, options, backend, seed):
+        self.check(backend, Cache(seed), rotary_interleaved=interleaved, options=options)
+
+    @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+    def test_part_of_the_head_dim(self, interleaved, backend, seed):
+        self.check(backend, Cache(seed, D=40), rotary_interleaved=interleaved, causal=True)
+
+    def test_rotary_seqlens_give_other_positions(self, backend, seed):
+        positions = torch.tensor([7, 1, 30], dtype=torch.int32)
+        self.check(backend, Cache(seed), rotary_seqlens=positions, causal=True)
+
+    def test_with_a_left_pad_positions_count_the_pad(self, backend, seed):
+        pad = torch.tensor([3, 0, 9], dtype=torch.int32)
+        self.check(backend, Cache(seed), cache_leftpad=pad, causal=True)
+
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_pages(self, page_size, backend, seed):
+        c = Cache(seed)
+        c.to_pages(page_size)
+        self.check(backend, c, causal=True)
+
+
+class TestPages:
+    @pytest.mark.parametrize("page_size", [1, 2, 16, 32])
+    def test_sizes(self, page_size, backend, seed):
+        c = Cache(seed)
+        c.to_pages(page_size)
+        c.check(backend, **c.new_tokens(), causal=True)
+
+    def test_a_page_of_256(self, backend, seed):
+        c = Cache(seed)
+        room = (0, 0, 0, 0, 0, 256 - CAPACITY)
+        c.k_cache, c.v_cache = (
+            torch.nn.functional.pad(x, room, value=torch.nan) for x in (c.k_cache, c.v_cache)
+        )
+        c.to_pages(256)
+        c.check(backend, **c.new_tokens(), causal=True)
+
+    def test_a_shared_prefix(self, backend, seed):
+        c = Cache(seed, filled=(16, 19, 30))
+        c.k_cache[2, :16] = normal(c.g, 16, 2, 16)
+        c.v_cache[2, :16] = normal(c.g, 16, 2, 16)
+        c.to_pages(8, shared=2)
+        c.check(backend, causal=True)
+
+    def test_table_entries_past_the_length_are_never_followed(self, backend, seed):
+        c = Cache(seed)
+        c.to_pages(4)
+        last = (c.seqlens + 3 + 3) // 4
+        unused = torch.arange(8)[None] >= last[:, None]
+        c.call["page_table"] = c.call["page_table"].masked_fill(unused, -1)
+        c.check(backend, **c.new_tokens(), causal=True)
+
+
+class TestRows:
+    def test_append_through_cache_batch_idx(self, backend, seed):
+        c = Cache(seed, rows=7)
+        c.call["cache_batch_idx"] = torch.tensor([6, 1, 3], dtype=torch.int32)
+        c.check(backend, **c.new_tokens(), causal=True)
+
+    def test_two_sequences_read_one_row(self, backend, seed):
+        c = Cache(seed, rows=2)
+        c.check(backend, cache_batch_idx=torch.tensor([1, 0, 1], dtype=torch.int32))
+
+    def test_rows_with_a_left_pad(self, backend, seed):
+        c = Cache(seed, rows=4)
+        c.call["cache_batch_idx"] = torch.tensor([3, 0, 2], dtype=torch.int32)
+        c.call["cache_leftpad"] = torch.tensor([5, 0, 1], dtype=torch.int32)
+        c.check(backend, **c.new_tokens(), causal=True)
+
+
+class TestPackedQueries:
+    lengths = (4, 0, 2)
+
+    def packed(self, seed, **how):
+        c = Cache(seed, M=4, **how)
+        c.q = normal(c.g, sum(self.lengths), c.Hq, c.D)
+        c.call |= {"cu_seqlens_q": cu_seqlens(list(self.lengths)), "max_seqlen_q": 4}
+        return c
+
+    @pytest.mark.parametrize("options", ["nothing", "causal", "softcap + sink", "alibi"])
+    def test_read(self, options, backend, seed):
+        self.packed(seed, filled=(5, 3, 20)).check(backend, options=options)
+
+    def test_pages(self, backend, seed):
+        c = self.packed(seed, filled=(5, 3, 20))
+        c.to_pages(8)
+        c.check(backend, causal=True)
+
+    @pytest.mark.parametrize("new", [(4, 0, 2), (1, 3, 0)], ids=str)
+    @pytest.mark.parametrize("storage", ["contiguous", "paged"])
+    def test_append_packed_tokens(self, new, storage, backend, seed):
+        c = self.packed(seed)
+        if storage == "paged":
+            c.to_pages(8)
+        c.check(
+            backend, **c.new_tokens(sum(new)), cu_seqlens_k_new=cu_seqlens(list(new)), causal=True
+        )
+
+    def test_rotary(self, backend, seed):
+        c = self.packed(seed)
+        cos, sin = rotary_tables(CAPACITY + 8, 16)
+        new = {**c.new_tokens(6), "cu_seqlens_k_new": cu_seqlens([4, 0, 2])}
+        c.check(backend, **new, rotary_cos=cos, rotary_sin=sin, causal=True)
+
+
+def test_out_is_written_in_place(backend, seed):
+    c = Cache(seed)
+    args = (c.q, c.k_cache, c.v_cache)
+    wanted = flashtile.attention_with_kvcache(*args, cache_seqlens=c.seqlens, backend=backend)
+    out = torch.full_like(wanted, torch.nan)
+    given = flashtile.attention_with_kvcache(
+        *args, cache_seqlens=c.seqlens, out=out, backend=backend
+    )
+    assert given is out
+    assert torch.equal(out, wanted)
+
+
+def test_a_sequence_does_not_depend_on_the_batch_around_it(backend, seed):
+    """`num_splits=1` makes decode independent of the batch, to the last bit."""
+    c = Cache(seed, M=1, filled=(20, 31, 7))
+    call = {"cache_seqlens": c.seqlens, "causal": True, "num_splits": 1, "backend": backend}
+    together = flashtile.attention_with_kvcache(c.q, c.k_cache, c.v_cache, **call)
+    for b in range(B):
+        one = slice(b, b + 1)
+        call["cache_seqlens"] = c.seqlens[one]
+        alone = flashtile.attention_with_kvcache(c.q[one], c.k_cache[one], c.v_cache[one], **call)
+        assert torch.equal(alone, together[one])

@@ -1,0 +1,78 @@
+"""Every option alone in every dtype, then pairs and more, on dense inputs, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile.testing import DTYPES
+
+from .harness import OPTIONS, Sizes, check_dense
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
+
+# Each crosses two paths of the code: mask with mask, mask with score, score with softmax.
+COMBINATIONS = (
+    "causal + softcap",
+    "causal + alibi",
+    "causal + bias shared by heads",
+    "causal + sink",
+    "causal + dropout",
+    "causal + seqused",
+    "causal + chunk",
+    "causal + block mask with partial tiles",
+    "causal window + sink",
+    "causal window + softcap + sink",
+    "window + alibi for each batch",
+    "window + dropout",
+    "window + seqused",
+    "window + block mask for each head",
+    "chunk + sink",
+    "chunk + seqused",
+    "softcap + dropout",
+    "softcap + bias",
+    "softcap + alibi",
+    "alibi + dropout",
+    "alibi + seqused",
+    "alibi + bias for each key",
+    "bias + dropout",
+    "bias + seqused",
+    "bias + block mask",
+    "bias with -inf + sink",
+    "bias for each head + window",
+    "sink + dropout",
+    "sink + seqused",
+    "sink + block mask for each head",
+    "dropout + seqused",
+    "dropout + block mask with partial tiles",
+    "seqused + block mask with partial tiles",
+    "causal window + softcap + alibi + bias + sink + dropout + seqused + block mask",
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@dtypes
+def test_option_alone(option, dtype, backend, seed):
+    check_dense(Sizes(), option, dtype, backend, seed)
+
+
+@pytest.mark.parametrize("options", COMBINATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_options_together(options, dtype, backend, seed):
+    check_dense(Sizes(), options, dtype, backend, seed)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_over_several_tiles(option, backend, seed):
+    s = Sizes(B=1, M=301, N=547, Hq=2, Hk=1, D=16)
+    check_dense(s, option, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize(
+    "option", ["nothing", "causal", "window", "sink", "block mask with partial tiles", "dropout"]
+)
+def test_more_queries_than_keys_over_several_tiles(option, backend, seed):
+    s = Sizes(B=1, M=547, N=301, Hq=2, Hk=1, D=16)
+    check_dense(s, option, torch.float32, backend, seed)

@@ -1,0 +1,198 @@
+"""What a call returns and where: LSE and its gradient, `out`, tuples, determinism, merged parts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing import (
+    DTYPES,
+    assert_close,
+    attention_reference,
+    combine_reference,
+    cu_seqlens,
+    generator,
+    normal,
+    packed_qkv,
+    qkv,
+)
+
+from .harness import PlainRuns, Sizes, check_dense, check_varlen, judge_outputs
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+WAYS = ("nothing", "causal", "softcap + sink", "dropout", "bias", "window + alibi")
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
+def test_lse_has_a_gradient(options, dtype, backend, seed):
+    check_dense(Sizes(), options, dtype, backend, seed, through=("lse",))
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_packed_lse_has_a_gradient(options, backend, seed):
+    s = Sizes(B=4, M=9, N=11)
+    lengths = [5, 0, 9, 1], [7, 3, 11, 0]
+    check_varlen(*lengths, s, options, torch.float32, backend, seed, through=("lse",))
+
+
+def test_lse_shapes_and_dtypes(backend):
+    for dtype in DTYPES:
+        q, k, v = qkv(generator(0), dtype=dtype)
+        out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+        assert out.shape == (2, 17, 4, 16)
+        assert out.dtype == dtype
+        assert lse.shape == (2, 4, 17)
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        q, k, v = packed_qkv(generator(0), [3, 4], [5, 6], dtype=dtype)
+        cu = cu_seqlens([3, 4]), cu_seqlens([5, 6])
+        out, lse = flashtile.attention_varlen(q, k, v, *cu, 4, 6, return_lse=True, backend=backend)
+        assert out.shape == (7, 4, 16)
+        assert lse.shape == (4, 7)
+
+
+def test_tuples_only_when_asked(backend):
+    q, k, v = qkv(generator(0))
+    assert isinstance(flashtile.attention(q, k, v, backend=backend), torch.Tensor)
+    assert len(flashtile.attention(q, k, v, return_lse=True, backend=backend)) == 2
+    assert len(flashtile.attention(q, k, v, return_attn_probs=True, backend=backend)) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
+def test_out_receives_the_result(options, backend, seed):
+    q, k, v = qkv(generator(seed), Dv=9)
+    wanted, lse = flashtile.attention(q, k, v, **options, return_lse=True, backend=backend)
+    whole = torch.full((2, 17, 4, 20), torch.nan)
+    out = whole[..., 3:12]  # a view: strides and an offset
+    given, lse_again = flashtile.attention(
+        q, k, v, **options, out=out, return_lse=True, backend=backend
+    )
+    assert given is out
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, lse_again)
+    assert whole[..., :3].isnan().all()
+    assert whole[..., 12:].isnan().all()
+
+
+def test_packed_out_receives_the_result(backend, seed):
+    q, k, v = packed_qkv(generator(seed), [3, 4], [5, 6])
+    call = (cu_seqlens([3, 4]), cu_seqlens([5, 6]), 4, 6)
+    out = torch.full_like(q, torch.nan)
+    assert flashtile.attention_varlen(q, k, v, *call, out=out, backend=backend) is out
+    assert torch.equal(out, flashtile.attention_varlen(q, k, v, *call, backend=backend))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"softcap": 2.0}, {"dropout_p": 0.3}, {"window_size": (5, 5)}],
+    ids=str,
+)
+@pytest.mark.parametrize("switch", ["argument", "global"])
+def test_the_deterministic_backward_repeats_bit_for_bit(options, switch, backend, seed):
+    leaves = [x.requires_grad_() for x in qkv(generator(seed), M=300, N=280)]
+
+    def run():
+        torch.manual_seed(seed)
+        deterministic = switch == "argument"
+        out = flashtile.attention(*leaves, **options, deterministic=deterministic, backend=backend)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    torch.use_deterministic_algorithms(switch == "global")
+    try:
+        first, second = run(), run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_manual_seed_rules_the_dropout(backend):
+    q, k, v = qkv(generator(0))
+
+    def drop(seed):
+        torch.manual_seed(seed)
+        return flashtile.attention(q, k, v, dropout_p=0.5, backend=backend)
+
+    assert torch.equal(drop(1), drop(1))
+    assert not torch.equal(drop(1), drop(2))
+    torch.manual_seed(1)
+    first, second = (flashtile.attention(q, k, v, dropout_p=0.5, backend=backend) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_a_call_without_dropout_leaves_the_generator_alone(backend):
+    q, k, v = qkv(generator(0))
+    before = torch.get_rng_state()
+    flashtile.attention(q, k, v, causal=True, backend=backend)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_packed_and_dense_dropout_agree(backend, seed):
+    q, k, v = qkv(generator(seed), B=3, M=8, N=8)
+    torch.manual_seed(seed)
+    dense = flashtile.attention(q, k, v, dropout_p=0.4, backend=backend)
+    cu = cu_seqlens([8, 8, 8])
+    torch.manual_seed(seed)
+    packed = flashtile.attention_varlen(
+        *(x.flatten(0, 1) for x in (q, k, v)), cu, cu, 8, 8, dropout_p=0.4, backend=backend
+    )
+    torch.testing.assert_close(packed.view_as(dense), dense, atol=1e-6, rtol=1e-6)
+
+
+class TestCombine:
+    """`flash_attn_combine`: parts that saw different keys make the whole."""
+
+    @pytest.mark.parametrize("splits", [1, 2, 5])
+    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+    def test_against_the_reference(self, splits, packed, seed):
+        g = generator(seed)
+        lead = (7,) if packed else (2, 7)
+        out_partial = normal(g, splits, *lead, 4, 9)
+        lse_partial = normal(g, splits, *lead, 4, scale=4)
+        lse_partial[:, ..., :2, 1] = -torch.inf  # nobody saw these rows
+        lse_partial[0] = -torch.inf
+        out_partial[0] = torch.nan  # what a split that saw nothing left behind
+        out, lse = flashtile.flash_attn_combine(out_partial, lse_partial)
+        assert out.dtype == torch.float32
+
+        def run(compute_dtype=torch.float32, shuffle=None, stored=None):
+            parts = out_partial, lse_partial
+            return dict(
+                zip(("out", "lse"), combine_reference(*parts, compute_dtype, shuffle), strict=True)
+            )
+
+        truth, plain = run(torch.float64), PlainRuns(run, torch.float32, seed)
+        assert_close("out", out, truth["out"], plain.results("out"), seed=seed)
+        assert_close("lse", lse, truth["lse"], plain.results("lse"), seed=seed)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_out_and_out_dtype(self, dtype, seed):
+        g = generator(seed)
+        parts = normal(g, 3, 2, 7, 4, 8), normal(g, 3, 2, 7, 4)
+        wanted, _ = flashtile.flash_attn_combine(*parts)
+        cast, _ = flashtile.flash_attn_combine(*parts, out_dtype=dtype)
+        assert torch.equal(cast, wanted.to(dtype))
+        out = torch.full((2, 7, 4, 8), torch.nan, dtype=dtype)
+        given, _ = flashtile.flash_attn_combine(*parts, out, dtype)
+        assert given is out
+        assert torch.equal(out, cast)
+
+    def test_parts_of_the_keys_make_the_whole(self, backend, seed):
+        q, k, v = qkv(generator(seed), M=9, N=40)
+        parts = [
+            flashtile.attention(q, k[:, s], v[:, s], return_lse=True, backend=backend)
+            for s in (slice(0, 13), slice(13, 13), slice(13, 40))
+        ]
+        out, lse = flashtile.flash_attn_combine(
+            torch.stack([out for out, _ in parts]),
+            torch.stack([lse.transpose(1, 2) for _, lse in parts]),
+        )
+        judge_outputs(
+            {"out": out, "lse": lse.transpose(1, 2)},
+            partial(attention_reference, q, k, v),
+            q.dtype,
+            seed,
+        )

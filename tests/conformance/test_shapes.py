@@ -1,0 +1,122 @@
+"""Sizes and layouts: lengths 0 and 1, dead rows, grouped heads, head dims, strides."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing import STRIDE_STYLES, generator, normal, qkv, strided
+
+from .harness import Sizes, check_dense
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+# The native op, tiles of the native op, plain tiles: one option for each.
+WAYS = ("nothing", "causal", "softcap + sink")
+
+
+@pytest.mark.parametrize(("M", "N"), [(1, 1), (1, 9), (9, 1), (0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("options", [*WAYS, "bias", "alibi", "dropout", "sink", "window"])
+def test_lengths_zero_and_one(M, N, options, backend, seed):
+    check_dense(Sizes(M=M, N=N), options, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_no_batch(options, backend, seed):
+    check_dense(Sizes(B=0), options, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize(("M", "N"), [(7, 33), (33, 7), (64, 64), (65, 63), (1, 129)])
+@pytest.mark.parametrize(
+    "options", ["causal", "causal window", "chunk", "causal + sink", "causal + softcap"]
+)
+def test_masks_of_unequal_lengths(M, N, options, backend, seed):
+    check_dense(Sizes(M=M, N=N), options, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize(("Hq", "Hk"), [(1, 1), (3, 3), (4, 1), (6, 2), (9, 3)])
+@pytest.mark.parametrize("options", [*WAYS, "dropout + alibi"])
+def test_grouped_heads(Hq, Hk, options, backend, seed):
+    check_dense(Sizes(Hq=Hq, Hk=Hk), options, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize("D", [1, 2, 3, 8, 33, 64, 80, 128, 200, 256, 257, 512])
+@pytest.mark.parametrize("options", WAYS)
+def test_head_dims(D, options, backend, seed):
+    check_dense(Sizes(M=9, N=11, D=D), options, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv"), [(16, 8), (8, 16), (5, 33), (64, 1), (1, 64), (192, 128), (64, 512)]
+)
+@pytest.mark.parametrize("options", [*WAYS, "dropout", "causal + bias"])
+def test_value_head_dims(D, Dv, options, backend, seed):
+    check_dense(Sizes(M=9, N=11, D=D, Dv=Dv), options, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize("style", STRIDE_STYLES)
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_strides(style, options, dtype, backend, seed):
+    check_dense(Sizes(), options, dtype, backend, seed, layout=partial(strided, style=style))
+
+
+@pytest.mark.parametrize("options", [*WAYS, "bias", "dropout"])
+def test_stride_zero(options, backend, seed):
+    def expanded(x):  # one batch and one head, seen as many
+        return x[:1, :, :1].expand(x.shape)
+
+    check_dense(Sizes(), options, torch.float32, backend, seed, layout=expanded)
+
+
+def test_a_bias_that_is_expanded_has_a_full_gradient(backend, seed):
+    g = generator(seed)
+    q, k, v = qkv(g, dtype=torch.float64)
+    bias = normal(g, 1, 4, 17, 1, dtype=torch.float64)
+    whole = bias.expand(2, 4, 17, 23).detach().requires_grad_()
+    small = bias.clone().requires_grad_()
+    for leaf in (whole, small):
+        flashtile.attention(q, k, v, bias=leaf, backend=backend).square().sum().backward()
+    torch.testing.assert_close(whole.grad.sum((0, 3), keepdim=True), small.grad)
+
+
+@pytest.mark.parametrize(
+    "options", ["causal", "causal + bias", "causal + sink", "causal + dropout"]
+)
+def test_dead_rows(options, backend, seed):
+    """The first 20 of 25 queries see no key."""
+    check_dense(Sizes(M=25, N=5), options, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize("options", ["nothing", "causal", "sink", "softcap", "dropout"])
+def test_padding_is_never_read(options, backend, seed):
+    """NaN past the used lengths changes nothing, and gets a zero gradient."""
+    g = generator(seed)
+    q, k, v = qkv(g, M=9, N=12)
+    used_q, used_k = torch.tensor([4, 9]).int(), torch.tensor([12, 3]).int()
+    poisoned = [x.clone() for x in (q, k, v)]
+    poisoned[0][0, 4:] = torch.nan
+    for x in poisoned[1:]:
+        x[1, 3:] = torch.nan
+    call = {"seqused_q": used_q, "seqused_k": used_k, "return_lse": True, "backend": backend}
+    call |= {
+        "nothing": {},
+        "causal": {"causal": True},
+        "sink": {"sink": torch.zeros(4)},
+        "softcap": {"softcap": 2.0},
+        "dropout": {"dropout_p": 0.5},
+    }[options]
+    results = []
+    for inputs in ([q, k, v], poisoned):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        torch.manual_seed(seed)
+        out, lse = flashtile.attention(*leaves, **call)
+        out.square().sum().backward()
+        results.append([out, lse, *(x.grad for x in leaves)])
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)
+    assert (results[0][0][0, 4:] == 0).all()
+    assert (results[0][1][0, :, 4:] == -torch.inf).all()

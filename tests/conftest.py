@@ -1,0 +1,82 @@
+"""Fixtures of all tests: the backends under test, seeds that can be repeated, poisoned buffers."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+# One line adds a backend to the conformance suite.
+BACKENDS = [
+    "cpu",
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Worker processes inherit the environment, so one number repeats a whole run.
+    os.environ.setdefault("FLASHTILE_SEED", str(random.SystemRandom().randrange(2**31)))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"flashtile: FLASHTILE_SEED={os.environ['FLASHTILE_SEED']} repeats this run's inputs"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """The backend under test."""
+    return str(request.param)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed for each test and run, printed when the test fails."""
+    base = os.environ["FLASHTILE_SEED"]
+    number = zlib.crc32(f"{base} {request.node.nodeid}".encode())
+    print(f"inputs of this test: seed {number}; FLASHTILE_SEED={base} repeats the run")
+    torch.manual_seed(number)
+    return number
+
+
+def _is_ours(frame: Any) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return name.split(".")[0] == "flashtile" and not name.startswith("flashtile.testing")
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
+        return tensor
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        return _poison(tensor) if _is_ours(sys._getframe(1)) else tensor
+
+    return wrapper
+
+
+@pytest.fixture
+def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every uninitialised buffer that flashtile makes holds NaN, so an unwritten element shows."""
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
+        monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, _poisoning(getattr(torch.Tensor, name)))

@@ -1,0 +1,1 @@
+"""The Triton kernels without a GPU: interpreted, and compiled ahead of time."""

@@ -1,0 +1,146 @@
+"""One call for each option of the kernels, small and odd, described as operands: no GPU, no dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api import Arguments, Packed, dense_call, packed_call
+from flashtile.dropout import draw_rng_state
+from flashtile.masks import BlockMask
+from flashtile.problem import Operands, Options
+from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, paged, qkv
+
+Call = tuple[Operands, Options]
+Make = Callable[[torch.Generator, torch.dtype], Call]
+
+
+def lengths(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def dense(**sizes: int) -> Callable[..., Make]:
+    """A dense call of `sizes` whose options `options(g, dtype)` makes."""
+
+    def with_options(options: Callable[..., dict[str, Any]] = lambda g, dtype: {}) -> Make:
+        def make(g: torch.Generator, dtype: torch.dtype) -> Call:
+            return dense_call(*qkv(g, dtype=dtype, **sizes), Arguments(**options(g, dtype)))
+
+        return make
+
+    return with_options
+
+
+SMALL = {"B": 2, "M": 37, "N": 45, "Hq": 4, "Hk": 2, "D": 16}
+FEW = {"B": 2, "M": 3, "N": 70, "Hq": 4, "Hk": 1, "D": 16}
+
+
+def packed(g: torch.Generator, dtype: torch.dtype) -> Call:
+    """Sequences of odd lengths, an empty one, and rows behind the last one."""
+    q, k, v = packed_qkv(g, [17, 0, 33, 5], [20, 4, 9, 0], dtype=dtype)
+    q = torch.cat([q, q[:3]])
+    layout = Packed(cu_seqlens([17, 0, 33, 5]), cu_seqlens([20, 4, 9, 0]), 33, 20)
+    used = {"seqused_q": lengths(16, 0, 33, 2), "seqused_k": lengths(20, 4, 7, 0)}
+    return packed_call(q, k, v, layout, Arguments(causal=True, **used))
+
+
+def cached(g: torch.Generator, dtype: torch.dtype) -> Call:
+    """Rows of a cache, one of them twice, with left pads."""
+    q, _, _ = qkv(g, **SMALL, dtype=dtype)
+    _, k, v = qkv(g, **(SMALL | {"B": 3}), dtype=dtype)
+    operands, options = dense_call(q, k[:2], v[:2], Arguments(causal=True))
+    extra = {"seqused_k": lengths(41, 30), "leftpad_k": lengths(3, 0)}
+    return operands._replace(k=k, v=v, cache_batch_idx=lengths(2, 2), **extra), options
+
+
+def pages(g: torch.Generator, dtype: torch.dtype) -> Call:
+    """A cache cut into shuffled pages, the first two shared by both sequences."""
+    q, k, v = qkv(g, **(SMALL | {"N": 48}), dtype=dtype)
+    operands, options = dense_call(q, k, v, Arguments(causal=True))
+    state = g.get_state()
+    k_pages, table = paged(g, k, 8, shared=2)
+    g.set_state(state)
+    v_pages, _ = paged(g, v, 8, shared=2)
+    extra = {"seqused_k": lengths(45, 23), "leftpad_k": lengths(0, 5)}
+    return operands._replace(k=k_pages, v=v_pages, page_table=table, **extra), options
+
+
+def block_mask(tile_size: tuple[int, int], causal: bool = False, heads: int = 4) -> Make:
+    """A random mask with empty, full and partial tiles for each head."""
+
+    def make(g: torch.Generator, dtype: torch.dtype) -> Call:
+        tensors = qkv(g, **(SMALL | {"M": 150, "N": 170}), dtype=dtype)
+        mask = torch.rand(1, heads, 150, 170, generator=g) < 0.5
+        mask[:, :, :64, :64] = True
+        mask[:, :, 64:, :64] = False
+        block = BlockMask.from_dense(mask, tile_size)
+        return dense_call(*tensors, Arguments(block_mask=block, causal=causal))
+
+    return make
+
+
+def bias(*shape: int) -> Callable[..., dict[str, Any]]:
+    """A bias of `shape`, -inf in one place and over one row."""
+
+    def options(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+        x = normal(g, *shape, dtype=dtype)
+        x[..., 0, 0] = -torch.inf
+        return {"bias": x}
+
+    return options
+
+
+def dropped(make: Make, p: float = 0.3) -> Make:
+    """The call with dropout."""
+
+    def with_dropout(g: torch.Generator, dtype: torch.dtype) -> Call:
+        operands, options = make(g, dtype)
+        state = draw_rng_state(torch.device("cpu"))
+        return operands._replace(rng_state=state), options._replace(dropout_p=p)
+
+    return with_dropout
+
+
+CASES: dict[str, Make] = {
+    "full": dense(**SMALL)(),
+    "causal": dense(**SMALL)(lambda g, t: {"causal": True}),
+    "causal, dead rows": dense(**(SMALL | {"M": 50}))(lambda g, t: {"causal": True}),
+    "window": dense(**(SMALL | {"M": 90, "N": 100}))(lambda g, t: {"window_size": (20, 7)}),
+    "left window": dense(**(SMALL | {"M": 90}))(lambda g, t: {"window_size": (33, -1)}),
+    "chunk": dense(**(SMALL | {"M": 90}))(lambda g, t: {"attention_chunk": 13, "causal": True}),
+    "few queries of grouped heads": dense(**FEW)(lambda g, t: {"causal": True}),
+    "one query, one key": dense(**(SMALL | {"M": 1, "N": 1}))(),
+    "no keys": dense(**(SMALL | {"N": 0}))(lambda g, t: {"sink": normal(g, 4)}),
+    "odd head dims": dense(**(SMALL | {"D": 20, "Dv": 33}))(),
+    "head dim 1": dense(**(SMALL | {"D": 1, "Dv": 3}))(),
+    "softcap": dense(**SMALL)(lambda g, t: {"softcap": 2.0}),
+    "alibi": dense(**SMALL)(lambda g, t: {"alibi_slopes": alibi_slopes(g, 4), "causal": True}),
+    "alibi of a batch": dense(**FEW)(lambda g, t: {"alibi_slopes": alibi_slopes(g, 4, 2)}),
+    "bias": dense(**SMALL)(bias(2, 4, 37, 45)),
+    "bias of heads": dense(**SMALL)(bias(1, 4, 37, 45)),
+    "bias of keys": dense(**SMALL)(bias(2, 1, 1, 45)),
+    "bias of rows": dense(**SMALL)(bias(1, 4, 37, 1)),
+    "sink": dense(**(SMALL | {"M": 50}))(lambda g, t: {"sink": normal(g, 4), "causal": True}),
+    "negative scale": dense(**SMALL)(lambda g, t: {"softmax_scale": -0.3, "causal": True}),
+    "lengths": dense(**SMALL)(
+        lambda g, t: {"seqused_q": lengths(30, 0), "seqused_k": lengths(45, 13), "sink": normal(g, 4)}
+    ),
+    "packed": packed,
+    "cache rows": cached,
+    "pages": pages,
+    "block mask": block_mask((32, 64)),
+    "causal block mask, one for all heads": block_mask((64, 32), causal=True, heads=1),
+    "block mask of odd tiles": block_mask((24, 20), causal=True),
+    "dropout": dropped(dense(**SMALL)()),
+    "dropout of few queries": dropped(dense(**FEW)()),
+    "packed dropout": dropped(packed),
+}
+
+
+def make_call(name: str, dtype: torch.dtype, seed: int = 0) -> Call:
+    """The operands and options of a case."""
+    torch.manual_seed(seed)
+    return CASES[name](generator(seed), dtype)
