@@ -91,7 +91,7 @@ def options(draw, dropout=True, lengths_used=True):
             ("seqused",) if lengths_used else (),
         )
     ]
-    tile = draw(st.one_of(st.none(), st.tuples(st.integers(1, 33), st.integers(1, 33))))
+    tile = draw(st.one_of(st.none(), st.tuples(st.integers(3, 33), st.integers(3, 33))))
 
     def make(g, s, dtype):
         made = dict(plain)

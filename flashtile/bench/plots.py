@@ -102,6 +102,8 @@ def _draw_lines(axis: Any, rows: list[Row], column: str) -> None:
 
 
 def _dress(axis: Any, lengths: list[int], label: str, scale: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     axis.set_xscale("log", base=2)
     axis.set_yscale(scale)
     if scale == "linear":
@@ -109,7 +111,9 @@ def _dress(axis: Any, lengths: list[int], label: str, scale: str) -> None:
     axis.set_xticks(lengths, [str(n) for n in lengths])
     axis.xaxis.minorticks_off()
     if scale == "log":
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("sequence length, tokens")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)

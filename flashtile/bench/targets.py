@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 SAME_JOB = 1.05
 SAME_SCORES = {"forward": 1.4, "backward": 1.5}
 LINEAR = 1.15  # memory may grow with this power of the length
-SETTINGS = Settings(peers=("flashtile",), seconds=0.3)
+SETTINGS = Settings(peers=("flashtile",), seconds=0.8, min_rounds=3)
 
 
 def cases() -> list[Case]:

@@ -10,6 +10,7 @@ Sizes: `B` batch, `M` query length, `N` key length, `Hq`/`Hk` heads, `D`/`Dv` he
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+LOG2_E = math.log2(math.e)
 
 Window = tuple[int | None, int | None]
 
@@ -154,19 +157,20 @@ def attention_reference(
     k, v = (x.to(compute_dtype).masked_fill(~live_k[:, :, None, None], 0)[:, at.n] for x in (k, v))
     k, v = (x.repeat_interleave(Hq // Hk, dim=2) for x in (k[..., at.d], v[..., at.dv]))
 
-    visible = visible_keys(
-        m_used,
-        n_used,
-        M,
-        N,
-        causal=causal,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-    )[:, None]
+    masks: dict[str, Any] = {
+        "causal": causal,
+        "window_size": window_size,
+        "attention_chunk": attention_chunk,
+    }
+    visible = visible_keys(m_used, n_used, M, N, **masks)[:, None]
     if block_mask is not None:
         visible = visible & dense_block_mask(block_mask, M, N)
     hidden = ~at.matrix(visible, M, N)
     scale = D**-0.5 if softmax_scale is None else softmax_scale
+    v_factor = 1.0
+    if shuffle is not None and stored is not None:  # other roundings where no sum has two terms
+        q_factor, v_factor = (1 + torch.rand(2, generator=shuffle)).tolist()
+        q, v, scale = q * q_factor, v * v_factor, scale / q_factor
 
     def masked_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
         scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * scale
@@ -198,7 +202,7 @@ def attention_reference(
         v = torch.cat((v, v.new_zeros(B, 1, Hq, Dv)), dim=1)  # one more key, of value zero
         factor = torch.cat((factor.expand(B, Hq, M, N), torch.ones_like(column)), dim=-1)
     out, lse, probs = _softmax_product(scores, again, v, factor, stored)
-    probs = torch.where(factor > 0, probs, -probs)[..., :N]
+    out, probs = out / v_factor, torch.where(factor > 0, probs, -probs)[..., :N]
     if v_descale is not None:
         out = out * _per_head(v_descale, Hq, out).reshape(B, 1, Hq, 1)
     back = at.inverse()
@@ -420,7 +424,8 @@ def _softmax_product(
 class _Recomputed(torch.autograd.Function):
     """softmax(S) V with the gradient of FlashAttention-2, section 2.3.2, on the whole matrix.
 
-    The forward has the scores as `S_forward`, the backward as `S`: equal but for roundings.
+    The forward has the scores as `S_forward`, the backward as `S`: equal but for roundings. The
+    exponentials are powers of two, as in every fast kernel.
     """
 
     @staticmethod
@@ -433,14 +438,15 @@ class _Recomputed(torch.autograd.Function):
         stored: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         L = S_forward.logsumexp(-1, keepdim=True)
-        out = torch.einsum("bhmn,bnhd->bmhd", S_forward.softmax(-1) * factor, V)
+        P = torch.exp2((S_forward - L) * LOG2_E)
+        out = torch.einsum("bhmn,bnhd->bmhd", P * factor, V)
         ctx.save_for_backward(S, V, factor, L, out.to(stored).to(out.dtype))
         return out, L[..., 0]
 
     @staticmethod
     def backward(ctx: Any, dO: Tensor, dL: Tensor) -> tuple[Tensor | None, ...]:
         S, V, factor, L, out = ctx.saved_tensors
-        P = torch.exp(S - L)
+        P = torch.exp2((S - L) * LOG2_E)
         delta = (dO * out).sum(-1).transpose(1, 2) - dL
         dV = torch.einsum("bhmn,bmhd->bnhd", P * factor, dO)
         dP = torch.einsum("bmhd,bnhd->bhmn", dO, V) * factor

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns 0 when every check holds, 1 when one fails, 2 when an input is missing."""
+    """Run the demo: 0 when every check holds, 1 when one fails, 2 when something is missing."""
     try:
         from .show import show
     except ImportError as error:

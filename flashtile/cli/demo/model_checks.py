@@ -153,9 +153,7 @@ def packed(model: Any, sentences: Sequence[Tensor], name: str, advance: Advance)
     return Packed(
         lengths=lengths,
         differences={way: (x - reference).abs().max().item() for way, x in results.items()},
-        same_choice=all(
-            torch.equal(x.argmax(-1), reference.argmax(-1)) for x in results.values()
-        ),
+        same_choice=all(torch.equal(x.argmax(-1), reference.argmax(-1)) for x in results.values()),
         seconds=seconds,
         logits=chosen,
     )

@@ -1,0 +1,161 @@
+"""The demo's picture: what is equal, and how time and memory grow."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ...bench.machine import device_name
+from ...bench.plots import COLOURS
+from . import layer, model_checks
+
+if TYPE_CHECKING:
+    from .show import Results
+
+LABELS = {"standard": "standard", "sdpa": "PyTorch SDPA", "flashtile": "flashtile"}
+MARKS = {"standard": "s", "sdpa": "^", "flashtile": "o"}
+
+
+def draw(path: Path, results: Results) -> None:
+    """Write a PNG of the four checks to `path`."""
+    figure = Figure(figsize=(15, 8.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=(1.15, 1)))
+    axes = top.subplots(1, 4)
+    for column, direction in enumerate(layer.PASSES):
+        _draw_memory(axes[column], results.layers, direction)
+        _draw_time(axes[2 + column], results.layers, direction)
+    handles, labels = axes[0].get_legend_handles_labels()
+    top.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    top.suptitle(
+        "One attention layer of SmolLM2-135M (heads 9:3, head dim 64, causal, float32) "
+        f"on {device_name(results.device)}",
+        fontsize=12,
+    )
+    left, middle, right = bottom.subplots(1, 3)
+    _draw_loss(left, results.loss)
+    _draw_continuation(middle, results)
+    _draw_packed(right, results.packed)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_memory(axis: Any, layers: layer.Layers, direction: str) -> None:
+    for name in layer.LAYERS:
+        rows = layers.column(name, direction)
+        peaks = [row.peak_mib for row in rows]
+        axis.plot([row.length for row in rows], peaks, **_style(name))
+    _draw_guides(axis, layers, direction)
+    _dress(axis, layers, f"peak memory, MiB\n{direction}")
+
+
+def _draw_time(axis: Any, layers: layer.Layers, direction: str) -> None:
+    for name in layer.LAYERS:
+        rows = layers.column(name, direction)
+        axis.plot([row.length for row in rows], [row.milliseconds for row in rows], **_style(name))
+    _dress(axis, layers, f"time, ms\n{direction}")
+
+
+def _style(name: str) -> dict[str, Any]:
+    return {"label": LABELS[name], "color": COLOURS[name], "marker": MARKS[name], "linewidth": 2}
+
+
+def _draw_guides(axis: Any, layers: layer.Layers, direction: str) -> None:
+    """What a square and a straight line look like on these axes."""
+    for name, power, label in (("standard", 2, "length²"), ("flashtile", 1, "length")):
+        last = layers.column(name, direction)[-1]
+        lengths = [row.length for row in layers.column("flashtile", direction)]
+        peak = cast(float, last.peak_mib)
+        guide = [peak * (length / last.length) ** power for length in lengths]
+        axis.plot(lengths, guide, ":", color="black", linewidth=1, zorder=0)
+        axis.annotate(
+            label,
+            (lengths[1], guide[1]),
+            xytext=(8, -14),
+            textcoords="offset points",
+            fontsize=9,
+        )
+
+
+def _dress(axis: Any, layers: layer.Layers, title: str) -> None:
+    lengths = sorted({row.length for row in layers.rows})
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(lengths, [str(length) for length in lengths])
+    axis.xaxis.minorticks_off()
+    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.set_xlabel("tokens")
+    axis.set_title(title, fontsize=11)
+    axis.grid(alpha=0.3)
+
+
+def _draw_loss(axis: Any, loss: model_checks.Loss) -> None:
+    """Every token's loss, one way against the other: equal numbers stand on the diagonal."""
+    reference, *_, ours = loss.per_token
+    x, y = loss.per_token[reference].numpy(), loss.per_token[ours].numpy()
+    limit = max(x.max(), y.max())
+    axis.plot([0, limit], [0, limit], color="black", linewidth=0.8, zorder=0)
+    axis.scatter(x, y, s=9, alpha=0.5, color=COLOURS["flashtile"], linewidths=0)
+    axis.set_aspect("equal")
+    axis.set_xlabel("loss of a token, standard attention")
+    axis.set_ylabel("loss of a token, flashtile")
+    means = loss.mean
+    axis.set_title(
+        f"Reading {len(x) + 1:,} tokens of Hamlet: loss\n"
+        f"{means[reference]:.6f} standard, {means[ours]:.6f} flashtile",
+        fontsize=11,
+    )
+    axis.grid(alpha=0.3)
+
+
+def _draw_continuation(axis: Any, results: Results) -> None:
+    axis.axis("off")
+    same = "the same tokens, each way" if results.continuation.passed else "the tokens DIFFER"
+    axis.set_title(f"Writing on through the key-value cache:\n{same}", fontsize=11)
+    lines = [
+        line
+        for part in results.words.strip().splitlines()
+        for line in textwrap.wrap(part, 46) or [""]
+    ]
+    axis.text(
+        0.5,
+        0.93,
+        "\n".join(lines[:14]),
+        ha="center",
+        va="top",
+        family="serif",
+        style="italic",
+        fontsize=11,
+        parse_math=False,
+        transform=axis.transAxes,
+    )
+
+
+def _draw_packed(axis: Any, packed: model_checks.Packed) -> None:
+    """Tokens that each way computes, with its time."""
+    ways = list(packed.seconds)
+    computed = [
+        packed.real if way == model_checks.PACKED_ROW else packed.padded for way in reversed(ways)
+    ]
+    colours = [COLOURS["standard" if "eager" in way else "flashtile"] for way in reversed(ways)]
+    bars = axis.barh(
+        [way.replace("eager", "standard") for way in reversed(ways)], computed, color=colours
+    )
+    axis.bar_label(
+        bars,
+        [f"{packed.seconds[way]:.2f} s" for way in reversed(ways)],
+        label_type="center",
+        color="white",
+        fontweight="bold",
+    )
+    axis.set_xlabel("tokens computed")
+    worst = max(packed.differences.values())
+    axis.set_title(
+        f"A batch of {len(packed.lengths)} speeches, {packed.real:,} tokens without padding:\n"
+        f"the logits differ by {worst:.0e}",
+        fontsize=11,
+    )
+    axis.grid(axis="x", alpha=0.3)

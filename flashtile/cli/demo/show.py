@@ -1,0 +1,284 @@
+"""What the demo prints: four checks, one after the other, each with its table and its verdict."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text as Words
+
+from ... import __version__, attention
+from ...bench.machine import busy, device_name
+from ...integrations.transformers import register
+from . import inputs, layer, model_checks
+from .picture import draw
+
+LABELS = {"eager": "standard", "sdpa": "PyTorch SDPA"}
+
+
+class Size(NamedTuple):
+    """How much the demo does."""
+
+    tokens: int  # for the loss
+    new_tokens: int
+    lengths: tuple[int, ...]  # of the attention layer
+    budget_ms: float  # of timing, one way at one length
+
+
+FULL = Size(1024, 48, (512, 1024, 2048, 4096, 8192), 1000.0)
+QUICK = Size(1024, 16, (512, 1024, 2048, 4096), 250.0)
+
+
+class Results(NamedTuple):
+    """Everything that was measured."""
+
+    device: str
+    loss: model_checks.Loss
+    continuation: model_checks.Continuation
+    words: str  # the continuation, in letters
+    layers: layer.Layers
+    packed: model_checks.Packed
+
+
+def show(args: argparse.Namespace, size: Size | None = None) -> int:
+    """Run everything; returns the exit status."""
+    start = time.perf_counter()
+    size = size or (QUICK if args.quick else FULL)
+    console = Console(highlight=False)
+    path, play = inputs.find_model(args.model), inputs.find_play(args.data)
+    device = args.device or usable_device(console)
+    _greet(console, device)
+    with _progress(console) as progress:
+        task = progress.add_task("loading SmolLM2-135M from its GGUF file", total=None)
+        model, tokenizer = inputs.load(path, device)
+        text = play.read_text(encoding="utf-8", errors="replace")
+        cut = inputs.cut(text, tokenizer, size.tokens, device)
+        progress.update(task, total=1, completed=1)
+    results = _measure(console, model, tokenizer, cut, size, device)
+    passed = _conclude(console, results, args.output, time.perf_counter() - start)
+    return 0 if passed else 1
+
+
+def usable_device(console: Console) -> str:
+    """A GPU when there is one and flashtile has a backend for it, else the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    try:
+        attention(*torch.zeros(3, 1, 16, 1, 64, device="cuda").unbind())
+    except NotImplementedError as error:
+        console.print(f"There is a GPU, but flashtile cannot use it: {error}\n", style="yellow")
+        return "cpu"
+    return "cuda"
+
+
+def _greet(console: Console, device: str) -> None:
+    console.print(
+        Panel(
+            "Attention the standard way keeps a (length x length) matrix of scores. flashtile "
+            "computes the same numbers tile by tile and never keeps it.\n"
+            "Here a real language model, SmolLM2-135M, reads Shakespeare's Hamlet both ways.",
+            title=f"flashtile {__version__}",
+            subtitle=f"{device_name(device)}, torch {torch.__version__}, float32",
+            box=box.ROUNDED,
+        )
+    )
+    if warning := (busy() if device == "cpu" else ""):
+        console.print(f"Note: {warning}.", style="yellow")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("  {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _measure(
+    console: Console, model: Any, tokenizer: Any, cut: inputs.Text, size: Size, device: str
+) -> Results:
+    """The four checks, each printed when it is done."""
+    name = register()
+    names = ("eager", "sdpa", name)
+    with warnings.catch_warnings(), _progress(console) as progress:
+        warnings.simplefilter("ignore")  # of libraries; ours are printed
+
+        task = progress.add_task("1 reading", total=len(names))
+        loss = model_checks.loss(model, cut.passage, names, lambda: progress.advance(task))
+        _print_loss(console, loss, cut.passage.shape[1])
+
+        task = progress.add_task("2 writing", total=len(names) * size.new_tokens)
+        continuation = model_checks.continuation(
+            model, cut.prompt, names, size.new_tokens, lambda: progress.advance(task)
+        )
+        words = tokenizer.decode(continuation.tokens[name], skip_special_tokens=True)
+        prompt = tokenizer.decode(cut.prompt[0]).splitlines()[-1]
+        _print_continuation(console, continuation, prompt, words)
+
+        task = progress.add_task(
+            "3 measuring", total=len(size.lengths) * len(layer.LAYERS) * len(layer.PASSES)
+        )
+        rows = []
+        for row in layer.measure(size.lengths, device, size.budget_ms):
+            rows.append(row)
+            progress.update(task, advance=1, description=f"3 measuring {row.length} tokens")
+        layers = layer.Layers(rows)
+        _print_layers(console, layers)
+
+        task = progress.add_task("4 packing", total=3)
+        packed = model_checks.packed(model, cut.sentences, name, lambda: progress.advance(task))
+        _print_packed(console, packed)
+    return Results(device, loss, continuation, words, layers, packed)
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name, name)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _print_check(console: Console, title: str, table: Table, passed: bool, verdict: str) -> None:
+    console.print(f"\n[bold]{title}[/bold]")
+    console.print(table)
+    mark, style = ("equal", "bold green") if passed else ("FAILED", "bold red")
+    console.print(Words.assemble((mark, style), f": {verdict}"))
+
+
+def _print_loss(console: Console, loss: model_checks.Loss, tokens: int) -> None:
+    table = _table("attention", "loss, nats per token", "seconds")
+    for name, mean in loss.mean.items():
+        table.add_row(_label(name), f"{mean:.7f}", f"{loss.seconds[name]:.2f}")
+    verdict = f"the losses differ by {loss.difference:.1e} at the most (allowed: 1e-5)"
+    _print_check(console, f"1. The model reads {tokens:,} tokens", table, loss.passed, verdict)
+
+
+def _print_continuation(
+    console: Console, continuation: model_checks.Continuation, prompt: str, words: str
+) -> None:
+    table = _table("attention", "new tokens", "tokens per second")
+    for name, tokens in continuation.tokens.items():
+        speed = len(tokens) / continuation.seconds[name]
+        table.add_row(_label(name), str(len(tokens)), f"{speed:.1f}")
+    verdict = "the same tokens each way, through the key-value cache"
+    if not continuation.passed:
+        verdict = "the tokens differ"
+    _print_check(
+        console,
+        "2. The model writes on, one likeliest token after the other",
+        table,
+        continuation.passed,
+        verdict,
+    )
+    console.print(Words.assemble(("  ... " + prompt, "dim"), (words, "italic")))
+
+
+def _print_layers(console: Console, layers: layer.Layers) -> None:
+    console.print("\n[bold]3. One attention layer of the model, at growing length[/bold]")
+    for direction in layer.PASSES:
+        table = _table(
+            "tokens",
+            *(f"{_label(name)}\nms" for name in layer.LAYERS),
+            *(f"{_label(name)}\nMiB" for name in layer.LAYERS),
+            "flashtile is",
+        )
+        table.title, table.title_justify = f"{direction}: time and peak memory", "left"
+        for length in sorted({row.length for row in layers.rows}):
+            table.add_row(*_layer_cells(layers, direction, length))
+        console.print(table)
+    growths = ", ".join(
+        f"{_label(name)} length^{layers.growth(name, layer.PASSES[1]):.2f}" for name in layer.LAYERS
+    )
+    mark, style = ("as it must be", "bold green") if layers.passed else ("FAILED", "bold red")
+    console.print(
+        Words.assemble(
+            (mark, style),
+            f": memory grows as {growths} (2 is quadratic, 1 a straight line); "
+            f"the results differ by {layers.error:.0e}",
+        )
+    )
+
+
+def _layer_cells(layers: layer.Layers, direction: str, length: int) -> list[str]:
+    rows = {
+        row.name: row for row in layers.rows if (row.direction, row.length) == (direction, length)
+    }
+    times = [row.milliseconds for row in rows.values()]
+    peaks = [row.peak_mib for row in rows.values()]
+    standard, ours = rows["standard"], rows["flashtile"]
+    if standard.milliseconds and standard.peak_mib and ours.milliseconds and ours.peak_mib:
+        faster = standard.milliseconds / ours.milliseconds
+        gain = f"{faster:.1f}x faster, {standard.peak_mib / ours.peak_mib:.0f}x smaller"
+    else:
+        gain = f"possible ({layer.standard_bytes(length) / 2**30:.0f} GiB is too much)"
+    return [
+        f"{length:,}",
+        *("-" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in times),
+        *("-" if x is None else f"{x:,.0f}" for x in peaks),
+        gain,
+    ]
+
+
+def _print_packed(console: Console, packed: model_checks.Packed) -> None:
+    table = _table("attention", "tokens computed", "seconds", "logits differ by")
+    for way, seconds in packed.seconds.items():
+        computed = packed.real if way == model_checks.PACKED_ROW else packed.padded
+        difference = packed.differences.get(way)
+        shown = "" if difference is None else f"{difference:.1e}"
+        table.add_row(way.replace("eager", "standard"), f"{computed:,}", f"{seconds:.2f}", shown)
+    lengths = f"{min(packed.lengths)} to {max(packed.lengths)}"
+    verdict = (
+        f"the logits of all {packed.real:,} real tokens (allowed: 1e-3), and every choice of a word"
+    )
+    title = f"4. A batch of {len(packed.lengths)} speeches, {lengths} tokens long"
+    _print_check(console, title, table, packed.passed, verdict)
+
+
+def _conclude(console: Console, results: Results, output: Path, seconds: float) -> bool:
+    """The picture, and the last lines; returns whether every check holds."""
+    draw(output, results)
+    checks = {
+        "loss": results.loss.passed,
+        "continuation": results.continuation.passed,
+        "memory": results.layers.passed,
+        "padded batch": results.packed.passed,
+    }
+    failed = [name for name, passed in checks.items() if not passed]
+    both = results.layers.column("standard", layer.PASSES[1])[-1]
+    ours = next(
+        row
+        for row in results.layers.column("flashtile", layer.PASSES[1])
+        if row.length == both.length
+    )
+    assert both.peak_mib and ours.peak_mib and both.milliseconds and ours.milliseconds
+    summary = (
+        f"All four checks hold. Training on {both.length:,} tokens, flashtile's attention is "
+        f"{both.milliseconds / ours.milliseconds:.1f} times as fast as the standard one and takes "
+        f"{ours.peak_mib:,.0f} MiB instead of {both.peak_mib:,.0f}."
+    )
+    style = "green" if not failed else "red"
+    console.print(
+        Panel(
+            summary if not failed else f"These checks FAILED: {', '.join(failed)}.",
+            subtitle=f"picture: {output}, {seconds:.0f} seconds in all",
+            border_style=style,
+            box=box.ROUNDED,
+        )
+    )
+    return not failed

@@ -1,0 +1,150 @@
+"""``flashtile tune``: measure tile sizes of the Triton backend on this GPU and keep the best.
+
+Results go to the user's cache folder (FLASHTILE_CACHE, else ~/.cache/flashtile) as JSON, where every later process
+finds them; a normal call never tunes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..api import Arguments, dense_call
+from ..backends.triton import plan
+from ..problem import AttentionProblem
+
+HEAD_DIMS = (64, 128, 256)
+TOKENS, HIDDEN = 16384, 2048  # of the measured call: 32, 16 or 8 heads
+GRID_BLOCKS = (32, 64, 128)
+ROUNDS = 3
+
+
+class Candidate(NamedTuple):
+    """One thing to measure."""
+
+    head_dim: int
+    kernel: str  # one of plan.PASSES
+    tile: plan.Tile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to tune and where to write."""
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--output", type=Path, help="folder for the JSON (default: the cache)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure the grid, print the winners, write them."""
+    if not torch.cuda.is_available():
+        print("flashtile tune: no CUDA device here; tiles are measured on the GPU that uses them")
+        return 1
+    name = plan.architecture(torch.cuda.get_device_capability())
+    best: dict[str, dict[str, list[int]]] = {}
+    for head_dim in args.head_dims:
+        for kernel in plan.PASSES:
+            candidates = list(grid(head_dim, kernel))
+            times = measure(candidates, args.length, getattr(torch, args.dtype))
+            if not times:
+                print(f"head dim {head_dim} {kernel}: no candidate fits")
+                continue
+            winner = min(times, key=lambda candidate: times[candidate])
+            best.setdefault(str(head_dim), {})[kernel] = list(winner.tile)
+            print(f"head dim {head_dim} {kernel}: {winner.tile}, {times[winner]:.3f} ms")
+    path = write(best, name, args.output or plan.tuned_folder())
+    print(f"written: {path}")
+    return 0
+
+
+def grid(head_dim: int, kernel: str) -> Iterator[Candidate]:
+    """Tiles worth a try; those that do not fit the GPU fall out when they are compiled."""
+    for BLOCK_M in GRID_BLOCKS:
+        for BLOCK_N in GRID_BLOCKS:
+            for warps in (4, 8):
+                for stages in (2, 3):
+                    accumulators = (BLOCK_N if kernel == "keys" else BLOCK_M) * head_dim
+                    per_thread = (accumulators + BLOCK_M * BLOCK_N) // (32 * warps)
+                    if 24 <= per_thread <= 224:  # of 255 registers
+                        yield Candidate(head_dim, kernel, plan.Tile(BLOCK_M, BLOCK_N, warps, stages))
+
+
+def measure(
+    candidates: list[Candidate], length: int, dtype: torch.dtype
+) -> dict[Candidate, float]:
+    """Milliseconds of causal plus full attention, in random order so that none profits from a cooler GPU."""
+    samples: dict[Candidate, list[float]] = {}
+    started = time.monotonic()
+    for number in range(ROUNDS):
+        random.shuffle(candidates)
+        for done, candidate in enumerate(list(candidates)):
+            milliseconds = time_candidate(candidate, length, dtype)
+            if milliseconds is None:
+                candidates.remove(candidate)
+            else:
+                samples.setdefault(candidate, []).append(milliseconds)
+            print(
+                f"\rround {number + 1} of {ROUNDS}, {done + 1} tiles, "
+                f"{time.monotonic() - started:.0f} s ",
+                end="",
+                flush=True,
+            )
+    print()
+    return {candidate: sorted(times)[len(times) // 2] for candidate, times in samples.items()}
+
+
+def time_candidate(candidate: Candidate, length: int, dtype: torch.dtype) -> float | None:
+    """Milliseconds, or None when the tile does not fit this GPU."""
+    from triton.runtime.errors import OutOfResources, PTXASError
+    from triton.testing import do_bench
+
+    total = 0.0
+    for causal in (False, True):
+        launches = launches_of(candidate, length, dtype, causal)
+        try:
+            total += do_bench(lambda: [x.run() for x in launches], warmup=5, rep=20)  # noqa: B023
+        except (OutOfResources, PTXASError):
+            return None
+    return total
+
+
+def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: bool) -> list[Any]:
+    """The launches of the candidate's kernel."""
+    from ..backends.triton import launch
+
+    batch, heads = max(1, TOKENS // length), HIDDEN // candidate.head_dim
+    shape = (batch, length, heads, candidate.head_dim)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
+    operands, options = dense_call(q, k, v, Arguments(causal=causal))
+    problem = AttentionProblem.of(operands, options)
+    with plan.forced_tile(candidate.kernel, candidate.tile):
+        out, lse, launches = launch.forward_launches(problem, operands)
+        if candidate.kernel != "forward":
+            launch.run(launches, q)
+            launches = launch.backward_launches(problem, operands, out, lse, dout, None)[2]
+    wanted = launch.KERNELS[candidate.kernel]
+    return [x for x in launches if x.kernel is wanted]
+
+
+def write(tiles: dict[str, dict[str, list[int]]], name: str, folder: Path) -> Path:
+    """Add the winners to the folder's file for this architecture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    known = json.loads(path.read_text())["tiles"] if path.is_file() else {}
+    for head_dim, passes in tiles.items():
+        known.setdefault(head_dim, {}).update(passes)
+    found = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "tiles": known,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path

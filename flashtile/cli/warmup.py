@@ -1,0 +1,51 @@
+"""``flashtile warmup``: compile the Triton kernels before the first call that needs them.
+
+Kernels are compiled for a head dim, a dtype and the options that are on, never for a length; Triton keeps them on disk,
+so one run serves every later process on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+
+import torch
+
+from ..api import Arguments, dense_call
+from ..backends import load
+from ..problem import AttentionProblem
+
+LENGTH = 256  # any will do: lengths are not compiled in
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which kernels."""
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--group", type=int, default=1, help="query heads to a key head")
+    parser.add_argument("--no-backward", action="store_true", help="the forward alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run each combination once, causal and full."""
+    if not torch.cuda.is_available():
+        print("flashtile warmup: no CUDA device here; kernels are compiled for the GPU that runs them")
+        return 1
+    backend = load("triton")
+    for dtype, head_dim, causal in itertools.product(args.dtypes, args.head_dims, (False, True)):
+        started = time.monotonic()
+        # Long enough a batch that the kernels for large calls are the ones compiled.
+        q = torch.randn(
+            256, LENGTH, args.group, head_dim, device="cuda", dtype=getattr(torch, dtype)
+        )
+        k = q[:, :, :1].contiguous()
+        operands, options = dense_call(q, k, k, Arguments(causal=causal))
+        problem = AttentionProblem.of(operands, options)
+        out, lse = backend.forward(problem, operands)
+        if not args.no_backward:
+            backend.backward(problem, operands, out, lse, out, None)
+        torch.cuda.synchronize()
+        mask = "causal" if causal else "full"
+        print(f"{dtype} head dim {head_dim} {mask}: {time.monotonic() - started:.1f} s", flush=True)
+    return 0
