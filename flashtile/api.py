@@ -327,6 +327,7 @@ def attention_with_kvcache(
         )
         operands, options = _with_arguments(described, M, N, arguments)
         kvcache.check_rotary(rotary, operands, new)
+        kvcache.check_values(options, lengths, new, rotary)
         options = _ready(operands, options, backend, out)
         operands = kvcache.rotate_and_append(operands, options, lengths, cache, new, rotary)
         result, lse = autograd.attend(operands, options)

@@ -72,16 +72,16 @@ def describe(
         The operands; the lengths before the append, int32 (batch,), None for the whole cache; the
         longest query; the longest key.
     """
+    if (new.k is None) != (new.v is None):
+        missing, given = ("k", "v") if new.k is None else ("v", "k")
+        raise ValueError(f"{missing}: got None with {given} given, want both or neither")
     batch, max_seqlen_q = _check_queries(queries, cache)
     _check_cache(queries.q, cache, batch)
     lengths = _lengths(cache, new, batch)
-    used = None
-    if lengths is not None:
-        used = lengths
-        if new.k is not None:
-            _check_new(queries.q, cache, new, batch)
-            added = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
-            used = (lengths + added).int()
+    used = lengths
+    if lengths is not None and new.k is not None:
+        _check_new(queries.q, cache, new, batch)
+        used = (lengths + _added(new)).int()
     operands = Operands(
         q=queries.q,
         k=cache.k,
@@ -221,6 +221,37 @@ def check_rotary(rotary: Rotary, operands: Operands, new: NewTokens) -> None:
     if rotary.seqlens is not None:
         batch = operands.seqused_k.shape[0] if operands.seqused_k is not None else 0
         validate.per_sequence("rotary_seqlens", rotary.seqlens, operands.q, batch)
+
+
+def check_values(options: Options, lengths: Tensor | None, new: NewTokens, rotary: Rotary) -> None:
+    """Checks that read lengths on the host; only with ``FLASHTILE_CHECK=1`` in the environment."""
+    if not validate.checking_values() or lengths is None:
+        return
+    if new.k is not None and new.cu_seqlens is not None:
+        total = new.k.shape[0]
+        validate.cumulative_values("cu_seqlens_k_new", new.cu_seqlens, total, total, "k")
+    added, capacity = _added(new), options.max_seqlen_k
+    if bool((lengths < 0).any()) or bool((lengths + added > capacity).any()):
+        count = added if isinstance(added, int) else added.tolist()
+        raise ValueError(
+            f"cache_seqlens: got {lengths.tolist()} with {count} new tokens, want at least 0 and, "
+            f"with them, at most {capacity}, what the cache holds"
+        )
+    if rotary.cos is not None and lengths.numel():
+        base = lengths if rotary.seqlens is None else rotary.seqlens
+        needed = int((base + added).max())
+        if needed > rotary.cos.shape[0]:
+            raise ValueError(
+                f"rotary_cos: got {rotary.cos.shape[0]} positions, want at least {needed}, where "
+                "the last new token stands"
+            )
+
+
+def _added(new: NewTokens) -> int | Tensor:
+    """New tokens of each sequence."""
+    if new.k is None:
+        return 0
+    return new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
 
 
 def rotate_and_append(

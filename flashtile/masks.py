@@ -240,10 +240,10 @@ def _four_dimensional(x: Tensor, name: str) -> Tensor:
 
 
 def _checked_tile_size(tile_size: tuple[int, int]) -> tuple[int, int]:
-    BM, BN = tile_size
-    if BM < 1 or BN < 1:
-        raise ValueError(f"tile_size: got {tile_size}, want two positive integers (rows, keys)")
-    return BM, BN
+    pair = tuple(tile_size) if isinstance(tile_size, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(size, int) and size > 0 for size in pair):
+        raise ValueError(f"tile_size: got {tile_size!r}, want two positive integers (rows, keys)")
+    return pair[0], pair[1]
 
 
 def _mark(kinds: Tensor, counts: Tensor, indices: Tensor, kind: int) -> None:

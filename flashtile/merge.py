@@ -76,6 +76,8 @@ def flash_attn_combine(
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want a floating dtype")
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise TypeError(f"out_dtype: got {out_dtype}, want a floating dtype")
     if out is not None and out.shape != out_partial.shape[1:]:
         raise ValueError(f"out: got shape {tuple(out.shape)}, want {tuple(out_partial.shape[1:])}")
     dtype = out.dtype if out is not None else (out_dtype or out_partial.dtype)

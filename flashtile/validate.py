@@ -326,6 +326,10 @@ def output(out: Any, operands: Operands) -> None:
     same_device("out", out, q)
     if out.dtype != output_dtype(q.dtype):
         raise TypeError(f"out: got dtype {out.dtype}, want {output_dtype(q.dtype)}")
+    if not torch.compiler.is_compiling() and torch._debug_has_internal_overlap(out) == 1:
+        raise ValueError(
+            f"out: got strides {out.stride()}, want elements that do not share memory (expanded?)"
+        )
     if torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (out, *operands[:5])
     ):
@@ -334,9 +338,16 @@ def output(out: Any, operands: Operands) -> None:
         )
 
 
+def checking_values() -> bool:
+    """Whether to make the checks that read tensor values and so wait for the device."""
+    if torch.compiler.is_compiling():
+        return False
+    return os.environ.get("FLASHTILE_CHECK", "0") not in ("", "0")
+
+
 def values(operands: Operands, options: Options) -> None:
     """Checks that read tensor values; only with ``FLASHTILE_CHECK=1`` in the environment."""
-    if torch.compiler.is_compiling() or os.environ.get("FLASHTILE_CHECK", "0") in ("", "0"):
+    if not checking_values():
         return
     limits = (
         ("q", operands.cu_seqlens_q, operands.seqused_q, operands.q, options.max_seqlen_q),
@@ -344,7 +355,7 @@ def values(operands: Operands, options: Options) -> None:
     )
     for side, cu_seqlens, used, x, longest in limits:
         if cu_seqlens is not None:
-            _cumulative_values(f"cu_seqlens_{side}", cu_seqlens, x.shape[0], longest, side)
+            cumulative_values(f"cu_seqlens_{side}", cu_seqlens, x.shape[0], longest, side)
         if used is not None:
             bounds = cu_seqlens.diff() if cu_seqlens is not None else torch.full_like(used, longest)
             if bool((used < 0).any()) or bool((used > bounds).any()):
@@ -375,7 +386,8 @@ def _page_values(operands: Operands) -> None:
     _within("page_table", table[slots < pages_used[:, None]], k.shape[0])
 
 
-def _cumulative_values(name: str, cu_seqlens: Tensor, total: int, longest: int, side: str) -> None:
+def cumulative_values(name: str, cu_seqlens: Tensor, total: int, longest: int, side: str) -> None:
+    """The values of cumulative lengths: 0 first, no decrease, inside the tensor, none too long."""
     lengths = cu_seqlens.diff()
     if int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
         raise ValueError(f"{name}: got {cu_seqlens.tolist()}, want 0 first and no decrease")

@@ -47,7 +47,7 @@ STAGES = {"": 0, "launch": 1, "kernel": 2, "plan": 3}
 REQUIRED = {"torch", "typing_extensions"}
 OPTIONAL = {
     "bench": {"rich", "matplotlib"},
-    "cli": {"rich", "matplotlib", "transformers", "gguf"},
+    "cli": {"rich", "matplotlib", "transformers", "gguf", "triton"},
     "integrations": {"transformers"},
     "backends": {"triton"},
 }
