@@ -134,7 +134,9 @@ def peak_bytes(call: Call, device: str = "cpu") -> int:
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs its own start otherwise
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
         call()
     assert profile.profiler is not None
     assert profile.profiler.kineto_results is not None

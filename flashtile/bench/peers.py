@@ -95,7 +95,7 @@ def standard(case: Case, inputs: Inputs) -> Prepared:
     """Attention as the textbook writes it: every score in memory, softmax in float32."""
     _refuse(case, page_size="gathers no pages")
     _refuse_quadratic(case, inputs.q.device)
-    leaves = _leaves(inputs, heads_first=inputs.cu_seqlens is None)
+    leaves = _leaves(inputs, _heads_first if inputs.cu_seqlens is None else Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     rest = {"bias": leaves.get("bias"), "sink": leaves.get("sink")}
     if inputs.cu_seqlens is None:
@@ -145,8 +145,13 @@ def _textbook(
     return F.dropout(probs[..., : k.shape[-2]], case.dropout) @ v
 
 
-def sdpa(case: Case, inputs: Inputs, backend: SDPBackend | None = None) -> Prepared:
-    """PyTorch's `scaled_dot_product_attention`, free to choose or held to one backend."""
+def sdpa(
+    case: Case, inputs: Inputs, backend: SDPBackend | None = None, *, as_views: bool = False
+) -> Prepared:
+    """PyTorch's `scaled_dot_product_attention`, free to choose or held to one backend.
+
+    `as_views`: on flashtile's own tensors, transposed, instead of copies with the heads first.
+    """
     device, M, N = inputs.q.device, case.seqlen_q, case.seqlen_k
     if device.type == "cpu" and backend in (
         SDPBackend.EFFICIENT_ATTENTION,
@@ -162,7 +167,8 @@ def sdpa(case: Case, inputs: Inputs, backend: SDPBackend | None = None) -> Prepa
     )
     if backend == SDPBackend.MATH:
         _refuse_quadratic(case, device)
-    leaves = _leaves(inputs, heads_first=True)
+    turn = _turned if as_views else _heads_first
+    leaves = _leaves(inputs, turn)
     q, k, v, bias = leaves["q"], leaves["k"], leaves["v"], leaves.get("bias")
     only_causal = case.causal and case.window == (-1, -1) and not case.chunk and M == N
     is_causal = only_causal and not (case.block_sparse or case.alibi or case.bias)
@@ -182,7 +188,7 @@ def sdpa(case: Case, inputs: Inputs, backend: SDPBackend | None = None) -> Prepa
                 enable_gqa=case.heads_q != case.heads_kv,
             )
 
-    return Prepared(forward, leaves, _heads_first(inputs.dout), heads_first=True)
+    return Prepared(forward, leaves, turn(inputs.dout), heads_first=True)
 
 
 def flex(case: Case, inputs: Inputs) -> Prepared:
@@ -193,7 +199,7 @@ def flex(case: Case, inputs: Inputs) -> Prepared:
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))):
         raise Skip("needs a C++ compiler")
     _refuse(case, sink="has no sink", dropout="has no dropout", page_size="not set up for pages")
-    leaves = _leaves(inputs, heads_first=inputs.cu_seqlens is None)
+    leaves = _leaves(inputs, _heads_first if inputs.cu_seqlens is None else Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     M, N, block_mask = case.seqlen_q, case.seqlen_k, None
     if inputs.cu_seqlens is not None:
@@ -393,7 +399,7 @@ def _length_first(
     page_argument: str = "page_table",
 ) -> Prepared:
     """A call of one of the three functions of a library with FlashAttention's layout."""
-    leaves = _leaves(inputs, heads_first=False)
+    leaves = _leaves(inputs, Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     options = {**options, "causal": case.causal}
     options |= {name: leaves[name] for name in ("bias", "sink") if name in leaves}
@@ -425,9 +431,8 @@ def _packed_layout(cu_seqlens: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return cu_seqlens, cu_seqlens, longest, longest
 
 
-def _leaves(inputs: Inputs, heads_first: bool) -> dict[str, Tensor]:
-    move = _heads_first if heads_first else Tensor.detach
-    leaves = {"q": move(inputs.q), "k": move(inputs.k), "v": move(inputs.v)}
+def _leaves(inputs: Inputs, turn: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    leaves = {"q": turn(inputs.q), "k": turn(inputs.k), "v": turn(inputs.v)}
     leaves |= {
         name: x.detach()
         for name, x in (("bias", inputs.bias), ("sink", inputs.sink))
@@ -436,9 +441,14 @@ def _leaves(inputs: Inputs, heads_first: bool) -> dict[str, Tensor]:
     return {name: x.requires_grad_() for name, x in leaves.items()}
 
 
+def _turned(x: Tensor) -> Tensor:
+    """(B, length, H, dim) seen as (B, H, length, dim)."""
+    return x.detach().transpose(1, 2)
+
+
 def _heads_first(x: Tensor) -> Tensor:
     """(B, length, H, dim) as (B, H, length, dim), in memory too."""
-    return x.detach().transpose(1, 2).contiguous()
+    return _turned(x).contiguous()
 
 
 def _alibi(inputs: Inputs, M: int, N: int) -> Tensor | None:

@@ -4,7 +4,7 @@ Where the native kernel can do the job itself (full attention, causal attention 
 flashtile may take 1.05 times as long. Elsewhere the yardstick is what the native kernel takes for
 as many unmasked scores: 1.4 times that forward, 1.5 backward. That is its full attention, or its
 causal attention when the job is causal, scaled by the scores; when decoding, its time over a
-contiguous cache. Memory has to grow as the length does; the gradient of a bias, as large as the
+contiguous cache. Both run on the same tensors, in flashtile's layout. Memory has to grow as the length does; the gradient of a bias, as large as the
 scores themselves, is left out of it.
 """
 
@@ -15,8 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from torch.nn.attention import SDPBackend
+
 from .measure import cpu_timer
-from .peers import PEERS, Prepared
+from .peers import Prepared, flashtile, sdpa
 from .report import Row
 from .run import MIB, Settings, peak_memory, time_passes
 from .shapes import Case, flops, make_inputs, vary
@@ -98,8 +100,8 @@ def _measure(base: Case, direction: str) -> list[Outcome]:
     ours = {n: case for n, case in jobs(base).items() if direction == "forward" or not case.cached}
     yardsticks = {name: yardstick(name, case) for name, case in ours.items()}
     native = {name: replace(ours[name], page_size=0) for name in sorted(set(yardsticks.values()))}
-    ready = {name: _prepared("flashtile", case) for name, case in ours.items()}
-    timed = {f"native {name}": _prepared("sdpa-flash", case) for name, case in native.items()}
+    ready = {name: flashtile(case, make_inputs(case)) for name, case in ours.items()}
+    timed = {f"native {name}": _native(case) for name, case in native.items()}
     samples = time_passes(ready | timed, direction, cpu_timer, SETTINGS)
     outcomes = []
     for name, case in ours.items():
@@ -116,8 +118,9 @@ def _measure(base: Case, direction: str) -> list[Outcome]:
     return outcomes
 
 
-def _prepared(peer: str, case: Case) -> Prepared:
-    return PEERS[peer](case, make_inputs(case))
+def _native(case: Case) -> Prepared:
+    """PyTorch's kernel on the very tensors that flashtile gets."""
+    return sdpa(case, make_inputs(case), SDPBackend.FLASH_ATTENTION, as_views=True)
 
 
 def growth(outcomes: Sequence[Outcome]) -> float:

@@ -24,6 +24,13 @@ HEAD_DIMS = (64, 128, 256)
 TOKENS, HIDDEN = 16384, 2048  # of the measured call: 32, 16 or 8 heads
 GRID_BLOCKS = (32, 64, 128)
 ROUNDS = 3
+# Kernel of a pass, and the flag of what it makes.
+MARKS = {
+    "forward": ("forward_kernel", ""),
+    "keys": ("key_gradient_kernel", "HAS_DK"),
+    "queries": ("query_gradient_kernel", ""),
+    "values": ("key_gradient_kernel", "HAS_DV"),
+}
 
 
 class Candidate(NamedTuple):
@@ -50,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     name = plan.architecture(torch.cuda.get_device_capability())
     best: dict[str, dict[str, list[int]]] = {}
     for head_dim in args.head_dims:
-        for kernel in plan.PASSES:
+        for kernel in plan.passes_of(head_dim):
             candidates = list(grid(head_dim, kernel))
             times = measure(candidates, args.length, getattr(torch, args.dtype))
             if not times:
@@ -70,7 +77,7 @@ def grid(head_dim: int, kernel: str) -> Iterator[Candidate]:
         for BLOCK_N in GRID_BLOCKS:
             for warps in (4, 8):
                 for stages in (2, 3):
-                    accumulators = (BLOCK_N if kernel == "keys" else BLOCK_M) * head_dim
+                    accumulators = (BLOCK_N if kernel in ("keys", "values") else BLOCK_M) * head_dim
                     per_thread = (accumulators + BLOCK_M * BLOCK_N) // (32 * warps)
                     if 24 <= per_thread <= 224:  # of 255 registers
                         yield Candidate(head_dim, kernel, plan.Tile(BLOCK_M, BLOCK_N, warps, stages))
@@ -129,8 +136,8 @@ def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: b
         if candidate.kernel != "forward":
             launch.run(launches, q)
             launches = launch.backward_launches(problem, operands, out, lse, dout, None)[2]
-    wanted = launch.KERNELS[candidate.kernel]
-    return [x for x in launches if x.kernel is wanted]
+    name, makes = MARKS[candidate.kernel]
+    return [x for x in launches if x.kernel.__name__ == name and x.arguments.get(makes, True)]
 
 
 def write(tiles: dict[str, dict[str, list[int]]], name: str, folder: Path) -> Path:

@@ -16,18 +16,18 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     """(out, lse) of a problem."""
     plan = plan_forward(problem)
     q, v = operands.q, operands.v
+    dtype, statistics = output_dtype(q.dtype), lse_dtype(q.dtype)
+    parts = list(segments(problem, operands))
+    if len(parts) == 1 and parts[0].is_whole_call(problem):  # nothing to put together
+        O, L = _segment_forward(problem, operands, parts[0], plan)
+        return _as_call(O, dtype), L.to(statistics)
     # Rows outside of every segment (padding) keep these values.
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=output_dtype(q.dtype))
-    lse = torch.full(lse_shape(operands), -torch.inf, dtype=lse_dtype(q.dtype))
-    for segment in segments(problem, operands):
-        if segment.mask.visibility.M == 0:
-            continue
-        if plan.kernel == "native" and segment.mask.visibility.N > 0:
-            result = _native_forward(problem, operands, segment, plan)
-        else:
-            result = tiles.forward(_tile_problem(problem, operands, segment, plan))
-        segment.queries(out).copy_(result[0])
-        segment.rows(lse).copy_(result[1])
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    lse = torch.full(lse_shape(operands), -torch.inf, dtype=statistics)
+    for segment in parts:
+        O, L = _segment_forward(problem, operands, segment, plan)
+        segment.queries(out).copy_(O)
+        segment.rows(lse).copy_(L)
     return out, lse
 
 
@@ -41,32 +41,23 @@ def backward(
 ) -> Gradients:
     """Gradients of a problem: accumulated as `lse`, returned in the operands' dtypes."""
     plan = plan_backward(problem, dlse is not None)
-    accumulate = lse.dtype
-    dq = torch.zeros(operands.q.shape, dtype=accumulate)
-    dk = torch.zeros(operands.k.shape, dtype=accumulate)
-    dv = torch.zeros(operands.v.shape, dtype=accumulate)
-    dbias = _zeros_like(operands.bias, accumulate)
-    dsink = _zeros_like(operands.sink, accumulate)
-    for segment in segments(problem, operands):
-        visibility = segment.mask.visibility
-        if visibility.M == 0 or (visibility.N == 0 and dsink is None):
-            continue
-        if plan.kernel == "native" and visibility.N > 0:
-            grads = _native_backward(problem, operands, segment, plan, out, lse, dout, dsink)
-        else:
-            grads = _plain_backward(
-                problem, operands, segment, plan, (out, lse, dout, dlse), dbias, dsink
-            )
-        segment.queries(dq).copy_(grads[0])
-        segment.add_to_keys(dk, grads[1])
-        segment.add_to_keys(dv, grads[2])
-    return Gradients(
-        dq.to(operands.q.dtype),
-        dk.to(operands.k.dtype),
-        dv.to(operands.v.dtype),
-        _like(dbias, operands.bias),
-        _like(dsink, operands.sink),
-    )
+    q, k, v = operands[:3]
+    results = (out, lse, dout, dlse)
+    dbias = _zeros_like(operands.bias, lse.dtype)
+    dsink = _zeros_like(operands.sink, lse.dtype)
+    parts = list(segments(problem, operands))
+    if len(parts) == 1 and parts[0].is_whole_call(problem):  # nothing to put together
+        grads = _segment_backward(problem, operands, parts[0], plan, results, dbias, dsink)
+        dq, dk, dv = (_as_call(g, x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    else:
+        dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
+        for segment in parts:
+            grads = _segment_backward(problem, operands, segment, plan, results, dbias, dsink)
+            segment.queries(dq).copy_(grads[0])
+            segment.add_to_keys(dk, grads[1])
+            segment.add_to_keys(dv, grads[2])
+        dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return Gradients(dq, dk, dv, _like(dbias, operands.bias), _like(dsink, operands.sink))
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -82,6 +73,41 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
         target = probs[segment.batch, segment.heads, : visibility.M, : visibility.N]
         tiles.probabilities(tile_problem, segment.rows(lse).to(plan.compute_dtype), target)
     return probs
+
+
+def _as_call(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A segment (batch, heads, length, head_dim) as a call has it, (batch, length, heads, ...)."""
+    return x.transpose(1, 2).to(dtype).contiguous()
+
+
+def _runs_native(segment: Segment, plan: Plan) -> bool:
+    """PyTorch's kernel does not take empty tensors."""
+    visibility = segment.mask.visibility
+    return plan.kernel == "native" and visibility.M > 0 and visibility.N > 0
+
+
+def _segment_forward(
+    problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    if _runs_native(segment, plan):
+        return _native_forward(problem, operands, segment, plan)
+    return tiles.forward(_tile_problem(problem, operands, segment, plan))
+
+
+def _segment_backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    segment: Segment,
+    plan: Plan,
+    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    dbias: Tensor | None,
+    dsink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a segment; adds to `dbias` and `dsink`."""
+    if _runs_native(segment, plan):
+        out, lse, dout, _ = results
+        return _native_backward(problem, operands, segment, plan, out, lse, dout, dsink)
+    return _plain_backward(problem, operands, segment, plan, results, dbias, dsink)
 
 
 def _native_forward(

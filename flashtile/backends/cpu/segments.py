@@ -122,6 +122,10 @@ class Segment:
     packed_keys: bool
     mask: SegmentMask
 
+    def is_whole_call(self, problem: AttentionProblem) -> bool:
+        """Whether this one segment is all that there is, padding included."""
+        return not (_ragged(problem) or self.packed_queries) and self.batch.stop == problem.B
+
     def queries(self, x: Tensor) -> Tensor:
         """(batch, heads, M, head_dim) view of q, out, or their gradients."""
         if self.packed_queries:

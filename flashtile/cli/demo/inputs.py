@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -73,10 +75,11 @@ def load(path: Path, device: str) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder, name = str(path.parent), path.name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, dtype=torch.float32, attn_implementation="eager"
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=name, dtype=torch.float32, attn_implementation="eager"
+        )
     return model.eval().to(device), tokenizer
 
 

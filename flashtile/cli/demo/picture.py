@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -64,20 +63,28 @@ def _style(name: str) -> dict[str, Any]:
 
 
 def _draw_guides(axis: Any, layers: layer.Layers, direction: str) -> None:
-    """What a square and a straight line look like on these axes."""
+    """What a square and a straight line look like on these axes, and how far they are apart."""
+    last = {name: layers.column(name, direction)[-1] for name in ("standard", "flashtile")}
+    lengths = [row.length for row in layers.column("flashtile", direction)]
     for name, power, label in (("standard", 2, "length²"), ("flashtile", 1, "length")):
-        last = layers.column(name, direction)[-1]
-        lengths = [row.length for row in layers.column("flashtile", direction)]
-        peak = cast(float, last.peak_mib)
-        guide = [peak * (length / last.length) ** power for length in lengths]
+        peak = cast(float, last[name].peak_mib)
+        guide = [peak * (length / last[name].length) ** power for length in lengths]
         axis.plot(lengths, guide, ":", color="black", linewidth=1, zorder=0)
+        middle = (lengths[-3] * lengths[-2]) ** 0.5
+        height = peak * (middle / last[name].length) ** power
         axis.annotate(
-            label,
-            (lengths[1], guide[1]),
-            xytext=(8, -14),
+            f"grows as {label}",
+            (middle, height),
+            xytext=(-6, 8),
             textcoords="offset points",
+            ha="right",
             fontsize=9,
         )
+    high, low = (cast(float, last[name].peak_mib) for name in ("standard", "flashtile"))
+    if last["standard"].length == last["flashtile"].length:
+        place = {"xy": (lengths[-1], low * 1.3), "xytext": (lengths[-1], high / 1.3)}
+        axis.annotate("", **place, arrowprops={"arrowstyle": "<->", "color": "black"})
+        axis.text(lengths[-1] / 1.08, (high * low) ** 0.5, f"{high / low:.0f}x", ha="right")
 
 
 def _dress(axis: Any, layers: layer.Layers, title: str) -> None:
@@ -115,23 +122,20 @@ def _draw_continuation(axis: Any, results: Results) -> None:
     axis.axis("off")
     same = "the same tokens, each way" if results.continuation.passed else "the tokens DIFFER"
     axis.set_title(f"Writing on through the key-value cache:\n{same}", fontsize=11)
-    lines = [
-        line
-        for part in results.words.strip().splitlines()
-        for line in textwrap.wrap(part, 46) or [""]
-    ]
-    axis.text(
-        0.5,
-        0.93,
-        "\n".join(lines[:14]),
-        ha="center",
-        va="top",
-        family="serif",
-        style="italic",
-        fontsize=11,
-        parse_math=False,
-        transform=axis.transAxes,
-    )
+    axis.text(0.02, 0.94, f"... {results.prompt}", color="gray", **_prose(axis))
+    axis.text(0.02, 0.86, "\n".join(results.words.strip().splitlines()[:9]), **_prose(axis))
+
+
+def _prose(axis: Any) -> dict[str, Any]:
+    return {
+        "va": "top",
+        "family": "serif",
+        "style": "italic",
+        "fontsize": 11,
+        "parse_math": False,
+        "wrap": True,
+        "transform": axis.transAxes,
+    }
 
 
 def _draw_packed(axis: Any, packed: model_checks.Packed) -> None:
