@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench import machine, measure, peers, report, run, shapes, targets
+from flashtile.bench import machine, measure, peers, prepared, report, run, shapes, targets
 from flashtile.bench.shapes import Case, vary
 
 PROVENANCE = {"command": "c", "date": "d", "commit": None, "device": "cpu", "torch": "2"}
@@ -218,9 +218,9 @@ def test_peak_sees_the_backward_and_the_scratch_of_native_kernels() -> None:
 
 def test_standard_attention_holds_the_scores() -> None:
     case = replace(SMALL, heads_kv=4, seqlen_q=512, seqlen_k=512)
-    prepared = peers.standard(case, shapes.make_inputs(case))
+    call = peers.standard(case, shapes.make_inputs(case))
     scores = 4 * 4 * 512 * 512
-    assert run.peak_memory(prepared, "forward", "cpu") >= 2 * scores
+    assert run.peak_memory(call, "forward", "cpu") >= 2 * scores
 
 
 # Errors
@@ -287,13 +287,13 @@ def test_a_missing_peer_is_a_skipped_line(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_peer_that_cannot_says_why() -> None:
     inputs = shapes.make_inputs(vary(SMALL, "softcap"))
-    with pytest.raises(peers.Skip, match="softcap"):
+    with pytest.raises(prepared.Skip, match="softcap"):
         peers.prepare("sdpa", vary(SMALL, "softcap"), inputs, backward=False)
     value_dim = vary(SMALL, "value-dim")
-    with pytest.raises(peers.Skip, match="same last dimension"):
+    with pytest.raises(prepared.Skip, match="same last dimension"):
         peers.prepare("sdpa-flash", value_dim, shapes.make_inputs(value_dim), backward=False)
     endless = replace(SMALL, seqlen_q=2**24, seqlen_k=2**24)
-    with pytest.raises(peers.Skip, match="GiB"):
+    with pytest.raises(prepared.Skip, match="GiB"):
         peers.standard(endless, inputs)
 
 
@@ -301,12 +301,12 @@ def test_an_uninstalled_package_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     on_gpu = shapes.make_inputs(SMALL)._replace(q=torch.empty(1, device="meta"))
     monkeypatch.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
-    with pytest.raises(peers.Skip, match="not installed"):
+    with pytest.raises(prepared.Skip, match="not installed"):
         peers.fa2(SMALL, on_gpu)
 
 
 def test_our_own_failure_is_no_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(case: Case, inputs: shapes.Inputs) -> peers.Prepared:
+    def broken(case: Case, inputs: shapes.Inputs) -> prepared.Prepared:
         raise ValueError("a bug of ours")
 
     monkeypatch.setitem(peers.PEERS, "flashtile", broken)
@@ -314,7 +314,7 @@ def test_our_own_failure_is_no_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = shapes.make_inputs(SMALL)
     with pytest.raises(ValueError, match="a bug of ours"):
         peers.prepare("flashtile", SMALL, inputs, backward=False)
-    with pytest.raises(peers.Skip, match="a bug of ours"):
+    with pytest.raises(prepared.Skip, match="a bug of ours"):
         peers.prepare("standard", SMALL, inputs, backward=False)
 
 

@@ -202,3 +202,17 @@ def test_missing_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "flashtile.cli.demo.show", None)
     assert demo.run(argparse.Namespace()) == 2
     assert "pip install 'flashtile[demo]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_gpu_when_flashtile_can_use_it(works, monkeypatch, capsys):
+    def attend(q, k, v):
+        if not works:
+            raise NotImplementedError("no backend can run this call")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(show, "attention", attend)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    assert show.usable_device(show.Console()) == ("cuda" if works else "cpu")
+    assert ("no backend can run" in capsys.readouterr().out) is not works

@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,38 +24,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import api, dispatch
 from ..explain import explain
 from ..masks import BlockMask
+from .prepared import (
+    Prepared,
+    Skip,
+    heads_first,
+    leaves_of,
+    refuse,
+    refuse_quadratic,
+    turned,
+)
 from .shapes import BLOCK_TILE, Case, Inputs, visible
-
-
-class Skip(Exception):
-    """This peer cannot run this case; the message says why."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A peer's call, ready to run."""
-
-    forward: Callable[[], Tensor]
-    leaves: dict[str, Tensor]  # what to differentiate: q, k, v, and bias and sink if there
-    dout: Tensor  # shaped as what `forward` returns
-    heads_first: bool = False  # out, q, k, v are (B, H, M, D) instead of (B, M, H, D)
-    backend: str | None = None  # which one ran it, when the peer chose
-
-    def backward(self) -> Callable[[], tuple[Tensor, ...]]:
-        """Run the forward once; returns the call that repeats the backward behind it."""
-        out, leaves = self.forward(), tuple(self.leaves.values())
-        return lambda: torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
-
-    def forward_and_backward(self) -> tuple[Tensor, ...]:
-        """Out and the gradients of the leaves, in this peer's layout."""
-        out = self.forward()
-        return out, *torch.autograd.grad(out, tuple(self.leaves.values()), self.dout)
-
-    def public(self, name: str, x: Tensor) -> Tensor:
-        """`x`, called out, q, k, v, bias or sink, with the length before the heads."""
-        turned = self.heads_first and name in ("out", "q", "k", "v")
-        return x.transpose(1, 2) if turned else x
-
 
 Peer = Callable[[Case, Inputs], Prepared]
 
@@ -93,16 +71,16 @@ def _chosen(case: Case, inputs: Inputs, options: dict[str, Any]) -> str | None:
 
 def standard(case: Case, inputs: Inputs) -> Prepared:
     """Attention as the textbook writes it: every score in memory, softmax in float32."""
-    _refuse(case, page_size="gathers no pages")
-    _refuse_quadratic(case, inputs.q.device)
-    leaves = _leaves(inputs, _heads_first if inputs.cu_seqlens is None else Tensor.detach)
+    refuse(case, page_size="gathers no pages")
+    refuse_quadratic(case, inputs.q.device)
+    leaves = leaves_of(inputs, heads_first if inputs.cu_seqlens is None else Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     rest = {"bias": leaves.get("bias"), "sink": leaves.get("sink")}
     if inputs.cu_seqlens is None:
         M, N = case.seqlen_q, case.seqlen_k
         mask, alibi = visible(case, inputs, M, N), _alibi(inputs, M, N)
         call = partial(_textbook, case, q, k, v, mask, alibi, **rest)
-        return Prepared(call, leaves, _heads_first(inputs.dout), heads_first=True)
+        return Prepared(call, leaves, heads_first(inputs.dout), heads_first=True)
     lengths = inputs.cu_seqlens.diff().tolist()
     masks = [visible(case, inputs, n, n) for n in lengths]
 
@@ -158,7 +136,7 @@ def sdpa(
         SDPBackend.CUDNN_ATTENTION,
     ):
         raise Skip("PyTorch has it for CUDA alone")
-    _refuse(
+    refuse(
         case,
         documents="takes no packed sequences",
         softcap="has no softcap",
@@ -166,9 +144,9 @@ def sdpa(
         page_size="takes no pages",
     )
     if backend == SDPBackend.MATH:
-        _refuse_quadratic(case, device)
-    turn = _turned if as_views else _heads_first
-    leaves = _leaves(inputs, turn)
+        refuse_quadratic(case, device)
+    turn = turned if as_views else heads_first
+    leaves = leaves_of(inputs, turn)
     q, k, v, bias = leaves["q"], leaves["k"], leaves["v"], leaves.get("bias")
     only_causal = case.causal and case.window == (-1, -1) and not case.chunk and M == N
     is_causal = only_causal and not (case.block_sparse or case.alibi or case.bias)
@@ -198,8 +176,8 @@ def flex(case: Case, inputs: Inputs) -> Prepared:
     device = inputs.q.device
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))):
         raise Skip("needs a C++ compiler")
-    _refuse(case, sink="has no sink", dropout="has no dropout", page_size="not set up for pages")
-    leaves = _leaves(inputs, _heads_first if inputs.cu_seqlens is None else Tensor.detach)
+    refuse(case, sink="has no sink", dropout="has no dropout", page_size="not set up for pages")
+    leaves = leaves_of(inputs, heads_first if inputs.cu_seqlens is None else Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     M, N, block_mask = case.seqlen_q, case.seqlen_k, None
     if inputs.cu_seqlens is not None:
@@ -224,7 +202,7 @@ def flex(case: Case, inputs: Inputs) -> Prepared:
         return out if inputs.cu_seqlens is None else out[0].transpose(0, 1)
 
     if inputs.cu_seqlens is None:
-        return Prepared(forward, leaves, _heads_first(inputs.dout), heads_first=True)
+        return Prepared(forward, leaves, heads_first(inputs.dout), heads_first=True)
     return Prepared(forward, leaves, inputs.dout)
 
 
@@ -271,7 +249,7 @@ def _score_mod(
 def fa2(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-2, the package `flash_attn`."""
     module = _cuda_package("flash_attn", inputs)
-    _refuse(
+    refuse(
         case,
         bias="has no bias",
         sink="has no sink",
@@ -297,7 +275,7 @@ def fa2(case: Case, inputs: Inputs) -> Prepared:
 def fa3(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-3, the module `flash_attn_interface`."""
     module = _cuda_package("flash_attn_interface", inputs)
-    _refuse(
+    refuse(
         case,
         bias="has no bias",
         sink="has no sink",
@@ -318,7 +296,7 @@ def fa3(case: Case, inputs: Inputs) -> Prepared:
 def fa4(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-4 (CuTe DSL), the module `flash_attn.cute`."""
     module = _cuda_package("flash_attn.cute", inputs)
-    _refuse(
+    refuse(
         case,
         bias="has no bias",
         sink="not set up for its sink",
@@ -399,7 +377,7 @@ def _length_first(
     page_argument: str = "page_table",
 ) -> Prepared:
     """A call of one of the three functions of a library with FlashAttention's layout."""
-    leaves = _leaves(inputs, Tensor.detach)
+    leaves = leaves_of(inputs, Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     options = {**options, "causal": case.causal}
     options |= {name: leaves[name] for name in ("bias", "sink") if name in leaves}
@@ -431,26 +409,6 @@ def _packed_layout(cu_seqlens: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return cu_seqlens, cu_seqlens, longest, longest
 
 
-def _leaves(inputs: Inputs, turn: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    leaves = {"q": turn(inputs.q), "k": turn(inputs.k), "v": turn(inputs.v)}
-    leaves |= {
-        name: x.detach()
-        for name, x in (("bias", inputs.bias), ("sink", inputs.sink))
-        if x is not None
-    }
-    return {name: x.requires_grad_() for name, x in leaves.items()}
-
-
-def _turned(x: Tensor) -> Tensor:
-    """(B, length, H, dim) seen as (B, H, length, dim)."""
-    return x.detach().transpose(1, 2)
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """(B, length, H, dim) as (B, H, length, dim), in memory too."""
-    return _turned(x).contiguous()
-
-
 def _alibi(inputs: Inputs, M: int, N: int) -> Tensor | None:
     """ALiBi as a term of the scores, float32 (Hq, M, N)."""
     if inputs.alibi_slopes is None:
@@ -462,26 +420,6 @@ def _alibi(inputs: Inputs, M: int, N: int) -> Tensor | None:
 def _hide(term: Tensor, mask: Tensor | None) -> Tensor:
     """A term of the scores with -inf where the mask hides."""
     return term if mask is None else term.masked_fill(~mask, -torch.inf)
-
-
-def _refuse(case: Case, **reasons: str) -> None:
-    """Raise `Skip` with the reasons whose name is a feature that the case uses."""
-    met = [reason for feature, reason in reasons.items() if getattr(case, feature)]
-    if met:
-        raise Skip(", ".join(met))
-
-
-def _refuse_quadratic(case: Case, device: torch.device) -> None:
-    """Raise `Skip` when three float32 matrices of all scores exceed half of the memory."""
-    wanted = 3 * 4 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    elif hasattr(os, "sysconf"):
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return
-    if wanted > memory / 2:
-        raise Skip(f"its scores take {wanted / 2**30:.0f} GiB of {memory / 2**30:.0f} GiB")
 
 
 def _cuda_package(name: str, inputs: Inputs) -> Any:

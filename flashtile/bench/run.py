@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..testing import attention_reference, attention_varlen_reference
 from .measure import Errors, Timer, captured, errors, interleave, peak_bytes, timer_for
-from .peers import PEERS, Prepared, Skip, prepare
+from .peers import PEERS, prepare
+from .prepared import Prepared, Skip
 from .report import Row
 from .shapes import Case, Inputs, crop, make_inputs, visible
 

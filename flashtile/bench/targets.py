@@ -4,8 +4,8 @@ Where the native kernel can do the job itself (full attention, causal attention 
 flashtile may take 1.05 times as long. Elsewhere the yardstick is what the native kernel takes for
 as many unmasked scores: 1.4 times that forward, 1.5 backward. That is its full attention, or its
 causal attention when the job is causal, scaled by the scores; when decoding, its time over a
-contiguous cache. Both run on the same tensors, in flashtile's layout. Memory has to grow as the length does; the gradient of a bias, as large as the
-scores themselves, is left out of it.
+contiguous cache. Both run on the same tensors, in flashtile's layout. Memory has to grow as the
+length does; the gradient of a bias, as large as the scores themselves, is left out of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from itertools import groupby
 from torch.nn.attention import SDPBackend
 
 from .measure import cpu_timer
-from .peers import Prepared, flashtile, sdpa
+from .peers import flashtile, sdpa
+from .prepared import Prepared
 from .report import Row
 from .run import MIB, Settings, peak_memory, time_passes
 from .shapes import Case, flops, make_inputs, vary

@@ -1,7 +1,7 @@
 """``flashtile tune``: measure tile sizes of the Triton backend on this GPU and keep the best.
 
-Results go to the user's cache folder (FLASHTILE_CACHE, else ~/.cache/flashtile) as JSON, where every later process
-finds them; a normal call never tunes.
+Results go to the user's cache folder (FLASHTILE_CACHE, else ~/.cache/flashtile) as JSON, where
+every later process finds them; a normal call never tunes.
 """
 
 from __future__ import annotations
@@ -80,13 +80,14 @@ def grid(head_dim: int, kernel: str) -> Iterator[Candidate]:
                     accumulators = (BLOCK_N if kernel in ("keys", "values") else BLOCK_M) * head_dim
                     per_thread = (accumulators + BLOCK_M * BLOCK_N) // (32 * warps)
                     if 24 <= per_thread <= 224:  # of 255 registers
-                        yield Candidate(head_dim, kernel, plan.Tile(BLOCK_M, BLOCK_N, warps, stages))
+                        yield Candidate(
+                            head_dim, kernel, plan.Tile(BLOCK_M, BLOCK_N, warps, stages)
+                        )
 
 
-def measure(
-    candidates: list[Candidate], length: int, dtype: torch.dtype
-) -> dict[Candidate, float]:
-    """Milliseconds of causal plus full attention, in random order so that none profits from a cooler GPU."""
+def measure(candidates: list[Candidate], length: int, dtype: torch.dtype) -> dict[Candidate, float]:
+    """Milliseconds of causal plus full attention, in random order so that none profits from a
+    cooler GPU."""
     samples: dict[Candidate, list[float]] = {}
     started = time.monotonic()
     for number in range(ROUNDS):

@@ -1,7 +1,7 @@
 """``flashtile warmup``: compile the Triton kernels before the first call that needs them.
 
-Kernels are compiled for a head dim, a dtype and the options that are on, never for a length; Triton keeps them on disk,
-so one run serves every later process on the machine.
+Kernels are compiled for a head dim, a dtype and the options that are on, never for a length; Triton
+keeps them on disk, so one run serves every later process on the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run each combination once, causal and full."""
     if not torch.cuda.is_available():
-        print("flashtile warmup: no CUDA device here; kernels are compiled for the GPU that runs them")
+        print(
+            "flashtile warmup: no CUDA device here; kernels are compiled for the GPU that runs them"
+        )
         return 1
     backend = load("triton")
     for dtype, head_dim, causal in itertools.product(args.dtypes, args.head_dims, (False, True)):

@@ -331,9 +331,7 @@ def attention_with_kvcache_reference(
         ]
         return torch.stack([_resize(x[None], capacity)[0] for x in rows])
 
-    M = max([len(x) for x in q_rows], default=0) if max_seqlen_q is None else max_seqlen_q
-    if cu_seqlens_q is None:
-        M = q.shape[1]
+    M = q.shape[1] if cu_seqlens_q is None else max_seqlen_q or max(map(len, q_rows), default=0)
     result = attention_reference(
         torch.stack([_resize(x[None], M)[0] for x in q_rows]),
         gather(k_cache),
@@ -430,12 +428,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        S: Tensor,
-        S_forward: Tensor,
-        V: Tensor,
-        factor: Tensor,
-        stored: torch.dtype,
+        ctx: Any, S: Tensor, S_forward: Tensor, V: Tensor, factor: Tensor, stored: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         L = S_forward.logsumexp(-1, keepdim=True)
         P = torch.exp2((S_forward - L) * LOG2_E)
@@ -447,7 +440,8 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, dO: Tensor, dL: Tensor) -> tuple[Tensor | None, ...]:
         S, V, factor, L, out = ctx.saved_tensors
         P = torch.exp2((S - L) * LOG2_E)
-        delta = (dO * out).sum(-1).transpose(1, 2) - dL
+        # A running sum from the other end: kernels do not add up delta in the order of dP either.
+        delta = (dO * out).flip(-1).cumsum(-1)[..., -1].transpose(1, 2) - dL
         dV = torch.einsum("bhmn,bmhd->bnhd", P * factor, dO)
         dP = torch.einsum("bmhd,bnhd->bhmn", dO, V) * factor
         return P * (dP - delta[..., None]), None, dV, None, None

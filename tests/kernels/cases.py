@@ -1,4 +1,5 @@
-"""One call for each option of the kernels, small and odd, described as operands: no GPU, no dispatch."""
+"""One call for each option of the kernels, small and odd, described as operands: no GPU, no
+dispatch."""
 
 from __future__ import annotations
 
@@ -126,7 +127,11 @@ CASES: dict[str, Make] = {
     "sink": dense(**(SMALL | {"M": 50}))(lambda g, t: {"sink": normal(g, 4), "causal": True}),
     "negative scale": dense(**SMALL)(lambda g, t: {"softmax_scale": -0.3, "causal": True}),
     "lengths": dense(**SMALL)(
-        lambda g, t: {"seqused_q": lengths(30, 0), "seqused_k": lengths(45, 13), "sink": normal(g, 4)}
+        lambda g, t: {
+            "seqused_q": lengths(30, 0),
+            "seqused_k": lengths(45, 13),
+            "sink": normal(g, 4),
+        }
     ),
     "packed": packed,
     "cache rows": cached,

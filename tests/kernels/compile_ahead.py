@@ -50,9 +50,7 @@ def report(launch: Launch, target: GPUTarget) -> Report:
         registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
         assert spills is not None
         assert registers is not None
-        return Report(
-            fn.__name__, int(registers[1]), int(spills[1]), compiled.metadata.shared
-        )
+        return Report(fn.__name__, int(registers[1]), int(spills[1]), compiled.metadata.shared)
     usage = _resource_usage(compiled.asm["cubin"])
     return Report(fn.__name__, usage["REG"], usage["STACK"], compiled.metadata.shared)
 

@@ -1,4 +1,5 @@
-"""Every option of the kernels, forward and backward, in Triton's interpreter, against the CPU backend in float64.
+"""Every option of the kernels, forward and backward, in Triton's interpreter, against the CPU
+backend in float64.
 
 Runs in a process of its own, for Triton decides at import whether it interprets:
 
@@ -21,9 +22,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 # The interpreter of Triton 3.6 walks loops with an array as bound, which NumPy 2.4 refuses.
 
-from flashtile.backends import triton as backend  # noqa: E402
+from flashtile.backends import triton as backend
 
-from .cases import CASES, make_call  # noqa: E402
+from .cases import CASES, make_call
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 
@@ -31,10 +32,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 def exact(operands: Operands) -> Operands:
     """The same operands in float64, but what the semantics fix as float32 or integer."""
     return Operands(
-        *(
-            x.double() if x is not None and x.is_floating_point() else x
-            for x in operands
-        )
+        *(x.double() if x is not None and x.is_floating_point() else x for x in operands)
     )
 
 

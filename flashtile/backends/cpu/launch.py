@@ -223,7 +223,7 @@ def _tile_problem(
             scale=options.softmax_scale,
             softcap=options.softcap,
             alibi_slopes=slopes,
-            bias=None if bias is None else segment.per_score(bias).to(dtype),
+            bias=None if bias is None else segment.per_score(bias),
         ),
         dropout=drop,
         sink=None if operands.sink is None else operands.sink[heads].to(dtype),

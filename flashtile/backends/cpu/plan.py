@@ -76,9 +76,18 @@ def _plan(problem: AttentionProblem, direction: str, lse_has_grad: bool) -> Plan
     compute_dtype = _compute_dtype(problem, direction, native=not reasons)
     if reasons:
         return Plan("plain", compute_dtype, PLAIN_BLOCK_M, PLAIN_BLOCK_N, tuple(reasons))
-    left_edge = problem.options.window_left >= 0 or problem.options.attention_chunk > 0
-    BLOCK_M = NATIVE_WINDOW_BLOCK_M if left_edge else max(problem.M, 1)
+    BLOCK_M = _native_rows(problem)
     return Plan("native", compute_dtype, BLOCK_M, max(problem.N, 1), ())
+
+
+def _native_rows(problem: AttentionProblem) -> int:
+    """Rows of a native tile: all of them, unless the visible keys have a left edge."""
+    options = problem.options
+    if options.window_left >= 0:
+        return NATIVE_WINDOW_BLOCK_M
+    if options.attention_chunk > 0:  # a chunk is a tile of its own, full or a causal square
+        return max(options.attention_chunk, NATIVE_WINDOW_BLOCK_M)
+    return max(problem.M, 1)
 
 
 def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:

@@ -1,0 +1,82 @@
+"""A peer's call made ready: the tensors in its layout, and the reasons why there is no call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .shapes import Case, Inputs
+
+
+class Skip(Exception):
+    """This peer cannot run this case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A peer's call, ready to run."""
+
+    forward: Callable[[], Tensor]
+    leaves: dict[str, Tensor]  # what to differentiate: q, k, v, and bias and sink if there
+    dout: Tensor  # shaped as what `forward` returns
+    heads_first: bool = False  # out, q, k, v are (B, H, M, D) instead of (B, M, H, D)
+    backend: str | None = None  # which one ran it, when the peer chose
+
+    def backward(self) -> Callable[[], tuple[Tensor, ...]]:
+        """Run the forward once; returns the call that repeats the backward behind it."""
+        out, leaves = self.forward(), tuple(self.leaves.values())
+        return lambda: torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
+
+    def forward_and_backward(self) -> tuple[Tensor, ...]:
+        """Out and the gradients of the leaves, in this peer's layout."""
+        out = self.forward()
+        return out, *torch.autograd.grad(out, tuple(self.leaves.values()), self.dout)
+
+    def public(self, name: str, x: Tensor) -> Tensor:
+        """`x`, called out, q, k, v, bias or sink, with the length before the heads."""
+        return x.transpose(1, 2) if self.heads_first and name in ("out", "q", "k", "v") else x
+
+
+def leaves_of(inputs: Inputs, turn: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What a peer differentiates; `turn` brings q, k and v into its layout."""
+    leaves = {"q": turn(inputs.q), "k": turn(inputs.k), "v": turn(inputs.v)}
+    leaves |= {
+        name: x.detach()
+        for name, x in (("bias", inputs.bias), ("sink", inputs.sink))
+        if x is not None
+    }
+    return {name: x.requires_grad_() for name, x in leaves.items()}
+
+
+def turned(x: Tensor) -> Tensor:
+    """(B, length, H, dim) seen as (B, H, length, dim)."""
+    return x.detach().transpose(1, 2)
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """(B, length, H, dim) as (B, H, length, dim), in memory too."""
+    return turned(x).contiguous()
+
+
+def refuse(case: Case, **reasons: str) -> None:
+    """Raise `Skip` with the reasons whose name is a feature that the case uses."""
+    met = [reason for feature, reason in reasons.items() if getattr(case, feature)]
+    if met:
+        raise Skip(", ".join(met))
+
+
+def refuse_quadratic(case: Case, device: torch.device) -> None:
+    """Raise `Skip` when three float32 matrices of all scores exceed half of the memory."""
+    wanted = 3 * 4 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    elif hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if wanted > memory / 2:
+        raise Skip(f"its scores take {wanted / 2**30:.0f} GiB of {memory / 2**30:.0f} GiB")
