@@ -13,6 +13,7 @@ from .problem import AttentionProblem
 # In order of preference. Names of folders in `backends/`, imported on first use.
 ORDER: tuple[str, ...] = (
     "cpu",  # every option, on every machine; the tensors must be on the CPU
+    "triton",  # every option but float64 and float8, on any CUDA GPU from sm_80 on
 )
 
 _forced: str | None = (

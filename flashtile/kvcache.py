@@ -353,9 +353,17 @@ def _append(
         store[where] = tokens.reshape(-1, *tokens.shape[-2:])[inside]
 
 
+def _append_on_gpu(*args: Any) -> None:
+    """The same by a Triton kernel, which waits for nothing."""
+    from .backends.triton.launch import append_to_cache
+
+    append_to_cache(*args)
+
+
 def _fake_append(*args: Any) -> None:
     return None
 
 
 _library.impl("kvcache_append", _append, "CPU")
+_library.impl("kvcache_append", _append_on_gpu, "CUDA")
 torch.library.register_fake("flashtile::kvcache_append", _fake_append, lib=_library)

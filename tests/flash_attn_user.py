@@ -29,7 +29,6 @@ from flash_attn.layers.rotary import (
     rotate_half,
 )
 
-
 assert same_function is flash_attn_func
 
 

@@ -356,18 +356,31 @@ def op_arguments():
     state = torch.tensor([5, 9])
     many = Operands(q, k, v, bias=torch.zeros(1, 4, 7, 10), sink=torch.zeros(4), rng_state=state)
     one = Operands(q, k, v)
+    half = Operands(*(x.bfloat16() for x in one[:3]))
+    narrow = Operands(q, k, v[..., :5].contiguous())
+    sunk = one._replace(sink=torch.zeros(4))
+    call = flat(7)
+    cu = {n: call.pop(n) for n in ("cu_seqlens_q", "cu_seqlens_k")}
+    packed = Operands(**call, **cu)
+    ten = call["q"]
+    causal = plain._replace(window_right=0)
     cache = cache_call(4, "contiguous")
     return {
-        "attention_forward": [(*one, *plain), (*many, *rich)],
-        "attention_backward": [
-            (q.clone(), None, q.clone(), lse, *one, *plain),
-            (q.clone(), lse.clone(), q.clone(), lse, *many, *rich),
+        "attention_forward": [
+            *((x, o) for x in (one, half, narrow, sunk, packed) for o in (plain, causal)),
+            (many, rich),
         ],
-        "attention_probabilities": [(*one, lse, *plain)],
+        "attention_backward": [
+            ((q.clone(), None, q.clone(), lse, *one), plain),
+            ((q.clone(), None, q.clone(), lse, *one), causal),
+            ((ten.clone(), None, ten.clone(), torch.zeros(4, 10), *packed), plain),
+            ((q.clone(), lse.clone(), q.clone(), lse, *many), rich),
+        ],
+        "attention_probabilities": [((*one, lse), plain), ((*packed, torch.zeros(4, 10)), plain)],
         "kvcache_append": [
             (
-                *(cache[n] for n in ("k_cache", "v_cache", "k", "v", "cache_seqlens")),
-                *(None, None, None),
+                [cache[n] for n in ("k_cache", "v_cache", "k", "v", "cache_seqlens")],
+                [None, None, None],
             )
         ],
     }
@@ -385,8 +398,8 @@ class TestOps:
     @pytest.mark.parametrize("name", op_arguments())
     def test_opcheck(self, name):
         op = getattr(torch.ops.flashtile, name).default
-        for arguments in op_arguments()[name]:
-            torch.library.opcheck(op, arguments)
+        for operands, options in op_arguments()[name]:
+            torch.library.opcheck(op, (*operands, *options))
 
 
 class TestAutocast:

@@ -13,6 +13,8 @@ COMMANDS = {
     "demo": "a real language model on real text, standard attention against flashtile",
     "info": "versions, devices, which backends work here and why the others do not",
     "bench": "measure attention on this machine: time, memory, error",
+    "tune": "measure tile sizes of the Triton backend on this GPU and keep the best",
+    "warmup": "compile the Triton kernels before the first call that needs them",
 }
 
 

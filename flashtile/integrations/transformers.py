@@ -9,7 +9,7 @@
 What a model asks of its attention, it gets, exactly: padding on either side, packed sequences,
 sliding windows, chunks, softcap, sinks, additive position biases with their gradient, grouped
 heads, a value head dim of its own, dropout, custom 4-D masks, key-value caches, continuous
-batching.
+batching. GPT-J, GPT-Neo, Falcon and Bark have attention of their own that no other can replace.
 """
 
 from __future__ import annotations

@@ -162,8 +162,9 @@ def dropout_keep(seed: int, dropout_p: float, s: Sizes) -> Tensor | None:
 
 
 Run = dict[str, Tensor]
-# Orders of summation in which plain PyTorch is measured, at most; few calls need more than one.
-MAX_ORDERS = 64
+# Orders of summation in which plain PyTorch is measured, at most. One in four calls needs a second,
+# one in a hundred a fifth; a sink's gradient is four numbers, and luck has much to say there.
+MAX_ORDERS = 512
 
 
 class PlainRuns:

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.testing import STRIDE_STYLES, generator, normal, qkv, strided
+from flashtile.testing import (
+    STRIDE_STYLES,
+    attention_reference,
+    generator,
+    normal,
+    qkv,
+    strided,
+)
 
-from .harness import Sizes, check_dense
+from .harness import Sizes, check_dense, judge_outputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -89,6 +96,31 @@ def test_a_bias_that_is_expanded_has_a_full_gradient(backend, seed):
 def test_dead_rows(options, backend, seed):
     """The first 20 of 25 queries see no key."""
     check_dense(Sizes(M=25, N=5), options, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize("options", [*WAYS, "alibi", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_scores_far_beyond_the_range_of_exp(options, dtype, backend, seed):
+    """Scores of several hundreds: exp overflows, the softmax must not."""
+    check_dense(Sizes(), options, dtype, backend, seed, layout=lambda x: x * 20)
+
+
+@pytest.mark.parametrize("descale", [False, True], ids=["plain", "descaled"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
+def test_float8_forward(options, descale, backend, seed):
+    g = generator(seed)
+    inputs = [x.to(torch.float8_e4m3fn) for x in qkv(g)]
+    if descale:
+        names = ("q_descale", "k_descale", "v_descale")
+        options = options | {n: 0.5 + torch.rand(2, 2, generator=g) for n in names}
+    out, lse = flashtile.attention(*inputs, **options, return_lse=True, backend=backend)
+    assert out.dtype == torch.bfloat16
+    judge_outputs(
+        {"out": out, "lse": lse},
+        partial(attention_reference, *inputs, **options),
+        torch.bfloat16,
+        seed,
+    )
 
 
 @pytest.mark.parametrize("options", ["nothing", "causal", "sink", "softcap", "dropout"])

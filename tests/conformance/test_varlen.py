@@ -20,7 +20,16 @@ from flashtile.testing import (
     strided,
 )
 
-from .harness import OPTIONS, Sizes, check_dense, check_varlen, judge_outputs
+from .harness import (
+    OPTIONS,
+    Sizes,
+    check_dense,
+    check_varlen,
+    compare,
+    judge_outputs,
+    resolve,
+    split_options,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -128,15 +137,40 @@ def test_pages(page_size, options, backend, seed):
     k, table = paged(generator(seed), k_dense, page_size)
     v, _ = paged(generator(seed), v_dense, page_size)
     q = normal(g, sum(lengths_q), 4, 16)
-    extra = {n: x for part in options.split(" + ") for n, x in OPTIONS[part](g, s, q.dtype).items()}
+    extra = resolve(options, g, s, q.dtype)
     call = (cu_seqlens(lengths_q), cu_seqlens(lengths_k), 7, 32)
-    with torch.no_grad():
-        out, lse = flashtile.attention_varlen(
-            q, k, v, *call, page_table=table, return_lse=True, backend=backend, **extra
-        )
+    out, lse = flashtile.attention_varlen(
+        q, k, v, *call, page_table=table, return_lse=True, backend=backend, **extra
+    )
     judge_outputs(
         {"out": out, "lse": lse},
         partial(attention_varlen_reference, q, k, v, *call, page_table=table, **extra),
         q.dtype,
         seed,
+    )
+
+
+@pytest.mark.parametrize("options", ["causal", "softcap + sink"])
+def test_pages_have_gradients(options, backend, seed):
+    """Two sequences that share a page add up their gradients there."""
+    g = generator(seed)
+    s = Sizes(B=2, M=7, N=16)
+    k_dense, v_dense = normal(g, 2, 16, 2, 16), normal(g, 2, 16, 2, 16)
+    k, table = paged(generator(seed), k_dense, 8, shared=1)
+    v, _ = paged(generator(seed), v_dense, 8, shared=1)
+    packing = {
+        "cu_seqlens_q": cu_seqlens([5, 7]),
+        "cu_seqlens_k": cu_seqlens([13, 16]),
+        "max_seqlen_q": 7,
+        "max_seqlen_k": 16,
+        "page_table": table,
+    }
+    options, for_reference, extra = split_options(resolve(options, g, s, k.dtype))
+    compare(
+        lambda x: flashtile.attention_varlen(
+            **x, **packing, **options, return_lse=True, backend=backend
+        ),
+        lambda x, **how: attention_varlen_reference(**x, **packing, **for_reference, **how),
+        {"q": normal(g, 12, 4, 16), "k": k.nan_to_num(), "v": v.nan_to_num(), **extra},
+        seed=seed,
     )

@@ -1,0 +1,44 @@
+"""The portable GPU backend: Triton kernels for CUDA (sm_80 and newer) and ROCm.
+
+Triton is imported with the first launch, not with this module, so that `unsupported_reasons` can
+say that it is missing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...problem import AttentionProblem, Operands
+from .. import Gradients
+from .plan import describe_plan, unsupported_reasons
+
+__all__ = ["backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a problem."""
+    from . import launch
+
+    return launch.forward(problem, operands)
+
+
+def backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Gradients of a problem."""
+    from . import launch
+
+    return launch.backward(problem, operands, out, lse, dout, dlse)
+
+
+def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
+    """Softmax probabilities (batch, heads, M, N) in q's dtype, negative where dropped; 0 outside of
+    the mask."""
+    from . import launch
+
+    return launch.probabilities(problem, operands, lse)

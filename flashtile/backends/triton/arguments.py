@@ -1,0 +1,227 @@
+"""What the kernels take, in named tuples: Triton accepts them as arguments, and None inside them
+costs nothing.
+
+All strides count elements. Everything here is put together on the host for every call, so it stays
+plain.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dropout import keep_threshold
+from ...problem import AttentionProblem, Operands
+
+# Wider windows than this are open; keeps position arithmetic inside 32 bits.
+WIDEST = 2**30
+
+
+class Rows(NamedTuple):
+    """A tensor of head rows: (batch, row, head, dim) strides; for pages the batch is the page."""
+
+    ptr: Tensor
+    batch: int
+    row: int
+    head: int
+    dim: int
+
+
+class Bias(NamedTuple):
+    """An additive bias; broadcast dimensions have stride 0."""
+
+    ptr: Tensor | None
+    batch: int
+    head: int
+    row: int
+    key: int
+
+
+class Sequences(NamedTuple):
+    """Where the sequences lie: the tensors that say more than the bounds in `Lengths`."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    leftpad_k: Tensor | None
+    cache_batch_idx: Tensor | None
+    page_table: Tensor | None
+
+
+class ScoreData(NamedTuple):
+    """What turns a product into a score, and what kept probabilities are scaled with."""
+
+    scale: float
+    softcap: float
+    drop_scale: float
+    alibi_ptr: Tensor | None
+    alibi_batch: int
+
+
+class BlockMaskData(NamedTuple):
+    """A block mask: see `masks.BlockMask`; `has_batch` and `has_heads` are 0 where it is shared,
+    else 1."""
+
+    kinds: Tensor | None
+    partial_index: Tensor | None
+    partial_tiles: Tensor | None
+    has_batch: int
+    has_heads: int
+
+
+class Lists(NamedTuple):
+    """The tiles to visit: full ones from the front of a row of `tiles`, masked ones at its end;
+    `counts` of both."""
+
+    counts: Tensor | None
+    tiles: Tensor | None
+    has_batch: int
+    has_heads: int
+
+
+# Triton specialises the numbers inside of a tuple argument, so a tuple that holds lengths would
+# compile anew for new lengths. Those below are put together inside the kernels, from numbers that
+# are arguments of their own.
+
+
+class Lengths(NamedTuple):
+    """Bounds of all sequences, and the tensors that say more."""
+
+    B: Any
+    M: Any
+    N: Any
+    total_q: Any  # rows of a packed q
+    total_k: Any  # rows of a packed k, rows of a cache, or pages
+    page_columns: Any
+    at: Any  # Sequences
+
+
+class Mask(NamedTuple):
+    """The numbers of the structural mask; which of them hold is in the plan."""
+
+    left: Any
+    right: Any
+    chunk: Any
+
+
+class Score(NamedTuple):
+    """The score rule. (Triton 3.6 loses the numbers of a tuple inside a tuple argument.)"""
+
+    data: Any  # ScoreData
+    bias: Any  # Bias
+
+
+class Blocks(NamedTuple):
+    """A block mask with its strides, 0 where it is shared."""
+
+    data: Any  # BlockMaskData
+    rows: Any
+    columns: Any
+    heads: Any
+
+
+NO_LISTS = Lists(None, None, 0, 0)
+NO_BLOCKS = BlockMaskData(None, None, None, 0, 0)
+NO_BIAS = Bias(None, 0, 0, 0, 0)
+
+# Arguments that change with lengths: never specialised.
+NUMBERS = (
+    "B", "M", "N", "total_q", "total_k", "page_columns", "left", "right", "chunk", "heads",
+    "mask_rows",
+    "mask_columns", "drop_threshold",
+)  # fmt: skip
+
+
+def numbers_of(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
+    """`NUMBERS` of a call."""
+    options, page_table, kinds = problem.options, operands.page_table, operands.tile_kinds
+    return {
+        "B": problem.B,
+        "M": problem.M,
+        "N": problem.N,
+        "total_q": operands.q.shape[0],
+        "total_k": operands.k.shape[0],
+        "page_columns": 0 if page_table is None else page_table.shape[1],
+        "left": min(options.window_left, WIDEST),
+        "right": min(options.window_right, WIDEST),
+        "chunk": min(options.attention_chunk, WIDEST),
+        "heads": problem.Hq,
+        "mask_rows": 0 if kinds is None else kinds.shape[2],
+        "mask_columns": 0 if kinds is None else kinds.shape[3],
+        "drop_threshold": keep_threshold(options.dropout_p),
+    }
+
+
+def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
+    """The arguments that every kernel over scores takes."""
+    page_table = operands.page_table
+    return numbers_of(problem, operands) | {
+        "at": Sequences(
+            operands.cu_seqlens_q,
+            operands.cu_seqlens_k,
+            operands.seqused_q,
+            operands.seqused_k,
+            operands.leftpad_k,
+            operands.cache_batch_idx,
+            None if page_table is None else page_table.contiguous(),
+        ),
+        "score_data": score_of(problem, operands),
+        "bias": NO_BIAS if operands.bias is None else bias_of(operands.bias),
+        "block_data": blocks_of(operands),
+        "rng_ptr": operands.rng_state if problem.options.dropout_p > 0 else None,
+    }
+
+
+def rows_of(x: Tensor) -> Rows:
+    """`x` (batch, row, head, dim), or packed (row, head, dim)."""
+    stride = x.stride()
+    if len(stride) == 4:
+        return Rows(x, *stride)
+    return Rows(x, 0, *stride)
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes and its elements are contiguous."""
+    for x in tensors:
+        *outer, dim = x.stride()
+        units = 16 // x.element_size()
+        if dim != 1 or x.data_ptr() % 16 or any(s % units or s == 0 for s in outer):
+            return False
+    return True
+
+
+def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
+    """The numbers of the score rule."""
+    slopes, options = operands.alibi_slopes, problem.options
+    return ScoreData(
+        scale=options.softmax_scale,
+        softcap=options.softcap,
+        drop_scale=1.0 / (1.0 - options.dropout_p),
+        alibi_ptr=None if slopes is None else slopes.contiguous(),
+        alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
+    )
+
+
+def bias_of(bias: Tensor) -> Bias:
+    """`bias` (B or 1, Hq or 1, M or 1, N or 1)."""
+    strides = (
+        0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
+    )
+    return Bias(bias, *strides)
+
+
+def blocks_of(operands: Operands) -> BlockMaskData:
+    """The block mask."""
+    kinds, index, tiles = operands.tile_kinds, operands.partial_index, operands.partial_tiles
+    if kinds is None or index is None or tiles is None:
+        return NO_BLOCKS
+    return BlockMaskData(
+        kinds=kinds.contiguous(),
+        partial_index=index.contiguous(),
+        partial_tiles=tiles.contiguous().view(torch.uint8),
+        has_batch=int(kinds.shape[0] > 1),
+        has_heads=int(kinds.shape[1] > 1),
+    )

@@ -1,0 +1,355 @@
+"""The backward pass: FlashAttention-2 (Dao 2023), algorithm 2, as two kernels without atomics.
+
+`key_gradient_kernel` owns a tile of keys and walks over the queries that see it (dK, dV);
+`query_gradient_kernel` owns a tile of queries and walks over its keys (dQ). Both recompute P from
+the stored log-sum-exp. Every sum has one owner and one order, so results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from .tiles import (
+    LOG2E,
+    between,
+    dropout_key,
+    in_block_mask,
+    kept,
+    key_span,
+    linear_scale,
+    list_row,
+    load_rows,
+    load_tile,
+    masked_tile,
+    query_span,
+    rows_base,
+    score_slope,
+    scores_log2,
+    section_order,
+    seeing_rows,
+    stats_start,
+    store_rows,
+    tile_phases,
+    tile_source,
+    visible_keys,
+)
+
+
+@triton.jit(do_not_specialize=["rows_total", "heads"])
+def delta_kernel(out, dout, dlse_ptr, delta_ptr, rows_total, heads, cfg: tl.constexpr):
+    """delta = rowsum(dO * O) less the gradient of the log-sum-exp, for every row of one head."""
+    BLOCK: tl.constexpr = cfg.BLOCK_M
+    h = tl.program_id(0) % heads
+    b = tl.program_id(0) // heads
+    zero = b * 0
+    m0 = tl.program_id(1) * BLOCK
+    # (BLOCK, BLOCK_DV)
+    o_tile = load_rows(
+        out, rows_base(out, b, zero, h), m0, rows_total, True, cfg.DV, BLOCK, cfg.BLOCK_DV
+    )
+    do_tile = load_rows(
+        dout, rows_base(dout, b, zero, h), m0, rows_total, True, cfg.DV, BLOCK, cfg.BLOCK_DV
+    )
+    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    rows = m0 + tl.arange(0, BLOCK)
+    place = (b * heads + h).to(tl.int64) * rows_total + rows
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + place, mask=rows < rows_total, other=0.0)
+    tl.store(delta_ptr + place, delta, mask=rows < rows_total)
+
+
+@triton.jit
+def load_stats(lse_ptr, delta_ptr, rows, M, MASKED: tl.constexpr):
+    """Log-sum-exp in base 2, and delta; rows that saw nothing (or lie past the end) get +inf, which
+    makes P zero."""
+    if MASKED:
+        lse = tl.load(lse_ptr + rows, mask=rows < M, other=-float("inf"))
+        delta = tl.load(delta_ptr + rows, mask=rows < M, other=0.0)
+    else:
+        lse = tl.load(lse_ptr + rows)
+        delta = tl.load(delta_ptr + rows)
+    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), delta
+
+
+@triton.jit
+def recompute_p(
+    qk,
+    lse_log2,
+    rows,
+    keys,
+    visible,
+    shift,
+    b,
+    h,
+    score,
+    M,
+    N,
+    MASKED: tl.constexpr,
+    cfg: tl.constexpr,
+):
+    """P = exp(S - lse) of a tile, either way round."""
+    s_log2 = scores_log2(qk, rows, keys, (rows < M) & (keys < N), shift, b, h, score, cfg)
+    p = tl.math.exp2(s_log2 * linear_scale(score, cfg) - lse_log2)
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
+    return p
+
+
+@triton.jit
+def drop(x, keep, scale, cfg: tl.constexpr):
+    """`x` where dropout keeps it, scaled; `x` itself without dropout."""
+    if cfg.HAS_DROPOUT:
+        x = tl.where(keep, x * scale, 0.0)
+    return x
+
+
+@triton.jit
+def add_queries(
+    dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_ptr, delta_ptr, n0,
+    keys, M, N, b, h, mask,
+    score, blocks, drop_threshold, drop_key, MASKED: tl.constexpr, HAS_DK: tl.constexpr,
+    HAS_DV: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """One step of dK and dV: the queries [m0, m0 + BLOCK_M). Tiles of scores are transposed,
+    (BLOCK_N, BLOCK_M)."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    shift = N - M
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    rows = offs_m[None, :]
+    # (BLOCK_M, BLOCK_D)
+    q_tile = load_tile(q_source, q, m0, M, cfg, MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D)
+    # (BLOCK_N, BLOCK_M)
+    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+    lse_log2, delta = load_stats(lse_ptr, delta_ptr, offs_m, M, MASKED)
+    visible = keys < N
+    if MASKED:
+        start, stop = visible_keys(rows + shift, N, mask, cfg)
+        visible = between(keys, start, stop, cfg)
+        if cfg.MASK_TILE_M > 0:
+            visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+    keep = visible
+    if cfg.HAS_DROPOUT:
+        keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, BLOCK_M, BLOCK_N))
+    p = recompute_p(
+        qk, lse_log2[None, :], rows, keys, visible, shift, b, h, score, M, N, MASKED, cfg
+    )
+    # (BLOCK_M, BLOCK_DV)
+    do_tile = load_tile(dout_source, dout, m0, M, cfg, MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV)
+    if HAS_DV:
+        p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
+        dv_acc = tl.dot(p_kept, do_tile, dv_acc, input_precision="ieee")
+    if HAS_DK:
+        # (BLOCK_N, BLOCK_M)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[None, :])
+        if cfg.HAS_SOFTCAP:
+            ds = ds * score_slope(qk, score, cfg)
+        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
+    return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def key_gradient_kernel(
+    q, k, v, dout, dk, dv, lse_ptr, delta_ptr, at, score_data, bias, block_data, lists, rng_ptr,
+    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
+    drop_threshold, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys of one key head, summed over the query heads of its group.
+
+    Both at once, or where the registers do not hold both, one of them (HAS_DK, HAS_DV).
+    """
+    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
+    mask = Mask(left, right, chunk)
+    score = Score(score_data, bias)
+    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    BLOCK_D: tl.constexpr = cfg.BLOCK_D
+    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    kv_heads = heads // cfg.GROUP
+    n_tiles = tl.cdiv(lengths.N, BLOCK_N)
+    # Under a causal mask the first keys are seen by most queries: the order is longest first as it
+    # is.
+    tile, bh = section_order(tl.program_id(0), n_tiles, lengths.B * kv_heads, cfg.SECTION)
+    b = bh // kv_heads
+    kv_head = bh % kv_heads
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    n0 = tile * BLOCK_N
+    if n0 >= N:
+        return
+    keys = n0 + tl.arange(0, BLOCK_N)[:, None]
+    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
+    k_tile = load_rows(k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, BLOCK_D)
+    v_tile = load_rows(v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, BLOCK_DV)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    # Rows that see the first key of the tile, and the last.
+    last_key = tl.minimum(n0 + BLOCK_N, N) - 1
+    first_start, first_stop = seeing_rows(n0, M, N, mask, cfg)
+    last_start, last_stop = seeing_rows(last_key, M, N, mask, cfg)
+    begin, full_begin, full_end, end = tile_phases(
+        first_start, first_stop, last_start, last_stop, BLOCK_M
+    )
+
+    for g in range(cfg.GROUP):
+        h = kv_head * cfg.GROUP + g
+        q_source = tile_source(q, rows_base(q, b, start_q, h), M, cfg, cfg.D, BLOCK_M, BLOCK_D)
+        dout_source = tile_source(
+            dout, rows_base(dout, b, start_q, h), M, cfg, cfg.DV, BLOCK_M, BLOCK_DV
+        )
+        stats_row = stats_start(lengths, b, h, heads) + start_q
+        lse_row = lse_ptr + stats_row
+        delta_row = delta_ptr + stats_row
+        if cfg.MASK_TILE_M > 0:
+            capacity = tl.cdiv(lengths.M, BLOCK_M)
+            counts, tiles = list_row(lists, b, h, heads, tile, n_tiles, capacity)
+            full_count = tl.load(counts)
+            masked_count = tl.load(counts + 1)
+        else:
+            full_count = full_end - full_begin
+            masked_count = end - begin - full_count
+        for i in range(0, full_count):
+            if cfg.MASK_TILE_M > 0:
+                m0 = tl.load(tiles + i) * BLOCK_M
+            else:
+                m0 = (full_begin + i) * BLOCK_M
+            dk_acc, dv_acc = add_queries(
+                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
+                delta_row, n0, keys, M, N, b, h, mask, score, blocks, drop_threshold, drop_key,
+                False, HAS_DK, HAS_DV, cfg,
+            )  # fmt: skip
+        for i in range(0, masked_count):
+            if cfg.MASK_TILE_M > 0:
+                m0 = tl.load(tiles + capacity - 1 - i) * BLOCK_M
+            else:
+                m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M
+            dk_acc, dv_acc = add_queries(
+                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
+                delta_row, n0, keys, M, N, b, h, mask, score, blocks, drop_threshold, drop_key,
+                True, HAS_DK, HAS_DV, cfg,
+            )  # fmt: skip
+
+    if HAS_DK:
+        dk_acc = dk_acc * score.data.scale
+        store_rows(dk, rows_base(dk, b, start_k, kv_head), n0, N, dk_acc, cfg.D, BLOCK_N, BLOCK_D)
+    if HAS_DV:
+        store_rows(dv, rows_base(dv, b, start_k, kv_head), n0, N, dv_acc, cfg.DV, BLOCK_N, BLOCK_DV)
+
+
+@triton.jit
+def add_keys(
+    dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start, stop, M,
+    N, b, h, score, blocks,
+    drop_threshold, drop_key, MASKED: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """One step of dQ: the keys [n0, n0 + BLOCK_N)."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    keys = n0 + tl.arange(0, BLOCK_N)[None, :]
+    # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
+    k_tile = load_tile(k_source, k, n0, N, cfg, MASKED, cfg.D, BLOCK_N, cfg.BLOCK_D)
+    v_tile = load_tile(v_source, v, n0, N, cfg, MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV)
+    # (BLOCK_M, BLOCK_N)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+    visible = keys < N
+    if MASKED:
+        visible = between(keys, start, stop, cfg)
+        if cfg.MASK_TILE_M > 0:
+            visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+    keep = visible
+    if cfg.HAS_DROPOUT:
+        keep = kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N)
+    p = recompute_p(
+        qk, lse_log2[:, None], rows, keys, visible, N - M, b, h, score, M, N, MASKED, cfg
+    )
+    ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
+    if cfg.HAS_SOFTCAP:
+        ds = ds * score_slope(qk, score, cfg)
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def query_gradient_kernel(
+    q, k, v, dout, dq, lse_ptr, delta_ptr, at, score_data, bias, block_data, lists, rng_ptr,
+    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
+    drop_threshold, cfg: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries."""
+    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
+    mask = Mask(left, right, chunk)
+    score = Score(score_data, bias)
+    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    BLOCK_D: tl.constexpr = cfg.BLOCK_D
+    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    m_tiles = tl.cdiv(lengths.M, BLOCK_M)
+    tile, bh = section_order(tl.program_id(0), m_tiles, lengths.B * heads, cfg.SECTION)
+    if cfg.HAS_RIGHT:
+        tile = m_tiles - 1 - tile  # the longest walks first
+    b = bh // heads
+    h = bh % heads
+    kv_head = h // cfg.GROUP
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    shift = N - M
+    m0 = tile * BLOCK_M
+    if m0 >= M:
+        return
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    rows = offs_m[:, None]
+    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    # (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
+    q_tile = load_rows(q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, BLOCK_D)
+    do_tile = load_rows(
+        dout, rows_base(dout, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, BLOCK_DV
+    )
+    stats_row = stats_start(lengths, b, h, heads) + start_q
+    lse_log2, delta = load_stats(lse_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
+    k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
+    v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
+    start, stop = visible_keys(rows + shift, N, mask, cfg)
+    dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    if cfg.MASK_TILE_M > 0:
+        capacity = tl.cdiv(lengths.N, BLOCK_N)
+        counts, tiles = list_row(lists, b, h, heads, tile, m_tiles, capacity)
+        full_count = tl.load(counts)
+        masked_count = tl.load(counts + 1)
+    else:
+        last = tl.minimum(m0 + BLOCK_M, M) - 1
+        first_start, first_stop = visible_keys(m0 + shift, N, mask, cfg)
+        last_start, last_stop = visible_keys(last + shift, N, mask, cfg)
+        begin, full_begin, full_end, end = tile_phases(
+            first_start, first_stop, last_start, last_stop, BLOCK_N
+        )
+        full_count = full_end - full_begin
+        masked_count = end - begin - full_count
+    for i in range(0, full_count):
+        if cfg.MASK_TILE_M > 0:
+            n0 = tl.load(tiles + i) * BLOCK_N
+        else:
+            n0 = (full_begin + i) * BLOCK_N
+        dq_acc = add_keys(
+            dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
+            stop, M, N, b, h, score, blocks, drop_threshold, drop_key, False, cfg,
+        )  # fmt: skip
+    for i in range(0, masked_count):
+        if cfg.MASK_TILE_M > 0:
+            n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
+        else:
+            n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
+        dq_acc = add_keys(
+            dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
+            stop, M, N, b, h, score, blocks, drop_threshold, drop_key, True, cfg,
+        )  # fmt: skip
+
+    store_rows(
+        dq, rows_base(dq, b, start_q, h), m0, M, dq_acc * score.data.scale, cfg.D, BLOCK_M, BLOCK_D
+    )

@@ -1,0 +1,119 @@
+"""Gradient of the bias: dS summed over the dimensions that were broadcast.
+
+A third pass of its own, so that neither atomics nor a score matrix in memory are needed: a program
+owns a tile of the gradient and visits every tile of scores that reads it, in one fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from .backward_pass import drop, load_stats, recompute_p
+from .tiles import (
+    between,
+    dropout_key,
+    in_block_mask,
+    kept,
+    key_span,
+    load_rows,
+    query_span,
+    rows_base,
+    stats_start,
+    visible_keys,
+)
+
+
+@triton.jit
+def bias_gradient_tile(
+    q, k, v, dout, lse_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold, drop_key,
+    heads, b, h,
+    m0, n0, cfg: tl.constexpr,
+):  # fmt: skip
+    """dS (BLOCK_M, BLOCK_N) of one tile of scores, zero where masked."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    kv_head = h // cfg.GROUP
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    rows = offs_m[:, None]
+    keys = n0 + tl.arange(0, BLOCK_N)[None, :]
+    start, stop = visible_keys(rows + (N - M), N, mask, cfg)
+    visible = (rows < M) & between(keys, start, stop, cfg)
+    if cfg.MASK_TILE_M > 0:
+        visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+    # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D), (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_DV)
+    q_tile = load_rows(q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D)
+    k_tile = load_rows(
+        k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D
+    )
+    do_tile = load_rows(
+        dout, rows_base(dout, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, cfg.BLOCK_DV
+    )
+    v_tile = load_rows(
+        v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, cfg.BLOCK_DV
+    )
+    # (BLOCK_M, BLOCK_N)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+    stats_row = stats_start(lengths, b, h, heads) + start_q
+    lse_log2, delta = load_stats(lse_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
+    keep = visible
+    if cfg.HAS_DROPOUT:
+        keep = kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N)
+    p = recompute_p(qk, lse_log2[:, None], rows, keys, visible, N - M, b, h, score, M, N, True, cfg)
+    return p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def bias_gradient_kernel(
+    q, k, v, dout, dbias, lse_ptr, delta_ptr, at, score_data, bias, block_data, rng_ptr,
+    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
+    drop_threshold, IS_BATCH_SHARED: tl.constexpr, IS_HEAD_SHARED: tl.constexpr,
+    IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """One tile of the gradient `dbias`; the IS_X_SHARED flags name the dimensions that were
+    broadcast."""
+    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
+    mask = Mask(left, right, chunk)
+    score = Score(score_data, bias)
+    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    dbias_heads = 1 if IS_HEAD_SHARED else heads
+    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    own_h = tl.program_id(0) % dbias_heads
+    own_b = tl.program_id(0) // dbias_heads
+    own_m = tl.program_id(1) * BLOCK_M
+    own_n = tl.program_id(2) * BLOCK_N
+    # Bounds of the four sums; a dimension that is not shared is a sum of one.
+    stop_b = lengths.B if IS_BATCH_SHARED else own_b + 1
+    stop_h = heads if IS_HEAD_SHARED else own_h + 1
+    stop_m = lengths.M if IS_ROW_SHARED else own_m + BLOCK_M
+    stop_n = lengths.N if IS_KEY_SHARED else own_n + BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in range(stop_b - own_b):
+        b = own_b + i
+        for j in range(stop_h - own_h):
+            h = own_h + j
+            for m0 in range(own_m, stop_m, BLOCK_M):
+                for n0 in range(own_n, stop_n, BLOCK_N):
+                    acc += bias_gradient_tile(
+                        q, k, v, dout, lse_ptr, delta_ptr, lengths, mask, score, blocks,
+                        drop_threshold,
+                        drop_key, heads, b, h, m0, n0, cfg,
+                    )  # fmt: skip
+    rows = own_m + tl.arange(0, BLOCK_M)[:, None]
+    keys = own_n + tl.arange(0, BLOCK_N)[None, :]
+    if IS_ROW_SHARED:
+        acc = tl.sum(acc, 0)[None, :]
+        rows = tl.zeros([1, 1], tl.int32)
+    if IS_KEY_SHARED:
+        acc = tl.sum(acc, 1)[:, None]
+        keys = tl.zeros([1, 1], tl.int32)
+    place = own_b.to(tl.int64) * dbias.batch + own_h.to(tl.int64) * dbias.head
+    place += rows.to(tl.int64) * dbias.row + keys.to(tl.int64) * dbias.key
+    inside = (rows < lengths.M) & (keys < lengths.N)
+    tl.store(dbias.ptr + place, acc.to(dbias.ptr.dtype.element_ty), mask=inside)

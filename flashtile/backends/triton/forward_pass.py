@@ -1,0 +1,202 @@
+"""The forward pass: FlashAttention-2 (Dao 2023), algorithm 1, a program a tile of queries.
+
+Read `backends/cpu/tiles.py` first: the same algorithm in plain PyTorch. A program keeps its tile of
+Q, walks over the tiles of K and V that some row of it sees, and keeps a running maximum, a running
+sum and an unnormalised output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from .tiles import (
+    LN2,
+    LOG2E,
+    between,
+    dropout_key,
+    in_block_mask,
+    kept,
+    key_row_of_batch,
+    key_span,
+    linear_scale,
+    list_row,
+    load_keys,
+    masked_tile,
+    page_list,
+    query_span,
+    rows_base,
+    scores_log2,
+    section_order,
+    stats_start,
+    tile_phases,
+    tile_source,
+    visible_keys,
+)
+
+
+@triton.jit
+def attend_keys(
+    acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows, start,
+    stop, b, h, h_mask, shift,
+    lengths, score, blocks, drop_threshold, drop_key, MASKED: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """One step of the walk: the keys [n0, n0 + BLOCK_N) join the running maximum, sum and output
+    (online softmax)."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    keys = n0 + tl.arange(0, BLOCK_N)[None, :]
+    # (BLOCK_N, BLOCK_D)
+    k_tile = load_keys(
+        k_source, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.D, BLOCK_N, cfg.BLOCK_D
+    )
+    # (BLOCK_M, BLOCK_N)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), shift, b, h, score, cfg)
+    if MASKED:
+        visible = between(keys, start, stop, cfg)
+        if cfg.MASK_TILE_M > 0:
+            visible = in_block_mask(rows, keys, visible, b, h_mask, blocks, cfg)
+        s_log2 = tl.where(visible, s_log2, -float("inf"))
+    factor = linear_scale(score, cfg)
+    new_max = tl.maximum(row_max, tl.max(s_log2, 1) * factor)
+    pivot = new_max
+    if MASKED or not cfg.IS_LINEAR:  # nothing visible yet: -inf - -inf would be NaN
+        pivot = tl.where(new_max == -float("inf"), 0.0, new_max)
+    p = tl.math.exp2(s_log2 * factor - pivot[:, None])
+    rescale = tl.math.exp2(row_max - pivot)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    if cfg.HAS_DROPOUT:  # after the row sum: dropout leaves the normalisation alone
+        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, 0.0)
+    acc = acc * rescale[:, None]
+    # (BLOCK_N, BLOCK_DV)
+    v_tile = load_keys(
+        v_source, v, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV
+    )
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+    return acc, new_max, row_sum
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def forward_kernel(
+    q, k, v, out, lse_ptr, sink_ptr, at, score_data, bias, block_data, lists, rng_ptr,
+    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
+    drop_threshold, cfg: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of one tile of queries; see `arguments.py` for what each argument
+    holds."""
+    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
+    mask = Mask(left, right, chunk)
+    score = Score(score_data, bias)
+    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    BLOCK_D: tl.constexpr = cfg.BLOCK_D
+    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    # Rows of a tile: queries of one head or, packed, of all the heads that share a key head.
+    ROWS_PER_QUERY: tl.constexpr = cfg.GROUP if cfg.IS_PACKED_GROUP else 1
+    program_heads = heads // ROWS_PER_QUERY
+    m_tiles = tl.cdiv(lengths.M * ROWS_PER_QUERY, BLOCK_M)
+    tile, bh = section_order(tl.program_id(0), m_tiles, lengths.B * program_heads, cfg.SECTION)
+    if cfg.HAS_RIGHT:
+        tile = m_tiles - 1 - tile  # the longest walks first
+    b = bh // program_heads
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    written = M if at.cu_seqlens_q is not None else lengths.M
+    shift = N - M
+
+    # (BLOCK_M, 1)
+    flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    rows = flat // ROWS_PER_QUERY
+    first = tile * BLOCK_M // ROWS_PER_QUERY
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // ROWS_PER_QUERY, M - 1)
+    if first >= written:
+        return
+    if cfg.IS_PACKED_GROUP:
+        kv_head = bh % program_heads
+        h = kv_head * cfg.GROUP + flat % cfg.GROUP
+        h_mask = kv_head
+    else:
+        h = bh % program_heads
+        kv_head = h // cfg.GROUP
+        h_mask = h
+
+    # (BLOCK_M, BLOCK_D)
+    q_base = q.ptr + b.to(tl.int64) * q.batch + start_q.to(tl.int64) * q.row
+    q_place = rows.to(tl.int64) * q.row + h.to(tl.int64) * q.head
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    q_tile = tl.load(q_base + q_place + dims * q.dim, mask=(rows < M) & (dims < cfg.D), other=0.0)
+
+    if sink_ptr is not None:  # a key of logit `sink` whose value is zero
+        row_max = tl.load(sink_ptr + h).to(tl.float32) * LOG2E + tl.zeros([BLOCK_M, 1], tl.float32)
+        row_max = tl.reshape(row_max, [BLOCK_M])
+        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    key_row = key_row_of_batch(lengths, b)
+    if cfg.PAGE_SIZE > 0:
+        k_source = k.ptr + kv_head.to(tl.int64) * k.head
+        v_source = v.ptr + kv_head.to(tl.int64) * v.head
+    else:
+        k_base = rows_base(k, key_row, start_k, kv_head)
+        v_base = rows_base(v, key_row, start_k, kv_head)
+        k_source = tile_source(k, k_base, N, cfg, cfg.D, BLOCK_N, BLOCK_D)
+        v_source = tile_source(v, v_base, N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
+    pages = page_list(lengths, b)
+    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    start, stop = visible_keys(rows + shift, N, mask, cfg)
+
+    if cfg.MASK_TILE_M > 0:
+        capacity = tl.cdiv(lengths.N, BLOCK_N)
+        counts, tiles = list_row(lists, b, h_mask, heads, tile, m_tiles, capacity)
+        full_count = tl.load(counts)
+        masked_count = tl.load(counts + 1)
+    else:
+        first_start, first_stop = visible_keys(first + shift, N, mask, cfg)
+        last_start, last_stop = visible_keys(last + shift, N, mask, cfg)
+        last_stop = tl.where(first < M, last_stop, 0)
+        begin, full_begin, full_end, end = tile_phases(
+            first_start, first_stop, last_start, last_stop, BLOCK_N
+        )
+        full_count = full_end - full_begin
+        masked_count = end - begin - full_count
+    for i in range(0, full_count):
+        if cfg.MASK_TILE_M > 0:
+            n0 = tl.load(tiles + i) * BLOCK_N
+        else:
+            n0 = (full_begin + i) * BLOCK_N
+        acc, row_max, row_sum = attend_keys(
+            acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows,
+            start, stop, b, h, h_mask, shift, lengths, score, blocks, drop_threshold, drop_key,
+            False, cfg,
+        )  # fmt: skip
+    for i in range(0, masked_count):
+        if cfg.MASK_TILE_M > 0:
+            n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
+        else:
+            n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
+        acc, row_max, row_sum = attend_keys(
+            acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows,
+            start, stop, b, h, h_mask, shift, lengths, score, blocks, drop_threshold, drop_key,
+            True, cfg,
+        )  # fmt: skip
+
+    # (BLOCK_M, 1): rows past the used length are padding, 0 and -inf whatever the sink
+    row_max = row_max[:, None]
+    row_sum = row_sum[:, None]
+    seen = (row_sum > 0.0) & (rows < M)
+    safe_sum = tl.where(seen, row_sum, 1.0)
+    lse = tl.where(seen, (row_max + tl.math.log2(safe_sum)) * LN2, -float("inf"))
+    lse_place = stats_start(lengths, b, h, heads) + start_q + rows
+    tl.store(lse_ptr + lse_place, lse, mask=rows < written)
+    acc = acc * tl.where(seen, score.data.drop_scale / safe_sum, 0.0)
+    out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
+    out_place = rows.to(tl.int64) * out.row + h.to(tl.int64) * out.head
+    dims_v = tl.arange(0, BLOCK_DV)[None, :]
+    inside = (rows < written) & (dims_v < cfg.DV)
+    tl.store(out_base + out_place + dims_v * out.dim, acc.to(out.ptr.dtype.element_ty), mask=inside)

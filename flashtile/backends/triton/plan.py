@@ -1,0 +1,422 @@
+"""How the Triton backend runs a problem: tiles, warps and stages for each architecture, head dim
+and dtype.
+
+Pure Python: nothing here imports Triton, so that `explain` works where Triton is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ...problem import AttentionProblem
+
+MAX_HEAD_DIM = 512
+OLDEST_CAPABILITY = (8, 0)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# Above this head dim dK and dV are two passes: together they would not fit the registers.
+UNSPLIT_HEAD_DIM = 128
+
+# Scores of a call from which on descriptors pay.
+DESCRIPTOR_WORK = 2**24
+
+# Heads whose programs run side by side and share the second-level cache.
+SECTION = 8
+
+
+# "keys": dK and dV, above UNSPLIT_HEAD_DIM dK alone; "queries": dQ; "values": dV where it has a
+# pass of its own.
+PASSES = ("forward", "keys", "queries", "values")
+
+
+class Tile(NamedTuple):
+    """Rows and keys of a tile, and how the compiler spreads it."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    warps: int
+    stages: int
+
+
+# One row a head dim (rounded up to a power of two), one tile for each of PASSES.
+# Shared memory a program, the limit of every row: sm_80 163 KiB; sm_86, sm_89, sm_120 99 KiB;
+# sm_90, sm_100 227 KiB; AMD CDNA 64 KiB.
+HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "sm_80": {
+        64: (Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        256: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 1)),
+        512: (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+    },
+    "sm_86": {
+        64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        128: (Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
+        256: (Tile(64, 32, 8, 2), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+        512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    },
+    "sm_90": {
+        64: (Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(128, 64, 8, 3)),
+        128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
+        256: (Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+        512: (Tile(32, 32, 8, 2), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+    },
+    "sm_100": {
+        64: (Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        256: (Tile(128, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+        512: (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+    },
+    "gfx": {
+        64: (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+        128: (Tile(128, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+        256: (Tile(64, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+        512: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    },
+}
+
+# A list of tiles is read at every step, so larger steps pay under a block mask.
+BLOCK_MASK_FORWARD: dict[str, dict[int, Tile]] = {
+    "sm_90": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2)},
+}
+
+# float32 multiplies without tensor cores, everywhere alike.
+SINGLE: dict[int, tuple[Tile, ...]] = {
+    64: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)),
+    128: (Tile(32, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
+    256: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+
+# Which rows of `HALF` an architecture takes; a newer one takes the last.
+ARCHITECTURES: dict[tuple[int, int], str] = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_80",
+    (8, 9): "sm_86",
+    (9, 0): "sm_90",
+    (10, 0): "sm_100",
+    (10, 3): "sm_100",
+    (12, 0): "sm_86",
+    (12, 1): "sm_86",
+}
+# Run and measured; every other architecture has only been compiled for.
+MEASURED = ((9, 0),)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What a kernel is compiled for. Lengths and strides are not in here: they never recompile."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    GROUP: int  # query heads that share a key head
+    IS_PACKED_GROUP: bool  # a tile holds rows of all of them
+    IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_CHUNK: bool
+    HAS_SOFTCAP: bool
+    HAS_DROPOUT: bool
+    PAGE_SIZE: int  # 0: not paged
+    MASK_TILE_M: int  # 0: no block mask
+    MASK_TILE_N: int
+    MASK_COVER_M: int  # tiles of the block mask that one of ours may touch
+    MASK_COVER_N: int
+    SECTION: int
+    HAS_DESCRIPTORS: bool  # tiles come through Hopper's copy engine
+
+
+class KernelPlan(NamedTuple):
+    """One kernel of a pass."""
+
+    config: KernelConfig
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    """The kernels of a call; `scores` has small tiles for the bias gradient and the
+    probabilities."""
+
+    forward: KernelPlan
+    keys: KernelPlan
+    queries: KernelPlan
+    values: KernelPlan | None  # None: `keys` makes dV as well
+    scores: KernelPlan
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the Triton backend cannot run `problem`; empty when it can."""
+    reasons = []
+    if problem.device_type != "cuda":
+        reasons.append(f"tensors are on {problem.device_type} (this backend: cuda)")
+    elif _is_too_old(problem.capability):
+        assert problem.capability is not None
+        oldest = _dotted(OLDEST_CAPABILITY)
+        reasons.append(f"compute capability {_dotted(problem.capability)} (at least {oldest})")
+    if not triton_is_installed():
+        reasons.append("the package triton is not installed (pip install triton)")
+    if problem.dtype not in DTYPES:
+        names = ", ".join(_name(dtype) for dtype in DTYPES)
+        reasons.append(f"dtype {_name(problem.dtype)} (this backend: {names})")
+    for name, head_dim in (("head_dim", problem.D), ("value head_dim", problem.Dv)):
+        if head_dim > MAX_HEAD_DIM:
+            reasons.append(f"{name}={head_dim} (at most {MAX_HEAD_DIM})")
+    if _is_too_wide_to_train(problem):
+        reasons.append(
+            f"gradients in float32 at head_dim={max(problem.D, problem.Dv)} (at most 256 with the "
+            f"99 KiB of shared memory of {_device(problem)})"
+        )
+    return reasons
+
+
+def _is_too_old(capability: tuple[int, int] | None) -> bool:
+    return capability is not None and capability < OLDEST_CAPABILITY and not _is_rocm()
+
+
+def _is_too_wide_to_train(problem: AttentionProblem) -> bool:
+    """The smallest tiles of q, k, v and dO in float32 above head dim 256 take 128 KiB."""
+    wide = problem.dtype == torch.float32 and max(problem.D, problem.Dv) > 256
+    return wide and problem.needs_grad and architecture(problem.capability) == "sm_86"
+
+
+@lru_cache(maxsize=1)
+def triton_is_installed() -> bool:
+    """Whether `import triton` would work, without importing it."""
+    return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: AttentionProblem, aligned: bool) -> Plan:
+    """Tiles and flags of every kernel that a call may need.
+
+    `aligned`: every row of the tensors starts at a multiple of 16 bytes and its elements are
+    contiguous.
+    """
+    described = aligned and _pays_descriptors(problem)
+    head_dim = max(problem.D, problem.Dv)
+    forward, *rest = tiles_for(problem.capability, problem.dtype, head_dim)
+    if has_copy_engine(problem.capability) and not described:
+        # Pointers take registers, for which the tiles of sm_80 leave room.
+        _, *rest = tiles_for(OLDEST_CAPABILITY, problem.dtype, head_dim)
+    keys, queries, *values = rest
+    if problem.block_tile is not None and problem.dtype != torch.float32:
+        forward = BLOCK_MASK_FORWARD.get(architecture(problem.capability), {}).get(
+            column_of(head_dim), forward
+        )
+    rows = problem.M
+    packed = problem.group > 1 and problem.block_tile is None and rows <= forward.BLOCK_M // 2
+    if packed:
+        rows *= problem.group
+    if problem.has_bias:  # a tile of bias takes registers as well
+        forward = forward._replace(
+            BLOCK_M=min(forward.BLOCK_M, 64), BLOCK_N=min(forward.BLOCK_N, 64)
+        )
+    scores = Tile(min(queries.BLOCK_M, 64), min(queries.BLOCK_N, 64), queries.warps, 1)
+    return Plan(
+        forward=_kernel_plan(problem, _for_few_rows(forward, rows), packed, described),
+        keys=_kernel_plan(problem, keys, False, described),
+        queries=_kernel_plan(problem, queries, False, described),
+        values=_kernel_plan(problem, values[0], False, described) if values else None,
+        scores=_kernel_plan(problem, scores, False, False),
+    )
+
+
+def tiles_for(
+    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int
+) -> tuple[Tile, ...]:
+    """Tiles of `PASSES`: measured ones if there are any, else the table's."""
+    column = column_of(head_dim)
+    if dtype == torch.float32:
+        return SINGLE[column]
+    name = architecture(capability)
+    measured = tuned(name).get(str(column), {}) | _forced
+    table = HALF[name][column]
+    return tuple(
+        Tile(*measured[kernel]) if kernel in measured else tile
+        for kernel, tile in zip(PASSES, table, strict=False)
+    )
+
+
+def passes_of(head_dim: int) -> tuple[str, ...]:
+    """The passes of `PASSES` that a head dim has."""
+    return PASSES[: 3 if head_dim <= UNSPLIT_HEAD_DIM else 4]
+
+
+@contextmanager
+def forced_tile(kernel: str, tile: Tile) -> Iterator[None]:
+    """One pass with one tile, for measuring it."""
+    _forced[kernel] = tile
+    plan.cache_clear()
+    try:
+        yield
+    finally:
+        del _forced[kernel]
+        plan.cache_clear()
+
+
+_forced: dict[str, Tile] = {}
+
+
+def column_of(head_dim: int) -> int:
+    """The head dim of the table's row."""
+    return next(size for size in (64, 128, 256, 512) if head_dim <= size)
+
+
+@lru_cache(maxsize=8)
+def tuned(name: str) -> dict[str, dict[str, Sequence[int]]]:
+    """What `flashtile tune` measured for an architecture: {head dim: {pass: tile}}.
+
+    The user's own results win over those that ship with the package.
+    """
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    for folder in (Path(__file__).with_name("configs"), tuned_folder()):
+        path = folder / f"{name}.json"
+        if path.is_file():
+            for head_dim, passes in json.loads(path.read_text())["tiles"].items():
+                found.setdefault(head_dim, {}).update(passes)
+    return found
+
+
+def tuned_folder() -> Path:
+    """Where `flashtile tune` writes: FLASHTILE_CACHE, or the user's cache folder."""
+    chosen = os.environ.get("FLASHTILE_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "flashtile"
+
+
+def architecture(capability: tuple[int, int] | None) -> str:
+    """The table's name for a device."""
+    if _is_rocm():
+        return "gfx"
+    if capability is None:
+        return "sm_80"
+    known = [c for c in ARCHITECTURES if c <= capability]
+    return ARCHITECTURES[max(known)] if known else "sm_80"
+
+
+def has_copy_engine(capability: tuple[int, int] | None) -> bool:
+    """Whether tiles can come through tensor descriptors (the Tensor Memory Accelerator)."""
+    return capability is not None and capability >= (9, 0) and not _is_rocm()
+
+
+def _pays_descriptors(problem: AttentionProblem) -> bool:
+    """Descriptors cost a few microseconds a launch, which only larger calls win back.
+
+    float32 reads its operands from registers, where descriptors only spill.
+    """
+    work = problem.B * problem.Hq * problem.M * problem.N
+    half = problem.dtype != torch.float32 and problem.page_size == 0
+    return half and has_copy_engine(problem.capability) and work >= DESCRIPTOR_WORK
+
+
+def describe_plan(problem: AttentionProblem) -> str:
+    """The plan in words, for `explain`."""
+    planned = plan(problem, True)
+    lines = [
+        f"{name}: tiles of {kernel.config.BLOCK_M} x {kernel.config.BLOCK_N}, head dim padded to "
+        f"{kernel.config.BLOCK_D}, {kernel.warps} warps, {kernel.stages} stages"
+        for name, kernel in (
+            ("forward", planned.forward),
+            ("dK and dV", planned.keys),
+            ("dQ", planned.queries),
+        )
+    ]
+    if planned.forward.config.IS_PACKED_GROUP:
+        lines[0] += f", {problem.group} query heads in a tile"
+    if problem.capability not in MEASURED:
+        lines.append(f"this architecture ({_device(problem)}) has been compiled for, never run on")
+    return "\n".join(lines)
+
+
+def _kernel_plan(
+    problem: AttentionProblem, tile: Tile, packed: bool, described: bool
+) -> KernelPlan:
+    options = problem.options
+    mask_m, mask_n = problem.block_tile or (0, 0)
+    BLOCK_M, BLOCK_N = _fit(tile.BLOCK_M, mask_m), _fit(tile.BLOCK_N, mask_n)
+    plain = options.softcap == 0 and not problem.has_alibi and not problem.has_bias
+    config = KernelConfig(
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        D=problem.D,
+        DV=problem.Dv,
+        BLOCK_D=padded(problem.D),
+        BLOCK_DV=padded(problem.Dv),
+        GROUP=problem.group,
+        IS_PACKED_GROUP=packed,
+        IS_LINEAR=plain and options.softmax_scale > 0,
+        HAS_LEFT=options.window_left >= 0,
+        HAS_RIGHT=options.window_right >= 0,
+        HAS_CHUNK=options.attention_chunk > 0,
+        HAS_SOFTCAP=options.softcap > 0,
+        HAS_DROPOUT=options.dropout_p > 0,
+        PAGE_SIZE=problem.page_size,
+        MASK_TILE_M=mask_m,
+        MASK_TILE_N=mask_n,
+        MASK_COVER_M=_cover(BLOCK_M, mask_m),
+        MASK_COVER_N=_cover(BLOCK_N, mask_n),
+        SECTION=SECTION,
+        HAS_DESCRIPTORS=described,
+    )
+    return KernelPlan(config, tile.warps, tile.stages)
+
+
+def _for_few_rows(tile: Tile, rows: int) -> Tile:
+    """A lower tile where the usual one would be mostly padding."""
+    for height in (16, 64):
+        if rows <= height < tile.BLOCK_M:
+            return tile._replace(BLOCK_M=height, warps=4)
+    return tile
+
+
+def _fit(block: int, mask_tile: int) -> int:
+    """`block`, or the power of two that divides a block mask's tile, if that is not tiny."""
+    divisor = mask_tile & -mask_tile
+    return divisor if 32 <= divisor < block else block
+
+
+def _cover(block: int, mask_tile: int) -> int:
+    if mask_tile == 0 or mask_tile % block == 0:
+        return 1
+    return (block + mask_tile - 2) // mask_tile + 1
+
+
+def padded(head_dim: int) -> int:
+    """The next power of two, at least 16: what the matrix units multiply."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@lru_cache(maxsize=1)
+def _is_rocm() -> bool:
+    return torch.version.hip is not None
+
+
+def _device(problem: AttentionProblem) -> str:
+    if _is_rocm() or problem.capability is None:
+        return "ROCm" if _is_rocm() else problem.device_type
+    return f"sm_{problem.capability[0]}{problem.capability[1]}"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

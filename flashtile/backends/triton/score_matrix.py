@@ -1,0 +1,78 @@
+"""The softmax probabilities themselves, quadratic in memory: for inspection, not for training."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from .backward_pass import load_stats
+from .tiles import (
+    between,
+    dropout_key,
+    in_block_mask,
+    kept,
+    key_row_of_batch,
+    key_span,
+    linear_scale,
+    load_keys,
+    load_rows,
+    page_list,
+    query_span,
+    rows_base,
+    scores_log2,
+    stats_start,
+    visible_keys,
+)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def probabilities_kernel(
+    q, k, probs, lse_ptr, at, score_data, bias, block_data, rng_ptr, B, M, N, total_q, total_k,
+    page_columns, left, right, chunk, heads, mask_rows, mask_columns, drop_threshold,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """P = exp(S - lse) of one tile, negative where dropped; elements that are not visible are left
+    as they are."""
+    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
+    mask = Mask(left, right, chunk)
+    score = Score(score_data, bias)
+    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    n0 = tl.program_id(2) * BLOCK_N
+    m0 = tl.program_id(1) * BLOCK_M
+    h = tl.program_id(0) % heads
+    b = tl.program_id(0) // heads
+    kv_head = h // cfg.GROUP
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    rows = offs_m[:, None]
+    keys = n0 + tl.arange(0, BLOCK_N)[None, :]
+    start, stop = visible_keys(rows + (N - M), N, mask, cfg)
+    visible = (rows < M) & between(keys, start, stop, cfg)
+    if cfg.MASK_TILE_M > 0:
+        visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+    # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D)
+    q_tile = load_rows(q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D)
+    if cfg.PAGE_SIZE > 0:
+        k_source = k.ptr + kv_head.to(tl.int64) * k.head
+    else:
+        k_source = rows_base(k, key_row_of_batch(lengths, b), start_k, kv_head)
+    pages = page_list(lengths, b)
+    k_tile = load_keys(
+        k_source, k, pages, start_k, n0, N, lengths, cfg, True, cfg.D, BLOCK_N, cfg.BLOCK_D
+    )
+    # (BLOCK_M, BLOCK_N)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    s_log2 = scores_log2(qk, rows, keys, visible, N - M, b, h, score, cfg)
+    stats_row = stats_start(lengths, b, h, heads) + start_q
+    lse_log2, _ = load_stats(lse_ptr + stats_row, lse_ptr + stats_row, offs_m, M, True)
+    p = tl.math.exp2(s_log2 * linear_scale(score, cfg) - lse_log2[:, None])
+    if cfg.HAS_DROPOUT:
+        drop_key = dropout_key(rng_ptr)
+        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, -p)
+    place = b.to(tl.int64) * probs.batch + h.to(tl.int64) * probs.head
+    place += rows.to(tl.int64) * probs.row + keys
+    tl.store(probs.ptr + place, p.to(probs.ptr.dtype.element_ty), mask=visible)

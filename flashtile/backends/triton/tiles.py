@@ -1,0 +1,437 @@
+"""The words of the kernels: what is done to one tile, each with a name.
+
+A tile of scores has rows (queries) and keys. Row and key numbers arrive as tensors that broadcast
+against each other, (BLOCK_M, 1) with (1, BLOCK_N) or, in kernels that hold the transposed tile, (1,
+BLOCK_M) with (BLOCK_N, 1): every operation below works either way round. Scores are in base 2
+(suffix `_log2`): the hardware's exponential is 2**x.
+
+Arguments are grouped into the tuples of `arguments.py`; an absent tensor is None, which costs
+nothing at run time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+# Where a sequence lies
+
+
+@triton.jit
+def query_span(lengths, b):
+    """First row and number of queries of sequence `b`, kept inside the tensor."""
+    start = b * 0
+    count = lengths.M
+    if lengths.at.cu_seqlens_q is not None:
+        start = tl.minimum(tl.maximum(tl.load(lengths.at.cu_seqlens_q + b), 0), lengths.total_q)
+        stop = tl.minimum(tl.load(lengths.at.cu_seqlens_q + b + 1), lengths.total_q)
+        count = tl.minimum(tl.maximum(stop - start, 0), count)
+    if lengths.at.seqused_q is not None:
+        count = tl.minimum(tl.maximum(tl.load(lengths.at.seqused_q + b), 0), count)
+    return start, count
+
+
+@triton.jit
+def key_span(lengths, b):
+    """First row (behind the left pad) and number of keys of sequence `b`, kept inside the
+    tensor."""
+    start = b * 0
+    count = lengths.N
+    if lengths.at.cu_seqlens_k is not None:
+        start = tl.minimum(tl.maximum(tl.load(lengths.at.cu_seqlens_k + b), 0), lengths.total_k)
+        stop = tl.minimum(tl.load(lengths.at.cu_seqlens_k + b + 1), lengths.total_k)
+        count = tl.minimum(tl.maximum(stop - start, 0), count)
+    if lengths.at.seqused_k is not None:
+        count = tl.minimum(tl.maximum(tl.load(lengths.at.seqused_k + b), 0), count)
+    if lengths.at.leftpad_k is not None:
+        pad = tl.minimum(tl.maximum(tl.load(lengths.at.leftpad_k + b), 0), count)
+        start += pad
+        count -= pad
+    return start, count
+
+
+@triton.jit
+def key_row_of_batch(lengths, b):
+    """The row of k and v that holds sequence `b`."""
+    row = b
+    if lengths.at.cache_batch_idx is not None:
+        row = tl.minimum(
+            tl.maximum(tl.load(lengths.at.cache_batch_idx + b), 0), lengths.total_k - 1
+        )
+    return row
+
+
+@triton.jit
+def page_list(lengths, b):
+    """Where the page numbers of sequence `b` start; None without pages."""
+    pages = None
+    if lengths.at.page_table is not None:
+        pages = lengths.at.page_table + b.to(tl.int64) * lengths.page_columns
+    return pages
+
+
+@triton.jit
+def section_order(pid, blocks, heads, SECTION: tl.constexpr):
+    """(block, head) of a program: all blocks of SECTION heads, heads fastest, then the next
+    section.
+
+    The heads of a section share the cache, and equal blocks of all of them run together, so that a
+    list of blocks that starts with the longest ends with the shortest.
+    """
+    section = pid // (blocks * SECTION)
+    first = section * SECTION
+    width = tl.minimum(SECTION, heads - first)
+    rest = pid - section * (blocks * SECTION)
+    return rest // width, first + rest % width
+
+
+@triton.jit
+def stats_start(lengths, b, h, heads):
+    """Where the rows of (b, h) start in a log-sum-exp, (B, Hq, M) or, packed, (Hq, total_q)."""
+    if lengths.at.cu_seqlens_q is None:
+        start = (b * heads + h).to(tl.int64) * lengths.M
+    else:
+        start = h.to(tl.int64) * lengths.total_q
+    return start
+
+
+# Which keys a row sees
+
+
+@triton.jit
+def floor_to(x, size):
+    """`x` rounded down to a multiple of `size`, also below zero."""
+    rest = x % size
+    return x - tl.where(rest < 0, rest + size, rest)
+
+
+@triton.jit
+def visible_keys(p, N, mask, cfg: tl.constexpr):
+    """Keys [start, stop) that a query at position `p` sees: `masks.Visibility.key_range`."""
+    start = p * 0
+    stop = start + N
+    if cfg.HAS_LEFT:
+        start = tl.maximum(start, p - mask.left)
+    if cfg.HAS_RIGHT:
+        stop = tl.minimum(stop, p + mask.right + 1)
+    if cfg.HAS_CHUNK:
+        chunk = floor_to(p, mask.chunk)
+        start = tl.maximum(start, chunk)
+        stop = tl.minimum(stop, chunk + mask.chunk)
+    return start, stop
+
+
+@triton.jit
+def between(keys, start, stop, cfg: tl.constexpr):
+    """Which keys lie in the [start, stop) of `visible_keys`."""
+    visible = keys < stop
+    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+        visible = visible & (keys >= start)
+    return visible
+
+
+@triton.jit
+def seeing_rows(j, M, N, mask, cfg: tl.constexpr):
+    """Rows [start, stop) that see key `j`: the inverse of `visible_keys`."""
+    shift = N - M
+    start = j * 0
+    stop = start + M
+    if cfg.HAS_RIGHT:
+        start = tl.maximum(start, j - mask.right - shift)
+    if cfg.HAS_LEFT:
+        stop = tl.minimum(stop, j + mask.left + 1 - shift)
+    if cfg.HAS_CHUNK:
+        chunk = floor_to(j, mask.chunk) - shift
+        start = tl.maximum(start, chunk)
+        stop = tl.minimum(stop, chunk + mask.chunk)
+    return start, stop
+
+
+@triton.jit
+def tile_phases(first_start, first_stop, last_start, last_stop, BLOCK: tl.constexpr):
+    """Cut the walk over tiles into masked, full and masked: four bounds, counted in tiles.
+
+    `first_*` is the interval of the first row (or key) of the tile that walks, `last_*` that of the
+    last. What lies outside of [first_start, last_stop) is empty; what lies in [last_start,
+    first_stop) is full.
+    """
+    begin = first_start // BLOCK
+    end = tl.maximum(begin, (last_stop + BLOCK - 1) // BLOCK)
+    full_begin = tl.minimum(end, tl.maximum(begin, (last_start + BLOCK - 1) // BLOCK))
+    full_end = tl.minimum(end, tl.maximum(full_begin, first_stop // BLOCK))
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def masked_tile(i, begin, full_begin, full_end):
+    """The tile of step `i` over the masked tiles, which lie before and after the full ones."""
+    before = full_begin - begin
+    return tl.where(i < before, begin + i, full_end + i - before)
+
+
+@triton.jit
+def block_mask_start(blocks, b, h):
+    """Where the tiles of (b, h) start in `kinds`."""
+    heads = 1 + blocks.data.has_heads * (blocks.heads - 1)
+    return (b * blocks.data.has_batch * heads + h * blocks.data.has_heads).to(tl.int64) * (
+        blocks.rows * blocks.columns
+    )
+
+
+@triton.jit
+def in_block_mask(rows, keys, visible, b, h, blocks, cfg: tl.constexpr):
+    """`visible` less what the block mask hides, looked up element by element."""
+    tile_row = rows // cfg.MASK_TILE_M
+    tile_column = keys // cfg.MASK_TILE_N
+    visible = visible & (tile_row < blocks.rows) & (tile_column < blocks.columns)
+    place = block_mask_start(blocks, b, h)
+    place += tile_row * blocks.columns + tile_column
+    kind = tl.load(blocks.data.kinds + place, mask=visible, other=0)
+    index = tl.load(blocks.data.partial_index + place, mask=visible & (kind == 2), other=0)
+    inside = rows % cfg.MASK_TILE_M * cfg.MASK_TILE_N + keys % cfg.MASK_TILE_N
+    element = index.to(tl.int64) * (cfg.MASK_TILE_M * cfg.MASK_TILE_N) + inside
+    seen = tl.load(blocks.data.partial_tiles + element, mask=visible & (kind == 2), other=0) != 0
+    return visible & (seen | (kind == 1))
+
+
+@triton.jit
+def list_row(lists, b, h, heads, tile, tiles, capacity):
+    """Counts and list of the tiles that one `tile` of the `tiles` of (b, h) visits."""
+    list_heads = 1 + lists.has_heads * (heads - 1)
+    row = (b * lists.has_batch * list_heads + h * lists.has_heads).to(tl.int64) * tiles + tile
+    return lists.counts + 2 * row, lists.tiles + row * capacity
+
+
+# From products to scores
+
+
+@triton.jit
+def tanh(x):
+    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), exponentials
+    elsewhere."""
+    z = x * x
+    near = -5.70498872745e-3 * z + 2.06390887954e-2
+    near = near * z - 5.37397155531e-2
+    near = near * z + 1.33314422036e-1
+    near = near * z - 3.33332819422e-1
+    near = near * z * x + x
+    far = 1.0 - 2.0 / (tl.math.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, far)
+
+
+@triton.jit
+def score_slope(qk, score, cfg: tl.constexpr):
+    """What softcap leaves of a score's derivative, ``1 - tanh(s / cap)**2``; 1 without softcap."""
+    t = tanh(qk * (score.data.scale / score.data.softcap))
+    return 1.0 - t * t
+
+
+@triton.jit
+def scores_log2(qk, rows, keys, inside, shift, b, h, score, cfg: tl.constexpr):
+    """Scores in base 2 from q k^T: scale, then softcap, then ALiBi, then bias.
+
+    Where nothing but a positive scale applies (cfg.IS_LINEAR) `qk` comes back as it is: the scale
+    is then multiplied inside the exponential (`linear_scale`). `inside` says which elements of the
+    bias may be read.
+    """
+    if cfg.IS_LINEAR:
+        s_log2 = qk
+    else:
+        s_log2 = qk * (score.data.scale * LOG2E)
+        if cfg.HAS_SOFTCAP:
+            s_log2 = tanh(qk * (score.data.scale / score.data.softcap)) * (
+                score.data.softcap * LOG2E
+            )
+        if score.data.alibi_ptr is not None:
+            slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h)
+            s_log2 -= slope * LOG2E * tl.abs(rows + shift - keys).to(tl.float32)
+        if score.bias.ptr is not None:
+            s_log2 += load_bias(score.bias, b, h, rows, keys, inside).to(tl.float32) * LOG2E
+    return s_log2
+
+
+@triton.jit
+def load_bias(bias, b, h, rows, keys, inside):
+    """The bias over a tile; broadcast dimensions have stride 0."""
+    place = b.to(tl.int64) * bias.batch + h.to(tl.int64) * bias.head
+    place += rows.to(tl.int64) * bias.row + keys.to(tl.int64) * bias.key
+    return tl.load(bias.ptr + place, mask=inside, other=0.0)
+
+
+@triton.jit
+def linear_scale(score, cfg: tl.constexpr):
+    """What is left to multiply `scores_log2` with."""
+    if cfg.IS_LINEAR:
+        factor = score.data.scale * LOG2E
+    else:
+        factor = 1.0
+    return factor
+
+
+# Dropout: flashtile/dropout.py, word for word
+
+
+@triton.jit
+def dropout_key(rng_ptr):
+    """The two key words of a call: one Philox block of (seed, offset)."""
+    seed = tl.load(rng_ptr)
+    offset = tl.load(rng_ptr + 1)
+    low = (offset & 0xFFFFFFFF).to(tl.uint32)
+    high = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zero = (offset & 0).to(tl.uint32)
+    k0, k1, _, _ = tl.philox(seed, low, high, zero, zero)
+    return k0.to(tl.uint64) | (k1.to(tl.uint64) << 32)
+
+
+@triton.jit
+def kept(key, threshold, b, h, rows, n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which scores of a tile dropout keeps, bool (BLOCK_M, BLOCK_N).
+
+    `b` and `rows` (BLOCK_M, 1), `h` scalar or as rows; `n0` is a multiple of four.
+    """
+    # (BLOCK_M, BLOCK_N / 4): one Philox block makes the words of four neighbouring keys.
+    groups = n0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    zero = rows * 0 + groups * 0
+    w0, w1, w2, w3 = tl.philox(
+        key,
+        (zero + groups).to(tl.uint32),
+        (zero + rows).to(tl.uint32),
+        (zero + h).to(tl.uint32),
+        (zero + b).to(tl.uint32),
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK_M, BLOCK_N / 4, 2, 2): lanes 0 1 2 3
+    words = tl.reshape(words, [BLOCK_M, BLOCK_N])
+    return words.to(tl.int64) < threshold
+
+
+# Tiles of rows from memory
+
+
+@triton.jit
+def rows_base(x, batch, row, head):
+    """Pointer to one head of one row of `x`; 64-bit, for tensors may pass 2**31 elements."""
+    return (
+        x.ptr + batch.to(tl.int64) * x.batch + row.to(tl.int64) * x.row + head.to(tl.int64) * x.head
+    )
+
+
+@triton.jit
+def load_rows(
+    x,
+    base,
+    n0,
+    count,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Rows [n0, n0 + BLOCK) behind `base`, (BLOCK, BLOCK_DIM); zero past `count` (if MASKED) and
+    past DIM."""
+    offs = tl.arange(0, BLOCK)[:, None]
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    pointers = base + tl.cast(n0, tl.int64) * x.row + offs * x.row + dims * x.dim
+    if MASKED:
+        if DIM == BLOCK_DIM:
+            tile = tl.load(pointers, mask=n0 + offs < count, other=0.0)
+        else:
+            tile = tl.load(pointers, mask=(n0 + offs < count) & (dims < DIM), other=0.0)
+    else:
+        if DIM == BLOCK_DIM:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=dims < DIM, other=0.0)
+    return tile
+
+
+@triton.jit
+def tile_source(
+    x,
+    base,
+    count,
+    cfg: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """What `load_tile` reads `count` rows behind `base` through: the pointer, or a descriptor of
+    Hopper's copy engine.
+
+    The engine moves whole tiles without a register and writes zeros past the last row and past DIM.
+    """
+    if cfg.HAS_DESCRIPTORS:
+        source = tl.make_tensor_descriptor(
+            base,
+            shape=[count, DIM],
+            strides=[tl.cast(x.row, tl.int64), 1],
+            block_shape=[BLOCK, BLOCK_DIM],
+        )
+    else:
+        source = base
+    return source
+
+
+@triton.jit
+def load_tile(
+    source, x, n0, count, cfg: tl.constexpr, MASKED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` of a `tile_source`."""
+    if cfg.HAS_DESCRIPTORS:
+        tile = source.load([n0, 0])
+    else:
+        tile = load_rows(x, source, n0, count, MASKED, DIM, BLOCK, BLOCK_DIM)
+    return tile
+
+
+@triton.jit
+def load_paged_rows(
+    x, base, pages, start, n0, count, lengths, PAGE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
+    past the ends."""
+    offs = n0 + tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    token = start + offs
+    page = tl.load(pages + token // PAGE, mask=offs < count, other=0)
+    page = tl.minimum(tl.maximum(page, 0), lengths.total_k - 1).to(tl.int64)
+    place = page * x.batch + (token % PAGE).to(tl.int64) * x.row
+    inside = (offs < count)[:, None] & (dims < DIM)
+    return tl.load(base + place[:, None] + dims * x.dim, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_keys(
+    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
+    if cfg.PAGE_SIZE > 0:
+        tile = load_paged_rows(
+            x, source, pages, start, n0, count, lengths, cfg.PAGE_SIZE, DIM, BLOCK, BLOCK_DIM
+        )
+    else:
+        tile = load_tile(source, x, n0, count, cfg, MASKED, DIM, BLOCK, BLOCK_DIM)
+    return tile
+
+
+@triton.jit
+def store_rows(
+    x, base, m0, count, tile, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """Write `tile` (BLOCK, BLOCK_DIM) to the rows [m0, m0 + BLOCK) behind `base`, up to `count`."""
+    offs = tl.arange(0, BLOCK)[:, None]
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    pointers = base + tl.cast(m0, tl.int64) * x.row + offs * x.row + dims * x.dim
+    inside = m0 + offs < count
+    if DIM != BLOCK_DIM:
+        inside = inside & (dims < DIM)
+    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=inside)
