@@ -33,8 +33,10 @@ def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
 
 
 def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
-    """Cut `mask` into tiles; a dimension that `mask` broadcasts is stored once, so a mask of keys
-    stays linear."""
+    """Cut `mask` into tiles.
+
+    A dimension that `mask` broadcasts is stored once: a mask of keys takes linear memory.
+    """
     BM, BN = CPU_TILE if mask.device.type == "cpu" else GPU_TILE
     BM, BN = min(BM, _power_of_two(M)), min(BN, _power_of_two(N))
     batch, heads, rows, _ = mask.shape

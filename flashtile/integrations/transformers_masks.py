@@ -27,9 +27,7 @@ class Pattern(NamedTuple):
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     attention_chunk: int = 0
-    segments: Tensor | None = (
-        None  # (batch, keys) integers: tokens of one number are one packed sequence
-    )
+    segments: Tensor | None = None  # (batch, keys) integers, one for each packed sequence
 
     @property
     def has_positions(self) -> bool:

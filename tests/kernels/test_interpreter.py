@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 # The interpreter of Triton 3.6 walks loops with an array as bound, which NumPy 2.4 refuses.
 
 from flashtile.backends import triton as backend
+from flashtile.backends.triton import plan
 
 from .cases import CASES, make_call
 

@@ -20,6 +20,10 @@ import torch
 
 from ...problem import AttentionProblem
 
+# Whether `import triton` would work, found out without importing it; asked once, here, because a
+# tracer that walks through dispatch cannot ask.
+TRITON_IS_INSTALLED = find_spec("triton") is not None
+
 MAX_HEAD_DIM = 512
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -168,7 +172,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         assert problem.capability is not None
         oldest = _dotted(OLDEST_CAPABILITY)
         reasons.append(f"compute capability {_dotted(problem.capability)} (at least {oldest})")
-    if not triton_is_installed():
+    if not TRITON_IS_INSTALLED:
         reasons.append("the package triton is not installed (pip install triton)")
     if problem.dtype not in DTYPES:
         names = ", ".join(_name(dtype) for dtype in DTYPES)
@@ -192,12 +196,6 @@ def _is_too_wide_to_train(problem: AttentionProblem) -> bool:
     """The smallest tiles of q, k, v and dO in float32 above head dim 256 take 128 KiB."""
     wide = problem.dtype == torch.float32 and max(problem.D, problem.Dv) > 256
     return wide and problem.needs_grad and architecture(problem.capability) == "sm_86"
-
-
-@lru_cache(maxsize=1)
-def triton_is_installed() -> bool:
-    """Whether `import triton` would work, without importing it."""
-    return find_spec("triton") is not None
 
 
 @lru_cache(maxsize=4096)
@@ -403,7 +401,6 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-@lru_cache(maxsize=1)
 def _is_rocm() -> bool:
     return torch.version.hip is not None
 

@@ -1,0 +1,285 @@
+"""`torch.compile(fullgraph=True)` with dynamic shapes and `torch.export`, of every function."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conformance.calls import (
+    assert_same,
+    cache_call,
+    flat,
+    heads_and_lengths,
+    same_heads,
+    tensors,
+)
+
+import flashtile
+from flashtile.bert_padding import index_first_axis, index_put_first_axis, pad_input
+from flashtile.flash_blocksparse_attn_interface import flash_blocksparse_attn_func
+from flashtile.layers.rotary import (
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+)
+from flashtile.masks import BlockMask
+from flashtile.testing import cu_seqlens, generator, normal, qkv, rotary_tables
+
+
+def dense(function, **options):
+    def call(q, k, v):
+        return function(q, k, v, **options)
+
+    return call, lambda n: dict(zip("qkv", heads_and_lengths(n), strict=True))
+
+
+def varlen(**options):
+    def call(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        bound = q.shape[0]
+        return flashtile.attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, bound, bound, **options
+        )
+
+    return call, flat
+
+
+def with_bias(q, k, v, bias, sink):
+    return flashtile.attention(q, k, v, bias=bias, sink=sink, softcap=2.0, return_lse=True)
+
+
+def bias_and_sink(n):
+    call = dict(zip("qkv", heads_and_lengths(n), strict=True))
+    bias = normal(generator(n), 1, 4, n, 1)
+    return call | {"bias": bias, "sink": normal(generator(n), 4)}
+
+
+def with_lengths(q, k, v, used):
+    return flashtile.attention(q, k, v, seqused_q=used, seqused_k=used, causal=True)
+
+
+def lengths(n):
+    return dict(zip("qkv", heads_and_lengths(n), strict=True)) | {
+        "used": torch.tensor([2, n]).int()
+    }
+
+
+# Every public function that attends, with the leaves of its gradient first in the arguments.
+TRAINING = {
+    "attention": dense(flashtile.attention, return_lse=True),
+    "attention, causal window": dense(flashtile.attention, causal=True, window_size=(5, 2)),
+    "attention, dropout": dense(flashtile.attention, dropout_p=0.5),
+    "attention, probabilities": dense(flashtile.attention, return_attn_probs=True),
+    "attention, bias and sink": (with_bias, bias_and_sink),
+    "attention, lengths": (with_lengths, lengths),
+    "attention_varlen": varlen(causal=True, return_lse=True),
+    "flash_attn_func": dense(flashtile.flash_attn_func, causal=True, softcap=3.0),
+    "flash_attn_kvpacked_func": (
+        lambda q, kv: flashtile.flash_attn_kvpacked_func(q, kv, causal=True),
+        lambda n: {"q": same_heads(n, 2, n), "kv": same_heads(n + 1, 2, n, 2)},
+    ),
+    "flash_attn_qkvpacked_func": (
+        lambda qkv: flashtile.flash_attn_qkvpacked_func(qkv, causal=True),
+        lambda n: {"qkv": same_heads(n, 2, n, 3)},
+    ),
+    "flash_attn_varlen_func": (
+        lambda q, k, v, cu_seqlens_q, cu_seqlens_k: flashtile.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]
+        ),
+        flat,
+    ),
+    "flash_attn_varlen_kvpacked_func": (
+        lambda q, kv, cu: flashtile.flash_attn_varlen_kvpacked_func(
+            q, kv, cu, cu, q.shape[0], q.shape[0]
+        ),
+        lambda n: {
+            "q": same_heads(n, n),
+            "kv": same_heads(n + 1, n, 2),
+            "cu": cu_seqlens([n - 2, 2]),
+        },
+    ),
+    "flash_attn_varlen_qkvpacked_func": (
+        lambda qkv, cu: flashtile.flash_attn_varlen_qkvpacked_func(qkv, cu, qkv.shape[0]),
+        lambda n: {"qkv": same_heads(n, n, 3), "cu": cu_seqlens([n - 2, 2])},
+    ),
+    "flash_blocksparse_attn_func": (
+        lambda qkv, cu, mask: flash_blocksparse_attn_func(qkv, cu, mask, 0.0, qkv.shape[0]),
+        lambda n: {
+            "qkv": same_heads(n, n, 3),
+            "cu": cu_seqlens([n - 2, 2]),
+            "mask": torch.ones(8, 1, dtype=torch.bool),
+        },
+    ),
+    "flash_attn_combine": (
+        lambda out_partial, lse_partial: flashtile.flash_attn_combine(out_partial, lse_partial),
+        lambda n: {
+            "out_partial": same_heads(n, 3, 2, n),
+            "lse_partial": normal(generator(n), 3, 2, n, 4),
+        },
+    ),
+    "apply_rotary_emb": (
+        lambda x, cos, sin: apply_rotary_emb(x, cos, sin),
+        lambda n: dict(
+            zip(("x", "cos", "sin"), (same_heads(n, 2, n), *rotary_tables(40, 8)), strict=True)
+        ),
+    ),
+    "index_first_axis": (
+        lambda x, i: index_put_first_axis(index_first_axis(x, i), i, x.shape[0]),
+        lambda n: {"x": same_heads(n, n), "i": torch.arange(0, n, 2)},
+    ),
+    "pad_input": (
+        lambda x, i: pad_input(x, i, 2, x.shape[0]),
+        lambda n: {"x": same_heads(n, n), "i": torch.arange(n)},
+    ),
+}
+
+
+def outputs_and_gradients(function, arguments):
+    """Results, then gradients of the floating arguments, from the same seed each time."""
+    torch.manual_seed(0)
+    leaves = {
+        n: x.detach().clone().requires_grad_(x.is_floating_point()) for n, x in arguments.items()
+    }
+    for name in ("cos", "sin"):
+        if name in leaves:
+            leaves[name].requires_grad_(False)
+    results = tensors(function(**leaves))
+    loss = sum(x.square().sum() for x in results if x.requires_grad)
+    wanted = [x for x in leaves.values() if x.requires_grad]
+    return [x.detach() for x in results] + list(torch.autograd.grad(loss, wanted))
+
+
+class TestCompile:
+    """One graph without breaks, and the same graph for other lengths."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("name", TRAINING)
+    def test_training(self, name):
+        function, make = TRAINING[name]
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        assert_same(
+            outputs_and_gradients(compiled, make(9)), outputs_and_gradients(function, make(9))
+        )
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            got = outputs_and_gradients(compiled, make(14))
+        assert_same(got, outputs_and_gradients(function, make(14)))
+
+    @pytest.mark.parametrize("name", ["attention", "attention_varlen", "flash_attn_func"])
+    def test_without_gradients(self, name):
+        function, make = TRAINING[name]
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        for n in (9, 14):
+            assert_same(tensors(compiled(**make(n))), tensors(function(**make(n))))
+
+    @pytest.mark.parametrize("storage", ["contiguous", "paged", "packed"])
+    @pytest.mark.parametrize(
+        "function", [flashtile.attention_with_kvcache, flashtile.flash_attn_with_kvcache]
+    )
+    def test_cache(self, storage, function):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        for n in (5, 7):
+            call, again = cache_call(n, storage), cache_call(n, storage)
+            if function is flashtile.flash_attn_with_kvcache:
+                again.pop("return_lse"), call.pop("return_lse")
+            got, wanted = compiled(**call), function(**again)
+            assert_same(tensors(got), tensors(wanted))
+            assert_same([call["k_cache"], call["v_cache"]], [again["k_cache"], again["v_cache"]])
+
+    @pytest.mark.parametrize("name", ["qkv", "kv"])
+    def test_rotary_in_place(self, name):
+        function = {"qkv": apply_rotary_emb_qkv_, "kv": apply_rotary_emb_kv_}[name]
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        for n in (5, 7):
+            x = same_heads(n, 2, n, len(name))
+            mine, other = x.clone(), x.clone()
+            result = compiled(mine, *rotary_tables(16, 8))
+            function(other, *rotary_tables(16, 8))
+            torch.testing.assert_close(mine, other)
+            torch.testing.assert_close(result, other)
+
+    def test_a_block_mask_made_outside(self):
+        mask = BlockMask.from_tiles(torch.tensor([[1, 0], [1, 1]]), (8, 8))
+
+        def function(q, k, v):
+            return flashtile.attention(q, k, v, block_mask=mask)
+
+        call = dict(zip("qkv", heads_and_lengths(11), strict=True))
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        assert_same(outputs_and_gradients(compiled, call), outputs_and_gradients(function, call))
+
+    def test_the_first_call_of_a_process_may_be_a_compiled_one(self):
+        code = (
+            "import torch, flashtile\n"
+            "x = torch.randn(2, 9, 4, 8)\n"
+            "f = torch.compile(flashtile.attention, backend='aot_eager', fullgraph=True)\n"
+            "compiled = f(x, x, x)\n"
+            "torch.testing.assert_close(compiled, flashtile.attention(x, x, x))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler, g++")
+    def test_inductor(self):
+        function, make = TRAINING["attention, bias and sink"]
+        compiled = torch.compile(function, fullgraph=True, dynamic=True)
+        for n in (9, 14):
+            assert_same(
+                outputs_and_gradients(compiled, make(n)), outputs_and_gradients(function, make(n))
+            )
+
+
+class TestExport:
+    length = torch.export.Dim("length", min=3, max=64)
+
+    @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}], ids=str)
+    def test_attention(self, options):
+        class Module(torch.nn.Module):
+            def forward(self, q, k, v):
+                return flashtile.attention(q, k, v, return_lse=True, **options)
+
+        def arguments(n):
+            return qkv(generator(n), M=n, N=n, D=8)
+
+        program = torch.export.export(Module(), arguments(9), dynamic_shapes=[{1: self.length}] * 3)
+        assert any("flashtile" in str(node.target) for node in program.graph.nodes)
+        assert_same(program.module()(*arguments(20)), Module()(*arguments(20)))
+
+    def test_varlen(self):
+        class Module(torch.nn.Module):
+            def forward(self, q, k, v, cu):
+                return flashtile.attention_varlen(q, k, v, cu, cu, 64, 64, causal=True)
+
+        def arguments(n):
+            return (*flat(n).values(),)
+
+        *inputs, cu, _ = arguments(10)
+        total = torch.export.Dim("total", min=3, max=64)
+        program = torch.export.export(
+            Module(), (*inputs, cu), dynamic_shapes=[{0: total}] * 3 + [None]
+        )
+        *inputs, cu, _ = arguments(20)
+        assert_same([program.module()(*inputs, cu)], [Module()(*inputs, cu)])
+
+    def test_cache(self):
+        class Module(torch.nn.Module):
+            def forward(self, q, k_cache, v_cache, k, v, seqlens):
+                return flashtile.attention_with_kvcache(
+                    q, k_cache, v_cache, k, v, cache_seqlens=seqlens, causal=True
+                )
+
+        def arguments():
+            call = cache_call(4, "contiguous")
+            return tuple(call[n] for n in ("q", "k_cache", "v_cache", "k", "v", "cache_seqlens"))
+
+        program = torch.export.export(Module(), arguments())
+        mine, other = arguments(), arguments()
+        assert_same([program.module()(*mine)], [Module()(*other)])
+        assert_same(mine, other)  # the caches were written in both
