@@ -10,11 +10,16 @@ import torch
 from . import backends
 from .problem import AttentionProblem
 
-# In order of preference. Names of folders in `backends/`, imported on first use.
+# In order of preference. Names of folders in `backends/`.
 ORDER: tuple[str, ...] = (
     "cpu",  # every option, on every machine; the tensors must be on the CPU
     "triton",  # every option but float64 and float8, on any CUDA GPU from sm_80 on
 )
+
+# Here and not on first use: a tracer that walks through `select` cannot import. This imports what
+# answers for a backend, not its kernels nor what compiles them.
+for _name in ORDER:
+    backends.load(_name)
 
 _forced: str | None = (
     None  # process-wide, as PyTorch's own sdpa_kernel is; a tracer can guard on it

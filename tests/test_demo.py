@@ -60,7 +60,9 @@ def arguments(tmp_path, monkeypatch):
     play, model = tmp_path / "play.txt", tmp_path / "model.gguf"
     play.write_text(PLAY)
     model.touch()
-    monkeypatch.setattr(inputs, "load", lambda path, device: (tiny_model(), ByteTokenizer()))
+    monkeypatch.setattr(
+        inputs, "load", lambda path, device: (tiny_model().to(device), ByteTokenizer())
+    )
     output = tmp_path / "picture.png"
     return argparse.Namespace(data=play, model=model, output=output, device="cpu", quick=True)
 
@@ -74,16 +76,24 @@ def test_every_check_holds(arguments, capsys):
     assert arguments.output.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.gpu
+def test_every_check_holds_on_a_gpu(arguments, capsys):
+    arguments.device = "cuda"
+    assert show.show(arguments, SIZE) == 0
+    assert "bfloat16" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("tolerance", "name"),
     [
         ((model_checks, "LOSS_TOLERANCE"), "loss"),
         ((model_checks, "LOGIT_TOLERANCE"), "padded batch"),
-        ((layer, "TOLERANCE"), "memory"),
+        ((layer, "TOLERANCES"), "memory"),
     ],
 )
 def test_a_failed_check_fails_the_demo(arguments, capsys, monkeypatch, tolerance, name):
-    monkeypatch.setattr(*tolerance, -1.0)
+    never = {torch.float32: -1.0} if tolerance[1] == "TOLERANCES" else -1.0
+    monkeypatch.setattr(*tolerance, never)
     assert show.show(arguments, SIZE) == 1
     assert f"These checks FAILED: {name}." in capsys.readouterr().out
 
@@ -143,7 +153,7 @@ def test_memory_of_the_layer():
         assert matrices * scores < standard.peak_mib
         assert standard.peak_mib * 2**20 < layer.standard_bytes(1024) * 1.05
         assert result < ours.peak_mib < 8 * result
-        assert ours.error < layer.TOLERANCE
+        assert ours.error < layer.TOLERANCES[torch.float32]
 
 
 def test_find_model(tmp_path, monkeypatch):

@@ -100,6 +100,14 @@ def test_a_call_works_with_optional_packages_blocked():
     assert run(BLOCK + CALL) == "True True"
 
 
+def test_the_first_call_of_a_process_may_be_a_compiled_one():
+    code = CALL.replace(
+        "flashtile.flash_attn_func",
+        'torch.compile(flashtile.flash_attn_func, fullgraph=True, backend="aot_eager")',
+    )
+    assert run(code) == "True True"
+
+
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_blocking_works(name):
     attempt = f"try:\n    import {name}\nexcept ImportError:\n    print('blocked')\n"

@@ -254,6 +254,25 @@ def test_unknown_mask_function(name):
     assert_same(run(model, name, input_ids=tokens(), attention_mask=mask), want, padding("right"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gpt2", "bert"])
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@torch.no_grad()
+def test_on_a_gpu(family, side):
+    model = build(family, AutoModel if family in ENCODERS else AutoModelForCausalLM).cuda()
+    mask = torch.ones(3, 24, dtype=torch.long) if side is None else padding(side)
+    inputs = {"input_ids": tokens().cuda(), "attention_mask": mask.cuda()}
+    want, got = (run(model, name, **inputs) for name in ("eager", NAME))
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], atol=1e-4, rtol=1e-4)
+    if side == "left":
+        options = {"max_new_tokens": 8, "do_sample": False}
+        model.set_attn_implementation("eager")
+        want = model.generate(**inputs, **options) if family not in ENCODERS else None
+        model.set_attn_implementation(NAME)
+        got = model.generate(**inputs, **options) if family not in ENCODERS else None
+        assert want is None or torch.equal(got, want)
+
+
 @both_names
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.slow

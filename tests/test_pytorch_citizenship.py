@@ -187,7 +187,7 @@ def answer(call, wanted):
     except NotImplementedError as error:
         refusal = str(error)
     if refusal is not None:
-        assert re.search("derivative|tangent|not implemented", refusal), refusal
+        assert re.search("derivative|tangent|forward mode", refusal), refusal
         return
     for a, b in zip(tensors(got), tensors(wanted()), strict=True):
         torch.testing.assert_close(a, b)

@@ -61,9 +61,7 @@ _loaded: dict[str, Backend] = {}
 
 
 def load(name: str) -> Backend:
-    """The backend module `name`, imported on first use (Triton stays out of processes that never
-    need it).
-    """
+    """The backend module `name`, imported once; it leaves its kernels for the first launch."""
     if name not in _loaded:
         _loaded[name] = cast(Backend, import_module(f".{name}", __name__))
     return _loaded[name]

@@ -48,7 +48,6 @@ def visible_keys(
     n_used: Tensor,
     M: int,
     N: int,
-    *,
     causal: bool = False,
     window_size: Window = (-1, -1),
     attention_chunk: int = 0,
@@ -157,12 +156,8 @@ def attention_reference(
     k, v = (x.to(compute_dtype).masked_fill(~live_k[:, :, None, None], 0)[:, at.n] for x in (k, v))
     k, v = (x.repeat_interleave(Hq // Hk, dim=2) for x in (k[..., at.d], v[..., at.dv]))
 
-    masks: dict[str, Any] = {
-        "causal": causal,
-        "window_size": window_size,
-        "attention_chunk": attention_chunk,
-    }
-    visible = visible_keys(m_used, n_used, M, N, **masks)[:, None]
+    facts = (causal, window_size, attention_chunk)
+    visible = visible_keys(m_used, n_used, M, N, *facts)[:, None]
     if block_mask is not None:
         visible = visible & dense_block_mask(block_mask, M, N)
     hidden = ~at.matrix(visible, M, N)
@@ -186,9 +181,7 @@ def attention_reference(
 
     scores = masked_scores(q, k, scale)
     again = None
-    if (
-        stored is not None
-    ):  # the forward's scores, which the backward will meet with other roundings
+    if stored is not None:  # the scores as the backward will meet them, rounded otherwise
         again = masked_scores((q * scale).flip(-1), k.flip(-1), 1.0).detach()
     factor = scores.new_ones(1, 1, 1, 1)
     if dropout_p > 0:
@@ -286,50 +279,32 @@ def attention_with_kvcache_reference(
     leftpad = torch.zeros(B, dtype=torch.long) if cache_leftpad is None else cache_leftpad.long()
 
     q_rows = _sequences(q.to(compute_dtype), cu_seqlens_q)
-    if rotary_cos is not None and rotary_sin is not None:
-        cos, sin = rotary_cos.to(compute_dtype), rotary_sin.to(compute_dtype)
-        moving = _is_causal_or_local(options)
-        q_rows = [
-            rotate(
-                x,
-                cos,
-                sin,
-                s + (torch.arange(len(x)) if moving else torch.zeros(len(x), dtype=torch.long)),
-                rotary_interleaved,
-            )
-            for x, s in zip(q_rows, start, strict=True)
-        ]
+    moving = _is_causal_or_local(options)
 
+    def turned(rows: list[Tensor], moving: bool) -> list[Tensor]:
+        if rotary_cos is None or rotary_sin is None:
+            return rows
+        cos, sin = rotary_cos.to(compute_dtype), rotary_sin.to(compute_dtype)
+        places = [s + torch.arange(len(x)) * moving for x, s in zip(rows, start, strict=True)]
+        pairs = zip(rows, places, strict=True)
+        return [rotate(x, cos, sin, place, rotary_interleaved) for x, place in pairs]
+
+    q_rows = turned(q_rows, moving)
     new = old
     if k is not None and v is not None:
         k_rows, v_rows = (_sequences(x.to(compute_dtype), cu_seqlens_k_new) for x in (k, v))
-        if rotary_cos is not None:
-            k_rows = [
-                rotate(x, cos, sin, s + torch.arange(len(x)), rotary_interleaved)
-                for x, s in zip(k_rows, start, strict=True)
-            ]
+        k_rows = turned(k_rows, True)
         for b in range(B):
-            slots = _slots(
-                b, torch.arange(len(k_rows[b])) + old[b], k_cache, cache_batch_idx, page_table
-            )
+            places = torch.arange(len(k_rows[b])) + old[b]
+            slots = _slots(b, places, k_cache, cache_batch_idx, page_table)
             k_cache[slots] = k_rows[b]
             v_cache[slots] = v_rows[b]
         new = old + torch.tensor([len(x) for x in k_rows])
 
     def gather(cache: Tensor) -> Tensor:  # logical position 0 is the first real key
-        rows = [
-            cache[
-                _slots(
-                    b,
-                    torch.arange(int(leftpad[b]), int(new[b])),
-                    cache,
-                    cache_batch_idx,
-                    page_table,
-                )
-            ]
-            for b in range(B)
-        ]
-        return torch.stack([_resize(x[None], capacity)[0] for x in rows])
+        spans = [torch.arange(int(leftpad[b]), int(new[b])) for b in range(B)]
+        slots = [_slots(b, spans[b], cache, cache_batch_idx, page_table) for b in range(B)]
+        return torch.stack([_resize(cache[place][None], capacity)[0] for place in slots])
 
     M = q.shape[1] if cu_seqlens_q is None else max_seqlen_q or max(map(len, q_rows), default=0)
     result = attention_reference(

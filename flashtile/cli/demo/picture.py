@@ -31,8 +31,8 @@ def draw(path: Path, results: Results) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     top.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     top.suptitle(
-        "One attention layer of SmolLM2-135M (heads 9:3, head dim 64, causal, float32) "
-        f"on {device_name(results.device)}",
+        "One attention layer of SmolLM2-135M (heads 9:3, head dim 64, causal, "
+        f"{str(results.layers.dtype).removeprefix('torch.')}) on {device_name(results.device)}",
         fontsize=12,
     )
     left, middle, right = bottom.subplots(1, 3)

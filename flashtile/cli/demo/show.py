@@ -135,7 +135,7 @@ def _measure(
         for row in layer.measure(size.lengths, device, size.budget_ms):
             rows.append(row)
             progress.update(task, advance=1, description=f"3 measuring {row.length} tokens")
-        layers = layer.Layers(rows)
+        layers = layer.Layers(rows, layer.DTYPES[device])
         _print_layers(console, layers)
 
         task = progress.add_task("4 packing", total=3)
@@ -200,7 +200,8 @@ def _print_layers(console: Console, layers: layer.Layers) -> None:
             "times\nfaster",
             "times\nsmaller",
         )
-        console.print(f"  [italic]{direction}[/italic]: time and peak memory")
+        dtype = str(layers.dtype).removeprefix("torch.")
+        console.print(f"  [italic]{direction}[/italic]: time and peak memory, {dtype}")
         for length in sorted({row.length for row in layers.rows}):
             table.add_row(*_layer_cells(layers, direction, length))
         console.print(table)
