@@ -316,6 +316,7 @@ def attention_with_kvcache(
         v_descale=v_descale,
         num_splits=num_splits,
     )
+    q, k, v = _autocast_to_cache(k_cache, q, k, v)
     cache = kvcache.Cache(
         k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad, cache_seqlens
     )
@@ -445,12 +446,19 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
 
-    def cast(x: Any) -> Any:
-        castable = isinstance(x, Tensor) and x.is_floating_point()
-        return x.to(dtype) if castable and x.dtype not in (torch.float64, *FLOAT8) else x
 
-    return cast(q), cast(k), cast(v)
+def _autocast_to_cache(cache: Tensor, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under autocast, cast queries and new tokens to the cache's dtype; a cache never changes."""
+    if not isinstance(cache, Tensor) or not torch.is_autocast_enabled(cache.device.type):
+        return q, k, v
+    return _cast(q, cache.dtype), _cast(k, cache.dtype), _cast(v, cache.dtype)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    castable = isinstance(x, Tensor) and x.is_floating_point()
+    return x.to(dtype) if castable and x.dtype not in (torch.float64, *FLOAT8) else x
 
 
 def _four_dimensional(bias: Any) -> Any:

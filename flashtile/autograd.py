@@ -72,7 +72,9 @@ def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) of a validated call whose backend is chosen (`options.backend`), recorded for
     gradients.
     """
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        operands = _told_apart(operands)
+    else:
         flops.register_when_counting()
     transforms = torch._C._are_functorch_transforms_active()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
@@ -84,6 +86,20 @@ def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     ):
         return AttentionFunction.apply(*operands, *options)
     return torch.ops.flashtile.attention_forward(*operands, *options)
+
+
+def _told_apart(operands: Operands) -> Operands:
+    """Tensors that stand in two places (self-attention's q and k, one cu_seqlens) as views in the
+    second: a tracer refuses the same input of a Function twice."""
+    seen: list[Tensor] = []
+    result: list[Tensor | None] = []
+    for x in operands:
+        if x is not None and any(x is other for other in seen):
+            x = x.view_as(x)
+        elif x is not None:
+            seen.append(x)
+        result.append(x)
+    return Operands(*result)  # type: ignore[arg-type]
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:

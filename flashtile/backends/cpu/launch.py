@@ -20,7 +20,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     parts = list(segments(problem, operands))
     if len(parts) == 1 and parts[0].is_whole_call(problem):  # nothing to put together
         O, L = _segment_forward(problem, operands, parts[0], plan)
-        return _as_call(O, dtype), L.to(statistics)
+        return _as_call(O, dtype), L.to(statistics).contiguous()
     # Rows outside of every segment (padding) keep these values.
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
     lse = torch.full(lse_shape(operands), -torch.inf, dtype=statistics)

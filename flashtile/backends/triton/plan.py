@@ -96,7 +96,7 @@ BLOCK_MASK_FORWARD: dict[str, dict[int, Tile]] = {
 # float32 multiplies without tensor cores, everywhere alike.
 SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)),
-    128: (Tile(32, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
+    128: (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1)),
     256: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
