@@ -26,10 +26,9 @@ def convert_blockmask(blockmask: Tensor, causal: bool = False) -> Tensor:
             instead.
 
     Returns:
-        int32 (key tiles, query tiles): for each key tile the query tiles that see it, padded with
-            -1. A number is four
-        times the query tile, plus 1 on the first key tile that this query tile sees and 2 on the
-        last.
+        int32 (key tiles, query tiles). A row has the query tiles that see a key tile, padded with
+        -1; a number is four times the query tile, plus 1 on the first key tile that this query tile
+        sees and 2 on the last.
     """
     validate.rank("blockmask", blockmask, "query tiles, key tiles")
     if causal:
