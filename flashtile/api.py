@@ -443,7 +443,7 @@ def _ready(
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, cast as SDPA does: every floating input but float64 to the autocast dtype."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not _is_autocasting(q):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
@@ -451,9 +451,15 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _autocast_to_cache(cache: Tensor, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Under autocast, cast queries and new tokens to the cache's dtype; a cache never changes."""
-    if not isinstance(cache, Tensor) or not torch.is_autocast_enabled(cache.device.type):
+    if not _is_autocasting(cache):
         return q, k, v
     return _cast(q, cache.dtype), _cast(k, cache.dtype), _cast(v, cache.dtype)
+
+
+def _is_autocasting(x: Any) -> bool:
+    """Whether autocast is on where `x` is; PyTorch raises when asked about other devices."""
+    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")
+    return known and torch.is_autocast_enabled(x.device.type)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:

@@ -281,9 +281,10 @@ def _conclude(console: Console, results: Results, output: Path, seconds: float) 
     console.print(
         Panel(
             summary if not failed else f"These checks FAILED: {', '.join(failed)}.",
-            subtitle=f"picture: {output}, {seconds:.0f} seconds in all",
+            subtitle=f"{seconds:.0f} seconds in all",
             border_style=style,
             box=box.ROUNDED,
         )
     )
+    console.print(f"picture: {output}", soft_wrap=True)  # a path must survive being copied
     return not failed
