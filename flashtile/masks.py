@@ -193,8 +193,8 @@ class BlockMask:
         Args:
             flex_mask: ``torch.nn.attention.flex_attention.BlockMask``.
 
-        The number of partial tiles is data, so this reads it on the host. Convert once and reuse the
-        result, and convert outside of ``torch.compile``.
+        The number of partial tiles is data, so this reads it on the host. Convert once and reuse
+        the result, and convert outside of ``torch.compile``.
         """
         BM, BN = flex_mask.BLOCK_SIZE
         shape = flex_mask.kv_indices.shape  # (batch, heads, nM, nN)
