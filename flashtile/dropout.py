@@ -1,8 +1,8 @@
 """Dropout that every backend and every tiling draws alike.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a pure function
-from a counter and a key to four 32-bit words. The counter of a score is (batch, head, query, key //
-4) and its lane is ``key % 4``, so
+from a counter and a key to four 32-bit words. The counter of a score is (key // 4, query, head,
+batch) and its lane is ``key % 4``, so
 the mask depends on nothing but the coordinates: not on the tile size, the device, or how sequences
     are packed.
 The key is one Philox block of (seed, offset), which spreads neighbouring seeds apart.
