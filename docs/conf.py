@@ -13,6 +13,7 @@ from sphinx.writers.html5 import HTML5Translator
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))  # for the two modules beside this file
 
+# E402: these can only be found after the path has been set.
 import figures  # noqa: E402
 import snippets  # noqa: E402
 

@@ -48,6 +48,7 @@ BASE = AttentionProblem(
 
 def options(**changes: object) -> dict[str, object]:
     """The change of a problem whose options change."""
+    # Any option may change, so their types are not known here.
     return {"options": BASE.options._replace(**changes)}  # type: ignore[arg-type]
 
 

@@ -99,6 +99,7 @@ def _told_apart(operands: Operands) -> Operands:
         elif x is not None:
             seen.append(x)
         result.append(x)
+    # q, k and v are never None, which a list that holds the optional tensors too cannot say.
     return Operands(*result)  # type: ignore[arg-type]
 
 

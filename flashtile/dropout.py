@@ -2,9 +2,8 @@
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a pure function
 from a counter and a key to four 32-bit words. The counter of a score is (key // 4, query, head,
-batch) and its lane is ``key % 4``, so
-the mask depends on nothing but the coordinates: not on the tile size, the device, or how sequences
-    are packed.
+batch) and its lane is ``key % 4``, so the mask depends on nothing but the coordinates: not on the
+tile size, the device, or how sequences are packed.
 The key is one Philox block of (seed, offset), which spreads neighbouring seeds apart.
 
 An element is kept when its word is below ``keep_threshold(p)``: p is exact to 2**-32.

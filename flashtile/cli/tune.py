@@ -117,6 +117,7 @@ def time_candidate(candidate: Candidate, length: int, dtype: torch.dtype) -> flo
     for causal in (False, True):
         launches = launches_of(candidate, length, dtype, causal)
         try:
+            # B023: the lambda runs now, with this round's launches.
             total += do_bench(lambda: [x.run() for x in launches], warmup=5, rep=20)  # noqa: B023
         except (OutOfResources, PTXASError):
             return None

@@ -64,6 +64,7 @@ def open_door(name: str) -> None:
         return original_check(self, attn_implementation, *args, **kwargs)
 
     def patch(imports: Any, check: Any) -> None:
+        # Private functions, replaced on purpose: no type allows it.
         door._lazy_imports = imports  # type: ignore[attr-defined]
         PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
 

@@ -230,6 +230,7 @@ def has_holes(mask: Tensor) -> bool:
 
 def remember(mask: Tensor, pattern: Pattern) -> Tensor:
     """Tie `pattern` to this very tensor object, which transformers hands to every layer."""
+    # An attribute of our own: tensors take them, their type does not say so.
     mask.flashtile_pattern = pattern  # type: ignore[attr-defined]
     return mask
 
@@ -248,6 +249,7 @@ def once(mask: Tensor, make: Callable[..., T], *arguments: Any) -> T:
     key = (make, version, *arguments)
     if key not in known:
         known[key] = make(mask, *arguments)
+        # As in `remember`: an attribute of our own.
         mask.flashtile_known = known  # type: ignore[attr-defined]
     return cast(T, known[key])
 

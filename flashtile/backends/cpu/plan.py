@@ -119,7 +119,7 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
         and not problem.has_sink
         and problem.page_size == 0
         and problem.block_tile is None
-        and options_are_square(problem)
+        and _is_square(problem)
     )
     if not (native and one_piece and problem.dtype == torch.bfloat16):
         return torch.float32
@@ -130,7 +130,7 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
     return torch.bfloat16 if fast else torch.float32
 
 
-def options_are_square(problem: AttentionProblem) -> bool:
+def _is_square(problem: AttentionProblem) -> bool:
     """Full attention, or causal attention with as many queries as keys."""
     options = problem.options
     if options.window_left >= 0 or options.attention_chunk > 0:
