@@ -50,7 +50,7 @@ def test_dense(names, dtype, backend, seed):
     s = Sizes()
     inputs = qkv(g, s.B, s.M, s.N, s.Hq, s.Hk, s.D, dtype=dtype)
     options, for_reference, leaves = split_options(resolve(names, g, s, dtype))
-    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s)
+    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s, backend)
     torch.manual_seed(seed)
     out, lse, probs = flashtile.attention(
         *inputs, **options, **leaves, return_attn_probs=True, backend=backend
@@ -72,7 +72,7 @@ def test_packed(names, backend, seed):
     s = Sizes(B=4, M=9, N=11)
     inputs = packed_qkv(g, lengths_q, lengths_k)
     options, for_reference, leaves = split_options(resolve(names, g, s, torch.float32))
-    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s)
+    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s, backend)
     call = (cu_seqlens(lengths_q), cu_seqlens(lengths_k), s.M, s.N)
     torch.manual_seed(seed)
     _, _, probs = flashtile.attention_varlen(

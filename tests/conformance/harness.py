@@ -26,6 +26,8 @@ from flashtile.testing import (
     tile_kinds,
 )
 
+from .devices import device_of
+
 Leaves = dict[str, Tensor]
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 
@@ -151,12 +153,15 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return plain, reference, leaves
 
 
-def dropout_keep(seed: int, dropout_p: float, s: Sizes) -> Tensor | None:
-    """The mask that a call right after `torch.manual_seed(seed)` draws: bool (B, Hq, M, N)."""
+def dropout_keep(seed: int, dropout_p: float, s: Sizes, backend: str | None) -> Tensor | None:
+    """The mask that a call right after `torch.manual_seed(seed)` draws: bool (B, Hq, M, N).
+
+    Each device has a generator of its own; what follows from the seed is the same everywhere.
+    """
     if dropout_p == 0:
         return None
     torch.manual_seed(seed)
-    state = draw_rng_state(torch.device("cpu"))
+    state = draw_rng_state(device_of(backend)).cpu()
     index = (torch.arange(n) for n in (s.B, s.Hq, s.M))
     return keep_mask(state, dropout_p, *index, 0, s.N)
 
@@ -291,7 +296,7 @@ def check_dense(
         "v": layout(normal(g, s.B, s.N, s.Hk, s.value_dim, dtype=dtype)),
     }
     options, for_reference, extra = split_options(resolve(names, g, s, dtype))
-    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s)
+    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s, backend)
     compare(
         lambda x: flashtile.attention(**x, **options, return_lse=True, backend=backend),
         lambda x, **how: attention_reference(**x, **for_reference, keep=keep, **how),
@@ -321,7 +326,7 @@ def check_varlen(
         "v": layout(normal(g, total_k, s.Hk, s.value_dim, dtype=dtype)),
     }
     options, for_reference, extra = split_options(resolve(names, g, s, dtype))
-    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s)
+    keep = dropout_keep(seed, options.get("dropout_p", 0.0), s, backend)
     packing = {
         "cu_seqlens_q": cu_seqlens(lengths_q),
         "cu_seqlens_k": cu_seqlens(lengths_k),

@@ -152,3 +152,19 @@ def test_padding_is_never_read(options, backend, seed):
         assert torch.equal(clean, dirty)
     assert (results[0][0][0, 4:] == 0).all()
     assert (results[0][1][0, :, 4:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        Sizes(B=1, M=63, N=63, Hq=1, Hk=1, D=33, Dv=14),
+        Sizes(B=2, M=83, N=117, D=40, Dv=20),
+        Sizes(B=2, M=65, N=129, D=1, Dv=13),
+        Sizes(B=2, M=129, N=129, D=16, Dv=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", ["causal", "causal + softcap + dropout", "chunk + seqused"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_heads_over_several_steps_of_the_matrix_unit(s, options, dtype, backend, seed):
+    check_dense(s, options, dtype, backend, seed)

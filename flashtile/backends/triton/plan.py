@@ -355,8 +355,8 @@ def _kernel_plan(
         BLOCK_N=BLOCK_N,
         D=problem.D,
         DV=problem.Dv,
-        BLOCK_D=padded(problem.D),
-        BLOCK_DV=padded(problem.Dv),
+        BLOCK_D=padded(problem.D, problem.dtype, problem.capability),
+        BLOCK_DV=padded(problem.Dv, problem.dtype, problem.capability),
         GROUP=problem.group,
         IS_PACKED_GROUP=packed,
         IS_LINEAR=plain and options.softmax_scale > 0,
@@ -396,9 +396,14 @@ def _cover(block: int, mask_tile: int) -> int:
     return (block + mask_tile - 2) // mask_tile + 1
 
 
-def padded(head_dim: int) -> int:
-    """The next power of two, at least 16: what the matrix units multiply."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+def padded(head_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
+    """The next power of two, at least 16: what the matrix units multiply.
+
+    At least 64 where tiles are multiplied out of shared memory (Hopper on, 16 bits): of narrower
+    tiles Triton 3.6 reads keys past the sixteenth at wrong addresses, even outside of the tile.
+    """
+    reads_shared = has_copy_engine(capability) and dtype != torch.float32
+    return max(64 if reads_shared else 16, 1 << (head_dim - 1).bit_length())
 
 
 def _is_rocm() -> bool:

@@ -1,0 +1,94 @@
+"""Calls on the device of a backend under test.
+
+The suite makes its inputs on the CPU and judges results there. For a backend of another device,
+every call is carried: its tensors travel with their strides and offsets, gradients and what was
+written in place travel back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from torch.utils import _pytree as pytree
+
+import flashtile
+from flashtile.masks import BlockMask
+from flashtile.problem import FLOAT8
+
+FUNCTIONS = ("attention", "attention_varlen", "attention_with_kvcache")
+WRITTEN = ("out", "k_cache", "v_cache")  # arguments that a call may write to
+
+
+def device_of(backend: str | None) -> torch.device:
+    """Where the tensors of a backend live."""
+    return torch.device("cpu" if backend in (None, "cpu") else "cuda")
+
+
+def carry_calls(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """From now on, flashtile's functions take tensors of the CPU and compute on `device`."""
+    for name in FUNCTIONS:
+        monkeypatch.setattr(flashtile, name, _carried(getattr(flashtile, name), device))
+
+
+def _carried(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        _leave_out_dtypes(given["q"].dtype)
+        moved = {name: _moved(value, device) for name, value in given.items()}
+        result = pytree.tree_map_only(Tensor, lambda x: x.cpu(), function(**moved))
+        for name in WRITTEN:
+            if isinstance(given.get(name), Tensor):
+                _storage(given[name]).copy_(_storage(moved[name]))
+        out = given.get("out")
+        if out is None:
+            return result
+        return (out, *result[1:]) if isinstance(result, tuple) else out
+
+    return call
+
+
+def _leave_out_dtypes(dtype: torch.dtype) -> None:
+    """float64 is for the CPU, where gradients are checked; float8 has no portable kernel."""
+    if dtype == torch.float64 or dtype in FLOAT8:
+        if hypothesis.currently_in_test_context():
+            hypothesis.reject()
+        pytest.skip(f"the portable GPU backend takes no {dtype}")
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, FlexBlockMask):  # its function reads tensors of the CPU
+        value = BlockMask.from_flex(value)
+    if isinstance(value, BlockMask):
+        tensors = value.kinds, value.partial_index, value.partial_tiles
+        return BlockMask(*(x.to(device) for x in tensors))
+    return _Carry.apply(value, device) if isinstance(value, Tensor) else value
+
+
+def _storage(x: Tensor) -> Tensor:
+    """All that lies behind `x`, as one row of its dtype."""
+    size = x.untyped_storage().nbytes() // x.element_size()
+    return x.detach().as_strided((size,), (1,), 0)
+
+
+class _Carry(torch.autograd.Function):
+    """A tensor on another device with the strides and the offset that it has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: torch.device) -> Tensor:
+        moved = _storage(x).to(device)
+        return moved.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.cpu(), None
