@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import sys
+import time
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench import machine, measure, peers, prepared, report, run, shapes, targets
+from flashtile.bench import machine, measure, peers, prepared, report, run, shapes
+from flashtile.bench.rows import Row
 from flashtile.bench.shapes import Case, vary
 
-PROVENANCE = {"command": "c", "date": "d", "commit": None, "device": "cpu", "torch": "2"}
 SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)
 QUICK = run.Settings(peers=("flashtile", "standard"), seconds=0, min_rounds=1)
 
@@ -30,6 +30,7 @@ def test_flops_of_full_attention_are_the_papers(B: int, H: int, N: int, D: int) 
     case = Case(head_dim=D, head_dim_v=D, **sizes)
     assert shapes.flops(case, "forward") == 4 * B * H * N * N * D
     assert shapes.flops(case, "backward") == 2.5 * 4 * B * H * N * N * D
+    assert shapes.flops(case, "both") == 3.5 * 4 * B * H * N * N * D
     causal = replace(case, causal=True)
     assert shapes.flops(causal, "forward") == 4 * B * H * (N * (N + 1) // 2) * D
 
@@ -57,6 +58,8 @@ def test_visible_scores_are_the_ones_in_the_mask(
         for (m, n), mask in zip(lengths, masks, strict=True)
     )
     assert shapes.visible_scores(case) == case.heads_q * pairs
+    everything = sum(m * n for m, n in lengths)
+    assert shapes.density(case) == pytest.approx(pairs / everything)
 
 
 def test_cache_bytes_are_keys_and_values_once() -> None:
@@ -94,18 +97,6 @@ def test_inputs_repeat_with_their_seed() -> None:
     other = shapes.make_inputs(replace(SMALL, seed=1))
     assert torch.equal(first.q, again.q)
     assert not torch.equal(first.q, other.q)
-
-
-@pytest.mark.parametrize("variant", shapes.VARIANTS)
-def test_a_crop_is_a_small_case_of_the_same_kind(variant: str) -> None:
-    case = vary(replace(SMALL, batch=4, seqlen_q=4000, seqlen_k=4000), variant)
-    small = shapes.crop(case, 100)
-    assert (small.batch, small.seqlen_k) == (1, 100)
-    assert small.seqlen_q == (1 if case.cached else 100)
-    assert replace(small, batch=4, seqlen_q=0, seqlen_k=0, documents=0, page_size=0) == replace(
-        case, seqlen_q=0, seqlen_k=0, documents=0, page_size=0
-    )
-    shapes.make_inputs(small)
 
 
 # Time
@@ -165,6 +156,28 @@ def test_the_cpu_clock_runs_the_call_once() -> None:
     ran = Counter[str]()
     assert measure.cpu_timer(lambda: ran.update(["call"])) >= 0
     assert ran["call"] == 1
+
+
+def test_the_host_is_timed_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    timer = measure.HostTimer("cuda")
+    assert timer(lambda: events.append("call")) >= 0
+    assert events == ["wait", *["call"] * timer.BURST, "wait"]
+
+
+def test_the_host_time_is_of_one_call() -> None:
+    took = measure.HostTimer("cpu")(lambda: time.sleep(1e-3))
+    assert 1.0 <= took < 1.0 * measure.HostTimer.BURST
+    settings = replace(QUICK, host=True)
+    row, *_ = run.measure_case(SMALL, settings, timer=lambda _: 1.0)
+    assert row.host_us is not None
+    assert row.host_us > 1
+
+
+def test_the_best_product_is_in_flops() -> None:
+    reached = measure.matmul_tflops("cpu", torch.float32, size=64)
+    assert 1e-6 < reached < 100
 
 
 # Memory
@@ -251,6 +264,54 @@ def test_every_peer_that_runs_a_case_computes_it(variant: str, causal: bool) -> 
         assert row.rms_error <= row.max_error
 
 
+@pytest.mark.parametrize("variant", ["dense", "alibi", "bias", "sink", "varlen", "block-sparse"])
+def test_float64_judges_one_group_of_heads(variant: str) -> None:
+    case = vary(replace(SMALL, batch=2, causal=True), variant)
+    inputs = shapes.make_inputs(case)
+    whole = peers.standard(case, inputs)
+    results = zip(("out", *whole.leaves), whole.forward_and_backward(), strict=True)
+    got = {name: whole.public(name, x) for name, x in results}
+    wanted = run.truth(case, inputs, backward=True)
+    assert set(got) == set(wanted)
+    for name, truth in wanted.items():
+        assert truth.dtype == torch.float64
+        heads = 1 if name in ("k", "v") else 2
+        place = {"sink": 0, "bias": 1}.get(name, -2)  # of the heads
+        found = got[name].movedim(place, 0)[:heads].double()
+        torch.testing.assert_close(found, truth.movedim(place, 0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", ["out", "gradients"])
+def test_a_pass_is_judged_by_its_own_results(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def peer(case: Case, inputs: shapes.Inputs) -> prepared.Prepared:
+        right = peers.standard(case, inputs)
+        if wrong == "gradients":
+            return replace(right, dout=2 * right.dout)
+        return replace(right, forward=lambda: right.forward() + 1)
+
+    monkeypatch.setitem(peers.PEERS, "standard", peer)
+    settings = replace(QUICK, peers=("standard",), directions=("forward", "backward", "both"))
+    rows = run.measure_case(SMALL, settings, timer=lambda _: 1.0)
+    errors = {row.direction: row.max_error or 0.0 for row in rows}
+    right = errors.pop("forward" if wrong == "gradients" else "backward")
+    assert 0 < right < 1e-4
+    assert min(errors.values()) > 1e-1
+
+
+def test_a_pass_is_one_call() -> None:
+    call = peers.standard(SMALL, shapes.make_inputs(SMALL)).call
+    names = {"forward": ["out"], "backward": ["dq", "dk", "dv"], "both": ["out", "dq", "dk", "dv"]}
+    for direction, results in names.items():
+        found = call(direction)()
+        assert len(results) == (1 if isinstance(found, torch.Tensor) else len(found))
+
+
+def test_no_error_where_float64_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "memory_bytes", lambda device: 2**20)
+    row, *_ = run.measure_case(SMALL, QUICK, timer=lambda _: 1.0)
+    assert (row.median_ms, row.max_error) == (1.0, None)
+
+
 def test_dropout_has_no_error_to_compare() -> None:
     row, *_ = run.measure_case(vary(SMALL, "dropout"), QUICK, timer=lambda _: 1.0)
     assert row.median_ms == 1.0
@@ -262,7 +323,7 @@ def test_dropout_has_no_error_to_compare() -> None:
 
 def test_a_row_follows_from_its_samples() -> None:
     case = vary(replace(SMALL, seqlen_q=1000, seqlen_k=1000), "decode")
-    row = report.Row.of(case, "sdpa-flash", "forward").timed(case, [2.0, 2.0, 4.0])
+    row = Row.of(case, "sdpa-flash", "forward").timed(case, [2.0, 2.0, 4.0])
     assert (row.provider, row.backend, row.peer) == ("sdpa", "flash", "sdpa-flash")
     assert (row.median_ms, row.seqlen_q, row.seqlen_k) == (2.0, 1, 1000)
     assert row.tflops == pytest.approx(shapes.flops(case, "forward") / 2e-3 / 1e12)
@@ -275,26 +336,29 @@ def test_our_rows_name_the_backend_that_ran() -> None:
 
 
 def test_a_missing_peer_is_a_skipped_line(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = replace(QUICK, peers=("fa2", "sdpa-cudnn", "standard"))
+    settings = replace(QUICK, peers=("fa2", "cudnn", "standard"))
     rows = run.measure_case(vary(SMALL, "sink"), settings, timer=lambda _: 1.0)
     assert [bool(row.skipped) for row in rows] == [True, True, False]
     assert rows[0].median_ms is None
     report.show(rows)
     printed = capsys.readouterr().out
     assert "skipped fa2 (sink): runs on CUDA alone" in printed
-    assert "skipped sdpa-cudnn (sink): PyTorch has it for CUDA alone" in printed
+    assert "skipped cudnn (sink): PyTorch has it for CUDA alone" in printed
+
+
+def _task(case: Case, direction: str = "forward") -> run.Task:
+    inputs = shapes.make_inputs(case)
+    return run.Task(case, direction, inputs, QUICK, timer=lambda _: 1.0, truth={})
 
 
 def test_a_peer_that_cannot_says_why() -> None:
-    inputs = shapes.make_inputs(vary(SMALL, "softcap"))
     with pytest.raises(prepared.Skip, match="softcap"):
-        peers.prepare("sdpa", vary(SMALL, "softcap"), inputs, backward=False)
-    value_dim = vary(SMALL, "value-dim")
+        run.prepare("sdpa", _task(vary(SMALL, "softcap")))
     with pytest.raises(prepared.Skip, match="same last dimension"):
-        peers.prepare("sdpa-flash", value_dim, shapes.make_inputs(value_dim), backward=False)
+        run.prepare("sdpa-flash", _task(vary(SMALL, "value-dim")))
     endless = replace(SMALL, seqlen_q=2**24, seqlen_k=2**24)
     with pytest.raises(prepared.Skip, match="GiB"):
-        peers.standard(endless, inputs)
+        peers.standard(endless, shapes.make_inputs(SMALL))
 
 
 def test_an_uninstalled_package_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,113 +366,91 @@ def test_an_uninstalled_package_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> No
     on_gpu = shapes.make_inputs(SMALL)._replace(q=torch.empty(1, device="meta"))
     monkeypatch.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
     with pytest.raises(prepared.Skip, match="not installed"):
-        peers.fa2(SMALL, on_gpu)
+        peers.fa2_package(SMALL, on_gpu)
 
 
-def test_our_own_failure_is_no_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(case: Case, inputs: shapes.Inputs) -> prepared.Prepared:
-        raise ValueError("a bug of ours")
+class Broken:
+    """A peer that holds a tensor and fails in the given call."""
 
-    monkeypatch.setitem(peers.PEERS, "flashtile", broken)
-    monkeypatch.setitem(peers.PEERS, "standard", broken)
-    inputs = shapes.make_inputs(SMALL)
-    with pytest.raises(ValueError, match="a bug of ours"):
-        peers.prepare("flashtile", SMALL, inputs, backward=False)
-    with pytest.raises(prepared.Skip, match="a bug of ours"):
-        peers.prepare("standard", SMALL, inputs, backward=False)
+    def __init__(self, error: type[Exception], message: str, fails_at: int = 1) -> None:
+        self.error, self.message, self.left = error, message, fails_at
+        self.held: list[weakref.ref[torch.Tensor]] = []
+
+    def __call__(self, case: Case, inputs: shapes.Inputs) -> prepared.Prepared:
+        def forward() -> torch.Tensor:
+            held = torch.zeros(4)
+            self.held.append(weakref.ref(held))
+            self.left -= 1
+            if self.left <= 0:
+                raise self.error(self.message)
+            return held
+
+        return prepared.Prepared(forward, {}, inputs.dout)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2], ids=["when it is tried", "when it is examined"])
+def test_whatever_a_peer_raises_is_a_line(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = Broken(AttributeError, "no such kernel", fails_at)
+    monkeypatch.setitem(peers.PEERS, "fa3", missing)
+    settings = replace(QUICK, peers=("fa3", "standard"))
+    row, other = run.measure_case(SMALL, settings, timer=lambda _: 1.0)
+    assert (row.skipped, row.median_ms) == ("no such kernel", None)
+    assert other.median_ms == 1.0
+    assert capsys.readouterr().err == ""
+    assert [held() for held in missing.held] == [None] * fails_at  # its memory is free again
+
+
+def test_our_own_failure_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(peers.PEERS, "flashtile", Broken(ValueError, "a bug of ours"))
+    row, other = run.measure_case(SMALL, QUICK, timer=lambda _: 1.0)
+    assert row.skipped == f"{peers.FAILED}: a bug of ours"
+    assert other.median_ms == 1.0
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setitem(peers.PEERS, "flashtile", Broken(NotImplementedError, "none can"))
+    row, _ = run.measure_case(SMALL, QUICK, timer=lambda _: 1.0)
+    assert row.skipped == "none can"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_case_that_fails_as_a_whole_leaves_the_next_one_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(case: Case, device: str) -> shapes.Inputs:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(run, "make_inputs", full)
+    rows = run.measure_case(SMALL, replace(QUICK, directions=("forward", "both")))
+    assert [(row.direction, row.provider) for row in rows] == [
+        ("forward", "flashtile"),
+        ("forward", "standard"),
+        ("both", "flashtile"),
+        ("both", "standard"),
+    ]
+    assert {row.skipped for row in rows} == {f"{peers.FAILED}: out of memory"}
+    assert "no room" in capsys.readouterr().err
+
+
+def test_out_of_memory_is_said_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0 has a total capacity of 140 GiB"
+    monkeypatch.setitem(peers.PEERS, "standard", Broken(torch.OutOfMemoryError, said))
+    _, row = run.measure_case(SMALL, QUICK, timer=lambda _: 1.0)
+    assert row.skipped == "out of memory: 64.00 GiB wanted at once"
 
 
 def test_a_cache_has_no_backward() -> None:
     settings = replace(QUICK, directions=("backward",))
     rows = run.measure_case(vary(SMALL, "decode"), settings, timer=lambda _: 1.0)
     assert all("no backward" in row.skipped for row in rows)
+    row, *_ = run.measure_case(vary(SMALL, "decode"), QUICK, timer=lambda _: 1.0)
+    assert (row.direction, row.skipped) == ("decode", "")
+    assert row.gbps is not None
 
 
-# Report
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[report.Row]:
-    settings = replace(QUICK, peers=("flashtile", "standard", "fa2"))
-    settings = replace(settings, directions=("forward", "backward"))
-    cases = [replace(SMALL, seqlen_q=n, seqlen_k=n) for n in (64, 128)]
-    return [row for case in cases for row in run.measure_case(case, settings)]
-
-
-COLUMNS = {
-    *("provider", "backend", "pass", "dtype", "head_dim", "heads_q", "heads_kv", "batch"),
-    *("seqlen_q", "seqlen_k", "causal", "variant", "median_ms", "p20_ms", "p80_ms", "tflops"),
-    *("gbps", "peak_mib", "max_error", "rms_error", "skipped", "date", "commit", "device"),
-    *("torch", "triton", "command"),
-}
-
-
-def test_csv_has_a_line_for_each_row(rows: list[report.Row], tmp_path: Path) -> None:
-    path = tmp_path / "new" / "results.csv"
-    report.write_csv(path, rows, machine.provenance("cpu", "flashtile bench"))
-    with path.open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert set(lines[0]) >= COLUMNS
-    assert len(lines) == len(rows) == 12
-    for line, row in zip(lines, rows, strict=True):
-        assert line["pass"] == row.direction
-        assert line["skipped"] == row.skipped
-        assert line["command"] == "flashtile bench"
-        if row.skipped:
-            assert line["median_ms"] == ""
-        else:
-            assert row.median_ms is not None
-            assert float(line["median_ms"]) == pytest.approx(row.median_ms, rel=1e-4)
-
-
-def test_json_keeps_the_rows_and_the_machine(rows: list[report.Row], tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    report.write_json(path, rows, PROVENANCE)
-    content = json.loads(path.read_text())
-    assert content["machine"] == PROVENANCE
-    assert [row["skipped"] for row in content["rows"]] == [row.skipped for row in rows]
-    assert content["rows"][0]["median_ms"] == rows[0].median_ms
-
-
-def test_the_table_says_once_what_never_changes(rows: list[report.Row]) -> None:
-    title, headings, lines = report.table(rows)
-    assert "dtype float32" in title
-    assert "heads 4:2" in title
-    assert "dtype" not in headings
-    assert {"pass", "length", "who", "peak MiB", "max error"} <= set(headings)
-    assert "GB/s" not in headings  # nothing decodes here
-    assert len(lines) == 8
-
-
-def test_the_table_needs_no_rich(
-    rows: list[report.Row],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    report.show(rows)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[1].split()[:3] == ["pass", "length", "who"]
-    assert "flashtile-cpu" in printed[2]
-
-
-def test_plain_columns_line_up() -> None:
-    assert report.plain_table(["a", "bb"], [["long", "x"], ["s", "y"]]) == (
-        "a     bb\nlong  x\ns     y"
-    )
-
-
-def test_pictures_are_drawn(rows: list[report.Row], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from flashtile.bench.plots import draw
-
-    causal = [replace(row, causal=True) for row in rows]
-    paths = draw(tmp_path / "new", [*rows, *causal], PROVENANCE)
-    assert [path.name for path in paths] == [
-        "dense-full-float32-b1-h4-2-d16.png",
-        "dense-causal-float32-b1-h4-2-d16.png",
-    ]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+# Where
 
 
 def test_provenance_says_where_from() -> None:
@@ -422,77 +464,7 @@ def test_the_commit_is_that_of_our_own_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    monkeypatch.delenv("FLASHTILE_COMMIT", raising=False)
     assert machine.commit() is None
-
-
-# Targets
-
-
-def test_targets_are_judged_at_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "SETTINGS", replace(targets.SETTINGS, seconds=0, min_rounds=1))
-    monkeypatch.setattr(targets, "cpu_timer", lambda call: (call(), 10.0)[1])
-    base = Case(variant="targets", heads_q=2, heads_kv=2, seqlen_q=128, seqlen_k=128)
-    outcomes = targets.measure(base)
-    found = {(o.name, o.row.direction): o for o in outcomes}
-    names = set(targets.jobs(base))
-    assert set(found) == {(name, "forward") for name in names} | {
-        (name, "backward") for name in names - {"paged decode"}
-    }
-    assert found["full", "forward"].limit == found["causal", "backward"].limit == 1.05
-    assert (found["sink", "forward"].limit, found["sink", "backward"].limit) == (1.4, 1.5)
-    assert found["sink", "forward"].ratio == 1.0  # as many scores as the causal yardstick
-    half = found["causal, M = N/2", "forward"]
-    share = (64 * 64 + 64 * 65 / 2) / (128 * 129 / 2)
-    assert half.native_ms == pytest.approx(10.0 * share)
-    assert half.ratio == pytest.approx(1 / share)
-    assert len(targets.native_rows(outcomes)) == 3 + 2
-
-
-def _outcome(name: str, length: int, ms: float, peak: float) -> targets.Outcome:
-    row = report.Row.of(
-        Case(seqlen_q=length, seqlen_k=length, causal=True), "flashtile", "backward"
-    )
-    row = replace(row, median_ms=ms, peak_mib=peak)
-    return targets.Outcome(name, row, row, native_ms=10.0, limit=1.5)
-
-
-def test_growth_is_the_power_of_the_length() -> None:
-    assert targets.growth([_outcome("sink", 1024, 1, 3), _outcome("sink", 4096, 1, 12)]) == 1
-    assert targets.growth([_outcome("sink", 1024, 1, 3), _outcome("sink", 2048, 1, 12)]) == 2
-    scores = 8 * 1024 * 1024 * 4 / MIB
-    ends = [_outcome("bias", 1024, 1, 3 + scores), _outcome("bias", 2048, 1, 6 + 4 * scores)]
-    assert targets.growth(ends) == pytest.approx(1)
-
-
-def test_the_summary_says_what_was_missed() -> None:
-    outcomes = [
-        *(_outcome("sink", n, 15.0, n) for n in targets.LENGTHS),
-        *(_outcome("softcap", n, 14.0 + n / 1024, n * n) for n in targets.LENGTHS),
-    ]
-    headings, lines = targets.summary(outcomes)
-    assert len(headings) == len(lines[0])
-    assert [line[2] for line in lines] == ["sink", "softcap"]
-    assert lines[0][3] == "15 / 10 = 1.50"
-    assert [line[-1] for line in lines] == ["met", "missed: 2048, 4096, memory"]
-
-
-# On a GPU
-
-
-@pytest.mark.gpu
-def test_the_gpu_is_measured_with_events_and_its_own_memory() -> None:
-    timer = measure.timer_for("cuda")
-    x = torch.zeros(MIB, device="cuda")
-    calls = {"add": lambda: x + 1, "graph": measure.captured(lambda: x + 1)}
-    samples = measure.interleave(calls, timer, budget_ms=0, min_rounds=2)
-    assert all(min(times) > 0 for times in samples.values())
-    assert measure.peak_bytes(lambda: x + 1, "cuda") == 4 * MIB
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_peers_on_a_gpu_compute_the_case(direction: str) -> None:
-    settings = replace(QUICK, device="cuda", peers=("sdpa", "standard"), directions=(direction,))
-    for row in run.measure_case(replace(SMALL, dtype="bfloat16"), settings):
-        assert row.max_error is not None
-        assert row.max_error < 0.1
+    monkeypatch.setenv("FLASHTILE_COMMIT", "0123456789ab")
+    assert machine.provenance("cpu", "c")["commit"] == "0123456789ab"

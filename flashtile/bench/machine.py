@@ -91,8 +91,22 @@ def device_name(device: str) -> str:
     return f"{_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """All memory of a device; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 def commit() -> str | None:
-    """The commit of the checkout that this file belongs to, ``-dirty`` when it has changes."""
+    """The commit of the checkout that this file belongs to, ``-dirty`` when it has changes.
+
+    FLASHTILE_COMMIT in the environment names it where the code was copied without its history.
+    """
+    if named := os.environ.get("FLASHTILE_COMMIT"):
+        return named
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:

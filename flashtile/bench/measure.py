@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -84,11 +85,12 @@ def cpu_timer(call: Call) -> float:
 class CudaTimer:
     """Milliseconds between two CUDA events around the call, after flushing the L2 cache.
 
-    The flush also keeps the card busy while the call is being launched, so that a short kernel's
-    time does not include the launch.
+    The flushes also keep the card busy while the call is being launched, for about a quarter of a
+    millisecond, so that a short kernel's time does not include the launch.
     """
 
     FLUSH_BYTES = 256 << 20
+    FLUSHES = 4
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -97,12 +99,42 @@ class CudaTimer:
     def __call__(self, call: Call) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(self.device):
-            self.flush.zero_()
+            for _ in range(self.FLUSHES):
+                self.flush.zero_()
             start.record()
             call()
             stop.record()
             stop.synchronize()
         return start.elapsed_time(stop)
+
+
+class HostTimer:
+    """Milliseconds until an eager call returns, without waiting for what it launched.
+
+    A burst of calls goes out to an idle card, few enough that the queue of launches never fills.
+    """
+
+    BURST = 20
+
+    def __init__(self, device: str) -> None:
+        self.wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+
+    def __call__(self, call: Call) -> float:
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(self.BURST):
+            call()
+        took = time.perf_counter() - start
+        self.wait()
+        return took / self.BURST * 1e3
+
+
+@lru_cache
+def matmul_tflops(device: str, dtype: torch.dtype, size: int = 8192) -> float:
+    """TFLOP/s that the device reaches in one large matrix product: what attention could."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    samples = interleave({"matmul": lambda: a @ b}, timer_for(device), budget_ms=500)
+    return 2 * size**3 / Timing.of(samples["matmul"]).median_ms / 1e9
 
 
 def captured(call: Call) -> Call:
@@ -163,7 +195,7 @@ def errors(got: Sequence[Tensor], truth: Sequence[Tensor]) -> Errors:
     """Error over all elements of several tensors taken together; NaN if any is NaN."""
     difference = torch.cat(
         [
-            (g.detach().cpu().double() - t.detach().cpu().double()).flatten()
+            (g.detach().double() - t.detach().double()).flatten()
             for g, t in zip(got, truth, strict=True)
         ]
     )

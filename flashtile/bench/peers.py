@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
+import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +38,8 @@ from .prepared import (
 from .shapes import BLOCK_TILE, Case, Inputs, visible
 
 Peer = Callable[[Case, Inputs], Prepared]
+
+FAILED = "failed"  # how the reason begins where flashtile itself broke
 
 
 def flashtile(case: Case, inputs: Inputs, backend: str | None = None) -> Prepared:
@@ -64,8 +68,7 @@ def _chosen(case: Case, inputs: Inputs, options: dict[str, Any]) -> str | None:
     """The backend that flashtile takes; a cache is asked for as the same keys without pages."""
     asked = {**options, "bias": inputs.bias, "sink": inputs.sink, "dropout_p": case.dropout}
     if inputs.cu_seqlens is not None:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        asked |= zip(names, _packed_layout(inputs.cu_seqlens), strict=True)
+        asked |= _packed_layout(inputs.cu_seqlens)
     return explain(inputs.q, inputs.k, inputs.v, causal=case.causal, **asked).chosen
 
 
@@ -169,6 +172,13 @@ def sdpa(
     return Prepared(forward, leaves, turn(inputs.dout), heads_first=True)
 
 
+def fa2(case: Case, inputs: Inputs) -> Prepared:
+    """FlashAttention-2 as PyTorch carries it: SDPA held to its flash backend, on a GPU."""
+    if inputs.q.device.type != "cuda":
+        raise Skip("runs on CUDA alone")
+    return sdpa(case, inputs, SDPBackend.FLASH_ATTENTION)
+
+
 def flex(case: Case, inputs: Inputs) -> Prepared:
     """PyTorch's FlexAttention, compiled for exactly this case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -246,8 +256,8 @@ def _score_mod(
     return score_mod
 
 
-def fa2(case: Case, inputs: Inputs) -> Prepared:
-    """FlashAttention-2, the package `flash_attn`."""
+def fa2_package(case: Case, inputs: Inputs) -> Prepared:
+    """FlashAttention-2 as its authors ship it, the package `flash_attn`."""
     module = _cuda_package("flash_attn", inputs)
     refuse(
         case,
@@ -323,47 +333,48 @@ PEERS: dict[str, Peer] = {
     "sdpa": sdpa,
     "sdpa-flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "sdpa-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa-cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "sdpa-math": partial(sdpa, backend=SDPBackend.MATH),
     "standard": standard,
     "flex": flex,
+    "cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "fa2": fa2,
+    "fa2-package": fa2_package,
     "fa3": fa3,
     "fa4": fa4,
 }
 
 
-def prepare(name: str, case: Case, inputs: Inputs, backward: bool) -> Prepared:
-    """The call of the peer `name`, run once to see that it works.
+@contextmanager
+def failures_of(name: str) -> Iterator[None]:
+    """Whatever the peer `name` raises becomes a `Skip` with the reason in one line.
 
-    Raises:
-        Skip: the peer is missing here or cannot do the case. Our own failures are not skipped:
-            of flashtile's errors only NotImplementedError, its word for "no backend can", is.
+    Of flashtile's own errors only NotImplementedError, its word for "no backend can", is a reason
+    like that. Any other is a failure: the line begins with `FAILED`, the traceback is printed.
     """
     ours = name.startswith("flashtile")
-    theirs = (RuntimeError, ValueError, TypeError, AssertionError)
-    expected = (NotImplementedError,) if ours else theirs
     with warnings.catch_warnings(record=not ours) as told:
         try:
-            prepared = PEERS[name](case, inputs)
-            prepared.forward_and_backward() if backward else _without_grad(prepared.forward)
-        except expected as error:
-            raise Skip(_reason(error, told or [])) from error
-    return prepared
+            yield
+        except Skip:
+            raise
+        except Exception as error:
+            if ours and not isinstance(error, NotImplementedError):
+                traceback.print_exc()
+                raise Skip(f"{FAILED}: {_reason(error, [])}") from None
+            raise Skip(_reason(error, told or [])) from None
 
 
 def _reason(error: Exception, told: list[warnings.WarningMessage]) -> str:
     """An error in a line; SDPA gives its reasons as warnings and raises without one."""
+    if isinstance(error, torch.OutOfMemoryError):
+        wanted = re.search(r"allocate ([\d.]+ \w+)", str(error))
+        return "out of memory" + (f": {wanted[1]} wanted at once" if wanted else "")
     reasons = [str(warning.message).partition(" (Triggered")[0] for warning in told]
     reasons = [text for text in reasons if not text.endswith(("because:", "runtime disabled."))]
-    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = lines or [type(error).__name__]
     said = " ".join(lines) if isinstance(error, NotImplementedError) else lines[0]
     return "; ".join([said, *dict.fromkeys(reasons)])
-
-
-@torch.no_grad()
-def _without_grad(call: Callable[[], Tensor]) -> Tensor:
-    return call()
 
 
 def _length_first(
@@ -393,7 +404,7 @@ def _length_first(
             options[page_argument] = inputs.page_table
             call = partial(cached, q, inputs.k_pages, inputs.v_pages, **options)
     elif inputs.cu_seqlens is not None:
-        call = partial(packed, q, k, v, *_packed_layout(inputs.cu_seqlens), **options)
+        call = partial(packed, q, k, v, **_packed_layout(inputs.cu_seqlens), **options)
     else:
         call = partial(dense, q, k, v, **options)
 
@@ -404,9 +415,10 @@ def _length_first(
     return Prepared(forward, leaves, inputs.dout)
 
 
-def _packed_layout(cu_seqlens: Tensor) -> tuple[Tensor, Tensor, int, int]:
+def _packed_layout(cu_seqlens: Tensor) -> dict[str, Any]:
     longest = int(cu_seqlens.diff().max())
-    return cu_seqlens, cu_seqlens, longest, longest
+    sides = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    return {**sides, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 def _alibi(inputs: Inputs, M: int, N: int) -> Tensor | None:

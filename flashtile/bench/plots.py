@@ -1,119 +1,260 @@
-"""Pictures of a measurement: speed, time and memory against length."""
+"""Pictures of a run: speed and memory against length, speed against density."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .report import Provenance, Row
+from .markdown import faster_than_full
+from .rows import Provenance, Row
 
 # One colour a peer in every picture, whoever else is in it; chosen to differ for the colour-blind.
 COLOURS = {
     "flashtile": "#0072b2",
     "sdpa": "#d55e00",
     "sdpa-flash": "#d55e00",
-    "sdpa-cudnn": "#e69f00",
     "sdpa-efficient": "#8c564b",
     "sdpa-math": "#cc79a7",
     "standard": "#7f7f7f",
     "flex": "#009e73",
-    "fa2": "#56b4e9",
+    "cudnn": "#e69f00",
+    "fa2": "#d55e00",
+    "fa2-package": "#56b4e9",
     "fa3": "#000000",
     "fa4": "#882255",
 }
-DASHES = {"math": ":", "efficient": "-.", "cudnn": "--", "triton": "--"}
-PANELS = (
-    ("tflops", "TFLOP/s", "linear"),
-    ("gbps", "GB/s of cache read", "linear"),
-    ("median_ms", "time, ms", "log"),
-    ("peak_mib", "peak memory above inputs, MiB", "log"),
-)
+MARKERS = {"flashtile": "o", "fa2": "s", "cudnn": "^", "fa3": "D", "fa4": "v", "flex": "P"}
+DASHES = {"math": ":", "efficient": "-.", "triton": "--"}
+Panel = tuple[bool, tuple[int, int, int]]  # causal; head dim, heads, key heads
 
 
 def draw(folder: Path, rows: Sequence[Row], provenance: Provenance) -> list[Path]:
-    """A PNG for each function, mask, dtype and head dim; returns the files.
+    """The PNGs that the rows have enough for; returns the files.
 
     Raises:
         ImportError: matplotlib is missing.
     """
+    import matplotlib.figure  # noqa: F401  # missing here, not half-way
+
     folder.mkdir(parents=True, exist_ok=True)
-    measured = sorted((row for row in rows if not row.skipped), key=_subject)
-    return [
-        _draw_one(folder, list(group), provenance) for _, group in groupby(measured, key=_subject)
-    ]
+    paths = []
+    ordered = sorted(rows, key=_series)
+    for _, group in groupby(ordered, key=_series):
+        series = list(group)
+        for name, picture in PICTURES.items():
+            if figure := picture(series, provenance):
+                paths.append(_save(folder, name, series[0], figure))
+    for _, group in groupby(ordered, key=lambda row: (row.preset, row.dtype, row.direction)):
+        series = list(group)
+        if figure := _density(series, provenance):
+            paths.append(_save(folder, "density", series[0], figure))
+    return paths
 
 
-def _subject(row: Row) -> tuple[str, bool, str, int, int, int, int]:
-    heads = (row.heads_q, row.heads_kv, row.batch)
-    return (row.variant, row.causal, row.dtype, row.head_dim, *heads)
+def _series(row: Row) -> tuple[object, ...]:
+    """Rows of one picture. A preset knows how its batches belong together; else each is alone."""
+    return (row.preset, row.dtype, row.direction, row.variant, 0 if row.preset else row.batch)
 
 
-def _draw_one(folder: Path, rows: list[Row], provenance: Provenance) -> Path:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    first = rows[0]
-    directions = list(dict.fromkeys(row.direction for row in rows))
-    panels = [p for p in PANELS if any(getattr(row, p[0]) is not None for row in rows)]
-    figure = Figure(figsize=(4.4 * len(panels), 3.4 * len(directions) + 1), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(directions), len(panels), squeeze=False)
-    for direction, axes in zip(directions, grid, strict=True):
-        here = [row for row in rows if row.direction == direction]
-        for (column, label, scale), axis in zip(panels, axes, strict=True):
-            axis.set_title("forward + backward" if _with_forward(column, direction) else direction)
-            _draw_lines(axis, here, column)
-            _dress(axis, sorted({row.seqlen_k for row in here}), label, scale)
-    handles = {line.get_label(): line for axis in grid.flat for line in axis.get_lines()}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6)
-    mask = ", causal" if first.causal else ""
-    figure.suptitle(
-        f"{first.variant} attention{mask}, {first.dtype}, batch {first.batch}, "
-        f"heads {first.heads_q}:{first.heads_kv}, head dim {first.head_dim}\n"
-        f"{provenance['device']}, torch {provenance['torch']}, {provenance['date']}",
-        fontsize=11,
-    )
-    parts = [first.variant, "causal" if first.causal else "full", first.dtype]
-    sizes = f"b{first.batch}-h{first.heads_q}-{first.heads_kv}-d{first.head_dim}"
-    path = folder / ("-".join([*parts, sizes]) + ".png")
+def _save(folder: Path, name: str, row: Row, figure: Any) -> Path:
+    parts = [name, row.preset, row.direction, row.dtype]
+    if name != "density":
+        parts += [row.variant, "" if row.preset else f"b{row.batch}"]
+    path = folder / ("-".join(filter(None, parts)) + ".png")
     figure.savefig(path, dpi=130)
     return path
 
 
-def _with_forward(column: str, direction: str) -> bool:
-    return column == "peak_mib" and direction == "backward"
-
-
-def _draw_lines(axis: Any, rows: list[Row], column: str) -> None:
-    for peer in dict.fromkeys(row.peer for row in rows):
-        points = [row for row in rows if row.peer == peer and getattr(row, column) is not None]
-        points.sort(key=lambda row: row.seqlen_k)
-        lengths = [row.seqlen_k for row in points]
-        style = {
-            "color": COLOURS.get(peer, COLOURS.get(points[0].provider)),
-            "linestyle": DASHES.get(points[0].backend, "-"),
-        }
-        axis.plot(lengths, [getattr(row, column) for row in points], "o", label=peer, **style)
-        if column == "median_ms":
-            low, high = [row.p20_ms for row in points], [row.p80_ms for row in points]
-            axis.fill_between(lengths, low, high, color=style["color"], alpha=0.2, linewidth=0)
-
-
-def _dress(axis: Any, lengths: list[int], label: str, scale: str) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_xscale("log", base=2)
-    axis.set_yscale(scale)
-    if scale == "linear":
+def _speed(rows: list[Row], provenance: Provenance) -> Any:
+    """Panels of speed against length: a column each head dim, a row each mask."""
+    measured = _with_lengths([row for row in rows if row.tflops is not None])
+    if not measured:
+        return None
+    cached = all(row.gbps is not None for row in measured)
+    label = "GB/s of cache read" if cached else "TFLOP/s"
+    figure, grid = _panels(measured, f"{_named(measured[0])}: speed against length", provenance)
+    for panel, axis in grid:
+        here = [row for row in measured if _panel(row) == panel]
+        _lines(axis, here, _length, lambda row: row.gbps if cached else row.tflops)
+        if best := max((_matmul_tflops(row) for row in here), default=0.0):
+            axis.axhline(best, color="0.6", linewidth=1, label="matrix product 8192³")
         axis.set_ylim(bottom=0)
-    axis.set_xticks(lengths, [str(n) for n in lengths])
-    axis.xaxis.minorticks_off()
-    if scale == "log":
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        _dress(axis, label, {row.seqlen_k for row in measured})
+    return _with_legend(figure, grid)
+
+
+def _host(rows: list[Row], provenance: Provenance) -> Any:
+    """Panels of the host's time of a call against length."""
+    measured = _with_lengths([row for row in rows if row.host_us is not None])
+    if not measured:
+        return None
+    title = f"{_named(measured[0])}: the host's time of a call"
+    figure, grid = _panels(measured, title, provenance)
+    for panel, axis in grid:
+        here = [row for row in measured if _panel(row) == panel]
+        _lines(axis, here, _length, lambda row: row.host_us)
+        axis.set_ylim(bottom=0)
+        _dress(axis, "host time of an eager call, µs", {row.seqlen_k for row in measured})
+    return _with_legend(figure, grid)
+
+
+def _matmul_tflops(row: Row) -> float:
+    """What the GPU reached in one large product in the row's run; 0 when not measured."""
+    return 100 * (row.tflops or 0) / row.percent_of_matmul if row.percent_of_matmul else 0.0
+
+
+def _memory(rows: list[Row], provenance: Provenance) -> Any:
+    """Panels of peak memory against length, both logarithmic; where a peer failed it says why."""
+    measured = _with_lengths([row for row in rows if row.peak_mib is not None])
+    if not measured or len({row.batch for row in measured}) > 1:
+        return None
+    passes = "forward" if rows[0].direction in ("forward", "decode") else "forward and backward"
+    title = f"{_named(measured[0])}: peak memory of {passes} against length"
+    figure, grid = _panels(measured, title, provenance, width=6.4)
+    for panel, axis in grid:
+        here = [row for row in measured if _panel(row) == panel]
+        _lines(axis, here, _length, lambda row: row.peak_mib)
+        failed = [row for row in rows if row.skipped and _panel(row) == panel]
+        for height, text in enumerate(_failures(failed)):
+            place = {"xy": (0.02, 0.96 - 0.05 * height), "xycoords": "axes fraction"}
+            axis.annotate(text, **place, va="top", fontsize=8, color="0.3")
+        axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        low, high = axis.get_ylim()
+        axis.set_ylim(low, high * 4 if failed else high)
+        _dress(axis, "peak memory above the inputs, MiB", {row.seqlen_k for row in rows})
+    return _with_legend(figure, grid)
+
+
+PICTURES = {"speed": _speed, "host": _host, "memory": _memory}  # of one series against length
+
+
+def _failures(rows: list[Row]) -> Iterator[str]:
+    """Who has no point where, and why, a line each."""
+    for row in sorted(rows, key=lambda row: (row.peer, row.seqlen_k)):
+        reason = row.skipped if len(row.skipped) < 60 else row.skipped[:57] + "..."
+        yield f"no {row.peer} at {row.seqlen_k:,}: {reason}"
+
+
+def _density(rows: list[Row], provenance: Provenance) -> Any:
+    """Panels of speed-up over full attention against the share of the scores that is left."""
+    speed_ups = faster_than_full(rows)
+    if not speed_ups:
+        return None
+    measured = list(speed_ups)
+    head = f"{rows[0].direction}, {rows[0].dtype}, {measured[0].seqlen_k:,} tokens"
+    title = f"{head}: speed against the share of scores left"
+    figure, grid = _panels(measured, title, provenance, width=6.4, by_mask=False)
+    for panel, axis in grid:
+        here = [row for row in measured if _panel(row)[1] == panel[1]]
+        alone = [row for row in here if row.causal]  # causality and windows, a point each
+        _lines(axis, [row for row in here if not row.causal], _percent, speed_ups.get)
+        for row in alone:
+            axis.plot(_percent(row), speed_ups[row], **_style(row), fillstyle="none")
+        for name, named in groupby(alone, key=lambda row: row.variant):
+            top = max(named, key=lambda row: speed_ups[row])
+            place = (_percent(top), speed_ups[top])
+            text = "causal" if name == "dense" else name
+            axis.annotate(text, place, (7, 5), textcoords="offset points", fontsize=9)
+        ends = sorted({100.0, *map(_percent, here)})
+        ideal = [100 / end for end in ends]
+        axis.plot(ends, ideal, color="0.6", linestyle=":", label="ideal: time as scores")
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
+        _dress(axis, "times as fast as full attention", {6.25, 12.5, 25, 50, 100})
+        axis.set_xlabel("scores left by the mask, % of full attention")
+    return _with_legend(figure, grid)
+
+
+def _length(row: Row) -> float:
+    return row.seqlen_k
+
+
+def _percent(row: Row) -> float:
+    return 100 * (row.density or 1)
+
+
+def _panel(row: Row) -> Panel:
+    return row.causal, (row.head_dim, row.heads_q, row.heads_kv)
+
+
+def _with_lengths(rows: list[Row]) -> list[Row]:
+    """The rows of panels with more than one length: one point is no line."""
+    lengths: dict[Panel, set[int]] = {}
+    for row in rows:
+        lengths.setdefault(_panel(row), set()).add(row.seqlen_k)
+    return [row for row in rows if len(lengths[_panel(row)]) > 1]
+
+
+def _named(row: Row) -> str:
+    batch = "" if row.preset else f", batch {row.batch}"
+    return f"{row.variant} attention, {row.direction}, {row.dtype}{batch}"
+
+
+def _panels(
+    rows: list[Row], title: str, provenance: Provenance, *, width: float = 4.4, by_mask: bool = True
+) -> tuple[Any, list[tuple[Panel, Any]]]:
+    """A figure with a titled axis for each mask (down) and each head dim (across)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    masks = sorted({row.causal for row in rows}) if by_mask else [False]
+    sizes = sorted({_panel(row)[1] for row in rows})
+    size = (max(7.0, width * len(sizes)), 3.4 * len(masks) + 1.2)
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(masks), len(sizes), squeeze=False, sharey=True)
+    grid = []
+    for causal, line in zip(masks, axes, strict=True):
+        for size_key, axis in zip(sizes, line, strict=True):
+            head_dim, heads_q, heads_kv = size_key
+            heads = str(heads_q) if heads_q == heads_kv else f"{heads_q}:{heads_kv}"
+            mask = ("causal, " if causal else "full, ") if by_mask else ""
+            axis.set_title(f"{mask}head dim {head_dim}, {heads} heads", fontsize=10)
+            grid.append(((causal, size_key), axis))
+    names = {"torch": "torch", "triton": "Triton", "flashtile": "flashtile"}
+    versions = [f"{label} {provenance[key]}" for key, label in names.items() if provenance.get(key)]
+    origin = ", ".join([str(provenance["device"]), *versions, str(provenance["date"])])
+    figure.suptitle(f"{title}\n{origin}", fontsize=11)
+    return figure, grid
+
+
+def _lines(
+    axis: Any, rows: list[Row], x: Callable[[Row], float], y: Callable[[Row], float | None]
+) -> None:
+    """A line for each peer."""
+    for peer in dict.fromkeys(row.peer for row in rows):
+        points = sorted((row for row in rows if row.peer == peer), key=x)
+        axis.plot(list(map(x, points)), list(map(y, points)), label=peer, **_style(points[0]))
+
+
+def _style(row: Row) -> dict[str, Any]:
+    return {
+        "color": COLOURS.get(row.peer, COLOURS.get(row.provider)),
+        "linestyle": DASHES.get(row.backend, "-"),
+        "marker": MARKERS.get(row.provider, "x"),
+        "markersize": 5,
+    }
+
+
+def _dress(axis: Any, label: str, ticks: set[Any]) -> None:
+    """Labels with units, and a logarithmic axis below with these ticks alone."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(ticks), [_tick(tick) for tick in sorted(ticks)])
+    axis.xaxis.minorticks_off()
     axis.set_xlabel("sequence length, tokens")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
+
+
+def _tick(number: float) -> str:
+    return f"{number // 1024:.0f}k" if number >= 1024 and number % 1024 == 0 else f"{number:g}"
+
+
+def _with_legend(figure: Any, grid: list[tuple[Panel, Any]]) -> Any:
+    handles = {line.get_label(): line for _, axis in grid for line in axis.get_lines()}
+    named = {label: line for label, line in handles.items() if not label.startswith("_")}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=6, fontsize=9)
+    return figure

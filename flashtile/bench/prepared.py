@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .machine import memory_bytes
 from .shapes import Case, Inputs
+
+DIFFERENTIATED = ("backward", "both")  # the passes that record gradients
 
 
 class Skip(Exception):
@@ -25,6 +27,12 @@ class Prepared:
     dout: Tensor  # shaped as what `forward` returns
     heads_first: bool = False  # out, q, k, v are (B, H, M, D) instead of (B, M, H, D)
     backend: str | None = None  # which one ran it, when the peer chose
+
+    def call(self, direction: str) -> Callable[[], object]:
+        """What to time as this pass; gradients must be on for those that are `DIFFERENTIATED`."""
+        if direction == "backward":
+            return self.backward()
+        return self.forward_and_backward if direction == "both" else self.forward
 
     def backward(self) -> Callable[[], tuple[Tensor, ...]]:
         """Run the forward once; returns the call that repeats the backward behind it."""
@@ -70,13 +78,11 @@ def refuse(case: Case, **reasons: str) -> None:
 
 
 def refuse_quadratic(case: Case, device: torch.device) -> None:
-    """Raise `Skip` when three float32 matrices of all scores exceed half of the memory."""
+    """Raise `Skip` when three float32 matrices of all scores exceed half of the memory.
+
+    Not on a GPU, where an allocation that does not fit fails at once and harms nothing.
+    """
     wanted = 3 * 4 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    elif hasattr(os, "sysconf"):
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return
-    if wanted > memory / 2:
+    memory = memory_bytes(device)
+    if device.type == "cpu" and memory is not None and wanted > memory / 2:
         raise Skip(f"its scores take {wanted / 2**30:.0f} GiB of {memory / 2**30:.0f} GiB")

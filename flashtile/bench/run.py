@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from itertools import product
 from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from ..testing import attention_reference, attention_varlen_reference
-from .measure import Errors, Timer, captured, errors, interleave, peak_bytes, timer_for
-from .peers import PEERS, prepare
-from .prepared import Prepared, Skip
-from .report import Row
-from .shapes import Case, Inputs, crop, make_inputs, visible
+from .machine import memory_bytes
+from .measure import (
+    Call,
+    Errors,
+    HostTimer,
+    Timer,
+    Timing,
+    captured,
+    errors,
+    interleave,
+    matmul_tflops,
+    peak_bytes,
+    timer_for,
+)
+from .peers import PEERS, failures_of
+from .prepared import DIFFERENTIATED, Prepared, Skip
+from .rows import Row
+from .shapes import Case, Inputs, document_lengths, make_inputs, visible
 
-ACCURACY_LENGTH = 1024  # longer cases are judged on a crop of this length
 MIB = 2**20
+TRUTH_MATRICES = 16  # score matrices that the float64 reference holds at once, with its gradients
+HOST_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -34,120 +48,188 @@ class Settings:
     min_rounds: int = 5
     memory: bool = True
     accuracy: bool = True
-    cuda_graph: bool = False  # forward alone
+    host: bool = False  # the host's time of a call as well
+    cuda_graph: bool = False  # forward and decode alone
+
+
+@dataclass(frozen=True)
+class Task:
+    """One pass of one case, with what its measurements share."""
+
+    case: Case
+    direction: str
+    inputs: Inputs
+    settings: Settings
+    timer: Timer
+    truth: dict[str, Tensor]  # what `accuracy` compares with; empty when it is not asked for
 
 
 def measure_case(case: Case, settings: Settings, timer: Timer | None = None) -> list[Row]:
-    """A row for each pass and peer, skipped peers included."""
-    timer = timer or timer_for(settings.device)
+    """A row for each pass and peer. The skipped say why; all do when the case itself failed."""
+    directions = [_direction(case, direction) for direction in settings.directions]
+    try:
+        with failures_of("flashtile"):
+            return _measure_passes(case, directions, settings, timer)
+    except Skip as reason:
+        pairs = product(directions, settings.peers)
+        rows = [Row.of(case, name, direction) for direction, name in pairs]
+        return [replace(row, skipped=str(reason)) for row in rows]
+
+
+def _measure_passes(
+    case: Case, directions: list[str], settings: Settings, timer: Timer | None
+) -> list[Row]:
     inputs = make_inputs(case, settings.device)
+    timer = timer or timer_for(settings.device)
+    wanted: dict[str, Tensor] = {}
+    if settings.accuracy and _has_truth(case, inputs):
+        wanted = truth(case, inputs, any(direction in DIFFERENTIATED for direction in directions))
     rows = []
-    for direction in settings.directions:
-        ready: dict[str, Prepared] = {}
-        skipped: dict[str, str] = {}
-        for name in settings.peers:
-            try:
-                if case.cached and direction == "backward":
-                    raise Skip("a cache has no backward")
-                ready[name] = prepare(name, case, inputs, direction == "backward")
-            except Skip as reason:
-                skipped[name] = str(reason)
-        samples = time_passes(ready, direction, timer, settings)
-        for name in settings.peers:
-            row = Row.of(case, name, direction)
-            if name in skipped:
-                rows.append(replace(row, skipped=skipped[name]))
-            else:
-                rows.append(_filled(row, name, case, ready[name], samples[name], settings))
+    for direction in directions:
+        with torch.set_grad_enabled(direction in DIFFERENTIATED):
+            rows += _measure(Task(case, direction, inputs, settings, timer, wanted))
     return rows
 
 
-def time_passes(
-    ready: dict[str, Prepared], direction: str, timer: Timer, settings: Settings
+def _direction(case: Case, direction: str) -> str:
+    return "decode" if case.cached and direction == "forward" else direction
+
+
+def _measure(task: Task) -> list[Row]:
+    """The rows of all peers, who are timed together and examined one by one."""
+    settings = task.settings
+    rows = {name: Row.of(task.case, name, task.direction) for name in settings.peers}
+    ready: dict[str, Prepared] = {}
+    calls: dict[str, Call] = {}
+    for name in settings.peers:
+        try:
+            ready[name], calls[name] = prepare(name, task)
+        except Skip as reason:
+            rows[name] = replace(rows[name], skipped=str(reason))
+    samples = time_calls(calls, task.timer, settings)
+    host: Mapping[str, list[float]] = {}
+    if settings.host:
+        host = interleave(calls, HostTimer(settings.device), budget_ms=HOST_SECONDS * 1e3)
+    calls.clear()  # a backward holds its forward's results
+    for name, prepared in ready.items():
+        row = rows[name].timed(task.case, samples[name])
+        row = replace(row, backend=prepared.backend or row.backend)
+        if host:
+            row = replace(row, host_us=Timing.of(host[name]).median_ms * 1e3)
+        try:
+            with failures_of(name):
+                rows[name] = _examined(row, prepared, task)
+        except Skip as reason:
+            rows[name] = replace(rows[name], skipped=str(reason))
+    return list(rows.values())
+
+
+def prepare(name: str, task: Task) -> tuple[Prepared, Call]:
+    """The call of the peer `name`, run once to see that it works.
+
+    Raises:
+        Skip: the peer is missing here or cannot do the case.
+    """
+    if task.case.cached and task.direction in DIFFERENTIATED:
+        raise Skip("a cache has no backward")
+    with failures_of(name):
+        prepared = PEERS[name](task.case, task.inputs)
+        call = prepared.call(task.direction)
+        if task.settings.cuda_graph and task.direction not in DIFFERENTIATED:
+            call = captured(call)
+        call()
+    return prepared, call
+
+
+def time_calls(
+    calls: Mapping[str, Call], timer: Timer, settings: Settings
 ) -> dict[str, list[float]]:
-    """Samples in milliseconds of one pass, by peer."""
-    calls: dict[str, Callable[[], object]] = {}
-    with torch.set_grad_enabled(direction == "backward"):
-        for name, prepared in ready.items():
-            calls[name] = prepared.backward() if direction == "backward" else prepared.forward
-            if settings.cuda_graph and direction == "forward":
-                calls[name] = captured(prepared.forward)
-        budget = settings.seconds * 1e3 * len(calls)
-        return interleave(calls, timer, budget_ms=budget, min_rounds=settings.min_rounds)
+    """Samples in milliseconds, by peer."""
+    budget = settings.seconds * 1e3 * len(calls)
+    return interleave(calls, timer, budget_ms=budget, min_rounds=settings.min_rounds)
 
 
-def _filled(
-    row: Row,
-    peer: str,
-    case: Case,
-    prepared: Prepared,
-    samples: list[float],
-    settings: Settings,
-) -> Row:
-    """`row` with the time from the samples, the memory and the error."""
-    row = replace(row.timed(case, samples), backend=prepared.backend or row.backend)
+def _examined(row: Row, prepared: Prepared, task: Task) -> Row:
+    """`row` with the memory, the error and the share of the GPU's best."""
+    settings = task.settings
     if settings.memory:
-        row = replace(row, peak_mib=peak_memory(prepared, row.direction, settings.device) / MIB)
-    if settings.accuracy and not case.dropout:  # each library drops other elements
-        found = accuracy(peer, case, prepared, row.direction, settings.device)
-        row = replace(row, max_error=found.max_error, rms_error=found.rms_error)
+        peak = peak_memory(prepared, task.direction, settings.device)
+        row = replace(row, peak_mib=peak / MIB)
+    if task.truth:
+        row = replace(row, **accuracy(prepared, task)._asdict())
+    if torch.device(settings.device).type == "cuda" and row.tflops is not None:
+        best = matmul_tflops(settings.device, task.case.torch_dtype)
+        row = replace(row, percent_of_matmul=100 * row.tflops / best)
     return row
 
 
 def peak_memory(prepared: Prepared, direction: str, device: str) -> int:
     """Bytes above the inputs: of the forward, or of the forward with the backward behind it."""
-    with torch.set_grad_enabled(direction == "backward"):
-        backward = direction == "backward"
+    backward = direction in DIFFERENTIATED
+    with torch.set_grad_enabled(backward):
         return peak_bytes(prepared.forward_and_backward if backward else prepared.forward, device)
 
 
-def accuracy(peer: str, case: Case, prepared: Prepared, direction: str, device: str) -> Errors:
-    """Error of the output (forward) or of all gradients together (backward) against float64."""
-    small = crop(case, ACCURACY_LENGTH)
-    if small != case:
-        prepared = PEERS[peer](small, make_inputs(small, device))
-    backward = direction == "backward"
+def accuracy(prepared: Prepared, task: Task) -> Errors:
+    """Error of the output (forward), of all gradients together (backward) or of everything."""
     names = ("out", *prepared.leaves)
-    if backward:
-        got = prepared.forward_and_backward()
+    if task.direction in DIFFERENTIATED:
+        results = prepared.forward_and_backward()
     else:
-        with torch.no_grad():
-            got = (prepared.forward(),)
-    found = [prepared.public(name, x) for name, x in zip(names, got, strict=False)]
-    wanted = truth(small, backward)
-    return errors(found[1:], wanted[1:]) if backward else errors(found[:1], wanted[:1])
+        results = (prepared.forward(),)
+    got = {name: prepared.public(name, x) for name, x in zip(names, results, strict=False)}
+    if task.direction == "backward":
+        del got["out"]
+    part = [_first_group(task.case, name, x) for name, x in got.items()]
+    return errors(part, [task.truth[name] for name in got])
 
 
-@lru_cache(maxsize=2)
-def truth(case: Case, backward: bool) -> tuple[Tensor, ...]:
-    """Out and, on request, the gradients of q, k, v, bias and sink, in float64."""
-    inputs = make_inputs(case)
+def _first_group(case: Case, name: str, x: Tensor) -> Tensor:
+    """The part of a tensor that belongs to the first key head and the query heads it serves."""
+    heads = 1 if name in ("k", "v") else case.heads_q // case.heads_kv
+    return x.narrow({"sink": 0, "bias": 1}.get(name, -2), 0, heads)
+
+
+def _has_truth(case: Case, inputs: Inputs) -> bool:
+    """Whether float64 can judge the case: not where elements are dropped, nor beyond the memory."""
+    scores = case.batch * case.seqlen_q * case.seqlen_k
+    if case.documents:  # padded to the longest
+        scores = case.documents * max(document_lengths(case)) ** 2
+    wanted = TRUTH_MATRICES * 8 * scores * case.heads_q // case.heads_kv
+    return not case.dropout and wanted < (memory_bytes(inputs.q.device) or wanted) / 2
+
+
+def truth(case: Case, inputs: Inputs, backward: bool) -> dict[str, Tensor]:
+    """Out and, on request, the gradients by name, in float64, of the first key head's group."""
     options: dict[str, Any] = {
         "causal": case.causal,
         "window_size": case.window,
         "attention_chunk": case.chunk,
         "softcap": case.softcap,
-        "alibi_slopes": inputs.alibi_slopes,
     }
+    if inputs.alibi_slopes is not None:
+        options["alibi_slopes"] = inputs.alibi_slopes[: case.heads_q // case.heads_kv]
     if inputs.tiles is not None:
         options["block_mask"] = visible(case, inputs, case.seqlen_q, case.seqlen_k)
-    leaves = _double_leaves(inputs)
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "bias", "sink")}
+    leaves = {
+        name: _first_group(case, name, x).double().requires_grad_()
+        for name, x in named.items()
+        if x is not None
+    }
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     options |= {name: x for name, x in leaves.items() if name in ("bias", "sink")}
-    with torch.set_grad_enabled(backward):
+    with torch.set_grad_enabled(backward), inputs.q.device:
         if inputs.cu_seqlens is None:
             out = attention_reference(q, k, v, **options).out
         else:
             cu, longest = inputs.cu_seqlens, int(inputs.cu_seqlens.diff().max())
             out = attention_varlen_reference(q, k, v, cu, cu, longest, longest, **options).out
     if not backward:
-        return (out,)
-    return out, *torch.autograd.grad(out, tuple(leaves.values()), inputs.dout.double())
-
-
-def _double_leaves(inputs: Inputs) -> dict[str, Tensor]:
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "bias", "sink")}
-    return {name: x.double().requires_grad_() for name, x in named.items() if x is not None}
+        return {"out": out}
+    dout = _first_group(case, "out", inputs.dout).double()
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), dout)
+    return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
 def with_progress(cases: Iterable[Case], stream: TextIO | None = None) -> Iterator[Case]:

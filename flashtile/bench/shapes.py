@@ -47,6 +47,7 @@ class Case:
     cached: bool = False  # the keys come from a KV cache; forward only
     page_size: int = 0  # 0: the cache is contiguous
     seed: int = 0
+    preset: str = ""  # the set of cases that it was measured with
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -107,20 +108,6 @@ def vary(case: Case, variant: str) -> Case:
     return replace(VARIANTS[variant](case), variant=variant)
 
 
-def crop(case: Case, length: int) -> Case:
-    """One sequence of the case, at most `length` tokens long: small enough for float64."""
-    shrink = max(1.0, max(case.seqlen_q, case.seqlen_k) / length)
-    seqlen_k = max(1, int(case.seqlen_k / shrink))
-    return replace(
-        case,
-        batch=1,
-        seqlen_q=max(1, int(case.seqlen_q / shrink)),
-        seqlen_k=seqlen_k,
-        documents=min(case.documents, 8),
-        page_size=gcd(case.page_size, seqlen_k) if case.page_size else 0,
-    )
-
-
 class Inputs(NamedTuple):
     """The tensors of a case; q, k, v and dout are (total, heads, dim) when it is packed."""
 
@@ -139,11 +126,11 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, device: str = "cpu") -> Inputs:
-    """Normal inputs for `case`, the same for the same seed on every device."""
-    random = generator(case.seed)
+    """Normal inputs for `case`, the same for the same seed and kind of device."""
+    random = torch.Generator(device).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(device, case.torch_dtype)
+        return torch.randn(shape, generator=random, device=device).to(case.torch_dtype)
 
     B, M, N, Hq, Hk = case.batch, case.seqlen_q, case.seqlen_k, case.heads_q, case.heads_kv
     rows, keys = ((B * M,), (B * N,)) if case.documents else ((B, M), (B, N))
@@ -204,6 +191,14 @@ def visible_scores(case: Case) -> int:
     return case.batch * case.heads_q * _visible_pairs(case, case.seqlen_q, case.seqlen_k)
 
 
+def density(case: Case) -> float:
+    """The share of all scores that the mask leaves visible."""
+    tokens = [(case.seqlen_q, case.seqlen_k)] * case.batch
+    if case.documents:
+        tokens = [(n, n) for n in document_lengths(case)]
+    return visible_scores(case) / (case.heads_q * sum(m * n for m, n in tokens))
+
+
 def _visible_pairs(case: Case, M: int, N: int) -> int:
     position = torch.arange(M) + N - M
     first, past = torch.zeros(M, dtype=torch.long), torch.full((M,), N)
@@ -220,13 +215,14 @@ def _visible_pairs(case: Case, M: int, N: int) -> int:
 
 
 def flops(case: Case, direction: str) -> int:
-    """Floating-point operations of one pass, ``"forward"`` or ``"backward"``.
+    """Floating-point operations of one pass: forward, decode, backward, or both.
 
     Forward multiplies twice (Q K^T, P V): 2*D + 2*Dv a score. Backward multiplies five times
     (Q K^T, dO V^T, dS K, dS^T Q, P^T dO): 6*D + 4*Dv, 2.5 times the forward when D = Dv.
     """
     D, Dv = case.head_dim, case.head_dim_v
-    per_score = {"forward": 2 * D + 2 * Dv, "backward": 6 * D + 4 * Dv}[direction]
+    forward, backward = 2 * D + 2 * Dv, 6 * D + 4 * Dv
+    per_score = {"backward": backward, "both": forward + backward}.get(direction, forward)
     return per_score * visible_scores(case)
 
 

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import torch
 from torch.nn.attention import SDPBackend
 
 from .measure import cpu_timer
 from .peers import flashtile, sdpa
-from .prepared import Prepared
-from .report import Row
-from .run import MIB, Settings, peak_memory, time_passes
+from .prepared import DIFFERENTIATED, Prepared
+from .rows import Row
+from .run import MIB, Settings, peak_memory, time_calls
 from .shapes import Case, flops, make_inputs, vary
 
 LENGTHS = (1024, 2048, 4096)
@@ -103,7 +104,9 @@ def _measure(base: Case, direction: str) -> list[Outcome]:
     native = {name: replace(ours[name], page_size=0) for name in sorted(set(yardsticks.values()))}
     ready = {name: flashtile(case, make_inputs(case)) for name, case in ours.items()}
     timed = {f"native {name}": _native(case) for name, case in native.items()}
-    samples = time_passes(ready | timed, direction, cpu_timer, SETTINGS)
+    with torch.set_grad_enabled(direction in DIFFERENTIATED):
+        calls = {name: prepared.call(direction) for name, prepared in (ready | timed).items()}
+        samples = time_calls(calls, cpu_timer, SETTINGS)
     outcomes = []
     for name, case in ours.items():
         peak = peak_memory(ready[name], direction, SETTINGS.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,20 +14,24 @@ import torch
 
 from ..bench import targets
 from ..bench.machine import busy, provenance
-from ..bench.peers import PEERS
+from ..bench.markdown import page
+from ..bench.peers import FAILED, PEERS
 from ..bench.plots import draw
-from ..bench.report import (
+from ..bench.presets import PRESETS, preset_cases
+from ..bench.report import plain_table, print_table, show
+from ..bench.rows import (
     Provenance,
     Row,
-    plain_table,
-    print_table,
-    show,
+    append_csv,
+    read_folder,
+    start_csv,
     write_csv,
     write_json,
 )
 from ..bench.run import Settings, measure_case, with_progress
 from ..bench.shapes import VARIANTS, Case, vary
 
+CPU_TARGETS = "cpu-targets"
 DTYPES = {
     "fp64": "float64",
     "fp32": "float32",
@@ -34,104 +40,204 @@ DTYPES = {
 }
 DEFAULT_PEERS = {
     "cpu": ("flashtile", "sdpa-flash", "sdpa-math", "standard"),
-    "cuda": ("flashtile", "sdpa-flash", "sdpa-cudnn", "fa2", "fa3", "fa4"),
+    "cuda": ("flashtile", "fa2", "cudnn", "sdpa-efficient", "sdpa-math", "fa3", "fa4"),
 }
 PASSES = {
     "forward": ("forward",),
     "backward": ("backward",),
     "both": ("forward", "backward"),
+    "step": ("both",),
+    "all": ("forward", "backward", "both"),
 }
 CAUSAL = {"true": (True,), "false": (False,), "both": (False, True)}
+LENGTHS, HEAD_DIMS = (1024, 2048, 4096), (64,)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; those that take several values measure every combination."""
     parser.add_argument(
-        "--preset", choices=["cpu-targets"], help="measure the project's targets instead"
+        "--preset",
+        choices=[CPU_TARGETS, *PRESETS],
+        help="a measurement that is set up already; --seq-len, --head-dim and --use-causal keep "
+        "a part of its cases, so that one can be split into several commands",
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="measure nothing: a page and pictures of its CSV"
     )
     what = parser.add_argument_group("what to measure")
     what.add_argument("--functions", nargs="+", choices=VARIANTS, default=["dense"], metavar="NAME")
-    what.add_argument(
-        "--seq-len", nargs="+", type=_positive, metavar="N", default=[1024, 2048, 4096]
-    )
+    what.add_argument("--seq-len", nargs="+", type=_positive, metavar="N", help="1024 2048 4096")
     what.add_argument("--batch-size", nargs="+", type=_positive, metavar="N", default=[1])
     what.add_argument("--num-heads", nargs="+", type=_positive, metavar="N", default=[8])
     what.add_argument(
         "--num-heads-kv", type=_positive, metavar="N", help="by default as --num-heads"
     )
-    what.add_argument("--head-dim", nargs="+", type=_positive, metavar="N", default=[64])
-    what.add_argument("--use-causal", nargs="?", const="true", default="false", choices=CAUSAL)
+    what.add_argument("--head-dim", nargs="+", type=_positive, metavar="N", help="64")
+    what.add_argument("--use-causal", nargs="?", const="true", choices=CAUSAL, help="false")
     what.add_argument("--dtype", nargs="+", type=_dtype, metavar="DTYPE")
-    what.add_argument("--pass", dest="passes", choices=PASSES, default="forward")
+    what.add_argument(
+        "--pass",
+        dest="passes",
+        choices=PASSES,
+        help="both: forward and backward apart; step: the two as one call; all: all three",
+    )
     who = parser.add_argument_group("who, where and how long")
     who.add_argument("--peers", nargs="+", choices=PEERS, metavar="NAME")
     who.add_argument("--device", help="cpu or cuda:N; by default a GPU if there is one")
-    who.add_argument("--seconds", type=float, default=0.5, help="of timing, each peer and pass")
+    who.add_argument("--seconds", type=float, help="of timing, each peer and pass (0.5)")
     who.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
     who.add_argument("--no-accuracy", action="store_true", help="do not compare with float64")
+    who.add_argument("--host", action="store_true", help="also the host's time of a call")
     who.add_argument("--cuda-graph", action="store_true", help="time the forward as a CUDA graph")
     out = parser.add_argument_group("results")
-    out.add_argument("--csv", type=Path, metavar="FILE")
+    out.add_argument("--csv", type=Path, metavar="FILE", help="written case by case")
     out.add_argument("--json", type=Path, metavar="FILE")
     out.add_argument("--output", type=Path, metavar="DIR", help="CSV, JSON and pictures, in here")
-    parser.epilog = f"functions: {', '.join(VARIANTS)}. peers: {', '.join(PEERS)}."
+    sets = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
+    parser.epilog = f"functions: {', '.join(VARIANTS)}. peers: {', '.join(PEERS)}. presets: {sets}."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write; 0 when something was measured."""
+    """Measure, print, write; 0 when something was measured and nothing of ours broke."""
+    if args.report:
+        return _report(args.report)
     groups = args.num_heads_kv or 1
     if any(heads % groups for heads in args.num_heads):
         print(f"--num-heads-kv {groups} does not divide every one of --num-heads", file=sys.stderr)
         return 2
+    if args.preset == CPU_TARGETS:
+        args.device = "cpu"
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.preset:
-        device = "cpu"
-    origin = provenance(device, "flashtile " + shlex.join(args.command_line))
+    if args.preset in PRESETS and device == "cpu" and not args.device:
+        print(f"--preset {args.preset} wants a GPU; --device cpu insists", file=sys.stderr)
+        return 2
+    origin = provenance(device, shlex.join(["flashtile", *map(_without_folder, args.command_line)]))
     print(f"{origin['device']}, torch {origin['torch']}")
     if warning := busy():
         print(warning)
-    if args.preset:
-        outcomes = [o for base in with_progress(targets.cases()) for o in targets.measure(base)]
-        headings, lines = targets.summary(outcomes)
-        print_table(headings, lines)
-        met = sum(outcome.met for outcome in outcomes)
-        print(f"{met} of {len(outcomes)} times within their limit")
-        rows = [*targets.native_rows(outcomes), *(outcome.row for outcome in outcomes)]
-        if args.output:
-            args.output.mkdir(parents=True, exist_ok=True)
-            (args.output / "cpu-targets.txt").write_text(plain_table(headings, lines) + "\n")
-    else:
-        settings = _settings(args, device)
-        grid = with_progress(cases(args, device))
-        rows = [row for case in grid for row in measure_case(case, settings)]
-        show(rows)
-    _write(args, rows, origin)
-    return 0 if any(not row.skipped for row in rows) else 1
+    if args.preset == CPU_TARGETS:
+        return _run_targets(args, origin)
+    grid = cases(args, device)
+    if not grid:
+        print("these flags leave no case of the preset", file=sys.stderr)
+        return 2
+    rows = list(_measured(args, with_progress(grid), _settings(args, device), origin))
+    show(rows)
+    if args.output:
+        _draw(args.output, rows, origin)
+    for path in _files(args, args.json, "json"):
+        write_json(path, rows, origin)
+        print(f"wrote {path}")
+    broken = any(row.skipped.startswith(FAILED) for row in rows)
+    return 0 if any(not row.skipped for row in rows) and not broken else 1
+
+
+def _measured(
+    args: argparse.Namespace, grid: Iterable[Case], settings: Settings, origin: Provenance
+) -> Iterator[Row]:
+    """The rows of all cases, each in its file as soon as it is there."""
+    paths = _files(args, args.csv, "csv")
+    for path in paths:
+        start_csv(path, origin)
+    for case in grid:
+        rows = measure_case(case, settings)
+        for path in paths:
+            append_csv(path, rows, origin)
+        yield from rows
+    for path in paths:
+        print(f"wrote {path}")
+
+
+def _files(args: argparse.Namespace, file: Path | None, suffix: str) -> list[Path]:
+    """Where to write: the file asked for, and one in the folder asked for."""
+    inside = args.output and args.output / f"{args.preset or 'results'}.{suffix}"
+    return [path for path in (file, inside) if path]
+
+
+def _run_targets(args: argparse.Namespace, origin: Provenance) -> int:
+    """The CPU targets, with a line for each job."""
+    outcomes = [o for base in with_progress(targets.cases()) for o in targets.measure(base)]
+    headings, lines = targets.summary(outcomes)
+    print_table(headings, lines)
+    print(f"{sum(o.met for o in outcomes)} of {len(outcomes)} times within their limit")
+    rows = [*targets.native_rows(outcomes), *(outcome.row for outcome in outcomes)]
+    for path in _files(args, args.csv, "csv"):
+        write_csv(path, rows, origin)
+        print(f"wrote {path}")
+    for path in _files(args, args.json, "json"):
+        write_json(path, rows, origin)
+        print(f"wrote {path}")
+    if args.output:
+        (args.output / f"{CPU_TARGETS}.txt").write_text(plain_table(headings, lines) + "\n")
+    return 0
+
+
+def _report(folder: Path) -> int:
+    """A page and pictures of all the CSV files in a folder, written beside them."""
+    rows, origin = read_folder(folder)
+    if not rows:
+        print(f"no CSV file of flashtile bench in {folder}", file=sys.stderr)
+        return 2
+    pictures = [path.name for path in _draw(folder, rows, origin)]
+    path = folder / "report.md"
+    path.write_text(page(rows, origin, pictures))
+    print(f"wrote {path}")
+    return 0
+
+
+def _draw(folder: Path, rows: list[Row], origin: Provenance) -> list[Path]:
+    """The pictures, where matplotlib is there to draw them."""
+    try:
+        pictures = draw(folder, rows, origin)
+    except ImportError:
+        print("no pictures: matplotlib is not installed (pip install 'flashtile[bench]')")
+        return []
+    for path in pictures:
+        print(f"wrote {path}")
+    return pictures
+
+
+def _without_folder(argument: str) -> str:
+    """An argument as it is recorded: of an absolute path, which means nothing elsewhere, the name.
+
+    >>> _without_folder("--csv=/home/me/results.csv")
+    '--csv=results.csv'
+    """
+    flag, equals, value = argument.rpartition("=")
+    path = Path(value)
+    return f"{flag}{equals}{path.name}" if path.is_absolute() else argument
 
 
 def _settings(args: argparse.Namespace, device: str) -> Settings:
-    return Settings(
+    """The preset's way of measuring, or the usual one, with what the flags change."""
+    usual = Settings(peers=DEFAULT_PEERS[torch.device(device).type])
+    settings = PRESETS[args.preset].settings if args.preset else usual
+    return replace(
+        settings,
         device=device,
-        peers=tuple(args.peers or DEFAULT_PEERS[torch.device(device).type]),
-        directions=PASSES[args.passes],
-        seconds=args.seconds,
-        memory=not args.no_memory,
-        accuracy=not args.no_accuracy,
+        peers=tuple(args.peers or settings.peers),
+        directions=PASSES[args.passes] if args.passes else settings.directions,
+        seconds=settings.seconds if args.seconds is None else args.seconds,
+        memory=settings.memory and not args.no_memory,
+        accuracy=settings.accuracy and not args.no_accuracy,
+        host=settings.host or args.host,
         cuda_graph=args.cuda_graph,
     )
 
 
 def cases(args: argparse.Namespace, device: str) -> list[Case]:
-    """Every combination of the flags."""
+    """Every combination of the flags, or those cases of the preset that the flags leave."""
+    if args.preset:
+        return [case for case in preset_cases(args.preset) if _is_asked_for(case, args)]
     dtypes = args.dtype or ["float32" if torch.device(device).type == "cpu" else "bfloat16"]
     grid = product(
         args.functions,
         dtypes,
-        args.head_dim,
+        args.head_dim or HEAD_DIMS,
         args.num_heads,
         args.batch_size,
-        CAUSAL[args.use_causal],
-        args.seq_len,
+        CAUSAL[args.use_causal or "false"],
+        args.seq_len or LENGTHS,
     )
     return [
         vary(
@@ -152,23 +258,12 @@ def cases(args: argparse.Namespace, device: str) -> list[Case]:
     ]
 
 
-def _write(args: argparse.Namespace, rows: list[Row], origin: Provenance) -> None:
-    """Every file that was asked for."""
-    name = args.preset or "results"
-    for path in filter(None, (args.csv, args.output and args.output / f"{name}.csv")):
-        write_csv(path, rows, origin)
-        print(f"wrote {path}")
-    for path in filter(None, (args.json, args.output and args.output / f"{name}.json")):
-        write_json(path, rows, origin)
-        print(f"wrote {path}")
-    if args.output and not args.preset:
-        try:
-            pictures = draw(args.output, rows, origin)
-        except ImportError:
-            print("no pictures: matplotlib is not installed (pip install 'flashtile[bench]')")
-            return
-        for path in pictures:
-            print(f"wrote {path}")
+def _is_asked_for(case: Case, args: argparse.Namespace) -> bool:
+    return (
+        case.head_dim in (args.head_dim or [case.head_dim])
+        and case.seqlen_k in (args.seq_len or [case.seqlen_k])
+        and case.causal in CAUSAL[args.use_causal or "both"]
+    )
 
 
 def _positive(text: str) -> int:

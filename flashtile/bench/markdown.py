@@ -1,0 +1,145 @@
+"""A run as a page: for each preset, pass and quantity a table with a column for each peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from .report import number, skipped_lines
+from .rows import Provenance, Row
+
+PASSES = ("forward", "backward", "both", "decode")  # in the order of the page
+
+Value = Callable[[Row], float | None]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a table shows."""
+
+    title: str
+    value: Value
+    form: str = ".3g"
+    has_ratio: bool = False  # a last column: ours over FlashAttention-2's
+    has_percent: bool = False  # of the GPU's best, behind each number
+
+
+QUANTITIES = (
+    Quantity(
+        "TFLOP/s (% of one large matrix product)",
+        lambda row: row.tflops,
+        has_ratio=True,
+        has_percent=True,
+    ),
+    Quantity("GB/s of cache read", lambda row: row.gbps, has_ratio=True),
+    Quantity("host time of a call, µs", lambda row: row.host_us),
+    Quantity("peak memory above the inputs, MiB", lambda row: row.peak_mib),
+    Quantity("rms error against float64", lambda row: row.rms_error, ".1e"),
+)
+
+# Columns that say what a line measured; those that never change are said once, above the table.
+SUBJECT: dict[str, Callable[[Row], str]] = {
+    "function": lambda row: row.variant,
+    "mask": lambda row: "causal" if row.causal else "full",
+    "dtype": lambda row: row.dtype,
+    "head dim": lambda row: str(row.head_dim),
+    "heads": lambda row: f"{row.heads_q}:{row.heads_kv}",
+    "batch": lambda row: str(row.batch),
+    "length": lambda row: f"{row.seqlen_k:,}",
+    "scores left": lambda row: f"{row.density or 1:.1%}",
+}
+
+
+def page(rows: Sequence[Row], provenance: Provenance, pictures: Sequence[str] = ()) -> str:
+    """The whole page; `pictures` are file names beside it."""
+    names = {"torch": "torch", "triton": "Triton", "flashtile": "flashtile", "commit": "commit"}
+    origin = [f"{label} {provenance[key]}" for key, label in names.items() if provenance.get(key)]
+    lines = [f"# {provenance['device']}, {provenance['date']}", ""]
+    lines += [", ".join(origin) + ". Medians; their spread is in the CSV files.", ""]
+    lines += [line for name in pictures for line in (f"![{name}]({name})", "")]
+    ordered = sorted(rows, key=lambda row: (row.preset, PASSES.index(row.direction)))
+    for (preset, direction), group in groupby(ordered, key=lambda row: (row.preset, row.direction)):
+        lines += _section(f"{preset or 'measured'}: {direction}", list(group))
+    if skipped := skipped_lines(rows):
+        lines += ["## Skipped", "", *(f"- {line}" for line in skipped), ""]
+    return "\n".join(lines)
+
+
+def _section(title: str, rows: list[Row]) -> Iterator[str]:
+    quantities = [*QUANTITIES]
+    if speed_ups := faster_than_full(rows):
+        quantities.insert(1, Quantity("times as fast as full attention", speed_ups.get))
+    for quantity in quantities:
+        if any(quantity.value(row) is not None for row in rows):
+            yield from (f"## {title}, {quantity.title}", "", *_table(rows, quantity), "")
+
+
+def faster_than_full(rows: Sequence[Row]) -> dict[Row, float]:
+    """How many times as fast each row is as the same peer's full attention of the same sizes.
+
+    Nothing when no mask but causality hides any scores.
+    """
+    if all(row.variant == "dense" for row in rows):
+        return {}
+    full = {_sizes(row): row.median_ms for row in rows if row.variant == "dense" and not row.causal}
+    times = ((row, full.get(_sizes(row)), row.median_ms) for row in rows)
+    return {row: base / ms for row, base, ms in times if base and ms}
+
+
+def _sizes(row: Row) -> tuple[object, ...]:
+    preset, direction, dtype, _, _, *sizes = row.subject
+    return (row.peer, preset, direction, dtype, *sizes)
+
+
+def _table(rows: list[Row], quantity: Quantity) -> Iterator[str]:
+    """The Markdown of one table, a line for each subject."""
+    columns = {heading: [cell(row) for row in rows] for heading, cell in SUBJECT.items()}
+    if len(set(columns["function"])) == 1:
+        del columns["scores left"]  # follows from the mask
+    same = [heading for heading, cells in columns.items() if len(set(cells)) == 1]
+    differ = [heading for heading in columns if heading not in same]
+    peers = list(dict.fromkeys(row.peer for row in rows if quantity.value(row) is not None))
+    headings = [*differ, *peers]
+    ratio = quantity.has_ratio and "fa2" in peers and any(map(_is_ours, peers))
+    if same:
+        yield ", ".join(f"{heading} {columns[heading][0]}" for heading in same) + ":"
+        yield ""
+    yield _line([*headings, "flashtile / fa2"] if ratio else headings)
+    yield "|" + "---|" * (len(headings) + ratio)
+    for _, together in groupby(sorted(rows, key=_order), key=_order):
+        found = {row.peer: row for row in together}
+        first = next(iter(found.values()))
+        cells = [SUBJECT[heading](first) for heading in differ]
+        cells += [_cell(found.get(peer), quantity) for peer in peers]
+        yield _line([*cells, _ratio(found, quantity)] if ratio else cells)
+
+
+def _order(row: Row) -> tuple[object, ...]:
+    density = round(row.density or 1, 2)  # the diagonal's share differs a little with the length
+    return (row.dtype, row.head_dim, row.causal, -density, row.variant, row.seqlen_k, *row.subject)
+
+
+def _is_ours(peer: str) -> bool:
+    return peer.startswith("flashtile")
+
+
+def _cell(row: Row | None, quantity: Quantity) -> str:
+    if row is None or quantity.value(row) is None:
+        short = row is not None and row.skipped.startswith("out of memory")
+        return "out of memory" if short else "-"
+    percent = row.percent_of_matmul if quantity.has_percent else None
+    behind = "" if percent is None else f" ({percent:.0f})"
+    return number(quantity.value(row), quantity.form) + behind
+
+
+def _ratio(found: dict[str, Row], quantity: Quantity) -> str:
+    """Ours, the fastest if there are several, over FlashAttention-2."""
+    values = {peer: quantity.value(row) for peer, row in found.items()}
+    ours = max((value for peer, value in values.items() if _is_ours(peer) and value), default=None)
+    theirs = values.get("fa2")
+    return f"{ours / theirs:.2f}" if ours and theirs else "-"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

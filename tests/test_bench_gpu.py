@@ -1,0 +1,55 @@
+"""The measuring library on a GPU: its clocks, its memory, and peers that compute the case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtile.bench import measure, run
+from flashtile.bench.shapes import Case, vary
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+SMALL = Case(dtype="bfloat16", heads_q=4, heads_kv=4, seqlen_q=160, seqlen_k=160, causal=True)
+QUICK = run.Settings(device="cuda", seconds=0, min_rounds=1)
+
+
+def test_the_gpu_is_measured_with_events_and_its_own_memory() -> None:
+    timer = measure.timer_for("cuda")
+    x = torch.zeros(MIB, device="cuda")
+    calls = {"add": lambda: x + 1, "graph": measure.captured(lambda: x + 1)}
+    samples = measure.interleave(calls, timer, budget_ms=0, min_rounds=2)
+    assert all(min(times) > 0 for times in samples.values())
+    assert measure.peak_bytes(lambda: x + 1, "cuda") == 4 * MIB
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_peers_on_a_gpu_compute_the_case(direction: str) -> None:
+    names = ("flashtile", "sdpa", "fa2", "standard")
+    settings = replace(QUICK, peers=names, directions=(direction,), host=True)
+    for row in run.measure_case(SMALL, settings):
+        assert row.skipped == ""
+        assert row.max_error is not None
+        assert row.max_error < 0.1
+        assert row.host_us is not None
+        assert row.percent_of_matmul is not None
+        assert 0 < row.percent_of_matmul < 100
+
+
+@pytest.mark.parametrize("variant", ["dense", "window", "block-sparse"])
+def test_flex_on_a_gpu_computes_the_case(variant: str) -> None:
+    settings = replace(QUICK, peers=("flex",), directions=("backward",))
+    (row,) = run.measure_case(vary(SMALL, variant), settings)
+    assert row.skipped == ""
+    assert row.max_error is not None
+    assert row.max_error < 0.1
+
+
+def test_out_of_memory_on_a_gpu_is_a_line() -> None:
+    case = replace(SMALL, seqlen_q=2**20, seqlen_k=2**20)
+    settings = replace(QUICK, peers=("standard",), accuracy=False)
+    (row,) = run.measure_case(case, settings)
+    assert row.skipped.startswith("out of memory")

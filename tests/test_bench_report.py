@@ -1,0 +1,359 @@
+"""What a run leaves behind: rows in files, tables, a page, pictures; and the presets."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashtile import cli
+from flashtile.bench import machine, markdown, peers, prepared, presets, report, run, shapes
+from flashtile.bench import rows as saved
+from flashtile.bench.rows import Row
+from flashtile.bench.shapes import Case
+from flashtile.cli import bench
+
+PROVENANCE = {"command": "c", "date": "d", "commit": None, "device": "cpu", "torch": "2"}
+ORIGIN = {"command": "c", "date": "2026-01-02", "commit": "0123", "device": "GPU", "torch": "2"}
+SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)
+QUICK = run.Settings(peers=("flashtile", "standard"), seconds=0, min_rounds=1)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    settings = replace(QUICK, peers=("flashtile", "standard", "fa2"))
+    settings = replace(settings, directions=("forward", "backward"))
+    cases = [replace(SMALL, seqlen_q=n, seqlen_k=n) for n in (64, 128)]
+    return [row for case in cases for row in run.measure_case(case, settings)]
+
+
+COLUMNS = {
+    *("provider", "backend", "pass", "dtype", "head_dim", "heads_q", "heads_kv", "batch"),
+    *("seqlen_q", "seqlen_k", "causal", "variant", "median_ms", "p20_ms", "p80_ms", "tflops"),
+    *("gbps", "peak_mib", "max_error", "rms_error", "skipped", "date", "commit", "device"),
+    *("torch", "triton", "command", "preset", "density", "host_us", "percent_of_matmul"),
+}
+
+
+def test_csv_has_a_line_for_each_row(rows: list[Row], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.csv"
+    saved.write_csv(path, rows, machine.provenance("cpu", "flashtile bench"))
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert set(lines[0]) >= COLUMNS
+    assert len(lines) == len(rows) == 12
+    for line, row in zip(lines, rows, strict=True):
+        assert line["pass"] == row.direction
+        assert line["skipped"] == row.skipped
+        assert line["command"] == "flashtile bench"
+        if row.skipped:
+            assert line["median_ms"] == ""
+        else:
+            assert row.median_ms is not None
+            assert float(line["median_ms"]) == pytest.approx(row.median_ms, rel=1e-4)
+
+
+def test_json_keeps_the_rows_and_the_machine(rows: list[Row], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    saved.write_json(path, rows, PROVENANCE)
+    content = json.loads(path.read_text())
+    assert content["machine"] == PROVENANCE
+    assert [row["skipped"] for row in content["rows"]] == [row.skipped for row in rows]
+    assert content["rows"][0]["median_ms"] == rows[0].median_ms
+
+
+def test_the_table_says_once_what_never_changes(rows: list[Row]) -> None:
+    title, headings, lines = report.table(rows)
+    assert "dtype float32" in title
+    assert "heads 4:2" in title
+    assert "dtype" not in headings
+    assert {"pass", "length", "who", "peak MiB", "max error"} <= set(headings)
+    assert "GB/s" not in headings  # nothing decodes here
+    assert len(lines) == 8
+
+
+def test_the_table_needs_no_rich(
+    rows: list[Row],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    report.show(rows)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].split()[:3] == ["pass", "length", "who"]
+    assert "flashtile-cpu" in printed[2]
+
+
+def test_plain_columns_line_up() -> None:
+    assert report.plain_table(["a", "bb"], [["long", "x"], ["s", "y"]]) == (
+        "a     bb\nlong  x\ns     y"
+    )
+
+
+def test_pictures_are_drawn(rows: list[Row], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from flashtile.bench.plots import draw
+
+    causal = [replace(row, causal=True) for row in rows]
+    paths = draw(tmp_path / "new", [*rows, *causal], PROVENANCE)
+    assert [path.name for path in paths] == [
+        "speed-backward-float32-dense-b1.png",
+        "memory-backward-float32-dense-b1.png",
+        "speed-forward-float32-dense-b1.png",
+        "memory-forward-float32-dense-b1.png",
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+# Runs in parts
+
+
+def _row(peer: str, tflops: float | None, case: Case = SMALL, direction: str = "forward") -> Row:
+    row = Row.of(case, peer, direction)
+    if tflops is None:
+        return replace(row, skipped="out of memory: 64.00 GiB wanted at once")
+    return row.timed(case, [shapes.flops(case, direction) / tflops / 1e9])
+
+
+def test_rows_come_back_from_their_file(rows: list[Row], tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    saved.write_csv(path, rows, ORIGIN)
+    found = saved.read_csv(path)
+    assert [origin for _, origin in found] == [ORIGIN] * len(rows)
+    for (again, _), row in zip(found, rows, strict=True):
+        numbers = [(getattr(again, name), getattr(row, name)) for name in _NUMBERS]
+        assert [got or 0 for got, _ in numbers] == pytest.approx(
+            [wanted or 0 for _, wanted in numbers], rel=1e-5
+        )
+        nothing = dict.fromkeys(_NUMBERS)
+        assert replace(again, **nothing) == replace(row, **nothing)
+
+
+_NUMBERS = [name for name, kind in Row.__annotations__.items() if kind == "float | None"]
+
+
+def test_an_older_file_lacks_columns(tmp_path: Path) -> None:
+    path = tmp_path / "old.csv"
+    saved.write_csv(path, [_row("fa2", 1.0)], ORIGIN)
+    with path.open(newline="") as file:
+        names, line = csv.reader(file)
+    keep = [place for place, name in enumerate(names) if name not in ("preset", "host_us")]
+    lines = [",".join(cells[place] for place in keep) for cells in (names, line)]
+    path.write_text("\n".join(lines) + "\n")
+    ((row, _),) = saved.read_csv(path)
+    assert (row.preset, row.host_us, row.provider) == ("", None, "fa2")
+
+
+def test_a_cut_off_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([[_row("fa2", 1.0)]])
+
+    def stops_after_one(case: Case, settings: run.Settings) -> list[Row]:
+        for rows in measured:
+            return rows
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure_case", stops_after_one)
+    argv = ["bench", "--seq-len", "32", "64", "--device", "cpu", "--csv", str(tmp_path / "x.csv")]
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(argv)
+    ((row, origin),) = saved.read_csv(tmp_path / "x.csv")
+    assert row.provider == "fa2"
+    assert origin["command"].endswith("--csv x.csv")  # no folder of this machine
+
+
+def test_a_folder_is_one_run(tmp_path: Path) -> None:
+    other = replace(SMALL, causal=True)
+    early = [_row("flashtile", 1.0), _row("fa2", 1.0), _row("cudnn", 1.0), _row("flex", None)]
+    late = [_row("flashtile", 2.0), _row("fa4", 2.0), _row("flashtile", 2.0, other)]
+    again = [_row("flashtile", 3.0, other)]
+    saved.write_csv(tmp_path / "c.csv", early, ORIGIN)
+    saved.write_csv(tmp_path / "a.csv", late, {**ORIGIN, "date": "2026-01-03", "command": "e"})
+    saved.write_csv(tmp_path / "b.csv", again, {**ORIGIN, "date": "2026-01-03"})
+    rows, origin = saved.read_folder(tmp_path)
+    assert origin["date"] == "2026-01-02, 2026-01-03"
+    assert (origin["command"], origin["device"]) == ("c, e", "GPU")
+    found = {(row.peer, row.causal): row.tflops for row in rows}
+    expected = {("flashtile", False): 1.0, ("fa2", False): 1.0, ("cudnn", False): 1.0}
+    expected |= {("fa4", False): 2.0, ("flashtile", True): 3.0}  # the later of equals
+    assert found.pop(("flex", False)) is None
+    assert found == pytest.approx(expected)
+
+
+def test_what_was_measured_stands_before_what_was_skipped(tmp_path: Path) -> None:
+    saved.write_csv(tmp_path / "a.csv", [_row("fa2", 1.0), _row("fa3", 1.0)], ORIGIN)
+    wide = [_row("fa2", None), _row("flashtile", 1.0), _row("fa4", 1.0), _row("cudnn", 1.0)]
+    saved.write_csv(tmp_path / "b.csv", wide, ORIGIN)
+    rows, _ = saved.read_folder(tmp_path)
+    assert {row.peer: row.skipped for row in rows} == dict.fromkeys(
+        ("fa2", "fa3", "fa4", "flashtile", "cudnn"), ""
+    )
+
+
+# The page
+
+
+def test_the_page_has_a_column_for_each_peer() -> None:
+    long = replace(SMALL, seqlen_q=320, seqlen_k=320)
+    rows = [_row("flashtile-triton", 300.0), _row("fa2", 200.0)]
+    rows += [replace(_row("flashtile-triton", 400.0, long), percent_of_matmul=50.0)]
+    rows += [_row("fa2", 100.0, long), _row("fa3", None, long), _row("cudnn", 1.0, long)]
+    page = markdown.page(rows, ORIGIN, ["speed.png"])
+    lines = page.splitlines()
+    assert lines[0] == "# GPU, 2026-01-02"
+    assert lines[2].startswith("torch 2, commit 0123. ")
+    assert lines[4] == "![speed.png](speed.png)"
+    at = lines.index("| length | flashtile-triton | fa2 | cudnn | flashtile / fa2 |")
+    assert "head dim 16, heads 4:2, batch 1" in lines[at - 2]
+    assert lines[at + 2 : at + 4] == [
+        "| 160 | 300 | 200 | - | 1.50 |",
+        "| 320 | 400 (50) | 100 | 1 | 4.00 |",
+    ]
+    assert lines[-1] == "- skipped fa3 (dense): out of memory: 64.00 GiB wanted at once"
+
+
+def test_the_page_says_where_memory_ran_out() -> None:
+    long = replace(SMALL, seqlen_q=320, seqlen_k=320)
+    rows = [_row("standard", 1.0), _row("fa2", 1.0), _row("fa2", 1.0, long)]
+    rows = [replace(row, peak_mib=2.0) for row in rows] + [_row("standard", None, long)]
+    page = markdown.page(rows, ORIGIN)
+    assert "| 320 | out of memory | 2 |" in page
+
+
+def test_masks_are_compared_with_full_attention() -> None:
+    sparse = replace(SMALL, variant="block-sparse 25%", block_density=0.25)
+    slow, fast = _row("flashtile", 1.0), replace(_row("fa2", 1.0), median_ms=1.0)
+    assert (
+        markdown.faster_than_full([slow, _row("flashtile", 1.0, replace(SMALL, causal=True))]) == {}
+    )
+    half = replace(_row("flashtile", 1.0, sparse), median_ms=slow.median_ms / 2)  # type: ignore
+    alone = _row("flex", 1.0, sparse)  # whose full attention was not measured
+    found = markdown.faster_than_full([slow, fast, half, alone])
+    assert found == {slow: 1.0, fast: 1.0, half: 2.0}
+    assert "times as fast as full attention" in markdown.page([slow, half], ORIGIN)
+
+
+def test_pictures_of_memory_and_density(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from flashtile.bench.plots import draw
+
+    tall = [replace(SMALL, preset="p", seqlen_q=n, seqlen_k=n, batch=640 // n) for n in (160, 320)]
+    sparse = replace(tall[0], variant="block-sparse 25%", block_density=0.25)
+    window = replace(tall[0], variant="window 9", window=(8, 0), causal=True)
+    rows = [_row("fa2", 1.0, case) for case in (*tall, sparse, window)]
+    rows = [replace(row, peak_mib=1.0) for row in rows] + [_row("standard", None, tall[1])]
+    names = [path.name for path in draw(tmp_path, rows, ORIGIN)]
+    assert names == [  # memory at equal tokens says nothing
+        "speed-p-forward-float32-dense.png",
+        "density-p-forward-float32.png",
+    ]
+    alone = [replace(row, batch=1, host_us=1.0) for row in rows if row.variant == "dense"]
+    assert [path.name for path in draw(tmp_path, alone, ORIGIN)] == [
+        "speed-p-forward-float32-dense.png",
+        "host-p-forward-float32-dense.png",
+        "memory-p-forward-float32-dense.png",
+    ]
+    assert draw(tmp_path, rows[:1], ORIGIN) == []  # a point is no line
+
+
+# Presets
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_preset_names_its_cases(name: str) -> None:
+    cases, settings = presets.preset_cases(name), presets.PRESETS[name].settings
+    assert {case.preset for case in cases} == {name}
+    assert len(set(cases)) == len(cases)
+    assert set(settings.peers) <= set(peers.PEERS)
+    assert set(settings.directions) <= set(prepared.DIFFERENTIATED) | {"forward"}
+    assert settings.device == "cuda"
+    assert {case.dtype for case in cases} == {"bfloat16"}
+
+
+def test_dense_cases_hold_as_many_tokens_each() -> None:
+    cases = presets.preset_cases("gpu-dense")
+    assert {case.batch * case.seqlen_k for case in cases} == {16384}
+    assert {(case.head_dim, case.heads_q) for case in cases} == {(64, 32), (128, 16), (256, 8)}
+    assert len(cases) == 3 * 2 * 6
+
+
+def test_sparse_cases_leave_what_their_name_says() -> None:
+    for case in presets.preset_cases("gpu-sparse"):
+        if case.block_sparse:
+            said = float(case.variant.split()[1].rstrip("%")) / 100
+            assert shapes.density(case) == pytest.approx(said, abs=0.01)
+        elif case.variant != "dense":
+            left, right = case.window
+            assert (left + 1, right) == (int(case.variant.split()[1]), 0)
+
+
+def _asked(flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(flags.split())
+
+
+def test_flags_keep_a_part_of_a_preset() -> None:
+    flags = "--preset gpu-dense --head-dim 64 256 --seq-len 512 16384 --use-causal"
+    cases = bench.cases(_asked(flags), "cuda")
+    assert [(case.head_dim, case.seqlen_k) for case in cases] == [
+        (64, 512),
+        (64, 16384),
+        (256, 512),
+        (256, 16384),
+    ]
+    assert all(case.causal for case in cases)
+
+
+def test_flags_change_how_a_preset_measures() -> None:
+    plain = bench._settings(_asked("--preset gpu-host"), "cuda")
+    assert plain == presets.PRESETS["gpu-host"].settings
+    flags = "--preset gpu-dense --pass step --peers fa4 flex --seconds 0 --no-accuracy --host"
+    found = bench._settings(_asked(flags), "cuda")
+    assert (found.directions, found.peers, found.seconds) == (("both",), ("fa4", "flex"), 0)
+    assert (found.accuracy, found.host) == (False, True)
+
+
+def test_a_gpu_preset_wants_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["bench", "--preset", "gpu-dense"]) == 2
+    assert "wants a GPU" in capsys.readouterr().err
+    assert cli.main(["bench", "--preset", "gpu-dense", "--device", "cpu", "--seq-len", "7"]) == 2
+    assert "no case" in capsys.readouterr().err
+
+
+def test_a_preset_runs_in_parts_and_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    small = [replace(SMALL, seqlen_q=n, seqlen_k=n, batch=128 // n) for n in (32, 64)]
+    monkeypatch.setitem(presets.PRESETS, "gpu-dense", presets.Preset("small", small, QUICK))
+    for length in ("32", "64"):
+        argv = ["bench", "--preset", "gpu-dense", "--device", "cpu", "--pass", "all"]
+        assert cli.main([*argv, "--seq-len", length, "--csv", str(tmp_path / f"{length}.csv")]) == 0
+    assert cli.main(["bench", "--report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.md").read_text()
+    for direction in ("forward", "backward", "both"):
+        assert f"## gpu-dense: {direction}, TFLOP/s" in page
+        assert (tmp_path / f"speed-gpu-dense-{direction}-float32-dense.png").exists()
+    assert str(tmp_path) not in page
+    assert cli.main(["bench", "--report", str(tmp_path / "nowhere")]) == 2
+    assert "no CSV file" in capsys.readouterr().err
+
+
+def test_a_failure_of_ours_is_an_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(case: Case, inputs: shapes.Inputs) -> prepared.Prepared:
+        raise ValueError("a bug of ours")
+
+    monkeypatch.setitem(peers.PEERS, "flashtile", broken)
+    argv = ["bench", "--seq-len", "32", "--device", "cpu", "--seconds", "0"]
+    assert cli.main([*argv, "--peers", "flashtile", "standard"]) == 1
+    assert "failed: a bug of ours" in capsys.readouterr().out
