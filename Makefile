@@ -16,23 +16,37 @@ ARGS   ?=
 PY      := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
+# Both ends of the range of Triton that pyproject.toml allows: the oldest release and the newest.
+TRITONS := 3.6.0 3.9.0
+# Triton 3.6's interpreter bounds loops by arrays, which NumPy 2.4 refuses.
+BESIDE_TRITON_3.6.0 := 'numpy==2.3.5; python_version >= "3.11"' \
+	'numpy==2.2.6; python_version < "3.11"'
 PLAYS   := $(DATA)/.shakespeare
+# One thread a worker: two workers with two threads each would fight over two cores.
+PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8
 
-.PHONY: help demo test test-full lint format docs bench clean
+.PHONY: help demo test test-full test-triton $(TRITONS:%=test-triton-%) lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo $(PLAYS)  ## the main job: SmolLM2-135M on Shakespeare (ARGS=--quick)
 	$(VENV)/bin/flashtile demo $(ARGS)
 
-# One thread a worker: two workers with two threads each would fight over two cores.
 test: $(VENV)/.dev  ## run the tests (ARGS go to pytest)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-full:  ## the same with 2,000 random combinations of options
 	FLASHTILE_DRAWS=2000 $(MAKE) test
+
+# What needs Triton but no GPU, with each of TRITONS: the kernels interpreted (in a process of their
+# own, for Triton decides at import), then compiled for every architecture.
+test-triton: $(TRITONS:%=test-triton-%)  ## the GPU kernels without a GPU (Linux)
+
+$(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
+	TRITON_INTERPRET=1 $(WITH_TRITON) $(PYTEST) tests/kernels/test_interpreter.py $(ARGS)
+	$(WITH_TRITON) $(PYTEST) tests/kernels/test_compile_ahead.py $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .
@@ -71,6 +85,15 @@ $(VENV)/.dev: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --editable '.[dev]'
 	$(INSTALL) --no-deps rxnmapper==0.4.3
 	@touch $@
+
+# One release of Triton in a folder of its own. On the path it comes before the environment's
+# packages, so that torch and the rest are installed once for all releases.
+$(VENV)/triton-%/.installed: $(VENV)/.dev
+	rm -rf $(@D)
+	$(PY) -m pip install --disable-pip-version-check --target $(@D) triton==$* $(BESIDE_TRITON_$*)
+	@touch $@
+
+WITH_TRITON = PYTHONPATH=$(VENV)/triton-$* TRITON_CACHE_DIR=$(VENV)/triton-$*/.cache
 
 $(VENV)/.docs: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --editable '.[docs]'

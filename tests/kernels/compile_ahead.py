@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
@@ -14,13 +13,72 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from flashtile.backends.triton.launch import Launch, backward_launches, forward_launches
-from flashtile.backends.triton.plan import plan
+from flashtile.backends.triton.launch import (
+    Launch,
+    append_launch,
+    backward_launches,
+    forward_launches,
+    probabilities_launch,
+)
+from flashtile.backends.triton.plan import unsupported_reasons
 from flashtile.problem import AttentionProblem, Operands, Options
 
-# Shared memory that one program may have, in bytes.
-SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-CDNA_SHARED_LIMIT = 65536
+
+class Device(NamedTuple):
+    """A GPU to compile for."""
+
+    target: GPUTarget
+    capability: tuple[int, int]  # as PyTorch gives it
+    shared: int  # bytes that one program may have
+
+
+def _nvidia(major: int, minor: int, shared: int) -> Device:
+    return Device(GPUTarget("cuda", 10 * major + minor, 32), (major, minor), shared)
+
+
+DEVICES = {
+    "sm_80": _nvidia(8, 0, 166912),
+    "sm_86": _nvidia(8, 6, 101376),
+    "sm_89": _nvidia(8, 9, 101376),
+    "sm_90": _nvidia(9, 0, 232448),
+    "sm_100": _nvidia(10, 0, 232448),
+    "sm_120": _nvidia(12, 0, 101376),
+    "gfx942": Device(GPUTarget("hip", "gfx942", 64), (9, 4), 65536),
+}
+
+
+def launches(
+    operands: Operands, options: Options, device: str, backward: bool = True
+) -> list[Launch]:
+    """Every launch that the call would make on `device`; without the backward if that is refused
+    there."""
+    problem = _problem(operands, options, device)
+    out, lse, found = forward_launches(problem, operands)
+    if backward and not unsupported_reasons(problem._replace(needs_grad=True)):
+        dout = torch.empty_like(out)
+        found += backward_launches(problem, operands, out, lse, dout, None)[2]
+    return found
+
+
+def probabilities_launches(operands: Operands, options: Options, device: str) -> list[Launch]:
+    """The launch that makes the probabilities of the call."""
+    problem = _problem(operands, options, device)
+    lse = torch.empty(problem.B, problem.Hq, problem.M)
+    probs = operands.q.new_empty(problem.B, problem.Hq, problem.M, problem.N)
+    return [probabilities_launch(problem, operands, lse, probs)]
+
+
+def append_launches() -> list[Launch]:
+    """The launches that write new tokens to a contiguous cache and to a paged one."""
+    cache, new = torch.empty(2, 5, 16, 2, 64), torch.empty(2, 3, 4, 2, 64)
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+    return [append_launch(*cache, *new, lengths, None, pages, None) for pages in (None, table)]
+
+
+def _problem(operands: Operands, options: Options, device: str) -> AttentionProblem:
+    capability = DEVICES[device].capability
+    problem = AttentionProblem.of(operands, options)
+    return problem._replace(device_type="cuda", capability=capability)
 
 
 class Report(NamedTuple):
@@ -28,62 +86,61 @@ class Report(NamedTuple):
 
     kernel: str
     registers: int
-    stack: int  # bytes a thread: spilled registers
+    spilled: int  # bytes a thread
     shared: int  # bytes a program
 
 
-def report(launch: Launch, target: GPUTarget) -> Report:
-    """Compile one launch for `target`."""
-    fn = launch.kernel
-    backend = make_backend(target)
-    binder = create_function_from_signature(fn.signature, fn.params, backend)
-    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages}
-    bound, specialization, kwargs = binder(**launch.arguments, **options)
-    parsed, signature, constants, attributes = fn._pack_args(
-        backend, kwargs, bound, specialization, kwargs
+def report(launch: Launch, device: str) -> Report:
+    """Compile one launch for `device`."""
+    target, fn = DEVICES[device].target, launch.kernel
+    backend, (bound, specialized, kwargs) = _bind(launch, target)
+    options, signature, constants, attributes = fn._pack_args(
+        backend, kwargs, bound, specialized, kwargs
     )
     source = ASTSource(fn, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options=parsed.__dict__)
-    if target.backend != "cuda":
-        text = compiled.asm["amdgcn"]
-        spills = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
-        registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
-        assert spills is not None
-        assert registers is not None
-        return Report(fn.__name__, int(registers[1]), int(spills[1]), compiled.metadata.shared)
-    usage = _resource_usage(compiled.asm["cubin"])
-    return Report(fn.__name__, usage["REG"], usage["STACK"], compiled.metadata.shared)
+    compiled = triton.compile(source, target=target, options=options.__dict__)
+    read = _read_nvidia if target.backend == "cuda" else _read_amd
+    return Report(fn.__name__, *read(compiled.asm), compiled.metadata.shared)
 
 
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK and more of the one kernel in `cubin`."""
-    tool = triton.knobs.nvidia.cuobjdump.path
-    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+def specialization(launch: Launch, device: str) -> str:
+    """What Triton compiles a launch for; it compiles nothing twice."""
+    _, (_, specialized, _) = _bind(launch, DEVICES[device].target)
+    return str(specialized)
+
+
+def _bind(launch: Launch, target: GPUTarget) -> tuple[Any, Any]:
+    """Triton's own reading of the arguments."""
+    fn, backend = launch.kernel, make_backend(target)
+    binder = create_function_from_signature(fn.signature, fn.params, backend)
+    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return backend, binder(**launch.arguments, **options)
+
+
+def _read_nvidia(asm: dict[str, Any]) -> tuple[int, int]:
+    """Registers a thread, and bytes of them that spill.
+
+    A stack that no instruction reads back holds no spilled register: the assembler makes such
+    stacks of 8 bytes for sm_120.
+    """
+    usage = _cuobjdump("-res-usage", asm["cubin"])
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
+    if stack and not re.search(r"\bLDL\b", _cuobjdump("-sass", asm["cubin"])):
+        stack = 0
+    return registers, stack
+
+
+def _cuobjdump(what: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
-    try:
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    finally:
-        os.unlink(file.name)
-    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text)}
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def target_of(capability: tuple[int, int] | None) -> GPUTarget:
-    """None is AMD's gfx942."""
-    if capability is None:
-        return GPUTarget("hip", "gfx942", 64)
-    return GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-
-
-def launches(
-    operands: Operands, options: Options, capability: tuple[int, int] | None, backward: bool
-) -> list[Launch]:
-    """Every launch that the call would make on such a device."""
-    problem = AttentionProblem.of(operands, options)._replace(capability=capability)
-    plan.cache_clear()
-    out, lse, found = forward_launches(problem, operands)
-    if backward:
-        dout = torch.empty_like(out)
-        found += backward_launches(problem, operands, out, lse, dout, None)[2]
-    return found
+def _read_amd(asm: dict[str, Any]) -> tuple[int, int]:
+    registers, spilled = (
+        int(re.findall(rf"\.{name}:\s*(\d+)", asm["amdgcn"])[0])
+        for name in ("vgpr_count", "vgpr_spill_count")
+    )
+    return registers, 4 * spilled

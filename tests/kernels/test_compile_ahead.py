@@ -1,12 +1,13 @@
 """Every kernel compiled for every architecture, with the compiler's report read. No GPU is needed.
 
-FLASHTILE_ARCHITECTURES=sm_80,... picks architectures; FLASHTILE_ALL_CONFIGURATIONS=1 takes every
-head dim and dtype.
+`make test-triton` runs this with the oldest and the newest Triton.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 import torch
@@ -15,90 +16,140 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
+from triton.runtime.jit import JITFunction
+
 from flashtile.api import Arguments, dense_call
+from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
-from flashtile.testing import generator, qkv
+from flashtile.backends.triton.launch import Launch
+from flashtile.masks import BlockMask
+from flashtile.testing import alibi_slopes, generator, normal, qkv
 
-from .cases import make_call
-from .compile_ahead import CDNA_SHARED_LIMIT, SHARED_LIMIT, launches, report, target_of
+from .cases import Call, lengths, make_call
+from .compile_ahead import (
+    DEVICES,
+    append_launches,
+    launches,
+    probabilities_launches,
+    report,
+    specialization,
+)
+from .spills import ALLOWED
 
-CAPABILITIES = {
-    "sm_80": (8, 0),
-    "sm_86": (8, 6),
-    "sm_89": (8, 9),
-    "sm_90": (9, 0),
-    "sm_100": (10, 0),
-    "sm_120": (12, 0),
-    "gfx942": None,
-}
-CHOSEN = os.environ.get("FLASHTILE_ARCHITECTURES", "sm_80,sm_86,sm_90,sm_100,gfx942").split(",")
-FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
-CONFIGURATIONS = [
-    (torch.bfloat16, 64),
-    (torch.bfloat16, 128),
-    *([(torch.bfloat16, 256), (torch.bfloat16, 512)] if FULL else []),
-    *([(torch.float32, 64), (torch.float32, 128)] if FULL else []),
+# Large calls of 16 bits come through tensor descriptors where the device has them; small ones and
+# float32 come through pointers everywhere.
+HAS_DESCRIPTORS = ("sm_90", "sm_100", "sm_120")
+HEAD_DIMS = (64, 128, 256, 512)
+DEFAULTS = [
+    *((d, "large", torch.bfloat16, D, "causal") for d in DEVICES for D in HEAD_DIMS),
+    *((d, "large", torch.bfloat16, D, "full") for d in DEVICES for D in (64, 128)),
+    *((d, "small", torch.bfloat16, D, "causal") for d in HAS_DESCRIPTORS for D in HEAD_DIMS),
+    *((d, "large", torch.float32, D, "causal") for d in DEVICES for D in HEAD_DIMS[:3]),
+    # The slowest to compile, from the tiles that all devices share: each kind of memory once.
+    *((d, "large", torch.float32, 512, "causal") for d in ("sm_80", "sm_120", "gfx942")),
 ]
-# Registers that may spill, in bytes a thread: a few in the masked loop of a tile that is faster all
-# the same.
-SPILLS = 192
 
 
 @pytest.fixture(autouse=True)
 def _as_on_the_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Plan large calls (which tensor descriptors are for) and, for gfx, as ROCm does."""
-    is_rocm = request.node.callspec.params.get("name") == "gfx942"
-    monkeypatch.setattr(plan, "_is_rocm", lambda: is_rocm)
-    monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
+    """Plan as PyTorch for that device does, and take the call for a large or a small one."""
+    given = getattr(request.node, "callspec", None)
+    params = given.params if given else {}
+    monkeypatch.setattr(plan, "_is_rocm", lambda: params.get("device") == "gfx942")
+    monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 2**62 if params.get("size") == "small" else 0)
     plan.plan.cache_clear()
 
 
-def check(operands, options, name: str, backward: bool = True, spills: int | None = SPILLS) -> None:
-    capability = CAPABILITIES[name]
-    target = target_of(capability)
-    limit = CDNA_SHARED_LIMIT if capability is None else SHARED_LIMIT[target.arch]
-    for launch in launches(operands, options, capability, backward):
-        found = report(launch, target)
-        assert found.shared <= limit, found
-        assert spills is None or found.stack <= spills, found
-
-
-@pytest.mark.parametrize(("dtype", "head_dim"), CONFIGURATIONS)
-@pytest.mark.parametrize("name", CHOSEN)
-def test_default_tiles_fit(name: str, dtype: torch.dtype, head_dim: int):
-    q, k, v = qkv(generator(0), B=1, M=256, N=256, Hq=2, Hk=2, D=head_dim, dtype=dtype)
-    check(*dense_call(q, k, v, Arguments(causal=True)), name)
-
-
 @pytest.mark.parametrize(
-    "option", ["window", "bias of keys", "packed dropout", "block mask", "alibi"]
+    ("device", "size", "dtype", "head_dim", "mask"),
+    DEFAULTS,
+    ids=lambda value: str(value).removeprefix("torch."),
 )
-@pytest.mark.parametrize("name", ["sm_90"])
-def test_options_compile(name: str, option: str):
-    check(*make_call(option, torch.bfloat16), name, spills=None)
+def test_default_kernels_fit(device: str, size: str, dtype: torch.dtype, head_dim: int, mask: str):
+    """Shared memory is enough, and no register spills but those in `spills.py`."""
+    q, k, v = qkv(generator(0), B=1, M=256, N=256, Hq=2, Hk=2, D=head_dim, dtype=dtype)
+    call = dense_call(q, k, v, Arguments(causal=mask == "causal"))
+    too_much = []
+    for launch in launches(*call, device):
+        found = report(launch, device)
+        name = (device, size, str(dtype).removeprefix("torch."), head_dim, pass_of(launch))
+        allowed, reason = ALLOWED.get(name, (0, "not in the list"))
+        if found.shared > DEVICES[device].shared:
+            too_much.append(f"{name}: {found.shared} bytes of shared memory")
+        if found.spilled > allowed:
+            too_much.append(f"{name}: spills {found.spilled} bytes, not {allowed} ({reason})")
+    assert not too_much, "\n".join(too_much)
 
 
-@pytest.mark.parametrize("name", ["sm_80"])
-def test_pages_compile(name: str):
-    check(*make_call("pages", torch.bfloat16), name, backward=False, spills=None)
+def pass_of(launch: Launch) -> str:
+    """What a launch computes, in the words of `explain`."""
+    if launch.kernel.__name__ == "key_gradient_kernel":
+        made = [name for name in ("dK", "dV") if launch.arguments[f"HAS_{name.upper()}"]]
+        return " and ".join(made)
+    names = {"forward_kernel": "forward", "delta_kernel": "delta", "query_gradient_kernel": "dQ"}
+    return names[launch.kernel.__name__]
 
 
-@pytest.mark.parametrize("name", ["sm_80"])
-def test_a_new_length_compiles_nothing_new(name: str):
+def scores() -> Call:
+    """Everything that changes a score, at once: the most registers that a kernel can want."""
+    g = generator(0)
+    q, k, v = qkv(g, B=1, M=256, N=256, Hq=2, Hk=2, D=128, dtype=torch.bfloat16)
+    bias = normal(g, 1, 2, 256, 256, dtype=torch.bfloat16)
+    more = {"alibi_slopes": alibi_slopes(g, 2), "sink": normal(g, 2)}
+    arguments = Arguments(window_size=(100, 20), softcap=20.0, bias=bias, **more)
+    operands, options = dense_call(q, k, v, arguments)
+    rng_state = torch.zeros(2, dtype=torch.int64)
+    return operands._replace(rng_state=rng_state), options._replace(dropout_p=0.1)
+
+
+def tiles() -> Call:
+    """A block mask over sequences shorter than the tensors."""
+    g = generator(0)
+    q, k, v = qkv(g, B=1, M=256, N=256, Hq=2, Hk=2, D=128, dtype=torch.bfloat16)
+    mask = BlockMask.from_dense(torch.rand(1, 2, 256, 256, generator=g) < 0.5, (128, 128))
+    used = {"seqused_q": lengths(250), "seqused_k": lengths(200)}
+    return dense_call(q, k, v, Arguments(block_mask=mask, causal=True, **used))
+
+
+# One call an option, or several options that one kernel can have at once.
+OPTIONS = {
+    "scores": lambda device: launches(*scores(), device),
+    "tiles": lambda device: launches(*tiles(), device),
+    "packed": lambda device: launches(*make_call("packed dropout", torch.bfloat16), device),
+    "few queries": lambda device: launches(
+        *make_call("few queries of grouped heads", torch.bfloat16), device
+    ),
+    "pages": lambda device: launches(*make_call("pages", torch.bfloat16), device, backward=False),
+    "probabilities": lambda device: probabilities_launches(*scores(), device),
+    "append": lambda device: append_launches(),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_options_compile(device: str, option: str):
+    """Options may spill; what they need of shared memory must be there."""
+    for launch in OPTIONS[option](device):
+        found = report(launch, device)
+        assert found.shared <= DEVICES[device].shared, found
+
+
+def test_no_kernel_is_left_out():
+    compiled = {launch.kernel.__name__ for make in OPTIONS.values() for launch in make("sm_80")}
+    modules = [
+        import_module(f"{backend.__name__}.{m.name}") for m in iter_modules(backend.__path__)
+    ]
+    functions = {
+        f.__name__ for m in modules for f in vars(m).values() if isinstance(f, JITFunction)
+    }
+    assert compiled == {name for name in functions if name.endswith("_kernel")}
+
+
+@pytest.mark.parametrize("device", ["sm_80"])
+def test_a_new_length_compiles_nothing_new(device: str):
     seen = set()
     for length in (1, 15, 16, 17, 1000, 1024):
         q, k, v = qkv(generator(0), B=1, M=300, N=length, Hq=2, Hk=2, D=64, dtype=torch.bfloat16)
-        operands, options = dense_call(q, k, v, Arguments())
-        for launch in launches(operands, options, CAPABILITIES[name], True):
-            seen.add(specialization(launch))
+        for launch in launches(*dense_call(q, k, v, Arguments()), device):
+            seen.add(f"{launch.kernel.__name__} {specialization(launch, device)}")
     assert len(seen) == 4  # forward, delta, dK and dV, dQ
-
-
-def specialization(launch) -> str:
-    """What Triton compiles a launch for."""
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    backend = make_backend(target_of((8, 0)))
-    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
-    return f"{launch.kernel.__name__} {bind(**launch.arguments)[1]}"

@@ -1,0 +1,67 @@
+"""The default kernels that spill registers: (device, size of the call, dtype, head dim, pass) to
+the bytes that a thread spills at most with either release of Triton, and why that is left so.
+
+Every default kernel that is not in here spills nothing. "small" are calls too small for tensor
+descriptors, on a device that has them; all others are "large".
+"""
+
+# Tiles of 16 x 16 are the smallest that multiply.
+FLOAT32 = "float32 rows of this length spill even with the smallest tile"
+ASSEMBLER = "the assembler stops short of 255 registers by itself"
+MEASURED = "the tile was measured on this device, and ones that spill nothing are slower"
+UNTUNED = "a tile that is as fast and spills nothing has not been looked for yet"
+
+ALLOWED = {
+    ("sm_80", "large", "bfloat16", 64, "dK and dV"): (48, UNTUNED),
+    ("sm_86", "large", "bfloat16", 64, "dK and dV"): (32, UNTUNED),
+    ("sm_86", "large", "bfloat16", 64, "dQ"): (8, UNTUNED),
+    ("sm_89", "large", "bfloat16", 64, "dK and dV"): (32, UNTUNED),
+    ("sm_89", "large", "bfloat16", 64, "dQ"): (8, UNTUNED),
+    ("sm_90", "large", "bfloat16", 64, "dK and dV"): (168, MEASURED),
+    ("sm_100", "large", "bfloat16", 64, "dQ"): (16, UNTUNED),
+    ("sm_120", "large", "bfloat16", 64, "dK and dV"): (104, UNTUNED),
+    ("sm_120", "small", "bfloat16", 64, "dK and dV"): (8, UNTUNED),
+    ("gfx942", "large", "bfloat16", 64, "dK and dV"): (8, UNTUNED),
+    ("sm_90", "large", "bfloat16", 128, "dK and dV"): (80, UNTUNED),
+    ("sm_100", "large", "bfloat16", 128, "delta"): (128, ASSEMBLER),
+    ("sm_100", "large", "bfloat16", 128, "dK and dV"): (16, UNTUNED),
+    ("sm_80", "large", "bfloat16", 256, "forward"): (8, UNTUNED),
+    ("sm_86", "large", "bfloat16", 256, "dQ"): (8, ASSEMBLER),
+    ("sm_89", "large", "bfloat16", 256, "dQ"): (8, ASSEMBLER),
+    ("sm_90", "large", "bfloat16", 256, "dK"): (24, MEASURED),
+    ("sm_90", "large", "bfloat16", 256, "dQ"): (96, MEASURED),
+    ("sm_90", "small", "bfloat16", 256, "forward"): (120, UNTUNED),
+    ("sm_90", "small", "bfloat16", 256, "dK"): (560, UNTUNED),
+    ("sm_90", "small", "bfloat16", 256, "dV"): (32, UNTUNED),
+    ("sm_90", "small", "bfloat16", 256, "dQ"): (64, UNTUNED),
+    ("sm_100", "large", "bfloat16", 256, "delta"): (88, ASSEMBLER),
+    ("sm_100", "small", "bfloat16", 256, "forward"): (208, UNTUNED),
+    ("sm_100", "small", "bfloat16", 256, "delta"): (88, ASSEMBLER),
+    ("sm_100", "small", "bfloat16", 256, "dV"): (16, ASSEMBLER),
+    ("sm_120", "large", "bfloat16", 256, "dV"): (16, ASSEMBLER),
+    ("sm_120", "large", "bfloat16", 256, "dQ"): (16, ASSEMBLER),
+    ("sm_90", "large", "bfloat16", 512, "dK"): (8, ASSEMBLER),
+    ("sm_90", "large", "bfloat16", 512, "dV"): (16, ASSEMBLER),
+    ("sm_100", "large", "bfloat16", 512, "dK"): (8, ASSEMBLER),
+    ("sm_100", "large", "bfloat16", 512, "dV"): (16, ASSEMBLER),
+    ("sm_120", "large", "bfloat16", 512, "dV"): (24, ASSEMBLER),
+    ("sm_80", "large", "float32", 256, "dK"): (240, FLOAT32),
+    ("sm_80", "large", "float32", 256, "dV"): (8, FLOAT32),
+    ("sm_80", "large", "float32", 256, "dQ"): (16, FLOAT32),
+    ("sm_86", "large", "float32", 256, "dK"): (192, FLOAT32),
+    ("sm_89", "large", "float32", 256, "dK"): (192, FLOAT32),
+    ("sm_90", "large", "float32", 256, "dK"): (248, FLOAT32),
+    ("sm_90", "large", "float32", 256, "dQ"): (8, FLOAT32),
+    ("sm_100", "large", "float32", 256, "delta"): (8, ASSEMBLER),
+    ("sm_100", "large", "float32", 256, "dK"): (264, FLOAT32),
+    ("sm_120", "large", "float32", 256, "dK"): (288, FLOAT32),
+    ("gfx942", "large", "float32", 256, "dK"): (800, FLOAT32),
+    ("gfx942", "large", "float32", 256, "dQ"): (444, FLOAT32),
+    ("sm_80", "large", "float32", 512, "delta"): (8, ASSEMBLER),
+    ("sm_80", "large", "float32", 512, "dK"): (2056, FLOAT32),
+    ("sm_80", "large", "float32", 512, "dQ"): (40, FLOAT32),
+    ("gfx942", "large", "float32", 512, "forward"): (540, FLOAT32),
+    ("gfx942", "large", "float32", 512, "dK"): (1636, FLOAT32),
+    ("gfx942", "large", "float32", 512, "dV"): (568, FLOAT32),
+    ("gfx942", "large", "float32", 512, "dQ"): (2028, FLOAT32),
+}
