@@ -1,0 +1,357 @@
+"""A consumer: one warpgroup with 64 rows of the tile of queries.
+
+FlashAttention-3 (Shah et al. 2024), algorithm 2: while the tensor cores make the scores of a block
+and the output of the block before it, this warpgroup waits for its turn; while another warpgroup
+has the tensor cores, it takes the exponentials.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .channels import take
+from .layouts import (
+    CONSUMER_ROWS,
+    CONSUMER_WARPS,
+    left_operand,
+    row_values,
+    rows_of_heads,
+)
+from .schedule import full_blocks, visible_keys, work_of
+from .softmax import (
+    LN2,
+    LOG2E,
+    alibi_slope,
+    as_left_operand,
+    distances,
+    linear_scale,
+    masked,
+    nothing,
+    paired,
+    partial_row_sum,
+    pivot_of,
+    rescaled,
+    scores_log2,
+    whole_row_sum,
+)
+from .verbs import (
+    FIRST_BARRIER,
+    aggregate,
+    arrive_at_barrier,
+    copy_to_global,
+    pin,
+    wait_at_barrier,
+)
+
+
+@aggregate
+class Rows:
+    """What the rows of a consumer see."""
+
+    number: gl.tensor  # (64,) row in the sequence
+    start: gl.tensor  # (64,) visible keys [start, stop)
+    stop: gl.tensor
+    shift: gl.tensor  # position of row 0
+    slope: gl.tensor  # ALiBi, base 2
+
+    @gluon.constexpr_function
+    def __init__(self, number, start, stop, shift, slope):
+        self.number = number
+        self.start = start
+        self.stop = stop
+        self.shift = shift
+        self.slope = slope
+
+
+@gluon.jit
+def consumer(
+    ME: gl.constexpr, output, channels, sizes, at, mask, score, cfg: gl.constexpr
+):  # fmt: skip
+    """Attend tile after tile, until the producer hands out one that does not exist."""
+    if cfg.TAKES_TURNS and ME == 1:
+        arrive_at_barrier(FIRST_BARRIER, 256)
+    count = 0  # tiles so far
+    i = 0  # blocks so far
+    tile = take(channels.tile, count, CONSUMER_WARPS)
+    while tile < sizes.tiles:
+        work = work_of(tile, sizes, at, mask, cfg)
+        o, o_rest, row_max, row_sum, i = attend(ME, count, i, channels, work, mask, score, cfg)
+        # while the last product runs
+        scale, lse = normalisation(ME, row_max, row_sum, work, score.sink_ptr, cfg)
+        store_lse(ME, lse, output, work, sizes, at, cfg)
+        tile = take(channels.tile, count + 1, CONSUMER_WARPS)
+        o, o_rest = finished_output(o, o_rest, cfg)
+        channels.v.release(i - 1)
+        tma.store_wait(0)
+        store_output(ME, rescaled(o, scale), channels.o, 0, output, work, cfg.BLOCK_DV, cfg)
+        if cfg.REST_DV > 0:
+            o_rest = rescaled(o_rest, scale)
+            store_output(ME, o_rest, channels.o_rest, cfg.BLOCK_DV, output, work, cfg.REST_DV, cfg)
+        if cfg.O_REUSES_Q:
+            tma.store_wait(0)
+            channels.q.release(count * cfg.CONSUMERS + ME)
+        count += 1
+    tma.store_wait(0)
+    if cfg.TAKES_TURNS and ME == 0:
+        wait_at_barrier(FIRST_BARRIER, 256)
+
+
+@gluon.jit
+def attend(ME: gl.constexpr, count, i, channels, work, mask, score, cfg: gl.constexpr):
+    """Walk over the blocks of keys: unnormalised output (its last product under way), maximum and
+    sum of every row."""
+    q_use = count * cfg.CONSUMERS + ME
+    channels.q.acquire(q_use)
+    q = channels.q.tile(q_use).reshape([CONSUMER_ROWS, cfg.BLOCK_D])
+    q_rest = q
+    if cfg.REST_D > 0:
+        q_rest = channels.q.rest(q_use).reshape([CONSUMER_ROWS, cfg.REST_D])
+    if cfg.Q_IN_REGISTERS:
+        q = q.load(left_operand(cfg.BLOCK_N))
+        q_rest = q_rest.load(left_operand(cfg.BLOCK_N)) if cfg.REST_D > 0 else q
+    rows = rows_of(ME, work, mask, score, cfg)
+    first_row = work.m0 + ME * CONSUMER_ROWS
+    last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
+    full_begin, full_end = full_blocks(first_row, last_row, work, mask, cfg)
+    block = work.end - 1
+    p, row_max, row_sum = first_block(q, q_rest, i, block, channels, rows, work, score, cfg)
+    if cfg.Q_IN_REGISTERS:  # not before a product has used them, so that they have arrived
+        channels.q.release(q_use)
+    o = nothing(cfg.BLOCK_DV)
+    o_rest = nothing(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0
+    # Three phases, from the last block to the first: masked, full, masked.
+    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+        o, o_rest, p, row_max, row_sum, i, block = walk(
+            ME, o, o_rest, p, row_max, row_sum, q, q_rest, i, block, full_end, channels, rows,
+            score, True, cfg,
+        )  # fmt: skip
+    o, o_rest, p, row_max, row_sum, i, block = walk(
+        ME, o, o_rest, p, row_max, row_sum, q, q_rest, i, block, full_begin, channels, rows,
+        score, False, cfg,
+    )  # fmt: skip
+    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+        o, o_rest, p, row_max, row_sum, i, block = walk(
+            ME, o, o_rest, p, row_max, row_sum, q, q_rest, i, block, work.begin, channels, rows,
+            score, True, cfg,
+        )  # fmt: skip
+    channels.v.acquire(i)
+    o, o_rest = issue_output(p, o, o_rest, i, channels, cfg)
+    if not cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:
+        channels.q.release(q_use)
+    return o, o_rest, row_max, row_sum, i + 1
+
+
+@gluon.jit
+def walk(
+    ME: gl.constexpr, o, o_rest, p, row_max, row_sum, q, q_rest, i, block, stop, channels, rows,
+    score, MASKED: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Blocks before `block`, down to `stop`."""
+    for _ in range(block - stop):
+        block -= 1
+        o, o_rest, p, row_max, row_sum = next_block(
+            ME, o, o_rest, p, row_max, row_sum, q, q_rest, i, block * cfg.BLOCK_N, channels, rows,
+            score, MASKED, cfg,
+        )  # fmt: skip
+        i += 1
+    return o, o_rest, p, row_max, row_sum, i, block
+
+
+@gluon.jit
+def rows_of(ME: gl.constexpr, work, mask, score, cfg: gl.constexpr):
+    """The rows of this consumer."""
+    number = work.m0 + ME * CONSUMER_ROWS
+    number += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
+    shift = work.N - work.M
+    start, stop = visible_keys(number + shift, work.N, mask, cfg)
+    return Rows(number, start, stop, shift, alibi_slope(work.b, work.h, score, cfg))
+
+
+@gluon.jit
+def issue_scores(q, q_rest, i, channels, cfg: gl.constexpr):
+    """S = Q K^T of block i, under way."""
+    k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
+    s = warpgroup_mma(q, k, nothing(cfg.BLOCK_N), use_acc=False, is_async=True)
+    if cfg.REST_D > 0:
+        k = channels.k.rest(i).reshape([cfg.BLOCK_N, cfg.REST_D]).permute((1, 0))
+        s = warpgroup_mma(q_rest, k, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def issue_output(p, o, o_rest, i, channels, cfg: gl.constexpr):
+    """O += P V of block i, under way."""
+    v = channels.v.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    dtype: gl.constexpr = channels.v.tiles.dtype
+    o = warpgroup_mma(as_left_operand(p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
+    if cfg.REST_DV > 0:
+        v = channels.v.rest(i).reshape([cfg.BLOCK_N, cfg.REST_DV])
+        o_rest = warpgroup_mma(as_left_operand(p, cfg.REST_DV, dtype), v, o_rest, is_async=True)
+    return o, o_rest
+
+
+@gluon.jit
+def finished_output(o, o_rest, cfg: gl.constexpr):
+    """Wait for `issue_output`."""
+    if cfg.REST_DV > 0:
+        o, o_rest = warpgroup_mma_wait(0, deps=[o, o_rest])
+    else:
+        o = warpgroup_mma_wait(0, deps=[o])
+    return o, o_rest
+
+
+@gluon.jit
+def finished_scores(s, n0, rows, score, MASKED: gl.constexpr, cfg: gl.constexpr):
+    """From products to scores in base 2, less `linear_scale`; -inf where masked."""
+    distance = 0
+    if cfg.HAS_ALIBI:
+        distance = distances(rows.number + rows.shift, n0, s, cfg)
+    s = scores_log2(s, distance, rows.slope, score, cfg)
+    if MASKED:
+        s = masked(s, rows.start, rows.stop, n0, cfg)
+    return s
+
+
+@gluon.jit
+def first_block(q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr):
+    """P, maxima and partial sums of the block that is visited first, which holds the last keys."""
+    n0 = block * cfg.BLOCK_N
+    channels.k.acquire(i)
+    s = issue_scores(q, q_rest, i, channels, cfg)
+    s = warpgroup_mma_wait(0, deps=[s])
+    channels.k.release(i)
+    s = finished_scores(s, n0, rows, score, True, cfg)
+    factor = linear_scale(score, cfg)
+    row_max = gl.max(s, 1) * factor
+    p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
+    if cfg.HAS_TAIL:
+        channels.v.acquire(i)
+        clear_tail(channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
+        if cfg.REST_DV > 0:
+            clear_tail(channels.v.rest(i), work.N - n0, cfg.REST_DV, cfg)
+    return paired(p, channels.v.tiles.dtype), row_max, partial_row_sum(p)
+
+
+@gluon.jit
+def next_block(
+    ME: gl.constexpr, o, o_rest, p, row_max, row_sum, q, q_rest, i, n0, channels, rows, score,
+    MASKED: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Scores of block i + 1 at the keys from n0 on, and the output of block i."""
+    VALUE_PRODUCTS: gl.constexpr = 1 if cfg.REST_DV == 0 else 2
+    channels.k.acquire(i + 1)
+    if cfg.TAKES_TURNS:
+        wait_at_barrier(FIRST_BARRIER + ME, 256)
+    s = issue_scores(q, q_rest, i + 1, channels, cfg)
+    channels.v.acquire(i)
+    o, o_rest = issue_output(p, o, o_rest, i, channels, cfg)
+    if cfg.TAKES_TURNS:
+        arrive_at_barrier(FIRST_BARRIER + 1 - ME, 256)
+    s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
+    channels.k.release(i + 1)
+    s = finished_scores(s, n0, rows, score, MASKED, cfg)
+    factor = linear_scale(score, cfg)
+    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+    if cfg.CONSUMERS == 3:  # the other two keep the tensor cores busy during the exponentials
+        pin(new_max)
+        o, o_rest = finished_output(o, o_rest, cfg)
+        channels.v.release(i)
+    pivot = pivot_of(new_max, MASKED)
+    rescale = gl.exp2(row_max - pivot)
+    p_next = gl.exp2(s * factor - pivot[:, None])
+    row_sum = rescaled(row_sum, rescale) + partial_row_sum(p_next)
+    if cfg.CONSUMERS == 2:
+        o, o_rest = finished_output(o, o_rest, cfg)
+        channels.v.release(i)
+    o = rescaled(o, rescale)
+    if cfg.REST_DV > 0:
+        o_rest = rescaled(o_rest, rescale)
+    return o, o_rest, paired(p_next, channels.v.tiles.dtype), new_max, row_sum
+
+
+@gluon.jit
+def clear_tail(v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
+    """Zero the rows of a block of V from `count` on, which belong to another sequence or to none.
+
+    Their weight is zero, but what memory holds there may be infinite. All consumers write the same
+    values, so none waits for another.
+    """
+    STEP: gl.constexpr = 16
+    BLOCK: gl.constexpr = cfg.BLOCK_N
+    LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
+    v = v.reshape([BLOCK, COLUMNS])
+    if count < BLOCK:
+        row = gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
+        for first in gl.static_range(0, BLOCK, STEP):
+            part = v.slice(first, STEP)
+            x = part.load(LAYOUT)
+            part.store(gl.where((row + first < count)[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
+
+
+@gluon.jit
+def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.constexpr):
+    """What the output of every row is multiplied with, and its log-sum-exp; 0 and -inf for padding
+    rows and for those that saw no key."""
+    rows = work.m0 + ME * CONSUMER_ROWS
+    rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
+    row_sum = whole_row_sum(row_sum, cfg)
+    weight = 1.0
+    if sink_ptr is not None:  # a key of logit `sink` whose value is zero
+        sink = gl.load(sink_ptr + work.h).to(gl.float32) * LOG2E
+        with_sink = gl.maximum(row_max, sink)
+        pivot = pivot_of(with_sink, True)
+        weight = gl.exp2(row_max - pivot)
+        row_sum = row_sum * weight + gl.exp2(sink - pivot)
+        row_max = with_sink
+    seen = (row_sum > 0.0) & (rows < work.M)
+    safe_sum = gl.where(seen, row_sum, 1.0)
+    lse = gl.where(seen, (row_max + gl.log2(safe_sum)) * LN2, -float("inf"))
+    return gl.where(seen, weight / safe_sum, 0.0), lse
+
+
+@gluon.jit
+def store_lse(ME: gl.constexpr, lse, output, work, sizes, at, cfg: gl.constexpr):
+    """(B, Hq, M) or, packed, (Hq, total_q)."""
+    rows = work.m0 + ME * CONSUMER_ROWS
+    rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
+    if at.cu_seqlens_q is None:
+        place = (work.b * sizes.heads + work.h).to(gl.int64) * sizes.M
+        count = sizes.M
+    else:
+        place = work.h.to(gl.int64) * sizes.total_q + work.start_q
+        count = work.M
+    gl.store(output.lse_ptr + place + rows, lse, mask=rows < count)
+
+
+@gluon.jit
+def store_output(
+    ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, COLUMNS: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Columns from COLUMN on of the output, through shared memory: by the copy engine, which clips
+    at the end of the tensor, or, where the next sequence follows at once, by the threads."""
+    row = work.m0 + ME * CONSUMER_ROWS
+    tile = tiles.index(ME)
+    tile.reshape([CONSUMER_ROWS, COLUMNS]).store(o.to(tiles.dtype))
+    if cfg.IS_PACKED:
+        LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
+        x = tile.reshape([CONSUMER_ROWS, COLUMNS]).load(LAYOUT)
+        offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+        dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        strides = output.desc.tiles.strides  # of (batch, row, head, dim)
+        places = (work.start_q + offs).to(gl.int64) * strides[1] + work.h.to(gl.int64) * strides[2]
+        # Rows start at multiples of 16 bytes, as the copy engine wants them.
+        places = gl.multiple_of(places, [1, 8])
+        gl.store(output.ptr + places + dims, x, mask=(offs < work.M) & (dims < cfg.DV))
+    else:
+        fence_async_shared()
+        if COLUMN == 0:
+            copy_to_global(output.desc.tiles, [work.b, row, work.h, 0], tile)
+        else:
+            copy_to_global(output.desc.rests, [work.b, row, work.h, COLUMN], tile)

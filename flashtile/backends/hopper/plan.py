@@ -1,0 +1,215 @@
+"""Which problems the Hopper backend takes, and with which tiles.
+
+Pure Python: nothing here imports Triton, so that `explain` works where Triton is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+
+from ...problem import AttentionProblem
+
+CAPABILITY = (9, 0)
+DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+OLDEST_TRITON = (3, 6)
+
+# The copy engine wants rows at multiples of 16 bytes.
+HEAD_DIM_STEP = 8
+
+# Fewer queries leave most of a tile empty.
+FEWEST_QUERIES = 65
+
+CONSUMER_ROWS = 64
+
+# Bytes of keys and values that may lie in the second-level cache together.
+CACHED_BYTES = 32 * 2**20
+WIDEST_SECTION = 16
+
+
+def _triton_version() -> tuple[int, int] | None:
+    """(major, minor) of the installed Triton; asked once, because a tracer cannot ask."""
+    try:
+        major, minor, *_ = version("triton").split(".")
+    except PackageNotFoundError:
+        return None
+    return int(major), int(minor)
+
+
+TRITON_VERSION = _triton_version()
+
+
+class Tile(NamedTuple):
+    """What a head dim, key's and value's, runs with."""
+
+    consumers: int  # warpgroups, each with 64 rows of the tile
+    BLOCK_N: int  # keys of a block
+    stages: int  # blocks of K and of V in flight
+    q_in_registers: bool  # else wgmma reads Q from shared memory
+    takes_turns: bool  # two consumers issue products in turn (ping-pong)
+
+
+# Head dims that tiles come in: columns of a tile, a power of two, and the rest of them.
+HEAD_DIMS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+
+# (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
+TILES = {
+    (64, 64): Tile(3, 128, 2, False, False),
+    (96, 96): Tile(2, 128, 2, True, True),
+    (128, 128): Tile(2, 128, 2, True, True),
+    (192, 128): Tile(2, 64, 2, False, True),
+    (192, 192): Tile(2, 64, 2, False, True),
+    (256, 256): Tile(2, 64, 2, False, True),
+}
+UNLIKE = Tile(2, 64, 2, False, True)  # every other pair; fits the largest
+
+
+def tile_of(head_dim: int, value_dim: int) -> Tile:
+    """The tile of two head dims of `HEAD_DIMS`."""
+    return TILES.get((head_dim, value_dim), UNLIKE)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What the kernel is compiled for. Lengths and strides are not in here: they never
+    recompile."""
+
+    CONSUMERS: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int  # columns of a tile of keys; a second tile has the rest of them
+    REST_D: int
+    BLOCK_DV: int
+    REST_DV: int
+    DV: int
+    STAGES: int
+    Q_IN_REGISTERS: bool
+    O_REUSES_Q: bool  # the output passes through the shared memory of the queries
+    TAKES_TURNS: bool
+    IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_CHUNK: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    IS_PACKED: bool
+    HAS_TAIL: bool  # a sequence of keys can end before the tensor does
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the Hopper backend cannot run `problem`; empty when it can."""
+    reasons = _device_reasons(problem)
+    if problem.dtype not in DTYPES:
+        names = ", ".join(_name(dtype) for dtype in DTYPES)
+        reasons.append(f"dtype {_name(problem.dtype)} (this backend: {names})")
+    for name, head_dim in (("head_dim", problem.D), ("value head_dim", problem.Dv)):
+        if head_dim > MAX_HEAD_DIM:
+            reasons.append(f"{name}={head_dim} (at most {MAX_HEAD_DIM})")
+        if head_dim % HEAD_DIM_STEP:
+            reasons.append(f"{name}={head_dim} (multiples of {HEAD_DIM_STEP})")
+    if problem.M < FEWEST_QUERIES:
+        reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
+    if problem.N == 0:
+        reasons.append("no keys (at least 1)")
+    return reasons + _option_reasons(problem)
+
+
+def _device_reasons(problem: AttentionProblem) -> list[str]:
+    reasons = []
+    if problem.device_type != "cuda":
+        reasons.append(f"tensors are on {problem.device_type} (this backend: cuda)")
+    elif torch.version.hip is not None:
+        reasons.append("ROCm (this backend: NVIDIA Hopper)")
+    elif problem.capability != CAPABILITY:
+        reasons.append(f"compute capability {_dotted(problem.capability)} (this backend: 9.0)")
+    if TRITON_VERSION is None:
+        reasons.append("the package triton is not installed (pip install triton)")
+    elif TRITON_VERSION < OLDEST_TRITON:
+        reasons.append(f"Triton {_dotted(TRITON_VERSION)} (at least {_dotted(OLDEST_TRITON)})")
+    return reasons
+
+
+def _option_reasons(problem: AttentionProblem) -> list[str]:
+    not_here = {
+        "gradients": problem.needs_grad,
+        "bias": problem.has_bias,
+        "dropout": problem.options.dropout_p > 0,
+        "block_mask": problem.block_tile is not None,
+        "pages": problem.page_size > 0,
+        "a cache behind packed queries": problem.layout == "packed_queries",
+        "lengths, left pads or rows of a cache": problem.layout == "dense" and problem.has_lengths,
+    }
+    return [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: AttentionProblem) -> KernelConfig:
+    """What the kernel of a call is compiled for."""
+    options = problem.options
+    head_dims = padded(problem.D), padded(problem.Dv)
+    (BLOCK_D, REST_D), (BLOCK_DV, REST_DV) = (HEAD_DIMS[size] for size in head_dims)
+    tile = tile_of(*head_dims)
+    has_softcap, packed = options.softcap > 0, problem.layout != "dense"
+    return KernelConfig(
+        CONSUMERS=tile.consumers,
+        BLOCK_M=tile.consumers * CONSUMER_ROWS,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_D=BLOCK_D,
+        REST_D=REST_D,
+        BLOCK_DV=BLOCK_DV,
+        REST_DV=REST_DV,
+        DV=problem.Dv,
+        STAGES=tile.stages,
+        Q_IN_REGISTERS=tile.q_in_registers,
+        O_REUSES_Q=not tile.q_in_registers and head_dims[0] == head_dims[1],
+        TAKES_TURNS=tile.takes_turns,
+        IS_LINEAR=not has_softcap and not problem.has_alibi and options.softmax_scale > 0,
+        HAS_LEFT=options.window_left >= 0,
+        HAS_RIGHT=options.window_right >= 0,
+        HAS_CHUNK=options.attention_chunk > 0,
+        HAS_SOFTCAP=has_softcap,
+        HAS_ALIBI=problem.has_alibi,
+        IS_PACKED=packed,
+        HAS_TAIL=packed or problem.has_lengths,
+    )
+
+
+def section_of(problem: AttentionProblem) -> int:
+    """Heads whose tiles run side by side.
+
+    Where tiles differ in length, equal ones of several heads run together, as many heads as the
+    second-level cache holds.
+    """
+    options = problem.options
+    if options.window_right < 0 and options.attention_chunk == 0 and problem.layout == "dense":
+        return 1
+    of_a_head = problem.N * (problem.D + problem.Dv) * 2
+    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SECTION)
+
+
+def padded(head_dim: int) -> int:
+    """The head dim that the tiles have."""
+    return next(size for size in HEAD_DIMS if head_dim <= size)
+
+
+def describe_plan(problem: AttentionProblem) -> str:
+    """The plan in words, for `explain`."""
+    config = plan(problem)
+    return (
+        f"forward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
+        f"{config.BLOCK_D + config.REST_D}, {config.CONSUMERS} consumer warpgroups and a producer "
+        f"warp, {config.STAGES} stages"
+    )
+
+
+def _dotted(numbers: tuple[int, int] | None) -> str:
+    return "unknown" if numbers is None else f"{numbers[0]}.{numbers[1]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

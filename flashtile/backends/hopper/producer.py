@@ -1,0 +1,72 @@
+"""The producer: one warp that hands out tiles and keeps the copy engine busy."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .channels import put
+from .layouts import CONSUMER_ROWS
+from .schedule import existing_tile, next_number, retire, work_of
+from .verbs import copy_to_shared
+
+
+@gluon.jit
+def producer(q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr):
+    """Take tile after tile; load its queries, and its blocks of keys and values from the last to
+    the first."""
+    count = 0  # tiles so far
+    i = 0  # blocks so far
+    tile = existing_tile(gl.program_id(0), counter, sizes, at, cfg)
+    put(channels.tile, count, tile)
+    while tile < sizes.tiles:
+        work = work_of(tile, sizes, at, mask, cfg)
+        load_queries(q, count, channels, work, at, cfg)
+        i = load_keys(k, v, i, channels, work, sizes.group, at, cfg)
+        count += 1
+        tile = existing_tile(next_number(counter), counter, sizes, at, cfg)
+        put(channels.tile, count, tile)
+    retire(counter)
+
+
+@gluon.jit
+def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
+    """Each consumer's rows have a slot of their own."""
+    batch = batch_of(work.b, at.cu_seqlens_q)
+    CONSUMERS: gl.constexpr = cfg.CONSUMERS
+    for consumer in gl.static_range(CONSUMERS):
+        use = count * CONSUMERS + consumer
+        row = work.start_q + work.m0 + consumer * CONSUMER_ROWS
+        load_tile(q, channels.q, use, batch, row, work.h, cfg.BLOCK_D, cfg.REST_D)
+
+
+@gluon.jit
+def load_keys(k, v, i, channels, work, group, at, cfg: gl.constexpr):
+    """Blocks of K and V, the last first; the number of blocks so far."""
+    batch = batch_of(work.b, at.cu_seqlens_k)
+    head = work.h // group
+    for j in range(work.end - work.begin):
+        row = work.start_k + (work.end - 1 - j) * cfg.BLOCK_N
+        load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.REST_D)
+        load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.REST_DV)
+        i += 1
+    return i
+
+
+@gluon.jit
+def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, REST: gl.constexpr):
+    """Start the copy of the rows from `row` on into slot `i`; zeros past the ends of the tensor."""
+    BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + REST) // COLUMNS
+    full = channel.acquire_empty(i, BYTES)
+    copy_to_shared(x.tiles, [batch, row, head, 0], full, channel.tile(i))
+    if REST > 0:
+        copy_to_shared(x.rests, [batch, row, head, COLUMNS], full, channel.rest(i))
+
+
+@gluon.jit
+def batch_of(b, cu_seqlens):
+    """Where sequence `b` lies in the first dimension: packed sequences share one."""
+    batch = b
+    if cu_seqlens is not None:
+        batch = b * 0
+    return batch

@@ -1,0 +1,82 @@
+"""Words of Gluon whose names differ between Triton versions, and the few it has no word for."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate
+
+# Triton 3.9 has all three under new names.
+aggregate = getattr(gluon, "aggregate", _aggregate)
+copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_to_global = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+# Hardware barriers below this number are Triton's own.
+FIRST_BARRIER = gl.constexpr(8)
+
+
+@gluon.constexpr_function
+def _barrier_assembly(verb, number, threads):
+    return f"barrier.cta.{verb} {number}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def wait_at_barrier(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until THREADS threads, these included, have come to a hardware barrier."""
+    ASSEMBLY: gl.constexpr = _barrier_assembly("sync", NUMBER, THREADS)
+    gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_at_barrier(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """Come to a hardware barrier without waiting."""
+    ASSEMBLY: gl.constexpr = _barrier_assembly("arrive", NUMBER, THREADS)
+    gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pin(x):
+    """Keep what makes `x` (64,) above this line, and waits for products below it.
+
+    The assembler moves such waits up, so that nothing overlaps with the product. A branch on the
+    value, never taken, stops it.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .f32 t; add.f32 t, $2, $3; setp.neu.f32 p, t, 0f7F800000;"
+        " @p bra GO_ON; nanosleep.u32 20; GO_ON: mov.b32 $0, 0; mov.b32 $1, 0; }",
+        "=r,=r,f,f",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.constexpr_function
+def _pair_assembly(dtype):
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return f"cvt.rn.{kind}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def round_to_pair(low, high, dtype: gl.constexpr):
+    """Two float32 numbers in the halves of an int32, rounded to `dtype`."""
+    ASSEMBLY: gl.constexpr = _pair_assembly(dtype)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def halves(pairs, dtype: gl.constexpr):
+    """The two numbers of `round_to_pair`."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;",
+        "=h,=h,r",
+        [pairs],
+        dtype=(gl.int16, gl.int16),
+        is_pure=True,
+        pack=1,
+    )
+    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)

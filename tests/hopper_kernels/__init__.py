@@ -1,0 +1,1 @@
+"""The Hopper kernels without a GPU: compiled ahead of time."""

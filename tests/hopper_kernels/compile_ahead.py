@@ -1,0 +1,106 @@
+"""Compiles the launch of a call for sm_90a without a GPU, and reads what came out."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import create_function_from_signature
+
+from flashtile.backends.hopper.launch import Launch, forward_launch
+from flashtile.problem import AttentionProblem, Operands, Options
+
+CAPABILITY = (9, 0)
+TARGET = GPUTarget("cuda", 90, 32)
+MULTIPROCESSORS = 132
+
+
+class Report(NamedTuple):
+    """What became of a kernel."""
+
+    registers: int
+    spilled: int  # bytes a thread
+    shared: int  # bytes a program
+    warnings: list[str]
+    value_products: list[str]  # left operand of every wgmma with V: a register, or a descriptor
+    seconds: float
+
+
+def launch_of(operands: Operands, options: Options) -> Launch:
+    """The launch that the call would make on the device."""
+    problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(capability=CAPABILITY, device_type="cuda")
+    counter = torch.zeros(2, dtype=torch.int32)
+    return forward_launch(problem, operands, MULTIPROCESSORS, counter)[2]
+
+
+def specialize(launch: Launch) -> tuple[GluonASTSource, dict[str, object]]:
+    """What Triton compiles a launch from, and with which options."""
+    fn = launch.kernel
+    backend = make_backend(TARGET)
+    bind = create_function_from_signature(fn.signature, fn.params, backend)
+    bound, specialization, kwargs = bind(**launch.arguments, num_warps=launch.warps)
+    parsed, signature, constants, attributes = fn._pack_args(
+        backend, kwargs, bound, specialization, kwargs
+    )
+    return GluonASTSource(fn, signature, constants, attributes), parsed.__dict__
+
+
+def report(launch: Launch) -> Report:
+    """Compile a launch."""
+    source, options = specialize(launch)
+    start = time.perf_counter()
+    compiled = triton.compile(source, target=TARGET, options=options)
+    seconds = time.perf_counter() - start
+    log = _assembler_log(compiled.asm["ptx"])
+    # V alone is read transposed.
+    products = re.findall(r"HGMMA\S* R\d+, (\w+).*\.tnspB", _disassembled(compiled.asm["cubin"]))
+    return Report(
+        registers=_number(r"Used (\d+) registers", log),
+        spilled=_number(r"(\d+) bytes spill stores", log),
+        shared=compiled.metadata.shared,
+        warnings=re.findall(r".*(?:warning|Potential).*", log),
+        value_products=products,
+        seconds=seconds,
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return int(found[1])
+
+
+def _assembler_log(ptx: str) -> str:
+    """The assembler's remarks on a program; the newer assembler knows the newer language."""
+    nvidia = triton.knobs.nvidia
+    log = ""
+    for tool in (nvidia.ptxas, getattr(nvidia, "ptxas_blackwell", nvidia.ptxas)):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "kernel.ptx")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(ptx)
+            command = [tool.path, "-v", "--gpu-name=sm_90a", path, "-o", path + ".cubin"]
+            found = subprocess.run(command, capture_output=True, text=True)
+        log = found.stdout + found.stderr
+        if found.returncode == 0:
+            break
+    return log
+
+
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(cubin)
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", path]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,97 @@
+"""The Hopper kernel compiled for sm_90a, with the compiler's report read. No GPU is needed.
+
+FLASHTILE_ALL_CONFIGURATIONS=1 takes every head dim, dtype and option.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
+
+from flashtile.api import Arguments, Packed, dense_call, packed_call
+from flashtile.backends.hopper.plan import OLDEST_TRITON, TRITON_VERSION
+from flashtile.problem import Operands, Options
+from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
+
+if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
+    pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
+
+from .compile_ahead import launch_of, report, specialize
+
+FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
+HEAD_DIMS = [(64, 64), (128, 128), (256, 256)]
+MIXED_HEAD_DIMS = [(96, 96), (192, 192), (192, 128), (192, 256), (256, 192), (64, 256)]
+SHARED_LIMIT = 232448  # bytes a program
+# Bytes a thread that may spill: softcap, in its polynomial.
+SPILLS = {"softcap": 512}
+SECONDS = 15  # several times what it takes, for busy machines
+
+
+def dense(
+    head_dim: int = 128,
+    value_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    M: int = 300,
+    N: int = 400,
+    **options: Any,
+) -> tuple[Operands, Options]:
+    sizes = {"B": 2, "M": M, "N": N, "Hq": 4, "Hk": 2, "D": head_dim, "Dv": value_dim}
+    return dense_call(*qkv(generator(0), **sizes, dtype=dtype), Arguments(**options))
+
+
+def packed(**options: Any) -> tuple[Operands, Options]:
+    lengths = [130, 5, 0, 70]
+    q, k, v = packed_qkv(generator(0), lengths, lengths, D=128, dtype=torch.bfloat16)
+    layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), 130, 130)
+    return packed_call(q, k, v, layout, Arguments(**options))
+
+
+OPTIONS: dict[str, Any] = {
+    "window": lambda: dense(window_size=(50, 20)),
+    "chunk": lambda: dense(attention_chunk=100, causal=True),
+    "softcap": lambda: dense(softcap=3.0),
+    "alibi": lambda: dense(alibi_slopes=alibi_slopes(generator(0), 4), causal=True),
+    "sink": lambda: dense(sink=normal(generator(0), 4), causal=True),
+    "packed": lambda: packed(causal=True),
+}
+
+
+def check(call: tuple[Operands, Options], spills: int) -> None:
+    found = report(launch_of(*call))
+    assert found.shared <= SHARED_LIMIT
+    assert found.warnings == []  # among them those of products that wait for each other
+    assert found.spilled <= spills
+    assert found.value_products
+    assert all(operand.startswith("R") for operand in found.value_products)  # P stays put
+    assert found.seconds <= SECONDS
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("head_dims", HEAD_DIMS + (MIXED_HEAD_DIMS if FULL else []))
+def test_head_dims_compile(head_dims: tuple[int, int], mask: str):
+    check(dense(*head_dims, causal=mask == "causal"), 0)
+
+
+@pytest.mark.parametrize("option", OPTIONS if FULL else ["window", "packed"])
+def test_options_compile(option: str):
+    check(OPTIONS[option](), SPILLS.get(option, 0))
+
+
+def test_float16_compiles():
+    check(dense(dtype=torch.float16), 0)
+
+
+def test_new_lengths_and_heads_compile_nothing_new():
+    seen = {
+        str(specialize(launch_of(*dense(M=M, N=N)))[0].signature)
+        + str(specialize(launch_of(*dense(M=M, N=N)))[0].attrs)
+        for M, N in ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001))
+    }
+    assert len(seen) == 1
