@@ -68,7 +68,9 @@ def attention_probabilities(operands: Operands, options: Options, lse: Tensor) -
         return torch.ops.flashtile.attention_probabilities(*operands, lse, *options)
 
 
-def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+def attend(
+    problem: AttentionProblem, operands: Operands, options: Options
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of a validated call whose backend is chosen (`options.backend`), recorded for
     gradients.
     """
@@ -80,12 +82,27 @@ def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if forward_mode:
         _refuse_forward_mode(operands)
-    if transforms or (
-        torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in operands[:DIFFERENTIABLE])
-    ):
+    if transforms or problem.needs_grad:
         return AttentionFunction.apply(*operands, *options)
-    return torch.ops.flashtile.attention_forward(*operands, *options)
+    if _is_watched(operands):
+        return torch.ops.flashtile.attention_forward(*operands, *options)
+    # Nobody would see the op, which costs as much time as all that is above.
+    return backends.load(options.backend).forward(problem, operands)
+
+
+_UNWATCHED = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _is_watched(operands: Operands) -> bool:
+    """Whether a tracer, a mode, a profiler or a subclass of Tensor is to see the op itself."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch.autograd.profiler._is_profiler_enabled
+        or torch.jit.is_tracing()
+        or not _UNWATCHED.issuperset(map(type, operands))
+    )
 
 
 def _told_apart(operands: Operands) -> Operands:

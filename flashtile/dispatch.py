@@ -46,6 +46,11 @@ def backend(name: str) -> Iterator[None]:
         _forced = before
 
 
+def forced() -> str | None:
+    """The backend that a ``with`` block forces, if any."""
+    return _forced
+
+
 def check_name(name: str) -> None:
     """Raise ValueError unless `name` is a backend."""
     if name not in ORDER:

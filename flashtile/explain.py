@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import backends, dispatch
-from .api import Arguments, Packed, dense_call, packed_call
+from .call import Arguments, Packed, dense_call, packed_call
 from .problem import AttentionProblem, Operands, Options
 
 

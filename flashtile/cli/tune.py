@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..api import Arguments, dense_call
 from ..backends.triton import plan
+from ..call import Arguments, dense_call
 from ..problem import AttentionProblem
 
 HEAD_DIMS = (64, 128, 256)

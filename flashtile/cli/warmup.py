@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from ..api import Arguments, dense_call
 from ..backends import load
+from ..call import Arguments, dense_call
 from ..problem import AttentionProblem
 
 LENGTH = 256  # any will do: lengths are not compiled in

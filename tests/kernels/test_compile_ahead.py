@@ -18,10 +18,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITFunction
 
-from flashtile.api import Arguments, dense_call
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 from flashtile.backends.triton.launch import Launch
+from flashtile.call import Arguments, dense_call
 from flashtile.masks import BlockMask
 from flashtile.testing import alibi_slopes, generator, normal, qkv
 

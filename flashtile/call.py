@@ -1,0 +1,224 @@
+"""One call: its arguments checked, described and decided, before a backend sees it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import dispatch, recall, validate
+from .masks import BlockMask
+from .problem import FLOAT8, AttentionProblem, Operands, Options
+
+WindowSize = tuple[int | None, int | None] | None
+
+
+class Arguments(NamedTuple):
+    """The options that all three functions share, as the caller gave them."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: WindowSize = (-1, -1)
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    block_mask: Any = None
+    dropout_p: float = 0.0
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    deterministic: bool = False
+    num_splits: int = 0
+
+
+class Packed(NamedTuple):
+    """How sequences lie in packed tensors."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    page_table: Tensor | None = None
+
+
+def dense_call(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[Operands, Options]:
+    """Check and describe a call of `attention`."""
+    q, k, v = _autocast(q, k, v)
+    validate.dense(q, k, v)
+    return with_arguments(Operands(q, k, v), q.shape[1], k.shape[1], arguments)
+
+
+def packed_call(
+    q: Tensor, k: Tensor, v: Tensor, layout: Packed, arguments: Arguments
+) -> tuple[Operands, Options]:
+    """Check and describe a call of `attention_varlen`."""
+    q, k, v = _autocast(q, k, v)
+    cu_seqlens_q, cu_seqlens_k, M, N, page_table = layout
+    validate.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
+    M, N = validate.length("max_seqlen_q", M), validate.length("max_seqlen_k", N)
+    if page_table is None:
+        operands = Operands(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        return with_arguments(operands, M, N, arguments)
+    # The pages say where the keys are; cu_seqlens_k only how many each sequence has.
+    lengths, used = cu_seqlens_k.diff(), arguments.seqused_k
+    validate.per_sequence("seqused_k", used, q, lengths.shape[0])
+    arguments = arguments._replace(
+        seqused_k=lengths if used is None else torch.minimum(used, lengths)
+    )
+    operands = Operands(q, k, v, cu_seqlens_q=cu_seqlens_q, page_table=page_table)
+    return with_arguments(operands, M, min(N, page_table.shape[1] * k.shape[1]), arguments)
+
+
+def with_arguments(
+    operands: Operands, M: int, N: int, arguments: Arguments
+) -> tuple[Operands, Options]:
+    """Operands with the optional tensors, and the checked numbers."""
+    operands = _with_tensors(operands, arguments)
+    block_mask = _block_mask(arguments.block_mask)
+    if block_mask is not None:
+        operands = operands._replace(
+            tile_kinds=block_mask.kinds,
+            partial_index=block_mask.partial_index,
+            partial_tiles=block_mask.partial_tiles,
+        )
+    numbers = {name: getattr(arguments, name) for name in _NUMBERS}
+    return operands, validate.options(
+        head_dim=operands.q.shape[-1], max_seqlen_q=M, max_seqlen_k=N, **numbers
+    )
+
+
+def _with_tensors(operands: Operands, arguments: Arguments) -> Operands:
+    """Operands with the optional tensors that are operands as they come."""
+    given = {}
+    for name in _OPTIONAL_TENSORS:
+        x = getattr(arguments, name)
+        if x is not None:
+            given[name] = x
+    if not given:
+        return operands
+    if "bias" in given:
+        given["bias"] = _four_dimensional(given["bias"])
+    return operands._replace(**given)
+
+
+_OPTIONAL_TENSORS = (
+    "bias",
+    "sink",
+    "alibi_slopes",
+    "seqused_q",
+    "seqused_k",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+)
+_NUMBERS = (
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "attention_chunk",
+    "softcap",
+    "dropout_p",
+    "num_splits",
+    "deterministic",
+)
+
+
+def decided(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    layout: Packed | None,
+    arguments: Arguments,
+    backend: str | None,
+    out: Tensor | None,
+) -> tuple[Operands, recall.Decision]:
+    """The operands of a call and what is decided about it, from memory where nothing new came."""
+    has_pages = layout is not None and layout.page_table is not None
+    key = None
+    # Neither autocast nor pages leave the operands as they come, and `out` is looked at each time.
+    if not (has_pages or out is not None or _is_autocasting(qkv[0])):
+        key = recall.key_of((*qkv, *(layout or ()), *arguments, backend))
+    decision = recall.recall(key)
+    if decision is not None:
+        operands = Operands(*qkv)
+        if layout is not None:
+            operands = operands._replace(cu_seqlens_q=layout[0], cu_seqlens_k=layout[1])
+        operands = _with_tensors(operands, arguments)
+        validate.values(operands, decision.options)
+        return operands, decision
+    if layout is None:
+        operands, options = dense_call(*qkv, arguments)
+    else:
+        operands, options = packed_call(*qkv, layout, arguments)
+    decision = decide(operands, options, backend, out)
+    recall.remember(key, decision)
+    return operands, decision
+
+
+def decide(
+    operands: Operands, options: Options, backend: str | None, out: Tensor | None
+) -> recall.Decision:
+    """The last checks of a call, and the choice of the backend."""
+    validate.extras(operands, options.max_seqlen_q, options.max_seqlen_k)
+    validate.float8_forward_only(operands)
+    validate.output(out, operands)
+    validate.values(operands, options)
+    if backend is not None:
+        dispatch.check_name(backend)
+    problem = AttentionProblem.of(operands, options)
+    options = options._replace(backend=dispatch.select(problem, backend))
+    return recall.Decision(problem._replace(options=options), options)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, cast as SDPA does: every floating input but float64 to the autocast dtype."""
+    if not _is_autocasting(q):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+
+
+def autocast_to_cache(cache: Tensor, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under autocast, cast queries and new tokens to the cache's dtype; a cache never changes."""
+    if not _is_autocasting(cache):
+        return q, k, v
+    return _cast(q, cache.dtype), _cast(k, cache.dtype), _cast(v, cache.dtype)
+
+
+def _is_autocasting(x: Any) -> bool:
+    """Whether autocast is on where `x` is; PyTorch raises when asked about other devices."""
+    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")
+    return known and torch.is_autocast_enabled(x.device.type)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    castable = isinstance(x, Tensor) and x.is_floating_point()
+    return x.to(dtype) if castable and x.dtype not in (torch.float64, *FLOAT8) else x
+
+
+def _four_dimensional(bias: Any) -> Any:
+    """Bias with leading dimensions of size 1 added, as broadcasting would."""
+    if not isinstance(bias, Tensor) or bias.dim() >= 4:
+        if isinstance(bias, Tensor) and bias.dim() > 4:
+            raise ValueError(f"bias: got {bias.dim()} dimensions, want at most 4")
+        return bias
+    return bias[(None,) * (4 - bias.dim())]
+
+
+def _block_mask(block_mask: Any) -> BlockMask | None:
+    if block_mask is None or isinstance(block_mask, BlockMask):
+        return block_mask
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise TypeError(
+            f"block_mask: got {type(block_mask).__name__}, want flashtile.BlockMask or "
+            "FlexAttention's BlockMask"
+        )
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "block_mask: a FlexAttention BlockMask is converted by reading it on the host; call "
+            "BlockMask.from_flex(...) outside of torch.compile and pass the result"
+        )
+    return BlockMask.from_flex(block_mask)

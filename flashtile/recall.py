@@ -1,0 +1,70 @@
+"""What was decided for an earlier call like this one.
+
+The checks, the description of the problem and the choice of a backend look at shapes, dtypes,
+devices and numbers, never at values. A call that agrees with an earlier one in all of them passes
+as that one did. Short calls on a GPU take less time than those checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .problem import AttentionProblem, Options
+
+
+class Decision(NamedTuple):
+    """A call that has passed all checks."""
+
+    problem: AttentionProblem
+    options: Options  # with the backend
+
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_CACHE_SIZE = 4096
+_decisions: dict[Any, Decision] = {}
+
+
+def key_of(given: Iterable[Any]) -> Any:
+    """Everything about the arguments `given` that decides a call, and the global state that does.
+
+    None where that cannot be said in advance: under a tracer, whose sizes are symbols, and for
+    arguments of other kinds (a block mask, a subclass of Tensor, something to be refused).
+    """
+    if torch.compiler.is_compiling():
+        return None
+    facts: list[Any] = [
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        dispatch.forced(),
+    ]
+    for x in given:
+        kind = type(x)
+        if kind in _TENSORS:
+            facts += (x.shape, x.dtype, x.device, x.requires_grad)
+        elif kind in _PLAIN:
+            facts += (kind, x)  # True is no number here, though it equals 1
+        elif kind is tuple and all(type(part) in _PLAIN for part in x):
+            facts += (*map(type, x), x)
+        else:
+            return None
+    return tuple(facts)
+
+
+def recall(key: Any) -> Decision | None:
+    """The decision for a call of this key, if there was one."""
+    return None if key is None else _decisions.get(key)
+
+
+def remember(key: Any, decision: Decision) -> None:
+    """Keep a decision for `recall`."""
+    if key is None:
+        return
+    if len(_decisions) >= _CACHE_SIZE:
+        _decisions.clear()
+    _decisions[key] = decision

@@ -1,0 +1,174 @@
+"""A call like an earlier one skips the checks; whatever they look at must make it another call."""
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import autograd, call, dispatch, validate
+
+
+def qkv(**changes):
+    sizes = {"dtype": torch.float32, "heads": 4} | changes
+    heads, kind = sizes["heads"], {"dtype": sizes["dtype"]}
+    return (
+        torch.randn(2, 5, heads, 8, **kind),
+        torch.randn(2, 7, 2, 8, **kind),
+        torch.randn(2, 7, 2, 8, **kind),
+    )
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """An entry for each call that was checked."""
+    seen = []
+    describe = validate.options
+
+    def watched(**names):
+        seen.append(names)
+        return describe(**names)
+
+    monkeypatch.setattr(validate, "options", watched)
+    return seen
+
+
+def test_a_repeated_call_is_not_checked_again(checks):
+    flashtile.attention(*qkv(), causal=True, softcap=11.0)
+    first = len(checks)
+    again = qkv()
+    out = flashtile.attention(*again, causal=True, softcap=11.0)
+    assert len(checks) == first
+    fresh = flashtile.attention(*again, causal=True, softcap=11.0, out=torch.empty_like(again[0]))
+    assert len(checks) == first + 1
+    assert torch.equal(out, fresh)
+
+
+def test_a_repeated_packed_call_is_not_checked_again_and_uses_the_new_lengths(checks):
+    q, k, v = (x.flatten(0, 1) for x in qkv())
+    lengths = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 7, 14]).int()
+    others = torch.tensor([0, 3, 10], dtype=torch.int32), torch.tensor([0, 9, 14]).int()
+    first = flashtile.attention_varlen(q, k, v, *lengths, 10, 14)
+    count = len(checks)
+    second = flashtile.attention_varlen(q, k, v, *others, 10, 14)
+    assert len(checks) == count
+    assert not torch.equal(first, second)
+    alone = flashtile.attention(q[None, :3], k[None, :9], v[None, :9])
+    torch.testing.assert_close(second[:3], alone[0])
+
+
+def test_optional_tensors_are_the_new_ones():
+    q, k, v = qkv()
+    first = flashtile.attention(q, k, v, bias=torch.zeros(5, 7))
+    bias = torch.randn(5, 7)
+    second = flashtile.attention(q, k, v, bias=bias)
+    want = flashtile.attention(q, k, v, bias=bias.expand(2, 4, 5, 7))
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(second, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"softmax_scale": True}, TypeError),
+        ({"softcap": -1.0}, ValueError),
+        ({"window_size": (True, 0)}, TypeError),
+        ({"sink": torch.zeros(5)}, ValueError),
+        ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, NotImplementedError),
+        ({"backend": "abacus"}, ValueError),
+    ],
+)
+def test_a_bad_call_after_a_good_one_is_refused(changes, error):
+    good = {
+        "softmax_scale": 1.0,
+        "softcap": 1.0,
+        "window_size": (1, 0),
+        "sink": torch.zeros(4),
+        "alibi_slopes": torch.zeros(4),
+        "backend": "cpu",
+    }
+    name = next(iter(changes))
+    flashtile.attention(*qkv(), **{name: good[name]})
+    with pytest.raises(error, match=name):
+        flashtile.attention(*qkv(), **changes)
+
+
+def test_other_tensors_are_checked():
+    q, k, v = qkv()
+    flashtile.attention(q, k, v)
+    with pytest.raises(TypeError, match="k: got dtype"):
+        flashtile.attention(q, k.double(), v)
+    with pytest.raises(ValueError, match="k: got 2 heads"):
+        flashtile.attention(*qkv(heads=3))
+    with pytest.raises(TypeError, match="q: got list"):
+        flashtile.attention([1.0], k, v)
+
+
+def test_gradients_are_recorded_after_a_call_without():
+    q, k, v = qkv()
+    flashtile.attention(q, k, v)
+    q.requires_grad_()
+    with torch.no_grad():
+        assert not flashtile.attention(q, k, v).requires_grad
+    out = flashtile.attention(q, k, v)
+    assert "AttentionFunction" in type(out.grad_fn).__name__  # not the backend's own operations
+
+
+def test_a_forced_backend_is_noticed(monkeypatch):
+    flashtile.attention(*qkv())
+    monkeypatch.setattr(dispatch, "_forced", "triton")
+    with pytest.raises(NotImplementedError, match="triton"):
+        flashtile.attention(*qkv())
+
+
+def test_deterministic_mode_is_noticed():
+    q, k, v = qkv()
+    _, before = call.decided((q, k, v), None, call.Arguments(), None, None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, after = call.decided((q, k, v), None, call.Arguments(), None, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (before.options.deterministic, after.options.deterministic) == (False, True)
+
+
+def test_autocast_is_noticed():
+    flashtile.attention(*qkv())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flashtile.attention(*qkv()).dtype == torch.bfloat16
+
+
+def test_values_are_checked_when_asked_for(monkeypatch):
+    q, k, v = (x.flatten(0, 1) for x in qkv())
+    good = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 7, 14]).int()
+    bad = good[0], torch.tensor([0, 9, 7], dtype=torch.int32)
+    flashtile.attention_varlen(q, k, v, *good, 5, 14)
+    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+    with pytest.raises(ValueError, match="cu_seqlens_k"):
+        flashtile.attention_varlen(q, k, v, *bad, 5, 14)
+
+
+def test_the_op_is_called_where_somebody_watches():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    q, k, v = qkv()
+    flashtile.attention(q, k, v)
+    with Watch():
+        flashtile.attention(q, k, v)
+    assert "flashtile.attention_forward.default" in seen
+    with torch.profiler.profile() as profile:
+        flashtile.attention(q, k, v)
+    assert any(event.key == "flashtile::attention_forward" for event in profile.key_averages())
+
+
+def test_an_unwatched_call_goes_straight_to_the_backend(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("the op was called")
+
+    monkeypatch.setattr(autograd.torch.ops.flashtile, "attention_forward", refuse)
+    flashtile.attention(*qkv())
