@@ -12,10 +12,10 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
 
 from flashtile.backends import cpu
-from flashtile.problem import AttentionProblem, Operands
+from flashtile.problem import AttentionProblem
+from flashtile.testing import assert_close
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
@@ -26,75 +26,34 @@ from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 
 from .cases import CASES, make_call
+from .compare import assert_case, converted
 
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
-
-
-def exact(operands: Operands) -> Operands:
-    """The same operands in float64, but what the semantics fix as float32 or integer."""
-    return Operands(
-        *(x.double() if x is not None and x.is_floating_point() else x for x in operands)
-    )
+DTYPES = (torch.float32, torch.float16)
 
 
-def assert_near(name: str, got: Tensor, truth: Tensor, tolerance: float) -> None:
-    assert got.shape == truth.shape, name
-    got, infinite = got.double(), torch.isinf(truth)
-    assert torch.equal(got[infinite], truth[infinite]), f"{name}: infinities differ"
-    error = (got - truth)[~infinite].abs().max().item() if (~infinite).any() else 0.0
-    scale = max(1.0, truth[~infinite].abs().max().item()) if (~infinite).any() else 1.0
-    assert error <= tolerance * scale, f"{name}: error {error:.3g}, largest value {scale:.3g}"
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("name", CASES)
-def test_forward_and_backward(name: str, dtype: torch.dtype):
-    check(name, dtype, capability=None)
+def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
+    assert_case(backend, name, dtype, seed)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "packed", "odd head dims", "block mask"])
-def test_through_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_through_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, seed: int):
     monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
     plan.plan.cache_clear()
-    check(name, torch.float16, capability=(9, 0))
-
-
-def check(name: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
-    """Outputs and gradients of a case, planned as for a device of `capability`."""
-    operands, options = make_call(name, dtype)
-    reference = exact(operands)
-    problem = AttentionProblem.of(operands, options)._replace(capability=capability)
-    truth_problem = AttentionProblem.of(reference, options)
-    truth = cpu.forward(truth_problem, reference)
-    out, lse = backend.forward(problem, operands)
-    tolerance = TOLERANCE[dtype]
-    assert_near("out", out, truth[0], tolerance)
-    assert_near("lse", lse, truth[1], tolerance)
-
-    torch.manual_seed(1)
-    dout = torch.randn(out.shape).to(dtype)
-    dlse = torch.randn(lse.shape)
-    # Both backwards start from the same forward, so that only their own errors count.
-    got = backend.backward(problem, operands, out, lse, dout, dlse)
-    wanted = cpu.backward(truth_problem, reference, *truth, dout.double(), dlse.double())
-    for field, gradient, expected in zip(got._fields, got, wanted, strict=True):
-        if expected is None:
-            assert gradient is None, field
-        else:
-            assert gradient is not None, field
-            assert_near(field, gradient, expected, 8 * tolerance)
+    assert_case(backend, name, torch.float16, seed, capability=(9, 0))
 
 
 @pytest.mark.parametrize("name", ["causal", "dropout", "packed", "pages", "block mask", "softcap"])
-def test_probabilities(name: str):
-    operands, options = make_call(name, torch.float32)
-    reference = exact(operands)
-    problem = AttentionProblem.of(operands, options)
-    truth_problem = AttentionProblem.of(reference, options)
-    _, lse = cpu.forward(truth_problem, reference)
-    wanted = cpu.probabilities(truth_problem, reference, lse)
+def test_probabilities(name: str, seed: int):
+    operands, options = make_call(name, torch.float32, seed)
+    exact = converted(operands, torch.float64)
+    problem, exact_problem = (AttentionProblem.of(x, options) for x in (operands, exact))
+    _, lse = cpu.forward(exact_problem, exact)
+    truth = cpu.probabilities(exact_problem, exact, lse)
+    plain = cpu.probabilities(problem, operands, lse.float())
     got = backend.probabilities(problem, operands, lse.float())
-    assert_near("probs", got, wanted, 3e-6)
+    assert_close("probs", got, truth, plain, seed=seed)
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "rows", "pages"])

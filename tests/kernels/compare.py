@@ -1,0 +1,102 @@
+"""One call of `cases.py` through a backend's own functions, judged by `design.md`'s rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import cpu
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import assert_close, generator
+
+from .cases import make_call
+
+Results = dict[str, Tensor]
+MAX_ORDERS = 64
+
+
+def converted(operands: Operands, dtype: torch.dtype) -> Operands:
+    """Floating operands in another dtype."""
+    floating = (x is not None and x.is_floating_point() for x in operands)
+    return Operands(*(x.to(dtype) if f else x for x, f in zip(operands, floating, strict=True)))
+
+
+def everything(
+    backend: Any,
+    operands: Operands,
+    options: Options,
+    dout: Tensor,
+    dlse: Tensor,
+    capability: tuple[int, int] | None = None,
+) -> Results:
+    """Outputs and gradients by name, on the CPU."""
+    problem = AttentionProblem.of(operands, options)
+    if capability is not None:
+        problem = problem._replace(capability=capability)
+    out, lse = backend.forward(problem, operands)
+    dlse = dlse.masked_fill(lse.cpu() == -torch.inf, 0.0).to(lse)
+    gradients = backend.backward(problem, operands, out, lse, dout.to(out), dlse)
+    results = {"out": out, "lse": lse} | gradients._asdict()
+    return {name: x.cpu() for name, x in results.items() if x is not None}
+
+
+class PlainRuns:
+    """What the CPU backend makes of a call in the call's own precision, as it is and then with the
+    columns of the heads in other orders: how far float32 sums are off is a matter of luck."""
+
+    def __init__(self, operands: Operands, options: Options, dout: Tensor, dlse: Tensor, seed: int):
+        self._call = operands, options, dout, dlse
+        self._generator = generator(seed + 1)
+        self._runs: list[Results] = []
+
+    def results(self, name: str) -> Iterator[Tensor]:
+        """One tensor of every run; runs are made when they are asked for."""
+        for i in range(MAX_ORDERS):
+            if i == len(self._runs):
+                self._runs.append(self._run(shuffled=i > 0))
+            yield self._runs[i][name]
+
+    def _run(self, shuffled: bool) -> Results:
+        operands, options, dout, dlse = self._call
+        D, Dv = operands.q.shape[-1], operands.v.shape[-1]
+        order, value_order = torch.arange(D), torch.arange(Dv)
+        if shuffled:
+            order = torch.randperm(D, generator=self._generator)
+            value_order = torch.randperm(Dv, generator=self._generator)
+        q, k, v = operands.q[..., order], operands.k[..., order], operands.v[..., value_order]
+        operands = operands._replace(q=q, k=k, v=v)
+        results = everything(cpu, operands, options, dout[..., value_order], dlse)
+        orders = {"dq": order, "dk": order, "out": value_order, "dv": value_order}
+        return {
+            name: x[..., orders[name].argsort()] if name in orders else x
+            for name, x in results.items()
+        }
+
+
+def assert_case(
+    backend: Any,
+    name: str,
+    dtype: torch.dtype,
+    seed: int,
+    device: str = "cpu",
+    capability: tuple[int, int] | None = None,
+) -> None:
+    """Compare outputs and gradients of a case with the CPU backend's in float64.
+
+    `capability`: plan as for such a device, whatever the tensors are on.
+    """
+    operands, options = make_call(name, dtype, seed)
+    rows, Hq, Dv = operands.q.shape[:-1], operands.q.shape[-2], operands.v.shape[-1]
+    dout = torch.randn(*rows[:-1], Hq, Dv).to(dtype)
+    packed = operands.cu_seqlens_q is not None
+    dlse = torch.randn((Hq, rows[0]) if packed else (rows[0], Hq, rows[1]))
+    truth = everything(cpu, converted(operands, torch.float64), options, dout, dlse)
+    plain = PlainRuns(operands, options, dout, dlse, seed)
+    there = Operands(*(None if x is None else x.to(device) for x in operands))
+    got = everything(backend, there, options, dout, dlse, capability)
+    assert got.keys() == truth.keys()
+    for field, x in got.items():
+        assert_close(field, x, truth[field], plain.results(field), dtype=dtype, seed=seed)
