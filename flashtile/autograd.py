@@ -49,11 +49,12 @@ _NUMBERS = ", ".join(
     )
 )
 _INPUTS = len(Operands._fields)
+_BIAS = Operands._fields.index("bias")
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(f"attention_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
 _library.define(
-    "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_needs_grad, "
     f"{_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -126,9 +127,16 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     return backends.load(options.backend).forward(problem, operands)
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> Any:
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias_needs_grad: bool,
+    *args: Any,
+) -> Any:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
-    problem = AttentionProblem.of(operands, options)
+    problem = AttentionProblem.of(operands, options)._replace(bias_needs_grad=bias_needs_grad)
     gradients = backends.load(options.backend).backward(problem, operands, out, lse, dout, dlse)
     # An op returns tensors, never None: an empty one stands for "no such operand".
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
@@ -147,10 +155,20 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(lse_shape(operands), dtype=lse_dtype(q.dtype))
 
 
-def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> Any:
+def _fake_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias_needs_grad: bool,
+    *args: Any,
+) -> Any:
+    operands = Operands(*args[:_INPUTS])
+    if not bias_needs_grad:
+        operands = operands._replace(bias=None)
     return tuple(
         dout.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x in args[:DIFFERENTIABLE]
+        for x in operands[:DIFFERENTIABLE]
     )
 
 
@@ -196,7 +214,8 @@ class AttentionFunction(torch.autograd.Function):
         derivative = (
             torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
         )
-        gradients = derivative(dout, dlse, out, lse, *operands, *ctx.options)
+        bias_needs_grad = ctx.needs_input_grad[_BIAS]
+        gradients = derivative(dout, dlse, out, lse, bias_needs_grad, *operands, *ctx.options)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         leading = tuple(g if needed else None for g, needed in wanted)
         return leading + (None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)

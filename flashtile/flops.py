@@ -7,6 +7,7 @@ registered once somebody else has imported it, which a process that counts has.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def register_when_counting() -> None:
         return sdpa_flop_count(*_dense_shapes(args))
 
     def backward(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any, **kwargs: Any) -> int:
-        q, k, v = _dense_shapes(args)
+        _bias_needs_grad, *operands = args
+        q, k, v = _dense_shapes(operands)
         return sdpa_backward_flop_count((*q[:-1], v[-1]), q, k, v)
 
     register_flop_formula(torch.ops.flashtile.attention_forward)(forward)
@@ -43,7 +45,7 @@ def register_when_counting() -> None:
             mode.counter.flop_registry.update(flop_registry)
 
 
-def _dense_shapes(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+def _dense_shapes(args: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Shapes of q, k, v as (batch, heads, length, head_dim); the arguments arrive as shapes."""
     q, k, v = args[:3]
     if len(q) == 3:  # packed: counted as one long sequence, an upper bound

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
+from flashtile.backends import cpu
 from flashtile.problem import Operands, Options
 from flashtile.testing import attention_reference, generator, normal, qkv
 
@@ -44,10 +45,11 @@ def op_arguments():
             (many, rich),
         ],
         "attention_backward": [
-            ((q.clone(), None, q.clone(), lse, *one), plain),
-            ((q.clone(), None, q.clone(), lse, *one), causal),
-            ((ten.clone(), None, ten.clone(), torch.zeros(4, 10), *packed), plain),
-            ((q.clone(), lse.clone(), q.clone(), lse, *many), rich),
+            ((q.clone(), None, q.clone(), lse, False, *one), plain),
+            ((q.clone(), None, q.clone(), lse, False, *one), causal),
+            ((ten.clone(), None, ten.clone(), torch.zeros(4, 10), False, *packed), plain),
+            ((q.clone(), lse.clone(), q.clone(), lse, True, *many), rich),
+            ((q.clone(), lse.clone(), q.clone(), lse, False, *many), rich),
         ],
         "attention_probabilities": [((*one, lse), plain), ((*packed, torch.zeros(4, 10)), plain)],
         "kvcache_append": [
@@ -67,6 +69,21 @@ class TestOps:
             if name.startswith("flashtile::")
         }
         assert names == set(op_arguments())
+
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_the_gradient_of_a_bias_is_made_where_it_is_wanted(self, wanted, monkeypatch):
+        made, backward = [], cpu.backward
+
+        def watched(*args):
+            made.append(backward(*args))
+            return made[-1]
+
+        monkeypatch.setattr(cpu, "backward", watched)
+        q, k, v = (x.requires_grad_() for x in heads_and_lengths(7))
+        bias = torch.randn(4, 7, 10, requires_grad=wanted)
+        flashtile.attention(q, k, v, bias=bias).sum().backward()
+        assert [gradients.dbias is not None for gradients in made] == [wanted]
+        assert (bias.grad is not None) == wanted
 
     @pytest.mark.parametrize("name", op_arguments())
     def test_opcheck(self, name):

@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None
+    dbias: Tensor | None  # also None where nobody wants it (`problem.bias_needs_grad`)
     dsink: Tensor | None
 
 

@@ -34,6 +34,7 @@ def everything(
 ) -> Results:
     """Outputs and gradients by name, on the CPU."""
     problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(bias_needs_grad=problem.has_bias)
     if capability is not None:
         problem = problem._replace(capability=capability)
     out, lse = backend.forward(problem, operands)

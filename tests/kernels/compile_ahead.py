@@ -78,6 +78,7 @@ def append_launches() -> list[Launch]:
 def _problem(operands: Operands, options: Options, device: str) -> AttentionProblem:
     capability = DEVICES[device].capability
     problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(bias_needs_grad=problem.has_bias)
     return problem._replace(device_type="cuda", capability=capability)
 
 

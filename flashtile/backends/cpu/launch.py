@@ -43,7 +43,7 @@ def backward(
     plan = plan_backward(problem, dlse is not None)
     q, k, v = operands[:3]
     results = (out, lse, dout, dlse)
-    dbias = _zeros_like(operands.bias, lse.dtype)
+    dbias = _zeros_like(operands.bias if problem.bias_needs_grad else None, lse.dtype)
     dsink = _zeros_like(operands.sink, lse.dtype)
     parts = list(segments(problem, operands))
     if len(parts) == 1 and parts[0].is_whole_call(problem):  # nothing to put together

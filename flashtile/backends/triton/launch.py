@@ -260,7 +260,7 @@ def backward_launches(
             Launch(kernel, (programs,), arguments, kernel_plan.warps, kernel_plan.stages)
         )
     dbias = None
-    if operands.bias is not None:
+    if operands.bias is not None and problem.bias_needs_grad:
         dbias = torch.zeros(operands.bias.shape, dtype=operands.bias.dtype, device=q.device)
         launches.append(bias_launch(problem, dbias, shared, planned.scores))
     return Gradients(dq, dk, dv, dbias, None), delta, launches

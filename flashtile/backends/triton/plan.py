@@ -57,13 +57,13 @@ class Tile(NamedTuple):
 # sm_90, sm_100 227 KiB; AMD CDNA 64 KiB.
 HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_80": {
-        64: (Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        64: (Tile(128, 64, 4, 3), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2)),
         128: (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-        256: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 1)),
+        256: (Tile(64, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 1)),
         512: (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
     },
     "sm_86": {
-        64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        64: (Tile(128, 64, 4, 2), Tile(32, 128, 8, 2), Tile(64, 32, 8, 2)),
         128: (Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
         256: (Tile(64, 32, 8, 2), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
         512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
@@ -80,8 +80,14 @@ HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: (Tile(128, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
         512: (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
     },
+    "pointers": {  # of sm_90 and sm_100, in calls too small for descriptors
+        64: (Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(64, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        256: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2), Tile(64, 32, 8, 1)),
+        512: (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+    },
     "gfx": {
-        64: (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+        64: (Tile(128, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 64, 4, 1)),
         128: (Tile(128, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
         256: (Tile(64, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
         512: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
@@ -113,8 +119,8 @@ ARCHITECTURES: dict[tuple[int, int], str] = {
     (12, 0): "sm_86",
     (12, 1): "sm_86",
 }
-# Rows of `HALF` whose backward tiles come through descriptors. (sm_120 has the copy engine too, but
-# less shared memory: its rows are sm_86's, which leave room for pointers.)
+# Rows of `HALF` whose tiles come through descriptors. (sm_120 has the copy engine too, but less
+# shared memory: its rows are sm_86's, which leave room for pointers.)
 FOR_DESCRIPTORS = ("sm_90", "sm_100")
 # Run and measured; every other architecture has only been compiled for.
 MEASURED = ((9, 0),)
@@ -210,10 +216,10 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     """
     described = aligned and _pays_descriptors(problem)
     head_dim = max(problem.D, problem.Dv)
-    forward, *rest = tiles_for(problem.capability, problem.dtype, head_dim)
-    if architecture(problem.capability) in FOR_DESCRIPTORS and not described:
-        # Pointers take registers, for which the tiles of sm_80 leave room.
-        _, *rest = tiles_for(OLDEST_CAPABILITY, problem.dtype, head_dim)
+    table = architecture(problem.capability)
+    if table in FOR_DESCRIPTORS and not described:
+        table = "pointers"  # which take registers
+    forward, *rest = tiles_for(table, problem.dtype, head_dim)
     keys, queries, *values = rest
     if problem.block_tile is not None and problem.dtype != torch.float32:
         forward = BLOCK_MASK_FORWARD.get(architecture(problem.capability), {}).get(
@@ -237,14 +243,11 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     )
 
 
-def tiles_for(
-    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int
-) -> tuple[Tile, ...]:
-    """Tiles of `PASSES`: measured ones if there are any, else the table's."""
+def tiles_for(name: str, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
+    """Tiles of `PASSES` by the name in `HALF`: measured ones if there are any, else the table's."""
     column = column_of(head_dim)
     if dtype == torch.float32:
         return SINGLE[column]
-    name = architecture(capability)
     measured = tuned(name).get(str(column), {}) | _forced
     table = HALF[name][column]
     return tuple(
