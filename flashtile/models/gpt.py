@@ -1,0 +1,329 @@
+"""GPT: decoder-only language models, GPT-2 and Llama among them.
+
+The parameters have flash-attn's names (``flash_attn.models.gpt``), so state dicts can be exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
+from ..modules.attend import Attend, flash_attend
+from ..modules.block import Block, ParallelBlock
+from ..modules.embedding import GPT2Embeddings
+from ..modules.inference import InferenceParams
+from ..modules.mha import MHA
+from ..modules.mlp import GatedMlp, Mlp
+from . import generation, hugging_face
+from .gpt_config import GPTConfig
+
+__all__ = ["CausalLMOutput", "GPTConfig", "GPTLMHeadModel", "GPTModel"]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
+_NORMS: dict[str, type[nn.Module]] = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
+
+
+class CausalLMOutput(NamedTuple):
+    """What a language model returns: logits without targets, the loss with them."""
+
+    logits: Tensor | None
+    loss: Tensor | None
+
+
+class GPTModel(nn.Module):
+    """Embeddings, blocks and a last norm: tokens in, features of each token out.
+
+    Args:
+        config: `GPTConfig`, or a transformers GPT2Config, LlamaConfig or MistralConfig.
+        attend: computes self-attention; flashtile by default.
+        activation_checkpointing: in training mode, compute each block again in the backward instead
+            of keeping its activations. May be changed at any time.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        attend: Attend = flash_attend,
+        activation_checkpointing: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.config = config = _own_config(config)
+        self.activation_checkpointing = activation_checkpointing
+        self.embeddings = GPT2Embeddings(
+            config.hidden_size,
+            config.vocab_size,
+            config.max_position_embeddings if config.position == "learned" else 0,
+            **where,
+        )
+        self.drop = nn.Dropout(config.embedding_dropout)
+        self.layers = nn.ModuleList(
+            _block(config, layer_idx, attend, where) for layer_idx in range(config.num_layers)
+        )
+        self.ln_f = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **where)
+        self.apply(partial(_initialize, std=config.initializer_range))
+        # Each layer adds two branches to the stream, whose variance would grow with them (GPT-2).
+        branch_std = config.initializer_range / math.sqrt(2 * config.num_layers)
+        layers: list[Any] = list(self.layers)
+        for layer in layers:
+            layer.mixer.rotary_emb = layers[0].mixer.rotary_emb  # one table of angles for all
+            nn.init.normal_(layer.mixer.out_proj.weight, std=branch_std)
+            nn.init.normal_(layer.mlp.fc2.weight, std=branch_std)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        inference_params: InferenceParams | None = None,
+    ) -> Tensor:
+        """Features of each token, (batch, seq, hidden_size) or (total, hidden_size).
+
+        Arguments are those of `GPTLMHeadModel.forward`.
+        """
+        _check_tokens(input_ids, cu_seqlens, max_seqlen)
+        positions = self._positions(input_ids, cu_seqlens, max_seqlen, inference_params)
+        x = self.drop(self.embeddings(input_ids, positions))
+        arguments = {
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": max_seqlen,
+            "inference_params": inference_params,
+        }
+        recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
+        for layer in self.layers:
+            if recompute:
+                x = checkpoint(layer, x, arguments, use_reentrant=False)
+            else:
+                x = layer(x, arguments)
+        return self.ln_f(x)
+
+    def _positions(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        inference_params: InferenceParams | None,
+    ) -> Tensor | None:
+        """Positions for the learned embeddings; None if 0, 1, ... or not needed."""
+        if self.config.position != "learned":
+            return None
+        limit = self.config.max_position_embeddings
+        longest = max_seqlen if inference_params is None else inference_params.max_seqlen
+        if longest is not None and longest > limit:
+            raise ValueError(f"max_seqlen: {longest} exceeds max_position_embeddings {limit}")
+        if inference_params is not None:
+            return inference_params.positions(input_ids.shape[1], input_ids.device)
+        if cu_seqlens is None or longest is None:
+            return None
+        row = torch.arange(input_ids.shape[0], device=input_ids.device)
+        document = torch.searchsorted(cu_seqlens, row, right=True) - 1
+        # Wrong lengths must not read past the table.
+        return (row - cu_seqlens[document]).clamp(0, longest - 1)
+
+
+class GPTLMHeadModel(nn.Module):
+    """`GPTModel` and a linear layer from features to the logits of the next token.
+
+    Args:
+        config, attend, activation_checkpointing, device, dtype: as `GPTModel` has them.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        attend: Attend = flash_attend,
+        activation_checkpointing: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.config = config = _own_config(config)
+        self.transformer = GPTModel(
+            config, attend=attend, activation_checkpointing=activation_checkpointing, **where
+        )
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **where)
+        _initialize(self.lm_head, config.initializer_range)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.transformer.embeddings.word_embeddings.weight
+
+    @classmethod
+    def from_transformers(cls, model: Any, **keywords: Any) -> GPTLMHeadModel:
+        """The same model with a copy of the same weights, in evaluation mode.
+
+        Args:
+            model: a GPT2LMHeadModel, LlamaForCausalLM or MistralForCausalLM of transformers.
+            keywords: as for the constructor; device and dtype are those of `model` by default.
+
+        Raises:
+            ValueError: the model has an option that this one lacks; the message names it.
+        """
+        ours = cls(model.config, **{"device": model.device, "dtype": model.dtype, **keywords})
+        state = hugging_face.state_dict_from_transformers(model.state_dict(), ours.config)
+        ours.load_state_dict(state)
+        return ours.eval()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        targets: Tensor | None = None,
+        loss: CrossEntropyLoss | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        inference_params: InferenceParams | None = None,
+        num_last_tokens: int = 0,
+    ) -> CausalLMOutput:
+        """Logits of the next token, or the loss.
+
+        Args:
+            input_ids: (batch, seq) integers, padded on the right if at all: no token sees what
+                follows it. Or (total,) with cu_seqlens.
+            targets: input_ids' shape, int64: the token that follows each token, or the loss's
+                ignore_index. With targets the logits of all tokens are never in memory at once.
+            loss: of the targets; ``CrossEntropyLoss()`` by default.
+            cu_seqlens: (documents + 1,) int32, where packed documents begin, and the end. Attention
+                stays inside a document, and positions count from its start.
+            max_seqlen: upper bound of the documents' lengths.
+            inference_params: keys and values of earlier tokens, to which those of input_ids are
+                appended. No gradient is recorded through attention.
+            num_last_tokens: logits of so many last tokens of a row alone; 0 is all.
+
+        Returns:
+            (logits, None) with logits (..., vocab_size), or with targets (None, loss).
+
+        Raises:
+            ValueError: arguments that do not fit together; the message names them.
+        """
+        hidden = self.transformer(
+            input_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            inference_params=inference_params,
+        )
+        if targets is not None:
+            return CausalLMOutput(
+                None, linear_cross_entropy(hidden, self.lm_head.weight, targets, loss)
+            )
+        if num_last_tokens > 0:
+            hidden = hidden[..., -num_last_tokens:, :]
+        return CausalLMOutput(self.lm_head(hidden), None)
+
+    def generate(self, input_ids: Tensor, max_length: int, **options: Any) -> Tensor:
+        """Continue prompts; see `flashtile.models.generation.generate`."""
+        return generation.generate(self, input_ids, max_length, **options)
+
+    def num_parameters(self, embeddings: bool = True) -> int:
+        """Number of parameters.
+
+        Args:
+            embeddings: count the embedding tables too. Without them it is the number of weights
+                that a token is multiplied with: a table that is also the head counts.
+        """
+        total = sum(parameter.numel() for parameter in self.parameters())
+        if embeddings:
+            return total
+        tables = self.transformer.embeddings
+        total -= 0 if self.config.tie_word_embeddings else tables.word_embeddings.weight.numel()
+        if self.config.position == "learned":
+            total -= tables.position_embeddings.weight.numel()
+        return total
+
+    def flops_per_token(self, seqlen: int) -> float:
+        """Floating-point operations of a training step a token, forward and backward.
+
+        Six for each weight that a token is multiplied with, and twelve a layer for each feature of
+        the query heads and key that the token sees on average (Chowdhery et al. 2022, "PaLM",
+        appendix B, whose count of keys ignores the mask).
+
+        Args:
+            seqlen: tokens of a sequence.
+        """
+        config = self.config
+        left = config.window_size[0]
+        most = seqlen if left < 0 else min(seqlen, left + 1)  # keys that a token sees
+        seen = most * (most + 1) / 2 + (seqlen - most) * most  # by all tokens together
+        attention = 12.0 * config.num_layers * config.num_heads * config.head_size * seen / seqlen
+        return 6.0 * self.num_parameters(embeddings=False) + attention
+
+
+def _own_config(config: Any) -> GPTConfig:
+    return config if isinstance(config, GPTConfig) else GPTConfig.from_transformers(config)
+
+
+def _block(
+    config: GPTConfig, layer_idx: int, attend: Attend, where: dict[str, Any]
+) -> Block | ParallelBlock:
+    """Layer `layer_idx` of the model."""
+    mixer = partial(
+        MHA,
+        num_heads=config.num_heads,
+        num_heads_kv=config.kv_heads,
+        qkv_proj_bias=config.attention_bias,
+        out_proj_bias=config.attention_bias,
+        dropout=config.attention_dropout,
+        softmax_scale=config.softmax_scale,
+        causal=True,
+        layer_idx=layer_idx,
+        rotary_emb_dim=config.rotary_dim,
+        rotary_emb_base=config.rotary_base,
+        rotary_emb_interleaved=config.rotary_interleaved,
+        use_alibi=config.position == "alibi",
+        window_size=config.window_size,
+        softcap=config.softcap,
+        head_dim=config.head_size,
+        attend=attend,
+        **where,
+    )
+    mlp = partial(
+        partial(GatedMlp, multiple_of=1) if config.gated else Mlp,
+        hidden_features=config.mlp_size,
+        activation=_ACTIVATIONS[config.activation],
+        bias1=config.mlp_bias,
+        bias2=config.mlp_bias,
+        **where,
+    )
+    return (ParallelBlock if config.parallel_block else Block)(
+        config.hidden_size,
+        mixer,
+        mlp,
+        partial(_NORMS[config.norm], eps=config.norm_eps, **where),
+        resid_dropout1=config.residual_dropout,
+        resid_dropout2=config.residual_dropout,
+    )
+
+
+def _initialize(module: nn.Module, std: float) -> None:
+    """GPT-2's weights of a new layer."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=std)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def _check_tokens(input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
+    if (cu_seqlens is None) != (max_seqlen is None):
+        raise ValueError("cu_seqlens, max_seqlen: give both or none")
+    dims, wanted = (2, "(batch, seq)") if cu_seqlens is None else (1, "(total,) with cu_seqlens")
+    if input_ids.dim() != dims:
+        raise ValueError(f"input_ids: expected {wanted}, got shape {tuple(input_ids.shape)}")

@@ -1,0 +1,1 @@
+"""Building blocks of transformers, with the names that ``flash_attn.modules`` gives them."""

@@ -1,0 +1,66 @@
+"""The keys and values that a model keeps while it generates, one cache a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class InferenceParams:
+    """What the layers of a model share while they generate, under flash-attn's names.
+
+    The caller moves it on: after each call of the model, add the number of tokens that went in to
+    `seqlen_offset`, or to `lengths_per_sample` in place.
+
+    Args:
+        max_seqlen: tokens that the cache of a sequence holds.
+        max_batch_size: sequences.
+        seqlen_offset: tokens already in the cache, the same for all sequences.
+        key_value_memory_dict: layer_idx -> (max_batch_size, max_seqlen, 2, kv_heads, head_dim),
+            filled in by the layers.
+        lengths_per_sample: (batch,) int32, tokens already in the cache of each sequence. It counts
+            instead of `seqlen_offset` where it is given; the host never reads it.
+    """
+
+    max_seqlen: int
+    max_batch_size: int
+    seqlen_offset: int = 0
+    key_value_memory_dict: dict[int, Tensor] = field(default_factory=dict)
+    lengths_per_sample: Tensor | None = None
+
+    @property
+    def lengths(self) -> int | Tensor:
+        """Tokens in the cache: an int, or (batch,) int32."""
+        return self.seqlen_offset if self.lengths_per_sample is None else self.lengths_per_sample
+
+    def cache(self, layer_idx: int, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, (batch, max_seqlen, kv_heads, head_dim) each.
+
+        They are made at the first call, in the dtype and on the device of `k`, the new keys
+        (batch, seq, kv_heads, head_dim).
+        """
+        batch, new, heads, head_dim = k.shape
+        if batch > self.max_batch_size:
+            raise ValueError(
+                f"inference_params: max_batch_size is {self.max_batch_size}, got {batch} sequences"
+            )
+        if self.lengths_per_sample is None and self.seqlen_offset + new > self.max_seqlen:
+            raise ValueError(
+                f"inference_params: {self.seqlen_offset} tokens in the cache and {new} new ones "
+                f"are more than max_seqlen {self.max_seqlen}"
+            )
+        if layer_idx not in self.key_value_memory_dict:
+            shape = (self.max_batch_size, self.max_seqlen, 2, heads, head_dim)
+            self.key_value_memory_dict[layer_idx] = k.new_zeros(shape)
+        memory = self.key_value_memory_dict[layer_idx][:batch]
+        return memory[:, :, 0], memory[:, :, 1]
+
+    def positions(self, seqlen: int, device: torch.device) -> Tensor:
+        """Positions of `seqlen` new tokens, (1 or batch, seqlen) int64."""
+        new = torch.arange(seqlen, device=device)
+        if self.lengths_per_sample is None:
+            return (new + self.seqlen_offset).unsqueeze(0)
+        return new + self.lengths_per_sample.unsqueeze(-1)

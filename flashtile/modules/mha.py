@@ -1,0 +1,358 @@
+"""Multi-head attention as a layer, as ``flash_attn.modules.mha`` names it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..api import attention_with_kvcache
+from ..layers.rotary import RotaryEmbedding, apply_rotary_emb
+from .alibi import alibi_slopes, get_alibi_slopes
+from .attend import Attend, WindowSize, flash_attend
+from .inference import InferenceParams
+
+Packing = dict[str, Any]  # cu_seqlens and max_seqlen of packed sequences, or None and None
+Angles = tuple[Tensor, Tensor, bool]  # cos, sin, interleaved
+
+__all__ = ["MHA", "FlashCrossAttention", "FlashSelfAttention", "flash_attend", "get_alibi_slopes"]
+
+
+class _Options(nn.Module):
+    """The options that the two attention layers without parameters share."""
+
+    alibi_slopes: Tensor | None
+
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        window_size: WindowSize = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        *,
+        softcap: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self.drop = nn.Dropout(attention_dropout)
+        self.window_size = window_size
+        self.deterministic = deterministic
+        self.softcap = softcap
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+
+    def options(self, causal: bool | None) -> dict[str, Any]:
+        """Keywords of `flash_attend`."""
+        slopes = self.alibi_slopes
+        return {
+            "causal": self.causal if causal is None else causal,
+            "softmax_scale": self.softmax_scale,
+            "dropout_p": self.drop.p if self.training else 0.0,
+            "window_size": self.window_size,
+            # model.half() casts buffers too.
+            "alibi_slopes": None if slopes is None else slopes.float(),
+            "deterministic": self.deterministic,
+            "softcap": self.softcap,
+        }
+
+
+class FlashSelfAttention(_Options):
+    """Self-attention of packed projections, without parameters of its own.
+
+    Args:
+        causal, softmax_scale, window_size, softcap, deterministic: as in `flashtile.attention`.
+        attention_dropout: probability of dropping a weight in training mode.
+        alibi_slopes: (heads,) or (batch, heads).
+    """
+
+    def forward(
+        self,
+        qkv: Tensor,
+        causal: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            qkv: (batch, seq, 3, heads, head_dim), or (total, 3, heads, head_dim) if packed.
+            causal: instead of the layer's own.
+            cu_seqlens, max_seqlen: of packed sequences, as in `flashtile.attention_varlen`.
+
+        Returns:
+            (batch, seq, heads, head_dim), or (total, heads, head_dim).
+        """
+        q, k, v = qkv.unbind(-3)
+        options = self.options(causal)
+        return flash_attend(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
+
+
+class FlashCrossAttention(_Options):
+    """Attention of queries over other tokens' keys, without parameters of its own.
+
+    Its arguments are those of `FlashSelfAttention`.
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        causal: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) if packed.
+            kv: (batch, seq_k, 2, kv_heads, head_dim), or (total_k, 2, kv_heads, head_dim).
+            causal: instead of the layer's own; aligned to the bottom-right corner.
+            cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k: of packed queries and keys, as in
+                `flashtile.attention_varlen`.
+
+        Returns:
+            The shape of q.
+        """
+        return flash_attend(
+            q,
+            *kv.unbind(-3),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_k=max_seqlen_k,
+            **self.options(causal),
+        )
+
+
+class MHA(nn.Module):
+    """Projections, rotary embedding, attention, output projection.
+
+    Self-attention projects with `Wqkv` to the query heads, then the key heads, then the value
+    heads; cross-attention with `Wq` and `Wkv`.
+
+    Args:
+        embed_dim: features of a token.
+        num_heads: query heads.
+        num_heads_kv: key and value heads, a divisor of num_heads, which is the default.
+        cross_attn: queries and keys come from different tokens.
+        qkv_proj_bias, out_proj_bias: whether the projections have a bias.
+        dropout: probability of dropping an attention weight in training mode.
+        softmax_scale, causal, window_size, softcap: as in `flashtile.attention`.
+        layer_idx: which layer of its model it is; needed with `inference_params`.
+        rotary_emb_dim: features of a head to rotate; 0 is none.
+        rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: as `RotaryEmbedding` has
+            base, scale_base and interleaved.
+        use_alibi: penalise distance with the slopes of `alibi_slopes`.
+        head_dim: ``embed_dim / num_heads`` by default.
+        attend: computes self-attention; flashtile by default. It may be changed later.
+
+    Raises:
+        ValueError: numbers that do not fit together; the message names the argument.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_heads_kv: int | None = None,
+        cross_attn: bool = False,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        layer_idx: int | None = None,
+        *,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_scale_base: float | None = None,
+        rotary_emb_interleaved: bool = False,
+        use_alibi: bool = False,
+        window_size: WindowSize = (-1, -1),
+        softcap: float = 0.0,
+        head_dim: int | None = None,
+        attend: Attend = flash_attend,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        self.head_dim = _head_dim(embed_dim, num_heads, self.num_heads_kv, head_dim)
+        if rotary_emb_dim > self.head_dim:
+            raise ValueError(f"rotary_emb_dim: {rotary_emb_dim} exceeds head_dim {self.head_dim}")
+        self.cross_attn = cross_attn
+        self.softmax_scale = softmax_scale
+        self.causal = causal
+        self.layer_idx = layer_idx
+        self.use_alibi = use_alibi
+        self.window_size = window_size
+        self.softcap = softcap
+        self.dropout = dropout
+        self.attend = attend
+        self.rotary_emb: RotaryEmbedding | None = None
+        if rotary_emb_dim > 0:
+            self.rotary_emb = RotaryEmbedding(
+                rotary_emb_dim,
+                rotary_emb_base,
+                rotary_emb_interleaved,
+                rotary_emb_scale_base,
+                device=device,
+            )
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        q_dim, kv_dim = num_heads * self.head_dim, self.num_heads_kv * self.head_dim
+        if cross_attn:
+            self.Wq = nn.Linear(embed_dim, q_dim, qkv_proj_bias, **where)
+            self.Wkv = nn.Linear(embed_dim, 2 * kv_dim, qkv_proj_bias, **where)
+        else:
+            self.Wqkv = nn.Linear(embed_dim, q_dim + 2 * kv_dim, qkv_proj_bias, **where)
+        self.out_proj = nn.Linear(q_dim, embed_dim, out_proj_bias, **where)
+
+    def forward(
+        self,
+        x: Tensor,
+        x_kv: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+        inference_params: InferenceParams | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (batch, seq, embed_dim), or (total, embed_dim) with cu_seqlens.
+            x_kv: the tokens that cross-attention attends to, shaped like x.
+            cu_seqlens, max_seqlen: of packed sequences, as in `flashtile.attention_varlen`.
+                Positions count from the start of each sequence.
+            cu_seqlens_k, max_seqlen_k: those of x_kv.
+            inference_params: append to the cache, and attend to all that it then holds. No gradient
+                is recorded.
+
+        Returns:
+            The shape of x.
+
+        Raises:
+            ValueError: arguments that do not fit together.
+        """
+        if (x_kv is not None) != self.cross_attn:
+            needed = "needed" if self.cross_attn else "not wanted"
+            raise ValueError(f"x_kv: {needed} by a layer with cross_attn={self.cross_attn}")
+        q, k, v = self._project(x, x_kv)
+        packing = _packing(q, cu_seqlens, max_seqlen)
+        if inference_params is not None:
+            return self.out_proj(self._attend_cached(q, k, v, inference_params).flatten(-2))
+        options = self._options(q) | {"dropout_p": self.dropout if self.training else 0.0}
+        if x_kv is None:
+            q, k = self._rotate(q, k, packing, packing)
+            out = self.attend(q, k, v, **packing, **options)
+        else:
+            packing_k = _packing(k, cu_seqlens_k, max_seqlen_k, of_keys="_k")
+            q, k = self._rotate(q, k, packing, packing_k)
+            lengths_k = {f"{name}_k": value for name, value in packing_k.items()}
+            out = flash_attend(q, k, v, **packing, **lengths_k, **options)
+        return self.out_proj(out.flatten(-2))
+
+    def _project(self, x: Tensor, x_kv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q (..., heads, head_dim), k and v (..., kv_heads, head_dim)."""
+        heads = (self.num_heads, self.num_heads_kv, self.num_heads_kv)
+        q_dim, k_dim, v_dim = (count * self.head_dim for count in heads)
+        if x_kv is None:
+            parts = self.Wqkv(x).split((q_dim, k_dim, v_dim), dim=-1)
+        else:
+            parts = (self.Wq(x), *self.Wkv(x_kv).split((k_dim, v_dim), dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (count, self.head_dim))
+            for part, count in zip(parts, heads, strict=True)
+        )
+        return q, k, v
+
+    def _options(self, q: Tensor) -> dict[str, Any]:
+        """What attention with and without a cache is told alike."""
+        return {
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "softmax_scale": self.softmax_scale,
+            # Made anew for each call: a buffer would be rounded by model.half().
+            "alibi_slopes": alibi_slopes(self.num_heads, q.device) if self.use_alibi else None,
+        }
+
+    def _rotate(
+        self, q: Tensor, k: Tensor, packing: Packing, packing_k: Packing
+    ) -> tuple[Tensor, Tensor]:
+        """q and k turned by their positions in their sequences."""
+        if self.rotary_emb is None:
+            return q, k
+        longest = max(
+            x.shape[1] if lengths["max_seqlen"] is None else lengths["max_seqlen"]
+            for x, lengths in ((q, packing), (k, packing_k))
+        )
+        of_q, of_k = self._angles(q, longest)
+        return apply_rotary_emb(q, *of_q, **packing), apply_rotary_emb(k, *of_k, **packing_k)
+
+    def _angles(self, q: Tensor, length: int) -> tuple[Angles, Angles]:
+        """(cos, sin, interleaved) for queries and for keys, of positions below `length`."""
+        rotary = cast(RotaryEmbedding, self.rotary_emb)
+        # A cosine rounded to 16 bits is off by as much as the rotated features themselves.
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        rotary._update_cos_sin_cache(length, q.device, dtype)
+        of_q = rotary._cos_cached, rotary._sin_cached, rotary.interleaved
+        if rotary._cos_k_cached is None or rotary._sin_k_cached is None:
+            return of_q, of_q
+        return of_q, (rotary._cos_k_cached, rotary._sin_k_cached, rotary.interleaved)
+
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cached: InferenceParams) -> Tensor:
+        """Append k and v to the layer's cache, and attend to all that it then holds."""
+        if self.cross_attn or not self.causal or self.layer_idx is None or q.dim() != 4:
+            raise ValueError(
+                "inference_params: the cache is for causal self-attention of (batch, seq, "
+                "embed_dim) in a layer that has a layer_idx; got "
+                f"cross_attn={self.cross_attn}, causal={self.causal}, layer_idx={self.layer_idx}, "
+                f"x with {q.dim() - 1} dimensions"
+            )
+        if self.rotary_emb is not None:
+            of_q, of_k = self._angles(q, cached.max_seqlen)
+            q = apply_rotary_emb(q, *of_q, seqlen_offsets=cached.lengths)
+            k = apply_rotary_emb(k, *of_k, seqlen_offsets=cached.lengths)
+        k_cache, v_cache = cached.cache(self.layer_idx, k)
+        out = attention_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=cached.lengths, **self._options(q)
+        )
+        return cast(Tensor, out)
+
+
+def _head_dim(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int | None) -> int:
+    """Features of a head, once the numbers are known to fit together."""
+    for name, heads in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv)):
+        if heads < 1:
+            raise ValueError(f"{name}: must be positive, got {heads}")
+    if num_heads % num_heads_kv:
+        raise ValueError(f"num_heads_kv: {num_heads_kv} does not divide num_heads {num_heads}")
+    if head_dim is None and embed_dim % num_heads:
+        raise ValueError(
+            f"num_heads: {num_heads} does not divide embed_dim {embed_dim}; give head_dim then"
+        )
+    return embed_dim // num_heads if head_dim is None else head_dim
+
+
+def _packing(
+    x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, of_keys: str = ""
+) -> Packing:
+    """Where packed sequences of x (..., heads, head_dim) lie, as keywords; both None if dense."""
+    packed = cu_seqlens is not None
+    if packed != (max_seqlen is not None):
+        raise ValueError(f"cu_seqlens{of_keys}, max_seqlen{of_keys}: give both or none")
+    if x.dim() != (3 if packed else 4):
+        wanted = "(total, embed_dim)" if packed else "(batch, seq, embed_dim)"
+        raise ValueError(
+            f"x{of_keys and '_kv'}: expected {wanted} {'with' if packed else 'without'} "
+            f"cu_seqlens{of_keys}, got {x.dim() - 1} dimensions"
+        )
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}

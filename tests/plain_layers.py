@@ -1,0 +1,199 @@
+"""The layers of `flashtile.modules` written out in plain PyTorch, with the same parameters.
+
+The whole score matrix, one head after the other repeated, complex numbers for the rotation: slow,
+and another way to the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtile.testing import assert_close
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    softmax_scale: float | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """q (batch, seq_q, heads, head_dim), k and v (batch, seq_k, kv_heads, head_dim)."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = scale * torch.einsum("bihd,bjhd->bhij", q, k)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, columns = scores.shape[-2:]
+    behind = torch.arange(rows).unsqueeze(1) + columns - rows - torch.arange(columns)
+    if slopes is not None:
+        scores = scores - slopes.to(scores.dtype).view(-1, 1, 1) * behind.abs()
+    left, right = window_size[0], 0 if causal else window_size[1]
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if left >= 0:
+        hidden |= behind > left
+    if right >= 0:
+        hidden |= behind < -right
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).nan_to_num()
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+def plain_rotation(x: Tensor, dim: int, base: float, interleaved: bool) -> Tensor:
+    """x (batch, seq, heads, head_dim), its first `dim` features turned by the positions."""
+    frequency = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+    angle = torch.outer(torch.arange(x.shape[1]).float(), frequency)
+    turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype)).unsqueeze(1)
+    first, second = slice(0, dim // 2), slice(dim // 2, dim)
+    if interleaved:
+        first, second = slice(0, dim, 2), slice(1, dim, 2)
+    turned = torch.complex(x[..., first], x[..., second]) * turn
+    result = x.clone()
+    result[..., first], result[..., second] = turned.real, turned.imag
+    return result
+
+
+def plain_slopes(heads: int) -> Tensor:
+    """ALiBi's slopes as the paper's code makes them."""
+    n = 2 ** (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
+    between = [2 ** (-8 * (i + 1) / (2 * n)) for i in range(0, 2 * n, 2)]
+    return torch.tensor((slopes + between)[:heads])
+
+
+def plain_mha(mha: nn.Module, x: Tensor, x_kv: Tensor | None = None) -> Tensor:
+    """`MHA` in evaluation mode, on dense sequences."""
+    heads, kv_heads, head_dim = mha.num_heads, mha.num_heads_kv, mha.head_dim
+    if x_kv is None:
+        q, kv = mha.Wqkv(x)[..., : heads * head_dim], mha.Wqkv(x)[..., heads * head_dim :]
+    else:
+        q, kv = mha.Wq(x), mha.Wkv(x_kv)
+    k, v = kv[..., : kv_heads * head_dim], kv[..., kv_heads * head_dim :]
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in (q, k, v))
+    if mha.rotary_emb is not None:
+        rotary = mha.rotary_emb
+        q = plain_rotation(q, rotary.dim, rotary.base, rotary.interleaved)
+        k = plain_rotation(k, rotary.dim, rotary.base, rotary.interleaved)
+    out = plain_attention(
+        q,
+        k,
+        v,
+        causal=mha.causal,
+        window_size=mha.window_size,
+        softcap=mha.softcap,
+        softmax_scale=mha.softmax_scale,
+        slopes=plain_slopes(heads) if mha.use_alibi else None,
+    )
+    return mha.out_proj(out.flatten(2))
+
+
+def plain_block(block: nn.Module, x: Tensor) -> Tensor:
+    """`Block` and `ParallelBlock` without dropout, around `MHA` and an MLP."""
+    if not hasattr(block, "prenorm"):
+        read = block.norm1(x) if block.tied_norm else block.norm2(x)
+        return x + plain_mha(block.mixer, block.norm1(x)) + block.mlp(read)
+    if block.prenorm:
+        x = x + plain_mha(block.mixer, block.norm1(x))
+        return x + block.mlp(block.norm2(x))
+    x = block.norm1(x + plain_mha(block.mixer, x))
+    return block.norm2(x + block.mlp(x))
+
+
+def check_against_plain(
+    module: nn.Module,
+    plain: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    call: Callable[..., Tensor] | None = None,
+) -> None:
+    """The result and every gradient of module(*inputs) against plain(module, *inputs) in float64.
+
+    Args:
+        module: in any dtype; copied.
+        plain: the same in plain PyTorch.
+        inputs: floating tensors.
+        dtype: what the module computes in.
+        call: as call(module, *inputs) instead of the module itself.
+    """
+    seed = torch.initial_seed()
+    run = call or (lambda module, *inputs: module(*inputs))
+    got = _outcome(run, module, inputs, dtype)
+    truth = _outcome(plain, module, inputs, torch.float64)
+    low = [_outcome(plain, module, inputs, torch.float32)]
+
+    def results(name: str) -> Iterator[Tensor]:
+        for order in range(ORDERS):
+            if order == len(low):
+                with ShuffledSums(seed + order):
+                    low.append(_outcome(plain, module, inputs, torch.float32))
+            yield low[order][name]
+
+    assert got.keys() == truth.keys()
+    for name, result in got.items():
+        assert result.dtype == dtype
+        assert_close(name, result, truth[name], results(name), seed=seed)
+
+
+aten = torch.ops.aten
+ORDERS = 100  # of summation in which plain PyTorch's error is measured, at most
+
+
+class ShuffledSums(TorchDispatchMode):
+    """Adds up the terms of matrix products and softmax in another order, in the backward too."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (aten.mm.default, aten.bmm.default):
+            args = self._shuffled(*args)
+        elif func is aten.addmm.default:
+            args = (args[0], *self._shuffled(*args[1:]))
+        elif func in (aten._softmax.default, aten._softmax_backward_data.default):
+            *tensors, dim, last = args
+            order = self._order(tensors[0].shape[dim])
+            shuffled = func(*(x.index_select(dim, order) for x in tensors), dim, last)
+            return shuffled.index_select(dim, order.argsort())
+        return func(*args, **(kwargs or {}))
+
+    def _shuffled(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        order = self._order(a.shape[-1])
+        return a.index_select(-1, order), b.index_select(-2, order)
+
+    def _order(self, terms: int) -> Tensor:
+        return torch.randperm(terms, generator=self.generator)
+
+
+def _outcome(
+    run: Callable[..., Tensor], module: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The result of run(module, *inputs) in `dtype`, and the gradients of a fixed sum of it."""
+    module = copy.deepcopy(module).to(dtype)
+    inputs = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
+    out = run(module, *inputs)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().view(out.shape)
+    (out * weight.to(dtype)).sum().backward()
+    gradients = {f"d{name}": parameter.grad for name, parameter in module.named_parameters()}
+    gradients |= {f"d input {i}": x.grad for i, x in enumerate(inputs)}
+    assert all(gradient is not None for gradient in gradients.values())
+    return {"out": out.detach(), **gradients}
+
+
+def gelu_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    """`Mlp` with GELU."""
+    hidden = x @ mlp.fc1.weight.t() + mlp.fc1.bias
+    return F.linear(0.5 * hidden * (1 + torch.erf(hidden / 2**0.5)), mlp.fc2.weight, mlp.fc2.bias)

@@ -1,0 +1,161 @@
+"""Configurations: what they resolve to, and that a bad value is refused by its name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+
+from flashtile.models.gpt import GPTConfig, GPTLMHeadModel, GPTModel
+
+
+def test_resolved_sizes():
+    gpt2 = GPTConfig.gpt2()
+    assert (gpt2.kv_heads, gpt2.head_size, gpt2.mlp_size, gpt2.rotary_dim) == (12, 64, 3072, 0)
+    llama = GPTConfig.llama(num_kv_heads=4, rotary_fraction=0.5)
+    assert (llama.kv_heads, llama.head_size, llama.mlp_size, llama.rotary_dim) == (4, 64, 2048, 32)
+    assert GPTConfig.llama(hidden_size=792).mlp_size == 2176  # 2112 rounded up
+    assert GPTConfig(head_dim=50).head_size == 50
+    assert GPTConfig(intermediate_size=5).mlp_size == 5
+
+
+def test_round_trip_through_a_dictionary():
+    config = GPTConfig.llama(num_kv_heads=3, window_size=[7, 0], residual_dropout=0)
+    assert GPTConfig(**asdict(config)) == config
+    assert replace(config, num_layers=2).window_size == (7, 0)
+    assert hash(config) == hash(GPTConfig(**asdict(config)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 0}, "vocab_size: must be positive, got 0"),
+        ({"num_layers": -1}, "num_layers: must be positive, got -1"),
+        ({"num_heads": 7}, "num_heads: 7 does not divide hidden_size 768"),
+        ({"num_heads": 0}, "num_heads: must be positive"),
+        ({"num_kv_heads": 5}, "num_kv_heads: 5 does not divide num_heads 12"),
+        ({"num_kv_heads": 0}, "num_kv_heads: must be positive"),
+        ({"head_dim": 0}, "head_dim: must be positive"),
+        ({"intermediate_size": 0}, "intermediate_size: must be positive"),
+        ({"position": "absolute"}, "position: got 'absolute', want one of learned, rotary"),
+        ({"norm": "batch"}, "norm: got 'batch', want one of layer_norm, rms_norm"),
+        ({"activation": "tanh"}, "activation: got 'tanh', want one of gelu"),
+        ({"rotary_fraction": 1.5}, "rotary_fraction: got 1.5"),
+        ({"rotary_fraction": 0.0}, "rotary_fraction: must be positive"),
+        ({"position": "rotary", "head_dim": 5}, "rotary_fraction: 1.0 of head_dim 5"),
+        ({"position": "rotary", "rotary_fraction": 0.01}, "rotary_fraction: 0.01 of head_dim 64"),
+        ({"residual_dropout": 1.0}, "residual_dropout: got 1.0"),
+        ({"attention_dropout": -0.1}, "attention_dropout: got -0.1"),
+        ({"embedding_dropout": 2.0}, "embedding_dropout: got 2.0"),
+        ({"softcap": -1.0}, "softcap: must not be negative"),
+        ({"softmax_scale": 0.0}, "softmax_scale: must be positive"),
+        ({"norm_eps": float("nan")}, "norm_eps: must be positive, got nan"),
+        ({"window_size": (-2, 0)}, "window_size: got .-2, 0., want -1 or more"),
+    ],
+)
+def test_values_out_of_range(changes, words):
+    with pytest.raises(ValueError, match=words):
+        GPTConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 2.5}, "num_layers: got 2.5, want int"),
+        ({"num_layers": True}, "num_layers: got True, want int"),
+        ({"num_kv_heads": "4"}, "num_kv_heads: got '4', want int | None"),
+        ({"norm_eps": "1e-5"}, "norm_eps: got '1e-5', want float"),
+        ({"norm_eps": None}, "norm_eps: got None, want float"),
+        ({"mlp_bias": 1}, "mlp_bias: got 1, want bool"),
+        ({"position": None}, "position: got None, want str"),
+        ({"window_size": 7}, "window_size: got 7, want tuple"),
+        ({"window_size": (1, 2, 3)}, "window_size: got .1, 2, 3., want two integers"),
+        ({"window_size": (None, 0)}, "window_size: got .None, 0., want two integers"),
+        ({"n_layer": 3}, "n_layer"),
+    ],
+)
+def test_values_of_a_wrong_type(changes, words):
+    with pytest.raises(TypeError, match=words):
+        GPTConfig(**changes)
+
+
+def test_from_gpt2():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = GPTConfig.from_transformers(transformers.GPT2Config(n_inner=100, attn_pdrop=0.3))
+    assert config == GPTConfig.gpt2(
+        intermediate_size=100,
+        attention_dropout=0.3,
+        residual_dropout=0.1,
+        embedding_dropout=0.1,
+    )
+
+
+def test_from_llama_and_mistral():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    theirs = transformers.LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=True)
+    config = GPTConfig.from_transformers(theirs)
+    assert config == GPTConfig.llama(
+        vocab_size=32000,
+        hidden_size=64,
+        num_layers=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=11008,
+        max_position_embeddings=2048,
+        norm_eps=1e-6,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    )
+    theirs = transformers.MistralConfig(**sizes, sliding_window=5)
+    assert GPTConfig.from_transformers(theirs).window_size == (4, 0)
+
+
+def test_from_an_older_transformers():
+    """Until version 5 the base of the rotation stood beside rope_scaling."""
+    old = SimpleNamespace(
+        model_type="llama",
+        vocab_size=10,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        rope_theta=500.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        attention_dropout=0.0,
+        initializer_range=0.02,
+    )
+    assert GPTConfig.from_transformers(old).rotary_base == 500.0
+    old.rope_scaling = {"type": "linear", "factor": 2.0}
+    with pytest.raises(ValueError, match="rope_type 'linear', want 'default'"):
+        GPTConfig.from_transformers(old)
+
+
+@pytest.mark.parametrize("make", [GPTConfig.from_transformers, GPTModel, GPTLMHeadModel])
+def test_unknown_models(make):
+    with pytest.raises(ValueError, match="config: got model_type 'bert', want one of gpt2, llama"):
+        make(SimpleNamespace(model_type="bert"))
+    with pytest.raises(ValueError, match="config: got model_type 'dict'"):
+        make({})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: got True"),
+        ({"scale_attn_weights": False}, "scale_attn_weights: got False"),
+        ({"add_cross_attention": True}, "add_cross_attention: got True"),
+        ({"activation_function": "mish"}, "activation_function: got 'mish', want one of gelu"),
+    ],
+)
+def test_options_of_gpt2_that_this_model_lacks(changes, words):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    with pytest.raises(ValueError, match=words):
+        GPTConfig.from_transformers(transformers.GPT2Config(**changes))
