@@ -272,18 +272,19 @@ def rotate_and_append(
     k, v = new.k, new.v
     if k is None or v is None or lengths is None:
         return operands
-    if rotary.cos is not None:
-        base = lengths if rotary.seqlens is None else rotary.seqlens
-        k = _rotate(k, rotary, _positions(k, base, new.cu_seqlens, own=True))
-        q = operands.q
-        sides = (options.window_left, options.window_right)
-        local = max(sides) >= 0 or options.attention_chunk > 0
-        q = _rotate(q, rotary, _positions(q, base, operands.cu_seqlens_q, own=local))
-        operands = operands._replace(q=q)
-    torch.ops.flashtile.kvcache_append(
-        cache.k, cache.v, k, v, lengths, new.cu_seqlens, cache.page_table, cache.batch_idx
-    )
-    return operands
+    cos, sin = rotary.cos, rotary.sin
+    places = (new.cu_seqlens, cache.page_table, cache.batch_idx)
+    if cos is None or sin is None:
+        torch.ops.flashtile.kvcache_append(cache.k, cache.v, k, v, lengths, *places)
+        return operands
+    base = lengths if rotary.seqlens is None else rotary.seqlens
+    sides = (options.window_left, options.window_right)
+    local = max(sides) >= 0 or options.attention_chunk > 0
+    q = torch.ops.flashtile.kvcache_rotate_append(
+        operands.q, cache.k, cache.v, k, v, cos, sin, lengths, base, operands.cu_seqlens_q,
+        *places, rotary.interleaved, local,
+    )  # fmt: skip
+    return operands._replace(q=q)
 
 
 def _token_coordinates(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> tuple[Tensor, Tensor]:
@@ -307,18 +308,21 @@ def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None, own: bool) ->
     return start + place if own else start
 
 
-def _rotate(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
-    assert rotary.cos is not None and rotary.sin is not None
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     tokens = x.reshape(-1, 1, *x.shape[-2:])  # each token a sequence of one, at its own offset
-    rotated = apply_rotary_emb(
-        tokens, rotary.cos, rotary.sin, interleaved=rotary.interleaved, seqlen_offsets=positions
-    )
+    rotated = apply_rotary_emb(tokens, cos, sin, interleaved=interleaved, seqlen_offsets=positions)
     return rotated.reshape(x.shape)
 
 
 _library.define(
     "kvcache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, "
     "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? cache_batch_idx) -> ()"
+)
+_library.define(
+    "kvcache_rotate_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+    "Tensor cos, Tensor sin, Tensor lengths, Tensor base, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? cache_batch_idx, bool interleaved, "
+    "bool own_positions) -> Tensor"
 )
 
 
@@ -353,17 +357,62 @@ def _append(
         store[where] = tokens.reshape(-1, *tokens.shape[-2:])[inside]
 
 
+def _rotate_and_append(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    lengths: Tensor,
+    base: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    interleaved: bool,
+    own_positions: bool,
+) -> Tensor:
+    """Rotated queries; rotated keys, and values, go where `_append` writes them.
+
+    Args:
+        base: (batch,), the position of each sequence's first new token.
+        own_positions: each query has a position of its own; else all have their sequence's `base`.
+    """
+    k = _rotate(k, cos, sin, _positions(k, base, cu_seqlens_k_new, own=True), interleaved)
+    places = (cu_seqlens_k_new, page_table, cache_batch_idx)
+    _append(k_cache, v_cache, k, v, lengths, *places)
+    return _rotate(q, cos, sin, _positions(q, base, cu_seqlens_q, own_positions), interleaved)
+
+
 def _append_on_gpu(*args: Any) -> None:
     """The same by a Triton kernel, which waits for nothing."""
-    from .backends.triton.launch import append_to_cache
+    from .backends.triton.append import append_to_cache
 
     append_to_cache(*args)
+
+
+def _rotate_and_append_on_gpu(*args: Any) -> Tensor:
+    """Both by one launch of that kernel."""
+    from .backends.triton.append import rotate_and_append
+
+    return rotate_and_append(*args)
 
 
 def _fake_append(*args: Any) -> None:
     return None
 
 
+def _fake_rotate_and_append(q: Tensor, *args: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
 _library.impl("kvcache_append", _append, "CPU")
 _library.impl("kvcache_append", _append_on_gpu, "CUDA")
+_library.impl("kvcache_rotate_append", _rotate_and_append, "CPU")
+_library.impl("kvcache_rotate_append", _rotate_and_append_on_gpu, "CUDA")
 torch.library.register_fake("flashtile::kvcache_append", _fake_append, lib=_library)
+torch.library.register_fake(
+    "flashtile::kvcache_rotate_append", _fake_rotate_and_append, lib=_library
+)

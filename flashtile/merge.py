@@ -10,6 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+library = torch.library.Library("flashtile", "FRAGMENT")
+library.define(
+    "combine(Tensor out_partial, Tensor lse_partial, ScalarType dtype) -> (Tensor, Tensor)"
+)
+
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Join two parts.
@@ -81,12 +86,34 @@ def flash_attn_combine(
     if out is not None and out.shape != out_partial.shape[1:]:
         raise ValueError(f"out: got shape {tuple(out.shape)}, want {tuple(out_partial.shape[1:])}")
     dtype = out.dtype if out is not None else (out_dtype or out_partial.dtype)
+    # The op is for GPUs, where a kernel reads each part once; it records no gradient.
+    has_gradient = torch.is_grad_enabled() and (
+        out_partial.requires_grad or lse_partial.requires_grad
+    )
+    by_op = out_partial.is_cuda and lse_partial.dtype == torch.float32 and not has_gradient
+    by_op = by_op and torch.float64 not in (out_partial.dtype, dtype)
+    combine = torch.ops.flashtile.combine if by_op else _combine
+    combined, lse = combine(out_partial, lse_partial, dtype)
+    if out is not None:
+        combined = out.copy_(combined)
+    return combined, lse
+
+
+def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(lse_partial, dim=0)
     pivot = lse.masked_fill(lse == -torch.inf, 0.0)
     weight = torch.exp(lse_partial - pivot).unsqueeze(-1)
     # A split that saw nothing may carry anything in its out: weight 0 must win even over NaN.
     parts = out_partial.to(lse.dtype).masked_fill(weight == 0, 0.0)
-    combined = (parts * weight).sum(0).to(dtype)
-    if out is not None:
-        combined = out.copy_(combined)
-    return combined, lse
+    return (parts * weight).sum(0).to(dtype), lse
+
+
+def _fake_combine(
+    out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype)
+    return out, lse_partial.new_empty(lse_partial.shape[1:])
+
+
+library.impl("combine", _combine, "CompositeExplicitAutograd")  # where no backend has a kernel
+torch.library.register_fake("flashtile::combine", _fake_combine, lib=library)

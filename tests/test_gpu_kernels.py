@@ -15,6 +15,8 @@ import pytest
 import torch
 from kernels.cases import CASES
 from kernels.compare import assert_case
+from kernels.decoding import CASES as DECODING
+from kernels.decoding import assert_decoding
 
 from flashtile.backends import triton
 from flashtile.backends.triton import plan
@@ -39,3 +41,9 @@ def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", CASES)
 def test_case(name, dtype, seed):
     assert_case(triton, name, dtype, seed, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding(name, dtype, seed):
+    assert_decoding(triton, name, dtype, seed, splits=(0, 1, 3, 9), device="cuda")

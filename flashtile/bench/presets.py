@@ -71,6 +71,30 @@ def _drawn(density: float, length: int) -> float:
     return (density - kept) / (1 - kept)
 
 
+def _decode() -> list[Case]:
+    """(batch, query heads, key heads, tokens in the cache), each contiguous and in pages."""
+    rows = (
+        (1, 32, 8, 32768),
+        (16, 32, 8, 8192),
+        (64, 32, 8, 4096),
+        (16, 32, 32, 4096),
+        (1, 32, 1, 131072),
+    )
+    dense = [
+        _case(
+            128, length, batch=batch, heads_q=heads, heads_kv=key_heads, seqlen_q=1, cached=True,
+            variant="decode",
+        )
+        for batch, heads, key_heads, length in rows
+    ]  # fmt: skip
+    paged = [
+        replace(case, page_size=size, variant=f"decode, pages of {size}")
+        for size in (16, 256)
+        for case in dense
+    ]
+    return dense + paged
+
+
 def _host() -> list[Case]:
     return [
         _case(head_dim, length, causal=True)
@@ -98,6 +122,11 @@ PRESETS = {
         "speed against density: block masks and windows over 16,384 tokens",
         _sparse(),
         replace(_settings("flashtile fa2 flex", BOTH_PASSES, 0.3), memory=False),
+    ),
+    "gpu-decode": Preset(
+        "one query token for each sequence of a cache: share of the memory's speed",
+        _decode(),
+        replace(_settings("flashtile fa2 fa3", ("forward",), 0.15), memory=False, accuracy=False),
     ),
     "gpu-host": Preset(
         "the host's time of an eager call at small shapes",

@@ -9,21 +9,23 @@ so that a query at m and a key at n meet at an angle that depends on m - n alone
 al. 2021, https://arxiv.org/abs/2104.09864, equation 34). A pair is one feature from each half of
 the rotated dimensions (GPT-NeoX style), or two neighbours if ``interleaved`` (GPT-J style).
 
-Plain PyTorch on every device, in float16, bfloat16, float32 and float64; 16-bit inputs are rotated
-in float32. Lengths and offsets that come as tensors are never read by the host.
+In float16, bfloat16, float32 and float64; 16-bit inputs are rotated in float32. The formula is
+plain PyTorch; on a GPU one kernel does the same (`rotary_kernel.py`). Lengths and offsets that come
+as tensors are never read by the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int32, torch.int64)
+from .rotary_checks import check_layout, check_positions, check_rotary_dim, check_tables
+from .rotary_kernel import KernelRotation, runs_as_kernel, turn_in_place
+
 _BEYOND_ANY_TABLE = 2**62
 
 
@@ -55,7 +57,7 @@ def apply_rotary_emb_torch(
     Returns:
         The shape of x; features beyond rotary_dim are passed through.
     """
-    _check_rotary_dim("cos", cos, x.shape[-1])
+    check_rotary_dim("cos", cos, x.shape[-1])
     rotary_dim = 2 * cos.shape[-1]
 
     def per_feature(table: Tensor) -> Tensor:
@@ -102,11 +104,11 @@ def apply_rotary_emb(
         TypeError: a wrong dtype or type.
     """
     layout = "batch, seq, heads, head_dim" if cu_seqlens is None else "total, heads, head_dim"
-    _check_layout("x", x, layout)
+    check_layout("x", x, layout)
     angles = _angles(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
-        return _rotate(x, *angles, interleaved)
-    return _in_place(x, lambda memory: _rotate_memory(memory, *angles, interleaved))
+        return _rotate(x, angles, interleaved)
+    return _in_place(x, lambda memory: _rotate_memory(memory, angles, interleaved))
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -145,8 +147,8 @@ def apply_rotary_emb_qkv_(
 
     def rotate(memory: Tensor) -> None:
         q, k = _q_and_k(memory, num_heads_q)
-        _rotate_memory(q, *angles, interleaved)
-        _rotate_memory(k, *angles_k, interleaved)
+        _rotate_memory(q, angles, interleaved)
+        _rotate_memory(k, angles_k, interleaved)
 
     return _in_place(qkv, rotate)
 
@@ -167,9 +169,9 @@ def apply_rotary_emb_kv_(
     Returns:
         kv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
     """
-    _check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
+    check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
     angles = _angles(kv[:, :, 0], cos, sin, seqlen_offsets)
-    return _in_place(kv, lambda memory: _rotate_memory(memory[:, :, 0], *angles, interleaved))
+    return _in_place(kv, lambda memory: _rotate_memory(memory[:, :, 0], angles, interleaved))
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -280,8 +282,8 @@ class RotaryEmbedding(torch.nn.Module):
         if kv is None:
             _q_and_k(qkv, num_heads_q)
         else:
-            _check_layout("qkv", qkv, "batch, seq, heads, head_dim")
-            _check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
+            check_layout("qkv", qkv, "batch, seq, heads, head_dim")
+            check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
         if max_seqlen is None:
             max_seqlen = qkv.shape[1] if kv is None else max(qkv.shape[1], kv.shape[1])
             if not isinstance(seqlen_offset, Tensor):
@@ -297,14 +299,14 @@ class RotaryEmbedding(torch.nn.Module):
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
             )
-        # Both lookups come before the first write: they reject what does not fit.
+        # Both checks come before the first write.
         angles_q = _angles(qkv, cos, sin, seqlen_offset)
         if cos_k is not None and sin_k is not None:
             cos, sin = cos_k, sin_k
         angles_k = _angles(kv[:, :, 0], cos, sin, seqlen_offset)
         return (
-            _in_place(qkv, lambda q: _rotate_memory(q, *angles_q, self.interleaved)),
-            _in_place(kv, lambda kv: _rotate_memory(kv[:, :, 0], *angles_k, self.interleaved)),
+            _in_place(qkv, lambda q: _rotate_memory(q, angles_q, self.interleaved)),
+            _in_place(kv, lambda kv: _rotate_memory(kv[:, :, 0], angles_k, self.interleaved)),
         )
 
 
@@ -326,7 +328,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
+        return _rotate_by_formula(grad, cos, -sin, ctx.interleaved), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, dcos: Tensor, dsin: Tensor, _: None) -> Tensor:
@@ -351,7 +353,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate_by_formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     # Compilers derive a lean backward from the formula and cannot trace the Function's jvp. Tables
     # that are learned need x for their gradients, which the Function does not keep.
     if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
@@ -359,9 +361,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return _Rotation.apply(x, cos, sin, interleaved)
 
 
-def _rotate_memory(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    turning = x[..., : 2 * cos.shape[-1]]
-    turning.copy_(_rotate(turning, cos, sin, interleaved))
+def _rotate(x: Tensor, angles: _Angles, interleaved: bool) -> Tensor:
+    if runs_as_kernel(x, angles.cos, angles.sin):
+        return KernelRotation.apply(x, *angles, interleaved, False)
+    return _rotate_by_formula(x, *angles.of_rows(x), interleaved)
+
+
+def _rotate_memory(x: Tensor, angles: _Angles, interleaved: bool) -> None:
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    if not recorded and runs_as_kernel(x, angles.cos, angles.sin):
+        turn_in_place(x, *angles, interleaved)
+        return
+    turning = x[..., : 2 * angles.cos.shape[-1]]
+    turning.copy_(_rotate(turning, angles, interleaved))
 
 
 def _in_place(x: Tensor, rotate: Callable[[Tensor], None]) -> Tensor:
@@ -379,6 +391,30 @@ def _in_place(x: Tensor, rotate: Callable[[Tensor], None]) -> Tensor:
     return x
 
 
+class _Angles(NamedTuple):
+    """Where each row of a tensor finds its angles; checked by `_angles`."""
+
+    cos: Tensor  # (table_len, rotary_dim / 2)
+    sin: Tensor
+    seqlen_offsets: int | Tensor
+    cu_seqlens: Tensor | None
+
+    def of_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., seq, 1, rotary_dim / 2) for x's tokens, in the dtype to compute in."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin, seqlen_offsets, cu_seqlens = self
+        if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
+            rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
+            return cos[rows].to(dtype).unsqueeze(-2), sin[rows].to(dtype).unsqueeze(-2)
+
+        positions = _positions(x, seqlen_offsets, cu_seqlens)
+        in_table = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
+        nearest = positions.clamp(0, cos.shape[0] - 1)
+        cos = torch.where(in_table, cos[nearest].to(dtype), 1.0)
+        sin = torch.where(in_table, sin[nearest].to(dtype), 0.0)
+        return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
 def _angles(
     x: Tensor,
     cos: Tensor,
@@ -387,27 +423,16 @@ def _angles(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     suffix: str = "",
-) -> tuple[Tensor, Tensor]:
-    """The table rows of x's tokens, (..., seq, 1, rotary_dim / 2), in the dtype to compute in."""
-    _check_tables(x, cos, sin, suffix)
-    seqlen = _check_positions(x, seqlen_offsets, cu_seqlens, max_seqlen)
+) -> _Angles:
+    check_tables(x, cos, sin, suffix)
+    seqlen = check_positions(x, seqlen_offsets, cu_seqlens, max_seqlen)
     first = 0 if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
     if first + seqlen > cos.shape[0]:
         raise ValueError(
             f"cos{suffix}: {cos.shape[0]} rows do not reach {seqlen} positions from {first} on; "
             f"wanted at least {first + seqlen} rows"
         )
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
-        rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
-        return cos[rows].to(dtype).unsqueeze(-2), sin[rows].to(dtype).unsqueeze(-2)
-
-    positions = _positions(x, seqlen_offsets, cu_seqlens)
-    in_table = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
-    nearest = positions.clamp(0, cos.shape[0] - 1)
-    cos = torch.where(in_table, cos[nearest].to(dtype), 1.0)
-    sin = torch.where(in_table, sin[nearest].to(dtype), 0.0)
-    return cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return _Angles(cos, sin, seqlen_offsets, cu_seqlens)
 
 
 def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -427,7 +452,7 @@ def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | Non
 def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
     """Views of q and k in qkv, (batch, seq, heads, head_dim)."""
     if qkv.dim() != 4:
-        _check_layout("qkv", qkv, "batch, seq, 3, heads, head_dim")
+        check_layout("qkv", qkv, "batch, seq, 3, heads, head_dim")
         return qkv[:, :, 0], qkv[:, :, 1]
     heads = qkv.shape[2]
     if num_heads_q is None:
@@ -437,63 +462,5 @@ def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
             f"num_heads_q: {num_heads_q} of the {heads} heads of qkv {tuple(qkv.shape)} leave "
             f"{heads - num_heads_q} for k and v; wanted an even number of at least 0"
         )
-    _check_layout("qkv", qkv, "batch, seq, heads_q + 2 * heads_k, head_dim")
+    check_layout("qkv", qkv, "batch, seq, heads_q + 2 * heads_k, head_dim")
     return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : (heads + num_heads_q) // 2]
-
-
-def _check_layout(name: str, x: Tensor, layout: str) -> None:
-    sizes = layout.split(", ")
-    fixed = [(i, int(size)) for i, size in enumerate(sizes) if size.isdigit()]
-    if x.dim() != len(sizes) or any(x.shape[i] != size for i, size in fixed):
-        raise ValueError(f"{name}: expected shape ({layout}), got {tuple(x.shape)}")
-    _check_kind(name, x, _FLOATS, x.device)
-
-
-def _check_tables(x: Tensor, cos: Tensor, sin: Tensor, suffix: str) -> None:
-    for name, table in ((f"cos{suffix}", cos), (f"sin{suffix}", sin)):
-        if table.dim() != 2 or table.shape != cos.shape:
-            wanted = "(table_len, rotary_dim / 2), the same for cos and sin"
-            raise ValueError(f"{name}: expected shape {wanted}, got {tuple(table.shape)}")
-        _check_kind(name, table, _FLOATS, x.device)
-    _check_rotary_dim(f"cos{suffix}", cos, x.shape[-1])
-
-
-def _check_rotary_dim(name: str, table: Tensor, head_dim: int) -> None:
-    if 2 * table.shape[-1] > head_dim:
-        raise ValueError(
-            f"{name}: {table.shape[-1]} columns rotate {2 * table.shape[-1]} features of a head, "
-            f"but head_dim is {head_dim}; wanted at most {head_dim // 2} columns"
-        )
-
-
-def _check_positions(
-    x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> int:
-    """The largest number of positions of a sequence."""
-    batch, seqlen = x.shape[:2]
-    if cu_seqlens is not None:
-        if max_seqlen is None:
-            raise ValueError("max_seqlen: needed with cu_seqlens, got None")
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"cu_seqlens: expected (batch + 1,), got {tuple(cu_seqlens.shape)}")
-        _check_kind("cu_seqlens", cu_seqlens, _INTEGERS, x.device)
-        batch, seqlen = cu_seqlens.shape[0] - 1, max_seqlen
-    if isinstance(seqlen_offsets, Tensor):
-        if seqlen_offsets.shape != (batch,):
-            got = tuple(seqlen_offsets.shape)
-            raise ValueError(f"seqlen_offsets: expected an int or shape ({batch},), got {got}")
-        _check_kind("seqlen_offsets", seqlen_offsets, _INTEGERS, x.device)
-    elif not isinstance(seqlen_offsets, (int, torch.SymInt)):
-        raise TypeError(f"seqlen_offsets: expected an int or a tensor, got {seqlen_offsets!r}")
-    elif seqlen_offsets < 0:
-        raise ValueError(f"seqlen_offsets: must not be negative, got {seqlen_offsets}")
-    return seqlen
-
-
-def _check_kind(
-    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: expected a dtype among {dtypes}, got {tensor.dtype}")
-    if tensor.device != device:
-        raise ValueError(f"{name}: is on {tensor.device}, but the input is on {device}")

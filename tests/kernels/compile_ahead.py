@@ -13,14 +13,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from flashtile.backends.triton.append import Rotation, append_launch
+from flashtile.backends.triton.kernel_launch import Launch
 from flashtile.backends.triton.launch import (
-    Launch,
-    append_launch,
     backward_launches,
     forward_launches,
     probabilities_launch,
 )
 from flashtile.backends.triton.plan import unsupported_reasons
+from flashtile.backends.triton.rotary import rotary_launch
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
@@ -69,10 +70,27 @@ def probabilities_launches(operands: Operands, options: Options, device: str) ->
 
 
 def append_launches() -> list[Launch]:
-    """The launches that write new tokens to a contiguous cache and to a paged one."""
+    """The launches that write new tokens to a contiguous cache and to a paged one, as they are and
+    turned by angles that queries share."""
     cache, new = torch.empty(2, 5, 16, 2, 64), torch.empty(2, 3, 4, 2, 64)
     lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
-    return [append_launch(*cache, *new, lengths, None, pages, None) for pages in (None, table)]
+    q, tables = torch.empty(3, 4, 6, 64), torch.empty(2, 40, 16)
+    return [
+        append_launch(*cache, *new, lengths, None, pages, None, rotation)
+        for pages in (None, table)
+        for rotation in (None, Rotation(q, q, *tables, lengths, None, True, False))
+    ]
+
+
+def rotary_launches() -> list[Launch]:
+    """The launches that turn a dense tensor in place, and a packed one into another."""
+    x, out, tables = torch.empty(3, 4, 6, 64), torch.empty(3, 4, 6, 64), torch.empty(2, 40, 16)
+    starts = torch.zeros(4, dtype=torch.int32)
+    packed = (x.flatten(0, 1), out.flatten(0, 1), *tables, None, 0, starts, True, True)
+    return [
+        rotary_launch(x, x, *tables, starts[1:], 0, None, False, False),
+        rotary_launch(*packed),
+    ]
 
 
 def _problem(operands: Operands, options: Options, device: str) -> AttentionProblem:

@@ -12,32 +12,16 @@ MEASURED = "the tile was measured on this device, and ones that spill nothing ar
 UNTUNED = "a tile that is as fast and spills nothing has not been looked for yet"
 
 ALLOWED = {
-    ("sm_80", "large", "bfloat16", 64, "dK and dV"): (48, UNTUNED),
-    ("sm_86", "large", "bfloat16", 64, "dK and dV"): (32, UNTUNED),
-    ("sm_86", "large", "bfloat16", 64, "dQ"): (8, UNTUNED),
-    ("sm_89", "large", "bfloat16", 64, "dK and dV"): (32, UNTUNED),
-    ("sm_89", "large", "bfloat16", 64, "dQ"): (8, UNTUNED),
     ("sm_90", "large", "bfloat16", 64, "dK and dV"): (168, MEASURED),
     ("sm_100", "large", "bfloat16", 64, "dQ"): (16, UNTUNED),
-    ("sm_120", "large", "bfloat16", 64, "dK and dV"): (104, UNTUNED),
-    ("sm_120", "small", "bfloat16", 64, "dK and dV"): (8, UNTUNED),
-    ("gfx942", "large", "bfloat16", 64, "dK and dV"): (8, UNTUNED),
     ("sm_90", "large", "bfloat16", 128, "dK and dV"): (80, UNTUNED),
     ("sm_100", "large", "bfloat16", 128, "delta"): (128, ASSEMBLER),
     ("sm_100", "large", "bfloat16", 128, "dK and dV"): (16, UNTUNED),
-    ("sm_80", "large", "bfloat16", 256, "forward"): (8, UNTUNED),
     ("sm_86", "large", "bfloat16", 256, "dQ"): (8, ASSEMBLER),
     ("sm_89", "large", "bfloat16", 256, "dQ"): (8, ASSEMBLER),
     ("sm_90", "large", "bfloat16", 256, "dK"): (24, MEASURED),
     ("sm_90", "large", "bfloat16", 256, "dQ"): (96, MEASURED),
-    ("sm_90", "small", "bfloat16", 256, "forward"): (120, UNTUNED),
-    ("sm_90", "small", "bfloat16", 256, "dK"): (560, UNTUNED),
-    ("sm_90", "small", "bfloat16", 256, "dV"): (32, UNTUNED),
-    ("sm_90", "small", "bfloat16", 256, "dQ"): (64, UNTUNED),
     ("sm_100", "large", "bfloat16", 256, "delta"): (88, ASSEMBLER),
-    ("sm_100", "small", "bfloat16", 256, "forward"): (208, UNTUNED),
-    ("sm_100", "small", "bfloat16", 256, "delta"): (88, ASSEMBLER),
-    ("sm_100", "small", "bfloat16", 256, "dV"): (16, ASSEMBLER),
     ("sm_120", "large", "bfloat16", 256, "dV"): (16, ASSEMBLER),
     ("sm_120", "large", "bfloat16", 256, "dQ"): (16, ASSEMBLER),
     ("sm_90", "large", "bfloat16", 512, "dK"): (8, ASSEMBLER),
@@ -64,4 +48,12 @@ ALLOWED = {
     ("gfx942", "large", "float32", 512, "dK"): (1636, FLOAT32),
     ("gfx942", "large", "float32", 512, "dV"): (568, FLOAT32),
     ("gfx942", "large", "float32", 512, "dQ"): (2028, FLOAT32),
+}
+
+# The same for split walks: (device, head dim, case of `decoding.py`).
+ALLOWED_IN_DECODING = {
+    ("sm_90", 128, "one query"): (16, ASSEMBLER),
+    ("sm_90", 128, "pages of 16"): (8, ASSEMBLER),
+    ("sm_90", 512, "one query"): (8, ASSEMBLER),
+    ("sm_100", 512, "pages of 16"): (8, ASSEMBLER),
 }

@@ -32,9 +32,11 @@ from .compile_ahead import (
     launches,
     probabilities_launches,
     report,
+    rotary_launches,
     specialization,
 )
-from .spills import ALLOWED
+from .decoding import make_decoding
+from .spills import ALLOWED, ALLOWED_IN_DECODING
 
 # Large calls of 16 bits come through tensor descriptors where the device has them; small ones and
 # float32 come through pointers everywhere.
@@ -90,6 +92,26 @@ def pass_of(launch: Launch) -> str:
     return names[launch.kernel.__name__]
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_decoding_kernels_fit(device: str, head_dim: int):
+    """Split walks over contiguous keys and over pages, and the joining of their parts."""
+    for name in ("one query", "pages of 16"):
+        for launch in decoding(device, head_dim, name):
+            found = report(launch, device)
+            assert found.shared <= DEVICES[device].shared, found
+            allowed, reason = ALLOWED_IN_DECODING.get(
+                (device, head_dim, name), (0, "not in the list")
+            )
+            assert found.spilled <= allowed, f"{name}: {found}, allowed {allowed} ({reason})"
+
+
+def decoding(device: str, head_dim: int, name: str) -> list[Launch]:
+    """The launches of one query for each sequence, its walk cut into four parts."""
+    operands, options = make_decoding(name, torch.bfloat16, D=head_dim, Dv=head_dim)
+    return launches(operands, options._replace(num_splits=4), device, backward=False)
+
+
 def scores() -> Call:
     """Everything that changes a score, at once: the most registers that a kernel can want."""
     g = generator(0)
@@ -122,6 +144,8 @@ OPTIONS = {
     "pages": lambda device: launches(*make_call("pages", torch.bfloat16), device, backward=False),
     "probabilities": lambda device: probabilities_launches(*scores(), device),
     "append": lambda device: append_launches(),
+    "rotary": lambda device: rotary_launches(),
+    "split walks": lambda device: decoding(device, 64, "pages, packed queries"),
 }
 
 
@@ -153,3 +177,14 @@ def test_a_new_length_compiles_nothing_new(device: str):
         for launch in launches(*dense_call(q, k, v, Arguments()), device):
             seen.add(f"{launch.kernel.__name__} {specialization(launch, device)}")
     assert len(seen) == 4  # forward, delta, dK and dV, dQ
+
+
+def test_a_longer_cache_or_more_parts_compile_nothing_new():
+    seen = set()
+    for length, splits in ((16, 1), (100, 1), (1000, 2), (4096, 2), (5000, 7), (5000, 16)):
+        q, k, v = qkv(generator(0), B=3, M=1, N=length, Hq=8, Hk=2, D=64, dtype=torch.bfloat16)
+        operands, options = dense_call(q, k, v, Arguments())
+        options = options._replace(num_splits=splits)
+        for launch in launches(operands, options, "sm_80", backward=False):
+            seen.add(f"{launch.kernel.__name__} {specialization(launch, 'sm_80')}")
+    assert len(seen) == 3  # whole walks, parts of them, joining

@@ -6,11 +6,13 @@ say that it is missing.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ... import merge
 from ...problem import AttentionProblem, Operands
 from .. import Gradients
-from .plan import describe_plan, unsupported_reasons
+from .plan import TRITON_IS_INSTALLED, describe_plan, unsupported_reasons
 
 __all__ = ["backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
 
@@ -42,3 +44,13 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     from . import launch
 
     return launch.probabilities(problem, operands, lse)
+
+
+def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    from .combine import combine
+
+    return combine(out_partial, lse_partial, dtype)
+
+
+if TRITON_IS_INSTALLED:
+    merge.library.impl("combine", _combine, "CUDA")

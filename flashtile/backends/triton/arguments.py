@@ -29,6 +29,17 @@ class Rows(NamedTuple):
     dim: int
 
 
+class Parts(NamedTuple):
+    """Head rows of every part of a split walk: strides as `Rows`, and between the parts."""
+
+    ptr: Tensor
+    part: int
+    batch: int
+    row: int
+    head: int
+    dim: int
+
+
 class Bias(NamedTuple):
     """An additive bias; broadcast dimensions have stride 0."""
 

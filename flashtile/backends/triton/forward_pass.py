@@ -3,6 +3,10 @@
 Read `backends/cpu/tiles.py` first: the same algorithm in plain PyTorch. A program keeps its tile of
 Q, walks over the tiles of K and V that some row of it sees, and keeps a running maximum, a running
 sum and an unnormalised output.
+
+Few queries against many keys would leave most of a GPU idle. There several programs share a walk
+(`IS_SPLIT`; flash-decoding), each writes what it found of its part of the keys, and `combine.py`
+joins the parts.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from .tiles import (
     rows_base,
     scores_log2,
     section_order,
+    stats_count,
     stats_start,
     tile_phases,
     tile_source,
@@ -78,6 +83,19 @@ def attend_keys(
     return acc, new_max, row_sum
 
 
+@triton.jit
+def share_of_walk(full_count, masked_count):
+    """The steps of this program, [start, stop) of the full tiles and of the masked ones: one part
+    of the walk over both, cut evenly among the programs of the grid's second axis."""
+    steps = full_count + masked_count
+    part = tl.cdiv(steps, tl.num_programs(1))
+    start = tl.minimum(tl.program_id(1) * part, steps)
+    stop = tl.minimum(start + part, steps)
+    full_start = tl.minimum(start, full_count)
+    full_stop = tl.minimum(stop, full_count)
+    return full_start, full_stop, start - full_start, stop - full_stop
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
     q, k, v, out, lse_ptr, sink_ptr, at, score_data, bias, block_data, lists, rng_ptr,
@@ -85,7 +103,10 @@ def forward_kernel(
     drop_threshold, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries; see `arguments.py` for what each argument
-    holds."""
+    holds.
+
+    IS_SPLIT: of its part of the keys; `out` (float32) and `lse_ptr` then have one slice a part.
+    """
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)
@@ -133,6 +154,8 @@ def forward_kernel(
         row_max = tl.load(sink_ptr + h).to(tl.float32) * LOG2E + tl.zeros([BLOCK_M, 1], tl.float32)
         row_max = tl.reshape(row_max, [BLOCK_M])
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+        if cfg.IS_SPLIT:  # the first part has it; in the others it weighs nothing
+            row_max = tl.where(tl.program_id(1) == 0, row_max, -float("inf"))
     else:
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -165,7 +188,10 @@ def forward_kernel(
         )
         full_count = full_end - full_begin
         masked_count = end - begin - full_count
-    for i in range(0, full_count):
+    full_start, masked_start = 0, 0
+    if cfg.IS_SPLIT:
+        full_start, full_count, masked_start, masked_count = share_of_walk(full_count, masked_count)
+    for i in range(full_start, full_count):
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + i) * BLOCK_N
         else:
@@ -175,7 +201,7 @@ def forward_kernel(
             start, stop, b, h, h_mask, shift, lengths, score, blocks, drop_threshold, drop_key,
             False, cfg,
         )  # fmt: skip
-    for i in range(0, masked_count):
+    for i in range(masked_start, masked_count):
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
         else:
@@ -193,9 +219,13 @@ def forward_kernel(
     safe_sum = tl.where(seen, row_sum, 1.0)
     lse = tl.where(seen, (row_max + tl.math.log2(safe_sum)) * LN2, -float("inf"))
     lse_place = stats_start(lengths, b, h, heads) + start_q + rows
+    if cfg.IS_SPLIT:
+        lse_place += tl.program_id(1) * stats_count(lengths, heads)
     tl.store(lse_ptr + lse_place, lse, mask=rows < written)
     acc = acc * tl.where(seen, score.data.drop_scale / safe_sum, 0.0)
     out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
+    if cfg.IS_SPLIT:
+        out_base += tl.program_id(1) * stats_count(lengths, heads) * cfg.DV
     out_place = rows.to(tl.int64) * out.row + h.to(tl.int64) * out.head
     dims_v = tl.arange(0, BLOCK_DV)[None, :]
     inside = (rows < written) & (dims_v < cfg.DV)

@@ -1,23 +1,19 @@
 """Runs a problem on the GPU: allocates the outputs and launches the planned kernels.
 
-Each `*_launch` function describes one kernel launch without making it, so that the same code also
-compiles ahead of time for a device that is not there.
+Each `*_launch` function describes one kernel launch without making it: see `kernel_launch.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import copy_context
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ...problem import AttentionProblem, Operands, lse_shape
 from .. import Gradients
 from . import repeat
-from .append import append_kernel
 from .arguments import (
     NO_LISTS,
     NUMBERS,
@@ -31,40 +27,15 @@ from .arguments import (
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bias_gradient import bias_gradient_kernel
 from .block_lists import list_tiles_kernel
+from .combine import combine_launch
 from .forward_pass import forward_kernel
+from .kernel_launch import Launch, run, with_scratch
 from .plan import KernelPlan, plan
 from .score_matrix import probabilities_kernel
+from .splits import splits_of
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
-
-
-class Launch(NamedTuple):
-    """One kernel launch."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    warps: int
-    stages: int
-
-    @property
-    def needs_scratch(self) -> bool:
-        """Whether the kernel builds tensor descriptors, for which Triton asks for memory."""
-        config = self.arguments.get("cfg")
-        return config is not None and config.HAS_DESCRIPTORS
-
-    def run(self) -> Any:
-        """Launch on the current device, unless there is nothing to do; the compiled kernel."""
-        if 0 in self.grid:
-            return None
-        if self.needs_scratch:
-            return _with_scratch(self._run)
-        return self._run()
-
-    def _run(self) -> Any:
-        kernel = self.kernel[self.grid]
-        return kernel(**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -77,13 +48,13 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         lse = torch.empty((problem.B, problem.Hq, problem.M), dtype=torch.float32, device=q.device)
         tensors = (rows_of(q), rows_of(operands.k), rows_of(operands.v), rows_of(out))
         if known.needs_scratch:
-            _with_scratch(repeat.run, known, tensors, lse)
+            with_scratch(repeat.run, known, tensors, lse)
         else:
             repeat.run(known, tensors, lse)
         return out, lse
     out, lse, launches = forward_launches(problem, operands)
     compiled = run(launches, q)
-    if key is not None and compiled is not None:
+    if key is not None and compiled is not None and len(launches) == 1:
         launch = launches[-1]
         names = launch.kernel.arg_names
         rest = tuple(launch.arguments[name] for name in names[5:])
@@ -119,64 +90,17 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     return probs
 
 
-def append_to_cache(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    cu_seqlens_k_new: Tensor | None,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-) -> None:
-    """Write `k` and `v` behind the `lengths` tokens of each sequence; what does not fit is dropped.
-
-    Shapes as `kvcache.py` has them; nothing is read on the host.
-    """
-    launch = append_launch(
-        k_cache, v_cache, k, v, lengths, cu_seqlens_k_new, page_table, cache_batch_idx
-    )
-    run([launch], k_cache)
-
-
-def run(launches: list[Launch], x: Tensor) -> Any:
-    """Launch on the device of `x`; the last compiled kernel."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return [launch.run() for launch in launches][-1]
-    return [launch.run() for launch in launches][-1]
-
-
-def _with_scratch(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call with an allocator set, in a context of its own, so that one that the user has set stays
-    set."""
-    return copy_context().run(_call_with_scratch, function, *arguments)
-
-
-def _call_with_scratch(function: Callable[..., Any], *arguments: Any) -> Any:
-    triton.set_allocator(_scratch)
-    return function(*arguments)
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory for tensor descriptors; PyTorch's allocator reuses it in stream order."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
 def forward_launches(
     problem: AttentionProblem, operands: Operands
 ) -> tuple[Tensor, Tensor, list[Launch]]:
     """Outputs and the launches that fill them."""
     q, k, v = operands.q, operands.k, operands.v
-    kernel_plan = plan(problem, is_aligned(k, v)).forward
+    planned = plan(problem, is_aligned(k, v))
+    splits = splits_of(problem, planned.split.config, processors(q.device))
+    kernel_plan = planned.split if splits > 1 else planned.forward
     config = kernel_plan.config
-    shape = (*q.shape[:-1], v.shape[-1])
-    if problem.layout == "dense":
-        out = q.new_empty(shape)
-        lse = torch.empty(lse_shape(operands), dtype=torch.float32, device=q.device)
-    else:  # rows that belong to no sequence are written by no program
-        out = q.new_zeros(shape)
-        lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
+    out, lse = _outputs(problem, operands, splits)
+    found = (out, lse) if splits == 1 else _parts(problem, operands, splits)
     common = common_of(problem, operands)
     launches = []
     lists = NO_LISTS
@@ -190,17 +114,49 @@ def forward_launches(
         "q": rows_of(q),
         "k": rows_of(k),
         "v": rows_of(v),
-        "out": rows_of(out),
-        "lse_ptr": lse,
+        "out": rows_of(found[0] if splits == 1 else found[0][0]),
+        "lse_ptr": found[1],
         "sink_ptr": operands.sink,
         "lists": lists,
         "cfg": config,
         **common,
     }
-    launches.append(
-        Launch(forward_kernel, (programs,), arguments, kernel_plan.warps, kernel_plan.stages)
-    )
+    grid = (programs,) if splits == 1 else (programs, splits)
+    launches.append(Launch(forward_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages))
+    if splits > 1:
+        launches.append(combine_launch(*found, out, lse))
     return out, lse, launches
+
+
+def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) to write to; joining parts writes every row, else rows that belong to no sequence
+    are written by no program."""
+    q = operands.q
+    shape = (*q.shape[:-1], problem.Dv)
+    if problem.layout == "dense" or splits > 1:
+        out = q.new_empty(shape)
+        return out, torch.empty(lse_shape(operands), dtype=torch.float32, device=q.device)
+    lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
+    return q.new_zeros(shape), lse
+
+
+def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> tuple[Tensor, Tensor]:
+    """What each program of a split walk writes to, in float32; a row that none writes weighs
+    nothing."""
+    q = operands.q
+    shape = (splits, *lse_shape(operands))
+    out = torch.empty((splits, *q.shape[:-1], problem.Dv), dtype=torch.float32, device=q.device)
+    if problem.layout == "dense":
+        return out, torch.empty(shape, dtype=torch.float32, device=q.device)
+    return out, torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
+
+
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type == "cpu":  # interpreting, or compiling for a device that is not here
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def backward_launches(
@@ -360,43 +316,6 @@ def probabilities_launch(
     m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
     grid = (problem.B * problem.Hq, m_tiles, n_tiles)
     return Launch(probabilities_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
-
-
-def append_launch(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    cu_seqlens: Tensor | None,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-) -> Launch:
-    """One program a new token."""
-    page_size = 0 if page_table is None else k_cache.shape[1]
-    columns = 0 if page_table is None else page_table.shape[1]
-    tokens = k.shape[0] if cu_seqlens is not None else k.shape[0] * k.shape[1]
-    arguments = {
-        "k_cache": rows_of(k_cache),
-        "v_cache": rows_of(v_cache),
-        "k": rows_of(k),
-        "v": rows_of(v),
-        "lengths_ptr": lengths,
-        "cu_seqlens": cu_seqlens,
-        "page_table": None if page_table is None else page_table.contiguous(),
-        "cache_batch_idx": cache_batch_idx,
-        "B": lengths.shape[0],
-        "seq": 1 if cu_seqlens is not None else k.shape[1],
-        "rows": k_cache.shape[0],
-        "capacity": columns * page_size if page_table is not None else k_cache.shape[1],
-        "page_columns": columns,
-        "HEADS": k.shape[-2],
-        "D": k.shape[-1],
-        "DV": v.shape[-1],
-        "PAGE_SIZE": page_size,
-        "BLOCK": 512,
-    }
-    return Launch(append_kernel, (tokens,), arguments, 4, 1)
 
 
 def _backward_of_cache(

@@ -99,6 +99,42 @@ BLOCK_MASK_FORWARD: dict[str, dict[int, Tile]] = {
     "sm_90": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2)},
 }
 
+# Up to 16 rows of queries, as in decoding: time goes into reading keys and values, so two programs
+# share a multiprocessor and each has tiles under way. Where tiles are not multiplied by warpgroups
+# of 64 rows, up to 32.
+FEW_ROWS_FORWARD: dict[str, dict[int, Tile]] = {
+    "sm_80": {
+        64: Tile(16, 128, 4, 2),
+        128: Tile(16, 64, 4, 2),
+        256: Tile(16, 32, 4, 2),
+        512: Tile(16, 16, 4, 2),
+    },
+    "sm_86": {
+        64: Tile(16, 64, 4, 2),
+        128: Tile(16, 32, 4, 2),
+        256: Tile(16, 16, 4, 2),
+        512: Tile(16, 16, 4, 1),
+    },
+    "sm_90": {
+        64: Tile(16, 64, 4, 4),
+        128: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+        512: Tile(16, 16, 4, 3),
+    },
+    "sm_100": {
+        64: Tile(16, 64, 4, 4),
+        128: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+        512: Tile(16, 16, 4, 3),
+    },
+    "gfx": {
+        64: Tile(16, 64, 4, 1),
+        128: Tile(16, 64, 4, 1),
+        256: Tile(16, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+    },
+}
+
 # float32 multiplies without tensor cores, everywhere alike.
 SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)),
@@ -151,6 +187,7 @@ class KernelConfig:
     MASK_COVER_N: int
     SECTION: int
     HAS_DESCRIPTORS: bool  # tiles come through Hopper's copy engine
+    IS_SPLIT: bool  # several programs share the walk over the keys
 
 
 class KernelPlan(NamedTuple):
@@ -166,6 +203,7 @@ class Plan(NamedTuple):
     probabilities."""
 
     forward: KernelPlan
+    split: KernelPlan  # the forward where several programs share a walk over keys
     keys: KernelPlan
     queries: KernelPlan
     values: KernelPlan | None  # None: `keys` makes dV as well
@@ -234,8 +272,12 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
             BLOCK_M=min(forward.BLOCK_M, 64), BLOCK_N=min(forward.BLOCK_N, 64)
         )
     scores = Tile(min(queries.BLOCK_M, 64), min(queries.BLOCK_N, 64), queries.warps, 1)
+    forward = _for_few_rows(forward, rows, problem)
+    if problem.page_size > 0:  # half of the stages are for the page numbers that loads wait for
+        forward = forward._replace(stages=2 * forward.stages - 1)
     return Plan(
-        forward=_kernel_plan(problem, _for_few_rows(forward, rows), packed, described),
+        forward=_kernel_plan(problem, forward, packed, described),
+        split=_kernel_plan(problem, forward, packed, False, is_split=True),
         keys=_kernel_plan(problem, keys, False, described),
         queries=_kernel_plan(problem, queries, False, described),
         values=_kernel_plan(problem, values[0], False, described) if values else None,
@@ -350,7 +392,7 @@ def describe_plan(problem: AttentionProblem) -> str:
 
 
 def _kernel_plan(
-    problem: AttentionProblem, tile: Tile, packed: bool, described: bool
+    problem: AttentionProblem, tile: Tile, packed: bool, described: bool, is_split: bool = False
 ) -> KernelPlan:
     options = problem.options
     mask_m, mask_n = problem.block_tile or (0, 0)
@@ -378,15 +420,24 @@ def _kernel_plan(
         MASK_COVER_N=_cover(BLOCK_N, mask_n),
         SECTION=SECTION,
         HAS_DESCRIPTORS=described,
+        IS_SPLIT=is_split,
     )
     return KernelPlan(config, tile.warps, tile.stages)
 
 
-def _for_few_rows(tile: Tile, rows: int) -> Tile:
+def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem) -> Tile:
     """A lower tile where the usual one would be mostly padding."""
+    name, head_dim = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
+    if problem.dtype != torch.float32 and problem.block_tile is None:
+        few = FEW_ROWS_FORWARD[name][head_dim]
+        if rows <= few.BLOCK_M:
+            return few
+        if rows <= 32 and name != "sm_90" and head_dim <= 256:
+            return few._replace(BLOCK_M=32)
     for height in (16, 64):
         if rows <= height < tile.BLOCK_M:
-            return tile._replace(BLOCK_M=height, warps=4)
+            warps = tile.warps if height * head_dim > 64 * 128 else 4
+            return tile._replace(BLOCK_M=height, warps=warps)
     return tile
 
 

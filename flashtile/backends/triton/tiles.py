@@ -99,6 +99,16 @@ def stats_start(lengths, b, h, heads):
     return start
 
 
+@triton.jit
+def stats_count(lengths, heads):
+    """Rows of all heads, as many numbers as a log-sum-exp has; 64-bit."""
+    if lengths.at.cu_seqlens_q is None:
+        rows = tl.cast(lengths.B, tl.int64) * lengths.M
+    else:
+        rows = tl.cast(lengths.total_q, tl.int64)
+    return rows * heads
+
+
 # Which keys a row sees
 
 
@@ -391,20 +401,40 @@ def load_tile(
 
 @triton.jit
 def load_paged_rows(
-    x, base, pages, start, n0, count, lengths, PAGE: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    x, base, pages, start, n0, count, lengths, MASKED: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
-    past the ends."""
-    offs = n0 + tl.arange(0, BLOCK)
-    dims = tl.arange(0, BLOCK_DIM)[None, :]
-    token = start + offs
-    page = tl.load(pages + token // PAGE, mask=offs < count, other=0)
-    page = tl.minimum(tl.maximum(page, 0), lengths.total_k - 1).to(tl.int64)
-    place = page * x.batch + (token % PAGE).to(tl.int64) * x.row
-    inside = (offs < count)[:, None] & (dims < DIM)
-    return tl.load(base + place[:, None] + dims * x.dim, mask=inside, other=0.0)
+    past `count` (if MASKED) and past DIM."""
+    if PAGE % BLOCK == 0 and lengths.at.leftpad_k is None:  # the tile lies in one page
+        page = page_number(tl.load(pages + n0 // PAGE), lengths)
+        page_base = base + page * x.batch
+        left = count - n0 + n0 % PAGE
+        tile = load_rows(x, page_base, n0 % PAGE, left, MASKED, DIM, BLOCK, BLOCK_DIM)
+    else:
+        offs = n0 + tl.arange(0, BLOCK)
+        dims = tl.arange(0, BLOCK_DIM)[None, :]
+        token = start + offs
+        if MASKED:
+            page = tl.load(pages + token // PAGE, mask=offs < count, other=0)
+        else:
+            page = tl.load(pages + token // PAGE)
+        place = page_number(page, lengths) * x.batch + (token % PAGE).to(tl.int64) * x.row
+        pointers = base + place[:, None] + dims * x.dim
+        if MASKED:
+            inside = (offs < count)[:, None] & (dims < DIM)
+            tile = tl.load(pointers, mask=inside, other=0.0)
+        elif DIM == BLOCK_DIM:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=dims < DIM, other=0.0)
+    return tile
+
+
+@triton.jit
+def page_number(page, lengths):
+    """A page of the table, kept inside the cache; 64-bit."""
+    return tl.minimum(tl.maximum(page, 0), lengths.total_k - 1).to(tl.int64)
 
 
 @triton.jit
@@ -416,8 +446,9 @@ def load_keys(
     """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
     if cfg.PAGE_SIZE > 0:
         tile = load_paged_rows(
-            x, source, pages, start, n0, count, lengths, cfg.PAGE_SIZE, DIM, BLOCK, BLOCK_DIM
-        )
+            x, source, pages, start, n0, count, lengths, MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
+            BLOCK_DIM,
+        )  # fmt: skip
     else:
         tile = load_tile(source, x, n0, count, cfg, MASKED, DIM, BLOCK, BLOCK_DIM)
     return tile

@@ -1,0 +1,64 @@
+"""One kernel launch, described before it is made, so that the same code also compiles ahead of time
+for a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+
+class Launch(NamedTuple):
+    """One kernel launch."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int
+    stages: int
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether the kernel builds tensor descriptors, for which Triton asks for memory."""
+        config = self.arguments.get("cfg")
+        return getattr(config, "HAS_DESCRIPTORS", False)
+
+    def run(self) -> Any:
+        """Launch on the current device, unless there is nothing to do; the compiled kernel."""
+        if 0 in self.grid:
+            return None
+        if self.needs_scratch:
+            return with_scratch(self._run)
+        return self._run()
+
+    def _run(self) -> Any:
+        kernel = self.kernel[self.grid]
+        return kernel(**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def run(launches: list[Launch], x: Tensor) -> Any:
+    """Launch on the device of `x`; the last compiled kernel."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return [launch.run() for launch in launches][-1]
+    return [launch.run() for launch in launches][-1]
+
+
+def with_scratch(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call with an allocator set, in a context of its own, so that one that the user has set stays
+    set."""
+    return copy_context().run(_call_with_scratch, function, *arguments)
+
+
+def _call_with_scratch(function: Callable[..., Any], *arguments: Any) -> Any:
+    triton.set_allocator(_scratch)
+    return function(*arguments)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for tensor descriptors; PyTorch's allocator reuses it in stream order."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

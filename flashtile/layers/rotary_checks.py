@@ -1,0 +1,67 @@
+"""What may be rotated: shapes, dtypes and devices, before anything is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def check_layout(name: str, x: Tensor, layout: str) -> None:
+    sizes = layout.split(", ")
+    fixed = [(i, int(size)) for i, size in enumerate(sizes) if size.isdigit()]
+    if x.dim() != len(sizes) or any(x.shape[i] != size for i, size in fixed):
+        raise ValueError(f"{name}: expected shape ({layout}), got {tuple(x.shape)}")
+    _check_kind(name, x, _FLOATS, x.device)
+
+
+def check_tables(x: Tensor, cos: Tensor, sin: Tensor, suffix: str) -> None:
+    for name, table in ((f"cos{suffix}", cos), (f"sin{suffix}", sin)):
+        if table.dim() != 2 or table.shape != cos.shape:
+            wanted = "(table_len, rotary_dim / 2), the same for cos and sin"
+            raise ValueError(f"{name}: expected shape {wanted}, got {tuple(table.shape)}")
+        _check_kind(name, table, _FLOATS, x.device)
+    check_rotary_dim(f"cos{suffix}", cos, x.shape[-1])
+
+
+def check_rotary_dim(name: str, table: Tensor, head_dim: int) -> None:
+    if 2 * table.shape[-1] > head_dim:
+        raise ValueError(
+            f"{name}: {table.shape[-1]} columns rotate {2 * table.shape[-1]} features of a head, "
+            f"but head_dim is {head_dim}; wanted at most {head_dim // 2} columns"
+        )
+
+
+def check_positions(
+    x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> int:
+    """The largest number of positions of a sequence."""
+    batch, seqlen = x.shape[:2]
+    if cu_seqlens is not None:
+        if max_seqlen is None:
+            raise ValueError("max_seqlen: needed with cu_seqlens, got None")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"cu_seqlens: expected (batch + 1,), got {tuple(cu_seqlens.shape)}")
+        _check_kind("cu_seqlens", cu_seqlens, _INTEGERS, x.device)
+        batch, seqlen = cu_seqlens.shape[0] - 1, max_seqlen
+    if isinstance(seqlen_offsets, Tensor):
+        if seqlen_offsets.shape != (batch,):
+            got = tuple(seqlen_offsets.shape)
+            raise ValueError(f"seqlen_offsets: expected an int or shape ({batch},), got {got}")
+        _check_kind("seqlen_offsets", seqlen_offsets, _INTEGERS, x.device)
+    elif not isinstance(seqlen_offsets, (int, torch.SymInt)):
+        raise TypeError(f"seqlen_offsets: expected an int or a tensor, got {seqlen_offsets!r}")
+    elif seqlen_offsets < 0:
+        raise ValueError(f"seqlen_offsets: must not be negative, got {seqlen_offsets}")
+    return seqlen
+
+
+def _check_kind(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected a dtype among {dtypes}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: is on {tensor.device}, but the input is on {device}")

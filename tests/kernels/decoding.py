@@ -1,0 +1,153 @@
+"""Calls of few queries against long caches, one for each option and layout, described as operands.
+
+Lengths of the four sequences: none, one, the edge of a page, and an odd one. What lies behind a
+length is NaN, which must not be read into a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import cpu
+from flashtile.call import Arguments, dense_call, packed_call
+from flashtile.call import Packed as PackedLayout
+from flashtile.masks import BlockMask
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import (
+    alibi_slopes,
+    assert_close,
+    cu_seqlens,
+    generator,
+    normal,
+    paged,
+)
+
+from .compare import converted
+
+LENGTHS = (0, 1, 128, 177)
+CAPACITY = 256
+B = len(LENGTHS)
+QUERIES = (1, 2, 0, 3)  # of each sequence where they are packed
+
+# Sizes and layouts that are not options of a call.
+PLAIN: dict[str, Any] = {
+    "M": 1, "Hq": 4, "Hk": 2, "D": 16, "Dv": 16, "page_size": 0, "leftpad": False, "rows": False,
+    "packed": False, "block_mask": False, "sink": False, "alibi": False, "bias": False,
+}  # fmt: skip
+
+CASES: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "few queries, causal": {"M": 3, "causal": True},
+    "more queries than keys, causal": {"M": 5, "causal": True},
+    "queries of many tiles": {"M": 70, "Hq": 1, "Hk": 1, "causal": True},
+    "heads alone": {"Hq": 2},
+    "one key head": {"Hq": 8, "Hk": 1, "M": 2, "causal": True},
+    "another value head dim": {"D": 24, "Dv": 20},
+    "window": {"M": 3, "causal": True, "window_size": (100, 0)},
+    "window to both sides": {"M": 3, "window_size": (9, 2)},
+    "chunk": {"M": 3, "causal": True, "attention_chunk": 96},
+    "softcap": {"softcap": 2.0},
+    "negative scale": {"softmax_scale": -0.3},
+    "alibi": {"M": 2, "alibi": True, "causal": True},
+    "bias": {"bias": True},
+    "sink": {"sink": True, "M": 5, "causal": True},
+    "block mask": {"M": 40, "Hq": 1, "Hk": 1, "block_mask": True},
+    "left pads": {"leftpad": True, "M": 2, "causal": True},
+    "cache rows": {"rows": True},
+    "packed queries": {"packed": True, "causal": True},
+    "pages of one token": {"page_size": 1},
+    "pages of 2": {"page_size": 2, "M": 2, "causal": True},
+    "pages of 16": {"page_size": 16},
+    "pages of 128": {"page_size": 128},
+    "pages of 256, left pads": {"page_size": 256, "leftpad": True},
+    "pages under a window": {"page_size": 16, "window_size": (50, 0), "M": 2},
+    "pages, packed queries": {"page_size": 16, "packed": True, "causal": True, "sink": True},
+}
+
+
+def make_decoding(
+    name: str, dtype: torch.dtype, seed: int = 0, **changes: Any
+) -> tuple[Operands, Options]:
+    """The operands and options of a case, as `attention_with_kvcache` describes them."""
+    g = generator(seed)
+    case = PLAIN | CASES[name] | changes
+    sizes = {key: case.pop(key) for key in PLAIN}
+    M, Hq, Hk = sizes["M"], sizes["Hq"], sizes["Hk"]
+    rows = B + 2 if sizes["rows"] else B
+    k = normal(g, rows, CAPACITY, Hk, sizes["D"], dtype=dtype)
+    v = normal(g, rows, CAPACITY, Hk, sizes["Dv"], dtype=dtype)
+    used = torch.tensor(LENGTHS, dtype=torch.int32)
+    where: dict[str, torch.Tensor] = {"seqused_k": used}
+    if sizes["rows"]:
+        where["cache_batch_idx"] = torch.tensor([5, 0, 3, 3], dtype=torch.int32)
+    else:
+        for b, length in enumerate(LENGTHS):
+            k[b, length:], v[b, length:] = torch.nan, torch.nan
+    if sizes["leftpad"]:
+        where["leftpad_k"] = torch.tensor([0, 1, 5, 130], dtype=torch.int32)
+    arguments = Arguments(
+        **case,
+        sink=normal(g, Hq) if sizes["sink"] else None,
+        alibi_slopes=alibi_slopes(g, Hq) if sizes["alibi"] else None,
+        bias=normal(g, B, 1, M, CAPACITY, dtype=dtype) if sizes["bias"] else None,
+        block_mask=_some_tiles(g, M) if sizes["block_mask"] else None,
+    )
+    if sizes["packed"]:
+        q = normal(g, sum(QUERIES) + 2, Hq, sizes["D"], dtype=dtype)
+        starts = cu_seqlens(list(QUERIES))
+        layout = PackedLayout(starts, starts, max(QUERIES), CAPACITY)
+        operands, options = packed_call(q, k[0], v[0], layout, arguments)
+        operands = operands._replace(cu_seqlens_k=None)
+    else:
+        q = normal(g, B, M, Hq, sizes["D"], dtype=dtype)
+        operands, options = dense_call(q, k[:B], v[:B], arguments)
+    if sizes["page_size"]:
+        state = g.get_state()
+        k, where["page_table"] = paged(g, k, sizes["page_size"])
+        g.set_state(state)
+        v, _ = paged(g, v, sizes["page_size"])
+    return operands._replace(k=k, v=v, **where), options
+
+
+def _some_tiles(g: torch.Generator, M: int) -> BlockMask:
+    """Empty, full and partial tiles."""
+    mask = torch.rand(1, 1, M, CAPACITY, generator=g) < 0.5
+    mask[..., :128] = True
+    mask[..., 128:192] = False
+    return BlockMask.from_dense(mask, (32, 64))
+
+
+def assert_decoding(
+    backend: Any,
+    name: str,
+    dtype: torch.dtype,
+    seed: int,
+    splits: tuple[int, ...],
+    device: str = "cpu",
+) -> None:
+    """Compare the outputs of a case, its walks cut into each number of parts, with the CPU
+    backend's in float64."""
+    operands, options = make_decoding(name, dtype, seed)
+    exact = converted(operands, torch.float64)
+    truth = cpu.forward(AttentionProblem.of(exact, options), exact)
+    there = Operands(*(None if x is None else x.to(device) for x in operands))
+    for count in splits:
+        problem = AttentionProblem.of(there, options._replace(num_splits=count))
+        got = backend.forward(problem, there)
+        for i, field in enumerate(("out", "lse")):
+            plain = (results[i] for results in plain_results(operands, options))
+            label = f"{field} of {count} parts"
+            assert_close(label, got[i].cpu(), truth[i], plain, dtype=dtype, seed=seed)
+
+
+def plain_results(operands: Operands, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the CPU makes in the operands' own precision; then with other orders of the sums."""
+    problem = AttentionProblem.of(operands, options)
+    yield cpu.forward(problem, operands)
+    for turn in range(1, 8):
+        q, k = (x.roll(turn, -1) for x in (operands.q, operands.k))
+        yield cpu.forward(problem, operands._replace(q=q, k=k))

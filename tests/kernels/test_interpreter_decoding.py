@@ -1,0 +1,218 @@
+"""Decoding in Triton's interpreter: walks over keys cut into parts, their joining, appending with
+rotary embedding, and rotary embedding by itself, against the CPU's results.
+
+Runs in a process of its own, for Triton decides at import whether it interprets:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_decoding.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile.kvcache  # noqa: F401  (defines the ops)
+from flashtile.layers import rotary as formula
+from flashtile.layers import rotary_kernel
+from flashtile.merge import flash_attn_combine
+from flashtile.problem import AttentionProblem
+from flashtile.testing import assert_close, cu_seqlens, generator, normal, rotary_tables
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends import triton as backend
+from flashtile.backends.triton.append import rotate_and_append
+from flashtile.backends.triton.combine import combine
+from flashtile.backends.triton.rotary import rotate
+from flashtile.backends.triton.splits import fastest_splits
+
+from .decoding import CASES, assert_decoding, make_decoding
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+DTYPES = (torch.float32, torch.float16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+@each_dtype
+@pytest.mark.parametrize("name", CASES)
+def test_decoding(name: str, dtype: torch.dtype, seed: int):
+    """One part, and parts of up to two tiles with an empty one behind them."""
+    parts = 4 if dtype == torch.float32 else 3
+    assert_decoding(backend, name, dtype, seed, splits=(1, parts))
+
+
+def test_decoding_by_default(seed: int):
+    """As many parts as the plan takes by itself."""
+    assert_decoding(backend, "few queries, causal", torch.float32, seed, splits=(0,))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["one query", "pages of 16", "few queries, causal"])
+def test_a_number_of_splits_leaves_the_batch_out(name: str, splits: int, seed: int):
+    """A sequence has the same bits alone and among others."""
+    operands, options = make_decoding(name, torch.float16, seed)
+    options = options._replace(num_splits=splits)
+    whole = backend.forward(AttentionProblem.of(operands, options), operands)
+    assert operands.seqused_k is not None
+    for b in range(operands.q.shape[0]):
+        one = slice(b, b + 1)
+        alone = operands._replace(q=operands.q[one], seqused_k=operands.seqused_k[one])
+        if operands.page_table is None:
+            alone = alone._replace(k=operands.k[one], v=operands.v[one])
+        else:
+            alone = alone._replace(page_table=operands.page_table[one])
+        got = backend.forward(AttentionProblem.of(alone, options), alone)
+        assert all(torch.equal(x[0], y[b]) for x, y in zip(got, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("programs", "steps", "wanted"),
+    [(8, 512, 32), (256, 64, 1), (528, 64, 1), (128, 128, 2), (1, 3, 1), (8, 0, 1)],
+)
+def test_the_number_of_splits_fills_the_gpu(programs: int, steps: int, wanted: int):
+    """Programs of a call, steps of each, and the parts that 264 places side by side want."""
+    assert fastest_splits(programs, steps, 264) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 2, 3, 4, 20), (1, 7, 2, 64), (40, 2, 1, 16)], ids=str)
+def test_combine(shape: tuple[int, ...], dtype: torch.dtype, seed: int):
+    """Parts that saw nothing hold NaN; one row is seen by none."""
+    g = generator(seed)
+    parts, lse = normal(g, *shape, dtype=dtype), 4 * normal(g, *shape[:-1])
+    unseen = torch.rand(lse.shape, generator=g) < 0.3
+    unseen[:, 0, ..., 0] = True
+    lse[unseen], parts[unseen] = -torch.inf, torch.nan
+    got = combine(parts, lse, dtype)
+    truth = flash_attn_combine(parts.double(), lse.double())
+    for i, name in enumerate(("out", "lse")):
+        # Other orders of the parts are other orders of the sum.
+        orders = ((parts.roll(n, 0), lse.roll(n, 0)) for n in range(8))
+        plain = (flash_attn_combine(*order)[i] for order in orders)
+        assert_close(name, got[i], truth[i], plain, seed=seed)
+
+
+# Rotary embedding
+
+
+def rotary_inputs(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x (3, 5, 3, 24), and tables of 12 positions that turn 16 of 24 features."""
+    x = normal(generator(seed), 3, 5, 3, 24, dtype=dtype)
+    return x, *rotary_tables(12, 16, dtype)
+
+
+@pytest.fixture
+def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls take the kernel, which here is interpreted on the CPU."""
+    library = torch.library.Library("flashtile", "IMPL")
+    library.impl("rotate_tokens", lambda x, out, *rest: rotate(x, out, *rest), "CPU")
+    monkeypatch.setattr(formula, "runs_as_kernel", lambda *args: True)
+    yield
+    library._destroy()
+
+
+OFFSETS = {
+    "from 0": {},
+    "from 4": {"seqlen_offsets": 4},
+    "beyond the table": {"seqlen_offsets": torch.tensor([-2, 9, 3])},
+    "packed": {"cu_seqlens": cu_seqlens([4, 0, 3]), "max_seqlen": 5},
+    "packed, offsets": {
+        "cu_seqlens": cu_seqlens([4, 0, 3]),
+        "max_seqlen": 5,
+        "seqlen_offsets": torch.tensor([1, 0, 10]),
+    },
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_rotary(offsets: str, interleaved: bool, dtype: torch.dtype, by_kernel: Any, seed: int):
+    """Forward, backward and in place, with features that are passed through."""
+    x, cos, sin = rotary_inputs(seed, dtype)
+    if "packed" in offsets:
+        x = x.flatten(0, 1)
+    how = {"interleaved": interleaved, **OFFSETS[offsets]}
+    grad = normal(generator(seed + 1), *x.shape, dtype=dtype)
+
+    def run(call: Any, x: Tensor, *tables: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        out = call(x, *tables, **how)
+        return [out.detach(), *torch.autograd.grad(out, x, grad.to(x.dtype))]
+
+    got = run(formula.apply_rotary_emb, x, cos, sin)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formula, "runs_as_kernel", lambda *args: False)
+        truth = run(formula.apply_rotary_emb, x.double(), cos.double(), sin.double())
+        plain = run(formula.apply_rotary_emb, x, cos, sin)
+    for name, *results in zip(("out", "dx"), got, truth, plain, strict=True):
+        assert_close(name, *results, seed=seed)
+    inside = x.clone()
+    assert formula.apply_rotary_emb(inside, cos, sin, inplace=True, **how) is inside
+    assert torch.equal(inside, got[0])
+    with torch.no_grad():
+        saved = torch.ones(x.shape, dtype=dtype, requires_grad=True)
+        with torch.enable_grad():
+            product = saved * inside
+        formula.apply_rotary_emb(inside, cos, sin, inplace=True, **how)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_rotary_of_a_packed_qkv_leaves_v(by_kernel: Any, seed: int):
+    qkv = normal(generator(seed), 2, 5, 3, 4, 16)
+    cos, sin = rotary_tables(8, 16)
+    wanted = [formula.apply_rotary_emb(qkv[:, :, i], cos, sin) for i in (0, 1)]
+    got = formula.apply_rotary_emb_qkv_(qkv.clone(), cos, sin)
+    assert torch.equal(got, torch.stack([*wanted, qkv[:, :, 2]], 2))
+
+
+def test_the_kernel_is_for_a_gpu():
+    x = torch.zeros(1, 1, 1, 2)
+    assert not rotary_kernel.runs_as_kernel(x, *rotary_tables(1, 2))
+
+
+@each_dtype
+@pytest.mark.parametrize("own", [True, False], ids=["own positions", "one position"])
+@pytest.mark.parametrize("layout", ["dense", "packed", "rows", "pages"])
+def test_rotate_and_append(layout: str, own: bool, dtype: torch.dtype, seed: int):
+    """The caches, and what must not change in them, and the queries."""
+    g = generator(seed)
+    cache = [normal(g, 5, 16, 2, d, dtype=dtype) for d in (20, 7)]
+    q = normal(g, 3, 4, 6, 20, dtype=dtype)
+    new = [normal(g, 3, 4, 2, d, dtype=dtype) for d in (20, 7)]
+    lengths = torch.tensor([0, 14, 7], dtype=torch.int32)
+    base = lengths + 2
+    starts_q = starts_k = page_table = cache_rows = None
+    if layout == "packed":
+        q, *new = (x.flatten(0, 1) for x in (q, *new))
+        starts_q, starts_k = cu_seqlens([5, 0, 4]), cu_seqlens([1, 0, 8])
+    elif layout == "rows":
+        cache_rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+    elif layout == "pages":
+        lengths = torch.tensor([0, 30, 14], dtype=torch.int32)
+        page_table = torch.tensor([[4, 0], [1, 3], [2, 9]], dtype=torch.int32)
+    rest = (lengths, base, starts_q, starts_k, page_table, cache_rows, layout != "rows", own)
+
+    def run(call: Any, as_dtype: torch.dtype) -> list[Tensor]:
+        written = [x.to(as_dtype, copy=True) for x in cache]
+        tables = [x.to(as_dtype) for x in rotary_tables(17, 16, dtype)]
+        tokens = [x.to(as_dtype) for x in new]
+        turned = call(q.to(as_dtype), *written, *tokens, *tables, *rest)
+        return [turned[:9] if layout == "packed" else turned, *written]  # 9 belong to sequences
+
+    reference = torch.ops.flashtile.kvcache_rotate_append
+    got, plain = run(rotate_and_append, dtype), run(reference, dtype)
+    truth = run(reference, torch.float64)
+    for name, *results in zip(("q", "k_cache", "v_cache"), got, truth, plain, strict=True):
+        assert_close(name, *results, seed=seed)
+    for x, wanted, before in zip(got[1:], truth[1:], cache, strict=True):
+        kept = wanted == before.double()
+        assert torch.equal(x[kept], before[kept])
