@@ -6,13 +6,12 @@ import os
 import re
 import subprocess
 import tempfile
-import time
 from typing import NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
@@ -32,7 +31,8 @@ class Report(NamedTuple):
     shared: int  # bytes a program
     warnings: list[str]
     value_products: list[str]  # left operand of every wgmma with V: a register, or a descriptor
-    seconds: float
+    blocks: list[list[str]]  # names of the instructions of every innermost loop with a product
+    seconds: float  # of the processor, the assembler included: another program takes none of them
 
 
 def launch_of(operands: Operands, options: Options) -> Launch:
@@ -43,7 +43,7 @@ def launch_of(operands: Operands, options: Options) -> Launch:
     return forward_launch(problem, operands, MULTIPROCESSORS, counter)[2]
 
 
-def specialize(launch: Launch) -> tuple[GluonASTSource, dict[str, object]]:
+def specialize(launch: Launch) -> tuple[ASTSource, dict[str, object]]:
     """What Triton compiles a launch from, and with which options."""
     fn = launch.kernel
     backend = make_backend(TARGET)
@@ -52,26 +52,50 @@ def specialize(launch: Launch) -> tuple[GluonASTSource, dict[str, object]]:
     parsed, signature, constants, attributes = fn._pack_args(
         backend, kwargs, bound, specialization, kwargs
     )
-    return GluonASTSource(fn, signature, constants, attributes), parsed.__dict__
+    source = GluonASTSource if fn.is_gluon() else ASTSource
+    return source(fn, signature, constants, attributes), parsed.__dict__
 
 
 def report(launch: Launch) -> Report:
     """Compile a launch."""
     source, options = specialize(launch)
-    start = time.perf_counter()
+    start = _processor_seconds()
     compiled = triton.compile(source, target=TARGET, options=options)
-    seconds = time.perf_counter() - start
+    seconds = _processor_seconds() - start
     log = _assembler_log(compiled.asm["ptx"])
+    assembly = _disassembled(compiled.asm["cubin"])
     # V alone is read transposed.
-    products = re.findall(r"HGMMA\S* R\d+, (\w+).*\.tnspB", _disassembled(compiled.asm["cubin"]))
+    products = re.findall(r"HGMMA\S* R\d+, (\w+).*\.tnspB", assembly)
     return Report(
         registers=_number(r"Used (\d+) registers", log),
         spilled=_number(r"(\d+) bytes spill stores", log),
         shared=compiled.metadata.shared,
         warnings=re.findall(r".*(?:warning|Potential).*", log),
         value_products=products,
+        blocks=_blocks(assembly.splitlines()),
         seconds=seconds,
     )
+
+
+def _blocks(lines: list[str]) -> list[list[str]]:
+    """The innermost loops with a product. A wait jumps out of line and back, which is no loop."""
+    places = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r"\s*(\.L_\w+):", line))}
+    jumps = ((re.search(r"BRA.*`\((\.L_\w+)\)", line), n) for n, line in enumerate(lines))
+    spans = [(places[m[1]], n + 1) for m, n in jumps if m and places[m[1]] < n]
+    products = [n for n, line in enumerate(lines) if "HGMMA" in line]
+    ends = [n for n, line in enumerate(lines) if re.search("EXIT|USETMAXREG|UTMASTG", line)]
+    spans = [s for s in spans if _within(products, s) and not _within(ends, s)]
+    inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+    return [re.findall(r"\*/ +(?:@\S+ )?([A-Z]\S+)", "\n".join(lines[a:b])) for a, b in inner]
+
+
+def _within(numbers: list[int], span: tuple[int, int]) -> bool:
+    return any(span[0] <= n < span[1] for n in numbers)
+
+
+def _processor_seconds() -> float:
+    spent = os.times()
+    return spent.user + spent.children_user
 
 
 def _number(pattern: str, text: str) -> int:

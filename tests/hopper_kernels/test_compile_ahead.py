@@ -31,7 +31,16 @@ MIXED_HEAD_DIMS = [(96, 96), (192, 192), (192, 128), (192, 256), (256, 192), (64
 SHARED_LIMIT = 232448  # bytes a program
 # Bytes a thread that may spill: softcap, in its polynomial.
 SPILLS = {"softcap": 512}
-SECONDS = 15  # several times what it takes, for busy machines
+# What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128.
+SPILLS_OF_NEWER = 16 if TRITON_VERSION > (3, 6) else 0
+SECONDS = 10  # of a processor; twice what the slowest takes
+
+# Instructions of a block of keys in a consumer, a few more than counted, by head dim. The card is
+# power-capped: whatever is added here is paid for in clock speed.
+INSTRUCTIONS = {64: 420, 128: 460, 256: 425}
+# Waits of warps for each other, by whether consumers take turns: one before the wait for keys,
+# which Triton puts there, and two for the turn.
+BARRIERS = {64: 1, 128: 3, 256: 3}
 
 
 def dense(
@@ -67,7 +76,7 @@ def check(call: tuple[Operands, Options], spills: int) -> None:
     found = report(launch_of(*call))
     assert found.shared <= SHARED_LIMIT
     assert found.warnings == []  # among them those of products that wait for each other
-    assert found.spilled <= spills
+    assert found.spilled <= spills + SPILLS_OF_NEWER
     assert found.value_products
     assert all(operand.startswith("R") for operand in found.value_products)  # P stays put
     assert found.seconds <= SECONDS
@@ -86,6 +95,17 @@ def test_options_compile(option: str):
 
 def test_float16_compiles():
     check(dense(dtype=torch.float16), 0)
+
+
+@pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
+@pytest.mark.parametrize("head_dim", INSTRUCTIONS)
+def test_blocks_stay_lean(head_dim: int):
+    blocks = report(launch_of(*dense(head_dim, head_dim))).blocks
+    assert len(blocks) == (3 if head_dim == 64 else 2)  # one a consumer
+    for names in blocks:
+        assert len(names) <= INSTRUCTIONS[head_dim]
+        assert sum(name.startswith("BAR.") for name in names) <= BARRIERS[head_dim]
+        assert "STL" not in names and "LDL" not in names
 
 
 def test_new_lengths_and_heads_compile_nothing_new():

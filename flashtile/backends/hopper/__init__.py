@@ -1,7 +1,7 @@
 """The forward pass for NVIDIA Hopper (sm_90): Gluon kernels with asynchronous copies and products.
 
-Not in `dispatch.ORDER` yet: on an H200, 79 of 81 configurations were right, and two (a causal
-window over short sequences, a packed batch) did not repeat bit for bit.
+Not in `dispatch.ORDER` yet: in the one run on an H200, of older code, 79 of 81 configurations were
+right, and two (a causal window over short sequences, a packed batch) did not repeat bit for bit.
 
 Triton is imported with the first launch, not with this module, so that `unsupported_reasons` can
 say that it is missing.

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .layouts import one_value, shared_value
-from .verbs import aggregate
+from .verbs import aggregate, arrive_alone
 
 
 @aggregate
@@ -58,8 +58,17 @@ class Channel:
 
     @gluon.jit
     def release(self, i):
-        """This consumer needs slot `i` no more."""
+        """The threads of this consumer have read slot `i`; they wait for each other first."""
         mbarrier.arrive(self.empty.index(i % self.SLOTS), count=1)
+
+    @gluon.jit
+    def release_operand(self, i):
+        """The products of this consumer that read slot `i` are complete.
+
+        One thread has waited for them, and a product is complete for the warpgroup or not at all:
+        it needs operands of all four warps. So no warp waits for another here.
+        """
+        arrive_alone(self.empty.index(i % self.SLOTS))
 
 
 @gluon.jit
@@ -74,25 +83,25 @@ def make_channel(tiles, rests, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
 
 
 @gluon.jit
-def put(queue, i, value):
-    """The producer's one warp hands the consumers a number, use `i` of the ring."""
+def put(queue, i, numbers):
+    """The producer's one warp hands the consumers a tuple of numbers, use `i` of the ring."""
+    COUNT: gl.constexpr = len(numbers)
     slot = i % queue.SLOTS
     mbarrier.wait(queue.empty.index(slot), ((i // queue.SLOTS) & 1) ^ 1)
-    queue.tiles.index(slot).store(gl.full([1], value, gl.int32, one_value(1)))
+    for n in gl.static_range(COUNT):
+        queue.tiles.index(slot * COUNT + n).store(gl.full([1], numbers[n], gl.int32, one_value(1)))
     mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
-def take(queue, i, WARPS: gl.constexpr):
-    """The number that use `i` of the ring holds."""
-    queue.acquire(i)
-    value = gl.max(queue.tile(i).load(one_value(WARPS)), 0)
-    queue.release(i)
-    return value
+def number_of(queue, i, N: gl.constexpr, WARPS: gl.constexpr):
+    """Number N of use `i` of the ring, once that is full."""
+    COUNT: gl.constexpr = queue.tiles.shape[0] // queue.SLOTS
+    return gl.max(queue.tiles.index(i % queue.SLOTS * COUNT + N).load(one_value(WARPS)), 0)
 
 
 @gluon.jit
-def make_queue(SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """A ring of numbers."""
-    values = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], shared_value())
-    return make_channel(values, values, SLOTS, RELEASES)
+def make_queue(SLOTS: gl.constexpr, COUNT: gl.constexpr, RELEASES: gl.constexpr):
+    """A ring of COUNT numbers each."""
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * COUNT, 1], shared_value())
+    return make_channel(numbers, numbers, SLOTS, RELEASES)

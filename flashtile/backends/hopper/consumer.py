@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channels import take
 from .layouts import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -22,7 +21,7 @@ from .layouts import (
     row_values,
     rows_of_heads,
 )
-from .schedule import full_blocks, visible_keys, work_of
+from .schedule import full_blocks, own_blocks, read_work, visible_keys
 from .softmax import (
     LN2,
     LOG2E,
@@ -39,14 +38,8 @@ from .softmax import (
     scores_log2,
     whole_row_sum,
 )
-from .verbs import (
-    FIRST_BARRIER,
-    aggregate,
-    arrive_at_barrier,
-    copy_to_global,
-    pin,
-    wait_at_barrier,
-)
+from .turns import first_turn, give_turn, last_turn, wait_for_turn
+from .verbs import FIRST_BARRIER, aggregate, copy_to_global, log2, pin, show_written
 
 
 @aggregate
@@ -68,25 +61,50 @@ class Rows:
         self.slope = slope
 
 
+@aggregate
+class Progress:
+    """What a consumer carries from block to block."""
+
+    i: gl.tensor  # use of the rings: the last block whose scores are known
+    block: gl.tensor  # its number
+    p: gl.tensor  # (64, BLOCK_N / 2) its weights, `paired`
+    o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it
+    o_rest: gl.tensor
+    rescale: gl.tensor  # (64,) what that output is still to be multiplied with
+    row_max: gl.tensor  # (64,)
+    row_sum: gl.tensor  # (64, 4)
+
+    @gluon.constexpr_function
+    def __init__(self, i, block, p, o, o_rest, rescale, row_max, row_sum):
+        self.i = i
+        self.block = block
+        self.p = p
+        self.o = o
+        self.o_rest = o_rest
+        self.rescale = rescale
+        self.row_max = row_max
+        self.row_sum = row_sum
+
+
 @gluon.jit
 def consumer(
-    ME: gl.constexpr, output, channels, sizes, at, mask, score, cfg: gl.constexpr
+    ME: gl.constexpr, output, channels, sizes, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
-    """Attend tile after tile, until the producer hands out one that does not exist."""
-    if cfg.TAKES_TURNS and ME == 1:
-        arrive_at_barrier(FIRST_BARRIER, 256)
+    """Attend tile after tile, until the producer has no more."""
+    first_turn(ME, cfg)
     count = 0  # tiles so far
     i = 0  # blocks so far
-    tile = take(channels.tile, count, CONSUMER_WARPS)
-    while tile < sizes.tiles:
-        work = work_of(tile, sizes, at, mask, cfg)
-        o, o_rest, row_max, row_sum, i = attend(ME, count, i, channels, work, mask, score, cfg)
-        # while the last product runs
-        scale, lse = normalisation(ME, row_max, row_sum, work, score.sink_ptr, cfg)
-        store_lse(ME, lse, output, work, sizes, at, cfg)
-        tile = take(channels.tile, count + 1, CONSUMER_WARPS)
+    channels.work.acquire(count)
+    work = read_work(channels.work, count, sizes, cfg)
+    while work.begin < work.end:
+        o, o_rest, done = attend(ME, count, i, channels, work, mask, score, cfg)
+        # again, for registers are scarce until here
+        work = read_work(channels.work, count, sizes, cfg)
+        scale, lse = normalisation(ME, done.row_max, done.row_sum, work, score.sink_ptr, cfg)
+        store_lse(ME, lse, output, work, sizes, cfg)
         o, o_rest = finished_output(o, o_rest, cfg)
-        channels.v.release(i - 1)
+        channels.v.release_operand(done.i)
+        i = pass_blocks(ME, done.i + 1, done.block - work.begin, channels, cfg)
         tma.store_wait(0)
         store_output(ME, rescaled(o, scale), channels.o, 0, output, work, cfg.BLOCK_DV, cfg)
         if cfg.REST_DV > 0:
@@ -95,17 +113,44 @@ def consumer(
         if cfg.O_REUSES_Q:
             tma.store_wait(0)
             channels.q.release(count * cfg.CONSUMERS + ME)
+        channels.work.release(count)
         count += 1
+        channels.work.acquire(count)
+        work = read_work(channels.work, count, sizes, cfg)
     tma.store_wait(0)
-    if cfg.TAKES_TURNS and ME == 0:
-        wait_at_barrier(FIRST_BARRIER, 256)
+    last_turn(ME, cfg)
 
 
 @gluon.jit
 def attend(ME: gl.constexpr, count, i, channels, work, mask, score, cfg: gl.constexpr):
-    """Walk over the blocks of keys: unnormalised output (its last product under way), maximum and
-    sum of every row."""
+    """Walk over the blocks of keys, from the last to the first: the output, its last product under
+    way, and how far it has come."""
+    first_row = work.m0 + ME * CONSUMER_ROWS
+    last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
+    begin, end = own_blocks(first_row, last_row, work, mask, cfg)
+    full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, mask, cfg)
+    rows = rows_of(ME, work, mask, score, cfg)
     q_use = count * cfg.CONSUMERS + ME
+    q, q_rest = queries(q_use, channels, cfg)
+    i = pass_blocks(ME, i, work.end - end, channels, cfg)
+    now = first_block(ME, q, q_rest, i, end - 1, channels, rows, work, score, cfg)
+    if cfg.Q_IN_REGISTERS:  # a product has used them, so they have arrived
+        channels.q.release_operand(q_use)
+    # Three phases: masked, full, masked.
+    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+        now = walk(ME, now, q, q_rest, full_end, channels, rows, score, True, cfg)
+    now = walk(ME, now, q, q_rest, full_begin, channels, rows, score, False, cfg)
+    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+        now = walk(ME, now, q, q_rest, begin, channels, rows, score, True, cfg)
+    if not cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:
+        channels.q.release_operand(q_use)
+    o, o_rest = issue_output(now, channels, cfg)
+    return o, o_rest, now
+
+
+@gluon.jit
+def queries(q_use, channels, cfg: gl.constexpr):
+    """Q, in registers or in shared memory, and the rest of its columns."""
     channels.q.acquire(q_use)
     q = channels.q.tile(q_use).reshape([CONSUMER_ROWS, cfg.BLOCK_D])
     q_rest = q
@@ -114,52 +159,33 @@ def attend(ME: gl.constexpr, count, i, channels, work, mask, score, cfg: gl.cons
     if cfg.Q_IN_REGISTERS:
         q = q.load(left_operand(cfg.BLOCK_N))
         q_rest = q_rest.load(left_operand(cfg.BLOCK_N)) if cfg.REST_D > 0 else q
-    rows = rows_of(ME, work, mask, score, cfg)
-    first_row = work.m0 + ME * CONSUMER_ROWS
-    last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
-    full_begin, full_end = full_blocks(first_row, last_row, work, mask, cfg)
-    block = work.end - 1
-    p, row_max, row_sum = first_block(q, q_rest, i, block, channels, rows, work, score, cfg)
-    if cfg.Q_IN_REGISTERS:  # not before a product has used them, so that they have arrived
-        channels.q.release(q_use)
-    o = nothing(cfg.BLOCK_DV)
-    o_rest = nothing(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0
-    # Three phases, from the last block to the first: masked, full, masked.
-    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
-        o, o_rest, p, row_max, row_sum, i, block = walk(
-            ME, o, o_rest, p, row_max, row_sum, q, q_rest, i, block, full_end, channels, rows,
-            score, True, cfg,
-        )  # fmt: skip
-    o, o_rest, p, row_max, row_sum, i, block = walk(
-        ME, o, o_rest, p, row_max, row_sum, q, q_rest, i, block, full_begin, channels, rows,
-        score, False, cfg,
-    )  # fmt: skip
-    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
-        o, o_rest, p, row_max, row_sum, i, block = walk(
-            ME, o, o_rest, p, row_max, row_sum, q, q_rest, i, block, work.begin, channels, rows,
-            score, True, cfg,
-        )  # fmt: skip
-    channels.v.acquire(i)
-    o, o_rest = issue_output(p, o, o_rest, i, channels, cfg)
-    if not cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:
-        channels.q.release(q_use)
-    return o, o_rest, row_max, row_sum, i + 1
+    return q, q_rest
+
+
+@gluon.jit
+def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
+    """Let `count` blocks go by that no row of this consumer sees, from use `i` on; the use after
+    them."""
+    for _ in range(count):
+        wait_for_turn(ME, cfg)
+        give_turn(ME, cfg)
+        channels.k.acquire(i)
+        channels.k.release(i)
+        channels.v.acquire(i)
+        channels.v.release(i)
+        i += 1
+    return i
 
 
 @gluon.jit
 def walk(
-    ME: gl.constexpr, o, o_rest, p, row_max, row_sum, q, q_rest, i, block, stop, channels, rows,
-    score, MASKED: gl.constexpr, cfg: gl.constexpr,
+    ME: gl.constexpr, now, q, q_rest, stop, channels, rows, score, MASKED: gl.constexpr,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """Blocks before `block`, down to `stop`."""
-    for _ in range(block - stop):
-        block -= 1
-        o, o_rest, p, row_max, row_sum = next_block(
-            ME, o, o_rest, p, row_max, row_sum, q, q_rest, i, block * cfg.BLOCK_N, channels, rows,
-            score, MASKED, cfg,
-        )  # fmt: skip
-        i += 1
-    return o, o_rest, p, row_max, row_sum, i, block
+    """Blocks before `now.block`, down to `stop`."""
+    for _ in range(now.block - stop):
+        now = next_block(ME, now, q, q_rest, channels, rows, score, MASKED, cfg)
+    return now
 
 
 @gluon.jit
@@ -184,14 +210,19 @@ def issue_scores(q, q_rest, i, channels, cfg: gl.constexpr):
 
 
 @gluon.jit
-def issue_output(p, o, o_rest, i, channels, cfg: gl.constexpr):
+def issue_output(now, channels, cfg: gl.constexpr):
     """O += P V of block i, under way."""
-    v = channels.v.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
     dtype: gl.constexpr = channels.v.tiles.dtype
-    o = warpgroup_mma(as_left_operand(p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
+    o, o_rest = rescaled(now.o, now.rescale), now.o_rest
     if cfg.REST_DV > 0:
-        v = channels.v.rest(i).reshape([cfg.BLOCK_N, cfg.REST_DV])
-        o_rest = warpgroup_mma(as_left_operand(p, cfg.REST_DV, dtype), v, o_rest, is_async=True)
+        o_rest = rescaled(o_rest, now.rescale)
+    channels.v.acquire(now.i)
+    v = channels.v.tile(now.i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
+    if cfg.REST_DV > 0:
+        v = channels.v.rest(now.i).reshape([cfg.BLOCK_N, cfg.REST_DV])
+        p = as_left_operand(now.p, cfg.REST_DV, dtype)
+        o_rest = warpgroup_mma(p, v, o_rest, is_async=True)
     return o, o_rest
 
 
@@ -218,70 +249,81 @@ def finished_scores(s, n0, rows, score, MASKED: gl.constexpr, cfg: gl.constexpr)
 
 
 @gluon.jit
-def first_block(q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr):
-    """P, maxima and partial sums of the block that is visited first, which holds the last keys."""
+def first_block(
+    ME: gl.constexpr, q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr
+):
+    """The block that is visited first, which holds the last keys that its rows see."""
     n0 = block * cfg.BLOCK_N
     channels.k.acquire(i)
     s = issue_scores(q, q_rest, i, channels, cfg)
+    if cfg.HAS_TAIL:
+        channels.v.acquire(i)
+        clear_tail(ME, channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
+        if cfg.REST_DV > 0:
+            clear_tail(ME, channels.v.rest(i), work.N - n0, cfg.REST_DV, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
-    channels.k.release(i)
-    s = finished_scores(s, n0, rows, score, True, cfg)
+    channels.k.release_operand(i)
+    s = finished_scores(s, n0, rows, score, False, cfg)
+    if cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK:  # noqa: SIM114 -- known while compiling
+        s = masked(s, rows.start, rows.stop, n0, cfg)
+    elif n0 + cfg.BLOCK_N > work.N:
+        s = masked(s, rows.start, rows.stop, n0, cfg)
     factor = linear_scale(score, cfg)
     row_max = gl.max(s, 1) * factor
     p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
-    if cfg.HAS_TAIL:
-        channels.v.acquire(i)
-        clear_tail(channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
-        if cfg.REST_DV > 0:
-            clear_tail(channels.v.rest(i), work.N - n0, cfg.REST_DV, cfg)
-    return paired(p, channels.v.tiles.dtype), row_max, partial_row_sum(p)
+    return Progress(
+        i,
+        block,
+        paired(p, channels.v.tiles.dtype),
+        nothing(cfg.BLOCK_DV),
+        nothing(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0,
+        gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
+        row_max,
+        partial_row_sum(p),
+    )
 
 
 @gluon.jit
 def next_block(
-    ME: gl.constexpr, o, o_rest, p, row_max, row_sum, q, q_rest, i, n0, channels, rows, score,
-    MASKED: gl.constexpr, cfg: gl.constexpr,
+    ME: gl.constexpr, now, q, q_rest, channels, rows, score, MASKED: gl.constexpr,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """Scores of block i + 1 at the keys from n0 on, and the output of block i."""
+    """Scores of the block before `now.block`, and the output of that one."""
     VALUE_PRODUCTS: gl.constexpr = 1 if cfg.REST_DV == 0 else 2
-    channels.k.acquire(i + 1)
-    if cfg.TAKES_TURNS:
-        wait_at_barrier(FIRST_BARRIER + ME, 256)
-    s = issue_scores(q, q_rest, i + 1, channels, cfg)
-    channels.v.acquire(i)
-    o, o_rest = issue_output(p, o, o_rest, i, channels, cfg)
-    if cfg.TAKES_TURNS:
-        arrive_at_barrier(FIRST_BARRIER + 1 - ME, 256)
+    i, block = now.i + 1, now.block - 1
+    channels.k.acquire(i)
+    wait_for_turn(ME, cfg)
+    s = issue_scores(q, q_rest, i, channels, cfg)
+    o, o_rest = issue_output(now, channels, cfg)
+    give_turn(ME, cfg)
     s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
-    channels.k.release(i + 1)
-    s = finished_scores(s, n0, rows, score, MASKED, cfg)
+    channels.k.release_operand(i)
+    s = finished_scores(s, block * cfg.BLOCK_N, rows, score, MASKED, cfg)
     factor = linear_scale(score, cfg)
-    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+    row_max = gl.maximum(now.row_max, gl.max(s, 1) * factor)
     if cfg.CONSUMERS == 3:  # the other two keep the tensor cores busy during the exponentials
-        pin(new_max)
+        pin(row_max)
         o, o_rest = finished_output(o, o_rest, cfg)
-        channels.v.release(i)
-    pivot = pivot_of(new_max, MASKED)
-    rescale = gl.exp2(row_max - pivot)
-    p_next = gl.exp2(s * factor - pivot[:, None])
-    row_sum = rescaled(row_sum, rescale) + partial_row_sum(p_next)
+        channels.v.release_operand(now.i)
+    pivot = pivot_of(row_max, MASKED)
+    rescale = gl.exp2(now.row_max - pivot)
+    p = gl.exp2(s * factor - pivot[:, None])
+    row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
     if cfg.CONSUMERS == 2:
         o, o_rest = finished_output(o, o_rest, cfg)
-        channels.v.release(i)
-    o = rescaled(o, rescale)
-    if cfg.REST_DV > 0:
-        o_rest = rescaled(o_rest, rescale)
-    return o, o_rest, paired(p_next, channels.v.tiles.dtype), new_max, row_sum
+        channels.v.release_operand(now.i)
+    p = paired(p, channels.v.tiles.dtype)
+    return Progress(i, block, p, o, o_rest, rescale, row_max, row_sum)
 
 
 @gluon.jit
-def clear_tail(v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
+def clear_tail(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
     """Zero the rows of a block of V from `count` on, which belong to another sequence or to none.
 
     Their weight is zero, but what memory holds there may be infinite. All consumers write the same
     values, so none waits for another.
     """
-    STEP: gl.constexpr = 16
+    STEP: gl.constexpr = 32
     BLOCK: gl.constexpr = cfg.BLOCK_N
     LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
     v = v.reshape([BLOCK, COLUMNS])
@@ -291,7 +333,7 @@ def clear_tail(v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
             part = v.slice(first, STEP)
             x = part.load(LAYOUT)
             part.store(gl.where((row + first < count)[:, None], x, gl.zeros_like(x)))
-        fence_async_shared()
+        show_written(FIRST_BARRIER + cfg.CONSUMERS + ME)
 
 
 @gluon.jit
@@ -311,16 +353,16 @@ def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.co
         row_max = with_sink
     seen = (row_sum > 0.0) & (rows < work.M)
     safe_sum = gl.where(seen, row_sum, 1.0)
-    lse = gl.where(seen, (row_max + gl.log2(safe_sum)) * LN2, -float("inf"))
+    lse = gl.where(seen, (row_max + log2(safe_sum)) * LN2, -float("inf"))
     return gl.where(seen, weight / safe_sum, 0.0), lse
 
 
 @gluon.jit
-def store_lse(ME: gl.constexpr, lse, output, work, sizes, at, cfg: gl.constexpr):
+def store_lse(ME: gl.constexpr, lse, output, work, sizes, cfg: gl.constexpr):
     """(B, Hq, M) or, packed, (Hq, total_q)."""
     rows = work.m0 + ME * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
-    if at.cu_seqlens_q is None:
+    if not cfg.IS_PACKED:
         place = (work.b * sizes.heads + work.h).to(gl.int64) * sizes.M
         count = sizes.M
     else:
@@ -339,6 +381,7 @@ def store_output(
     row = work.m0 + ME * CONSUMER_ROWS
     tile = tiles.index(ME)
     tile.reshape([CONSUMER_ROWS, COLUMNS]).store(o.to(tiles.dtype))
+    fence_async_shared()  # the copy engine reads it, or writes the next queries over it
     if cfg.IS_PACKED:
         LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
         x = tile.reshape([CONSUMER_ROWS, COLUMNS]).load(LAYOUT)
@@ -349,9 +392,7 @@ def store_output(
         # Rows start at multiples of 16 bytes, as the copy engine wants them.
         places = gl.multiple_of(places, [1, 8])
         gl.store(output.ptr + places + dims, x, mask=(offs < work.M) & (dims < cfg.DV))
+    elif COLUMN == 0:
+        copy_to_global(output.desc.tiles, [work.b, row, work.h, 0], tile)
     else:
-        fence_async_shared()
-        if COLUMN == 0:
-            copy_to_global(output.desc.tiles, [work.b, row, work.h, 0], tile)
-        else:
-            copy_to_global(output.desc.rests, [work.b, row, work.h, COLUMN], tile)
+        copy_to_global(output.desc.rests, [work.b, row, work.h, COLUMN], tile)

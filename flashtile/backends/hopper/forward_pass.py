@@ -18,6 +18,7 @@ from .channels import make_channel, make_queue
 from .consumer import consumer
 from .layouts import CONSUMER_ROWS, shared_rows
 from .producer import producer
+from .schedule import WORK_NUMBERS
 
 # Registers a thread that a role asks for: two consumers, three consumers, the producer.
 OF_TWO = gl.constexpr(240)
@@ -28,12 +29,12 @@ OF_PRODUCER = gl.constexpr(24)
 class Channels(NamedTuple):
     """Everything in shared memory."""
 
-    q: Any  # a slot for each consumer
+    q: Any  # a slot for each consumer, or two
     k: Any
     v: Any
     o: Any  # plain tiles, one for each consumer
     o_rest: Any
-    tile: Any  # numbers of tiles
+    work: Any  # where the tiles of queries lie, and which keys they see
 
 
 @gluon.jit
@@ -54,19 +55,19 @@ def make_channels(dtype: gl.constexpr, cfg: gl.constexpr):
     """Allocate the rings and set up their barriers."""
     C: gl.constexpr = cfg.CONSUMERS
     ROWS: gl.constexpr = CONSUMER_ROWS
-    q, q_rest = make_tiles(dtype, C, ROWS, cfg.BLOCK_D, cfg.REST_D)
+    q, q_rest = make_tiles(dtype, cfg.Q_SLOTS, ROWS, cfg.BLOCK_D, cfg.REST_D)
     o, o_rest = q, q_rest
     if not cfg.O_REUSES_Q:
         o, o_rest = make_tiles(dtype, C, ROWS, cfg.BLOCK_DV, cfg.REST_DV)
     k, k_rest = make_tiles(dtype, cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D, cfg.REST_D)
     v, v_rest = make_tiles(dtype, cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV, cfg.REST_DV)
     channels = Channels(
-        make_channel(q, q_rest, C, 1),
+        make_channel(q, q_rest, cfg.Q_SLOTS, 1),
         make_channel(k, k_rest, cfg.STAGES, C),
         make_channel(v, v_rest, cfg.STAGES, C),
         o,
         o_rest,
-        make_queue(2, C),
+        make_queue(2, WORK_NUMBERS, C),
     )
     fence_async_shared()
     return channels
@@ -94,11 +95,11 @@ def forward_kernel(
             [
                 (
                     consumer,
-                    (0, output, channels, sizes, at, mask, score, cfg),
+                    (0, output, channels, sizes, mask, score, cfg),
                 ),
                 (
                     consumer,
-                    (1, output, channels, sizes, at, mask, score, cfg),
+                    (1, output, channels, sizes, mask, score, cfg),
                 ),
                 (producer, (q, k, v, counter, channels, sizes, at, mask, cfg)),
             ],
@@ -110,15 +111,15 @@ def forward_kernel(
             [
                 (
                     consumer,
-                    (0, output, channels, sizes, at, mask, score, cfg),
+                    (0, output, channels, sizes, mask, score, cfg),
                 ),
                 (
                     consumer,
-                    (1, output, channels, sizes, at, mask, score, cfg),
+                    (1, output, channels, sizes, mask, score, cfg),
                 ),
                 (
                     consumer,
-                    (2, output, channels, sizes, at, mask, score, cfg),
+                    (2, output, channels, sizes, mask, score, cfg),
                 ),
                 (producer, (q, k, v, counter, channels, sizes, at, mask, cfg)),
             ],

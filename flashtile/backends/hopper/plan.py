@@ -50,23 +50,30 @@ class Tile(NamedTuple):
     consumers: int  # warpgroups, each with 64 rows of the tile
     BLOCK_N: int  # keys of a block
     stages: int  # blocks of K and of V in flight
-    q_in_registers: bool  # else wgmma reads Q from shared memory
-    takes_turns: bool  # two consumers issue products in turn (ping-pong)
+    takes_turns: bool  # consumers issue products one after the other (ping-pong)
+    q: str  # where a consumer's queries lie, see below
 
+
+# Where the queries lie while their tile runs.
+# registers: in those of the consumer; the next tile's arrive meanwhile.
+# twice: in shared memory, in two slots, for this tile and the next one.
+# once: in shared memory, in one slot that the output then passes through.
+# apart: as once, but the output has shared memory of its own.
+PLACES_OF_Q = ("registers", "twice", "once", "apart")
 
 # Head dims that tiles come in: columns of a tile, a power of two, and the rest of them.
 HEAD_DIMS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
 
 # (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
 TILES = {
-    (64, 64): Tile(3, 128, 2, False, False),
-    (96, 96): Tile(2, 128, 2, True, True),
-    (128, 128): Tile(2, 128, 2, True, True),
-    (192, 128): Tile(2, 64, 2, False, True),
-    (192, 192): Tile(2, 64, 2, False, True),
-    (256, 256): Tile(2, 64, 2, False, True),
+    (64, 64): Tile(3, 128, 4, False, "twice"),
+    (96, 96): Tile(2, 128, 2, True, "registers"),
+    (128, 128): Tile(2, 128, 2, True, "registers"),
+    (192, 128): Tile(2, 64, 2, True, "apart"),
+    (192, 192): Tile(2, 64, 2, True, "once"),
+    (256, 256): Tile(2, 64, 2, True, "once"),
 }
-UNLIKE = Tile(2, 64, 2, False, True)  # every other pair; fits the largest
+UNLIKE = Tile(2, 64, 2, True, "apart")  # every other pair; fits the largest
 
 
 def tile_of(head_dim: int, value_dim: int) -> Tile:
@@ -88,6 +95,7 @@ class KernelConfig:
     REST_DV: int
     DV: int
     STAGES: int
+    Q_SLOTS: int
     Q_IN_REGISTERS: bool
     O_REUSES_Q: bool  # the output passes through the shared memory of the queries
     TAKES_TURNS: bool
@@ -165,8 +173,9 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         REST_DV=REST_DV,
         DV=problem.Dv,
         STAGES=tile.stages,
-        Q_IN_REGISTERS=tile.q_in_registers,
-        O_REUSES_Q=not tile.q_in_registers and head_dims[0] == head_dims[1],
+        Q_SLOTS=tile.consumers * (2 if tile.q == "twice" else 1),
+        Q_IN_REGISTERS=tile.q == "registers",
+        O_REUSES_Q=tile.q == "once",
         TAKES_TURNS=tile.takes_turns,
         IS_LINEAR=not has_softcap and not problem.has_alibi and options.softmax_scale > 0,
         HAS_LEFT=options.window_left >= 0,

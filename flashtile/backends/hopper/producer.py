@@ -5,9 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .channels import put
 from .layouts import CONSUMER_ROWS
-from .schedule import existing_tile, next_number, retire, work_of
+from .schedule import first_work, next_number, put_work, retire
 from .verbs import copy_to_shared
 
 
@@ -17,15 +16,14 @@ def producer(q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr):
     the first."""
     count = 0  # tiles so far
     i = 0  # blocks so far
-    tile = existing_tile(gl.program_id(0), counter, sizes, at, cfg)
-    put(channels.tile, count, tile)
-    while tile < sizes.tiles:
-        work = work_of(tile, sizes, at, mask, cfg)
+    work, start_k = first_work(gl.program_id(0), counter, sizes, at, mask, cfg)
+    put_work(channels.work, count, work)
+    while work.begin < work.end:
         load_queries(q, count, channels, work, at, cfg)
-        i = load_keys(k, v, i, channels, work, sizes.group, at, cfg)
+        i = load_keys(k, v, i, channels, work, start_k, sizes.group, at, cfg)
         count += 1
-        tile = existing_tile(next_number(counter), counter, sizes, at, cfg)
-        put(channels.tile, count, tile)
+        work, start_k = first_work(next_number(counter), counter, sizes, at, mask, cfg)
+        put_work(channels.work, count, work)
     retire(counter)
 
 
@@ -41,12 +39,12 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(k, v, i, channels, work, group, at, cfg: gl.constexpr):
+def load_keys(k, v, i, channels, work, start_k, group, at, cfg: gl.constexpr):
     """Blocks of K and V, the last first; the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
     for j in range(work.end - work.begin):
-        row = work.start_k + (work.end - 1 - j) * cfg.BLOCK_N
+        row = start_k + (work.end - 1 - j) * cfg.BLOCK_N
         load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.REST_D)
         load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.REST_DV)
         i += 1

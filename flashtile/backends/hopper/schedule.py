@@ -1,14 +1,18 @@
 """Which tile of queries comes next, and which keys it sees.
 
 Programs are persistent, one for each multiprocessor. The producer of a program takes the number of
-its next tile from a counter that all programs share, and hands it to its consumers: whoever is
-early takes more, so long and short tiles even out.
+its next tile from a counter that all programs share, and tells its consumers where that tile lies:
+whoever is early takes more, so long and short tiles even out.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .channels import number_of, put
+from .layouts import CONSUMER_WARPS
 from .verbs import aggregate
+
+WORK_NUMBERS = gl.constexpr(8)  # fields of `Work`
 
 
 @aggregate
@@ -20,19 +24,17 @@ class Work:
     m0: gl.tensor  # first row of the tile, counted in the sequence
     start_q: gl.tensor  # first row of the sequence
     M: gl.tensor  # queries of the sequence
-    start_k: gl.tensor
     N: gl.tensor
     begin: gl.tensor  # first block of keys; at least one block is visited
     end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, h, m0, start_q, M, start_k, N, begin, end):
+    def __init__(self, b, h, m0, start_q, M, N, begin, end):
         self.b = b
         self.h = h
         self.m0 = m0
         self.start_q = start_q
         self.M = M
-        self.start_k = start_k
         self.N = N
         self.begin = begin
         self.end = end
@@ -90,7 +92,10 @@ def visible_keys(p, N, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a tile number."""
+    """The work of a tile number, without blocks of keys if there is no such tile, and the first row
+    of its keys."""
+    exists = tile < sizes.tiles
+    tile = gl.where(exists, tile, 0)
     m_tiles = gl.cdiv(sizes.M, cfg.BLOCK_M)
     m, bh = section_order(tile, m_tiles, sizes.B * sizes.heads, sizes.section)
     if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
@@ -100,7 +105,42 @@ def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
     begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
-    return Work(b, bh % sizes.heads, m0, start_q, M, start_k, N, begin, end)
+    end = gl.where(exists, end, begin)
+    return Work(b, bh % sizes.heads, m0, start_q, M, N, begin, end), start_k
+
+
+@gluon.jit
+def first_work(tile, counter, sizes, at, mask, cfg: gl.constexpr):
+    """The work of `tile`, or of the first one after it that this program takes and that holds a
+    query."""
+    work, start_k = work_of(tile, sizes, at, mask, cfg)
+    if cfg.IS_PACKED:
+        while (work.begin < work.end) & (work.m0 >= work.M):
+            work, start_k = work_of(next_number(counter), sizes, at, mask, cfg)
+    return work, start_k
+
+
+@gluon.jit
+def put_work(queue, i, work):
+    """The producer tells the consumers their next tile, which takes divisions to find out."""
+    numbers = (work.b, work.h, work.m0, work.start_q, work.M, work.N, work.begin, work.end)
+    put(queue, i, numbers)
+
+
+@gluon.jit
+def read_work(queue, i, sizes, cfg: gl.constexpr):
+    """What `put_work` put; what the compiler can know stays out of the registers."""
+    W: gl.constexpr = CONSUMER_WARPS
+    begin, start_q, M, N = 0 * sizes.M, 0 * sizes.M, sizes.M, sizes.N
+    if cfg.IS_PACKED:
+        start_q = number_of(queue, i, 3, W)
+        M = number_of(queue, i, 4, W)
+        N = number_of(queue, i, 5, W)
+    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+        begin = number_of(queue, i, 6, W)
+    b, h = number_of(queue, i, 0, W), number_of(queue, i, 1, W)
+    m0, end = number_of(queue, i, 2, W), number_of(queue, i, 7, W)
+    return Work(b, h, m0, start_q, M, N, begin, end)
 
 
 @gluon.jit
@@ -115,34 +155,24 @@ def blocks_of(first, last, M, N, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def full_blocks(first, last, work, mask, cfg: gl.constexpr):
-    """Blocks of keys [begin, end) that every row of [first, last] sees whole."""
-    shift = work.N - work.M
-    _, stop = visible_keys(first + shift, work.N, mask, cfg)
-    start, _ = visible_keys(last + shift, work.N, mask, cfg)
-    end = gl.minimum(gl.maximum(stop // cfg.BLOCK_N, work.begin), work.end)
-    begin = gl.minimum(gl.maximum(gl.cdiv(start, cfg.BLOCK_N), work.begin), end)
+def own_blocks(first, last, work, mask, cfg: gl.constexpr):
+    """Blocks of keys [begin, end) of the tile that a row of [first, last] sees; one of them if
+    none."""
+    begin, end = blocks_of(first, last, work.M, work.N, mask, cfg)
+    begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
+    end = gl.minimum(gl.maximum(end, begin + 1), work.end)
     return begin, end
 
 
 @gluon.jit
-def existing_tile(tile, counter, sizes, at, cfg: gl.constexpr):
-    """`tile`, or the first one after it that this program takes and that holds a query."""
-    if cfg.IS_PACKED:
-        while _is_empty(tile, sizes, at, cfg):
-            tile = next_number(counter)
-    return tile
-
-
-@gluon.jit
-def _is_empty(tile, sizes, at, cfg: gl.constexpr):
-    m_tiles = gl.cdiv(sizes.M, cfg.BLOCK_M)
-    inside = tile < sizes.tiles
-    m, bh = section_order(gl.where(inside, tile, 0), m_tiles, sizes.B * sizes.heads, sizes.section)
-    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
-        m = m_tiles - 1 - m
-    _, M = sequence(bh // sizes.heads, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
-    return inside & (m * cfg.BLOCK_M >= M)
+def full_blocks(first, last, begin, end, work, mask, cfg: gl.constexpr):
+    """Blocks of keys of [begin, end) that every row of [first, last] sees whole."""
+    shift = work.N - work.M
+    _, stop = visible_keys(first + shift, work.N, mask, cfg)
+    start, _ = visible_keys(last + shift, work.N, mask, cfg)
+    full_end = gl.minimum(gl.maximum(stop // cfg.BLOCK_N, begin), end)
+    full_begin = gl.minimum(gl.maximum(gl.cdiv(start, cfg.BLOCK_N), begin), full_end)
+    return full_begin, full_end
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate
 
 # Triton 3.9 has all three under new names.
@@ -36,6 +36,25 @@ def arrive_at_barrier(NUMBER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def show_written(NUMBER: gl.constexpr):
+    """What the four warps of a consumer have written, its products and copies now see.
+
+    Triton puts no barrier between the stores of threads and a product that reads them.
+    """
+    fence_async_shared()
+    wait_at_barrier(NUMBER, 128)
+
+
+@gluon.jit
+def arrive_alone(barrier):
+    """One thread comes to an mbarrier, without waiting for the others of its role.
+
+    `mbarrier.arrive` makes them all wait first. To expect no bytes is to arrive, too.
+    """
+    mbarrier.expect(barrier, 0)
+
+
+@gluon.jit
 def pin(x):
     """Keep what makes `x` (64,) above this line, and waits for products below it.
 
@@ -50,6 +69,14 @@ def pin(x):
         dtype=gl.int32,
         is_pure=False,
         pack=2,
+    )
+
+
+@gluon.jit
+def log2(x):
+    """The hardware's logarithm, good to 2**-22; Triton's takes thirty instructions."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 

@@ -1,0 +1,406 @@
+"""A consumer of the backward: one warpgroup, with half of a tile's keys or half of its columns.
+
+A step takes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V dO^T, then
+dV += P^T dO, dK += dS^T Q and dQ = dS K. Where the registers hold dK and dV of 64 keys, each
+consumer has 64 keys of the tile; P^T and dS^T never leave its registers, but for dS^T in shared
+memory too, because dQ needs that of both: each consumer makes half of dQ. Where they do not
+(cfg.SPLITS_COLUMNS), the consumers share 64 keys; each makes P and dS of half of the queries, and
+half of the columns of dK, dV and dQ.
+
+The exponentials of a step run under dP^T, and S^T of the next step under the end of this one.
+
+What orders the two consumers: one barrier a step, between the stores of dS^T (and P^T) and the
+products that read them. There are two slots of each. Slot i % 2 is written again in step i + 2,
+after the barrier of step i + 1, to which the other consumer comes when its products of step i have
+ended.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .backward_schedule import key_work, masked_count, rows_to_mask, seeing_rows, visited_block
+from .backward_scores import probabilities
+from .backward_verbs import hidden_zero, hidden_zeros, recast
+from .layouts import (
+    CONSUMER_ROWS,
+    CONSUMER_WARPS,
+    accumulator,
+    left_operand,
+    row_values,
+    rows_of_heads,
+    shared_rows,
+    shared_value,
+)
+from .query_gradient import add_piece, await_additions, await_turn, pass_turn
+from .softmax import alibi_slope, nothing
+from .verbs import FIRST_BARRIER, aggregate, copy_to_global, show_written, wait_at_barrier
+
+NO_ROW = gl.constexpr(2**30)
+
+
+@aggregate
+class Keys:
+    """The keys of a consumer."""
+
+    number: gl.tensor  # (64,) in the sequence
+    start: gl.tensor  # (64,) rows that see them, [start, stop)
+    stop: gl.tensor
+    shift: gl.tensor  # position of row 0
+
+    @gluon.constexpr_function
+    def __init__(self, number, start, stop, shift):
+        self.number = number
+        self.start = start
+        self.stop = stop
+        self.shift = shift
+
+
+@gluon.jit
+def consumer(
+    ME: gl.constexpr, outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr
+):  # fmt: skip
+    """dK and dV of a tile of keys, and its share of dQ."""
+    work = key_work(tile, sizes, at, mask, cfg)
+    if work.end > work.begin:
+        dk, dv = walk(ME, outputs, channels, work, sizes, mask, score, cfg)
+        # The other consumer's last products read K, Q and dO, too: what is overwritten now.
+        wait_at_barrier(FIRST_BARRIER, 256)
+        store_gradient(ME, dv, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
+        dk = dk * score.scale
+        store_gradient(ME, dk, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def walk(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
+    """All queries that see the tile, head after head: dK over the scale, and dV."""
+    channels.k.acquire(0)
+    channels.v.acquire(0)
+    if cfg.IS_PACKED:
+        clear_keys(ME, channels, work, cfg)
+    COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_D
+    dk = hidden_zeros(COLUMNS)
+    dv = hidden_zeros(COLUMNS)
+    masked = masked_count(work)
+    total = (work.end - work.begin) * sizes.group
+    gl.assume(total > 0)
+    channels.q.acquire(0)
+    s = issue_scores(ME, channels.k.tile(0), 0, channels, cfg)
+    s = warpgroup_mma_wait(0, deps=[s])
+    i = 0
+    added = 0  # where this consumer added last
+    for g in range(sizes.group):
+        h = work.kv_head * sizes.group + g
+        place = h * sizes.blocks + work.place
+        slope = alibi_slope(work.b, h, score, cfg)
+        keys = keys_of(ME, work, mask, hidden_zero(g), cfg)
+        for j in range(0, masked):
+            s, dk, dv, added = step(
+                ME, s, dk, dv, i, total, visited_block(j, work), place, added, slope, keys,
+                outputs, channels, work, score, True, cfg,
+            )  # fmt: skip
+            i += 1
+        for m in range(work.full_begin, work.full_end):
+            s, dk, dv, added = step(
+                ME, s, dk, dv, i, total, m, place, added, slope, keys, outputs, channels, work,
+                score, False, cfg,
+            )  # fmt: skip
+            i += 1
+    if cfg.IS_ORDERED:
+        await_additions(ME)
+        pass_turn(outputs.turns + (2 * added + ME), work.n)
+    return dk, dv
+
+
+@gluon.jit
+def step(
+    ME: gl.constexpr, s, dk, dv, i, total, m, place, added, slope, keys, outputs, channels,
+    work, score, MASKED: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """One block of queries: adds to dk and dv, sends dQ away; S^T of the next one."""
+    dtype: gl.constexpr = channels.q.tiles.dtype
+    zero = hidden_zero(i)
+    k = channels.k.tiles.index(zero)
+    if MASKED and cfg.IS_PACKED:
+        clear_rows(ME, channels, i, work.M - m * cfg.BLOCK_M, cfg)
+    channels.dout.acquire(i)
+    dp = issue_dp(ME, channels.v.tiles.index(zero), i, channels, cfg)
+    lse = statistic(ME, channels.q, i, cfg)
+    p, factor = probabilities(s, lse, keys, first_row(ME, m, cfg), slope, score, MASKED, cfg)
+    p = p.to(dtype)
+    if cfg.SPLITS_COLUMNS:
+        shared_half(ME, channels.p, i, cfg).store(p)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+    else:
+        p = gl.convert_layout(p, left_operand(cfg.BLOCK_D), assert_trivial=True)
+        dv = warpgroup_mma(p, rows_tile(channels.dout, i, cfg), dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (factor * dp).to(dtype)
+    if not cfg.SPLITS_COLUMNS:
+        left = gl.convert_layout(ds, left_operand(cfg.BLOCK_D), assert_trivial=True)
+        dk = warpgroup_mma(left, rows_tile(channels.q, i, cfg), dk, is_async=True)
+    shared_half(ME, channels.ds, i, cfg).store(ds)
+    fence_async_shared()
+    wait_at_barrier(FIRST_BARRIER, 256)
+    if cfg.SPLITS_COLUMNS:
+        dv = warpgroup_mma(
+            channels.p.index(i % 2), half(ME, channels.dout, i, cfg), dv, is_async=True
+        )
+        dk = warpgroup_mma(
+            channels.ds.index(i % 2), half(ME, channels.q, i, cfg), dk, is_async=True
+        )
+    dq, dq_rest = issue_dq(ME, k, i, channels, cfg)
+    dv = warpgroup_mma_wait(3 if cfg.SPLITS_COLUMNS else 2, deps=[dv])
+    channels.dout.release(i)  # dP and dV have read it; delta went into dP
+    # After the last block S^T is of what the slot held before, and nobody reads it.
+    acquire_if(channels.q, i + 1, i + 1 < total)
+    s = issue_scores(ME, k, i + 1, channels, cfg)
+    if cfg.SPLITS_COLUMNS:
+        dk, dq, dq_rest = warpgroup_mma_wait(1, deps=[dk, dq, dq_rest])
+    else:
+        dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
+    channels.q.release(i)  # S^T (a step ago), the exponentials and dK have read it
+    send(ME, dq, dq_rest, i, m, place + m, added, outputs, channels.dq, work, cfg)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return s, dk, dv, place + m
+
+
+@gluon.jit
+def send(
+    ME: gl.constexpr, dq, dq_rest, i, m, place, added, outputs, tiles, work, cfg: gl.constexpr
+):  # fmt: skip
+    """Add this consumer's half of dQ to block `place` of the workspace, in its turn."""
+    STAGES: gl.constexpr = cfg.DQ_STAGES
+    if cfg.IS_ORDERED:
+        # The turn of the step before is passed on here, when its addition has had a step's time.
+        await_additions(ME)
+        if i > 0:
+            pass_turn(outputs.turns + (2 * added + ME), work.n)
+        await_turn(outputs.turns + (2 * place + ME), work.n, work.before, m)
+    else:
+        tma.store_wait(STAGES - 1)
+    slot = ME * STAGES + i % STAGES
+    if cfg.SPLITS_COLUMNS:
+        add_piece(dq, slot, 4 * place + 2 * ME, outputs.workspace, tiles, cfg)
+        tma.store_wait(STAGES - 1)
+        add_piece(dq_rest, slot, 4 * place + 2 * ME + 1, outputs.workspace, tiles, cfg)
+    else:
+        add_piece(dq, slot, 2 * place + ME, outputs.workspace, tiles, cfg)
+
+
+@gluon.jit
+def keys_of(ME: gl.constexpr, work, mask, zero, cfg: gl.constexpr):
+    """The keys of this consumer; past the end, keys that no row sees, for either bound.
+
+    `zero` is hidden: made anew for each head, they need no registers in the loop without masks.
+    """
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    number = work.n0 + zero + gl.arange(0, CONSUMER_ROWS, layout=row_values(COLUMNS))
+    if not cfg.SPLITS_COLUMNS:
+        number += ME * CONSUMER_ROWS
+    shift = work.N - work.M
+    start, stop = seeing_rows(number, rows_to_mask(work.M, cfg), shift, mask, cfg)
+    real = number < work.N
+    return Keys(number, gl.where(real, start, NO_ROW), gl.where(real, stop, 0), shift)
+
+
+@gluon.jit
+def first_row(ME: gl.constexpr, m, cfg: gl.constexpr):
+    """Row of the first column of this consumer's scores."""
+    row = m * cfg.BLOCK_M
+    if cfg.SPLITS_COLUMNS:
+        row += ME * (cfg.BLOCK_M // 2)
+    return row
+
+
+# Parts of tiles
+
+
+@gluon.jit
+def rows_tile(channel, i, cfg: gl.constexpr):
+    """A block of Q or dO, (BLOCK_M, BLOCK_D)."""
+    slot = hidden_zero(i) if channel.SLOTS == 1 else i % channel.SLOTS
+    return channel.tiles.index(slot).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+
+
+@gluon.jit
+def half(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
+    """This consumer's columns of it."""
+    HALF: gl.constexpr = cfg.BLOCK_D // 2
+    return rows_tile(channel, i, cfg).slice(ME * HALF, HALF, dim=1)
+
+
+@gluon.jit
+def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
+    """The rows of it for which this consumer makes scores, transposed."""
+    HALF: gl.constexpr = cfg.BLOCK_M // 2
+    rows = rows_tile(channel, i, cfg)
+    if cfg.SPLITS_COLUMNS:
+        rows = rows.slice(ME * HALF, HALF)
+    return rows.permute((1, 0))
+
+
+@gluon.jit
+def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
+    """The rows of K or V of which this consumer makes scores, (64, BLOCK_D)."""
+    rows = tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    if not cfg.SPLITS_COLUMNS:
+        rows = rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
+    return rows
+
+
+@gluon.jit
+def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
+    """This consumer's part of P^T or dS^T in shared memory, (BLOCK_N, BLOCK_M)."""
+    tile = tiles.index(i % 2)
+    if cfg.SPLITS_COLUMNS:
+        tile = tile.slice(ME * (cfg.BLOCK_M // 2), cfg.BLOCK_M // 2, dim=1)
+    else:
+        tile = tile.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
+    return tile
+
+
+@gluon.jit
+def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
+    """The number that came with each row of a block, one a column of the scores."""
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    numbers = recast(channel.rest(i), gl.float32, [cfg.BLOCK_M], shared_value())
+    if cfg.SPLITS_COLUMNS:
+        numbers = numbers.slice(ME * COLUMNS, COLUMNS)
+    return numbers.load(gl.SliceLayout(0, accumulator(COLUMNS)))
+
+
+@gluon.jit
+def acquire_if(channel, i, there):
+    """Wait until slot `i` is full, if anything is to come."""
+    slot = i % channel.SLOTS
+    mbarrier.wait(channel.full.index(slot), (i // channel.SLOTS) & 1, pred=there)
+
+
+# Products
+
+
+@gluon.jit
+def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
+    """S^T = K Q^T of block i, under way."""
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    q = queries_of(ME, channels.q, i, cfg)
+    return warpgroup_mma(keys_tile(ME, k, cfg), q, nothing(COLUMNS), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
+    """dP^T - delta = V dO^T - delta of block i, under way."""
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    minus_delta = statistic(ME, channels.dout, i, cfg)
+    start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, COLUMNS])
+    dout = queries_of(ME, channels.dout, i, cfg)
+    return warpgroup_mma(keys_tile(ME, v, cfg), dout, start, is_async=True)
+
+
+@gluon.jit
+def issue_dq(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
+    """This consumer's half of dQ = dS K of block i, under way, in one or two pieces of (64, 64)."""
+    PIECE: gl.constexpr = CONSUMER_ROWS
+    k = k.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    ds = channels.ds.index(i % 2)
+    zero = nothing(PIECE)
+    if cfg.SPLITS_COLUMNS:
+        left = k.slice(2 * ME * PIECE, PIECE, dim=1)
+        right = k.slice((2 * ME + 1) * PIECE, PIECE, dim=1)
+        ds = ds.permute((1, 0))
+        dq = warpgroup_mma(ds, left, zero, use_acc=False, is_async=True)
+        dq_rest = warpgroup_mma(ds, right, zero, use_acc=False, is_async=True)
+    elif cfg.BLOCK_M == 64:
+        k = k.slice(ME * PIECE, PIECE, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
+        dq_rest = i
+    else:
+        ds = ds.slice(ME * PIECE, PIECE, dim=1).permute((1, 0))
+        dq = warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
+        dq_rest = i
+    return dq, dq_rest
+
+
+# Where a packed sequence ends inside of a tile
+
+
+@gluon.jit
+def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
+    """Zero the rows of K and V past the end of the sequence, which belong to another one or to
+    none: their weight is zero, but what memory holds there may be infinite.
+
+    Each consumer clears the rows of which it makes scores. dQ needs all of K, after a barrier.
+    """
+    count = work.N - work.n0
+    if count < cfg.BLOCK_N:
+        FIRST: gl.constexpr = 0 if cfg.SPLITS_COLUMNS else ME * CONSUMER_ROWS
+        clear_tail(keys_tile(ME, channels.k.tile(0), cfg), count - FIRST, cfg)
+        clear_tail(keys_tile(ME, channels.v.tile(0), cfg), count - FIRST, cfg)
+        show_written(FIRST_BARRIER + 1 + ME)
+
+
+@gluon.jit
+def clear_rows(ME: gl.constexpr, channels, i, count, cfg: gl.constexpr):
+    """The same for a block of Q and dO. Both consumers write the same values, and S^T of rows past
+    the end is masked, so that neither waits for the other."""
+    if count < cfg.BLOCK_M:
+        channels.dout.acquire(i)
+        clear_tail(rows_tile(channels.q, i, cfg), count, cfg)
+        clear_tail(rows_tile(channels.dout, i, cfg), count, cfg)
+        show_written(FIRST_BARRIER + 1 + ME)
+
+
+@gluon.jit
+def clear_tail(x, count, cfg: gl.constexpr):
+    """Zero the rows of `x` (rows, BLOCK_D) from `count` on, in steps that need few registers."""
+    STEP: gl.constexpr = 16
+    ROWS: gl.constexpr = x.shape[0]
+    LAYOUT: gl.constexpr = rows_of_heads(cfg.BLOCK_D, CONSUMER_WARPS)
+    row = gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
+    for first in gl.static_range(0, ROWS, STEP):
+        part = x.slice(first, STEP)
+        kept = part.load(LAYOUT)
+        part.store(gl.where((row + first < count)[:, None], kept, gl.zeros_like(kept)))
+
+
+# Results
+
+
+@gluon.jit
+def store_gradient(
+    ME: gl.constexpr, x, channel, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
+):  # fmt: skip
+    """This consumer's part of dK or dV, through the ring of `channel`: by the copy engine, which
+    clips at the end of the tensor, or, where the next sequence follows at once, by the threads."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    dtype: gl.constexpr = channel.tiles.dtype
+    TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M * cfg.BLOCK_D // (CONSUMER_ROWS * COLUMNS)
+    shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, COLUMNS]
+    tile = recast(channel.tiles, dtype, shape, shared_rows(COLUMNS)).index(ME)
+    rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
+    rows.store(x.to(dtype))
+    row = work.n0
+    column = 0
+    if cfg.SPLITS_COLUMNS:
+        column += ME * COLUMNS
+    else:
+        row += ME * CONSUMER_ROWS
+    if cfg.IS_PACKED:
+        LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
+        x = rows.load(LAYOUT)
+        offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+        dims = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        places = (work.start_k + offs).to(gl.int64) * desc.strides[1]
+        places = gl.multiple_of(places + work.kv_head.to(gl.int64) * desc.strides[2], [1, 8])
+        gl.store(ptr + places + dims, x, mask=(offs < work.N) & (dims < DIM))
+    else:
+        fence_async_shared()
+        copy_to_global(desc, [work.b, row, work.kv_head, column], tile)

@@ -1,0 +1,237 @@
+"""Runs the backward on the GPU: allocates, describes the tensors, launches three kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...problem import AttentionProblem, Operands
+from .. import Gradients
+from .arguments import WIDEST, Pointers, Sequences
+from .backward_pass import KeyGradients, backward_kernel
+from .backward_plan import (
+    CONSUMERS,
+    BackwardConfig,
+    backward_plan,
+    backward_section,
+    leaves_keys_unseen,
+)
+from .delta import delta_kernel
+from .launch import Launch, descriptor, readable
+from .plan import CONSUMER_ROWS
+from .query_gradient import PIECE_ROWS, round_kernel
+
+
+def backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Gradients of a problem."""
+    if 0 in operands.q.shape:  # no query asks anything of any key
+        dsink = None if operands.sink is None else torch.zeros_like(operands.sink)
+        dq, dk, dv = map(torch.zeros_like, operands[:3])
+        return Gradients(dq, dk, dv, None, dsink)
+    with torch.cuda.device(operands.q.device):
+        gradients, statistics, launches = backward_launches(problem, operands, out, lse, dout, dlse)
+        for launch in launches:
+            launch.run()
+    if operands.sink is None:
+        return gradients
+    return gradients._replace(dsink=sink_gradient(operands.sink, *statistics))
+
+
+def backward_launches(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Gradients, tuple[Tensor, Tensor], list[Launch]]:
+    """Gradients (all but the sink's), statistics of the rows (`delta.py`), and the launches that
+    fill them."""
+    config = backward_plan(problem)
+    q, k, v = operands[:3]
+    dout = readable(dout)
+    # Rows that belong to no sequence are written by no program.
+    dq = (torch.empty_like if problem.layout == "dense" else torch.zeros_like)(
+        q, memory_format=torch.contiguous_format
+    )
+    make = torch.zeros_like if leaves_keys_unseen(problem) else torch.empty_like
+    dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (k, v))
+    blocks = workspace_blocks(problem, operands, config)
+    workspace = torch.empty(
+        (problem.Hq * blocks * config.BLOCK_M * config.BLOCK_D // 256, 256),
+        dtype=torch.float32,
+        device=q.device,
+    )
+    statistics = empty_statistics(problem, operands, blocks, config)
+    turns = torch.empty(
+        problem.Hq * blocks * CONSUMERS + 1 if config.IS_ORDERED else 0,
+        dtype=torch.int32,
+        device=q.device,
+    )
+    common = {
+        "at": Sequences(
+            operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
+        ),
+        "M": problem.M,
+        "total_q": q.shape[0],
+        "blocks": blocks,
+        "cfg": config,
+    }
+    before = {
+        "turns": turns[1:] if config.IS_ORDERED else None,
+        "counter": turns[:1] if config.IS_ORDERED else None,
+    }
+    launches = [
+        delta_launch(problem, out, lse, dout, dlse, statistics, workspace, common | before),
+        key_launch(problem, operands, dout, dk, dv, statistics, workspace, common | before),
+        round_launch(problem, workspace, dq, common),
+    ]
+    return Gradients(dq, dk, dv, None, None), statistics, launches
+
+
+def workspace_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
+    """Blocks of rows of one head; see `backward_schedule.places_before`."""
+    if problem.layout == "dense":
+        return problem.B * -(-problem.M // config.BLOCK_M)
+    return operands.q.shape[0] // config.BLOCK_M + problem.B
+
+
+def empty_statistics(
+    problem: AttentionProblem, operands: Operands, blocks: int, config: BackwardConfig
+) -> tuple[Tensor, Tensor]:
+    """(lse_log2, -delta), (Hq * blocks, BLOCK_M); rows of no sequence weigh nothing."""
+    shape = (problem.Hq * blocks, config.BLOCK_M)
+    lse_log2 = torch.empty(shape, dtype=torch.float32, device=operands.q.device)
+    minus_delta = torch.empty_like(lse_log2)
+    if problem.layout != "dense" and operands.sink is not None:
+        lse_log2.fill_(torch.inf)
+        minus_delta.zero_()
+    return lse_log2, minus_delta
+
+
+def delta_launch(
+    problem: AttentionProblem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    statistics: tuple[Tensor, Tensor],
+    workspace: Tensor,
+    common: dict[str, Any],
+) -> Launch:
+    """Statistics of all rows; the workspace cleared."""
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    arguments = {
+        "out": out,
+        "dout": dout,
+        **dict(zip(("o_batch", "o_row", "o_head"), row_strides(out), strict=True)),
+        **dict(zip(("do_batch", "do_row", "do_head"), row_strides(dout), strict=True)),
+        "lse_ptr": lse.contiguous(),
+        "dlse_ptr": None if dlse is None else dlse.contiguous(),
+        "lse_log2_ptr": statistics[0],
+        "minus_delta_ptr": statistics[1],
+        "workspace": workspace,
+        "heads": problem.Hq,
+        **common,
+    }
+    return Launch(delta_kernel, row_grid(problem, common["cfg"]), arguments)
+
+
+def key_launch(
+    problem: AttentionProblem,
+    operands: Operands,
+    dout: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    workspace: Tensor,
+    common: dict[str, Any],
+) -> Launch:
+    """dk, dv, and the sum for dq."""
+    config, options = common["cfg"], problem.options
+    columns = config.BLOCK_D // 2 if config.SPLITS_COLUMNS else config.BLOCK_D
+    lse_log2, minus_delta = statistics
+    slopes = operands.alibi_slopes
+    arguments = {
+        "q": descriptor(readable(operands.q), config.BLOCK_M, config.BLOCK_D),
+        "k": descriptor(readable(operands.k), config.BLOCK_N, config.BLOCK_D),
+        "v": descriptor(readable(operands.v), config.BLOCK_N, config.BLOCK_D),
+        "dout": descriptor(dout, config.BLOCK_M, config.BLOCK_D),
+        "lse": plain_descriptor(lse_log2, 1),
+        "delta": plain_descriptor(minus_delta, 1),
+        "dk": descriptor(readable(dk), CONSUMER_ROWS, columns),
+        "dv": descriptor(readable(dv), CONSUMER_ROWS, columns),
+        "workspace": plain_descriptor(workspace, PIECE_ROWS.value),
+        "plain": KeyGradients(dk, dv),
+        "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
+        "B": problem.B,
+        "N": problem.N,
+        "total_k": operands.k.shape[0],
+        "heads": problem.Hk,
+        "group": problem.group,
+        "section": backward_section(problem),
+        "left": min(options.window_left, WIDEST),
+        "right": min(options.window_right, WIDEST),
+        "chunk": min(options.attention_chunk, WIDEST),
+        "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
+        "scale": options.softmax_scale,
+        "softcap": options.softcap,
+        **common,
+    }
+    tiles = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
+    return Launch(backward_kernel, (tiles,), arguments)
+
+
+def round_launch(
+    problem: AttentionProblem, workspace: Tensor, dq: Tensor, common: dict[str, Any]
+) -> Launch:
+    """dq out of the sum."""
+    batch, row, head = row_strides(dq)
+    arguments = {
+        "workspace": workspace,
+        "dq": dq,
+        "batch_stride": batch,
+        "row_stride": row,
+        "head_stride": head,
+        "heads": problem.Hq,
+        "scale": problem.options.softmax_scale,
+        **common,
+    }
+    return Launch(round_kernel, row_grid(problem, common["cfg"]), arguments)
+
+
+def row_grid(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, int]:
+    """A program for every block of rows of every head."""
+    return problem.B * problem.Hq, -(-problem.M // config.BLOCK_M)
+
+
+def row_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of (batch, row, head); packed rows have one batch."""
+    batch = x.stride(0) if x.dim() == 4 else 0
+    return batch, x.stride(-3), x.stride(-2)
+
+
+def plain_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """float32 `x` (n, columns) in boxes of `rows` whole rows, as they are in memory."""
+    layout = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], layout)
+
+
+def sink_gradient(sink: Tensor, lse_log2: Tensor, minus_delta: Tensor) -> Tensor:
+    """(Hq,): the sink is a key with P = exp(sink - lse) and dP = 0; rows that saw nothing have P =
+    0."""
+    heads = sink.shape[0]
+    sink_log2 = sink.float()[:, None] * torch.log2(torch.tensor(torch.e)).item()
+    p = torch.exp2(sink_log2 - lse_log2.view(heads, -1))
+    return (p * minus_delta.view(heads, -1)).sum(1).to(sink.dtype)

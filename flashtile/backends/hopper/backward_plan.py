@@ -1,0 +1,110 @@
+"""Tiles of the backward pass for every head dim.
+
+Pure Python, as `plan.py` is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...problem import AttentionProblem
+from .plan import CACHED_BYTES, WIDEST_SECTION
+
+
+class BackwardTile(NamedTuple):
+    """What a head dim runs with; two consumers always."""
+
+    BLOCK_M: int  # queries of a step
+    BLOCK_N: int  # keys of a program
+    q_stages: int  # blocks of Q in flight; 2 at least, for the next S^T starts before dK ends
+    do_stages: int  # and of dO
+    splits_columns: bool  # the consumers share keys and split columns, else they split keys
+
+
+# Columns of a tile. Two accumulators of (64, columns) fit the registers up to 128 columns; above,
+# each consumer keeps half the columns of both.
+TILES = {
+    64: BackwardTile(128, 128, 2, 2, False),
+    128: BackwardTile(64, 128, 2, 2, False),
+    256: BackwardTile(64, 64, 2, 1, True),
+}
+
+CONSUMERS = 2
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """What the kernels of a backward are compiled for; no lengths, no strides."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    Q_STAGES: int
+    DO_STAGES: int
+    DQ_STAGES: int  # pieces of dQ on their way to memory, of one consumer
+    SPLITS_COLUMNS: bool
+    D: int
+    DV: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_CHUNK: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    IS_PACKED: bool
+    IS_ORDERED: bool  # tiles add to dQ in the order of their keys
+
+
+@lru_cache(maxsize=4096)
+def backward_plan(problem: AttentionProblem) -> BackwardConfig:
+    """What the kernels of a call are compiled for."""
+    options = problem.options
+    columns = padded_columns(problem)
+    tile = TILES[columns]
+    return BackwardConfig(
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_D=columns,
+        Q_STAGES=tile.q_stages,
+        DO_STAGES=tile.do_stages,
+        DQ_STAGES=2 if columns == 128 and not is_uneven(problem) else 1,
+        SPLITS_COLUMNS=tile.splits_columns,
+        D=problem.D,
+        DV=problem.Dv,
+        HAS_LEFT=options.window_left >= 0,
+        HAS_RIGHT=options.window_right >= 0,
+        HAS_CHUNK=options.attention_chunk > 0,
+        HAS_SOFTCAP=options.softcap > 0,
+        HAS_ALIBI=problem.has_alibi,
+        IS_PACKED=problem.layout != "dense",
+        IS_ORDERED=options.deterministic,
+    )
+
+
+def padded_columns(problem: AttentionProblem) -> int:
+    """Columns of the tiles. 128 queries of a step, as 64 columns have them, leave no registers for
+    the slope of softcap."""
+    fewest = 128 if problem.options.softcap > 0 else 64
+    return next(size for size in TILES if max(problem.D, problem.Dv, fewest) <= size)
+
+
+def is_uneven(problem: AttentionProblem) -> bool:
+    """Whether tiles of keys differ in how many queries see them."""
+    options = problem.options
+    return options.window_right >= 0 or options.attention_chunk > 0 or problem.layout != "dense"
+
+
+def backward_section(problem: AttentionProblem) -> int:
+    """Key heads whose tiles run side by side; see `plan.section_of`. Per key head the queries of a
+    whole group stream through the cache."""
+    if not is_uneven(problem):
+        return 1
+    of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
+    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SECTION)
+
+
+def leaves_keys_unseen(problem: AttentionProblem) -> bool:
+    """Whether a tile of keys may be seen by no query, so that no program writes its gradients."""
+    options = problem.options
+    return problem.layout != "dense" or options.window_left >= 0 or options.attention_chunk > 0

@@ -1,0 +1,500 @@
+"""Runs the source of a warp-specialised Gluon kernel in PyTorch, on a CPU: a model of what the
+machine promises, and of nothing more.
+
+The kernel files are imported once more with a stand-in for Triton. Roles are threads, one of which
+runs at a time; a seed picks who goes on at every point where they could meet. What the machine does
+in its own time happens as late as it may: a copy lands when the scheduler picks it, and until then
+its target holds NaN; a product reads shared memory when it is waited for; an addition to memory
+reads its tile when its buffer is waited for. Who nobody can wake is a deadlock. A result that is
+used before its wait, or a generic store that no fence makes visible to products and copies, is an
+error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .scheduler import Scheduler, context
+
+FOLDER = Path(__file__).parents[2] / "flashtile" / "backends" / "hopper"
+PACKAGE = "emulated_hopper"
+
+scheduler: Scheduler
+
+
+class Tile(Tensor):
+    """Registers: a tensor whose integer division truncates, as the machine's does."""
+
+    type = property(lambda self: SimpleNamespace(layout=None))  # type: ignore[assignment]
+
+    def __floordiv__(self, other: Any) -> Any:
+        return torch.div(self, other, rounding_mode="trunc")
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return torch.div(torch.as_tensor(other), self, rounding_mode="trunc")
+
+    def __mod__(self, other: Any) -> Any:
+        return torch.fmod(self, other)
+
+    def __iadd__(self, other: Any) -> Any:  # registers have no aliases
+        return self + other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def tile(x: Any) -> Tile:
+    return torch.as_tensor(x).as_subclass(Tile)
+
+
+class Pointer:
+    """A place in memory."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + more)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
+        return self
+
+    def flat(self) -> Tensor:
+        whole = torch.empty(0, dtype=self.memory.dtype).set_(self.memory.untyped_storage())
+        return whole[self.memory.storage_offset() :]
+
+
+def load(p: Pointer, mask: Any = None, other: Any = 0) -> Tile:
+    offset = torch.as_tensor(p.offset)
+    if mask is None:
+        return tile(p.flat()[offset].clone())
+    mask, offset = torch.broadcast_tensors(torch.as_tensor(mask), offset)
+    found = p.flat()[offset.masked_fill(~mask, 0)]
+    return tile(torch.where(mask, found, torch.tensor(other, dtype=found.dtype)))
+
+
+def store(p: Pointer, value: Any, mask: Any = True) -> None:
+    offset = torch.as_tensor(p.offset)
+    value = torch.as_tensor(value).to(p.memory.dtype)
+    mask, offset, value = torch.broadcast_tensors(torch.as_tensor(mask), offset, value)
+    p.flat()[offset[mask]] = value[mask]
+
+
+class Shared:
+    """A tile in shared memory."""
+
+    def __init__(self, data: Tensor, places: Tensor | None = None) -> None:
+        self.data, self.places = data, places
+        self.dtype, self.shape = data.dtype, list(data.shape)
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.data[int(i)])
+
+    def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, int(start), length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.data.view(shape))
+
+    def allocation(self) -> int:
+        return self.data.untyped_storage().data_ptr()
+
+    def load(self, layout: Any) -> Tile:
+        return tile(self.data.clone())
+
+    def store(self, value: Tensor) -> None:
+        context.unfenced.add(self.allocation())
+        if self.places is not None:
+            self.data.view(-1)[self.places] = value.reshape(-1).as_subclass(Tensor)
+        else:
+            self.data.copy_(value)
+        scheduler.meet()
+
+    def recast(self, shape: list[int], layout: Any) -> Shared:
+        data = self.data.contiguous().view(-1)
+        assert data.data_ptr() == self.data.data_ptr(), "recast of a part with gaps"
+        places = layout.places(shape) if isinstance(layout, LinearLayout) else None
+        return Shared(data[: torch.Size(shape).numel()].view(shape), places)
+
+
+class LinearLayout:
+    """gl.SharedLinearLayout: where bit i of an offset leads."""
+
+    def __init__(self, bases: list[list[int]]) -> None:
+        self.bases = bases
+
+    def places(self, shape: list[int]) -> Tensor:
+        """The offset of every element."""
+        offsets = torch.arange(2 ** len(self.bases))
+        rows, columns = torch.zeros_like(offsets), torch.zeros_like(offsets)
+        for bit, (row, column) in enumerate(self.bases):
+            on = offsets >> bit & 1
+            rows, columns = rows ^ on * row, columns ^ on * column
+        places = torch.full((shape[0] * shape[1],), -1)
+        places[rows * shape[1] + columns] = offsets
+        assert (places >= 0).all(), "the layout misses elements"
+        return places
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+
+    def settle(self) -> None:
+        assert self.pending >= 0, "more arrivals than expected"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+    def arrive(self, count: int = 1) -> None:
+        self.pending -= count
+        self.settle()
+
+    def expect(self, size: int) -> None:
+        self.bytes += size
+        self.arrive()
+
+    def land(self, size: int) -> None:
+        self.bytes -= size
+        self.settle()
+
+    def wait(self, phase: Any, pred: Any = True) -> None:
+        if pred:
+            scheduler.meet(lambda: self.phase % 2 != int(phase))
+
+
+class Barriers:
+    """An array of them."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.all[int(i)]
+
+
+class Product:
+    """A product under way."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self.compute, self.value = compute, None
+
+    def finish(self) -> None:
+        self.value = self.value if self.value is not None else tile(self.compute())
+
+
+def visible(*tiles: Any) -> None:
+    for x in tiles:
+        if isinstance(x, Shared):
+            assert x.allocation() not in context.unfenced, "stores without a fence"
+
+
+def warpgroup_mma(
+    a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
+) -> Product:
+    visible(a, b)
+    assert is_async and not isinstance(acc, Product), "an accumulator in flight"
+
+    def compute() -> Tensor:
+        left = a.data if isinstance(a, Shared) else a
+        product = left.float() @ b.data.float()
+        return product + acc if use_acc else product
+
+    context.products.append(Product(compute))
+    return context.products[-1]
+
+
+def warpgroup_mma_wait(outstanding: int, deps: list[Any]) -> Any:
+    scheduler.meet()
+    while len(context.products) > outstanding:
+        context.products.pop(0).finish()
+    values = [x.value if isinstance(x, Product) else x for x in deps]
+    assert all(x is not None for x in values), "a result before its wait"
+    return values[0] if len(values) == 1 else values
+
+
+class Descriptor:
+    """A tensor as the copy engine sees it."""
+
+    def __init__(self, described: Any) -> None:
+        self.tensor = described.base.as_strided(described.shape, described.strides)
+        self.box, self.strides = list(described.block_shape), described.strides
+        self.dtype, self.layout = described.base.dtype, None
+        size = torch.Size(self.box).numel() * described.base.element_size()
+        self.block_type = SimpleNamespace(nbytes=size)
+
+    def parts(self, coord: list[Any], x: Tensor) -> tuple[Tensor, Tensor]:
+        """The elements of the tensor in the box, and those of `x` that they meet."""
+        inside, outside = [], []
+        for at, length, total in zip(map(int, coord), self.box, self.tensor.shape, strict=True):
+            assert at >= 0
+            stop = max(min(at + length, total), at)
+            outside.append(slice(at, stop))
+            inside.append(slice(0, stop - at))
+        return self.tensor[tuple(outside)], x.view(self.box)[tuple(inside)]
+
+
+def copy_to_shared(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Shared) -> None:
+    target.data.fill_(torch.nan)
+
+    def land() -> None:
+        target.data.zero_()
+        memory, part = desc.parts(coord, target.data)
+        part.copy_(memory)
+        barrier.land(desc.block_type.nbytes)
+
+    scheduler.copies.append(land)
+
+
+def copy_out(desc: Descriptor, coord: list[Any], source: Shared, add: bool) -> None:
+    visible(source)
+
+    def land() -> None:
+        memory, part = desc.parts(coord, source.data)
+        memory.add_(part) if add else memory.copy_(part)
+        if add:
+            additions.append((int(coord[0]), tickets.get(context.program, 0)))
+
+    context.bulk.append(land)
+
+
+tickets: dict[Any, int] = {}  # what a program drew
+additions: list[tuple[int, int]] = []  # (row of the workspace, ticket), in order
+
+
+def store_wait(pending: int) -> None:
+    scheduler.meet()
+    while len(context.bulk) > pending:
+        context.bulk.pop(0)()
+
+
+class NamedBarriers:
+    """Hardware barriers of each program."""
+
+    def __init__(self) -> None:
+        self.threads: dict[Any, int] = {}
+
+    def sync(self, number: int, threads: int) -> None:
+        key = context.program, number
+        arrived = self.threads[key] = self.threads.get(key, 0) + 128
+        last = (arrived + threads - 1) // threads * threads
+        scheduler.meet(lambda: self.threads[key] >= last)
+
+
+named_barriers = NamedBarriers()
+
+
+def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
+    if asm.startswith("barrier.cta.sync"):
+        number, threads = asm.removeprefix("barrier.cta.sync ").split(";")[0].split(", ")
+        return named_barriers.sync(int(number), int(threads))
+    if "ld.acquire" in asm:
+        turn, n = args
+        return scheduler.meet(lambda: int(load(turn)) == int(n))
+    if "wait_group 0" in asm:
+        return store_wait(0)
+    assert asm == "mov.b32 $0, 0;", asm
+    return torch.zeros_like(args[0]) if constraints == "=f,f" else 0
+
+
+def atomic_add(p: Pointer, value: int) -> Tile:
+    old = load(p)
+    store(p, old + value)
+    tickets[context.program] = int(old)
+    return old
+
+
+def warp_specialize(roles: list[Any], warps: Any, registers: Any) -> None:
+    program = context.program
+    threads = [scheduler.spawn(lambda f=f, a=a: f(*a), program) for f, a in roles]
+    scheduler.meet(lambda: scheduler.finished.issuperset(threads))
+
+
+def where(condition: Any, x: Any, y: Any) -> Tile:
+    return tile(torch.where(torch.as_tensor(condition), torch.as_tensor(x), torch.as_tensor(y)))
+
+
+def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if layout == "barriers":
+        return Barriers(shape[0])
+    return Shared(torch.full(tuple(shape), torch.nan, dtype=dtype))
+
+
+def program_id(axis: int) -> Tile:
+    return tile(context.program[axis])
+
+
+class Constexpr:
+    """Both the annotation and the constant."""
+
+    def __new__(cls, value: Any) -> Any:
+        return value
+
+
+LANGUAGE: dict[str, Any] = {
+    "constexpr": Constexpr,
+    "tensor": Tile,
+    "shared_memory_descriptor": Shared,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "arange": lambda start, stop, layout=None: tile(torch.arange(start, stop)),
+    "zeros": lambda shape, dtype, layout=None: tile(torch.zeros(shape, dtype=dtype)),
+    "full": lambda shape, value, dtype, layout=None: tile(torch.full(shape, value, dtype=dtype)),
+    "zeros_like": torch.zeros_like,
+    "where": where,
+    "maximum": lambda x, y: torch.maximum(tile(x), tile(y)),
+    "minimum": lambda x, y: torch.minimum(tile(x), tile(y)),
+    "cdiv": lambda x, y: (x + y - 1) // y,
+    "abs": torch.abs,
+    "exp2": torch.exp2,
+    "sum": torch.sum,
+    "reshape": torch.reshape,
+    "permute": torch.permute,
+    "expand_dims": torch.unsqueeze,
+    "convert_layout": lambda x, layout, assert_trivial=False: x,
+    "multiple_of": lambda x, sizes: x,
+    "assume": lambda truth: None,
+    "static_range": range,
+    "load": load,
+    "store": store,
+    "atomic_add": atomic_add,
+    "atomic_xchg": lambda p, value, sem, scope: (store(p, value), scheduler.meet()),
+    "program_id": program_id,
+    "allocate_shared_memory": allocate,
+    "inline_asm_elementwise": inline_asm,
+    "warp_specialize": warp_specialize,
+    "SharedLinearLayout": LinearLayout,
+    "NVMMASharedLayout": lambda *sizes, **more: None,
+    "NVMMADistributedLayout": lambda *sizes: None,
+    "SwizzledSharedLayout": lambda *sizes: None,
+    "BlockedLayout": lambda *sizes: None,
+    "SliceLayout": lambda *sizes: None,
+    "DotOperandLayout": lambda *sizes: None,
+}
+
+
+class Recasting:
+    """What `builtin` functions ask of the compiler."""
+
+    @staticmethod
+    def memdesc_reinterpret(x: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        return x.recast(shape, layout)
+
+
+def jit(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else lambda f: f
+
+
+def builtin(function: Any) -> Any:
+    return lambda *args: function(*args, _semantic=Recasting)
+
+
+def stand_ins() -> dict[str, types.ModuleType]:
+    """Modules under Triton's names."""
+    found: dict[str, types.ModuleType] = {}
+
+    def module(name: str, **names: Any) -> types.ModuleType:
+        found[name] = types.ModuleType(name)
+        found[name].__dict__.update(names)
+        return found[name]
+
+    gluon = "triton.experimental.gluon"
+    language = module(gluon + ".language", **LANGUAGE)
+    plain = module("triton.language", **LANGUAGE)
+    module("triton.language.core", _aggregate=lambda cls: cls)
+    module("triton.experimental")
+    module(gluon, jit=jit, constexpr_function=jit, language=language)
+    module(gluon + ".language._core", builtin=builtin, _unwrap_if_constexpr=lambda x: x)
+    module(gluon + ".language.nvidia")
+    module(
+        gluon + ".language.nvidia.hopper",
+        fence_async_shared=lambda: context.unfenced.clear(),
+        warpgroup_mma=warpgroup_mma,
+        warpgroup_mma_wait=warpgroup_mma_wait,
+        tma=SimpleNamespace(
+            async_load=copy_to_shared,
+            async_store=lambda desc, coord, source: copy_out(desc, coord, source, False),
+            async_atomic_add=lambda desc, coord, source: copy_out(desc, coord, source, True),
+            store_wait=store_wait,
+        ),
+        mbarrier=SimpleNamespace(
+            MBarrierLayout=lambda: "barriers",
+            init=lambda barrier, count: barrier.init(count),
+            expect=lambda barrier, size: barrier.expect(size),
+            arrive=lambda barrier, count=1: barrier.arrive(count),
+            wait=lambda barrier, phase, pred=True: barrier.wait(phase, pred),
+        ),
+    )
+    module("triton", jit=jit, language=plain)
+    return found
+
+
+@contextmanager
+def emulated() -> Iterator[Callable[[str], types.ModuleType]]:
+    """Imports a kernel file against the stand-ins."""
+    fakes = stand_ins()
+    kept = {name: sys.modules.get(name) for name in fakes}
+    sys.modules.update(fakes)
+    package = types.ModuleType(PACKAGE)
+    package.__path__ = [str(FOLDER)]
+    sys.modules[PACKAGE] = package
+    try:
+        yield lambda name: importlib.import_module(f"{PACKAGE}.{name}")
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
+            del sys.modules[name]
+        for name, module in kept.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def argument(x: Any) -> Any:
+    """An argument of a launch as the emulated kernel takes it."""
+    if isinstance(x, Tensor):
+        return Pointer(x)
+    if hasattr(x, "block_shape"):
+        return Descriptor(x)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*map(argument, x))
+    return tile(x) if isinstance(x, int) and not isinstance(x, bool) else x
+
+
+def run(launch: Any, seed: int) -> list[tuple[int, int]]:
+    """Run all programs of a launch, a few at once, in any order; the `additions`."""
+    global scheduler, named_barriers
+    scheduler, named_barriers = Scheduler(seed), NamedBarriers()
+    additions.clear()
+    tickets.clear()
+    with emulated() as load_file:
+        file = launch.kernel.fn.__module__.rsplit(".", 1)[1]
+        kernel = getattr(load_file(file), launch.kernel.fn.__name__)
+        arguments = {name: argument(x) for name, x in launch.arguments.items()}
+        programs = [()]
+        for size in launch.grid:
+            programs = [(*p, i) for p in programs for i in range(size)]
+        threads = [scheduler.spawn(lambda: kernel(**arguments), p) for p in programs]
+        scheduler.start(threads)
+    return list(additions)

@@ -1,0 +1,98 @@
+"""Threads of which one runs at a time, and in which order they meet is drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+PROGRAMS_AT_ONCE = 3
+
+context = threading.local()
+
+
+class Deadlock(AssertionError):
+    """Every thread waits."""
+
+
+class Scheduler:
+    """One thread runs at a time; `meet` is where another one may go on."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.changed = threading.Condition()
+        self.waiting: dict[Any, Callable[[], bool]] = {}
+        self.running: Any = None
+        self.copies: list[Callable[[], None]] = []
+        self.error: BaseException | None = None
+        self.finished: set[Any] = set()
+        self.started: set[Any] = set()
+        self.programs: set[Any] = set()
+
+    def start(self, programs: list[Any]) -> None:
+        """Run all threads to their end; PROGRAMS_AT_ONCE of `programs` at a time."""
+        with self.changed:
+            self.programs = set(programs)
+            for thread in programs:
+                self.waiting[thread] = lambda: len(self.started - self.finished) < PROGRAMS_AT_ONCE
+            self._pick()
+            self.changed.wait_for(
+                lambda: self.finished.issuperset(programs) or self.error is not None
+            )
+        if self.error is not None:
+            raise self.error
+
+    def spawn(self, function: Callable[[], None], program: tuple[int, ...]) -> threading.Thread:
+        """A thread that starts when the scheduler picks it."""
+
+        def run() -> None:
+            context.program = program
+            context.products, context.bulk, context.unfenced = [], [], set()
+            try:
+                self._until_picked(thread)
+                if thread in self.programs:
+                    self.started.add(thread)
+                function()
+            except BaseException as error:
+                self.error = self.error or error
+            finally:
+                with self.changed:
+                    self.finished.add(thread)
+                    self._pick()
+
+        thread = threading.Thread(target=run, daemon=True)
+        self.waiting[thread] = lambda: True
+        thread.start()
+        return thread
+
+    def meet(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Let others go on until `ready`, and until this thread is picked again."""
+        thread = threading.current_thread()
+        with self.changed:
+            self.waiting[thread] = ready
+            self._pick()
+        self._until_picked(thread)
+
+    def _until_picked(self, thread: threading.Thread) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.running is thread or self.error is not None)
+            if self.error is not None:
+                raise self.error
+
+    def _pick(self) -> None:
+        while True:
+            ready = [t for t, condition in self.waiting.items() if condition()]
+            choice = self.random.randrange(len(ready) + len(self.copies) or 1)
+            if choice < len(ready):
+                self.running = ready[choice]
+                del self.waiting[self.running]
+                break
+            if self.copies:
+                self.copies.pop(choice - len(ready))()
+                continue
+            if self.waiting:
+                self.error = self.error or Deadlock(f"{len(self.waiting)} threads wait for ever")
+            self.running = None
+            break
+        self.changed.notify_all()

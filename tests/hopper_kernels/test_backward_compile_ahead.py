@@ -1,0 +1,114 @@
+"""The kernels of the Hopper backward compiled for sm_90a, with the compiler's report read.
+
+No GPU is needed.
+FLASHTILE_ALL_CONFIGURATIONS=1 takes every head dim, dtype and option.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
+
+from flashtile.backends.hopper.plan import OLDEST_TRITON, TRITON_VERSION
+from flashtile.call import Arguments, Packed, dense_call, packed_call
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
+
+if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
+    pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
+
+from flashtile.backends.hopper.backward_launch import backward_launches
+from flashtile.backends.hopper.launch import Launch
+
+from .compile_ahead import CAPABILITY, report, specialize
+
+FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
+SHARED_LIMIT = 232448  # bytes a program
+# Bytes a thread that may spill, outside of the loops over blocks without masks; newer assemblers
+# spill more.
+NEWER = TRITON_VERSION >= (3, 9)
+SPILLS = {"plain": 64 if NEWER else 0, 64: 128, "option": 256 if NEWER else 128, "packed": 512}
+SECONDS = 120  # many times what it takes, for busy machines
+
+Call = tuple[Operands, Options]
+
+
+def launches_of(call: Call) -> list[Launch]:
+    """The launches that the backward of a call would make on the device."""
+    operands, options = call
+    problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(capability=CAPABILITY, device_type="cuda")
+    q, v = operands.q, operands.v
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
+    return backward_launches(problem, operands, out, lse, out, lse)[2]
+
+
+def dense(
+    head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, M: int = 300, N: int = 400,
+    **options: Any,
+) -> Call:  # fmt: skip
+    inputs = qkv(generator(0), B=2, M=M, N=N, Hq=4, Hk=2, D=head_dim, dtype=dtype)
+    return dense_call(*inputs, Arguments(**options))
+
+
+def packed(head_dim: int = 128, **options: Any) -> Call:
+    lengths = [130, 5, 0, 70]
+    inputs = packed_qkv(generator(0), lengths, lengths, D=head_dim, dtype=torch.bfloat16)
+    layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), 130, 130)
+    return packed_call(*inputs, layout, Arguments(**options))
+
+
+OPTIONS: dict[str, Any] = {
+    "window": lambda: dense(window_size=(50, 20)),
+    "chunk": lambda: dense(attention_chunk=100, causal=True),
+    "softcap": lambda: dense(softcap=3.0),
+    "alibi": lambda: dense(alibi_slopes=alibi_slopes(generator(0), 4), causal=True),
+    "sink": lambda: dense(sink=normal(generator(0), 4), causal=True),
+    "deterministic": lambda: dense(deterministic=True, causal=True),
+    "float16": lambda: dense(dtype=torch.float16),
+    "head dim 72": lambda: dense(72, causal=True),
+}
+
+
+def check(call: Call, spills: int) -> None:
+    for launch in launches_of(call):
+        found = report(launch)
+        assert found.shared <= SHARED_LIMIT
+        assert found.warnings == []  # among them those of products that wait for each other
+        assert found.spilled <= spills
+        assert found.seconds <= SECONDS
+        for block in found.blocks:
+            if not any(name.startswith("FSEL") for name in block):  # no mask
+                assert not [name for name in block if name.startswith(("LDL", "STL"))]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_head_dims_compile(head_dim: int, mask: str):
+    check(dense(head_dim, causal=mask == "causal"), SPILLS.get(head_dim, SPILLS["plain"]))
+
+
+@pytest.mark.parametrize("option", OPTIONS if FULL else ["window", "deterministic"])
+def test_options_compile(option: str):
+    check(OPTIONS[option](), SPILLS["option"])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256] if FULL else [128])
+def test_packed_compiles(head_dim: int):
+    check(packed(head_dim, causal=True), SPILLS["packed"])
+
+
+def test_new_lengths_and_heads_compile_nothing_new():
+    seen = set()
+    for M, N in ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001)):
+        sources = [specialize(launch)[0] for launch in launches_of(dense(M=M, N=N))]
+        seen.add(str([(source.signature, source.attrs) for source in sources]))
+    assert len(seen) == 1

@@ -1,0 +1,238 @@
+"""The Hopper backward's source run in PyTorch, roles as threads (`emulator.py`): index arithmetic,
+masks, barriers and the reuse of buffers, without a GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends.hopper.backward_launch import backward, backward_launches, sink_gradient
+from flashtile.call import Arguments, Packed, dense_call, packed_call
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import (
+    alibi_slopes,
+    assert_close,
+    attention_reference,
+    attention_varlen_reference,
+    cu_seqlens,
+    generator,
+    normal,
+    packed_qkv,
+    qkv,
+    strided,
+)
+
+from . import emulator
+
+NAMES = ("dq", "dk", "dv", "dsink")
+
+
+def gradients(
+    operands: Operands,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    seed: int,
+) -> tuple[Tensor, ...]:
+    """What the emulated kernels write into poisoned outputs."""
+    problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
+    arguments = (problem, operands, out, lse, dout, dlse)
+    found, statistics, launches = backward_launches(*arguments)
+    if problem.layout == "dense":
+        found.dq.fill_(torch.nan)
+    added = [emulator.run(launch, seed) for launch in launches][1]
+    if options.deterministic:
+        assert_ascending(added)
+    if operands.sink is None:
+        return found[:3]
+    return *found[:3], sink_gradient(operands.sink, *statistics)
+
+
+def reference(
+    operands: Operands, options: dict[str, Any], layout: Packed | None, dtype: torch.dtype,
+    dout: Tensor, dlse: Tensor,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """(out, lse, gradients) in `dtype`."""
+    inputs = [x.detach().clone().requires_grad_() for x in operands[:3]]
+    if operands.sink is not None:
+        options = options | {"sink": operands.sink.detach().clone().requires_grad_()}
+        inputs.append(options["sink"])
+    if layout is None:
+        found = attention_reference(*inputs[:3], compute_dtype=dtype, **options)
+    else:
+        options = options | {"seqused_q": operands.seqused_q, "seqused_k": operands.seqused_k}
+        found = attention_varlen_reference(*inputs[:3], *layout[:4], compute_dtype=dtype, **options)
+    lse = found.lse.masked_fill(found.lse == -torch.inf, 0)
+    rows = found.out.shape[0] if layout else None  # what lies behind the last sequence is nobody's
+    wanted = (found.out * dout[:rows].to(dtype)).sum() + (lse * dlse[..., :rows].to(dtype)).sum()
+    found_gradients = torch.autograd.grad(wanted, inputs)
+    if layout is None:
+        return found.out.detach(), found.lse.detach(), found_gradients
+    spare = operands.q.shape[0] - found.out.shape[0]
+    out = torch.cat([found.out.detach(), found.out.new_zeros(spare, *found.out.shape[1:])])
+    lse = torch.cat([found.lse.detach(), found.lse.new_full((lse.shape[0], spare), -torch.inf)], 1)
+    return out, lse, found_gradients
+
+
+def check(
+    operands: Operands, options: Options, given: dict[str, Any], layout: Packed | None = None,
+    seed: int = 0,
+) -> None:  # fmt: skip
+    g = generator(seed + 1)
+    dtype = operands.q.dtype
+    shape = (*operands.q.shape[:-1], operands.v.shape[-1])
+    dout = normal(g, *shape, dtype=dtype)
+    rows = (shape[1], shape[0]) if layout else (shape[0], shape[2], shape[1])
+    dlse = normal(g, *rows)
+    given = {name: x for name, x in given.items() if name not in ("sink", "deterministic")}
+    out, lse, truth = reference(operands, given, layout, torch.float64, dout, dlse)
+    _, _, plain = reference(operands, given, layout, dtype, dout, dlse)
+    found = gradients(operands, options, out.to(dtype), lse.float(), dout, dlse, seed)
+    for name, got, wanted, low in zip(NAMES, found, truth, plain, strict=False):
+        assert_close(name, got, wanted, low, dtype=dtype, seed=seed)
+
+
+def assert_ascending(added: list[tuple[int, int]]) -> None:
+    """Every row of the workspace was added to by tiles of keys in ascending order."""
+    adders = defaultdict(list)
+    for row, tile in added:
+        adders[row].append(tile)
+    assert any(len(tiles) > 1 for tiles in adders.values())
+    assert all(tiles == sorted(tiles) for tiles in adders.values())
+
+
+def dense(
+    seed: int = 0, style: str = "contiguous", sizes: dict[str, Any] | None = None, **given: Any
+) -> None:
+    g = generator(seed)
+    shape = {"B": 1, "M": 150, "N": 200, "Hq": 2, "Hk": 1, "D": 128, "dtype": torch.bfloat16}
+    q, k, v = (strided(x, style) for x in qkv(g, **(shape | (sizes or {}))))
+    check(*dense_call(q, k, v, Arguments(**given)), given, seed=seed)
+
+
+def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
+    """Sequences of unlike lengths, some empty, with rows of NaN behind and between them."""
+    g = generator(seed)
+    lengths_q, lengths_k, spare = [70, 0, 1, 129], [130, 40, 0, 65], 5
+    q, k, v = packed_qkv(g, [*lengths_q, spare], [*lengths_k, spare], D=D, dtype=torch.bfloat16)
+    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    if used:
+        given |= {
+            "seqused_q": torch.tensor([70, 0, 0, 60], dtype=torch.int32),
+            "seqused_k": torch.tensor([101, 3, 0, 65], dtype=torch.int32),
+        }
+    for x, cu, counts in ((q, cu_q, "seqused_q"), (k, cu_k, "seqused_k"), (v, cu_k, "seqused_k")):
+        stops = cu[:-1] + given[counts] if used else cu[1:]
+        for b, stop in enumerate(stops.tolist()):
+            x[stop : cu[b + 1]] = torch.nan
+        x[cu[-1] :] = torch.inf
+    layout = Packed(cu_q, cu_k, 140, 130)
+    check(*packed_call(q, k, v, layout, Arguments(**given)), given, layout, seed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dims(head_dim: int, causal: bool):
+    dense(sizes={"D": head_dim}, causal=causal)
+
+
+@pytest.mark.parametrize("head_dims", [(40, 40), (96, 96), (192, 192), (192, 128), (64, 200)])
+def test_padded_head_dims(head_dims: tuple[int, int]):
+    dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, causal=True)
+
+
+@pytest.mark.parametrize("lengths", [(65, 1), (128, 128), (300, 77), (77, 300), (129, 257)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(lengths: tuple[int, int], causal: bool):
+    dense(sizes={"M": lengths[0], "N": lengths[1], "D": 64}, causal=causal)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (50, 20)},
+    "left": {"window_size": (33, -1)},
+    "causal window": {"window_size": (90, 0)},
+    "chunk": {"attention_chunk": 48},
+    "causal chunk": {"attention_chunk": 100, "causal": True},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "alibi": {"alibi_slopes": alibi_slopes(generator(0), 2)},
+    "sink": {"sink": normal(generator(0), 2), "causal": True},
+    "negative scale": {"softmax_scale": -0.1, "causal": True},
+    "everything": {
+        "softcap": 3.0,
+        "alibi_slopes": alibi_slopes(generator(0), 2, 1),
+        "sink": normal(generator(0), 2),
+        "window_size": (60, 10),
+        "attention_chunk": 90,
+    },
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(option: str, head_dim: int):
+    dense(1, sizes={"D": head_dim, "M": 170, "N": 300}, **OPTIONS[option])
+
+
+def test_no_queries_give_zero_gradients():
+    inputs = qkv(generator(0), B=0, M=70, N=90, D=64, dtype=torch.bfloat16)
+    operands, options = dense_call(*inputs, Arguments(sink=normal(generator(0), 4)))
+    problem = AttentionProblem.of(operands, options)
+    lse = torch.zeros(0, 4, 70)
+    found = backward(problem, operands, inputs[0], lse, inputs[0], lse)
+    assert [x.shape for x in found[:3]] == [x.shape for x in inputs]
+    assert found.dsink is not None
+    assert found.dsink.eq(0).all()
+
+
+def test_float16():
+    dense(sizes={"dtype": torch.float16}, causal=True)
+
+
+@pytest.mark.parametrize("style", ["transposed", "sliced", "offset"])
+def test_strides(style: str):
+    dense(style=style, sizes={"B": 2, "Hq": 4, "Hk": 2, "M": 70, "N": 90}, causal=True)
+
+
+def test_large_inputs_stay_finite():
+    g = generator(3)
+    q, k, v = (5 * x for x in qkv(g, B=1, M=100, N=130, D=64, dtype=torch.bfloat16))
+    given: dict[str, Any] = {"causal": True}
+    check(*dense_call(q, k, v, Arguments(**given)), given, seed=3)
+
+
+def test_keys_past_the_end_weigh_nothing():
+    """Their score is 0 where all others are about -128, so that exp(0 - lse) is infinite."""
+    g = generator(6)
+    q, k, v = qkv(g, B=1, M=100, N=200, Hq=1, Hk=1, D=64, dtype=torch.bfloat16)
+    check(*dense_call(q / 8 + 4, k / 8 - 4, v, Arguments()), {}, seed=6)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed(causal: bool, used: bool, head_dim: int):
+    packed(4, used, head_dim, causal=causal)
+
+
+def test_packed_options():
+    packed(5, True, 64, window_size=(40, 10), sink=normal(generator(0), 4), softcap=2.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_meetings_in_any_order(seed: int):
+    dense(seed, sizes={"M": 200, "N": 300, "D": 64}, causal=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("option", ["full", "causal", "causal window"])
+@pytest.mark.parametrize("seed", range(3))
+def test_deterministic_adds_in_order(seed: int, option: str):
+    given = OPTIONS.get(option, {"causal": option == "causal"})
+    dense(seed, sizes={"M": 260, "N": 500, "D": 64, "Hq": 1}, deterministic=True, **given)

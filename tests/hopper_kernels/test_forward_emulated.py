@@ -1,0 +1,241 @@
+"""The Hopper forward's source run in PyTorch, roles as threads (`emulator.py`): index arithmetic,
+masks, barriers, turns and the reuse of buffers, without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends.hopper.launch import forward_launch
+from flashtile.call import Arguments, Packed, dense_call, packed_call
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import (
+    alibi_slopes,
+    assert_close,
+    attention_reference,
+    attention_varlen_reference,
+    cu_seqlens,
+    generator,
+    normal,
+    packed_qkv,
+    qkv,
+    strided,
+)
+
+from . import emulator
+
+PROGRAMS = 3
+UNWRITTEN = -(2**30)  # a number in shared memory that nobody has put there
+
+
+class Bits:
+    """16 bits of a register."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Tensor:
+        return emulator.tile(self.value.view(dtype))
+
+
+def inline_asm(asm: str, constraints: str, args: list[Any], **more: Any) -> Any:
+    if asm.startswith("barrier.cta.arrive"):
+        number, threads = asm.removeprefix("barrier.cta.arrive ").split(";")[0].split(", ")
+        key, seen = (emulator.context.program, int(number)), emulator.named_barriers.threads
+        seen[key] = seen.get(key, 0) + 128
+        assert seen[key] % int(threads) in (0, 128), "a turn given twice"
+        return 0
+    if asm.startswith("cvt.rn"):
+        dtype = torch.bfloat16 if "bf16x2" in asm else torch.float16
+        return torch.stack([x.to(dtype).as_subclass(Tensor) for x in args], -1).view(torch.int32)
+    if asm.startswith("mov.b32 {$0, $1}, $2"):
+        return tuple(
+            Bits(half) for half in args[0].view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
+        )
+    if asm.startswith("lg2"):
+        return torch.log2(args[0])
+    if "nanosleep" in asm:
+        return 0
+    return emulator.inline_asm(asm, constraints, args, **more)
+
+
+def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if dtype == torch.int32:
+        return emulator.Shared(torch.full(tuple(shape), UNWRITTEN, dtype=dtype))
+    return emulator.allocate(dtype, shape, layout)
+
+
+def warpgroup_mma(
+    a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False
+) -> emulator.Product:
+    """Also on an accumulator in flight: products follow each other."""
+    if not isinstance(acc, emulator.Product):
+        return PRODUCT(a, b, acc, use_acc, is_async)
+    last = PRODUCT(a, b, torch.zeros(()), False, is_async)
+    compute = last.compute
+
+    def add() -> Tensor:
+        acc.finish()
+        return compute() + acc.value
+
+    last.compute = add
+    return last
+
+
+PRODUCT = emulator.warpgroup_mma
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the forward says and the backward does not."""
+    more = {
+        "int16": torch.int16,
+        "max": torch.amax,
+        "split": lambda x: x.unbind(-1),
+        "join": lambda x, y: torch.stack([x, y], -1),
+        "num_programs": lambda axis: emulator.tile(PROGRAMS),
+        "allocate_shared_memory": allocate,
+        "inline_asm_elementwise": inline_asm,
+    }
+    for name, value in more.items():
+        monkeypatch.setitem(emulator.LANGUAGE, name, value)
+    monkeypatch.setattr(emulator, "warpgroup_mma", warpgroup_mma)
+
+
+def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) that the emulated kernel writes into poisoned outputs."""
+    problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
+    counter = torch.zeros(2, dtype=torch.int32)
+    out, lse, launch = forward_launch(problem, operands, PROGRAMS, counter)
+    if problem.layout == "dense":
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+    emulator.run(launch._replace(grid=(PROGRAMS,)), seed)  # also more programs than tiles
+    assert counter.tolist() == [0, 0]  # as the next launch wants them
+    return out, lse
+
+
+def check(
+    operands: Operands, options: Options, given: dict[str, Any], layout: Packed | None = None,
+    seed: int = 0,
+) -> None:  # fmt: skip
+    out, lse = emulate(operands, options, seed)
+    found = SimpleNamespace(out=out, lse=lse)
+    if layout is None:
+        truth, plain = (
+            attention_reference(*operands[:3], compute_dtype=dtype, **given)
+            for dtype in (torch.float64, operands.q.dtype)
+        )
+    else:
+        used = {"seqused_q": operands.seqused_q, "seqused_k": operands.seqused_k}
+        truth, plain = (
+            attention_varlen_reference(
+                *operands[:3], *layout[:4], compute_dtype=dtype, **(given | used)
+            )
+            for dtype in (torch.float64, operands.q.dtype)
+        )
+        rows = truth.out.shape[0]
+        assert not out[rows:].any() and (lse[:, rows:] == -torch.inf).all()  # nobody's
+        found = SimpleNamespace(out=out[:rows], lse=lse[:, :rows])
+    for name in ("out", "lse"):
+        wanted, low = getattr(truth, name), getattr(plain, name)
+        assert_close(name, getattr(found, name), wanted, low, dtype=operands.q.dtype, seed=seed)
+
+
+def dense(
+    seed: int = 0, style: str = "contiguous", sizes: dict[str, Any] | None = None, **given: Any
+) -> None:
+    g = generator(seed)
+    shape = {"B": 1, "M": 290, "N": 330, "Hq": 2, "Hk": 1, "D": 128, "dtype": torch.bfloat16}
+    q, k, v = (strided(x, style) for x in qkv(g, **(shape | (sizes or {}))))
+    check(*dense_call(q, k, v, Arguments(**given)), given, seed=seed)
+
+
+def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
+    """Sequences of unlike lengths, some empty, with NaN and infinities behind and between them."""
+    g = generator(seed)
+    lengths_q, lengths_k, spare = [70, 0, 1, 260], [130, 40, 0, 265], 5
+    q, k, v = packed_qkv(g, [*lengths_q, spare], [*lengths_k, spare], D=D, dtype=torch.bfloat16)
+    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    operands_used: dict[str, Any] = {}
+    if used:
+        operands_used = {
+            "seqused_q": torch.tensor([70, 0, 0, 250], dtype=torch.int32),
+            "seqused_k": torch.tensor([101, 3, 0, 129], dtype=torch.int32),
+        }
+    for x, cu, counts in ((q, cu_q, "seqused_q"), (k, cu_k, "seqused_k"), (v, cu_k, "seqused_k")):
+        stops = cu[:-1] + operands_used[counts] if used else cu[1:]
+        for b, stop in enumerate(stops.tolist()):
+            x[stop : cu[b + 1]] = torch.nan
+        x[cu[-1] :] = torch.inf
+    layout = Packed(cu_q, cu_k, 270, 270)
+    call = packed_call(q, k, v, layout, Arguments(**given, **operands_used))
+    check(*call, given, layout, seed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dims(head_dim: int, causal: bool):
+    dense(sizes={"D": head_dim}, causal=causal)
+
+
+@pytest.mark.parametrize("head_dims", [(40, 40), (96, 96), (192, 192), (192, 128), (64, 200)])
+def test_padded_head_dims(head_dims: tuple[int, int]):
+    dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, causal=True)
+
+
+@pytest.mark.parametrize("lengths", [(65, 1), (128, 128), (300, 77), (77, 300), (193, 600)])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_lengths(lengths: tuple[int, int], head_dim: int):
+    dense(sizes={"M": lengths[0], "N": lengths[1], "D": head_dim}, causal=True)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (50, 20)},
+    "left": {"window_size": (33, -1)},
+    "causal window": {"window_size": (90, 0)},
+    "chunk": {"attention_chunk": 48},
+    "causal chunk": {"attention_chunk": 100, "causal": True},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "alibi": {"alibi_slopes": alibi_slopes(generator(0), 2)},
+    "sink": {"sink": normal(generator(0), 2), "causal": True},
+    "negative scale": {"softmax_scale": -0.1, "causal": True},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(option: str, head_dim: int):
+    dense(1, sizes={"D": head_dim, "M": 330, "N": 500, "Hq": 2}, **OPTIONS[option])
+
+
+def test_float16():
+    dense(sizes={"dtype": torch.float16}, causal=True)
+
+
+@pytest.mark.parametrize("style", ["transposed", "sliced", "offset"])
+def test_strides(style: str):
+    dense(style=style, sizes={"B": 2, "Hq": 4, "Hk": 2, "M": 70, "N": 90}, causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed(causal: bool, used: bool, head_dim: int):
+    packed(4, used, head_dim, causal=causal)
+
+
+def test_packed_window():
+    packed(5, True, 64, window_size=(40, 10), sink=normal(generator(0), 4), softcap=2.0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seed", range(4))
+def test_meetings_in_any_order(seed: int, head_dim: int):
+    dense(seed, sizes={"M": 400, "N": 400, "D": head_dim, "B": 2}, causal=seed % 2 == 1)
