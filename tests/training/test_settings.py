@@ -1,0 +1,120 @@
+"""A wrong configuration is refused before anything starts, by the name of its key."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from tiny_runs import command, config, settings
+
+from training.settings import ATTENTIONS, differences, read_settings
+from training.train import CONFIG
+
+# What a group's own files leave open.
+OPEN = ["run_dir=runs/x", "data.text=text"]
+
+
+@pytest.mark.parametrize(
+    "group", ["model", "data", "optimizer", "schedule", "trainer", "experiment"]
+)
+def test_every_file_of_every_group_is_valid(group):
+    names = sorted(path.stem for path in (CONFIG / group).glob("*.yaml"))
+    assert names
+    for name in names:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
+            read_settings(compose("config", overrides=[f"{group}={name}", *OPEN]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("attn=flash", "attn: 'flash' is not one of flashtile, sdpa, eager, flex"),
+        ("attn=flex", "attn: flex has no backward on a CPU"),
+        ("seed=-1", "seed: -1"),
+        ("data.tokenizer=words", "data.tokenizer: 'words' is not one of"),
+        ("data.vocab_size=200", "data.vocab_size: 200; wanted: at least 257"),
+        ("data.context=1", "data.context: 1; wanted: at least 2"),
+        ("data.validation_share=1.5", "data.validation_share: 1.5"),
+        ("optimizer.lr=0", "optimizer.lr: 0.0; wanted: more than 0"),
+        ("optimizer.lr=???", "optimizer.lr: "),
+        ("optimizer.betas=[0.9]", "optimizer.betas: [0.9]"),
+        ("optimizer.betas=[0.9,1.0]", "optimizer.betas: [0.9, 1.0]"),
+        ("schedule.name=linear", "schedule.name: 'linear' is not one of cosine, constant"),
+        ("schedule.warmup_steps=7", "schedule.warmup_steps: 7 is more than trainer.steps, 6"),
+        ("schedule.final_share=2", "schedule.final_share: 2.0"),
+        ("trainer.steps=0", "trainer.steps: 0; wanted: at least 1"),
+        ("trainer.batch_size=3", "trainer.batch_size: 3 is not a multiple of 2"),
+        ("trainer.devices=3", "trainer.batch_size: 4 is not a multiple of 6"),
+        ("trainer.validation_windows=1", "trainer.validation_windows: 1; at least 2"),
+        ("trainer.precision=fp8", "trainer.precision: 'fp8' is not one of"),
+        ("trainer.strategy=zero", "trainer.strategy: 'zero' is not one of"),
+        ("trainer.accelerator=tpu", "trainer.accelerator: 'tpu' is not one of"),
+        ("trainer.peak_tflops=0", "trainer.peak_tflops: 0.0"),
+        ("sample.top_k=0", "sample.top_k: 0"),
+        ("sample.prompt=''", "sample.prompt: ''"),
+        ("+model.hidden=16", "model.hidden: not a field of GPTConfig"),
+        ("+model.vocab_size=300", "model.vocab_size: decided by the tokenizer"),
+        ("model.num_heads=3", "model.num_heads"),
+        ("model.num_layers=two", "model.num_layers"),
+        ("model.activation=tanhh", "model.activation"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_key(tmp_path, change, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        settings(tmp_path, change)
+
+
+def test_a_learned_table_must_reach_the_context(tmp_path):
+    changes = ["model.position=learned", "+model.max_position_embeddings=8"]
+    with pytest.raises(ValueError, match=r"^model\.max_position_embeddings: 8 is less than"):
+        settings(tmp_path, *changes)
+
+
+def test_flex_is_refused_with_dropout(tmp_path):
+    changes = ["attn=flex", "trainer.accelerator=cuda"]
+    with pytest.raises(ValueError, match=r"^model\.attention_dropout: 0\.1; attn=flex has no"):
+        settings(tmp_path, *changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("trainer.stepz=3", "trainer.stepz"),
+        ("trainer.steps=many", "trainer.steps"),
+        ("data.packed=often", "data.packed"),
+        ("seed=one", "seed"),
+        ("schedule=linear", "schedule/linear"),
+    ],
+)
+def test_hydra_refuses_unknown_keys_and_wrong_types(tmp_path, change, key):
+    with pytest.raises(HydraException, match=re.escape(key)):
+        config(tmp_path, change)
+
+
+def test_the_command_says_what_is_wrong_in_one_line_and_writes_nothing(tmp_path):
+    result = command(tmp_path, "trainer.batch_size=3")
+    assert result.returncode == 1
+    assert result.stderr.startswith("configuration: trainer.batch_size: 3 is not a multiple of 2")
+    assert not list((tmp_path / "run").glob("*"))
+
+
+def test_only_what_shapes_the_curve_must_stay_the_same_on_resume(tmp_path):
+    from dataclasses import asdict
+
+    before = asdict(settings(tmp_path))
+    free = ["trainer.devices=2", "trainer.validate_every=1", "sample.tokens=9", "run_dir=other"]
+    assert not differences(before, settings(tmp_path, *free))
+    bent = settings(tmp_path, "optimizer.lr=1e-3", "model.num_layers=1", "trainer.steps=7")
+    assert differences(before, bent) == [
+        "model.num_layers (2 in the checkpoint, now 1)",
+        "optimizer.lr (0.01 in the checkpoint, now 0.001)",
+        "trainer.steps (6 in the checkpoint, now 7)",
+    ]
+
+
+def test_there_is_an_attention_for_every_name():
+    from training.attention import attention_named
+
+    assert all(callable(attention_named(name)) for name in ATTENTIONS)

@@ -1,0 +1,95 @@
+"""Runs small enough for a test: seconds, on random text, with every kind of randomness on."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from training.settings import Settings, read_settings
+from training.train import CONFIG
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WORDS = ["thou", "art", "the", "king", "of", "naples,", "and", "caliban", "speaks", "in", "verse"]
+
+
+def write_texts(folder: Path, count: int, words: int) -> list[str]:
+    """Files of random words below `folder`, of unequal lengths; their texts."""
+    draw = random.Random(3)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [" ".join(draw.choices(WORDS, k=words + number)) + "\n" for number in range(count)]
+    for number, text in enumerate(texts):
+        (folder / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+    return texts
+
+
+def overrides(folder: Path, *changes: str) -> list[str]:
+    """The command line of a run of six steps in `folder`/run; `changes` come last, so they rule."""
+    if not (folder / "text").exists():
+        write_texts(folder / "text", count=30, words=20)
+    return [
+        *(f"data.text={folder / 'text'}", "data.pattern=*.txt", "data.packed=true"),
+        *(f"data.prepared={folder / 'prepared'}", "data.context=16", "data.vocab_size=280"),
+        *("data.validation_share=0.2", "schedule.warmup_steps=2", "optimizer.lr=1e-2"),
+        *("model.hidden_size=16", "model.num_layers=2", "model.num_heads=2"),
+        *("+model.attention_dropout=0.1", "+model.residual_dropout=0.1"),
+        *("trainer.steps=6", "trainer.batch_size=4", "trainer.micro_batch_size=2"),
+        *("trainer.validate_every=3", "trainer.validation_windows=4", "trainer.checkpoint_every=2"),
+        *("sample.tokens=4", f"run_dir={folder / 'run'}"),
+        *changes,
+    ]
+
+
+def config(folder: Path, *changes: str) -> DictConfig:
+    """What Hydra composes from that command line."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
+        return compose("config", overrides=overrides(folder, *changes))
+
+
+def settings(folder: Path, *changes: str) -> Settings:
+    """The same, checked."""
+    return read_settings(config(folder, *changes))
+
+
+def command(folder: Path, *changes: str, program: tuple[str, ...] = ("-m", "training.train")):
+    """Run `program` with that command line in a process of its own; its result, output as text."""
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *program, *overrides(folder, *changes)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def checkpoint_tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint written by one process or by DDP, by name."""
+    path = run_dir / "checkpoints" / f"step-{step:08d}" / "state"
+    found: dict[str, torch.Tensor] = {}
+
+    def walk(tree: object, name: str) -> None:
+        if isinstance(tree, torch.Tensor):
+            found[name] = tree
+        elif isinstance(tree, dict):
+            for key, value in tree.items():
+                walk(value, f"{name}/{key}")
+
+    walk(torch.load(path), "")
+    return found
+
+
+def assert_same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, and not trivially: there are parameters and two moments of each."""
+    assert left.keys() == right.keys()
+    assert sum("exp_avg" in name for name in left) > 10
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different

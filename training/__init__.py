@@ -1,0 +1,1 @@
+"""Training a GPT with flashtile: `python -m training.train`, described in docs/training.md."""

@@ -1,0 +1,118 @@
+"""How fast a run goes, and the file that keeps what it measured."""
+
+from __future__ import annotations
+
+import csv
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+# Dense bfloat16 matrix products of one device in TFLOP/s, from the makers' data sheets; the first
+# name found in the device's own name counts.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0}
+NAN = float("nan")
+
+
+@dataclass
+class Row:
+    """One line of metrics.csv; NaN where a number was not measured in that step."""
+
+    step: int  # steps done
+    tokens: int  # trained on so far, over all devices
+    loss: float  # nats a token, mean of the step's batch
+    validation_loss: float = NAN  # nats a token
+    validation_bits_per_byte: float = NAN
+    learning_rate: float = NAN
+    gradient_norm: float = NAN  # before clipping
+    tokens_per_second: float = NAN  # over all devices, since the row before
+    mfu: float = NAN  # model FLOPs over the devices' peak
+    peak_memory_mib: float = NAN  # of this device; of the process on a CPU
+
+
+class MetricsFile:
+    """metrics.csv: a row is on the disk as soon as it is written."""
+
+    def __init__(self, path: Path, after_step: int) -> None:
+        """Keep the rows up to `after_step`: a resumed run writes the later ones again."""
+        kept = [row for row in read_metrics(path) if row.step <= after_step]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, [field.name for field in fields(Row)])
+        self._writer.writeheader()
+        for row in kept:
+            self.write(row)
+
+    def write(self, row: Row) -> None:
+        """Append one row."""
+        self._writer.writerow({key: value for key, value in asdict(row).items() if value == value})
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics.csv; none when there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            Row(
+                step=int(line["step"]),
+                tokens=int(line["tokens"]),
+                **{key: float(line[key] or NAN) for key in list(line)[2:]},
+            )
+            for line in csv.DictReader(file)
+        ]
+
+
+class Meter:
+    """Tokens a second and MFU of the time spent in training steps alone."""
+
+    def __init__(self, device: torch.device, devices: int, peak_tflops: float | None) -> None:
+        self._device = device
+        peak = _known_peak(device) if peak_tflops is None else peak_tflops
+        self._peak_flops = NAN if peak is None else peak * 1e12 * devices
+        self._tokens, self._flops, self._seconds, self._began = 0, 0.0, 0.0, 0.0
+
+    def start(self) -> None:
+        """The clock runs from here, as after validation or a checkpoint."""
+        self._wait()
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """The clock stands, as for validation or a checkpoint."""
+        self._wait()
+        self._seconds += time.perf_counter() - self._began
+
+    def count(self, tokens: int, flops: float) -> None:
+        """A step of `tokens` tokens, over all devices, was trained."""
+        self._tokens += tokens
+        self._flops += flops
+
+    def read(self) -> tuple[float, float]:
+        """(tokens a second, MFU) since the last reading; to be called while the clock stands."""
+        speed = self._tokens / self._seconds
+        mfu = self._flops / self._seconds / self._peak_flops
+        self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
+        return speed, mfu
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """The most memory ever in use: allocated on a GPU, resident in the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def _known_peak(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)

@@ -1,0 +1,248 @@
+"""What a run can be told: every key, its type and its meaning, checked before anything starts.
+
+Hydra composes the YAML files of `training/config` and the overrides of the command line; the result
+must fit the dataclasses below. A wrong value raises `ValueError` with the key's full name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from flashtile.models.gpt import GPTConfig
+
+ATTENTIONS = ("flashtile", "sdpa", "eager", "flex")
+TOKENIZERS = ("bytes", "bpe")
+SCHEDULES = ("cosine", "constant")
+STRATEGIES = ("auto", "ddp", "fsdp2")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+ACCELERATORS = ("auto", "cpu", "cuda")
+
+
+@dataclass
+class DataSettings:
+    text: str = MISSING  # folder that holds the texts
+    pattern: str = "*.txt"  # which files of it, as in Path.glob; .txt or .jsonl
+    separator: str | None = None  # divides a .txt file into documents; null: a file is a document
+    group_by: list[str] = field(default_factory=list)  # .jsonl: rows alike in these are a document
+    prepared: str = MISSING  # folder for the tokenised texts, made once and used again
+    tokenizer: str = "bpe"  # one of TOKENIZERS
+    vocab_size: int = 2048  # of the BPE; bytes have 257
+    validation_share: float = 0.05  # of the text, held out
+    context: int = 256  # tokens in a window
+    packed: bool = False  # attention stays inside documents
+
+
+@dataclass
+class OptimizerSettings:  # AdamW
+    lr: float = MISSING  # at the peak of the schedule
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of matrices; vectors (biases, norms) do not decay
+    grad_clip: float = 1.0  # largest norm of the gradient; 0: no limit
+
+
+@dataclass
+class ScheduleSettings:
+    name: str = "cosine"  # one of SCHEDULES
+    warmup_steps: int = 0  # the learning rate rises linearly
+    final_share: float = 0.1  # of the peak, reached with the last step (cosine)
+
+
+@dataclass
+class TrainerSettings:
+    accelerator: str = "auto"  # one of ACCELERATORS
+    devices: int = 1  # on each node
+    num_nodes: int = 1
+    strategy: str = "auto"  # one of STRATEGIES; auto: ddp when there are several devices
+    precision: str = "32-true"  # one of PRECISIONS
+    steps: int = MISSING  # of the optimizer
+    batch_size: int = MISSING  # windows in a step, over all devices
+    micro_batch_size: int = MISSING  # windows in one forward pass of one device
+    activation_checkpointing: bool = False
+    compile: bool = False
+    log_every: int = 1  # steps
+    validate_every: int = 100  # steps; the last step is validated always
+    validation_windows: int = 64
+    checkpoint_every: int = 500  # steps; the last step is kept always
+    keep_checkpoints: int = 2
+    peak_tflops: float | None = None  # of one device, for MFU; null: the known GPUs' bfloat16 peak
+
+
+@dataclass
+class SampleSettings:
+    prompt: str = "\n"
+    tokens: int = 200  # new ones, up to the context; 0: no sample
+    temperature: float = 0.8
+    top_k: int = 50
+
+
+@dataclass
+class Settings:
+    model: dict[str, Any] = field(default_factory=dict)  # fields of GPTConfig
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+    data_dir: str = ".data"  # where the groups of `data` look for texts
+    attn: str = "flashtile"  # one of ATTENTIONS
+    seed: int = 0
+    run_dir: str = MISSING  # metrics, checkpoints, picture and sample
+    resume: bool = True  # continue the run that run_dir holds, if it holds one
+
+
+# The first entry of config/config.yaml: Hydra then knows every key and its type.
+ConfigStore.instance().store(name="schema", node=Settings)
+
+# A resumed run may differ from its first part in these; all else would bend the curve.
+FREE_ON_RESUME = {
+    *("run_dir", "resume", "sample", "data_dir", "data.text", "data.prepared"),
+    *("trainer.log_every", "trainer.validate_every", "trainer.validation_windows"),
+    *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.peak_tflops"),
+    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes"),
+}
+
+
+def read_settings(config: DictConfig) -> Settings:
+    """The configuration as checked `Settings`; `ValueError` names the first key that is wrong."""
+    try:
+        settings = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'configuration'}: {error.msg}") from error
+    assert isinstance(settings, Settings)
+    check(settings)
+    return settings
+
+
+def check(settings: Settings) -> None:
+    """Raise `ValueError`, naming the key, for a value with which no run could finish."""
+    _check_choices(settings)
+    _check_ranges(settings)
+    _check_model(settings)
+    trainer = settings.trainer
+    together = trainer.micro_batch_size * trainer.devices * trainer.num_nodes
+    if trainer.batch_size % together:
+        raise ValueError(
+            f"trainer.batch_size: {trainer.batch_size} is not a multiple of {together}, that is "
+            "trainer.micro_batch_size x trainer.devices x trainer.num_nodes"
+        )
+    if trainer.validation_windows < together:
+        raise ValueError(
+            f"trainer.validation_windows: {trainer.validation_windows}; at least {together} are "
+            "wanted, one forward pass on every device"
+        )
+    if settings.schedule.warmup_steps > trainer.steps:
+        raise ValueError(
+            f"schedule.warmup_steps: {settings.schedule.warmup_steps} is more than trainer.steps, "
+            f"{trainer.steps}"
+        )
+
+
+def _check_choices(settings: Settings) -> None:
+    for key, value, choices in (
+        ("attn", settings.attn, ATTENTIONS),
+        ("data.tokenizer", settings.data.tokenizer, TOKENIZERS),
+        ("schedule.name", settings.schedule.name, SCHEDULES),
+        ("trainer.strategy", settings.trainer.strategy, STRATEGIES),
+        ("trainer.precision", settings.trainer.precision, PRECISIONS),
+        ("trainer.accelerator", settings.trainer.accelerator, ACCELERATORS),
+    ):
+        if value not in choices:
+            raise ValueError(f"{key}: {value!r} is not one of {', '.join(choices)}")
+    if settings.attn == "flex" and settings.trainer.accelerator == "cpu":
+        raise ValueError("attn: flex has no backward on a CPU; trainer.accelerator is 'cpu'")
+
+
+def _check_ranges(settings: Settings) -> None:
+    data, optimizer, schedule = settings.data, settings.optimizer, settings.schedule
+    trainer, sample = settings.trainer, settings.sample
+    at_least_1 = [
+        *("devices", "num_nodes", "steps", "batch_size", "micro_batch_size", "log_every"),
+        *("validate_every", "checkpoint_every", "keep_checkpoints"),
+    ]
+    wanted: list[tuple[str, object, bool, str]] = [
+        (f"trainer.{name}", getattr(trainer, name), getattr(trainer, name) >= 1, "at least 1")
+        for name in at_least_1
+    ]
+    betas_fit = len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas)
+    peak = trainer.peak_tflops
+    share = data.validation_share
+    wanted += [
+        ("data.context", data.context, data.context >= 2, "at least 2"),
+        ("data.vocab_size", data.vocab_size, data.vocab_size >= 257, "at least 257: all bytes"),
+        ("data.validation_share", share, 0 < share < 1, "between 0 and 1, both excluded"),
+        ("optimizer.lr", optimizer.lr, optimizer.lr > 0, "more than 0"),
+        ("optimizer.betas", optimizer.betas, betas_fit, "two numbers from 0 up to 1"),
+        ("optimizer.eps", optimizer.eps, optimizer.eps > 0, "more than 0"),
+        ("optimizer.weight_decay", optimizer.weight_decay, optimizer.weight_decay >= 0, ">= 0"),
+        ("optimizer.grad_clip", optimizer.grad_clip, optimizer.grad_clip >= 0, ">= 0"),
+        ("schedule.warmup_steps", schedule.warmup_steps, schedule.warmup_steps >= 0, ">= 0"),
+        ("schedule.final_share", schedule.final_share, 0 <= schedule.final_share <= 1, "0 to 1"),
+        ("trainer.peak_tflops", peak, peak is None or peak > 0, "more than 0"),
+        ("sample.tokens", sample.tokens, sample.tokens >= 0, ">= 0"),
+        ("sample.temperature", sample.temperature, sample.temperature > 0, "more than 0"),
+        ("sample.top_k", sample.top_k, sample.top_k >= 1, "at least 1"),
+        ("sample.prompt", sample.prompt, bool(sample.prompt), "at least one character"),
+        ("seed", settings.seed, settings.seed >= 0, ">= 0"),
+    ]
+    for key, value, fits, what in wanted:
+        if not fits:
+            raise ValueError(f"{key}: {value!r}; wanted: {what}")
+
+
+def _check_model(settings: Settings) -> None:
+    known = {field.name for field in dataclasses.fields(GPTConfig)}
+    if unknown := set(settings.model) - known:
+        raise ValueError(
+            f"model.{min(unknown)}: not a field of GPTConfig ({', '.join(sorted(known))})"
+        )
+    if "vocab_size" in settings.model:
+        raise ValueError("model.vocab_size: decided by the tokenizer; set data.vocab_size")
+    config = model_config(settings, vocab_size=settings.data.vocab_size)
+    if config.position == "learned" and config.max_position_embeddings < settings.data.context:
+        raise ValueError(
+            f"model.max_position_embeddings: {config.max_position_embeddings} is less than "
+            f"data.context, {settings.data.context}"
+        )
+    if settings.attn == "flex" and config.attention_dropout:
+        raise ValueError(
+            f"model.attention_dropout: {config.attention_dropout}; attn=flex has no dropout"
+        )
+
+
+def model_config(settings: Settings, vocab_size: int) -> GPTConfig:
+    """The model's configuration; `ValueError` names the key of `model` that does not fit."""
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in settings.model.items()
+    }
+    try:
+        return GPTConfig(**fields, vocab_size=vocab_size)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model.{error}") from error
+
+
+def differences(saved: dict[str, Any], settings: Settings) -> list[str]:
+    """The keys, each with both values, in which a checkpoint's run and this one may not differ."""
+    before, now = _flat(saved), _flat(dataclasses.asdict(settings))
+    return [
+        f"{key} ({before.get(key)!r} in the checkpoint, now {now.get(key)!r})"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+        and key not in FREE_ON_RESUME
+        and key.split(".")[0] not in FREE_ON_RESUME
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        leaves |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return leaves

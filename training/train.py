@@ -1,0 +1,324 @@
+"""Train a GPT: `python -m training.train [group=choice] [key=value]`; see docs/training.md.
+
+Everything random is a function of the seed, the step and the place in the step's batch: the order
+of the data, and the state of PyTorch's generators before each forward pass (so also flashtile's
+dropout offsets). A resumed run, or one on more devices, repeats the numbers for that reason alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from flashtile.bench.machine import provenance
+from flashtile.losses.cross_entropy import CrossEntropyLoss
+from flashtile.models.gpt import GPTLMHeadModel
+
+from . import checkpoints
+from .attention import attention_named
+from .batches import Batch, read_batch, training_windows, validation_windows
+from .corpus import Corpus, prepare
+from .curves import draw_loss
+from .devices import launch, over_processes, whole
+from .metrics import NAN, Meter, MetricsFile, Row, peak_memory_mib, read_metrics
+from .optimization import learning_rate, make_optimizer
+from .settings import Settings, differences, model_config, read_settings
+
+CONFIG = Path(__file__).parent / "config"
+
+
+@hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
+def main(config: DictConfig) -> None:
+    """The command: a wrong configuration is one line and exit status 1."""
+    try:
+        settings = read_settings(config)
+        run = Run(settings)
+    except ValueError as error:
+        sys.exit(f"configuration: {error}")
+    run.train()
+
+
+class Run:
+    """One training run, from the step that its folder has reached to the last."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Launch the processes, read the text, build the model and restore the last checkpoint.
+
+        `ValueError` names the key when the text, the devices or the checkpoint do not fit.
+        """
+        self.settings = settings
+        self.folder = Path(settings.run_dir)
+        self.fabric = launch(settings.trainer)
+        with self.fabric.rank_zero_first():
+            self.corpus: Corpus = prepare(settings.data)
+        self.held_out = held_out_windows(settings, self.corpus, self.fabric.world_size)
+        self.bytes_per_token = self.fabric.to_device(
+            torch.from_numpy(self.corpus.tokenizer.bytes_per_token())
+        )
+        self.module = build_model(settings, self.corpus)
+        if settings.trainer.compile:  # a block at a time: compiled once for all the layers
+            for block in self.module.transformer.layers:
+                block.compile()
+        self.model = self.fabric.setup_module(self.module)
+        self.optimizer: Any = self.fabric.setup_optimizers(
+            make_optimizer(self.module, settings.optimizer)
+        )
+        self.step = 0
+        self.restore()
+
+    def train(self) -> None:
+        """Train to the last step, then draw the curve and write a sample."""
+        trainer, fabric = self.settings.trainer, self.fabric
+        name = f"{self.module.num_parameters() / 1e6:.1f} M parameters, attn={self.settings.attn}"
+        fabric.print(f"{name}, {fabric.world_size} x {fabric.device.type}, {self.folder}")
+        meter = Meter(fabric.device, fabric.world_size, trainer.peak_tflops)
+        file = None
+        if fabric.is_global_zero:
+            file = MetricsFile(self.folder / "metrics.csv", after_step=self.step)
+            self.sign()
+        with progress_bar(enabled=fabric.is_global_zero) as bar:
+            task = bar.add_task("", total=trainer.steps, completed=self.step, note="")
+            meter.start()
+            while self.step < trainer.steps:
+                loss, norm, flops = self.train_step()
+                meter.count(trainer.batch_size * self.settings.data.context, flops)
+                last = self.step == trainer.steps
+                validates = last or self.step % trainer.validate_every == 0
+                saves = last or self.step % trainer.checkpoint_every == 0
+                if validates or saves or self.step % trainer.log_every == 0:
+                    meter.stop()
+                    row = self.measure(loss, norm, meter, validates)
+                    if file:
+                        file.write(row)
+                    bar.update(task, completed=self.step, note=note(row))
+                    if validates:
+                        fabric.print(f"step {self.step}: {note(row)}")
+                    if saves:
+                        self.save()
+                    meter.start()
+        self.finish(name)
+
+    def sign(self) -> None:
+        """Append machine, versions, date and command of this start to provenance.jsonl."""
+        command = shlex.join(["python", "-m", "training.train", *sys.argv[1:]])
+        line = provenance(str(self.fabric.device), command) | {"first_step": self.step}
+        with (self.folder / "provenance.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def train_step(self) -> tuple[Tensor, Tensor, float]:
+        """One step of the optimizer: mean loss, gradient norm, model FLOPs of all devices."""
+        settings, fabric, trainer = self.settings, self.fabric, self.settings.trainer
+        rate = learning_rate(self.step, trainer.steps, settings.optimizer.lr, settings.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.train()
+        passes = trainer.batch_size // (trainer.micro_batch_size * fabric.world_size)
+        total, flops = torch.zeros((), device=fabric.device), 0.0
+        for i in range(passes):
+            place = fabric.global_rank * passes + i
+            torch.manual_seed(derived_seed(settings.seed, self.step, place))
+            batch = self.training_batch(place)
+            with fabric.no_backward_sync(self.model, enabled=i < passes - 1):
+                loss = self.loss(batch) / passes
+                fabric.backward(loss)
+            total += loss.detach()
+            flops += batch.targets.numel() * self.module.flops_per_token(round(batch.attended))
+        limit = settings.optimizer.grad_clip or float("inf")
+        # Whether it is finite is asked when it is logged: the question waits for the device.
+        norm = fabric.clip_gradients(
+            self.model, self.optimizer, max_norm=limit, error_if_nonfinite=False
+        )
+        assert norm is not None  # it is for other ways of clipping
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return over_processes(fabric, total, "mean"), whole(norm), flops * fabric.world_size
+
+    def training_batch(self, place: int) -> Batch:
+        """The micro-batch at `place` of this step's batch, on the device."""
+        data, trainer = self.settings.data, self.settings.trainer
+        first = self.step * trainer.batch_size + place * trainer.micro_batch_size
+        starts = training_windows(
+            self.corpus.train, data.context, self.settings.seed, first, trainer.micro_batch_size
+        )
+        batch = read_batch(self.corpus.train, starts, data.context, data.packed)
+        return batch.to(self.fabric.device)
+
+    def loss(self, batch: Batch, reduction: str = "mean") -> Tensor:
+        """The cross-entropy of the tokens that follow, in nats."""
+        return self.model(
+            batch.input_ids,
+            targets=batch.targets,
+            loss=CrossEntropyLoss(reduction=reduction),
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=None if batch.cu_seqlens is None else self.settings.data.context,
+        ).loss
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float, float]:
+        """(nats a token, bits a byte) of the held-out text, each window read once."""
+        data, trainer, fabric = self.settings.data, self.settings.trainer, self.fabric
+        stream, starts = self.corpus.validation, self.held_out
+        together = trainer.micro_batch_size * fabric.world_size
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)  # nats, tokens, bytes
+        for first in range(0, len(starts), together):
+            mine = first + fabric.global_rank * trainer.micro_batch_size
+            chosen = starts[mine : mine + trainer.micro_batch_size]
+            batch = read_batch(stream, chosen, data.context, data.packed).to(fabric.device)
+            sums[0] += self.loss(batch, reduction="sum")
+            sums[1] += batch.targets.numel()
+            sums[2] += self.bytes_per_token[batch.targets].sum()
+        nats, tokens, text_bytes = over_processes(fabric, sums, "sum").tolist()
+        return nats / tokens, nats / np.log(2) / text_bytes
+
+    def measure(self, loss: Tensor, norm: Tensor, meter: Meter, validates: bool) -> Row:
+        """The row of this step; `FloatingPointError` when its gradient was not finite."""
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"step {self.step}: the norm of the gradient is {norm:.3g}")
+        speed, mfu = meter.read()
+        validation_loss, bits = self.validate() if validates else (NAN, NAN)
+        trainer = self.settings.trainer
+        return Row(
+            step=self.step,
+            tokens=self.step * trainer.batch_size * self.settings.data.context,
+            loss=loss.item(),
+            validation_loss=validation_loss,
+            validation_bits_per_byte=bits,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            gradient_norm=float(norm),
+            tokens_per_second=speed,
+            mfu=mfu,
+            peak_memory_mib=peak_memory_mib(self.fabric.device),
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint of this step."""
+        run = {
+            "step": self.step,
+            "text": self.corpus.fingerprint,
+            "settings": dataclasses.asdict(self.settings),
+        }
+        state = {"model": self.model, "optimizer": self.optimizer}
+        keep = self.settings.trainer.keep_checkpoints
+        checkpoints.save(self.fabric, self.folder / "checkpoints", state, run, keep)
+
+    def restore(self) -> None:
+        """Continue the run that the folder holds, if it holds one and it is this one."""
+        checkpoint = checkpoints.latest(self.folder / "checkpoints")
+        if checkpoint is None:
+            return
+        if not self.settings.resume:
+            raise ValueError(
+                f"run_dir: {self.folder} holds a run; resume=true continues it, another run_dir "
+                "starts anew"
+            )
+        run = checkpoints.described(checkpoint)
+        changed = differences(run["settings"], self.settings)
+        if run["text"] != self.corpus.fingerprint:
+            changed.append("data.text (not the text of the checkpoint)")
+        if changed:
+            raise ValueError(f"{', '.join(changed)}: differs from the run in {self.folder}")
+        state = {"model": self.model, "optimizer": self.optimizer}
+        checkpoints.load(self.fabric, checkpoint, state)
+        self.step = run["step"]
+
+    def finish(self, name: str) -> None:
+        """The picture of the loss, and a text that the model writes."""
+        # All processes generate, because the parameters may be spread over them.
+        text = self.sample() if self.settings.sample.tokens else ""
+        if not self.fabric.is_global_zero:
+            return
+        rows = read_metrics(self.folder / "metrics.csv")
+        draw_loss(rows, self.folder / "loss.png", name)
+        print(f"curve: {self.folder / 'loss.png'}")
+        if text:
+            (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+            print(f"sample: {self.folder / 'sample.txt'}\n\n{text}")
+
+    def sample(self) -> str:
+        """The prompt and what the model writes after it."""
+        asked, tokenizer = self.settings.sample, self.corpus.tokenizer
+        [ids] = tokenizer.encode([asked.prompt])
+        prompt = torch.tensor([[tokenizer.end_of_document, *ids]], device=self.fabric.device)
+        length = min(prompt.shape[1] + asked.tokens, self.settings.data.context)
+        generator = torch.Generator(self.fabric.device).manual_seed(self.settings.seed)
+        self.model.eval()
+        with self.fabric.autocast(), torch.compiler.set_stance("force_eager"):
+            written = self.module.generate(
+                prompt,
+                length,
+                top_k=asked.top_k,
+                temperature=asked.temperature,
+                eos_token_id=tokenizer.end_of_document,
+                generator=generator,
+            )
+        return tokenizer.decode(written[0].tolist())
+
+
+def build_model(settings: Settings, corpus: Corpus) -> GPTLMHeadModel:
+    """The model with its first weights, which depend on the seed alone."""
+    # Rows up to a multiple of 64 keep the last matrix product on the tensor cores' fast path.
+    vocab_size = -(-corpus.tokenizer.vocab_size // 64) * 64
+    torch.manual_seed(settings.seed)
+    return GPTLMHeadModel(
+        model_config(settings, vocab_size),
+        attend=attention_named(settings.attn),
+        activation_checkpointing=settings.trainer.activation_checkpointing,
+    )
+
+
+def held_out_windows(settings: Settings, corpus: Corpus, world_size: int) -> np.ndarray:
+    """The starts of the windows to validate on: as many for every device, in whole passes."""
+    data, trainer = settings.data, settings.trainer
+    starts = validation_windows(corpus.validation, data.context, trainer.validation_windows)
+    together = trainer.micro_batch_size * world_size
+    if len(starts) < together:
+        raise ValueError(
+            f"data.validation_share: {data.validation_share} leaves {len(starts)} windows of "
+            f"data.context; {together} are wanted, one forward pass on every device"
+        )
+    return starts[: len(starts) // together * together]
+
+
+def derived_seed(seed: int, step: int, place: int) -> int:
+    """A seed of its own for every forward pass of a run."""
+    return int(np.random.SeedSequence([seed, step, place]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def progress_bar(enabled: bool) -> Progress:
+    """The bar of a terminal; elsewhere the lines of each validation are enough."""
+    return Progress(
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        disable=not enabled or not sys.stdout.isatty(),
+    )
+
+
+def note(row: Row) -> str:
+    """The numbers of a row that a person watches."""
+    numbers = {
+        "loss {:.3f}": row.loss,
+        "{:.3f} bits per byte": row.validation_bits_per_byte,
+        "{:,.0f} tokens/s": row.tokens_per_second,
+        "MFU {:.1%}": row.mfu,
+        "{:,.0f} MiB": row.peak_memory_mib,
+    }
+    return ", ".join(text.format(number) for text, number in numbers.items() if number == number)
+
+
+if __name__ == "__main__":
+    main()
