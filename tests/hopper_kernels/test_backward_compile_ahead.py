@@ -31,8 +31,8 @@ from .compile_ahead import CAPABILITY, report, specialize
 
 FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
 SHARED_LIMIT = 232448  # bytes a program
-# Bytes a thread that may spill, outside of the loops over blocks without masks; newer assemblers
-# spill more.
+# Bytes a thread that may spill. With Triton 3.6 none of them in a loop over blocks without masks;
+# the assembler of 3.9 spills more, up to six loads a step (deterministic).
 NEWER = TRITON_VERSION >= (3, 9)
 SPILLS = {"plain": 64 if NEWER else 0, 64: 128, "option": 256 if NEWER else 128, "packed": 512}
 SECONDS = 120  # many times what it takes, for busy machines
@@ -86,8 +86,9 @@ def check(call: Call, spills: int) -> None:
         assert found.spilled <= spills
         assert found.seconds <= SECONDS
         for block in found.blocks:
-            if not any(name.startswith("FSEL") for name in block):  # no mask
-                assert not [name for name in block if name.startswith(("LDL", "STL"))]
+            has_mask = any(name.startswith("FSEL") for name in block)
+            reloads = [name for name in block if name.startswith(("LDL", "STL"))]
+            assert has_mask or len(reloads) <= (6 if NEWER else 0)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
