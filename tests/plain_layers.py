@@ -7,11 +7,13 @@ and another way to the same numbers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from summation import PlainRuns, Run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,19 +132,16 @@ def check_against_plain(
     run = call or (lambda module, *inputs: module(*inputs))
     got = _outcome(run, module, inputs, dtype)
     truth = _outcome(plain, module, inputs, torch.float64)
-    low = [_outcome(plain, module, inputs, torch.float32)]
 
-    def results(name: str) -> Iterator[Tensor]:
-        for order in range(ORDERS):
-            if order == len(low):
-                with ShuffledSums(seed + order):
-                    low.append(_outcome(plain, module, inputs, torch.float32))
-            yield low[order][name]
+    def plainly(order: int) -> Run:
+        with ShuffledSums(seed + order) if order else nullcontext():
+            return _outcome(plain, module, inputs, torch.float32)
 
+    runs = PlainRuns(plainly, ORDERS)
     assert got.keys() == truth.keys()
     for name, result in got.items():
         assert result.dtype == dtype
-        assert_close(name, result, truth[name], results(name), seed=seed)
+        assert_close(name, result, truth[name], runs.results(name), seed=seed)
 
 
 aten = torch.ops.aten

@@ -357,7 +357,7 @@ def failures_of(name: str) -> Iterator[None]:
             yield
         except Skip:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever a peer raises costs its line, not the run
             if ours and not isinstance(error, NotImplementedError):
                 traceback.print_exc()
                 raise Skip(f"{FAILED}: {_reason(error, [])}") from None

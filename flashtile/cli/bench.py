@@ -200,7 +200,7 @@ def _draw(folder: Path, rows: list[Row], origin: Provenance) -> list[Path]:
 def _without_folder(argument: str) -> str:
     """An argument as it is recorded: of an absolute path, which means nothing elsewhere, the name.
 
-    >>> _without_folder("--csv=/home/me/results.csv")
+    >>> _without_folder("--csv=/anywhere/results.csv")
     '--csv=results.csv'
     """
     flag, equals, value = argument.rpartition("=")

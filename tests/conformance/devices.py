@@ -63,6 +63,7 @@ def _leave_out_dtypes(dtype: torch.dtype) -> None:
     if dtype == torch.float64 or dtype in FLOAT8:
         if hypothesis.currently_in_test_context():
             hypothesis.reject()
+        # The suite runs them on the CPU; the GPU backend says no to them in `unsupported_reasons`.
         pytest.skip(f"the portable GPU backend takes no {dtype}")
 
 

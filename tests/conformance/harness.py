@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from summation import PlainRuns, Run
 from torch import Tensor
 
 import flashtile
@@ -166,13 +167,12 @@ def dropout_keep(seed: int, dropout_p: float, s: Sizes, backend: str | None) -> 
     return keep_mask(state, dropout_p, *index, 0, s.N)
 
 
-Run = dict[str, Tensor]
 # Orders of summation in which plain PyTorch is measured, at most. One in four calls needs a second,
 # one in a hundred a fifth; a sink's gradient is four numbers, and luck has much to say there.
 MAX_ORDERS = 512
 
 
-class PlainRuns:
+def plain_runs(run: Callable[..., Run], dtype: torch.dtype, seed: int) -> PlainRuns:
     """What plain PyTorch makes of a call, first as written, then in other orders of summation.
 
     `run(compute_dtype=..., shuffle=..., stored=...)` makes the call. Float32 runs after the first
@@ -181,26 +181,16 @@ class PlainRuns:
     nothing (a row that sees one key has dQ = 0), and adds nothing elsewhere.
     """
 
-    def __init__(self, run: Callable[..., Run], dtype: torch.dtype, seed: int) -> None:
-        self._run = run
-        self._dtype = dtype
-        self._generator = generator(seed + 2)
-        self._runs: list[Run] = []
+    g, low = generator(seed + 2), plain_dtype(dtype)
 
-    def results(self, name: str) -> Iterator[Tensor]:
-        """One tensor of every run; runs are made when they are asked for."""
-        for i in range(MAX_ORDERS):
-            if i == len(self._runs):
-                self._runs.append(self._run(**self._how(i)))
-            yield self._runs[i][name]
-
-    def _how(self, i: int) -> dict[str, Any]:
-        low = plain_dtype(self._dtype)
-        if i == 0:
+    def how(number: int) -> dict[str, Any]:
+        if number == 0:
             return {"compute_dtype": low}
-        if low != torch.float32 and i % 2 == 0:
-            return {"compute_dtype": low, "shuffle": self._generator}
-        return {"compute_dtype": torch.float32, "shuffle": self._generator, "stored": low}
+        if low != torch.float32 and number % 2 == 0:
+            return {"compute_dtype": low, "shuffle": g}
+        return {"compute_dtype": torch.float32, "shuffle": g, "stored": low}
+
+    return PlainRuns(lambda number: run(**how(number)), MAX_ORDERS)
 
 
 def judge_outputs(got: Run, reference: Callable[..., Any], dtype: torch.dtype, seed: int) -> None:
@@ -211,7 +201,7 @@ def judge_outputs(got: Run, reference: Callable[..., Any], dtype: torch.dtype, s
         return {name: getattr(result, name) for name in got}
 
     truth = judge(torch.float64)
-    plain = PlainRuns(judge, dtype, seed)
+    plain = plain_runs(judge, dtype, seed)
     for name, x in got.items():
         assert_close(name, x, truth[name], plain.results(name), dtype=dtype, seed=seed)
 
@@ -254,7 +244,7 @@ def compare(
 
     got = results | _gradients(mine, results, cotangents, ways)
     truth = judge(torch.float64)
-    plain = PlainRuns(judge, dtype, seed)
+    plain = plain_runs(judge, dtype, seed)
     for name, x in got.items():
         assert_close(name, x, truth[name], plain.results(name), dtype=dtype, seed=seed)
     for leaf, x in leaves.items():

@@ -20,7 +20,7 @@ from flashtile.testing import (
     qkv,
 )
 
-from .harness import PlainRuns, Sizes, check_dense, check_varlen, judge_outputs
+from .harness import Sizes, check_dense, check_varlen, judge_outputs, plain_runs
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -164,7 +164,7 @@ class TestCombine:
                 zip(("out", "lse"), combine_reference(*parts, compute_dtype, shuffle), strict=True)
             )
 
-        truth, plain = run(torch.float64), PlainRuns(run, torch.float32, seed)
+        truth, plain = run(torch.float64), plain_runs(run, torch.float32, seed)
         assert_close("out", out, truth["out"], plain.results("out"), seed=seed)
         assert_close("lse", lse, truth["lse"], plain.results("lse"), seed=seed)
 

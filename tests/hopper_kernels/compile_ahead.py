@@ -32,7 +32,6 @@ class Report(NamedTuple):
     warnings: list[str]
     value_products: list[str]  # left operand of every wgmma with V: a register, or a descriptor
     blocks: list[list[str]]  # names of the instructions of every innermost loop with a product
-    seconds: float  # of the processor, the assembler included: another program takes none of them
 
 
 def launch_of(operands: Operands, options: Options) -> Launch:
@@ -59,9 +58,7 @@ def specialize(launch: Launch) -> tuple[ASTSource, dict[str, object]]:
 def report(launch: Launch) -> Report:
     """Compile a launch."""
     source, options = specialize(launch)
-    start = _processor_seconds()
     compiled = triton.compile(source, target=TARGET, options=options)
-    seconds = _processor_seconds() - start
     log = _assembler_log(compiled.asm["ptx"])
     assembly = _disassembled(compiled.asm["cubin"])
     # V alone is read transposed.
@@ -73,7 +70,6 @@ def report(launch: Launch) -> Report:
         warnings=re.findall(r".*(?:warning|Potential).*", log),
         value_products=products,
         blocks=_blocks(assembly.splitlines()),
-        seconds=seconds,
     )
 
 
@@ -91,11 +87,6 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 def _within(numbers: list[int], span: tuple[int, int]) -> bool:
     return any(span[0] <= n < span[1] for n in numbers)
-
-
-def _processor_seconds() -> float:
-    spent = os.times()
-    return spent.user + spent.children_user
 
 
 def _number(pattern: str, text: str) -> int:

@@ -35,7 +35,7 @@ scheduler: Scheduler
 class Tile(Tensor):
     """Registers: a tensor whose integer division truncates, as the machine's does."""
 
-    type = property(lambda self: SimpleNamespace(layout=None))  # type: ignore[assignment]
+    type = property(lambda _: SimpleNamespace(layout=None))  # type: ignore[assignment]  # Gluon's
 
     def __floordiv__(self, other: Any) -> Any:
         return torch.div(self, other, rounding_mode="trunc")

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
+    # Triton decides at import; these tests read what its compiler makes.
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
 from flashtile.backends.hopper.plan import OLDEST_TRITON, TRITON_VERSION
@@ -22,6 +23,7 @@ from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
 if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
+    # The backend refuses it too, with this reason.
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
 from flashtile.backends.hopper.backward_launch import backward_launches
@@ -35,7 +37,6 @@ SHARED_LIMIT = 232448  # bytes a program
 # the assembler of 3.9 spills more, up to six loads a step (deterministic).
 NEWER = TRITON_VERSION >= (3, 9)
 SPILLS = {"plain": 64 if NEWER else 0, 64: 128, "option": 256 if NEWER else 128, "packed": 512}
-SECONDS = 120  # many times what it takes, for busy machines
 
 Call = tuple[Operands, Options]
 
@@ -84,7 +85,6 @@ def check(call: Call, spills: int) -> None:
         assert found.shared <= SHARED_LIMIT
         assert found.warnings == []  # among them those of products that wait for each other
         assert found.spilled <= spills
-        assert found.seconds <= SECONDS
         for block in found.blocks:
             has_mask = any(name.startswith("FSEL") for name in block)
             reloads = [name for name in block if name.startswith(("LDL", "STL"))]

@@ -20,15 +20,12 @@ from flashtile.testing import (
     assert_close,
     attention_reference,
     attention_varlen_reference,
-    cu_seqlens,
     generator,
     normal,
-    packed_qkv,
-    qkv,
-    strided,
 )
 
 from . import emulator
+from .inputs import dense_inputs, packed_inputs
 
 PROGRAMS = 3
 UNWRITTEN = -(2**30)  # a number in shared memory that nobody has put there
@@ -151,32 +148,15 @@ def check(
 def dense(
     seed: int = 0, style: str = "contiguous", sizes: dict[str, Any] | None = None, **given: Any
 ) -> None:
-    g = generator(seed)
-    shape = {"B": 1, "M": 290, "N": 330, "Hq": 2, "Hk": 1, "D": 128, "dtype": torch.bfloat16}
-    q, k, v = (strided(x, style) for x in qkv(g, **(shape | (sizes or {}))))
-    check(*dense_call(q, k, v, Arguments(**given)), given, seed=seed)
+    tensors = dense_inputs(seed, style, {"M": 290, "N": 330} | (sizes or {}))
+    check(*dense_call(*tensors, Arguments(**given)), given, seed=seed)
 
 
 def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
-    """Sequences of unlike lengths, some empty, with NaN and infinities behind and between them."""
-    g = generator(seed)
-    lengths_q, lengths_k, spare = [70, 0, 1, 260], [130, 40, 0, 265], 5
-    q, k, v = packed_qkv(g, [*lengths_q, spare], [*lengths_k, spare], D=D, dtype=torch.bfloat16)
-    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
-    operands_used: dict[str, Any] = {}
-    if used:
-        operands_used = {
-            "seqused_q": torch.tensor([70, 0, 0, 250], dtype=torch.int32),
-            "seqused_k": torch.tensor([101, 3, 0, 129], dtype=torch.int32),
-        }
-    for x, cu, counts in ((q, cu_q, "seqused_q"), (k, cu_k, "seqused_k"), (v, cu_k, "seqused_k")):
-        stops = cu[:-1] + operands_used[counts] if used else cu[1:]
-        for b, stop in enumerate(stops.tolist()):
-            x[stop : cu[b + 1]] = torch.nan
-        x[cu[-1] :] = torch.inf
-    layout = Packed(cu_q, cu_k, 270, 270)
-    call = packed_call(q, k, v, layout, Arguments(**given, **operands_used))
-    check(*call, given, layout, seed)
+    seqused = {"seqused_q": [70, 0, 0, 250], "seqused_k": [101, 3, 0, 129]} if used else {}
+    tensors, layout, counts = packed_inputs(seed, D, [70, 0, 1, 260], [130, 40, 0, 265], seqused)
+    operands, options = packed_call(*tensors, layout, Arguments(**given, **counts))
+    check(operands, options, given, layout, seed)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

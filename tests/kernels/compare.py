@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from summation import PlainRuns, Run
 from torch import Tensor
 
 from flashtile.backends import cpu
@@ -14,7 +14,6 @@ from flashtile.testing import assert_close, generator
 
 from .cases import make_call
 
-Results = dict[str, Tensor]
 MAX_ORDERS = 64
 
 
@@ -31,7 +30,7 @@ def everything(
     dout: Tensor,
     dlse: Tensor,
     capability: tuple[int, int] | None = None,
-) -> Results:
+) -> Run:
     """Outputs and gradients by name, on the CPU."""
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(bias_needs_grad=problem.has_bias)
@@ -44,37 +43,29 @@ def everything(
     return {name: x.cpu() for name, x in results.items() if x is not None}
 
 
-class PlainRuns:
+def plain_runs(
+    operands: Operands, options: Options, dout: Tensor, dlse: Tensor, seed: int
+) -> PlainRuns:
     """What the CPU backend makes of a call in the call's own precision, as it is and then with the
-    columns of the heads in other orders: how far float32 sums are off is a matter of luck."""
+    columns of the heads in other orders."""
+    D, Dv = operands.q.shape[-1], operands.v.shape[-1]
+    g = generator(seed + 1)
 
-    def __init__(self, operands: Operands, options: Options, dout: Tensor, dlse: Tensor, seed: int):
-        self._call = operands, options, dout, dlse
-        self._generator = generator(seed + 1)
-        self._runs: list[Results] = []
-
-    def results(self, name: str) -> Iterator[Tensor]:
-        """One tensor of every run; runs are made when they are asked for."""
-        for i in range(MAX_ORDERS):
-            if i == len(self._runs):
-                self._runs.append(self._run(shuffled=i > 0))
-            yield self._runs[i][name]
-
-    def _run(self, shuffled: bool) -> Results:
-        operands, options, dout, dlse = self._call
-        D, Dv = operands.q.shape[-1], operands.v.shape[-1]
+    def run(number: int) -> Run:
         order, value_order = torch.arange(D), torch.arange(Dv)
-        if shuffled:
-            order = torch.randperm(D, generator=self._generator)
-            value_order = torch.randperm(Dv, generator=self._generator)
+        if number > 0:
+            order = torch.randperm(D, generator=g)
+            value_order = torch.randperm(Dv, generator=g)
         q, k, v = operands.q[..., order], operands.k[..., order], operands.v[..., value_order]
-        operands = operands._replace(q=q, k=k, v=v)
-        results = everything(cpu, operands, options, dout[..., value_order], dlse)
+        shuffled = operands._replace(q=q, k=k, v=v)
+        results = everything(cpu, shuffled, options, dout[..., value_order], dlse)
         orders = {"dq": order, "dk": order, "out": value_order, "dv": value_order}
         return {
             name: x[..., orders[name].argsort()] if name in orders else x
             for name, x in results.items()
         }
+
+    return PlainRuns(run, MAX_ORDERS)
 
 
 def assert_case(
@@ -95,7 +86,7 @@ def assert_case(
     packed = operands.cu_seqlens_q is not None
     dlse = torch.randn((Hq, rows[0]) if packed else (rows[0], Hq, rows[1]))
     truth = everything(cpu, converted(operands, torch.float64), options, dout, dlse)
-    plain = PlainRuns(operands, options, dout, dlse, seed)
+    plain = plain_runs(operands, options, dout, dlse, seed)
     there = Operands(*(None if x is None else x.to(device) for x in operands))
     got = everything(backend, there, options, dout, dlse, capability)
     assert got.keys() == truth.keys()

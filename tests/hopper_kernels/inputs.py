@@ -1,0 +1,41 @@
+"""Inputs of the emulated kernels, with something in every place that must not be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.call import Packed
+from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, strided
+
+SPARE = 5  # rows behind the last sequence
+
+
+def dense_inputs(seed: int, style: str, sizes: dict[str, Any]) -> list[Tensor]:
+    """q, k, v with strides of a `style`; one key head for two query heads unless `sizes` say
+    otherwise."""
+    shape = {"B": 1, "Hq": 2, "Hk": 1, "D": 128, "dtype": torch.bfloat16} | sizes
+    return [strided(x, style) for x in qkv(generator(seed), **shape)]
+
+
+def packed_inputs(
+    seed: int, D: int, lengths_q: list[int], lengths_k: list[int], used: dict[str, list[int]]
+) -> tuple[list[Tensor], Packed, dict[str, Tensor]]:
+    """q, k, v, their layout and the used lengths of sequences of unlike lengths, with NaN between
+    them and infinities behind them."""
+    tensors = packed_qkv(
+        generator(seed), [*lengths_q, SPARE], [*lengths_k, SPARE], D=D, dtype=torch.bfloat16
+    )
+    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    counts = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in used.items()}
+    sides = ((cu_q, "seqused_q"), (cu_k, "seqused_k"), (cu_k, "seqused_k"))
+    for x, (cu, name) in zip(tensors, sides, strict=True):
+        stops = cu[:-1] + counts[name] if used else cu[1:]
+        for b, stop in enumerate(stops.tolist()):
+            x[stop : cu[b + 1]] = torch.nan
+        x[cu[-1] :] = torch.inf
+    # The bounds are upper ones.
+    layout = Packed(cu_q, cu_k, max(lengths_q) + 10, max(lengths_k) + 5)
+    return list(tensors), layout, counts
