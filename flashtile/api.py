@@ -321,7 +321,7 @@ def _run(
     out: Tensor | None,
 ) -> Result:
     """Check the call, choose the backend, run."""
-    operands, (problem, options) = decided(qkv, layout, arguments, backend, out)
+    operands, (problem, options) = decided(qkv, layout, arguments, backend, out, return_attn_probs)
     if options.dropout_p > 0:
         operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device))
     result, lse = autograd.attend(problem, operands, options)

@@ -134,13 +134,15 @@ def decided(
     arguments: Arguments,
     backend: str | None,
     out: Tensor | None,
+    wants_probabilities: bool = False,
 ) -> tuple[Operands, recall.Decision]:
     """The operands of a call and what is decided about it, from memory where nothing new came."""
     has_pages = layout is not None and layout.page_table is not None
     key = None
     # Neither autocast nor pages leave the operands as they come, and `out` is looked at each time.
     if not (has_pages or out is not None or _is_autocasting(qkv[0])):
-        key = recall.key_of((*qkv, *(layout or ()), *arguments, backend))
+        given = (*qkv, *(layout or ()), *arguments, backend, wants_probabilities)
+        key = recall.key_of(given)
     decision = recall.recall(key)
     if decision is not None:
         operands = Operands(*qkv)
@@ -153,13 +155,17 @@ def decided(
         operands, options = dense_call(*qkv, arguments)
     else:
         operands, options = packed_call(*qkv, layout, arguments)
-    decision = decide(operands, options, backend, out)
+    decision = decide(operands, options, backend, out, wants_probabilities)
     recall.remember(key, decision)
     return operands, decision
 
 
 def decide(
-    operands: Operands, options: Options, backend: str | None, out: Tensor | None
+    operands: Operands,
+    options: Options,
+    backend: str | None,
+    out: Tensor | None,
+    wants_probabilities: bool = False,
 ) -> recall.Decision:
     """The last checks of a call, and the choice of the backend."""
     validate.extras(operands, options.max_seqlen_q, options.max_seqlen_k)
@@ -169,6 +175,7 @@ def decide(
     if backend is not None:
         dispatch.check_name(backend)
     problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(wants_probabilities=wants_probabilities)
     options = options._replace(backend=dispatch.select(problem, backend))
     return recall.Decision(problem._replace(options=options), options)
 

@@ -13,6 +13,7 @@ from .problem import AttentionProblem
 # In order of preference. Names of folders in `backends/`.
 ORDER: tuple[str, ...] = (
     "cpu",  # every option, on every machine; the tensors must be on the CPU
+    "hopper",  # the common options, on an H100 or H200, at the speed of that machine
     "triton",  # every option but float64 and float8, on any CUDA GPU from sm_80 on
 )
 

@@ -61,18 +61,22 @@ def explain(
     Raises:
         ValueError, TypeError: as the call itself would.
     """
+    wants_probabilities = options.pop("return_attn_probs", False)
     names = {name: options.pop(name) for name in Packed._fields if name in options}
     arguments = Arguments(**options)
     if names:
         operands, numbers = packed_call(q, k, v, Packed(**names), arguments)
     else:
         operands, numbers = dense_call(q, k, v, arguments)
-    return explain_operands(operands, numbers, backend)
+    return explain_operands(operands, numbers, backend, wants_probabilities)
 
 
-def explain_operands(operands: Operands, options: Options, backend: str | None) -> Explanation:
+def explain_operands(
+    operands: Operands, options: Options, backend: str | None, wants_probabilities: bool = False
+) -> Explanation:
     """The explanation of a described call."""
     problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(wants_probabilities=wants_probabilities)
     verdicts = []
     for name in dispatch.ORDER:
         reasons = dispatch.unsupported_reasons(name, problem)

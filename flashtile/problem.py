@@ -83,6 +83,7 @@ class AttentionProblem(NamedTuple):
     block_tile: tuple[int, int] | None  # rows and keys of a block-mask tile
     needs_grad: bool
     bias_needs_grad: bool
+    wants_probabilities: bool = False
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:

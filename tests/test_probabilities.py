@@ -15,6 +15,7 @@ from conformance.harness import (
 )
 
 import flashtile
+from flashtile.backends import cpu
 from flashtile.testing import (
     DTYPES,
     attention_reference,
@@ -117,3 +118,20 @@ def test_training_goes_on_beside_the_probabilities(backend, seed):
         grads.append(torch.autograd.grad(out.square().sum(), leaves))
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_backend_without_probabilities_is_passed_over(monkeypatch):
+    """Also where the same call without them has been decided before."""
+    able = cpu.unsupported_reasons
+
+    def reasons(problem):
+        refusal = ["probabilities (not on this backend)"] if problem.wants_probabilities else []
+        return able(problem) + refusal
+
+    monkeypatch.setattr(cpu, "unsupported_reasons", reasons)
+    q = torch.randn(1, 7, 2, 24)
+    assert flashtile.attention(q, q, q).shape == q.shape
+    with pytest.raises(NotImplementedError, match="cpu: probabilities"):
+        flashtile.attention(q, q, q, return_attn_probs=True)
+    assert flashtile.explain(q, q, q).chosen == "cpu"
+    assert flashtile.explain(q, q, q, return_attn_probs=True).chosen is None

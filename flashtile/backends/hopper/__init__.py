@@ -1,7 +1,5 @@
-"""The forward pass for NVIDIA Hopper (sm_90): Gluon kernels with asynchronous copies and products.
-
-Not in `dispatch.ORDER` yet: in the one run on an H200, of older code, 79 of 81 configurations were
-right, and two (a causal window over short sequences, a packed batch) did not repeat bit for bit.
+"""Forward and backward for NVIDIA Hopper (sm_90): Gluon kernels with asynchronous copies and
+products.
 
 Triton is imported with the first launch, not with this module, so that `unsupported_reasons` can
 say that it is missing.
@@ -13,7 +11,8 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, Operands
 from .. import Gradients
-from .plan import describe_plan, unsupported_reasons
+from .backward_plan import describe_backward
+from .plan import describe_forward, unsupported_reasons
 
 __all__ = [
     "backward",
@@ -22,6 +21,11 @@ __all__ = [
     "probabilities",
     "unsupported_reasons",
 ]
+
+
+def describe_plan(problem: AttentionProblem) -> str:
+    """The plan in words, for `explain`."""
+    return f"{describe_forward(problem)}\n{describe_backward(problem)}"
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -39,10 +43,13 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Gradients:
-    """Not here: `unsupported_reasons` refuses problems that need gradients."""
-    raise NotImplementedError("backend 'hopper' has no backward; backend 'triton' has")
+    """Gradients of a problem."""
+    from . import backward_launch
+
+    return backward_launch.backward(problem, operands, out, lse, dout, dlse)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
-    """Not here: they take quadratic memory and need no fast path."""
+    """Not here: they take quadratic memory and need no fast path; `unsupported_reasons` refuses a
+    call that wants them."""
     raise NotImplementedError("backend 'hopper' has no probabilities; backend 'triton' has")

@@ -108,3 +108,14 @@ def leaves_keys_unseen(problem: AttentionProblem) -> bool:
     """Whether a tile of keys may be seen by no query, so that no program writes its gradients."""
     options = problem.options
     return problem.layout != "dense" or options.window_left >= 0 or options.attention_chunk > 0
+
+
+def describe_backward(problem: AttentionProblem) -> str:
+    """The plan of the backward in words, for `explain`."""
+    config = backward_plan(problem)
+    order = "in the order of the keys" if config.IS_ORDERED else "in the order of arrival"
+    return (
+        f"backward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
+        f"{config.BLOCK_D}, {CONSUMERS} consumer warpgroups and a producer warp, dQ added up in "
+        f"float32 {order}"
+    )

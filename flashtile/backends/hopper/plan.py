@@ -144,10 +144,10 @@ def _device_reasons(problem: AttentionProblem) -> list[str]:
 
 def _option_reasons(problem: AttentionProblem) -> list[str]:
     not_here = {
-        "gradients": problem.needs_grad,
         "bias": problem.has_bias,
         "dropout": problem.options.dropout_p > 0,
         "block_mask": problem.block_tile is not None,
+        "probabilities": problem.wants_probabilities,
         "pages": problem.page_size > 0,
         "a cache behind packed queries": problem.layout == "packed_queries",
         "lengths, left pads or rows of a cache": problem.layout == "dense" and problem.has_lengths,
@@ -206,8 +206,8 @@ def padded(head_dim: int) -> int:
     return next(size for size in HEAD_DIMS if head_dim <= size)
 
 
-def describe_plan(problem: AttentionProblem) -> str:
-    """The plan in words, for `explain`."""
+def describe_forward(problem: AttentionProblem) -> str:
+    """The plan of the forward in words, for `explain`."""
     config = plan(problem)
     return (
         f"forward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
