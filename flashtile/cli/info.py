@@ -17,7 +17,7 @@ from ..problem import AttentionProblem, Operands, Options, default_scale
 
 # A backend is asked about a plain causal call with gradients, in each of these.
 DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn")
-HEAD_DIM = 64
+HEAD_DIM, LENGTH = 64, 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +51,10 @@ def collect() -> dict[str, Any]:
 
 def support(backend: str, device: str) -> dict[str, list[str]]:
     """The dtypes in which a backend runs a plain call on a device, and why not in the others."""
-    options = Options(1, 1, default_scale(HEAD_DIM), window_right=0)
+    options = Options(LENGTH, LENGTH, default_scale(HEAD_DIM), window_right=0)
     works, objections = [], []
     for name in DTYPES:
-        x = torch.empty(1, 1, 1, HEAD_DIM, dtype=getattr(torch, name), device=device)
+        x = torch.empty(1, LENGTH, 1, HEAD_DIM, dtype=getattr(torch, name), device=device)
         found = dispatch.unsupported_reasons(
             backend, AttentionProblem.of(Operands(x, x, x), options)
         )

@@ -1,4 +1,4 @@
-"""``flashtile warmup``: compile the Triton kernels before the first call that needs them.
+"""``flashtile warmup``: compile the GPU kernels before the first call that needs them.
 
 Kernels are compiled for a head dim, a dtype and the options that are on, never for a length; Triton
 keeps them on disk, so one run serves every later process on the machine.
@@ -12,6 +12,7 @@ import time
 
 import torch
 
+from .. import dispatch
 from ..backends import load
 from ..call import Arguments, dense_call
 from ..problem import AttentionProblem
@@ -28,15 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run each combination once, causal and full."""
+    """Run each combination once, causal and full, on every backend that can."""
     if not torch.cuda.is_available():
         print(
             "flashtile warmup: no CUDA device here; kernels are compiled for the GPU that runs them"
         )
         return 1
-    backend = load("triton")
     for dtype, head_dim, causal in itertools.product(args.dtypes, args.head_dims, (False, True)):
-        started = time.monotonic()
         # Long enough a batch that the kernels for large calls are the ones compiled.
         q = torch.randn(
             256, LENGTH, args.group, head_dim, device="cuda", dtype=getattr(torch, dtype)
@@ -44,10 +43,16 @@ def run(args: argparse.Namespace) -> int:
         k = q[:, :, :1].contiguous()
         operands, options = dense_call(q, k, k, Arguments(causal=causal))
         problem = AttentionProblem.of(operands, options)
-        out, lse = backend.forward(problem, operands)
-        if not args.no_backward:
-            backend.backward(problem, operands, out, lse, out, None)
-        torch.cuda.synchronize()
         mask = "causal" if causal else "full"
-        print(f"{dtype} head dim {head_dim} {mask}: {time.monotonic() - started:.1f} s", flush=True)
+        for name in dispatch.ORDER:
+            if dispatch.unsupported_reasons(name, problem):
+                continue
+            started = time.monotonic()
+            backend = load(name)
+            out, lse = backend.forward(problem, operands)
+            if not args.no_backward:
+                backend.backward(problem, operands, out, lse, out, None)
+            torch.cuda.synchronize()
+            took = time.monotonic() - started
+            print(f"{name} {dtype} head dim {head_dim} {mask}: {took:.1f} s", flush=True)
     return 0
