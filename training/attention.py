@@ -1,18 +1,22 @@
-"""The attention of a run, by name: flashtile's, or one of PyTorch's three to compare it with.
+"""The attention of a run, by name: flashtile's, or one of PyTorch's to compare it with.
 
 PyTorch's are called as a user without flashtile would call them. They know causal attention and
-documents; `ValueError` says so when the model asks for more. In a packed batch every `max_seqlen`
-tokens are one window (training/batches.py): windows become rows, and a mask hides other documents.
+documents; `ValueError` says so when the model asks for more. `varlen` alone takes documents as they
+are packed. For the others the windows of a packed batch (training/batches.py) become rows, and a
+mask hides other documents.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from flashtile.modules.mha import flash_attend
@@ -20,14 +24,54 @@ from flashtile.modules.mha import flash_attend
 Attend = Callable[..., Tensor]
 
 
-def attention_named(name: str) -> Attend:
-    """The callable for `attn=name`, to be given to `GPTLMHeadModel(attend=...)`."""
-    return {
-        "flashtile": flash_attend,
-        "sdpa": _on_windows(sdpa),
-        "eager": _on_windows(eager),
-        "flex": _on_windows(flex),
-    }[name]
+def attention_named(name: str, context: int) -> Attend:
+    """What `attn=name` gives to `GPTLMHeadModel(attend=...)`, for windows of `context` tokens."""
+    if name == "flashtile":
+        return flash_attend
+    if name == "varlen":
+        return varlen
+    on_windows: dict[str, Attend] = {
+        "sdpa": sdpa,
+        "sdpa-flash": functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        "sdpa-cudnn": functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        "sdpa-math": functools.partial(sdpa, backend=SDPBackend.MATH),
+        "eager": eager,
+        "flex": flex,
+    }
+    return _on_windows(on_windows[name], context)
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    softmax_scale: float | None,
+    dropout_p: float,
+    **options: Any,
+) -> Tensor:
+    """PyTorch's `varlen_attn`: FlashAttention-2, which reads where documents begin."""
+    # It came with PyTorch 2.10; every other attention runs without it.
+    from torch.nn.attention import varlen as pytorch
+
+    _refuse_more_than_causal(options)
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p}: attn=varlen has no dropout")
+    shape = q.shape
+    if cu_seqlens is None or max_seqlen is None:  # every row is a document
+        rows, max_seqlen = shape[:2]
+        ends = torch.arange(rows + 1, device=q.device, dtype=torch.int32)
+        cu_seqlens = ends * max_seqlen
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    # Grouped heads always worked; PyTorch 2.13 wants to be told, 2.11 does not know the word.
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    varlen_attn: Any = pytorch.varlen_attn
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    causal = (-1, 0)
+    out = varlen_attn(q, k, v, *lengths, scale=softmax_scale, window_size=causal, **grouped)
+    return out.reshape(shape)
 
 
 # q, k, v below are (windows, heads, context, head_dim); cu_seqlens is None where a window is one
@@ -35,17 +79,25 @@ def attention_named(name: str) -> Attend:
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    backend: SDPBackend | None = None,
 ) -> Tensor:
-    """PyTorch's `scaled_dot_product_attention`, whichever of its backends PyTorch picks."""
-    return F.scaled_dot_product_attention(
-        *(q, k, v),
-        attn_mask=None if cu_seqlens is None else document_mask(cu_seqlens, len(q), q.shape[2]),
-        dropout_p=dropout_p,
-        is_causal=cu_seqlens is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    """PyTorch's `scaled_dot_product_attention`, held to one of its backends or free to choose."""
+    mask = None if cu_seqlens is None else document_mask(cu_seqlens, len(q), q.shape[2])
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(
+            *(q, k, v),
+            attn_mask=mask,
+            dropout_p=dropout_p,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
 
 
 def eager(
@@ -108,7 +160,7 @@ def _document_numbers(cu_seqlens: Tensor, windows: int, context: int) -> Tensor:
     return torch.searchsorted(cu_seqlens, positions, right=True).view(windows, context)
 
 
-def _on_windows(attention: Attend) -> Attend:
+def _on_windows(attention: Attend, context: int) -> Attend:
     """`attention` with the keywords that the model uses, for dense and for packed batches."""
 
     def attend(
@@ -116,22 +168,26 @@ def _on_windows(attention: Attend) -> Attend:
         k: Tensor,
         v: Tensor,
         *,
-        causal: bool,
-        window_size: tuple[int, int],
-        softcap: float,
-        softmax_scale: float | None,
-        dropout_p: float,
-        alibi_slopes: Tensor | None,
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
+        softmax_scale: float | None,
+        dropout_p: float,
+        **options: Any,
     ) -> Tensor:
-        if not causal or tuple(window_size) != (-1, -1) or softcap or alibi_slopes is not None:
-            raise ValueError(
-                "the model has a window, a softcap or ALiBi, which attn=flashtile alone computes"
-            )
-        context = q.shape[1] if max_seqlen is None else max_seqlen
-        rows = (x.reshape(-1, context, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))
+        _refuse_more_than_causal(options)
+        length = q.shape[1] if cu_seqlens is None else context
+        rows = (x.reshape(-1, length, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         return attention(*rows, cu_seqlens, scale, dropout_p).transpose(1, 2).reshape(q.shape)
 
     return attend
+
+
+def _refuse_more_than_causal(options: dict[str, Any]) -> None:
+    """`options` are those of `flashtile.modules.attend.Attend` that PyTorch's lack."""
+    whole_window = tuple(options["window_size"]) == (-1, -1)
+    has_alibi = options["alibi_slopes"] is not None
+    if not options["causal"] or not whole_window or options["softcap"] or has_alibi:
+        raise ValueError(
+            "the model has a window, a softcap or ALiBi, which attn=flashtile alone computes"
+        )

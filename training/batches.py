@@ -23,12 +23,15 @@ class Batch:
     Dense: `input_ids` and `targets` are (windows, context) int64 and `cu_seqlens` is None.
     Packed: they are (windows * context,), and `cu_seqlens` (documents + 1,) int32 keeps attention
     inside documents; a document that goes on in the next window starts there anew.
-    `attended` is the mean length over tokens of what a token's document can attend to.
+    `max_seqlen` bounds the documents' lengths: a power of two or the context, so that what is
+    compiled for it changes rarely; None if dense. `attended` is the mean length over tokens of what
+    a token's document can attend to.
     """
 
     input_ids: Tensor
     targets: Tensor
     cu_seqlens: Tensor | None
+    max_seqlen: int | None
     attended: float
 
     def to(self, device: torch.device) -> Batch:
@@ -38,6 +41,7 @@ class Batch:
             self.input_ids.to(device, non_blocking=True),
             self.targets.to(device, non_blocking=True),
             None if cu_seqlens is None else cu_seqlens.to(device, non_blocking=True),
+            self.max_seqlen,
             self.attended,
         )
 
@@ -63,9 +67,19 @@ def _epoch_order(seed: int, epoch: int, windows: int, context: int) -> np.ndarra
     return generator.permutation(windows) * context + offset
 
 
-def validation_windows(stream: Stream, context: int, count: int) -> np.ndarray:
-    """The starts of the first `count` windows of `stream`, or of all when there are fewer."""
-    return np.arange(min(count, (len(stream.tokens) - 1) // context)) * context
+def validation_windows(stream: Stream, context: int, count: int, together: int) -> np.ndarray:
+    """The starts of the first `count` windows of `stream`, or of all when there are fewer.
+
+    A multiple of `together`, the windows of one forward pass on every device; `ValueError` names
+    the key when the stream has not even those.
+    """
+    windows = (len(stream.tokens) - 1) // context
+    if windows < together:
+        raise ValueError(
+            f"data.validation_share: what is held out are {windows} windows of data.context; "
+            f"{together} are wanted, one forward pass on every device"
+        )
+    return np.arange(min(count, windows) // together * together) * context
 
 
 def read_batch(stream: Stream, starts: np.ndarray, context: int, packed: bool) -> Batch:
@@ -73,13 +87,15 @@ def read_batch(stream: Stream, starts: np.ndarray, context: int, packed: bool) -
     windows = np.stack([stream.tokens[s : s + context + 1] for s in starts]).astype(np.int64)
     input_ids, targets = torch.from_numpy(windows[:, :-1]), torch.from_numpy(windows[:, 1:])
     if not packed:
-        return Batch(input_ids.contiguous(), targets.contiguous(), None, float(context))
+        return Batch(input_ids.contiguous(), targets.contiguous(), None, None, float(context))
     bounds = document_bounds(stream, starts, context)
     lengths = np.diff(bounds).astype(np.float64)
+    power_of_two = 1 << (int(lengths.max()) - 1).bit_length()
     return Batch(
         input_ids.flatten(),
         targets.flatten(),
         torch.from_numpy(bounds),
+        min(power_of_two, context),
         float((lengths**2).sum() / lengths.sum()),
     )
 

@@ -69,7 +69,8 @@ def text_files(data: DataSettings) -> list[Path]:
     folder = Path(data.text)
     if not folder.is_dir():
         raise ValueError(f"data.text: {data.text!r} is not a folder")
-    files = sorted(path for path in folder.glob(data.pattern) if path.is_file())
+    found = {path for pattern in data.pattern.split("|") for path in folder.glob(pattern)}
+    files = sorted(path for path in found if path.is_file())
     if not files:
         raise ValueError(f"data.pattern: no file of {data.text!r} fits {data.pattern!r}")
     for path in files:

@@ -1,4 +1,4 @@
-"""How fast a run goes, and the file that keeps what it measured."""
+"""How fast a run goes, and the files that keep what it measured."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ class Row:
     mfu: float = NAN  # model FLOPs over the devices' peak
     peak_memory_mib: float = NAN  # of this device; of the process on a CPU
 
+    def __str__(self) -> str:
+        """The numbers that a person watches, those that were measured."""
+        numbers = {
+            "loss {:.3f}": self.loss,
+            "{:.3f} bits per byte": self.validation_bits_per_byte,
+            "{:,.0f} tokens/s": self.tokens_per_second,
+            "MFU {:.1%}": self.mfu,
+            "{:,.0f} MiB": self.peak_memory_mib,
+        }
+        return ", ".join(text.format(x) for text, x in numbers.items() if x == x)
+
 
 class MetricsFile:
     """metrics.csv: a row is on the disk as soon as it is written."""
@@ -48,8 +59,31 @@ class MetricsFile:
 
     def write(self, row: Row) -> None:
         """Append one row."""
-        self._writer.writerow({key: value for key, value in asdict(row).items() if value == value})
+        self._writer.writerow(_measured(row))
         self._file.flush()
+
+
+class TensorBoardFile:
+    """The same rows as event files for TensorBoard, a curve for each column."""
+
+    def __init__(self, folder: Path, after_step: int) -> None:
+        """TensorBoard hides what it has of later steps: a resumed run writes them again."""
+        # The package tensorboard is asked for by trainer.tensorboard alone.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1)
+
+    def write(self, row: Row) -> None:
+        """Append one row."""
+        for name, value in _measured(row).items():
+            if name != "step":
+                self._writer.add_scalar(name, value, row.step)
+        self._writer.flush()
+
+
+def _measured(row: Row) -> dict[str, float]:
+    """The columns of `row` that are not NaN."""
+    return {name: value for name, value in asdict(row).items() if value == value}
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -103,8 +137,14 @@ class Meter:
             torch.cuda.synchronize(self._device)
 
 
+def forget_peak_memory(device: torch.device) -> None:
+    """Count from here: several runs may follow one another in a process. Not on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_mib(device: torch.device) -> float:
-    """The most memory ever in use: allocated on a GPU, resident in the process on a CPU."""
+    """The most memory in use so far: allocated on a GPU, resident in the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -16,7 +17,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flashtile.models.gpt import GPTConfig
 
-ATTENTIONS = ("flashtile", "sdpa", "eager", "flex")
+ATTENTIONS = (
+    "flashtile",
+    "sdpa",
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-math",
+    "varlen",
+    "eager",
+    "flex",
+)
+ON_CUDA_ALONE = ("sdpa-cudnn", "varlen", "flex")
+WITHOUT_DROPOUT = ("varlen", "flex")
 TOKENIZERS = ("bytes", "bpe")
 SCHEDULES = ("cosine", "constant")
 STRATEGIES = ("auto", "ddp", "fsdp2")
@@ -27,7 +39,7 @@ ACCELERATORS = ("auto", "cpu", "cuda")
 @dataclass
 class DataSettings:
     text: str = MISSING  # folder that holds the texts
-    pattern: str = "*.txt"  # which files of it, as in Path.glob; .txt or .jsonl
+    pattern: str = "*.txt"  # which files of it, as in Path.glob; "A|B": those of A and of B
     separator: str | None = None  # divides a .txt file into documents; null: a file is a document
     group_by: list[str] = field(default_factory=list)  # .jsonl: rows alike in these are a document
     prepared: str = MISSING  # folder for the tokenised texts, made once and used again
@@ -69,9 +81,10 @@ class TrainerSettings:
     log_every: int = 1  # steps
     validate_every: int = 100  # steps; the last step is validated always
     validation_windows: int = 64
-    checkpoint_every: int = 500  # steps; the last step is kept always
+    checkpoint_every: int | None = 500  # steps; the last step is kept too; null: keep none
     keep_checkpoints: int = 2
     peak_tflops: float | None = None  # of one device, for MFU; null: the known GPUs' bfloat16 peak
+    tensorboard: bool = False  # event files in run_dir/tensorboard, beside metrics.csv
 
 
 @dataclass
@@ -105,6 +118,7 @@ FREE_ON_RESUME = {
     *("run_dir", "resume", "sample", "data_dir", "data.text", "data.prepared"),
     *("trainer.log_every", "trainer.validate_every", "trainer.validation_windows"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.peak_tflops"),
+    "trainer.tensorboard",
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes"),
 }
 
@@ -155,8 +169,20 @@ def _check_choices(settings: Settings) -> None:
     ):
         if value not in choices:
             raise ValueError(f"{key}: {value!r} is not one of {', '.join(choices)}")
-    if settings.attn == "flex" and settings.trainer.accelerator == "cpu":
-        raise ValueError("attn: flex has no backward on a CPU; trainer.accelerator is 'cpu'")
+    if settings.attn in ON_CUDA_ALONE and settings.trainer.accelerator == "cpu":
+        raise ValueError(
+            f"attn: {settings.attn} trains on CUDA alone; trainer.accelerator is 'cpu'"
+        )
+    if settings.attn == "sdpa-flash" and settings.data.packed:
+        raise ValueError(
+            "attn: sdpa-flash takes no mask, which hides other documents; data.packed is true "
+            "(attn=varlen is the same kernel and knows documents)"
+        )
+    if settings.trainer.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError(
+            "trainer.tensorboard: the package tensorboard is not installed "
+            "(pip install tensorboard)"
+        )
 
 
 def _check_ranges(settings: Settings) -> None:
@@ -164,12 +190,13 @@ def _check_ranges(settings: Settings) -> None:
     trainer, sample = settings.trainer, settings.sample
     at_least_1 = [
         *("devices", "num_nodes", "steps", "batch_size", "micro_batch_size", "log_every"),
-        *("validate_every", "checkpoint_every", "keep_checkpoints"),
+        *("validate_every", "keep_checkpoints"),
     ]
     wanted: list[tuple[str, object, bool, str]] = [
         (f"trainer.{name}", getattr(trainer, name), getattr(trainer, name) >= 1, "at least 1")
         for name in at_least_1
     ]
+    every = trainer.checkpoint_every
     betas_fit = len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas)
     peak = trainer.peak_tflops
     share = data.validation_share
@@ -184,6 +211,7 @@ def _check_ranges(settings: Settings) -> None:
         ("optimizer.grad_clip", optimizer.grad_clip, optimizer.grad_clip >= 0, ">= 0"),
         ("schedule.warmup_steps", schedule.warmup_steps, schedule.warmup_steps >= 0, ">= 0"),
         ("schedule.final_share", schedule.final_share, 0 <= schedule.final_share <= 1, "0 to 1"),
+        ("trainer.checkpoint_every", every, every is None or every >= 1, "at least 1"),
         ("trainer.peak_tflops", peak, peak is None or peak > 0, "more than 0"),
         ("sample.tokens", sample.tokens, sample.tokens >= 0, ">= 0"),
         ("sample.temperature", sample.temperature, sample.temperature > 0, "more than 0"),
@@ -210,9 +238,9 @@ def _check_model(settings: Settings) -> None:
             f"model.max_position_embeddings: {config.max_position_embeddings} is less than "
             f"data.context, {settings.data.context}"
         )
-    if settings.attn == "flex" and config.attention_dropout:
+    if settings.attn in WITHOUT_DROPOUT and config.attention_dropout:
         raise ValueError(
-            f"model.attention_dropout: {config.attention_dropout}; attn=flex has no dropout"
+            f"model.attention_dropout: {config.attention_dropout}; attn={settings.attn} has none"
         )
 
 

@@ -31,8 +31,18 @@ from .batches import Batch, read_batch, training_windows, validation_windows
 from .corpus import Corpus, prepare
 from .curves import draw_loss
 from .devices import launch, over_processes, whole
-from .metrics import NAN, Meter, MetricsFile, Row, peak_memory_mib, read_metrics
+from .metrics import (
+    NAN,
+    Meter,
+    MetricsFile,
+    Row,
+    TensorBoardFile,
+    forget_peak_memory,
+    peak_memory_mib,
+    read_metrics,
+)
 from .optimization import learning_rate, make_optimizer
+from .sample import write_sample
 from .settings import Settings, differences, model_config, read_settings
 
 CONFIG = Path(__file__).parent / "config"
@@ -62,11 +72,18 @@ class Run:
         self.fabric = launch(settings.trainer)
         with self.fabric.rank_zero_first():
             self.corpus: Corpus = prepare(settings.data)
-        self.held_out = held_out_windows(settings, self.corpus, self.fabric.world_size)
+        self.held_out = validation_windows(
+            self.corpus.validation,
+            settings.data.context,
+            settings.trainer.validation_windows,
+            together=settings.trainer.micro_batch_size * self.fabric.world_size,
+        )
         self.bytes_per_token = self.fabric.to_device(
             torch.from_numpy(self.corpus.tokenizer.bytes_per_token())
         )
-        self.module = build_model(settings, self.corpus)
+        forget_peak_memory(self.fabric.device)
+        with self.fabric.device:  # where a billion random numbers are drawn in no time
+            self.module = build_model(settings, self.corpus)
         if settings.trainer.compile:  # a block at a time: compiled once for all the layers
             for block in self.module.transformer.layers:
                 block.compile()
@@ -83,10 +100,8 @@ class Run:
         name = f"{self.module.num_parameters() / 1e6:.1f} M parameters, attn={self.settings.attn}"
         fabric.print(f"{name}, {fabric.world_size} x {fabric.device.type}, {self.folder}")
         meter = Meter(fabric.device, fabric.world_size, trainer.peak_tflops)
-        file = None
-        if fabric.is_global_zero:
-            file = MetricsFile(self.folder / "metrics.csv", after_step=self.step)
-            self.sign()
+        files = self.open_files() if fabric.is_global_zero else []
+        every = trainer.checkpoint_every
         with progress_bar(enabled=fabric.is_global_zero) as bar:
             task = bar.add_task("", total=trainer.steps, completed=self.step, note="")
             meter.start()
@@ -95,26 +110,33 @@ class Run:
                 meter.count(trainer.batch_size * self.settings.data.context, flops)
                 last = self.step == trainer.steps
                 validates = last or self.step % trainer.validate_every == 0
-                saves = last or self.step % trainer.checkpoint_every == 0
+                saves = every is not None and (last or self.step % every == 0)
                 if validates or saves or self.step % trainer.log_every == 0:
                     meter.stop()
                     row = self.measure(loss, norm, meter, validates)
-                    if file:
+                    for file in files:
                         file.write(row)
-                    bar.update(task, completed=self.step, note=note(row))
+                    bar.update(task, completed=self.step, note=str(row))
                     if validates:
-                        fabric.print(f"step {self.step}: {note(row)}")
+                        fabric.print(f"step {self.step}: {row}")
                     if saves:
                         self.save()
                     meter.start()
         self.finish(name)
 
-    def sign(self) -> None:
-        """Append machine, versions, date and command of this start to provenance.jsonl."""
+    def open_files(self) -> list[MetricsFile | TensorBoardFile]:
+        """What keeps the rows. provenance.jsonl says who writes: machine, versions, command."""
+        files: list[MetricsFile | TensorBoardFile] = [
+            MetricsFile(self.folder / "metrics.csv", after_step=self.step)
+        ]
+        if self.settings.trainer.tensorboard:
+            files.append(TensorBoardFile(self.folder / "tensorboard", after_step=self.step))
         command = shlex.join(["python", "-m", "training.train", *sys.argv[1:]])
-        line = provenance(str(self.fabric.device), command) | {"first_step": self.step}
+        start = {"first_step": self.step, "devices": self.fabric.world_size}
+        line = provenance(str(self.fabric.device), command) | start
         with (self.folder / "provenance.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        return files
 
     def train_step(self) -> tuple[Tensor, Tensor, float]:
         """One step of the optimizer: mean loss, gradient norm, model FLOPs of all devices."""
@@ -162,7 +184,7 @@ class Run:
             targets=batch.targets,
             loss=CrossEntropyLoss(reduction=reduction),
             cu_seqlens=batch.cu_seqlens,
-            max_seqlen=None if batch.cu_seqlens is None else self.settings.data.context,
+            max_seqlen=batch.max_seqlen,
         ).loss
 
     @torch.no_grad()
@@ -237,7 +259,7 @@ class Run:
     def finish(self, name: str) -> None:
         """The picture of the loss, and a text that the model writes."""
         # All processes generate, because the parameters may be spread over them.
-        text = self.sample() if self.settings.sample.tokens else ""
+        text = write_sample(self.fabric, self.module, self.corpus.tokenizer, self.settings)
         if not self.fabric.is_global_zero:
             return
         rows = read_metrics(self.folder / "metrics.csv")
@@ -247,25 +269,6 @@ class Run:
             (self.folder / "sample.txt").write_text(text, encoding="utf-8")
             print(f"sample: {self.folder / 'sample.txt'}\n\n{text}")
 
-    def sample(self) -> str:
-        """The prompt and what the model writes after it."""
-        asked, tokenizer = self.settings.sample, self.corpus.tokenizer
-        [ids] = tokenizer.encode([asked.prompt])
-        prompt = torch.tensor([[tokenizer.end_of_document, *ids]], device=self.fabric.device)
-        length = min(prompt.shape[1] + asked.tokens, self.settings.data.context)
-        generator = torch.Generator(self.fabric.device).manual_seed(self.settings.seed)
-        self.model.eval()
-        with self.fabric.autocast(), torch.compiler.set_stance("force_eager"):
-            written = self.module.generate(
-                prompt,
-                length,
-                top_k=asked.top_k,
-                temperature=asked.temperature,
-                eos_token_id=tokenizer.end_of_document,
-                generator=generator,
-            )
-        return tokenizer.decode(written[0].tolist())
-
 
 def build_model(settings: Settings, corpus: Corpus) -> GPTLMHeadModel:
     """The model with its first weights, which depend on the seed alone."""
@@ -274,22 +277,9 @@ def build_model(settings: Settings, corpus: Corpus) -> GPTLMHeadModel:
     torch.manual_seed(settings.seed)
     return GPTLMHeadModel(
         model_config(settings, vocab_size),
-        attend=attention_named(settings.attn),
+        attend=attention_named(settings.attn, settings.data.context),
         activation_checkpointing=settings.trainer.activation_checkpointing,
     )
-
-
-def held_out_windows(settings: Settings, corpus: Corpus, world_size: int) -> np.ndarray:
-    """The starts of the windows to validate on: as many for every device, in whole passes."""
-    data, trainer = settings.data, settings.trainer
-    starts = validation_windows(corpus.validation, data.context, trainer.validation_windows)
-    together = trainer.micro_batch_size * world_size
-    if len(starts) < together:
-        raise ValueError(
-            f"data.validation_share: {data.validation_share} leaves {len(starts)} windows of "
-            f"data.context; {together} are wanted, one forward pass on every device"
-        )
-    return starts[: len(starts) // together * together]
 
 
 def derived_seed(seed: int, step: int, place: int) -> int:
@@ -306,18 +296,6 @@ def progress_bar(enabled: bool) -> Progress:
         TextColumn("{task.fields[note]}"),
         disable=not enabled or not sys.stdout.isatty(),
     )
-
-
-def note(row: Row) -> str:
-    """The numbers of a row that a person watches."""
-    numbers = {
-        "loss {:.3f}": row.loss,
-        "{:.3f} bits per byte": row.validation_bits_per_byte,
-        "{:,.0f} tokens/s": row.tokens_per_second,
-        "MFU {:.1%}": row.mfu,
-        "{:,.0f} MiB": row.peak_memory_mib,
-    }
-    return ", ".join(text.format(number) for text, number in numbers.items() if number == number)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from training.batches import (
     training_windows,
     validation_windows,
 )
-from training.corpus import Stream, prepare, split_documents
+from training.corpus import Stream, prepare, split_documents, text_files
 from training.settings import DataSettings
 
 
@@ -148,8 +148,31 @@ def test_bounds_agree_with_a_scan_over_random_documents():
 
 
 def test_validation_reads_adjoining_windows_from_the_begin():
-    assert validation_windows(stream_of([100]), 10, 4).tolist() == [0, 10, 20, 30]
-    assert validation_windows(stream_of([100]), 10, 99).tolist() == list(range(0, 90, 10))
+    assert validation_windows(stream_of([100]), 10, 4, 1).tolist() == [0, 10, 20, 30]
+    assert validation_windows(stream_of([100]), 10, 99, 1).tolist() == list(range(0, 90, 10))
+    assert validation_windows(stream_of([100]), 10, 99, 4).tolist() == list(range(0, 80, 10))
+
+
+def test_too_little_to_validate_on_every_device_is_refused():
+    with pytest.raises(ValueError, match=r"^data.validation_share: .* 9 windows .*; 10 are wanted"):
+        validation_windows(stream_of([100]), 10, 99, 10)
+
+
+def test_the_longest_document_of_a_batch_bounds_its_lengths():
+    stream, starts = stream_of([70, 400, 90, 2000]), np.array([0, 300])
+    assert np.diff(document_bounds(stream, starts, 300)).max() == 230
+    assert read_batch(stream, starts, 300, packed=True).max_seqlen == 256
+    assert read_batch(stream, np.array([342]), 128, packed=True).max_seqlen == 128
+    assert read_batch(stream, np.array([600]), 300, packed=True).max_seqlen == 300
+    assert read_batch(stream, starts, 300, packed=False).max_seqlen is None
+
+
+def test_texts_may_lie_in_several_places(tmp_path):
+    for name in ("plays/a.txt", "plays/b.txt", "plays/notes.md", "verses.jsonl"):
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "text" / name).write_text('{"text": "In the beginning"}\n')
+    data = settings_for(tmp_path, pattern="plays/*.txt|*.jsonl|plays/a.*")
+    assert [path.name for path in text_files(data)] == ["a.txt", "b.txt", "verses.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,16 @@ import os
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import settings
 from torch.nn.attention.flex_attention import flex_attention
 
+from flashtile import attention_varlen
 from flashtile.testing import (
     assert_close,
     attention_reference,
@@ -25,7 +28,7 @@ from flashtile.testing import (
 from training import attention
 from training.batches import Batch
 from training.curves import smoothed
-from training.metrics import Meter, MetricsFile, Row, read_metrics
+from training.metrics import Meter, MetricsFile, Row, TensorBoardFile, read_metrics
 from training.optimization import learning_rate
 from training.settings import ATTENTIONS, ScheduleSettings
 from training.train import Run, derived_seed
@@ -44,9 +47,20 @@ def uncompiled_flex(monkeypatch):
     monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
 
 
+@pytest.fixture(autouse=True)
+def varlen_on_a_cpu(monkeypatch):
+    """PyTorch has `varlen_attn` for CUDA alone; this one is called in the same way."""
+
+    def varlen_attn(*args: Any, scale: float, window_size: Any, enable_gqa: bool = False):
+        assert enable_gqa == (args[0].shape[1] != args[1].shape[1])
+        return attention_varlen(*args, softmax_scale=scale, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on purpose
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "sdpa-cudnn"])
 def test_every_attention_computes_the_same(name, packed):
     seed = int(os.environ["FLASHTILE_SEED"])
     q, k, v = qkv(generator(seed), WINDOWS, CONTEXT, CONTEXT, 4, 2, 16)
@@ -57,7 +71,7 @@ def test_every_attention_computes_the_same(name, packed):
         reference = partial(attention_varlen_reference, **lengths_of_both(bounds))
         asked = {"cu_seqlens": bounds, "max_seqlen": CONTEXT}
     with torch.no_grad():
-        out = attention.attention_named(name)(q, k, v, **(PLAIN | asked))
+        out = attention.attention_named(name, CONTEXT)(q, k, v, **(PLAIN | asked))
     plain = (
         reference(q, k, v, causal=True, compute_dtype=torch.float32, shuffle=generator(order)).out
         for order in range(16)
@@ -73,7 +87,7 @@ def lengths_of_both(bounds: torch.Tensor) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("name", ["sdpa", "eager", "flex"])
+@pytest.mark.parametrize("name", ["sdpa", "varlen", "eager", "flex"])
 @pytest.mark.parametrize(
     "change", [{"causal": False}, {"window_size": (4, 0)}, {"softcap": 5.0}, {"alibi_slopes": 1}]
 )
@@ -81,7 +95,30 @@ def test_what_only_flashtile_computes_is_refused(name, change):
     q, k, v = qkv(generator(7), 1, 8, 8, 2, 2, 16)
     asked = PLAIN | {"cu_seqlens": None, "max_seqlen": None} | change
     with pytest.raises(ValueError, match="which attn=flashtile alone computes"):
-        attention.attention_named(name)(q, k, v, **asked)
+        attention.attention_named(name, 8)(q, k, v, **asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("sdpa-flash", "FLASH"), ("sdpa-cudnn", "CUDNN"), ("sdpa-math", "MATH")],
+)
+def test_sdpa_is_held_to_the_backend_of_its_name(monkeypatch, name, backend):
+    q, k, v = qkv(generator(7), 1, 8, 8, 2, 2, 16)
+    allowed = []
+
+    def sdpa(q: torch.Tensor, *args: torch.Tensor, **options: Any) -> torch.Tensor:
+        states = {
+            "FLASH": torch.backends.cuda.flash_sdp_enabled(),
+            "CUDNN": torch.backends.cuda.cudnn_sdp_enabled(),
+            "MATH": torch.backends.cuda.math_sdp_enabled(),
+        }
+        allowed.extend(name for name, enabled in states.items() if enabled)
+        return q
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", sdpa)
+    asked = PLAIN | {"cu_seqlens": None, "max_seqlen": None}
+    attention.attention_named(name, 8)(q, k, v, **asked)
+    assert allowed == [backend]
 
 
 def test_loss_curves_with_flashtile_sdpa_and_eager_agree(tmp_path):
@@ -149,6 +186,17 @@ def test_metrics_after_a_resume_have_no_step_twice(tmp_path):
         (4, 32, 2.5),
     ]
     assert rows[0].mfu == 0.25 and math.isnan(rows[0].validation_loss)
+
+
+def test_tensorboard_gets_the_same_numbers_and_forgets_what_a_resume_repeats(tmp_path):
+    first = TensorBoardFile(tmp_path, after_step=0)
+    for step in (1, 2, 3):
+        first.write(Row(step=step, tokens=step * 8, loss=1.5, mfu=0.25))
+    TensorBoardFile(tmp_path, after_step=2).write(Row(step=3, tokens=24, loss=2.5))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss", "mfu", "tokens"]  # no curve of NaN
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert losses == [(1, 1.5), (2, 1.5), (3, 2.5)]
 
 
 def test_the_meter_counts_only_while_it_runs(monkeypatch):

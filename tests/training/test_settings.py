@@ -30,8 +30,10 @@ def test_every_file_of_every_group_is_valid(group):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("attn=flash", "attn: 'flash' is not one of flashtile, sdpa, eager, flex"),
-        ("attn=flex", "attn: flex has no backward on a CPU"),
+        ("attn=flash", "attn: 'flash' is not one of flashtile, sdpa, sdpa-flash, sdpa-cudnn"),
+        ("attn=flex", "attn: flex trains on CUDA alone; trainer.accelerator is 'cpu'"),
+        ("attn=varlen", "attn: varlen trains on CUDA alone"),
+        ("attn=sdpa-flash", "attn: sdpa-flash takes no mask, which hides other documents"),
         ("seed=-1", "seed: -1"),
         ("data.tokenizer=words", "data.tokenizer: 'words' is not one of"),
         ("data.vocab_size=200", "data.vocab_size: 200; wanted: at least 257"),
@@ -52,6 +54,7 @@ def test_every_file_of_every_group_is_valid(group):
         ("trainer.strategy=zero", "trainer.strategy: 'zero' is not one of"),
         ("trainer.accelerator=tpu", "trainer.accelerator: 'tpu' is not one of"),
         ("trainer.peak_tflops=0", "trainer.peak_tflops: 0.0"),
+        ("trainer.checkpoint_every=0", "trainer.checkpoint_every: 0; wanted: at least 1"),
         ("sample.top_k=0", "sample.top_k: 0"),
         ("sample.prompt=''", "sample.prompt: ''"),
         ("+model.hidden=16", "model.hidden: not a field of GPTConfig"),
@@ -72,10 +75,18 @@ def test_a_learned_table_must_reach_the_context(tmp_path):
         settings(tmp_path, *changes)
 
 
-def test_flex_is_refused_with_dropout(tmp_path):
-    changes = ["attn=flex", "trainer.accelerator=cuda"]
-    with pytest.raises(ValueError, match=r"^model\.attention_dropout: 0\.1; attn=flex has no"):
+@pytest.mark.parametrize("attn", ["flex", "varlen"])
+def test_dropout_is_refused_where_attention_has_none(tmp_path, attn):
+    changes = [f"attn={attn}", "trainer.accelerator=cuda"]
+    with pytest.raises(ValueError, match=rf"^model\.attention_dropout: 0\.1; attn={attn} has none"):
         settings(tmp_path, *changes)
+
+
+def test_tensorboard_is_asked_for_only_where_it_is_installed(tmp_path, monkeypatch):
+    assert settings(tmp_path, "trainer.tensorboard=true").trainer.tensorboard
+    monkeypatch.setattr("training.settings.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^trainer\.tensorboard: .* is not installed"):
+        settings(tmp_path, "trainer.tensorboard=true")
 
 
 @pytest.mark.parametrize(
@@ -117,4 +128,4 @@ def test_only_what_shapes_the_curve_must_stay_the_same_on_resume(tmp_path):
 def test_there_is_an_attention_for_every_name():
     from training.attention import attention_named
 
-    assert all(callable(attention_named(name)) for name in ATTENTIONS)
+    assert all(callable(attention_named(name, 8)) for name in ATTENTIONS)

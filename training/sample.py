@@ -1,0 +1,38 @@
+"""What a trained model writes."""
+
+from __future__ import annotations
+
+import torch
+from lightning_fabric import Fabric
+
+from flashtile.models.gpt import GPTLMHeadModel
+
+from .settings import Settings
+from .tokenizer import Tokenizer
+
+
+def write_sample(
+    fabric: Fabric, model: GPTLMHeadModel, tokenizer: Tokenizer, settings: Settings
+) -> str:
+    """The prompt of `settings.sample` and what the model writes after it, up to the context.
+
+    Nothing when no tokens are asked for.
+    """
+    asked = settings.sample
+    if asked.tokens == 0:
+        return ""
+    [ids] = tokenizer.encode([asked.prompt])
+    prompt = torch.tensor([[tokenizer.end_of_document, *ids]], device=fabric.device)
+    length = min(prompt.shape[1] + asked.tokens, settings.data.context)
+    generator = torch.Generator(fabric.device).manual_seed(settings.seed)
+    model.eval()
+    with fabric.autocast(), torch.compiler.set_stance("force_eager"):
+        written = model.generate(
+            prompt,
+            length,
+            top_k=asked.top_k,
+            temperature=asked.temperature,
+            eos_token_id=tokenizer.end_of_document,
+            generator=generator,
+        )
+    return tokenizer.decode(written[0].tolist())
