@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -332,7 +333,28 @@ def test_a_row_follows_from_its_samples() -> None:
 
 def test_our_rows_name_the_backend_that_ran() -> None:
     row, *_ = run.measure_case(SMALL, QUICK, timer=lambda _: 1.0)
-    assert (row.provider, row.backend) == ("flashtile", "cpu")
+    assert (row.provider, row.backend, row.peer) == ("flashtile", "cpu", "flashtile")
+    row, *_ = run.measure_case(SMALL, replace(QUICK, peers=("flashtile-cpu",)), timer=lambda _: 1.0)
+    assert (row.provider, row.backend, row.peer) == ("flashtile-cpu", "cpu", "flashtile-cpu")
+
+
+def test_a_deterministic_backward_is_a_peer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    attention = peers.api.attention
+
+    def noted(*args: object, **options: Any) -> object:
+        asked.append(options.get("deterministic", False))
+        return attention(*args, **options)
+
+    monkeypatch.setattr(peers.api, "attention", noted)
+    names = ("flashtile", "flashtile-deterministic")
+    settings = replace(QUICK, peers=names, directions=("backward",))
+    rows = run.measure_case(SMALL, settings, timer=lambda _: 1.0)
+    assert [row.peer for row in rows] == list(names)
+    assert {row.skipped for row in rows} == {""}
+    assert set(asked) == {False, True}
+    row, _ = run.measure_case(vary(SMALL, "decode"), replace(settings, peers=names[::-1]))
+    assert row.skipped == "a cache has no backward"
 
 
 def test_a_missing_peer_is_a_skipped_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashtile.bench import measure, run
+from flashtile.bench.presets import PRESETS, preset_cases
 from flashtile.bench.shapes import Case, vary
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,30 @@ def test_peers_on_a_gpu_compute_the_case(direction: str) -> None:
         assert row.host_us is not None
         assert row.percent_of_matmul is not None
         assert 0 < row.percent_of_matmul < 100
+
+
+def test_a_cache_is_read_no_faster_than_memory_can_be() -> None:
+    case = vary(replace(SMALL, batch=16, seqlen_k=32768), "decode")
+    settings = replace(QUICK, peers=("flashtile", "flashtile-triton"), cuda_graph=True)
+    for row in run.measure_case(case, settings):
+        assert row.skipped == ""
+        assert row.percent_of_read is not None
+        assert 0 < row.percent_of_read < 110
+
+
+@pytest.mark.parametrize("preset", ["gpu-hopper", "gpu-layer", "gpu-deterministic"])
+def test_every_case_of_ours_runs(preset: str) -> None:
+    """Once each, at a quarter of the length."""
+    for case in preset_cases(preset):
+        small = replace(case, seqlen_q=case.seqlen_q // 4, seqlen_k=case.seqlen_k // 4)
+        if case.documents:
+            lengths = tuple(length // 4 for length in case.lengths)
+            small = replace(small, lengths=lengths, seqlen_q=sum(lengths), seqlen_k=sum(lengths))
+        chosen = PRESETS[preset].settings
+        ours = tuple(peer for peer in chosen.peers if peer.startswith("flashtile"))
+        how = replace(QUICK, peers=ours, directions=chosen.directions, accuracy=False)
+        for row in run.measure_case(small, how):
+            assert row.skipped == "", (row.peer, case)
 
 
 @pytest.mark.parametrize("variant", ["dense", "window", "block-sparse"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashtile import cli
-from flashtile.bench import machine, markdown, peers, prepared, presets, report, run, shapes
+from flashtile.bench import machine, markdown, peers, plots, prepared, presets, report, run, shapes
 from flashtile.bench import rows as saved
 from flashtile.bench.rows import Row
 from flashtile.bench.shapes import Case
@@ -37,6 +37,7 @@ COLUMNS = {
     *("seqlen_q", "seqlen_k", "causal", "variant", "median_ms", "p20_ms", "p80_ms", "tflops"),
     *("gbps", "peak_mib", "max_error", "rms_error", "skipped", "date", "commit", "device"),
     *("torch", "triton", "command", "preset", "density", "host_us", "percent_of_matmul"),
+    "percent_of_read",
 }
 
 
@@ -86,7 +87,7 @@ def test_the_table_needs_no_rich(
     report.show(rows)
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].split()[:3] == ["pass", "length", "who"]
-    assert "flashtile-cpu" in printed[2]
+    assert "flashtile (cpu)" in printed[2]
 
 
 def test_plain_columns_line_up() -> None:
@@ -207,13 +208,35 @@ def test_the_page_has_a_column_for_each_peer() -> None:
     assert lines[0] == "# GPU, 2026-01-02"
     assert lines[2].startswith("torch 2, commit 0123. ")
     assert lines[4] == "![speed.png](speed.png)"
-    at = lines.index("| length | flashtile-triton | fa2 | cudnn | flashtile / fa2 |")
+    at = lines.index("| length | flashtile-triton | fa2 | cudnn | flashtile-triton / fa2 |")
     assert "head dim 16, heads 4:2, batch 1" in lines[at - 2]
     assert lines[at + 2 : at + 4] == [
         "| 160 | 300 | 200 | - | 1.50 |",
         "| 320 | 400 (50) | 100 | 1 | 4.00 |",
     ]
     assert lines[-1] == "- skipped fa3 (dense): out of memory: 64.00 GiB wanted at once"
+
+
+def test_ours_stands_for_what_a_call_takes_and_beside_a_forced_backend() -> None:
+    rows = [_row("flashtile", 600.0), _row("flashtile-triton", 450.0), _row("fa2", 300.0)]
+    rows += [_row("fa3", 500.0), _row("cudnn", 400.0)]
+    rows[:2] = [replace(rows[0], backend="hopper"), replace(rows[1], backend="triton")]
+    lines = markdown.page(rows, ORIGIN).splitlines()
+    (heading,) = (line for line in lines if "flashtile (hopper) | flashtile-triton | fa2" in line)
+    ratios = "flashtile / fa2 | flashtile-triton / fa2 | flashtile / best of cudnn, fa3 |"
+    assert heading.endswith(ratios)
+    assert lines[lines.index(heading) + 2].endswith("| 2.00 | 1.50 | 1.20 |")
+    chosen = [rows[0], replace(rows[0], backend="triton", seqlen_k=320)]
+    assert saved.with_backend("flashtile", chosen) == "flashtile (hopper, triton)"
+
+
+def test_a_cache_is_read_at_a_share_of_the_memorys_speed() -> None:
+    case = replace(SMALL, variant="decode", cached=True, seqlen_q=1)
+    row = replace(_row("flashtile", 1.0, case, "decode"), percent_of_read=92.4)
+    assert row.gbps is not None
+    assert f"| {report.number(row.gbps)} (92) |" in markdown.page([row], ORIGIN)
+    assert plots._best(row) == pytest.approx(row.gbps / 0.924)
+    assert plots._best(replace(row, gbps=None, percent_of_matmul=50.0)) == pytest.approx(2.0)
 
 
 def test_the_page_says_where_memory_ran_out() -> None:
@@ -227,12 +250,10 @@ def test_the_page_says_where_memory_ran_out() -> None:
 def test_masks_are_compared_with_full_attention() -> None:
     sparse = replace(SMALL, variant="block-sparse 25%", block_density=0.25)
     slow, fast = _row("flashtile", 1.0), replace(_row("fa2", 1.0), median_ms=1.0)
-    assert (
-        markdown.faster_than_full([slow, _row("flashtile", 1.0, replace(SMALL, causal=True))]) == {}
-    )
+    assert saved.faster_than_full([slow, _row("flashtile", 1.0, replace(SMALL, causal=True))]) == {}
     half = replace(_row("flashtile", 1.0, sparse), median_ms=slow.median_ms / 2)  # type: ignore
     alone = _row("flex", 1.0, sparse)  # whose full attention was not measured
-    found = markdown.faster_than_full([slow, fast, half, alone])
+    found = saved.faster_than_full([slow, fast, half, alone])
     assert found == {slow: 1.0, fast: 1.0, half: 2.0}
     assert "times as fast as full attention" in markdown.page([slow, half], ORIGIN)
 
@@ -281,6 +302,19 @@ def test_dense_cases_hold_as_many_tokens_each() -> None:
     assert len(cases) == 3 * 2 * 6
 
 
+def test_packed_cases_have_the_lengths_that_were_drawn() -> None:
+    packed = [case for case in presets.preset_cases("gpu-hopper") if case.documents]
+    assert [case.causal for case in packed] == [False, True]
+    for case in packed:
+        lengths = shapes.document_lengths(case)
+        assert len(lengths) == case.documents
+        assert sum(lengths) == case.batch * case.seqlen_k == case.batch * case.seqlen_q
+        assert 128 <= min(lengths) < max(lengths) <= 8192
+        assert shapes.visible_scores(case) == case.heads_q * sum(
+            n * (n + 1) // 2 if case.causal else n * n for n in lengths
+        )
+
+
 def test_sparse_cases_leave_what_their_name_says() -> None:
     for case in presets.preset_cases("gpu-sparse"):
         if case.block_sparse:
@@ -316,6 +350,8 @@ def test_flags_change_how_a_preset_measures() -> None:
     found = bench._settings(_asked(flags), "cuda")
     assert (found.directions, found.peers, found.seconds) == (("both",), ("fa4", "flex"), 0)
     assert (found.accuracy, found.host) == (False, True)
+    assert bench._settings(_asked("--preset gpu-decode"), "cuda").cuda_graph
+    assert bench._settings(_asked("--preset gpu-dense --cuda-graph"), "cuda").cuda_graph
 
 
 def test_a_gpu_preset_wants_a_gpu(

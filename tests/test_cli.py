@@ -132,7 +132,7 @@ def test_bench_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     argv += ["--output", str(tmp_path), "--csv", str(tmp_path / "other" / "x.csv")]
     assert cli.main(argv) == 0
     captured = capsys.readouterr()
-    assert "flashtile-cpu" in captured.out
+    assert "flashtile (cpu)" in captured.out
     assert "skipped fa3 (dense): runs on CUDA alone" in captured.out
     assert "[4/4," in captured.err
     with (tmp_path / "results.csv").open(newline="") as file:

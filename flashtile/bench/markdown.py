@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from . import gpu_targets
 from .report import number, skipped_lines
-from .rows import Provenance, Row
+from .rows import Provenance, Row, faster_than_full, with_backend
 
 PASSES = ("forward", "backward", "both", "decode")  # in the order of the page
 
@@ -21,8 +22,8 @@ class Quantity:
     title: str
     value: Value
     form: str = ".3g"
-    has_ratio: bool = False  # a last column: ours over FlashAttention-2's
-    has_percent: bool = False  # of the GPU's best, behind each number
+    has_ratio: bool = False  # last columns: ours over others', see `RATIOS`
+    percent: Value = lambda row: None  # of the GPU's best, behind each number
 
 
 QUANTITIES = (
@@ -30,12 +31,25 @@ QUANTITIES = (
         "TFLOP/s (% of one large matrix product)",
         lambda row: row.tflops,
         has_ratio=True,
-        has_percent=True,
+        percent=lambda row: row.percent_of_matmul,
     ),
-    Quantity("GB/s of cache read", lambda row: row.gbps, has_ratio=True),
+    Quantity(
+        "GB/s of cache read (% of one large sum)",
+        lambda row: row.gbps,
+        has_ratio=True,
+        percent=lambda row: row.percent_of_read,
+    ),
     Quantity("host time of a call, µs", lambda row: row.host_us),
     Quantity("peak memory above the inputs, MiB", lambda row: row.peak_mib),
     Quantity("rms error against float64", lambda row: row.rms_error, ".1e"),
+)
+
+# Ours, and whose fastest it is divided by.
+RATIOS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("flashtile", ("fa2",)),
+    ("flashtile-triton", ("fa2",)),
+    ("flashtile", ("cudnn", "fa3", "fa4")),
+    ("flashtile-deterministic", ("flashtile",)),
 )
 
 # Columns that say what a line measured; those that never change are said once, above the table.
@@ -57,6 +71,7 @@ def page(rows: Sequence[Row], provenance: Provenance, pictures: Sequence[str] = 
     origin = [f"{label} {provenance[key]}" for key, label in names.items() if provenance.get(key)]
     lines = [f"# {provenance['device']}, {provenance['date']}", ""]
     lines += [", ".join(origin) + ". Medians; their spread is in the CSV files.", ""]
+    lines += gpu_targets.section(rows)
     lines += [line for name in pictures for line in (f"![{name}]({name})", "")]
     ordered = sorted(rows, key=lambda row: (row.preset, PASSES.index(row.direction)))
     for (preset, direction), group in groupby(ordered, key=lambda row: (row.preset, row.direction)):
@@ -75,23 +90,6 @@ def _section(title: str, rows: list[Row]) -> Iterator[str]:
             yield from (f"## {title}, {quantity.title}", "", *_table(rows, quantity), "")
 
 
-def faster_than_full(rows: Sequence[Row]) -> dict[Row, float]:
-    """How many times as fast each row is as the same peer's full attention of the same sizes.
-
-    Nothing when no mask but causality hides any scores.
-    """
-    if all(row.variant == "dense" for row in rows):
-        return {}
-    full = {_sizes(row): row.median_ms for row in rows if row.variant == "dense" and not row.causal}
-    times = ((row, full.get(_sizes(row)), row.median_ms) for row in rows)
-    return {row: base / ms for row, base, ms in times if base and ms}
-
-
-def _sizes(row: Row) -> tuple[object, ...]:
-    preset, direction, dtype, _, _, *sizes = row.subject
-    return (row.peer, preset, direction, dtype, *sizes)
-
-
 def _table(rows: list[Row], quantity: Quantity) -> Iterator[str]:
     """The Markdown of one table, a line for each subject."""
     columns = {heading: [cell(row) for row in rows] for heading, cell in SUBJECT.items()}
@@ -100,19 +98,19 @@ def _table(rows: list[Row], quantity: Quantity) -> Iterator[str]:
     same = [heading for heading, cells in columns.items() if len(set(cells)) == 1]
     differ = [heading for heading in columns if heading not in same]
     peers = list(dict.fromkeys(row.peer for row in rows if quantity.value(row) is not None))
-    headings = [*differ, *peers]
-    ratio = quantity.has_ratio and "fa2" in peers and any(map(_is_ours, peers))
+    ratios = [r for r in RATIOS if quantity.has_ratio and r[0] in peers and {*r[1]} & {*peers}]
     if same:
         yield ", ".join(f"{heading} {columns[heading][0]}" for heading in same) + ":"
         yield ""
-    yield _line([*headings, "flashtile / fa2"] if ratio else headings)
-    yield "|" + "---|" * (len(headings) + ratio)
+    named = [with_backend(peer, rows) for peer in peers]
+    yield _line([*differ, *named, *(_ratio_name(*ratio, peers) for ratio in ratios)])
+    yield "|" + "---|" * (len(differ) + len(named) + len(ratios))
     for _, together in groupby(sorted(rows, key=_order), key=_order):
         found = {row.peer: row for row in together}
         first = next(iter(found.values()))
         cells = [SUBJECT[heading](first) for heading in differ]
         cells += [_cell(found.get(peer), quantity) for peer in peers]
-        yield _line([*cells, _ratio(found, quantity)] if ratio else cells)
+        yield _line([*cells, *(_ratio(*ratio, found, quantity) for ratio in ratios)])
 
 
 def _order(row: Row) -> tuple[object, ...]:
@@ -120,25 +118,27 @@ def _order(row: Row) -> tuple[object, ...]:
     return (row.dtype, row.head_dim, row.causal, -density, row.variant, row.seqlen_k, *row.subject)
 
 
-def _is_ours(peer: str) -> bool:
-    return peer.startswith("flashtile")
-
-
 def _cell(row: Row | None, quantity: Quantity) -> str:
     if row is None or quantity.value(row) is None:
         short = row is not None and row.skipped.startswith("out of memory")
         return "out of memory" if short else "-"
-    percent = row.percent_of_matmul if quantity.has_percent else None
+    percent = quantity.percent(row)
     behind = "" if percent is None else f" ({percent:.0f})"
     return number(quantity.value(row), quantity.form) + behind
 
 
-def _ratio(found: dict[str, Row], quantity: Quantity) -> str:
-    """Ours, the fastest if there are several, over FlashAttention-2."""
+def _ratio_name(ours: str, others: Sequence[str], peers: Sequence[str]) -> str:
+    """The heading above a ratio."""
+    there = [peer for peer in others if peer in peers]
+    return f"{ours} / {there[0]}" if len(there) == 1 else f"{ours} / best of {', '.join(there)}"
+
+
+def _ratio(ours: str, others: Sequence[str], found: Mapping[str, Row], quantity: Quantity) -> str:
+    """Ours over the best of the others that measured it."""
     values = {peer: quantity.value(row) for peer, row in found.items()}
-    ours = max((value for peer, value in values.items() if _is_ours(peer) and value), default=None)
-    theirs = values.get("fa2")
-    return f"{ours / theirs:.2f}" if ours and theirs else "-"
+    best = max((value for peer in others if (value := values.get(peer))), default=None)
+    mine = values.get(ours)
+    return f"{mine / best:.2f}" if mine and best else "-"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -86,21 +86,23 @@ class CudaTimer:
     """Milliseconds between two CUDA events around the call, after flushing the L2 cache.
 
     The flushes also keep the card busy while the call is being launched, for about a quarter of a
-    millisecond, so that a short kernel's time does not include the launch.
+    millisecond, so that a short kernel's time does not include the launch. The last one reads: what
+    it leaves in the cache need not be written back in the call's time.
     """
 
     FLUSH_BYTES = 256 << 20
-    FLUSHES = 4
+    FLUSHES = 3
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self.flush = torch.empty(self.FLUSH_BYTES, dtype=torch.int8, device=device)
+        self.flush = torch.empty(self.FLUSH_BYTES // 4, dtype=torch.float32, device=device)
 
     def __call__(self, call: Call) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(self.device):
             for _ in range(self.FLUSHES):
                 self.flush.zero_()
+            self.flush.sum()
             start.record()
             call()
             stop.record()
@@ -135,6 +137,14 @@ def matmul_tflops(device: str, dtype: torch.dtype, size: int = 8192) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     samples = interleave({"matmul": lambda: a @ b}, timer_for(device), budget_ms=500)
     return 2 * size**3 / Timing.of(samples["matmul"]).median_ms / 1e9
+
+
+@lru_cache
+def read_gbps(device: str, size: int = 2 << 30) -> float:
+    """GB/s at which the device reads in one large sum: what a cache could be read at."""
+    x = torch.ones(size // 4, device=device)
+    samples = interleave({"sum": x.sum}, timer_for(device), budget_ms=100)
+    return size / Timing.of(samples["sum"]).median_ms / 1e6
 
 
 def captured(call: Call) -> Call:

@@ -35,6 +35,7 @@ from .prepared import (
     refuse_quadratic,
     turned,
 )
+from .rows import is_ours
 from .shapes import BLOCK_TILE, Case, Inputs, visible
 
 Peer = Callable[[Case, Inputs], Prepared]
@@ -42,8 +43,12 @@ Peer = Callable[[Case, Inputs], Prepared]
 FAILED = "failed"  # how the reason begins where flashtile itself broke
 
 
-def flashtile(case: Case, inputs: Inputs, backend: str | None = None) -> Prepared:
-    """This package, through its public functions."""
+def flashtile(
+    case: Case, inputs: Inputs, backend: str | None = None, *, deterministic: bool = False
+) -> Prepared:
+    """This package, through its public functions, free to choose or held to one backend."""
+    if deterministic:
+        refuse(case, cached="a cache has no backward that could differ")
     tiles = inputs.tiles
     options = {
         "softcap": case.softcap,
@@ -53,6 +58,8 @@ def flashtile(case: Case, inputs: Inputs, backend: str | None = None) -> Prepare
         "block_mask": BlockMask.from_tiles(tiles, (BLOCK_TILE,) * 2) if tiles is not None else None,
         "backend": backend,
     }
+    if deterministic:
+        options["deterministic"] = True
     prepared = _length_first(
         case,
         inputs,
@@ -61,15 +68,17 @@ def flashtile(case: Case, inputs: Inputs, backend: str | None = None) -> Prepare
         packed=api.attention_varlen,
         cached=api.attention_with_kvcache,
     )
-    return replace(prepared, backend=_chosen(case, inputs, options))
+    return replace(prepared, backend=_chosen(case, inputs, prepared.leaves, options))
 
 
-def _chosen(case: Case, inputs: Inputs, options: dict[str, Any]) -> str | None:
+def _chosen(
+    case: Case, inputs: Inputs, leaves: dict[str, Tensor], options: dict[str, Any]
+) -> str | None:
     """The backend that flashtile takes; a cache is asked for as the same keys without pages."""
     asked = {**options, "bias": inputs.bias, "sink": inputs.sink, "dropout_p": case.dropout}
     if inputs.cu_seqlens is not None:
         asked |= _packed_layout(inputs.cu_seqlens)
-    return explain(inputs.q, inputs.k, inputs.v, causal=case.causal, **asked).chosen
+    return explain(leaves["q"], leaves["k"], leaves["v"], causal=case.causal, **asked).chosen
 
 
 def standard(case: Case, inputs: Inputs) -> Prepared:
@@ -157,7 +166,7 @@ def sdpa(
     alibi = _alibi(inputs, M, N)
     fixed = mask if alibi is None else _hide(alibi.to(q.dtype)[None], mask)
 
-    def forward() -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with nullcontext() if backend is None else sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
                 q,
@@ -169,7 +178,8 @@ def sdpa(
                 enable_gqa=case.heads_q != case.heads_kv,
             )
 
-    return Prepared(forward, leaves, turn(inputs.dout), heads_first=True)
+    call = partial(attend, q, k, v)
+    return Prepared(call, leaves, turn(inputs.dout), heads_first=True, attend=attend)
 
 
 def fa2(case: Case, inputs: Inputs) -> Prepared:
@@ -330,6 +340,7 @@ def fa4(case: Case, inputs: Inputs) -> Prepared:
 PEERS: dict[str, Peer] = {
     "flashtile": flashtile,
     **{f"flashtile-{name}": partial(flashtile, backend=name) for name in dispatch.ORDER},
+    "flashtile-deterministic": partial(flashtile, deterministic=True),
     "sdpa": sdpa,
     "sdpa-flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "sdpa-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
@@ -351,7 +362,7 @@ def failures_of(name: str) -> Iterator[None]:
     Of flashtile's own errors only NotImplementedError, its word for "no backend can", is a reason
     like that. Any other is a failure: the line begins with `FAILED`, the traceback is printed.
     """
-    ours = name.startswith("flashtile")
+    ours = is_ours(name)
     with warnings.catch_warnings(record=not ours) as told:
         try:
             yield
@@ -394,6 +405,7 @@ def _length_first(
     options |= {name: leaves[name] for name in ("bias", "sink") if name in leaves}
     if case.dropout:
         options["dropout_p"] = case.dropout
+    attend = None
     if case.cached:
         assert cached is not None
         used = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=q.device)
@@ -408,11 +420,15 @@ def _length_first(
     else:
         call = partial(dense, q, k, v, **options)
 
-    def forward() -> Tensor:
-        result = call()
-        return result[0] if isinstance(result, tuple) else result
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _out(dense(q, k, v, **options))
 
-    return Prepared(forward, leaves, inputs.dout)
+    return Prepared(lambda: _out(call()), leaves, inputs.dout, attend=attend)
+
+
+def _out(result: Any) -> Tensor:
+    """The output alone of a function that may return more."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _packed_layout(cu_seqlens: Tensor) -> dict[str, Any]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .markdown import faster_than_full
-from .rows import Provenance, Row
+from .rows import Provenance, Row, faster_than_full, with_backend
 
 # One colour a peer in every picture, whoever else is in it; chosen to differ for the colour-blind.
 COLOURS = {
     "flashtile": "#0072b2",
+    "flashtile-triton": "#56b4e9",
+    "flashtile-deterministic": "#009e73",
     "sdpa": "#d55e00",
     "sdpa-flash": "#d55e00",
     "sdpa-efficient": "#8c564b",
@@ -21,12 +23,20 @@ COLOURS = {
     "flex": "#009e73",
     "cudnn": "#e69f00",
     "fa2": "#d55e00",
-    "fa2-package": "#56b4e9",
+    "fa2-package": "#f0e442",
     "fa3": "#000000",
     "fa4": "#882255",
 }
-MARKERS = {"flashtile": "o", "fa2": "s", "cudnn": "^", "fa3": "D", "fa4": "v", "flex": "P"}
-DASHES = {"math": ":", "efficient": "-.", "triton": "--"}
+MARKERS = {
+    "flashtile": "o",
+    "flashtile-triton": "o",
+    "fa2": "s",
+    "cudnn": "^",
+    "fa3": "D",
+    "fa4": "v",
+    "flex": "P",
+}
+DASHES = {"math": ":", "efficient": "-.", "triton": "--", "deterministic": ":"}  # behind the hyphen
 Panel = tuple[bool, tuple[int, int, int]]  # causal; head dim, heads, key heads
 
 
@@ -62,7 +72,7 @@ def _save(folder: Path, name: str, row: Row, figure: Any) -> Path:
     parts = [name, row.preset, row.direction, row.dtype]
     if name != "density":
         parts += [row.variant, "" if row.preset else f"b{row.batch}"]
-    path = folder / ("-".join(filter(None, parts)) + ".png")
+    path = folder / (re.sub(r"[^\w.]+", "-", "-".join(filter(None, parts))) + ".png")
     figure.savefig(path, dpi=130)
     return path
 
@@ -78,8 +88,9 @@ def _speed(rows: list[Row], provenance: Provenance) -> Any:
     for panel, axis in grid:
         here = [row for row in measured if _panel(row) == panel]
         _lines(axis, here, _length, lambda row: row.gbps if cached else row.tflops)
-        if best := max((_matmul_tflops(row) for row in here), default=0.0):
-            axis.axhline(best, color="0.6", linewidth=1, label="matrix product 8192³")
+        if best := max((_best(row) for row in here), default=0.0):
+            name = "one large sum" if cached else "matrix product 8192³"
+            axis.axhline(best, color="0.6", linewidth=1, label=name)
         axis.set_ylim(bottom=0)
         _dress(axis, label, {row.seqlen_k for row in measured})
     return _with_legend(figure, grid)
@@ -100,9 +111,12 @@ def _host(rows: list[Row], provenance: Provenance) -> Any:
     return _with_legend(figure, grid)
 
 
-def _matmul_tflops(row: Row) -> float:
-    """What the GPU reached in one large product in the row's run; 0 when not measured."""
-    return 100 * (row.tflops or 0) / row.percent_of_matmul if row.percent_of_matmul else 0.0
+def _best(row: Row) -> float:
+    """What the GPU reached in the row's run, in the row's unit; 0 when not measured."""
+    value, percent = row.tflops, row.percent_of_matmul
+    if row.gbps is not None:
+        value, percent = row.gbps, row.percent_of_read
+    return 100 * (value or 0) / percent if percent else 0.0
 
 
 def _memory(rows: list[Row], provenance: Provenance) -> Any:
@@ -227,13 +241,14 @@ def _lines(
     """A line for each peer."""
     for peer in dict.fromkeys(row.peer for row in rows):
         points = sorted((row for row in rows if row.peer == peer), key=x)
-        axis.plot(list(map(x, points)), list(map(y, points)), label=peer, **_style(points[0]))
+        label = with_backend(peer, points)
+        axis.plot(list(map(x, points)), list(map(y, points)), label=label, **_style(points[0]))
 
 
 def _style(row: Row) -> dict[str, Any]:
     return {
         "color": COLOURS.get(row.peer, COLOURS.get(row.provider)),
-        "linestyle": DASHES.get(row.backend, "-"),
+        "linestyle": DASHES.get(row.peer.partition("-")[2], "-"),
         "marker": MARKERS.get(row.provider, "x"),
         "markersize": 5,
     }

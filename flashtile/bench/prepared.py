@@ -27,6 +27,7 @@ class Prepared:
     dout: Tensor  # shaped as what `forward` returns
     heads_first: bool = False  # out, q, k, v are (B, H, M, D) instead of (B, M, H, D)
     backend: str | None = None  # which one ran it, when the peer chose
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # the same on other q, k, v
 
     def call(self, direction: str) -> Callable[[], object]:
         """What to time as this pass; gradients must be on for those that are `DIFFERENTIATED`."""

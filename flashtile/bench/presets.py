@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from ..testing import generator
 from .run import Settings
 from .shapes import BLOCK_TILE, Case
 
 TOKENS, HIDDEN = 16384, 2048  # of a dense case: length times batch, heads times head dim
+PACKED_LENGTHS = 128, 8193  # of the sequences in a packed case, drawn from this range
 BOTH_PASSES = ("forward", "backward")
 
 
@@ -42,6 +47,30 @@ def _dense() -> list[Case]:
         for causal in (False, True)
         for length in (512, 1024, 2048, 4096, 8192, 16384)
     ]
+
+
+def _hopper() -> list[Case]:
+    """What `_dense` lacks: other head dims, grouped heads, a window, unlike lengths packed."""
+    plain: list[tuple[int, int, dict[str, Any]]]
+    plain = [(head_dim, length, {}) for head_dim in (96, 192) for length in (4096, 16384)]
+    grouped = [
+        (128, length, {"heads_q": 32, "heads_kv": 8, "variant": "grouped"})
+        for length in (4096, 16384)
+    ]
+    lengths = torch.randint(*PACKED_LENGTHS, (16,), generator=generator(0)).tolist()
+    packed = {"documents": len(lengths), "lengths": tuple(lengths), "variant": "packed"}
+    return [
+        _case(head_dim, length, batch=TOKENS // length, causal=causal, **changes)
+        for head_dim, length, changes in (*plain, *grouped)
+        for causal in (False, True)
+    ] + [
+        _case(128, TOKENS, causal=True, window=(1023, 0), variant="window 1024"),
+        *(_case(128, sum(lengths), causal=causal, **packed) for causal in (False, True)),
+    ]
+
+
+def _deterministic() -> list[Case]:
+    return [case for case in _dense() if case.seqlen_k in (4096, 16384)]
 
 
 def _memory() -> list[Case]:
@@ -111,29 +140,61 @@ PRESETS = {
     "gpu-dense": Preset(
         "speed against length: 16,384 tokens, hidden size 2,048, three head dims, full and causal",
         _dense(),
-        replace(_settings("flashtile fa2 cudnn fa3", (*BOTH_PASSES, "both"), 0.15), memory=False),
+        replace(
+            _settings("flashtile flashtile-triton fa2 cudnn fa3 fa4", (*BOTH_PASSES, "both"), 0.1),
+            memory=False,
+        ),
+    ),
+    "gpu-hopper": Preset(
+        "more shapes for Hopper: head dims 96 and 192, grouped heads, a window, packed lengths",
+        _hopper(),
+        replace(
+            _settings("flashtile flashtile-triton fa2 cudnn fa3 fa4", BOTH_PASSES, 0.1),
+            memory=False,
+        ),
+    ),
+    "gpu-deterministic": Preset(
+        "what a backward costs that is bitwise repeatable",
+        _deterministic(),
+        replace(
+            _settings("flashtile flashtile-deterministic", ("backward",), 0.1),
+            memory=False,
+            accuracy=False,
+        ),
+    ),
+    "gpu-layer": Preset(
+        "forward and backward of a whole layer of GPT-2's kind, 16 heads of 128",
+        [_case(128, 8192, causal=True, layer=True, variant="layer")],
+        _settings("flashtile flashtile-triton fa2 cudnn fa4", ("both",), 0.5),
     ),
     "gpu-memory": Preset(
         "peak memory of forward and backward against length, 1,024 to 65,536 tokens",
         _memory(),
-        replace(_settings("standard fa2 flashtile", ("both",), 0.1), accuracy=False),
+        replace(
+            _settings("standard fa2 flashtile flashtile-triton", ("both",), 0.05), accuracy=False
+        ),
     ),
     "gpu-sparse": Preset(
         "speed against density: block masks and windows over 16,384 tokens",
         _sparse(),
-        replace(_settings("flashtile fa2 flex", BOTH_PASSES, 0.3), memory=False),
+        replace(_settings("flashtile flashtile-triton fa2 flex", BOTH_PASSES, 0.1), memory=False),
     ),
     "gpu-decode": Preset(
         "one query token for each sequence of a cache: share of the memory's speed",
         _decode(),
-        replace(_settings("flashtile fa2 fa3", ("forward",), 0.15), memory=False, accuracy=False),
+        replace(
+            _settings("flashtile fa2 fa3", ("forward",), 0.1),
+            memory=False,
+            accuracy=False,
+            cuda_graph=True,
+        ),
     ),
     "gpu-host": Preset(
         "the host's time of an eager call at small shapes",
         _host(),
         replace(
             # Not SDPA held to a backend: what holds it takes the host's time as well.
-            _settings("flashtile sdpa fa3", ("forward", "both"), 0.1),
+            _settings("flashtile flashtile-triton sdpa fa3 fa4", ("forward", "both"), 0.05),
             host=True,
             memory=False,
             accuracy=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .rows import Row
+from .rows import Row, with_backend
 
 # Heading, and what stands under it.
 TABLE: dict[str, Callable[[Row], str]] = {
@@ -16,7 +16,7 @@ TABLE: dict[str, Callable[[Row], str]] = {
     "heads": lambda row: f"{row.heads_q}:{row.heads_kv}",
     "D": lambda row: str(row.head_dim),
     "length": lambda row: str(row.seqlen_k),
-    "who": lambda row: row.peer,
+    "who": lambda row: with_backend(row.peer, [row]),
     "ms (20-80 %)": lambda row: _spread(row),
     "TFLOP/s": lambda row: number(row.tflops),
     "% of matmul": lambda row: number(row.percent_of_matmul, ".0f"),

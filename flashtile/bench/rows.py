@@ -16,6 +16,25 @@ from .shapes import Case, cache_bytes, density, flops
 Provenance = Mapping[str, str | None]
 
 
+def is_ours(peer: str) -> bool:
+    """Whether a peer is this package.
+
+    >>> is_ours("flashtile-triton"), is_ours("fa2")
+    (True, False)
+    """
+    return peer.partition("-")[0] == "flashtile"
+
+
+def with_backend(peer: str, rows: Iterable[Row]) -> str:
+    """The peer's name, and for our own the backends that ran its rows where it does not say so.
+
+    `rows` may be of other peers too.
+    """
+    ran = dict.fromkeys(row.backend for row in rows if row.peer == peer and is_ours(peer))
+    told = [backend for backend in ran if backend and not peer.endswith(f"-{backend}")]
+    return f"{peer} ({', '.join(told)})" if told else peer
+
+
 @dataclass(frozen=True)
 class Row:
     """One pass of one case by one peer. What was not measured is None; a skipped peer says why."""
@@ -41,6 +60,7 @@ class Row:
     tflops: float | None = None
     percent_of_matmul: float | None = None  # of what the GPU reaches in one large product
     gbps: float | None = None  # keys and values of a cache read
+    percent_of_read: float | None = None  # of what the GPU reads in one large sum
     host_us: float | None = None  # until an eager call returns, without waiting for the GPU
     peak_mib: float | None = None  # above the inputs; with a backward, of both passes together
     max_error: float | None = None
@@ -49,8 +69,9 @@ class Row:
 
     @classmethod
     def of(cls, case: Case, peer: str, direction: str) -> Row:
-        """An empty row. `peer` is ``provider`` or ``provider-backend``."""
-        provider, _, backend = peer.partition("-")
+        """An empty row. `peer` is ``provider`` or ``provider-backend``; of our own peers the whole
+        name is the provider, and the backend is what ran."""
+        provider, _, backend = (peer, "", "") if is_ours(peer) else peer.partition("-")
         shared = {f.name: getattr(case, f.name) for f in fields(cls) if hasattr(case, f.name)}
         shared |= {"provider": provider, "backend": backend, "direction": direction}
         return cls(density=density(case), **shared)
@@ -68,8 +89,10 @@ class Row:
 
     @property
     def peer(self) -> str:
-        """Provider and backend in one word."""
-        return f"{self.provider}-{self.backend}" if self.backend else self.provider
+        """Who was asked, in one word; a key of `peers.PEERS`."""
+        if is_ours(self.provider) or not self.backend:
+            return self.provider
+        return f"{self.provider}-{self.backend}"
 
     @property
     def subject(self) -> tuple[Any, ...]:
@@ -78,6 +101,22 @@ class Row:
         lengths = (self.seqlen_q, self.seqlen_k)
         kind = (self.preset, self.direction, self.dtype, self.variant, self.causal)
         return (*kind, *sizes, *lengths)
+
+
+def faster_than_full(rows: Sequence[Row]) -> dict[Row, float]:
+    """How many times as fast each row is as the same peer's full attention of the same sizes.
+
+    Nothing when no mask but causality hides any scores.
+    """
+    full = {_sizes(row): row.median_ms for row in rows if row.variant == "dense" and not row.causal}
+    times = ((row, full.get(_sizes(row)), row.median_ms) for row in rows)
+    found = {row: base / ms for row, base, ms in times if base and ms}
+    return found if any(row.variant != "dense" for row in found) else {}
+
+
+def _sizes(row: Row) -> tuple[object, ...]:
+    preset, direction, dtype, _, _, *sizes = row.subject
+    return (row.peer, preset, direction, dtype, *sizes)
 
 
 COLUMNS = ["pass" if field.name == "direction" else field.name for field in fields(Row)]

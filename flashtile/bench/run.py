@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..testing import attention_reference, attention_varlen_reference
+from .layer import in_layer
 from .machine import memory_bytes
 from .measure import (
     Call,
@@ -25,6 +26,7 @@ from .measure import (
     interleave,
     matmul_tflops,
     peak_bytes,
+    read_gbps,
     timer_for,
 )
 from .peers import PEERS, failures_of
@@ -134,6 +136,8 @@ def prepare(name: str, task: Task) -> tuple[Prepared, Call]:
         raise Skip("a cache has no backward")
     with failures_of(name):
         prepared = PEERS[name](task.case, task.inputs)
+        if task.case.layer:
+            prepared = in_layer(prepared, task.case)
         call = prepared.call(task.direction)
         if task.settings.cuda_graph and task.direction not in DIFFERENTIATED:
             call = captured(call)
@@ -160,6 +164,8 @@ def _examined(row: Row, prepared: Prepared, task: Task) -> Row:
     if torch.device(settings.device).type == "cuda" and row.tflops is not None:
         best = matmul_tflops(settings.device, task.case.torch_dtype)
         row = replace(row, percent_of_matmul=100 * row.tflops / best)
+        if row.gbps is not None:
+            row = replace(row, percent_of_read=100 * row.gbps / read_gbps(settings.device))
     return row
 
 
@@ -191,12 +197,14 @@ def _first_group(case: Case, name: str, x: Tensor) -> Tensor:
 
 
 def _has_truth(case: Case, inputs: Inputs) -> bool:
-    """Whether float64 can judge the case: not where elements are dropped, nor beyond the memory."""
+    """Whether float64 can judge it: no layer, nothing that drops elements, within the memory."""
     scores = case.batch * case.seqlen_q * case.seqlen_k
     if case.documents:  # padded to the longest
         scores = case.documents * max(document_lengths(case)) ** 2
     wanted = TRUTH_MATRICES * 8 * scores * case.heads_q // case.heads_kv
-    return not case.dropout and wanted < (memory_bytes(inputs.q.device) or wanted) / 2
+    return (
+        not (case.dropout or case.layer) and wanted < (memory_bytes(inputs.q.device) or wanted) / 2
+    )
 
 
 def truth(case: Case, inputs: Inputs, backward: bool) -> dict[str, Tensor]:

@@ -19,6 +19,9 @@ from ..masks import Visibility, structure
 from ..testing import cu_seqlens, dense_from_tiles, generator, paged
 
 BLOCK_TILE = 128  # rows and keys of a tile in the block-sparse cases
+LAYER_WEIGHTS = (
+    12  # of a layer, in squares of its width: 3 for q, k, v, 1 behind them, 8 in the MLP
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class Case:
     sink: bool = False
     block_density: float = 1.0  # share of tiles that a block mask keeps; 1: no block mask
     documents: int = 0  # the batch's tokens packed as so many sequences; 0: not packed
+    lengths: tuple[int, ...] = ()  # theirs, which add up to the tokens; (): cut at random places
     cached: bool = False  # the keys come from a KV cache; forward only
     page_size: int = 0  # 0: the cache is contiguous
+    layer: bool = False  # a whole transformer layer, see `layer.py`
     seed: int = 0
     preset: str = ""  # the set of cases that it was measured with
 
@@ -158,7 +163,10 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
 
 
 def document_lengths(case: Case) -> list[int]:
-    """The batch's tokens cut at random places into `case.documents` pieces, none empty."""
+    """The batch's tokens cut into `case.documents` pieces, at random places where the case does not
+    say which; none is empty."""
+    if case.lengths:
+        return list(case.lengths)
     tokens = case.batch * case.seqlen_k
     cuts = torch.randperm(tokens - 1, generator=generator(case.seed))[: case.documents - 1] + 1
     edges = torch.tensor([0, *sorted(cuts.tolist()), tokens])
@@ -218,12 +226,18 @@ def flops(case: Case, direction: str) -> int:
     """Floating-point operations of one pass: forward, decode, backward, or both.
 
     Forward multiplies twice (Q K^T, P V): 2*D + 2*Dv a score. Backward multiplies five times
-    (Q K^T, dO V^T, dS K, dS^T Q, P^T dO): 6*D + 4*Dv, 2.5 times the forward when D = Dv.
+    (Q K^T, dO V^T, dS K, dS^T Q, P^T dO): 6*D + 4*Dv, 2.5 times the forward when D = Dv. A layer's
+    weights add 2 each and token forward, 4 backward.
     """
     D, Dv = case.head_dim, case.head_dim_v
     forward, backward = 2 * D + 2 * Dv, 6 * D + 4 * Dv
     per_score = {"backward": backward, "both": forward + backward}.get(direction, forward)
-    return per_score * visible_scores(case)
+    of_attention = per_score * visible_scores(case)
+    if not case.layer:
+        return of_attention
+    per_weight = {"backward": 4, "both": 6}.get(direction, 2)
+    tokens = case.batch * case.seqlen_q
+    return of_attention + per_weight * tokens * LAYER_WEIGHTS * (case.heads_q * D) ** 2
 
 
 def cache_bytes(case: Case) -> int:

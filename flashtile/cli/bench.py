@@ -221,7 +221,7 @@ def _settings(args: argparse.Namespace, device: str) -> Settings:
         memory=settings.memory and not args.no_memory,
         accuracy=settings.accuracy and not args.no_accuracy,
         host=settings.host or args.host,
-        cuda_graph=args.cuda_graph,
+        cuda_graph=settings.cuda_graph or args.cuda_graph,
     )
 
 

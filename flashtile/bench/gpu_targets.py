@@ -1,0 +1,194 @@
+"""The GPU targets: what flashtile wants to reach, against others in the same run on one H200.
+
+The portable backend (Triton) is compared with FlashAttention-2, the Hopper backend with the fastest
+of FlashAttention-3, FlashAttention-4 and cuDNN: times of one case, whose peers took turns. Masks
+are compared with full attention by the same peer, decoding with the faster of two libraries and
+with the memory's speed, the host's time of a call with a limit. All are ratios: more is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import geometric_mean
+
+from .rows import Row, faster_than_full
+
+HOPPER_RIVALS = ("fa3", "fa4", "cudnn")
+LONG = 4096
+
+
+@dataclass(frozen=True)
+class Target:
+    """One aim: which rows it is about, what is compared, and the least that is wanted."""
+
+    about: str
+    ours: str  # the peer
+    others: tuple[str, ...]  # peers, of whom the fastest counts; full attention; a limit
+    least: float
+    belongs: Callable[[Row], bool]
+
+
+def _dense(
+    direction: str, head_dims: Sequence[int], shortest: int, longest: int = 1 << 30
+) -> Callable[[Row], bool]:
+    def belongs(row: Row) -> bool:
+        is_plain = row.variant == "dense" and row.preset in ("gpu-dense", "gpu-hopper")
+        is_asked = row.direction == direction and row.head_dim in head_dims
+        return is_plain and is_asked and shortest <= row.seqlen_k <= longest
+
+    return belongs
+
+
+def _variant(direction: str, *names: str) -> Callable[[Row], bool]:
+    return lambda row: row.variant in names and row.direction == direction
+
+
+TRITON, FA2 = "flashtile-triton", ("fa2",)
+MAIN_DIMS, OTHER_DIMS, MORE = (64, 128, 256), (96, 192), ("grouped", "window 1024", "packed")
+TARGETS = (
+    Target("Triton forward, D 64, 128", TRITON, FA2, 1.35, _dense("forward", (64, 128), LONG)),
+    Target("Triton backward, D 64, 128", TRITON, FA2, 1.2, _dense("backward", (64, 128), LONG)),
+    Target("Triton forward, D 256", TRITON, FA2, 1.1, _dense("forward", (256,), LONG)),
+    Target("Triton backward, D 256", TRITON, FA2, 1.1, _dense("backward", (256,), LONG)),
+    *(
+        Target(
+            f"Hopper {direction}, D 64, 128, 256{short}", "flashtile", HOPPER_RIVALS, least, rows
+        )
+        for direction, at_1k in (("forward", 0.97), ("backward", 0.95))
+        for short, least, rows in (
+            (", N = 1k", at_1k, _dense(direction, MAIN_DIMS, 1024, 1024)),
+            ("", 1.0, _dense(direction, MAIN_DIMS, LONG)),
+        )
+    ),
+    *(
+        Target(f"Hopper {direction}, {what}", "flashtile", HOPPER_RIVALS, 1.0, rows)
+        for direction in ("forward", "backward")
+        for what, rows in (
+            ("D 96, 192", _dense(direction, OTHER_DIMS, LONG)),
+            ("heads 32:8; window; packed", _variant(direction, *MORE)),
+        )
+    ),
+    Target(
+        "whole layer: 16 heads of 128, N = 8k, causal, both passes",
+        "flashtile",
+        (*HOPPER_RIVALS, *FA2),
+        1.0,
+        _variant("both", "layer"),
+    ),
+    Target(
+        "deterministic backward against the default",
+        "flashtile-deterministic",
+        ("flashtile",),
+        0.9,
+        lambda row: row.preset == "gpu-deterministic",
+    ),
+    *(
+        Target(f"decoding, {what}", "flashtile", ("fa2", "fa3"), least, rows)
+        for what, least, rows in (
+            ("batch 1", 1.2, lambda row: row.direction == "decode" and row.batch == 1),
+            ("larger batches", 1.0, lambda row: row.direction == "decode" and row.batch > 1),
+        )
+    ),
+)
+MASK_TARGETS = tuple(
+    Target(f"Triton {direction}, {name}", TRITON, ("full",), least, _variant(direction, name))
+    for name, least in (("window 1024", 8.0), ("block-sparse 12.5%", 6.0))
+    for direction in ("forward", "backward")
+)
+HOST_US = 40.0
+HOST_TARGET = Target(
+    "host time of an eager forward call",
+    "flashtile",
+    (f"{HOST_US:.0f} µs",),
+    1.0,
+    lambda row: row.preset == "gpu-host" and row.direction == "forward",
+)
+READ_PERCENT, LARGE_CACHE = 90.0, 1e9
+READ_TARGET = Target(
+    "decoding over more than 1 GB",
+    "flashtile",
+    (f"{READ_PERCENT:.0f} % of the read bandwidth",),
+    1.0,
+    lambda row: (row.gbps or 0) * (row.median_ms or 0) * 1e6 > LARGE_CACHE,
+)
+ALL = (*TARGETS, *MASK_TARGETS, HOST_TARGET, READ_TARGET)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A target in one case."""
+
+    target: Target
+    row: Row
+    other: str
+    ratio: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the ratio, to the two digits that are shown, reaches the target."""
+        return round(self.ratio, 2) >= self.target.least
+
+
+def outcomes(rows: Sequence[Row]) -> list[Outcome]:
+    """Every target in every case that belongs to it and measured both sides."""
+    found = [*_against_peers(rows), *_against_full(rows), *_against_limit(rows)]
+    return sorted(found, key=lambda outcome: ALL.index(outcome.target))
+
+
+def _against_peers(rows: Sequence[Row]) -> Iterator[Outcome]:
+    measured = sorted((row for row in rows if row.median_ms), key=lambda row: row.subject)
+    for _, together in groupby(measured, key=lambda row: row.subject):
+        times = {row.peer: (row.median_ms or 0.0, row) for row in together}
+        for target in TARGETS:
+            others = [(times[peer][0], peer) for peer in target.others if peer in times]
+            if target.ours in times and others and target.belongs(times[target.ours][1]):
+                (mine, row), (fastest, other) = times[target.ours], min(others)
+                yield Outcome(target, row, other, fastest / mine)
+
+
+def _against_full(rows: Sequence[Row]) -> Iterator[Outcome]:
+    for row, factor in faster_than_full(rows).items():
+        for target in MASK_TARGETS:
+            if row.peer == target.ours and target.belongs(row):
+                yield Outcome(target, row, "full", factor)
+
+
+def _against_limit(rows: Sequence[Row]) -> Iterator[Outcome]:
+    for row in rows:
+        if row.host_us and row.peer == HOST_TARGET.ours and HOST_TARGET.belongs(row):
+            yield Outcome(HOST_TARGET, row, HOST_TARGET.others[0], HOST_US / row.host_us)
+        share = row.percent_of_read
+        if share and row.peer == READ_TARGET.ours and READ_TARGET.belongs(row):
+            yield Outcome(READ_TARGET, row, READ_TARGET.others[0], share / READ_PERCENT)
+
+
+def section(rows: Sequence[Row]) -> Iterator[str]:
+    """The Markdown of the targets: a line each, then a line for each case that misses one."""
+    found = outcomes(rows)
+    if not found:
+        return
+    yield from ("## Targets", "", "| target | wanted | reached: least, mean, most | cases met |")
+    yield "|---|---|---|---|"
+    for target in ALL:
+        ratios = [outcome.ratio for outcome in found if outcome.target is target]
+        if ratios:
+            met = sum(outcome.met for outcome in found if outcome.target is target)
+            reached = ", ".join(
+                f"{x:.2f}" for x in (min(ratios), geometric_mean(ratios), max(ratios))
+            )
+            against = " or ".join(target.others)
+            line = (f"{target.about}: / {against}", f"{target.least}", reached)
+            yield f"| {' | '.join(line)} | {met} of {len(ratios)} |"
+    yield ""
+    missed = [outcome for outcome in found if not outcome.met]
+    if missed:
+        yield from ("Missed:", "", "| target | case | ratio | of |", "|---|---|---|---|")
+        for outcome in missed:
+            row = outcome.row
+            mask = "causal" if row.causal else "full"
+            heads = f"{row.heads_q}:{row.heads_kv} heads of {row.head_dim}"
+            case = f"{row.variant} {mask}, {heads}, {row.seqlen_k:,} tokens"
+            yield f"| {outcome.target.about} | {case} | {outcome.ratio:.2f} | {outcome.other} |"
+        yield ""

@@ -1,0 +1,167 @@
+"""The Hopper backend by the same rule, at lengths and head dims that it takes.
+
+The rest of this suite is mostly shorter than one of its tiles. What it takes here it must take: a
+refusal is a failure, so nothing is left out unseen.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing import STRIDE_STYLES, cu_seqlens, generator, packed_qkv, qkv, strided
+
+from .devices import carry_calls
+from .harness import Sizes, check_dense, check_varlen
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers", "on_the_gpu")]
+
+BACKEND = "hopper"
+DTYPES = [torch.bfloat16, torch.float16]
+
+# Options by the names of `harness.OPTIONS`, alone and together.
+ALONE = (
+    *("nothing", "scale", "negative scale", "causal", "window", "window to the left"),
+    *("window to the right", "window of one key", "causal window", "chunk", "softcap", "alibi"),
+    *("alibi for each batch", "sink", "deterministic"),
+)
+TOGETHER = (
+    "causal + softcap + sink",
+    "causal + alibi + deterministic",
+    "chunk + softcap",
+    "causal window + sink + deterministic",
+    "window + alibi",
+)
+# Names are there for what the small windows of `harness.OPTIONS` leave out: several tiles.
+WIDE = {
+    "wide window": {"window_size": (150, 40)},
+    "wide causal window": {"window_size": (100, 0)},
+    "long chunk": {"attention_chunk": 130},
+    "long chunk, causal": {"attention_chunk": 130, "causal": True},
+}
+
+SIZES = Sizes(M=200, N=333, D=64)
+LENGTHS_Q, LENGTHS_K = [70, 0, 201, 1, 130, 0], [90, 3, 77, 257, 0, 0]
+PACKED = Sizes(B=6, M=201, N=257, D=64)
+
+
+@pytest.fixture
+def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are carried to the GPU; without one of this kind the reason is the backend's own."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        found = torch.cuda.get_device_name()
+        pytest.skip(f"the Hopper backend wants compute capability 9.0, this is {found}")
+    carry_calls(monkeypatch, torch.device("cuda"))
+
+
+def as_named(options):
+    """The options of `WIDE` by name; other names are `harness.OPTIONS`'."""
+    return (lambda g, s, dtype: WIDE[options]) if options in WIDE else options
+
+
+@pytest.mark.parametrize("options", [*ALONE, *TOGETHER, *WIDE])
+def test_options(options, seed):
+    check_dense(SIZES, as_named(options), torch.bfloat16, BACKEND, seed)
+
+
+@pytest.mark.parametrize("options", [*ALONE, *TOGETHER, *WIDE, "seqused", "causal + seqused"])
+def test_options_of_packed_sequences(options, seed):
+    check_varlen(LENGTHS_Q, LENGTHS_K, PACKED, as_named(options), torch.bfloat16, BACKEND, seed)
+
+
+@pytest.mark.parametrize(
+    ("M", "N"), [(65, 1), (65, 65), (129, 127), (300, 70), (70, 300), (256, 256), (193, 1000)]
+)
+@pytest.mark.parametrize("options", ["nothing", "causal", "wide window"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_lengths(M, N, options, D, seed):
+    """Among them one key, one tile, whole tiles, many tiles, and queries that see no key."""
+    check_dense(Sizes(M=M, N=N, D=D), as_named(options), torch.bfloat16, BACKEND, seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("options", ["nothing", "causal", "softcap"])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+def test_head_dims(D, options, dtype, seed):
+    check_dense(Sizes(M=140, N=200, D=D), options, dtype, BACKEND, seed)
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv"), [(8, 8), (40, 72), (64, 200), (128, 16), (136, 136), (192, 128), (248, 24)]
+)
+@pytest.mark.parametrize("options", ["nothing", "causal + deterministic"])
+def test_padded_head_dims(D, Dv, options, seed):
+    check_dense(Sizes(M=140, N=200, D=D, Dv=Dv), options, torch.bfloat16, BACKEND, seed)
+
+
+@pytest.mark.parametrize(("Hq", "Hk"), [(1, 1), (3, 3), (4, 1), (6, 2), (9, 3)])
+@pytest.mark.parametrize("options", ["causal", "sink + alibi"])
+def test_grouped_heads(Hq, Hk, options, seed):
+    check_dense(Sizes(M=140, N=200, D=64, Hq=Hq, Hk=Hk), options, torch.bfloat16, BACKEND, seed)
+
+
+@pytest.mark.parametrize("style", STRIDE_STYLES)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_strides(style, packed, seed):
+    layout = partial(strided, style=style)
+    if packed:
+        given = (LENGTHS_Q, LENGTHS_K, PACKED)
+        check_varlen(*given, "causal", torch.bfloat16, BACKEND, seed, layout=layout)
+    else:
+        check_dense(SIZES, "causal", torch.bfloat16, BACKEND, seed, layout=layout)
+
+
+@pytest.mark.parametrize("options", ["nothing", "causal", "softcap + sink", "alibi"])
+@pytest.mark.parametrize("factor", [5, 20])
+def test_large_inputs_do_not_overflow(options, factor, seed):
+    """Scores of many hundreds: exp overflows, the softmax must not."""
+
+    def layout(x):
+        return x * factor
+
+    check_dense(SIZES, options, torch.bfloat16, BACKEND, seed, layout=layout)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (0, 0)}], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_rows_that_see_no_key_have_no_gradient(options, D, seed):
+    """Of 300 queries the first 230 see none of the 70 keys: nothing of them, never NaN."""
+    leaves = qkv(generator(seed), M=300, N=70, D=D, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in leaves]
+    out, lse = flashtile.attention(*leaves, **options, return_lse=True, backend=BACKEND)
+    assert (out[:, :230] == 0).all()
+    assert (lse[..., :230] == -torch.inf).all()
+    dq, dk, dv = torch.autograd.grad(out.float().square().sum(), leaves)
+    assert (dq[:, :230] == 0).all()
+    for gradient in (dq, dk, dv):
+        assert gradient.isfinite().all()
+        assert gradient.any()
+
+
+def test_keys_that_no_query_sees_have_no_gradient(seed):
+    """A window of 40 keys behind 70 queries leaves the first of 600 keys unseen."""
+    leaves = qkv(generator(seed), M=70, N=600, D=64, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = flashtile.attention(*leaves, window_size=(39, 0), backend=BACKEND)
+    _, dk, dv = torch.autograd.grad(out.float().square().sum(), leaves)
+    for gradient in (dk, dv):
+        assert (gradient[:, :491] == 0).all()
+        assert gradient[:, 491:].any()
+
+
+def test_tokens_past_the_last_sequence_get_zero(seed):
+    """A packed buffer may be longer than its sequences, and hold anything there."""
+    q, k, v = packed_qkv(generator(seed), [90, 120], [90, 120], D=64, dtype=torch.bfloat16)
+    q[195:], k[195:], v[195:] = torch.nan, torch.nan, torch.nan
+    cu = cu_seqlens([85, 110])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    given = (cu, cu, 110, 110)
+    out, lse = flashtile.attention_varlen(*leaves, *given, return_lse=True, backend=BACKEND)
+    assert (out[195:] == 0).all()
+    assert (lse[:, 195:] == -torch.inf).all()
+    for gradient in torch.autograd.grad(out[:195].float().sum(), leaves):
+        assert gradient.isfinite().all()
+        assert (gradient[195:] == 0).all()

@@ -1,0 +1,132 @@
+"""The GPU targets: which rows they are about, who is compared with whom, what counts as missed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashtile.bench import gpu_targets, presets, shapes
+from flashtile.bench.gpu_targets import Outcome
+from flashtile.bench.rows import Row
+from flashtile.bench.shapes import Case
+
+
+def _measured(case: Case, direction: str, speeds: dict[str, float]) -> list[Row]:
+    """A row for each peer, with its speed in TFLOP/s."""
+    work = shapes.flops(case, direction) / 1e9
+    return [
+        Row.of(case, peer, direction).timed(case, [work / speed]) for peer, speed in speeds.items()
+    ]
+
+
+def _of(name: str, **facts: object) -> Case:
+    """The one case of a preset with these facts."""
+    (case,) = (
+        case
+        for case in presets.preset_cases(name)
+        if all(getattr(case, key) == value for key, value in facts.items())
+    )
+    return case
+
+
+def _found(rows: list[Row]) -> dict[str, Outcome]:
+    return {outcome.target.about: outcome for outcome in gpu_targets.outcomes(rows)}
+
+
+LONG = {"head_dim": 128, "seqlen_k": 4096, "causal": True}
+
+
+def test_triton_is_compared_with_fa2_and_the_free_choice_with_the_fastest() -> None:
+    speeds = {"flashtile": 600.0, "flashtile-triton": 400.0, "fa2": 320.0, "fa3": 500.0}
+    speeds |= {"cudnn": 610.0, "standard": 1000.0}
+    found = _found(_measured(_of("gpu-dense", **LONG), "forward", speeds))
+    assert set(found) == {"Triton forward, D 64, 128", "Hopper forward, D 64, 128, 256"}
+    triton, hopper = found.values()
+    assert (triton.other, triton.ratio) == ("fa2", pytest.approx(1.25))
+    assert (hopper.other, hopper.ratio) == ("cudnn", pytest.approx(600 / 610))
+    assert (triton.met, hopper.met) == (False, False)
+
+
+def test_a_ratio_is_met_as_it_is_shown() -> None:
+    case = _of("gpu-dense", **LONG)
+    for speed, met in ((99.6, True), (99.4, False)):
+        rows = _measured(case, "forward", {"flashtile": speed, "fa4": 100.0})
+        (outcome,) = gpu_targets.outcomes(rows)
+        assert outcome.met is met
+
+
+@pytest.mark.parametrize(
+    ("preset", "facts", "direction", "about"),
+    [
+        ("gpu-dense", LONG | {"seqlen_k": 1024}, "backward", "backward, D 64, 128, 256, N = 1k"),
+        ("gpu-layer", {"variant": "layer"}, "both", "layer"),
+        ("gpu-hopper", LONG | {"head_dim": 192}, "forward", "D 96, 192"),
+        ("gpu-hopper", LONG | {"variant": "grouped"}, "backward", "heads 32:8"),
+        ("gpu-hopper", {"variant": "packed", "causal": False}, "forward", "packed"),
+        ("gpu-hopper", {"variant": "window 1024"}, "forward", "window"),
+    ],
+)
+def test_every_case_that_has_a_target_is_measured(preset, facts, direction, about) -> None:
+    rows = _measured(_of(preset, **facts), direction, {"flashtile": 2.0, "fa4": 1.0})
+    (outcome,) = gpu_targets.outcomes(rows)
+    assert about in outcome.target.about
+    assert direction in outcome.target.about or direction == "both"
+    assert outcome.ratio == pytest.approx(2.0)
+
+
+def test_two_thousand_tokens_have_no_target() -> None:
+    case = _of("gpu-dense", **(LONG | {"seqlen_k": 2048}))
+    assert gpu_targets.outcomes(_measured(case, "forward", {"flashtile": 1.0, "fa3": 9.0})) == []
+
+
+def test_masks_are_compared_with_full_attention_by_the_same_peer() -> None:
+    full = _of("gpu-sparse", variant="dense", causal=False)
+    window = _of("gpu-sparse", variant="window 1024")
+    speeds = {"flashtile": 600.0, "flashtile-triton": 300.0}
+    rows = _measured(full, "forward", speeds)
+    rows += _measured(window, "forward", dict.fromkeys(speeds, 150.0))
+    (outcome,) = gpu_targets.outcomes(rows)
+    share = shapes.visible_scores(full) / shapes.visible_scores(window)
+    assert outcome.target.about == "Triton forward, window 1024"
+    assert outcome.ratio == pytest.approx(share / 2)
+
+
+def test_the_deterministic_backward_and_the_hosts_time() -> None:
+    speeds = {"flashtile": 400.0, "flashtile-deterministic": 300.0}
+    rows = _measured(_of("gpu-deterministic", **LONG), "backward", speeds)
+    case = _of("gpu-host", head_dim=64, seqlen_k=128)
+    rows += [replace(row, host_us=50.0) for row in _measured(case, "forward", {"flashtile": 1.0})]
+    elsewhere = _measured(_of("gpu-dense", **LONG), "forward", {"flashtile": 1.0})
+    found = gpu_targets.outcomes([*rows, *(replace(row, host_us=9.0) for row in elsewhere)])
+    assert [outcome.ratio for outcome in found] == [pytest.approx(0.75), pytest.approx(0.8)]
+    assert not any(outcome.met for outcome in found)
+
+
+def test_decoding_is_compared_with_two_libraries_and_with_the_memory() -> None:
+    one = _of("gpu-decode", batch=1, seqlen_k=32768, page_size=0)  # 134 MB
+    many = _of("gpu-decode", batch=64, page_size=16)  # 1.07 GB
+    rows = _measured(one, "decode", {"flashtile": 1.1, "fa2": 1.0, "fa3": 0.9})
+    rows += _measured(many, "decode", {"flashtile": 1.0, "fa3": 0.9})
+    rows = [replace(row, percent_of_read=81.0) for row in rows]
+    found = _found(rows)
+    assert len(gpu_targets.outcomes(rows)) == len(found)
+    assert {name: round(outcome.ratio, 2) for name, outcome in found.items()} == {
+        "decoding, batch 1": 1.1,
+        "decoding, larger batches": 1.11,
+        "decoding over more than 1 GB": 0.9,
+    }
+    assert [outcome.met for outcome in found.values()] == [False, True, False]
+
+
+def test_the_page_counts_what_is_met_and_names_what_is_not() -> None:
+    rows = []
+    for length, speed in ((4096, 550.0), (16384, 450.0)):
+        speeds = {"flashtile": speed, "fa3": 500.0}
+        rows += _measured(_of("gpu-dense", **(LONG | {"seqlen_k": length})), "forward", speeds)
+    lines = list(gpu_targets.section(rows))
+    about = "Hopper forward, D 64, 128, 256: / fa3 or fa4 or cudnn"
+    assert f"| {about} | 1.0 | 0.90, 0.99, 1.10 | 1 of 2 |" in lines
+    case = "dense causal, 16:16 heads of 128, 16,384 tokens"
+    assert f"| Hopper forward, D 64, 128, 256 | {case} | 0.90 | fa3 |" in lines
+    assert list(gpu_targets.section(rows[1:2])) == []

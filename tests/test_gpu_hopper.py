@@ -1,0 +1,219 @@
+"""The Hopper kernels at work: repeats, streams, graphs, compilation, and whether they ever hang.
+
+What they compute is judged in `conformance/test_hopper.py` and `test_random_hopper.py`. The tests
+under `small` are short enough for a checker of memory accesses:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+        python -m pytest -m gpu tests/test_gpu_hopper.py -k small
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hopper_kernels import tile_counts
+from hopper_kernels.tile_counts import MASKS
+
+import flashtile
+from flashtile.testing import cu_seqlens
+
+pytestmark = pytest.mark.gpu
+
+WATCHDOG_SECONDS = 140  # of which nearly all is for compiling
+
+
+@pytest.fixture(autouse=True)
+def on_hopper() -> None:
+    """Nothing here runs elsewhere."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        found = torch.cuda.get_device_name()
+        pytest.skip(f"the Hopper backend wants compute capability 9.0, this is {found}")
+
+
+def inputs(B, M, N, Hq, Hk, D, seed=0):
+    """q, k, v and dout in bfloat16."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    shapes = (B, M, Hq, D), (B, N, Hk, D), (B, N, Hk, D), (B, M, Hq, D)
+    return [torch.randn(s, generator=g, device="cuda").bfloat16() for s in shapes]
+
+
+def step(q, k, v, dout, **options):
+    """Out, lse and the gradients of one call by the Hopper backend."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = flashtile.attention(*leaves, return_lse=True, backend="hopper", **options)
+    return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+
+# One tile and many, masks that leave tiles out, sequences that end inside a tile.
+RACES = {
+    "one block a tile": ((64, 65, 65, 4, 4, 64), {"causal": True}),
+    "short window": ((2, 700, 700, 8, 8, 128), {"causal": True, "window_size": (100, 0)}),
+    "full": ((2, 1024, 1024, 8, 8, 128), {}),
+    "causal, grouped": ((2, 1000, 1000, 8, 2, 128), {"causal": True}),
+    "causal, narrow": ((2, 1000, 1000, 16, 16, 64), {"causal": True}),
+    "causal, wide": ((1, 1000, 1000, 8, 8, 256), {"causal": True}),
+    "softcap": ((2, 500, 900, 8, 8, 128), {"softcap": 5.0}),
+    "chunk": ((2, 900, 900, 8, 8, 96), {"attention_chunk": 250}),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_two_hundred_repeats_agree_bit_for_bit(name):
+    """Always out, lse, dk and dv; dq when it is asked to be deterministic."""
+    shape, options = RACES[name]
+    tensors = inputs(*shape)
+    for deterministic in (False, True):
+        first = step(*tensors, **options, deterministic=deterministic)
+        kept = 5 if deterministic else 2
+        for repeat in range(200):
+            if repeat % 10 == 0:  # other work and other memory in between
+                torch.empty(1 << 22, device="cuda").normal_()
+            again = step(*tensors, **options, deterministic=deterministic)
+            same = [torch.equal(a, b) for a, b in zip(again, first, strict=True)]
+            assert all(same[:kept]), (repeat, deterministic, same)
+            assert all(same[3:]), (repeat, deterministic, same)
+
+
+def test_repeats_of_packed_sequences_agree_bit_for_bit():
+    lengths = cu_seqlens([300, 0, 65, 1, 900, 257]).cuda()
+    q, k, v, dout = (x[0] for x in inputs(1, 1523, 1523, 8, 2, 128))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    given = (lengths, lengths, 900, 900)
+
+    def run():
+        out, lse = flashtile.attention_varlen(
+            *leaves, *given, causal=True, deterministic=True, return_lse=True, backend="hopper"
+        )
+        return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+    first = run()
+    for _ in range(200):
+        assert all(map(torch.equal, run(), first))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_no_count_of_tiles_hangs(head_dim, mask):
+    """Each configuration with no, one and many tiles for a program, in a process that can be killed
+    when a kernel never ends."""
+    command = [sys.executable, tile_counts.__file__, str(head_dim), mask]
+    how = {"env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, "text": True}
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=WATCHDOG_SECONDS, **how)
+    except subprocess.TimeoutExpired as stuck:
+        said = (stuck.stdout or b"").decode()
+        pytest.fail(f"not done after {WATCHDOG_SECONDS} s; it was at: {said.strip()[-300:]}")
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_large_inputs_stay_finite(D):
+    q, k, v, dout = inputs(2, 1000, 1500, 8, 4, D)
+    for options in ({}, {"causal": True}):
+        for x in step(5 * q, 5 * k, 5 * v, 5 * dout, **options):
+            assert x.isfinite().all()
+
+
+def test_two_streams_at_once():
+    """Each launch goes to the stream that is current; the counters of tiles are not shared."""
+    pairs = [inputs(4, 700, 700, 8, 8, 128, seed) for seed in (0, 1)]
+    options = {"causal": True, "deterministic": True}
+    wanted = [step(*tensors, **options) for tensors in pairs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in pairs]
+    for _ in range(20):
+        got = []
+        for stream, tensors in zip(streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(step(*tensors, **options))
+        torch.cuda.synchronize()
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "deterministic": True}], ids=str)
+def test_training_inside_a_graph(options):
+    tensors = inputs(2, 300, 300, 8, 2, 128)
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        step(*tensors, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(*tensors, **options)
+    for x, fresh in zip(tensors, inputs(2, 300, 300, 8, 2, 128, seed=1), strict=True):
+        x.copy_(fresh)
+    for _ in range(3):
+        graph.replay()
+        eager = step(*tensors, **options)
+        for mine, theirs in zip(captured, eager, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
+        assert all(map(torch.equal, captured[:2], eager[:2]))
+
+
+def test_a_captured_graph_serves_other_packed_lengths():
+    """Lengths are read on the device: a graph captured once is replayed with others."""
+    q, k, v, _ = (x[0] for x in inputs(1, 600, 600, 8, 2, 128))
+    lengths = cu_seqlens([300, 300]).cuda()
+
+    def call():
+        return flashtile.attention_varlen(
+            q, k, v, lengths, lengths, 400, 400, causal=True, backend="hopper"
+        )
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for first in (200, 400, 231):
+        lengths.copy_(cu_seqlens([first, 600 - first]))
+        graph.replay()
+        assert torch.equal(out, call()), first
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_call_equals_the_eager_one(dynamic):
+    def call(q, k, v):
+        return flashtile.attention(q, k, v, causal=True, deterministic=True)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
+    for length in (300, 400):
+        *qkv, dout = inputs(2, length, length, 4, 2, 128)
+        leaves = [x.requires_grad_() for x in qkv]
+        assert flashtile.explain(*leaves, causal=True).chosen == "hopper"
+        outs = [f(*leaves) for f in (compiled, call)]
+        assert torch.equal(*outs)
+        mine, theirs = (torch.autograd.grad(out, leaves, dout) for out in outs)
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a - b).norm() < 1e-2 * b.norm()
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "softcap": 3.0}], ids=str
+)
+def test_small(D, options):
+    """Lengths that end inside a tile, a key head for two query heads, strided heads."""
+    q, k, v, dout = inputs(2, 70, 133, 4, 2, D)
+    mine = step(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, dout, **options)
+    theirs = step(q, k, v, dout, **options)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_small_packed(D):
+    cu_q, cu_k = cu_seqlens([70, 0, 1, 66]).cuda(), cu_seqlens([90, 3, 0, 40]).cuda()
+    q, k, v, dout = (x[0] for x in inputs(1, 140, 140, 4, 2, D))  # three rows belong to nobody
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    given = (cu_q, cu_k, 70, 90)
+    out = flashtile.attention_varlen(*leaves, *given, causal=True, backend="hopper")
+    for x in (out, *torch.autograd.grad(out, leaves, dout)):
+        assert x.isfinite().all()
+    assert not out[137:].any()

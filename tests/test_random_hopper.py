@@ -1,0 +1,121 @@
+"""Random problems of the Hopper backend, for each head dim it has tiles for, by the rule.
+
+`FLASHTILE_DRAWS` says how many for each head dim. What is drawn at large are sizes, strides and
+numbers; which options stand together comes from a fixed list of random combinations, because each
+is a kernel of its own and takes seconds to compile. A refusal by the backend is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conformance.devices import carry_calls
+from conformance.harness import OPTIONS, Sizes, check_dense, check_varlen
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from flashtile.testing import STRIDE_STYLES, strided
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers")]
+
+# Of a head dim's tiles: the pairs (key's, value's) that are drawn.
+HEAD_DIMS = {
+    64: [(64, 64), (40, 64), (64, 8)],
+    96: [(96, 96), (80, 96)],
+    128: [(128, 128), (120, 104), (128, 64)],
+    192: [(192, 192), (192, 128), (160, 136)],
+    256: [(256, 256), (200, 248)],
+}
+COMBINATIONS = 32
+SHORTEST = 65  # queries that the backend takes
+
+draws = settings(
+    max_examples=int(os.environ.get("FLASHTILE_DRAWS", "20")),
+    deadline=None,
+    database=None,
+    print_blob=True,
+    phases=(Phase.generate,),  # a wrong result is compared hundreds of times; shrinking takes hours
+    suppress_health_check=list(HealthCheck),
+)
+
+queries = st.one_of(st.integers(SHORTEST, 140), st.sampled_from([128, 129, 192, 193, 256, 300]))
+keys = st.one_of(st.integers(1, 12), st.integers(1, 300), st.sampled_from([64, 128, 129, 512, 700]))
+sequences = st.tuples(st.integers(0, 150), st.one_of(st.integers(0, 12), st.integers(0, 300)))
+
+
+def combination(number: int) -> frozenset[str]:
+    """Which options stand together; the same for a number everywhere."""
+    chance = random.Random(number)
+    mask = chance.choice(["full", "causal", "causal", "left", "right", "window", "chunk"])
+    likely = {"causal chunk": 0.2, "softcap": 0.3, "alibi": 0.2, "sink": 0.3, "scale": 0.3}
+    likely |= {"negative scale": 0.1, "deterministic": 0.3, "used": 0.3}
+    return frozenset({mask, *(name for name, share in likely.items() if chance.random() < share)})
+
+
+def options_of(chosen: frozenset[str], left: int, right: int, chunk: int, packed: bool) -> Any:
+    """The maker of the options named in `chosen`; numbers are drawn with the sizes."""
+    window = (
+        left if chosen & {"left", "window"} else -1,
+        right if chosen & {"right", "window"} else -1,
+    )
+    plain = {
+        "causal": bool(chosen & {"causal", "causal chunk"}),
+        "window_size": window,
+        "attention_chunk": chunk if chosen & {"chunk", "causal chunk"} else 0,
+        "softcap": 2.0 if "softcap" in chosen else 0.0,
+        "softmax_scale": -0.2 if "negative scale" in chosen else 0.3 if "scale" in chosen else None,
+        "deterministic": "deterministic" in chosen,
+    }
+    named = [name for name in ("alibi", "sink") if name in chosen]
+    named += ["seqused"] if packed and "used" in chosen else []
+
+    def make(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+        made: dict[str, Any] = dict(plain)
+        for name in named:
+            made |= OPTIONS[name](g, s, dtype)
+        return made
+
+    make.__name__ = f"{plain} {named}"
+    return make
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend's name; calls are carried to the GPU."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        found = torch.cuda.get_device_name()
+        pytest.skip(f"the Hopper backend wants compute capability 9.0, this is {found}")
+    carry_calls(monkeypatch, torch.device("cuda"))
+    return "hopper"
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@given(data=st.data())
+@draws
+def test_random_problems(head_dim: int, hopper: str, data: st.DataObject) -> None:
+    D, Dv = data.draw(st.sampled_from(HEAD_DIMS[head_dim]), "head dims")
+    Hk, group = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 3)), "heads")
+    number = data.draw(st.integers(0, COMBINATIONS - 1), "combination")
+    packed = data.draw(st.booleans(), "packed")
+    numbers = [data.draw(st.one_of(st.integers(0, 40), st.integers(0, 300))) for _ in range(2)]
+    chunk = data.draw(st.one_of(st.integers(1, 40), st.integers(1, 300)), "chunk")
+    chosen = options_of(combination(number), *numbers, chunk, packed)
+    # Float16 is the same kernels with other products: a few combinations will do.
+    dtype = torch.float16 if number % 8 == 0 and data.draw(st.booleans()) else torch.bfloat16
+    layout = partial(strided, style=data.draw(st.sampled_from(STRIDE_STYLES), "strides"))
+    seed = data.draw(st.integers(0, 2**31), "seed")
+    if not packed:
+        B, M, N = data.draw(st.integers(1, 3)), data.draw(queries, "M"), data.draw(keys, "N")
+        s = Sizes(B, M, N, Hk * group, Hk, D, Dv)
+        check_dense(s, chosen, dtype, hopper, seed, layout)
+        return
+    lengths = data.draw(st.lists(sequences, min_size=1, max_size=4), "lengths")
+    lengths_q, lengths_k = (list(x) for x in zip(*lengths, strict=True))
+    M, N = max(SHORTEST, *lengths_q), max(1, *lengths_k)  # upper bounds, not always reached
+    s = Sizes(len(lengths), M, N, Hk * group, Hk, D, Dv)
+    check_varlen(lengths_q, lengths_k, s, chosen, dtype, hopper, seed, layout)
