@@ -6,6 +6,7 @@ not do.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from torch import Tensor
 import flashtile
 from flashtile.masks import EMPTY, FULL, PARTIAL, BlockMask, Visibility, structure
 from flashtile.testing import allowed_error, attention_reference, generator, normal, qkv
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 INK, SLATE, GREY, DONE, PAPER = "#1f2933", "#55606e", "#9aa5b1", "#dfe3e8", "#f3f5f7"
 BLUE, ORANGE, GREEN, RED = "#2f6fb0", "#e0823d", "#3a9b72", "#c8453b"
@@ -387,6 +390,28 @@ def errors() -> Figure:
     return figure
 
 
+def float8_errors() -> Figure:
+    """What float8 costs, and what each ingredient wins back: the committed measurement."""
+    with (RESULTS / "cpu" / "fp8-accuracy.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    figure, axes = plt.subplots(figsize=(7.6, 3.4), layout="constrained")
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+    for head_dim, color in (("64", ORANGE), ("128", BLUE), ("256", GREEN)):
+        found = [row for row in rows if row["head_dim"] == head_dim]
+        x, spread = ([float(row[name]) for row in found] for name in ("rmse", "spread"))
+        places = [schemes.index(row["scheme"]) for row in found]
+        style = {"fmt": "o", "color": color, "capsize": 2, "elinewidth": 0.8}
+        axes.errorbar(x, places, xerr=spread, label=f"head dim {head_dim}", **style)
+    axes.set_yticks(range(len(schemes)), schemes)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="root mean square error against float64")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="both", color=DONE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="center left")
+    return figure
+
+
 FIGURES = (
     tiles,
     online_softmax,
@@ -397,6 +422,7 @@ FIGURES = (
     varlen,
     paged,
     errors,
+    float8_errors,
 )
 
 

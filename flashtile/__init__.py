@@ -16,12 +16,15 @@ from .flash_attn_interface import (
 )
 from .masks import BlockMask
 from .merge import flash_attn_combine
+from .quantize import Quantized, attention_fp8, quantize_qkv
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "Quantized",
     "attention",
+    "attention_fp8",
     "attention_varlen",
     "attention_with_kvcache",
     "backend",
@@ -34,4 +37,5 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "quantize_qkv",
 ]

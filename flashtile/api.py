@@ -13,11 +13,8 @@ from .call import (
     Packed,
     WindowSize,
     autocast_to_cache,
-    decide,
     decided,
-    with_arguments,
 )
-from .problem import AttentionProblem
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -79,7 +76,9 @@ def attention(
         dropout_p: probability in [0, 1) with which a probability is dropped; the rest scale by ``1
             / (1 - p)``.
         seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
-        q_descale, k_descale, v_descale: (batch, kv_heads) float32, factors of float8 inputs.
+        q_descale, k_descale, v_descale: (batch, kv_heads) float32, factors of float8 inputs; or all
+            three for blocks of rows, (batch, heads, ceil(seq_q / 64)) and (batch, kv_heads,
+            ceil(seq_k / 128)), as `quantize_qkv` makes them.
         deterministic: make the backward bitwise repeatable (the forward always is).
         return_lse: return (out, lse).
         return_attn_probs: return (out, lse, probs). Quadratic in memory: probs is (batch, heads,
@@ -243,10 +242,13 @@ def attention_with_kvcache(
     Args:
         q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`.
         k_cache, v_cache: (cache rows, capacity, kv_heads, head_dim), or with `page_table`
-            (num_pages, page_size, kv_heads, head_dim); the value head dim may differ.
+            (num_pages, page_size, kv_heads, head_dim); the value head dim may differ. In q's dtype,
+            or both float8_e4m3fn under a q of float16 or bfloat16: they then hold keys divided by
+            `k_descale` and values divided by `v_descale`.
         k, v: (batch, seq_new, kv_heads, head_dim) or, with `cu_seqlens_k_new`, (total_new,
-            kv_heads, head_dim): written into the cache at `cache_seqlens` before attending. Tokens
-            past the capacity are dropped.
+            kv_heads, head_dim), in q's dtype: written into the cache at `cache_seqlens` before
+            attending. Tokens past the capacity are dropped; numbers past float8's largest become
+            that.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions
             ``cache_seqlens + t``, and queries there too when the mask is causal or a window, else
             all at ``cache_seqlens``.
@@ -290,22 +292,18 @@ def attention_with_kvcache(
         num_splits=num_splits,
     )
     q, k, v = autocast_to_cache(k_cache, q, k, v)
+    queries = kvcache.Queries(q, cu_seqlens_q, max_seqlen_q)
     cache = kvcache.Cache(
         k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad, cache_seqlens
     )
     new = kvcache.NewTokens(k, v, cu_seqlens_k_new)
     rotary = kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     with torch.no_grad():
-        described, lengths, M, N = kvcache.describe(
-            kvcache.Queries(q, cu_seqlens_q, max_seqlen_q), cache, new
+        operands, lengths, (problem, options) = kvcache.decided(
+            queries, cache, new, rotary, arguments, backend, out
         )
-        operands, options = with_arguments(described, M, N, arguments)
-        kvcache.check_rotary(rotary, operands, new)
-        kvcache.check_values(options, lengths, new, rotary)
-        options = decide(operands, options, backend, out).options
         operands = kvcache.rotate_and_append(operands, options, lengths, cache, new, rotary)
-        problem = AttentionProblem.of(operands, options)
-        result, lse = autograd.attend(problem, operands, options)
+        result, lse = kvcache.attend(problem, operands, options)
         if out is not None:
             result = out.copy_(result)
         return (result, lse) if return_lse else result

@@ -85,7 +85,7 @@ def attend(
         _refuse_forward_mode(operands)
     if transforms or problem.needs_grad:
         return AttentionFunction.apply(*operands, *options)
-    if _is_watched(operands):
+    if is_watched(operands):
         return torch.ops.flashtile.attention_forward(*operands, *options)
     # Nobody would see the op, which costs as much time as all that is above.
     return backends.load(options.backend).forward(problem, operands)
@@ -94,7 +94,7 @@ def attend(
 _UNWATCHED = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def _is_watched(operands: Operands) -> bool:
+def is_watched(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether a tracer, a mode, a profiler or a subclass of Tensor is to see the op itself."""
     return (
         torch.compiler.is_compiling()
@@ -102,7 +102,7 @@ def _is_watched(operands: Operands) -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch.autograd.profiler._is_profiler_enabled
         or torch.jit.is_tracing()
-        or not _UNWATCHED.issuperset(map(type, operands))
+        or not _UNWATCHED.issuperset(map(type, tensors))
     )
 
 

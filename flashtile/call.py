@@ -78,7 +78,7 @@ def with_arguments(
     operands: Operands, M: int, N: int, arguments: Arguments
 ) -> tuple[Operands, Options]:
     """Operands with the optional tensors, and the checked numbers."""
-    operands = _with_tensors(operands, arguments)
+    operands = with_tensors(operands, arguments)
     block_mask = _block_mask(arguments.block_mask)
     if block_mask is not None:
         operands = operands._replace(
@@ -92,7 +92,7 @@ def with_arguments(
     )
 
 
-def _with_tensors(operands: Operands, arguments: Arguments) -> Operands:
+def with_tensors(operands: Operands, arguments: Arguments) -> Operands:
     """Operands with the optional tensors that are operands as they come."""
     given = {}
     for name in _OPTIONAL_TENSORS:
@@ -148,7 +148,7 @@ def decided(
         operands = Operands(*qkv)
         if layout is not None:
             operands = operands._replace(cu_seqlens_q=layout[0], cu_seqlens_k=layout[1])
-        operands = _with_tensors(operands, arguments)
+        operands = with_tensors(operands, arguments)
         validate.values(operands, decision.options)
         return operands, decision
     if layout is None:
@@ -189,10 +189,16 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def autocast_to_cache(cache: Tensor, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Under autocast, cast queries and new tokens to the cache's dtype; a cache never changes."""
+    """Under autocast, cast queries and new tokens to the cache's dtype; a cache never changes.
+
+    To the dtype of autocast where the cache is float8.
+    """
     if not _is_autocasting(cache):
         return q, k, v
-    return _cast(q, cache.dtype), _cast(k, cache.dtype), _cast(v, cache.dtype)
+    dtype = cache.dtype
+    if dtype in FLOAT8:
+        dtype = torch.get_autocast_dtype(cache.device.type)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
 
 
 def _is_autocasting(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Key-value caches, contiguous or paged: describing them, rotating new tokens, appending in place.
+"""Key-value caches, contiguous or paged: what a call over one means, checked and described.
 
 A cache row holds one sequence: the token at position ``p`` stands at ``cache[row, p]``, or, when
     the cache is cut into
@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import validate
-from .layers.rotary import apply_rotary_emb
-from .problem import Operands, Options
-
-_library = torch.library.Library("flashtile", "FRAGMENT")
+from . import append, autograd, prefill, recall, validate
+from .call import Arguments, decide, with_arguments, with_tensors
+from .problem import FLOAT8, AttentionProblem, Operands, Options
 
 
 class Cache(NamedTuple):
@@ -63,39 +61,79 @@ class Rotary(NamedTuple):
     seqlens: Tensor | None
 
 
-def describe(
-    queries: Queries, cache: Cache, new: NewTokens
-) -> tuple[Operands, Tensor | None, int, int]:
-    """Check how queries, cache and new tokens fit.
+def decided(
+    queries: Queries,
+    cache: Cache,
+    new: NewTokens,
+    rotary: Rotary,
+    arguments: Arguments,
+    backend: str | None,
+    out: Tensor | None,
+) -> tuple[Operands, Tensor | None, recall.Decision]:
+    """A call checked and decided, from memory where nothing new came.
 
     Returns:
-        The operands; the lengths before the append, int32 (batch,), None for the whole cache; the
-        longest query; the longest key.
+        The operands, whose lengths lack the new tokens until they are appended; the lengths before
+        the append, int32 (batch,), None for the whole cache; what is decided.
     """
+    key = None
+    checking = validate.checking_values()
+    if not checking:
+        key = recall.key_of(("cache", *queries, *cache, *new, *rotary, *arguments, backend))
+    decision = recall.recall(key)
+    if decision is not None:
+        operands, lengths = _described(queries, cache, new, checking)
+        operands = with_tensors(operands, arguments)
+        validate.output(out, operands)
+        return operands, lengths, decision
+    M = check(queries, cache, new)
+    operands, lengths = _described(queries, cache, new, checking)
+    operands, options = with_arguments(operands, M, cache.capacity, arguments)
+    check_rotary(rotary, operands, new)
+    check_values(options, lengths, new, rotary)
+    decision = decide(operands, options, backend, out)
+    packed = prefill.packed_problem(decision.problem, operands, backend)
+    if packed is not None:
+        decision = recall.Decision(packed, packed.options)
+    recall.remember(key, decision)
+    return operands, lengths, decision
+
+
+def check(queries: Queries, cache: Cache, new: NewTokens) -> int:
+    """Check how queries, cache and new tokens fit; the longest query."""
     if (new.k is None) != (new.v is None):
         missing, given = ("k", "v") if new.k is None else ("v", "k")
         raise ValueError(f"{missing}: got None with {given} given, want both or neither")
     batch, max_seqlen_q = _check_queries(queries, cache)
     _check_cache(queries.q, cache, batch)
-    lengths = _lengths(cache, new, batch)
-    used = lengths
-    if lengths is not None and new.k is not None:
+    if _lengths(cache, new, batch) is not None and new.k is not None:
         _check_new(queries.q, cache, new, batch)
+    return max_seqlen_q
+
+
+def _described(
+    queries: Queries, cache: Cache, new: NewTokens, checking: bool
+) -> tuple[Operands, Tensor | None]:
+    """The operands of a checked call, and the lengths before the append."""
+    starts = queries.cu_seqlens
+    batch = queries.q.shape[0] if starts is None else starts.shape[0] - 1
+    lengths = used = _lengths(cache, new, batch)
+    if lengths is None and (cache.page_table is not None or cache.leftpad is not None):
+        used = torch.full((batch,), cache.capacity, dtype=torch.int32, device=cache.k.device)
+    elif lengths is not None and checking:
+        # Elsewhere the append says so, which is a kernel less.
         used = (lengths + _added(new)).int()
     operands = Operands(
         q=queries.q,
         k=cache.k,
         v=cache.v,
-        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_q=starts,
         seqused_k=used,
         page_table=cache.page_table,
         cache_batch_idx=cache.batch_idx,
         leftpad_k=cache.leftpad,
     )
-    if used is None and (cache.page_table is not None or cache.leftpad is not None):
-        whole = torch.full((batch,), cache.capacity, dtype=torch.int32, device=cache.k.device)
-        operands = operands._replace(seqused_k=whole)
-    return operands, lengths, max_seqlen_q, cache.capacity
+    return operands, lengths
 
 
 def _check_queries(queries: Queries, cache: Cache) -> tuple[int, int]:
@@ -106,9 +144,10 @@ def _check_queries(queries: Queries, cache: Cache) -> tuple[int, int]:
     )
     if queries.cu_seqlens is None:
         layout = "batch, seq_q, heads, head_dim"
-        validate.qkv(queries.q, cache.k, cache.v, layout, keys, names)
+        validate.qkv(queries.q, cache.k, cache.v, layout, keys, names, takes_float8_keys=True)
         return queries.q.shape[0], queries.q.shape[1]
-    validate.qkv(queries.q, cache.k, cache.v, "total_q, heads, head_dim", keys, names)
+    layout = "total_q, heads, head_dim"
+    validate.qkv(queries.q, cache.k, cache.v, layout, keys, names, takes_float8_keys=True)
     validate.cumulative("cu_seqlens_q", queries.cu_seqlens, queries.q)
     if queries.max_seqlen is None:
         raise ValueError(
@@ -173,10 +212,8 @@ def _check_new(q: Tensor, cache: Cache, new: NewTokens, batch: int) -> None:
                 f"{name}: got (heads, head_dim) {tuple(x.shape[-2:])}, want "
                 f"{tuple(row.shape[-2:])}, as {name}_cache"
             )
-        if x.dtype != row.dtype:
-            raise TypeError(
-                f"{name}: got dtype {x.dtype}, want {row.dtype}, the dtype of {name}_cache"
-            )
+        if x.dtype != q.dtype:  # which is the cache's, but for float8 caches
+            raise TypeError(f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of q")
         validate.same_device(name, x, q)
     assert new.k is not None and new.v is not None
     if new.k.shape[:-1] != new.v.shape[:-1]:
@@ -254,6 +291,18 @@ def _added(new: NewTokens) -> int | Tensor:
     return new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
 
 
+def attend(
+    problem: AttentionProblem, operands: Operands, options: Options
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of what `decided` and `rotate_and_append` made, shaped as the queries came."""
+    if problem.layout != "packed":
+        return autograd.attend(problem, operands, options)
+    out, lse = autograd.attend(problem, prefill.as_packed(operands, problem), options)
+    if operands.cu_seqlens_q is not None:
+        return out, lse
+    return prefill.as_batch(out, lse, problem)
+
+
 def rotate_and_append(
     operands: Operands,
     options: Options,
@@ -273,146 +322,31 @@ def rotate_and_append(
     if k is None or v is None or lengths is None:
         return operands
     cos, sin = rotary.cos, rotary.sin
-    places = (new.cu_seqlens, cache.page_table, cache.batch_idx)
+    descales = (operands.k_descale, operands.v_descale)
+    if cache.k.dtype not in FLOAT8 or k.dtype in FLOAT8:
+        descales = (None, None)  # stored as they are
+    places = (new.cu_seqlens, cache.page_table, cache.batch_idx, *descales)
+    store, turn_and_store = _appending(operands, cache, k, v)
     if cos is None or sin is None:
-        torch.ops.flashtile.kvcache_append(cache.k, cache.v, k, v, lengths, *places)
-        return operands
+        used = store(cache.k, cache.v, k, v, lengths, *places)
+        return operands._replace(seqused_k=used)
     base = lengths if rotary.seqlens is None else rotary.seqlens
     sides = (options.window_left, options.window_right)
     local = max(sides) >= 0 or options.attention_chunk > 0
-    q = torch.ops.flashtile.kvcache_rotate_append(
+    q, used = turn_and_store(
         operands.q, cache.k, cache.v, k, v, cos, sin, lengths, base, operands.cu_seqlens_q,
         *places, rotary.interleaved, local,
     )  # fmt: skip
-    return operands._replace(q=q)
+    return operands._replace(q=q, seqused_k=used)
 
 
-def _token_coordinates(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> tuple[Tensor, Tensor]:
-    """Sequence and place within it of every token of `x`, dense or packed; both (tokens,) int64.
-
-    Tokens after the last sequence of a packed tensor get the sequence number `batch`.
-    """
-    if cu_seqlens is None:
-        rows, seq = x.shape[:2]
-        sequence = torch.arange(rows, device=x.device).repeat_interleave(seq)
-        return sequence, torch.arange(seq, device=x.device).repeat(rows)
-    tokens = torch.arange(x.shape[0], device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)
-    return sequence, tokens - cu_seqlens.long()[sequence]
-
-
-def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None, own: bool) -> Tensor:
-    """Rotary position of every token: its sequence's `base`, plus its own place if `own`."""
-    sequence, place = _token_coordinates(x, cu_seqlens, base.shape[0])
-    start = base.long()[sequence.clamp(max=base.shape[0] - 1)]
-    return start + place if own else start
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    tokens = x.reshape(-1, 1, *x.shape[-2:])  # each token a sequence of one, at its own offset
-    rotated = apply_rotary_emb(tokens, cos, sin, interleaved=interleaved, seqlen_offsets=positions)
-    return rotated.reshape(x.shape)
-
-
-_library.define(
-    "kvcache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, "
-    "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? cache_batch_idx) -> ()"
-)
-_library.define(
-    "kvcache_rotate_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
-    "Tensor cos, Tensor sin, Tensor lengths, Tensor base, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? cache_batch_idx, bool interleaved, "
-    "bool own_positions) -> Tensor"
-)
-
-
-def _append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    cu_seqlens_k_new: Tensor | None,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-) -> None:
-    """Write `k` and `v` behind each sequence's `lengths` tokens; what does not fit is dropped."""
-    batch = lengths.shape[0]
-    sequence, place = _token_coordinates(k, cu_seqlens_k_new, batch)
-    inside = sequence < batch
-    sequence = sequence.clamp(max=batch - 1)
-    position = lengths.long()[sequence] + place
-    if page_table is None:
-        row = sequence if cache_batch_idx is None else cache_batch_idx.long()[sequence]
-        slot = position
-        inside &= (position >= 0) & (position < k_cache.shape[1])
-    else:
-        page_size = k_cache.shape[1]
-        inside &= (position >= 0) & (position < page_table.shape[1] * page_size)
-        column = (position // page_size).clamp(0, page_table.shape[1] - 1)
-        row, slot = page_table.long()[sequence, column], position % page_size
-    inside &= (row >= 0) & (row < k_cache.shape[0])
-    where = (row[inside], slot[inside])
-    for store, tokens in ((k_cache, k), (v_cache, v)):
-        store[where] = tokens.reshape(-1, *tokens.shape[-2:])[inside]
-
-
-def _rotate_and_append(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    lengths: Tensor,
-    base: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    interleaved: bool,
-    own_positions: bool,
-) -> Tensor:
-    """Rotated queries; rotated keys, and values, go where `_append` writes them.
-
-    Args:
-        base: (batch,), the position of each sequence's first new token.
-        own_positions: each query has a position of its own; else all have their sequence's `base`.
-    """
-    k = _rotate(k, cos, sin, _positions(k, base, cu_seqlens_k_new, own=True), interleaved)
-    places = (cu_seqlens_k_new, page_table, cache_batch_idx)
-    _append(k_cache, v_cache, k, v, lengths, *places)
-    return _rotate(q, cos, sin, _positions(q, base, cu_seqlens_q, own_positions), interleaved)
-
-
-def _append_on_gpu(*args: Any) -> None:
-    """The same by a Triton kernel, which waits for nothing."""
-    from .backends.triton.append import append_to_cache
-
-    append_to_cache(*args)
-
-
-def _rotate_and_append_on_gpu(*args: Any) -> Tensor:
-    """Both by one launch of that kernel."""
-    from .backends.triton.append import rotate_and_append
-
-    return rotate_and_append(*args)
-
-
-def _fake_append(*args: Any) -> None:
-    return None
-
-
-def _fake_rotate_and_append(q: Tensor, *args: Any) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-_library.impl("kvcache_append", _append, "CPU")
-_library.impl("kvcache_append", _append_on_gpu, "CUDA")
-_library.impl("kvcache_rotate_append", _rotate_and_append, "CPU")
-_library.impl("kvcache_rotate_append", _rotate_and_append_on_gpu, "CUDA")
-torch.library.register_fake("flashtile::kvcache_append", _fake_append, lib=_library)
-torch.library.register_fake(
-    "flashtile::kvcache_rotate_append", _fake_rotate_and_append, lib=_library
-)
+def _appending(operands: Operands, cache: Cache, k: Tensor, v: Tensor) -> tuple[Any, Any]:
+    """The two ops, or on a GPU, where nobody would see them, what they do."""
+    tensors = (*operands, k, v)
+    transforms = torch._C._are_functorch_transforms_active()
+    if not cache.k.is_cuda or transforms or autograd.is_watched(tensors):
+        ops = torch.ops.flashtile
+        return ops.kvcache_append, ops.kvcache_rotate_append
+    if not cache.k.is_inference():
+        torch.autograd.graph.increment_version((cache.k, cache.v))  # as the ops would
+    return append.append_on_gpu, append.rotate_and_append_on_gpu

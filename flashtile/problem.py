@@ -36,7 +36,9 @@ class Operands(NamedTuple):
     partial_index: Tensor | None = None
     partial_tiles: Tensor | None = None
     rng_state: Tensor | None = None  # (2,) int64, seed and offset of dropout
-    q_descale: Tensor | None = None  # (B, Hk) float32, as the next two; float8 inputs only
+    # Float8 inputs only: (B, Hk) float32, or one for each block of rows, (B, Hq, blocks of M) and
+    # (B, Hk, blocks of N).
+    q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
 
@@ -84,6 +86,8 @@ class AttentionProblem(NamedTuple):
     needs_grad: bool
     bias_needs_grad: bool
     wants_probabilities: bool = False
+    has_float8_keys: bool = False  # and values, under queries of 16 bits: a cache
+    has_cache_rows: bool = False  # cache_batch_idx or leftpad_k
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:
@@ -140,11 +144,15 @@ class AttentionProblem(NamedTuple):
             needs_grad=grad
             and any(x is not None and x.requires_grad for x in operands[:DIFFERENTIABLE]),
             bias_needs_grad=bias_needs_grad,
+            has_float8_keys=k.dtype in FLOAT8 and q.dtype not in FLOAT8,
+            has_cache_rows=operands.cache_batch_idx is not None or operands.leftpad_k is not None,
         )
 
 
 DIFFERENTIABLE = 5  # q, k, v, bias, sink lead `Operands`
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Rows of float8 queries, and of keys and values, that share a scale where scales are of blocks.
+FLOAT8_QUERY_BLOCK, FLOAT8_KEY_BLOCK = 64, 128
 
 
 def batch_size(operands: Operands) -> int:

@@ -15,9 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import FLOAT8, Operands, Options, batch_size, default_scale, output_dtype
+from .problem import (
+    FLOAT8,
+    FLOAT8_KEY_BLOCK,
+    FLOAT8_QUERY_BLOCK,
+    Operands,
+    Options,
+    batch_size,
+    default_scale,
+    output_dtype,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8[:1])
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_SPLITS = 256
 
@@ -61,8 +71,19 @@ def same_device(name: str, x: Tensor, like: Tensor) -> None:
         raise ValueError(f"{name}: is on {x.device}, but q is on {like.device}; move one of them")
 
 
-def qkv(q: Any, k: Any, v: Any, layout_q: str, layout_k: str, names: str = "q k v") -> None:
-    """Ranks, dtypes, devices, heads and head dims of the three main tensors."""
+def qkv(
+    q: Any,
+    k: Any,
+    v: Any,
+    layout_q: str,
+    layout_k: str,
+    names: str = "q k v",
+    takes_float8_keys: bool = False,
+) -> None:
+    """Ranks, dtypes, devices, heads and head dims of the three main tensors.
+
+    `takes_float8_keys`: under queries of 16 bits keys and values may both be float8.
+    """
     name_q, name_k, name_v = names.split()
     rank(name_q, q, layout_q)
     rank(name_k, k, layout_k)
@@ -71,8 +92,12 @@ def qkv(q: Any, k: Any, v: Any, layout_q: str, layout_k: str, names: str = "q k 
         if x.dtype not in DTYPES:
             wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise TypeError(f"{name}: got dtype {x.dtype}, want one of {wanted}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of {name_q}")
+        mixed = takes_float8_keys and x is not q and q.dtype in HALF_DTYPES
+        if x.dtype != q.dtype and not (mixed and x.dtype == k.dtype == torch.float8_e4m3fn):
+            also = " (or float8_e4m3fn, as both caches)" if mixed else ""
+            raise TypeError(
+                f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of {name_q}{also}"
+            )
         same_device(name, x, q)
         if x.shape[-1] < 1 or x.shape[-2] < 1:
             raise ValueError(
@@ -250,7 +275,7 @@ def extras(operands: Operands, M: int, N: int) -> None:
                 )
     if operands.tile_kinds is not None:
         _block_mask(operands, B, Hq, M, N)
-    _descales(operands, B, Hk)
+    _descales(operands, B, Hk, M, N)
 
 
 def _floating(name: str, x: Any, q: Tensor) -> None:
@@ -294,17 +319,37 @@ def _block_mask(operands: Operands, B: int, Hq: int, M: int, N: int) -> None:
         )
 
 
-def _descales(operands: Operands, B: int, Hk: int) -> None:
+def _descales(operands: Operands, B: int, Hk: int, M: int, N: int) -> None:
     for name in ("q_descale", "k_descale", "v_descale"):
         x = getattr(operands, name)
         if x is None:
             continue
         _floating(name, x, operands.q)
-        shape(name, x, (B, Hk), "a factor for each batch and key head")
-        if operands.q.dtype not in FLOAT8:
+        scaled = operands.q if name == "q_descale" else operands.k
+        if scaled.dtype not in FLOAT8:
             raise ValueError(
-                f"{name}: scales float8 inputs, but q is {operands.q.dtype}; multiply the inputs "
-                "instead"
+                f"{name}: scales float8 inputs, but {name[0]} is {scaled.dtype}; multiply the "
+                "inputs instead"
+            )
+        if x.dim() == 3 and operands.q.dtype in FLOAT8:
+            _block_descale(name, x, operands, B, M, N)
+        else:
+            shape(name, x, (B, Hk), "a factor for each batch and key head")
+
+
+def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: int) -> None:
+    """A factor for each block of rows; all three tensors have them, or none."""
+    of_queries = name == "q_descale"
+    block = FLOAT8_QUERY_BLOCK if of_queries else FLOAT8_KEY_BLOCK
+    heads, length = (operands.q.shape[-2], M) if of_queries else (operands.k.shape[-2], N)
+    meaning = f"a factor for each batch, head and {block} rows"
+    shape(name, x, (B, heads, -(-length // block)), meaning)
+    for other in ("q_descale", "k_descale", "v_descale"):
+        y = getattr(operands, other)
+        if y is None or y.dim() != 3:
+            raise ValueError(
+                f"{other}: got {'None' if y is None else 'shape ' + shape_of(y)}, want a factor "
+                f"for each block of rows as {name} has"
             )
 
 
@@ -363,6 +408,13 @@ def values(operands: Operands, options: Options) -> None:
                     f"seqused_{side}: got {used.tolist()}, want between 0 and the lengths "
                     f"{bounds.tolist()}"
                 )
+    for name in ("q_descale", "k_descale", "v_descale"):
+        x = getattr(operands, name)
+        if x is not None and not bool(((x > 0) & x.isfinite()).all()):
+            raise ValueError(
+                f"{name}: got factors from {float(x.min())} to {float(x.max())}, want finite ones "
+                "above zero"
+            )
     if operands.leftpad_k is not None:
         _within("cache_leftpad", operands.leftpad_k, options.max_seqlen_k + 1)
     if operands.cache_batch_idx is not None:

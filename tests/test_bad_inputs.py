@@ -27,7 +27,7 @@ def refuse(function, call, argument, untouched):
     message = str(caught.value)
     assert re.search(rf"\b{argument}\b", message), f"{argument!r} is not named in: {message}"
     for x, old in zip(untouched, before, strict=True):
-        assert torch.equal(x.nan_to_num(nan=7.0), old.nan_to_num(nan=7.0))
+        assert torch.equal(x.double().nan_to_num(nan=7.0), old.double().nan_to_num(nan=7.0))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -263,6 +263,7 @@ def cache():
 
 
 COS, SIN = rotary_tables(32, 8)
+FLOAT8 = torch.float8_e4m3fn
 ROWS = {"cache_batch_idx": tensor(0, 1)}
 
 CACHE = {
@@ -274,6 +275,12 @@ CACHE = {
     ),
     "caches of two lengths": ("v_cache", {"v_cache": zeros(4, 15, 2, 8)}),
     "caches of another dtype": ("k_cache", {"k_cache": zeros(4, 16, 2, 8, dtype=torch.float16)}),
+    "one cache in float8": ("k_cache", {"k_cache": zeros(4, 16, 2, 8, dtype=FLOAT8)}),
+    "float8 caches under float32": (
+        "k_cache",
+        dict.fromkeys(("k_cache", "v_cache"), zeros(4, 16, 2, 8, dtype=FLOAT8)),
+    ),
+    "k_descale without float8": ("k_descale", {"k_descale": torch.ones(2, 2)}),
     "cache on another device": ("k_cache", {"k_cache": torch.zeros(4, 16, 2, 8, device="meta")}),
     "more rows than the batch": ("cache_batch_idx", {"cache_batch_idx": None}),
     "k without v": ("v", {"v": None}),

@@ -27,9 +27,10 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("modules", "losses"),
     ("",),
-    ("flash_attn_interface", "flash_blocksparse_attn_interface", "explain"),
+    ("flash_attn_interface", "flash_blocksparse_attn_interface", "explain", "quantize"),
     ("api",),
     ("kvcache",),
+    ("append", "prefill"),
     ("call",),
     ("validate", "recall"),
     ("bert_padding", "layers"),
@@ -128,7 +129,7 @@ def backend_of(module: Module, package: Path) -> str | None:
 
 def stage(module: Module) -> str:
     """What a file of a backend is for: a key of STAGES."""
-    name = module[2].removeprefix("backward_") if len(module) > 2 else ""
+    name = module[2].removeprefix("backward_").removeprefix("fp8_") if len(module) > 2 else ""
     return name if name in STAGES else "kernel"
 
 

@@ -54,11 +54,11 @@ def op_arguments():
             ((q.clone(), lse.clone(), q.clone(), lse, False, *many), rich),
         ],
         "attention_probabilities": [((*one, lse), plain), ((*packed, torch.zeros(4, 10)), plain)],
-        "kvcache_append": [(new, [None, None, None])],
+        "kvcache_append": [(new, [None] * 5)],
         "kvcache_rotate_append": [
             (
                 [cache["q"], *new[:4], *rotary, new[4], new[4]],
-                [None, None, None, None, True, own_positions],
+                [*[None] * 6, True, own_positions],
             )
             for own_positions in (False, True)
         ],

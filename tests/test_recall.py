@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import autograd, call, dispatch, validate
+from flashtile import autograd, call, dispatch, recall, validate
 
 
 def qkv(**changes):
@@ -53,6 +53,60 @@ def test_a_repeated_packed_call_is_not_checked_again_and_uses_the_new_lengths(ch
     assert not torch.equal(first, second)
     alone = flashtile.attention(q[None, :3], k[None, :9], v[None, :9])
     torch.testing.assert_close(second[:3], alone[0])
+
+
+def cache_call(length, **changes):
+    q, new = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
+    cache = {name: torch.randn(6, 4, 2, 8) for name in ("k_cache", "v_cache")}
+    pages = torch.randperm(6).int().view(2, 3)
+    lengths = torch.tensor([length, 5], dtype=torch.int32)
+    call = {"q": q, **cache, "k": new, "v": new, "cache_seqlens": lengths, "page_table": pages}
+    return call | changes
+
+
+def test_a_repeated_cache_call_is_not_checked_again_and_uses_the_new_tensors(checks, monkeypatch):
+    for length in (3, 0, 11):
+        call = cache_call(length)
+        copy = {name: x.clone() for name, x in call.items()}
+        out = flashtile.attention_with_kvcache(**call)
+        assert len(checks) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(recall, "_decisions", {})
+            fresh = flashtile.attention_with_kvcache(**copy)
+        assert len(checks) == 2
+        assert torch.equal(out, fresh)
+        assert torch.equal(call["k_cache"], copy["k_cache"])
+        page, slot = call["page_table"][0, length // 4], length % 4
+        assert torch.equal(call["k_cache"][page, slot], call["k"][0, 0])
+        del checks[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("cache_seqlens", torch.zeros(3, dtype=torch.int32)),
+        ("page_table", torch.zeros(2, 3)),
+        ("k", torch.zeros(2, 1, 3, 8)),
+        ("out", torch.zeros(2, 1, 4, 7)),
+        ("v_cache", torch.zeros(6, 4, 2, 8, dtype=torch.float16)),
+    ],
+)
+def test_a_bad_cache_call_after_a_good_one_is_refused(name, change):
+    good = cache_call(3, out=torch.zeros(2, 1, 4, 8))
+    for _ in range(2):
+        flashtile.attention_with_kvcache(**good)
+    bad = cache_call(3, **{name: change})
+    before = bad["k_cache"].clone()
+    with pytest.raises((ValueError, TypeError), match=name):
+        flashtile.attention_with_kvcache(**bad)
+    assert torch.equal(bad["k_cache"], before)
+
+
+def test_cache_values_are_checked_after_a_call_without(monkeypatch):
+    flashtile.attention_with_kvcache(**cache_call(3))
+    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        flashtile.attention_with_kvcache(**cache_call(12))
 
 
 def test_optional_tensors_are_the_new_ones():

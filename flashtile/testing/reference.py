@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
+
 LOG2_E = math.log2(math.e)
 
 Window = tuple[int | None, int | None]
@@ -132,6 +134,7 @@ def attention_reference(
     compute_dtype: torch.dtype = torch.float64,
     shuffle: torch.Generator | None = None,
     stored: torch.dtype | None = None,
+    weights: torch.dtype | None = None,
 ) -> Reference:
     """Dense attention of q (B, M, Hq, D), k (B, N, Hk, D), v (B, N, Hk, Dv).
 
@@ -141,6 +144,8 @@ def attention_reference(
             result is the same but for its roundings.
         stored: run the papers' backward, which recomputes P from the log-sum-exp and takes `out`
             as it was stored in this dtype; the same but for roundings.
+        weights: round what is multiplied with V, 256 exp(S - row maximum), to this dtype: plain
+            PyTorch in float8.
 
     The other options are those of `flashtile.attention`.
     """
@@ -152,8 +157,11 @@ def attention_reference(
     at = _Order.make(M, N, D, Dv, shuffle)
 
     # What lies in the padding never counts, not even a NaN.
-    q = q.to(compute_dtype).masked_fill(~live_q[:, :, None, None], 0)[:, at.m][..., at.d]
-    k, v = (x.to(compute_dtype).masked_fill(~live_k[:, :, None, None], 0)[:, at.n] for x in (k, v))
+    q = _descaled(q.to(compute_dtype), q_descale, FLOAT8_QUERY_BLOCK)
+    k = _descaled(k.to(compute_dtype), k_descale, FLOAT8_KEY_BLOCK)
+    v = _descaled(v.to(compute_dtype), v_descale, FLOAT8_KEY_BLOCK)
+    q = q.masked_fill(~live_q[:, :, None, None], 0)[:, at.m][..., at.d]
+    k, v = (x.masked_fill(~live_k[:, :, None, None], 0)[:, at.n] for x in (k, v))
     k, v = (x.repeat_interleave(Hq // Hk, dim=2) for x in (k[..., at.d], v[..., at.dv]))
 
     facts = (causal, window_size, attention_chunk)
@@ -169,7 +177,6 @@ def attention_reference(
 
     def masked_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
         scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * scale
-        scores = scores * _per_head(q_descale, Hq, scores) * _per_head(k_descale, Hq, scores)
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         if alibi_slopes is not None:
@@ -194,10 +201,8 @@ def attention_reference(
         again = None if again is None else torch.cat((again, column.detach()), dim=-1)
         v = torch.cat((v, v.new_zeros(B, 1, Hq, Dv)), dim=1)  # one more key, of value zero
         factor = torch.cat((factor.expand(B, Hq, M, N), torch.ones_like(column)), dim=-1)
-    out, lse, probs = _softmax_product(scores, again, v, factor, stored)
+    out, lse, probs = _softmax_product(scores, again, v, factor, stored, weights)
     out, probs = out / v_factor, torch.where(factor > 0, probs, -probs)[..., :N]
-    if v_descale is not None:
-        out = out * _per_head(v_descale, Hq, out).reshape(B, 1, Hq, 1)
     back = at.inverse()
     return Reference(out[:, back.m][..., back.dv], lse[..., back.m], back.matrix(probs, M, N))
 
@@ -268,6 +273,7 @@ def attention_with_kvcache_reference(
     Arguments as in `flashtile.attention_with_kvcache`.
     """
     B = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    float8 = k_cache.dtype if k_cache.dtype in FLOAT8 else None
     k_cache, v_cache = (x.to(compute_dtype).clone() for x in (k_cache, v_cache))
     capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
     old = (
@@ -297,8 +303,8 @@ def attention_with_kvcache_reference(
         for b in range(B):
             places = torch.arange(len(k_rows[b])) + old[b]
             slots = _slots(b, places, k_cache, cache_batch_idx, page_table)
-            k_cache[slots] = k_rows[b]
-            v_cache[slots] = v_rows[b]
+            k_cache[slots] = _stored(k_rows[b], float8, k.dtype, options.get("k_descale"), b)
+            v_cache[slots] = _stored(v_rows[b], float8, v.dtype, options.get("v_descale"), b)
         new = old + torch.tensor([len(x) for x in k_rows])
 
     def gather(cache: Tensor) -> Tensor:  # logical position 0 is the first real key
@@ -321,6 +327,17 @@ def attention_with_kvcache_reference(
         out = torch.cat([out[b, : len(x)] for b, x in enumerate(q_rows)])
         lse = torch.cat([lse[b, :, : len(x)] for b, x in enumerate(q_rows)], dim=-1)
     return CacheReference(out, lse, k_cache, v_cache)
+
+
+def _stored(
+    x: Tensor, float8: torch.dtype | None, dtype: torch.dtype, descale: Tensor | None, b: int
+) -> Tensor:
+    """New tokens (T, Hk, D) of sequence `b`, given in `dtype`, as the cache holds them."""
+    if float8 is None or dtype == float8:
+        return x
+    largest = torch.finfo(float8).max
+    scaled = x if descale is None else x / descale[b][:, None].to(x.dtype)
+    return scaled.clamp(-largest, largest).float().to(float8).to(x.dtype)
 
 
 def combine_reference(
@@ -378,14 +395,22 @@ class _Order(NamedTuple):
 
 
 def _softmax_product(
-    scores: Tensor, again: Tensor | None, v: Tensor, factor: Tensor, stored: torch.dtype | None
+    scores: Tensor,
+    again: Tensor | None,
+    v: Tensor,
+    factor: Tensor,
+    stored: torch.dtype | None,
+    weights: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and probabilities; rows that see nothing give 0, -inf, 0 and zero gradients."""
     dead = (scores == -torch.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(dead, 0)
     if again is None:
-        probs = scores.softmax(-1)
-        out = torch.einsum("bhmn,bnhd->bmhd", probs * factor, v)
+        probs = used = scores.softmax(-1)
+        if weights is not None:
+            unit = probs.amax(-1, keepdim=True) / 256
+            used = (probs / unit).float().to(weights).to(probs.dtype) * unit
+        out = torch.einsum("bhmn,bnhd->bmhd", used * factor, v)
         lse = scores.logsumexp(-1)
     else:
         out, lse = _Recomputed.apply(scores, again.masked_fill(dead, 0), v, factor, stored)
@@ -430,11 +455,14 @@ def _alibi(slopes: Tensor, m_used: Tensor, n_used: Tensor, M: int, N: int) -> Te
     return slopes[:, :, None, None] * distance
 
 
-def _per_head(descale: Tensor | None, Hq: int, like: Tensor) -> Tensor:
-    """A factor per batch and key head (B, Hk) as (B, Hq, 1, 1); ones without one."""
+def _descaled(x: Tensor, descale: Tensor | None, block: int) -> Tensor:
+    """`x` (B, S, H, D) times its float8 scales: (B, Hk), or (B, H, blocks) of `block` rows."""
     if descale is None:
-        return like.new_ones(1, 1, 1, 1)
-    return descale.to(like.dtype).repeat_interleave(Hq // descale.shape[1], dim=1)[:, :, None, None]
+        return x
+    if descale.ndim == 2:
+        descale, block = descale[..., None], x.shape[1]
+    rows = descale.to(x.dtype).repeat_interleave(block, dim=2)[:, :, : x.shape[1]].transpose(1, 2)
+    return x * rows.repeat_interleave(x.shape[2] // rows.shape[2], dim=2)[..., None]
 
 
 def _used(seqused: Tensor | None, B: int, length: int) -> Tensor:

@@ -68,6 +68,17 @@ class Cache:
         self.v_cache, _ = paged(generator(seed), self.v_cache, page_size, shared=shared)
         self.call["page_table"] = table
 
+    def to_float8(self, factors: bool = True) -> None:
+        """Both caches in float8, with a factor for each sequence and head. Powers of two: dividing
+        by them rounds nothing."""
+        self.k_cache, self.v_cache = (
+            x.to(torch.float8_e4m3fn) for x in (self.k_cache, self.v_cache)
+        )
+        if factors:
+            for name in ("k_descale", "v_descale"):
+                power = torch.randint(-3, 3, (B, self.Hk), generator=self.g)
+                self.call[name] = torch.exp2(power.float())
+
     def check(self, backend: str, **call: Any) -> None:
         """Calls the function on copies of the caches and judges everything that it returned."""
         call = self.call | call
@@ -91,10 +102,13 @@ class Cache:
             reference(compute_dtype=t) for t in (torch.float64, plain_dtype(self.dtype))
         )
         for name, got in (("k_cache", k_cache), ("v_cache", v_cache)):
-            wanted, before = getattr(truth, name), getattr(self, name)
-            kept = (wanted == before.double()) | (wanted.isnan() & before.isnan())
+            wanted, before = getattr(truth, name), getattr(self, name).double()
+            assert got.dtype == getattr(self, name).dtype
+            got = got.double()
+            kept = (wanted == before) | (wanted.isnan() & before.isnan())
             assert torch.equal(got[kept].nan_to_num(nan=7e4), before[kept].nan_to_num(nan=7e4)), (
                 f"{name} changed where it should not (seed {self.seed})"
             )
             rough = getattr(plain, name)[~kept]
-            assert_close(name, got[~kept], wanted[~kept], rough, seed=self.seed)
+            written = got[~kept]
+            assert_close(name, written, wanted[~kept], rough, dtype=self.dtype, seed=self.seed)

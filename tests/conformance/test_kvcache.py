@@ -227,6 +227,37 @@ class TestPackedQueries:
         c.check(backend, **new, rotary_cos=cos, rotary_sin=sin, causal=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+class TestFloat8:
+    """A float8 cache under queries of 16 bits."""
+
+    @pytest.mark.parametrize("factors", [True, False], ids=["factors", "as it is"])
+    @pytest.mark.parametrize("options", ["nothing", "causal window + softcap + sink", "alibi"])
+    def test_read(self, options, factors, dtype, backend, seed):
+        c = Cache(seed, dtype)
+        c.to_float8(factors)
+        c.check(backend, options=options)
+
+    @pytest.mark.parametrize("factors", [True, False], ids=["factors", "as it is"])
+    @pytest.mark.parametrize("storage", ["contiguous", "paged"])
+    def test_append(self, storage, factors, dtype, backend, seed):
+        """Some new tokens are larger than what float8 holds."""
+        c = Cache(seed, dtype)
+        if storage == "paged":
+            c.to_pages(8)
+        c.to_float8(factors)
+        new = c.new_tokens()
+        new["v"][0, 0] *= 1000
+        c.check(backend, **new, causal=True)
+
+    def test_rotary_turns_before_it_rounds(self, dtype, backend, seed):
+        """By angles of no turn and of half a turn, which round nothing themselves."""
+        c = Cache(seed, dtype)
+        c.to_float8()
+        cos = 1 - 2 * (torch.arange(CAPACITY + 3) % 2).to(dtype)[:, None].expand(-1, 8)
+        c.check(backend, **c.new_tokens(), rotary_cos=cos, rotary_sin=0 * cos, causal=True)
+
+
 def test_out_is_written_in_place(backend, seed):
     c = Cache(seed)
     args = (c.q, c.k_cache, c.v_cache)

@@ -78,7 +78,7 @@ def _blocks(lines: list[str]) -> list[list[str]]:
     places = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r"\s*(\.L_\w+):", line))}
     jumps = ((re.search(r"BRA.*`\((\.L_\w+)\)", line), n) for n, line in enumerate(lines))
     spans = [(places[m[1]], n + 1) for m, n in jumps if m and places[m[1]] < n]
-    products = [n for n, line in enumerate(lines) if "HGMMA" in line]
+    products = [n for n, line in enumerate(lines) if "GMMA" in line]
     ends = [n for n, line in enumerate(lines) if re.search("EXIT|USETMAXREG|UTMASTG", line)]
     spans = [s for s in spans if _within(products, s) and not _within(ends, s)]
     inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]

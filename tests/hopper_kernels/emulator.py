@@ -4,10 +4,10 @@ machine promises, and of nothing more.
 The kernel files are imported once more with a stand-in for Triton. Roles are threads, one of which
 runs at a time; a seed picks who goes on at every point where they could meet. What the machine does
 in its own time happens as late as it may: a copy lands when the scheduler picks it, and until then
-its target holds NaN; a product reads shared memory when it is waited for; an addition to memory
-reads its tile when its buffer is waited for. Who nobody can wake is a deadlock. A result that is
-used before its wait, or a generic store that no fence makes visible to products and copies, is an
-error.
+its target holds NaN; a product reads shared memory when it is waited for; a copy or an addition to
+memory reads its tile when its buffer is waited for, and lands when the scheduler picks it. Who
+nobody can wake is a deadlock. A result that is used before its wait, or a generic store that no
+fence makes visible to products and copies, is an error.
 """
 
 from __future__ import annotations
@@ -267,13 +267,21 @@ def copy_to_shared(desc: Descriptor, coord: list[Any], barrier: Barrier, target:
 def copy_out(desc: Descriptor, coord: list[Any], source: Shared, add: bool) -> None:
     visible(source)
 
-    def land() -> None:
-        memory, part = desc.parts(coord, source.data)
-        memory.add_(part) if add else memory.copy_(part)
-        if add:
-            additions.append((int(coord[0]), tickets.get(context.program, 0)))
+    ticket, arriving = tickets.get(context.program, 0), context.arriving
 
-    context.bulk.append(land)
+    def read() -> None:
+        memory, part = desc.parts(coord, source.data.clone())
+        arriving.append(coord)
+
+        def land() -> None:
+            arriving.pop()
+            memory.add_(part) if add else memory.copy_(part)
+            if add:
+                additions.append((int(coord[0]), ticket))
+
+        scheduler.copies.append(land)
+
+    context.bulk.append(read)
 
 
 tickets: dict[Any, int] = {}  # what a program drew
@@ -281,6 +289,7 @@ additions: list[tuple[int, int]] = []  # (row of the workspace, ticket), in orde
 
 
 def store_wait(pending: int) -> None:
+    """Until the tiles of all but the last ones have been read; memory changes later."""
     scheduler.meet()
     while len(context.bulk) > pending:
         context.bulk.pop(0)()
@@ -310,7 +319,9 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
         turn, n = args
         return scheduler.meet(lambda: int(load(turn)) == int(n))
     if "wait_group 0" in asm:
-        return store_wait(0)
+        store_wait(0)
+        arriving = context.arriving
+        return scheduler.meet(lambda: not arriving)
     assert asm == "mov.b32 $0, 0;", asm
     return torch.zeros_like(args[0]) if constraints == "=f,f" else 0
 
@@ -375,6 +386,7 @@ LANGUAGE: dict[str, Any] = {
     "convert_layout": lambda x, layout, assert_trivial=False: x,
     "multiple_of": lambda x, sizes: x,
     "assume": lambda truth: None,
+    "barrier": lambda: scheduler.meet(),
     "static_range": range,
     "load": load,
     "store": store,
@@ -497,4 +509,6 @@ def run(launch: Any, seed: int) -> list[tuple[int, int]]:
             programs = [(*p, i) for p in programs for i in range(size)]
         threads = [scheduler.spawn(lambda: kernel(**arguments), p) for p in programs]
         scheduler.start(threads)
+        for copy in scheduler.copies:
+            copy()
     return list(additions)

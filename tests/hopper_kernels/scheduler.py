@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 PROGRAMS_AT_ONCE = 3
+PACES = (1.0, 1.0, 0.03)  # a slow thread lets the others come far past it
 
 context = threading.local()
 
@@ -23,6 +24,7 @@ class Scheduler:
         self.random = random.Random(seed)
         self.changed = threading.Condition()
         self.waiting: dict[Any, Callable[[], bool]] = {}
+        self.pace: dict[Any, float] = {}
         self.running: Any = None
         self.copies: list[Callable[[], None]] = []
         self.error: BaseException | None = None
@@ -48,7 +50,8 @@ class Scheduler:
 
         def run() -> None:
             context.program = program
-            context.products, context.bulk, context.unfenced = [], [], set()
+            context.products, context.bulk, context.arriving = [], [], []
+            context.unfenced = set()
             try:
                 self._until_picked(thread)
                 if thread in self.programs:
@@ -62,6 +65,7 @@ class Scheduler:
                     self._pick()
 
         thread = threading.Thread(target=run, daemon=True)
+        self.pace[thread] = self.random.choice(PACES)
         self.waiting[thread] = lambda: True
         thread.start()
         return thread
@@ -83,7 +87,8 @@ class Scheduler:
     def _pick(self) -> None:
         while True:
             ready = [t for t, condition in self.waiting.items() if condition()]
-            choice = self.random.randrange(len(ready) + len(self.copies) or 1)
+            paces = [*(self.pace[t] for t in ready), *(1.0 for _ in self.copies)]
+            choice = self.random.choices(range(len(paces)), paces)[0] if paces else 0
             if choice < len(ready):
                 self.running = ready[choice]
                 del self.waiting[self.running]

@@ -209,13 +209,15 @@ def test_packed_options():
     packed(5, True, 64, window_size=(40, 10), sink=normal(generator(0), 4), softcap=2.0)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_meetings_in_any_order(seed: int):
-    dense(seed, sizes={"M": 200, "N": 300, "D": 64}, causal=seed % 2 == 1)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seed", range(3))
+def test_meetings_in_any_order(seed: int, head_dim: int):
+    dense(seed, sizes={"M": 400, "N": 300, "D": head_dim, "Hq": 1}, causal=seed % 2 == 1)
 
 
 @pytest.mark.parametrize("option", ["full", "causal", "causal window"])
-@pytest.mark.parametrize("seed", range(3))
-def test_deterministic_adds_in_order(seed: int, option: str):
+@pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (64, 1), (128, 2), (128, 3), (256, 4)])
+def test_deterministic_adds_in_order(head_dim: int, seed: int, option: str):
     given = OPTIONS.get(option, {"causal": option == "causal"})
-    dense(seed, sizes={"M": 260, "N": 500, "D": 64, "Hq": 1}, deterministic=True, **given)
+    sizes = {"M": 260, "N": 500, "D": head_dim, "Hq": 1}
+    dense(seed, sizes=sizes, deterministic=True, **given)

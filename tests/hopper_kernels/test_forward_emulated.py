@@ -3,6 +3,7 @@ masks, barriers, turns and the reuse of buffers, without a GPU."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from flashtile.testing import (
     attention_varlen_reference,
     generator,
     normal,
+    qkv,
 )
 
 from . import emulator
@@ -59,6 +61,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **more: Any) -> Any:
         return torch.log2(args[0])
     if "nanosleep" in asm:
         return 0
+    if "vote.sync" in asm:
+        return args[0] * args[1]
     return emulator.inline_asm(asm, constraints, args, **more)
 
 
@@ -110,7 +114,7 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     counter = torch.zeros(2, dtype=torch.int32)
     out, lse, launch = forward_launch(problem, operands, PROGRAMS, counter)
-    if problem.layout == "dense":
+    if problem.layout == "dense" and not problem.has_lengths:
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
     emulator.run(launch._replace(grid=(PROGRAMS,)), seed)  # also more programs than tiles
@@ -170,7 +174,9 @@ def test_padded_head_dims(head_dims: tuple[int, int]):
     dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, causal=True)
 
 
-@pytest.mark.parametrize("lengths", [(65, 1), (128, 128), (300, 77), (77, 300), (193, 600)])
+@pytest.mark.parametrize(
+    "lengths", [(65, 1), (128, 128), (300, 77), (77, 300), (193, 600), (200, 1030)]
+)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_lengths(lengths: tuple[int, int], head_dim: int):
     dense(sizes={"M": lengths[0], "N": lengths[1], "D": head_dim}, causal=True)
@@ -199,6 +205,18 @@ def test_float16():
     dense(sizes={"dtype": torch.float16}, causal=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rise", [1.0, 7.0, 25.0, 300.0])
+def test_scores_that_rise_from_block_to_block(rise: float, dtype: torch.dtype):
+    """A maximum is raised in steps (`softmax.raised`): by `rise`, in base 2, in each block."""
+    q, k, v = qkv(generator(3), B=1, M=70, N=640, Hq=1, Hk=1, D=64, dtype=dtype)
+    block = torch.arange(640) // 128
+    q[..., 0] = 8.0
+    k[..., 0] = ((4 - block)[:, None] * rise * math.log(2.0)).to(dtype)  # the last come first
+    given = {"softmax_scale": 0.125}
+    check(*dense_call(q, k, v, Arguments(**given)), given, seed=3)
+
+
 @pytest.mark.parametrize("style", ["transposed", "sliced", "offset"])
 def test_strides(style: str):
     dense(style=style, sizes={"B": 2, "Hq": 4, "Hk": 2, "M": 70, "N": 90}, causal=True)
@@ -209,6 +227,28 @@ def test_strides(style: str):
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sides", [("seqused_q",), ("seqused_k",), ("seqused_q", "seqused_k")])
+def test_dense_batch_with_lengths(sides: tuple[str, ...], head_dim: int):
+    q, k, v = dense_inputs(6, "contiguous", {"B": 4, "M": 210, "N": 290, "D": head_dim})
+    lengths = {"seqused_q": [210, 0, 1, 129], "seqused_k": [290, 40, 0, 128]}
+    used = {name: torch.tensor(lengths[name], dtype=torch.int32) for name in sides}
+    for name, tensors in (("seqused_q", [q]), ("seqused_k", [k, v])):
+        for x in tensors if name in used else []:
+            for row, length in zip(x, lengths[name], strict=True):
+                row[length:] = torch.nan
+    given = {"causal": True, **used}
+    check(*dense_call(q, k, v, Arguments(**given)), given, seed=6)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_packed_lengths_of_many_tiles_and_of_none(seed: int):
+    lengths = [0, 0, 130, 1, 0, 129, 128, 257, 0, 0]
+    tensors, layout, counts = packed_inputs(seed, 128, lengths, lengths, {})
+    operands, options = packed_call(*tensors, layout, Arguments(causal=True, **counts))
+    check(operands, options, {"causal": True}, layout, seed)
 
 
 def test_packed_window():

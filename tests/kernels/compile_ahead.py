@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from flashtile.backends.triton.append import Rotation, append_launch
+from flashtile.backends.triton.append import Appended, Turning, append_launch
+from flashtile.backends.triton.gather import gather_launch
 from flashtile.backends.triton.kernel_launch import Launch
 from flashtile.backends.triton.launch import (
     backward_launches,
@@ -76,10 +77,20 @@ def append_launches() -> list[Launch]:
     lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
     q, tables = torch.empty(3, 4, 6, 64), torch.empty(2, 40, 16)
     return [
-        append_launch(*cache, *new, lengths, None, pages, None, rotation)
+        append_launch(
+            Appended(*cache, *new, lengths, lengths, None, pages, None, None, None, *rotary),
+            Turning(interleaved=True),
+        )
         for pages in (None, table)
-        for rotation in (None, Rotation(q, q, *tables, lengths, None, True, False))
+        for rotary in ((), (q, q, *tables, lengths, None))
     ]
+
+
+def gather_launches() -> list[Launch]:
+    """The launch that copies pages side by side."""
+    cache, rows = torch.empty(2, 5, 16, 2, 64), torch.empty(2, 3, 32, 2, 64)
+    table, used = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    return [gather_launch(*cache, table, used, *rows)]
 
 
 def rotary_launches() -> list[Launch]:

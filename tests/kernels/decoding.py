@@ -37,6 +37,7 @@ QUERIES = (1, 2, 0, 3)  # of each sequence where they are packed
 PLAIN: dict[str, Any] = {
     "M": 1, "Hq": 4, "Hk": 2, "D": 16, "Dv": 16, "page_size": 0, "leftpad": False, "rows": False,
     "packed": False, "block_mask": False, "sink": False, "alibi": False, "bias": False,
+    "float8": False,
 }  # fmt: skip
 
 CASES: dict[str, dict[str, Any]] = {
@@ -69,12 +70,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# Of a float8 cache, which queries of 16 bits read.
+FLOAT8_CASES: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "one key head": {"Hq": 8, "Hk": 1, "M": 2, "causal": True},
+    "another value head dim": {"D": 24, "Dv": 20},
+    "softcap": {"softcap": 2.0},
+    "queries of many tiles": {"M": 70, "Hq": 1, "Hk": 1, "causal": True},
+    "pages of 16": {"page_size": 16},
+    "packed queries": {"packed": True, "causal": True},
+}
+
+
 def make_decoding(
     name: str, dtype: torch.dtype, seed: int = 0, **changes: Any
 ) -> tuple[Operands, Options]:
     """The operands and options of a case, as `attention_with_kvcache` describes them."""
     g = generator(seed)
-    case = PLAIN | CASES[name] | changes
+    case = PLAIN | (FLOAT8_CASES if changes.get("float8") else CASES)[name] | changes
     sizes = {key: case.pop(key) for key in PLAIN}
     M, Hq, Hk = sizes["M"], sizes["Hq"], sizes["Hk"]
     rows = B + 2 if sizes["rows"] else B
@@ -110,6 +123,10 @@ def make_decoding(
         k, where["page_table"] = paged(g, k, sizes["page_size"])
         g.set_state(state)
         v, _ = paged(g, v, sizes["page_size"])
+    if sizes["float8"]:
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+        for descale in ("k_descale", "v_descale"):
+            where[descale] = 0.5 + torch.rand(B, Hk, generator=g)
     return operands._replace(k=k, v=v, **where), options
 
 
@@ -128,10 +145,11 @@ def assert_decoding(
     seed: int,
     splits: tuple[int, ...],
     device: str = "cpu",
+    float8: bool = False,
 ) -> None:
     """Compare the outputs of a case, its walks cut into each number of parts, with the CPU
     backend's in float64."""
-    operands, options = make_decoding(name, dtype, seed)
+    operands, options = make_decoding(name, dtype, seed, float8=float8)
     exact = converted(operands, torch.float64)
     truth = cpu.forward(AttentionProblem.of(exact, options), exact)
     there = Operands(*(None if x is None else x.to(device) for x in operands))
@@ -149,5 +167,10 @@ def plain_results(operands: Operands, options: Options) -> Iterator[tuple[Tensor
     problem = AttentionProblem.of(operands, options)
     yield cpu.forward(problem, operands)
     for turn in range(1, 8):
-        q, k = (x.roll(turn, -1) for x in (operands.q, operands.k))
+        q, k = (rolled(x, turn) for x in (operands.q, operands.k))
         yield cpu.forward(problem, operands._replace(q=q, k=k))
+
+
+def rolled(x: Tensor, turn: int) -> Tensor:
+    """The features of `x` in another order."""
+    return x.view(torch.uint8).roll(turn, -1).view(x.dtype) if x.itemsize == 1 else x.roll(turn, -1)

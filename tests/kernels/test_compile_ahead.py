@@ -29,6 +29,7 @@ from .cases import Call, lengths, make_call
 from .compile_ahead import (
     DEVICES,
     append_launches,
+    gather_launches,
     launches,
     probabilities_launches,
     report,
@@ -95,9 +96,12 @@ def pass_of(launch: Launch) -> str:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_decoding_kernels_fit(device: str, head_dim: int):
-    """Split walks over contiguous keys and over pages, and the joining of their parts."""
-    for name in ("one query", "pages of 16"):
-        for launch in decoding(device, head_dim, name):
+    """Split walks over contiguous keys, over pages and over a float8 cache where there can be one,
+    and the joining of their parts."""
+    for name, float8 in (("one query", False), ("pages of 16", False), ("one query", True)):
+        if float8 and device in ("sm_80", "sm_86", "gfx942"):
+            continue
+        for launch in decoding(device, head_dim, name, float8):
             found = report(launch, device)
             assert found.shared <= DEVICES[device].shared, found
             allowed, reason = ALLOWED_IN_DECODING.get(
@@ -106,9 +110,10 @@ def test_decoding_kernels_fit(device: str, head_dim: int):
             assert found.spilled <= allowed, f"{name}: {found}, allowed {allowed} ({reason})"
 
 
-def decoding(device: str, head_dim: int, name: str) -> list[Launch]:
+def decoding(device: str, head_dim: int, name: str, float8: bool = False) -> list[Launch]:
     """The launches of one query for each sequence, its walk cut into four parts."""
-    operands, options = make_decoding(name, torch.bfloat16, D=head_dim, Dv=head_dim)
+    sizes = {"D": head_dim, "Dv": head_dim, "float8": float8}
+    operands, options = make_decoding(name, torch.bfloat16, **sizes)
     return launches(operands, options._replace(num_splits=4), device, backward=False)
 
 
@@ -145,6 +150,7 @@ OPTIONS = {
     "probabilities": lambda device: probabilities_launches(*scores(), device),
     "append": lambda device: append_launches(),
     "rotary": lambda device: rotary_launches(),
+    "gather": lambda device: gather_launches(),
     "split walks": lambda device: decoding(device, 64, "pages, packed queries"),
 }
 

@@ -75,7 +75,7 @@ def test_append(layout: str):
         lengths = torch.tensor([0, 30, 14], dtype=torch.int32)
         page_table = torch.tensor([[4, 0], [1, 3], [2, 9]], dtype=torch.int32)
     expected = [x.clone() for x in cache]
-    rest = (*new, lengths, cu_seqlens, page_table, cache_rows)
+    rest = (*new, lengths, cu_seqlens, page_table, cache_rows, None, None)
     torch.ops.flashtile.kvcache_append(*expected, *rest)
     append_to_cache(*cache, *rest)
     assert all(torch.equal(*pair) for pair in zip(cache, expected, strict=True))

@@ -27,12 +27,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.backends.triton.append import rotate_and_append
+from flashtile.backends.triton import repeat
+from flashtile.backends.triton.append import append_to_cache, rotate_and_append
 from flashtile.backends.triton.combine import combine
+from flashtile.backends.triton.gather import gather_pages
+from flashtile.backends.triton.kernel_launch import Launch
 from flashtile.backends.triton.rotary import rotate
 from flashtile.backends.triton.splits import fastest_splits
 
-from .decoding import CASES, assert_decoding, make_decoding
+from .decoding import CASES, FLOAT8_CASES, assert_decoding, make_decoding
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -46,6 +49,83 @@ def test_decoding(name: str, dtype: torch.dtype, seed: int):
     """One part, and parts of up to two tiles with an empty one behind them."""
     parts = 4 if dtype == torch.float32 else 3
     assert_decoding(backend, name, dtype, seed, splits=(1, parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FLOAT8_CASES)
+def test_float8_cache(name: str, dtype: torch.dtype, seed: int):
+    """Its numbers times a factor for each sequence and key head."""
+    assert_decoding(backend, name, dtype, seed, splits=(1, 3), float8=True)
+
+
+def test_lengths_need_not_be_contiguous(seed: int):
+    operands, options = make_decoding("few queries, causal", torch.float32, seed)
+    used = operands.seqused_k
+    assert used is not None
+    spread = torch.stack([used, used + 7], -1)[:, 0]
+    problem = AttentionProblem.of(operands, options)
+    wanted = backend.forward(problem, operands)
+    got = backend.forward(problem, operands._replace(seqused_k=spread))
+    assert all(map(torch.equal, got, wanted))
+
+
+class AsCompiled:
+    """A kernel of the interpreter as Triton hands out compiled ones: ``compiled[grid](*args)``."""
+
+    def __init__(self, launch: Launch):
+        self.launch = launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.launch.kernel[grid]
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch that is made anew, after which calls like it repeat it."""
+    made: list[Launch] = []
+    interpret = Launch._run
+
+    def run(launch: Launch) -> AsCompiled:
+        made.append(launch)
+        interpret(launch)
+        return AsCompiled(launch)
+
+    monkeypatch.setattr(Launch, "_run", run)
+    monkeypatch.setattr(repeat, "_known", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of a tensor on the CPU
+    return made
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["one query", "pages of 16", "sink", "packed queries", "alibi"])
+def test_a_repeated_call_uses_the_new_tensors(
+    name: str, splits: int, repeats: list[Launch], seed: int
+):
+    """Other numbers, other lengths, other pages: the same kernels, found without Triton."""
+    for turn in range(2):
+        operands, options = make_decoding(name, torch.float32, seed + turn)
+        assert operands.seqused_k is not None
+        operands = operands._replace(seqused_k=operands.seqused_k - turn)
+        options = options._replace(num_splits=splits)
+        problem = AttentionProblem.of(operands, options)
+        got = backend.forward(problem, operands)
+        assert len(repeats) == (1 if splits == 1 else 2)
+    repeat._known.clear()
+    wanted = backend.forward(problem, operands)
+    assert len(repeats) == (2 if splits == 1 else 4)
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_a_call_of_another_layout_is_launched_anew(repeats: list[Launch], seed: int):
+    operands, options = make_decoding("pages of 16", torch.float32, seed)
+    options = options._replace(num_splits=1)
+    assert operands.page_table is not None
+    spread = torch.stack([operands.k, operands.k], -2)[..., 0, :]
+    more = torch.cat([operands.page_table, operands.page_table], 1)
+    calls = (operands, operands._replace(k=spread), operands._replace(page_table=more))
+    outs = [backend.forward(AttentionProblem.of(x, options), x)[0] for x in calls]
+    assert len(repeats) == 3
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 def test_decoding_by_default(seed: int):
@@ -74,11 +154,11 @@ def test_a_number_of_splits_leaves_the_batch_out(name: str, splits: int, seed: i
 
 @pytest.mark.parametrize(
     ("programs", "steps", "wanted"),
-    [(8, 512, 32), (256, 64, 1), (528, 64, 1), (128, 128, 2), (1, 3, 1), (8, 0, 1)],
+    [(8, 512, 32), (256, 64, 1), (512, 64, 1), (128, 128, 2), (1, 2048, 128), (1, 3, 1), (8, 0, 1)],
 )
 def test_the_number_of_splits_fills_the_gpu(programs: int, steps: int, wanted: int):
-    """Programs of a call, steps of each, and the parts that 264 places side by side want."""
-    assert fastest_splits(programs, steps, 264) == wanted
+    """Programs of a call, steps of each, and the parts that 132 multiprocessors want."""
+    assert fastest_splits(programs, steps, 132) == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -199,13 +279,16 @@ def test_rotate_and_append(layout: str, own: bool, dtype: torch.dtype, seed: int
     elif layout == "pages":
         lengths = torch.tensor([0, 30, 14], dtype=torch.int32)
         page_table = torch.tensor([[4, 0], [1, 3], [2, 9]], dtype=torch.int32)
-    rest = (lengths, base, starts_q, starts_k, page_table, cache_rows, layout != "rows", own)
+    places = (lengths, base, starts_q, starts_k, page_table, cache_rows, None, None)
+    rest = (*places, layout != "rows", own)
 
     def run(call: Any, as_dtype: torch.dtype) -> list[Tensor]:
         written = [x.to(as_dtype, copy=True) for x in cache]
         tables = [x.to(as_dtype) for x in rotary_tables(17, 16, dtype)]
         tokens = [x.to(as_dtype) for x in new]
-        turned = call(q.to(as_dtype), *written, *tokens, *tables, *rest)
+        turned, used = call(q.to(as_dtype), *written, *tokens, *tables, *rest)
+        added = starts_k.diff() if starts_k is not None else 4
+        assert torch.equal(used, lengths + added)
         return [turned[:9] if layout == "packed" else turned, *written]  # 9 belong to sequences
 
     reference = torch.ops.flashtile.kvcache_rotate_append
@@ -216,3 +299,59 @@ def test_rotate_and_append(layout: str, own: bool, dtype: torch.dtype, seed: int
     for x, wanted, before in zip(got[1:], truth[1:], cache, strict=True):
         kept = wanted == before.double()
         assert torch.equal(x[kept], before[kept])
+
+
+def test_repeated_appends_write_the_new_tokens(repeats: list[Launch], seed: int):
+    g = generator(seed)
+    tables = rotary_tables(17, 16)
+    for turn in range(2):
+        cache = [normal(g, 3, 16, 2, d) for d in (20, 7)]
+        new = [normal(g, 3, 2, 2, d) for d in (20, 7)]
+        q, lengths = normal(g, 3, 2, 4, 20), torch.tensor([0, 14 - turn, 7], dtype=torch.int32)
+        wanted = [x.clone() for x in cache]
+        rest = (*tables, lengths, lengths, *[None] * 6, True, True)
+        turned = rotate_and_append(q, *cache, *new, *rest)
+        truth = torch.ops.flashtile.kvcache_rotate_append(q, *wanted, *new, *rest)
+        for x, y in zip((*turned, *cache), (*truth, *wanted), strict=True):
+            torch.testing.assert_close(x, y)
+        assert len(repeats) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_append_to_a_float8_cache(dtype: torch.dtype, seed: int):
+    """Divided by the factors, and as large as float8 can be at most.
+
+    Of numbers that float8 holds: the interpreter rounds some others to half of what they are, and
+    has no NaN in float8.
+    """
+    g = generator(seed)
+    cache = [normal(g, 3, 16, 2, d).to(torch.float8_e4m3fn) for d in (20, 7)]
+    new = [normal(g, 3, 2, 2, d).to(torch.float8_e4m3fn).to(dtype) for d in (20, 7)]
+    for x in new:
+        x[:, 0] *= 2**12
+    new[0][0, 0, 0, :2] = torch.tensor([torch.inf, -torch.inf])
+    wanted = [x.clone() for x in cache]
+    lengths = torch.tensor([0, 14, 7], dtype=torch.int32)
+    factors = torch.exp2(-torch.randint(0, 3, (3, 2), generator=g).float())
+    rest = (lengths, None, None, None, factors, None)
+    append_to_cache(*cache, *new, *rest)
+    torch.ops.flashtile.kvcache_append(*wanted, *new, *rest)
+    for x, y in zip(cache, wanted, strict=True):
+        assert torch.equal(x.float(), y.float())
+        assert y.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_gather_pages(page_size: int, seed: int):
+    """Used pages come side by side, from wherever they lie; the rest is not touched."""
+    g = generator(seed)
+    k, v = (normal(g, 9, page_size, 2, d) for d in (20, 7))
+    k = torch.stack([k, k], -2)[..., 0, :]
+    table = torch.tensor([[4, 0, 70], [1, -3, 70]], dtype=torch.int32)  # of 9 pages
+    used = torch.tensor([2 * page_size + 1, page_size], dtype=torch.int32)
+    got = gather_pages(k, v, table, used)
+    wanted = torch.ops.flashtile.gather_pages(k, v, table, used)
+    for x, y in zip(got, wanted, strict=True):
+        assert torch.equal(x[0], y[0])
+        assert torch.equal(x[1, :page_size], y[1, :page_size])
+        assert x[1, page_size:].isnan().all()  # as the poisoned buffer was

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, Operands, lse_dtype, lse_shape, output_dtype
 from .. import Gradients
-from . import native, tiles
+from . import float8, native, tiles
 from .plan import Plan, plan_backward, plan_forward
 from .segments import Segment, segments
 
@@ -91,6 +91,10 @@ def _segment_forward(
 ) -> tuple[Tensor, Tensor]:
     if _runs_native(segment, plan):
         return _native_forward(problem, operands, segment, plan)
+    if plan.kernel == "float8":
+        unscaled = operands._replace(q_descale=None, k_descale=None, v_descale=None)
+        scales = float8.scales(operands, segment)
+        return float8.forward(_tile_problem(problem, unscaled, segment, plan), scales)
     return tiles.forward(_tile_problem(problem, operands, segment, plan))
 
 
@@ -215,9 +219,9 @@ def _tile_problem(
         )
     bias = operands.bias
     return tiles.TileProblem(
-        Q=_scaled(segment.queries(operands.q), operands.q_descale, segment, problem, dtype),
-        K=_scaled(segment.keys(operands.k), operands.k_descale, segment, problem, dtype),
-        V=_scaled(segment.keys(operands.v), operands.v_descale, segment, problem, dtype),
+        Q=_scaled(segment.queries(operands.q), operands.q_descale, segment, dtype, True),
+        K=_scaled(segment.keys(operands.k), operands.k_descale, segment, dtype, False),
+        V=_scaled(segment.keys(operands.v), operands.v_descale, segment, dtype, False),
         mask=segment.mask,
         score=tiles.ScoreRule(
             scale=options.softmax_scale,
@@ -236,18 +240,17 @@ def _scaled(
     x: Tensor,
     descale: Tensor | None,
     segment: Segment,
-    problem: AttentionProblem,
     dtype: torch.dtype,
+    of_queries: bool,
 ) -> Tensor:
     """`x` (batch, heads or kv_heads, length, head_dim) contiguous in `dtype`, times its float8
-    scale.
+    scales.
     """
     x = x.to(dtype).contiguous()
     if descale is None:
         return x
-    factor = descale[segment.batch, segment.kv_heads].to(dtype)
-    factor = factor.repeat_interleave(x.shape[1] // factor.shape[1], dim=1)
-    return x * factor[:, :, None, None]
+    factors = float8.query_factors if of_queries else float8.key_factors
+    return x * factors(descale, segment).to(dtype)
 
 
 def _zeros_like(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

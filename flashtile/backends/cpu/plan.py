@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...problem import FLOAT8, AttentionProblem
+from ...problem import FLOAT8, FLOAT8_KEY_BLOCK, AttentionProblem
 
 MAX_HEAD_DIM = 512
 
@@ -21,7 +21,9 @@ NATIVE_WINDOW_BLOCK_M = 64
 class Plan(NamedTuple):
     """Kernel and tiles of one pass."""
 
-    kernel: str  # "native" (PyTorch's kernel on the pieces the mask leaves) or "plain" (tiles.py)
+    # "native" (PyTorch's kernel on the pieces the mask leaves), "plain" (tiles.py) or "float8"
+    # (float8.py)
+    kernel: str
     compute_dtype: torch.dtype
     BLOCK_M: int
     BLOCK_N: int  # unused by the native kernel, which tiles the keys itself
@@ -64,6 +66,10 @@ def _describe(plan: Plan) -> str:
     dtype = str(plan.compute_dtype).removeprefix("torch.")
     if plan.kernel == "native":
         return f"PyTorch's CPU flash kernel on the pieces that the mask leaves, in {dtype}"
+    if plan.kernel == "float8":
+        return (
+            f"tiles of {plan.BLOCK_M} x {plan.BLOCK_N} with the roundings of a GPU's float8 units"
+        )
     why = "; ".join(plan.reasons)
     return (
         f"plain tiles of {plan.BLOCK_M} x {plan.BLOCK_N} in {dtype} (not the native kernel: {why})"
@@ -72,6 +78,8 @@ def _describe(plan: Plan) -> str:
 
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem, direction: str, lse_has_grad: bool) -> Plan:
+    if problem.dtype in FLOAT8 and direction == "forward":
+        return Plan("float8", torch.float32, PLAIN_BLOCK_M, FLOAT8_KEY_BLOCK, ())
     reasons = _not_native(problem, lse_has_grad)
     compute_dtype = _compute_dtype(problem, direction, native=not reasons)
     if reasons:
@@ -95,6 +103,8 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
     options = problem.options
     facts = (
         (problem.dtype in FLOAT8, "float8 inputs"),
+        (problem.has_float8_keys, "float8 keys and values"),
+        (problem.has_descale, "scales of float8 numbers"),
         (problem.Dv != problem.D, f"value head_dim {problem.Dv} is not {problem.D}"),
         (options.softcap > 0, "softcap"),
         (options.dropout_p > 0, "dropout"),

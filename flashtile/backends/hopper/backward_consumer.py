@@ -7,12 +7,18 @@ memory too, because dQ needs that of both: each consumer makes half of dQ. Where
 (cfg.SPLITS_COLUMNS), the consumers share 64 keys; each makes P and dS of half of the queries, and
 half of the columns of dK, dV and dQ.
 
-The exponentials of a step run under dP^T, and S^T of the next step under the end of this one.
+The exponentials of a step run under dP^T, and S^T of the next step, with the load of its
+log-sum-exp where registers allow, under the end of this one.
 
-What orders the two consumers: one barrier a step, between the stores of dS^T (and P^T) and the
-products that read them. There are two slots of each. Slot i % 2 is written again in step i + 2,
-after the barrier of step i + 1, to which the other consumer comes when its products of step i have
-ended.
+Where each consumer has keys of its own, dQ of a step is made in the next one, so that the two may
+drift apart: dS^T goes through a ring to both, and dQ through a ring to the writer. A slot of Q or
+dO is released as in the forward, by one thread behind a product: the numbers of its rows went into
+products before that, too.
+
+Where the columns are split, one barrier a step orders the consumers, between the stores of P^T and
+dS^T and the products that read them. There are two slots of each. Slot i % 2 is written again in
+step i + 2, after the barrier of step i + 1, to which the other consumer comes when its products of
+step i have ended.
 """
 
 from triton.experimental import gluon
@@ -25,9 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_schedule import key_work, masked_count, rows_to_mask, seeing_rows, visited_block
+from .backward_order import await_additions, await_turn, pass_turn
+from .backward_schedule import key_work, rows_to_mask, seeing_rows
 from .backward_scores import probabilities
-from .backward_verbs import hidden_zero, hidden_zeros, recast
+from .backward_verbs import hidden_zero, hidden_zeros, meet, recast
 from .layouts import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -38,9 +45,16 @@ from .layouts import (
     shared_rows,
     shared_value,
 )
-from .query_gradient import add_piece, await_additions, await_turn, pass_turn
+from .query_gradient import add_piece, put_piece
 from .softmax import alibi_slope, nothing
-from .verbs import FIRST_BARRIER, aggregate, copy_to_global, show_written, wait_at_barrier
+from .verbs import (
+    FIRST_BARRIER,
+    aggregate,
+    arrive_alone,
+    copy_to_global,
+    show_written,
+    wait_at_barrier,
+)
 
 NO_ROW = gl.constexpr(2**30)
 
@@ -88,43 +102,62 @@ def walk(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.
     COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_D
     dk = hidden_zeros(COLUMNS)
     dv = hidden_zeros(COLUMNS)
-    masked = masked_count(work)
     total = (work.end - work.begin) * sizes.group
     gl.assume(total > 0)
     channels.q.acquire(0)
     s = issue_scores(ME, channels.k.tile(0), 0, channels, cfg)
+    lse = statistic(ME, channels.q, 0, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
+    if not cfg.SPLITS_COLUMNS:
+        arrive_alone(channels.ds.full.index(0))  # dS of no step
+        meet()  # else the compiler puts a barrier into the loop
     i = 0
-    added = 0  # where this consumer added last
+    added = 0  # where this consumer added last, if it does
     for g in range(sizes.group):
         h = work.kv_head * sizes.group + g
         place = h * sizes.blocks + work.place
         slope = alibi_slope(work.b, h, score, cfg)
         keys = keys_of(ME, work, mask, hidden_zero(g), cfg)
-        for j in range(0, masked):
-            s, dk, dv, added = step(
-                ME, s, dk, dv, i, total, visited_block(j, work), place, added, slope, keys,
-                outputs, channels, work, score, True, cfg,
+        m = work.end - 1
+        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
+            for _ in range(work.full_end, work.end):
+                s, lse, dk, dv, added = step(
+                    ME, s, lse, dk, dv, added, i, total, m, place, slope, keys, outputs, channels,
+                    work, score, True, cfg,
+                )  # fmt: skip
+                i += 1
+                m -= 1
+        for _ in range(work.full_begin, work.full_end):
+            s, lse, dk, dv, added = step(
+                ME, s, lse, dk, dv, added, i, total, m, place, slope, keys, outputs, channels,
+                work, score, False, cfg,
             )  # fmt: skip
             i += 1
-        for m in range(work.full_begin, work.full_end):
-            s, dk, dv, added = step(
-                ME, s, dk, dv, i, total, m, place, added, slope, keys, outputs, channels, work,
-                score, False, cfg,
+            m -= 1
+        for _ in range(work.begin, work.full_begin):
+            s, lse, dk, dv, added = step(
+                ME, s, lse, dk, dv, added, i, total, m, place, slope, keys, outputs, channels,
+                work, score, True, cfg,
             )  # fmt: skip
             i += 1
-    if cfg.IS_ORDERED:
-        await_additions(ME)
+            m -= 1
+    if not cfg.SPLITS_COLUMNS:
+        channels.ds.acquire(i)
+        dq = issue_dq(ME, channels.k.tile(0), i, channels.ds.tiles, cfg)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        put_piece(ME, dq, channels.staging, i)
+    elif cfg.IS_ORDERED:
+        await_additions()
         pass_turn(outputs.turns + (2 * added + ME), work.n)
     return dk, dv
 
 
 @gluon.jit
 def step(
-    ME: gl.constexpr, s, dk, dv, i, total, m, place, added, slope, keys, outputs, channels,
+    ME: gl.constexpr, s, lse, dk, dv, added, i, total, m, place, slope, keys, outputs, channels,
     work, score, MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """One block of queries: adds to dk and dv, sends dQ away; S^T of the next one."""
+    """One block of queries: adds to dk and dv, puts dQ out; S^T and the log-sum-exp of the next."""
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = hidden_zero(i)
     k = channels.k.tiles.index(zero)
@@ -132,67 +165,105 @@ def step(
         clear_rows(ME, channels, i, work.M - m * cfg.BLOCK_M, cfg)
     channels.dout.acquire(i)
     dp = issue_dp(ME, channels.v.tiles.index(zero), i, channels, cfg)
-    lse = statistic(ME, channels.q, i, cfg)
+    if not cfg.CARRIES_LSE:
+        lse = statistic(ME, channels.q, i, cfg)
     p, factor = probabilities(s, lse, keys, first_row(ME, m, cfg), slope, score, MASKED, cfg)
     p = p.to(dtype)
     if cfg.SPLITS_COLUMNS:
-        shared_half(ME, channels.p, i, cfg).store(p)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-    else:
-        p = gl.convert_layout(p, left_operand(cfg.BLOCK_D), assert_trivial=True)
-        dv = warpgroup_mma(p, rows_tile(channels.dout, i, cfg), dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = (factor * dp).to(dtype)
-    if not cfg.SPLITS_COLUMNS:
-        left = gl.convert_layout(ds, left_operand(cfg.BLOCK_D), assert_trivial=True)
-        dk = warpgroup_mma(left, rows_tile(channels.q, i, cfg), dk, is_async=True)
-    shared_half(ME, channels.ds, i, cfg).store(ds)
-    fence_async_shared()
-    wait_at_barrier(FIRST_BARRIER, 256)
-    if cfg.SPLITS_COLUMNS:
-        dv = warpgroup_mma(
-            channels.p.index(i % 2), half(ME, channels.dout, i, cfg), dv, is_async=True
+        s, dk, dv = end_of_split_step(
+            ME, p, factor, dp, dk, dv, added, i, total, m, place, k, outputs, channels, work, cfg
         )
-        dk = warpgroup_mma(
-            channels.ds.index(i % 2), half(ME, channels.q, i, cfg), dk, is_async=True
-        )
-    dq, dq_rest = issue_dq(ME, k, i, channels, cfg)
-    dv = warpgroup_mma_wait(3 if cfg.SPLITS_COLUMNS else 2, deps=[dv])
-    channels.dout.release(i)  # dP and dV have read it; delta went into dP
-    # After the last block S^T is of what the slot held before, and nobody reads it.
-    acquire_if(channels.q, i + 1, i + 1 < total)
-    s = issue_scores(ME, k, i + 1, channels, cfg)
-    if cfg.SPLITS_COLUMNS:
-        dk, dq, dq_rest = warpgroup_mma_wait(1, deps=[dk, dq, dq_rest])
+        added = place + m
     else:
-        dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
-    channels.q.release(i)  # S^T (a step ago), the exponentials and dK have read it
-    send(ME, dq, dq_rest, i, m, place + m, added, outputs, channels.dq, work, cfg)
-    s = warpgroup_mma_wait(0, deps=[s])
-    return s, dk, dv, place + m
+        s, lse, dk, dv = end_of_step(ME, p, factor, dp, lse, dk, dv, i, total, k, channels, cfg)
+    return s, lse, dk, dv, added
 
 
 @gluon.jit
-def send(
-    ME: gl.constexpr, dq, dq_rest, i, m, place, added, outputs, tiles, work, cfg: gl.constexpr
+def end_of_step(
+    ME: gl.constexpr, p, factor, dp, lse, dk, dv, i, total, k, channels, cfg: gl.constexpr
 ):  # fmt: skip
-    """Add this consumer's half of dQ to block `place` of the workspace, in its turn."""
-    STAGES: gl.constexpr = cfg.DQ_STAGES
+    """All but P of a step of a consumer with keys of its own, and dQ of the step before it."""
+    dtype: gl.constexpr = p.dtype
+    p = gl.convert_layout(p, left_operand(cfg.BLOCK_D), assert_trivial=True)
+    dv = warpgroup_mma(p, rows_tile(channels.dout, i, cfg), dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (factor * dp).to(dtype)
+    left = gl.convert_layout(ds, left_operand(cfg.BLOCK_D), assert_trivial=True)
+    dk = warpgroup_mma(left, rows_tile(channels.q, i, cfg), dk, is_async=True)
+    if cfg.DQ_FIRST:
+        channels.ds.acquire(i)
+        dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
+    await_empty(channels.ds, i + 1)
+    shared_half(ME, channels.ds.tiles, i + 1, cfg).store(ds)
+    fence_async_shared()
+    if not cfg.DQ_FIRST:
+        channels.ds.acquire(i)
+    meet()
+    arrive_alone(channels.ds.full.index((i + 1) % 2))
+    if not cfg.DQ_FIRST:
+        dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
+    dv = warpgroup_mma_wait(2, deps=[dv])
+    channels.dout.release_operand(i)  # dP and dV have read it; delta went into dP
+    # After the last block S^T is of what the slot held before, and nobody reads it.
+    acquire_if(channels.q, i + 1, i + 1 < total)
+    s = issue_scores(ME, k, i + 1, channels, cfg)
+    dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
+    channels.ds.release_operand(i)
+    if cfg.CARRIES_LSE:
+        lse = statistic(ME, channels.q, i + 1, cfg)
+    channels.q.release_operand(i)  # S^T (a step ago) and dK have read it; lse went into dV
+    put_piece(ME, dq, channels.staging, i)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return s, lse, dk, dv
+
+
+@gluon.jit
+def end_of_split_step(
+    ME: gl.constexpr, p, factor, dp, dk, dv, added, i, total, m, place, k, outputs, channels,
+    work, cfg: gl.constexpr,
+):  # fmt: skip
+    """All but P of a step of consumers that share keys and split the columns."""
+    dtype: gl.constexpr = p.dtype
+    shared_half(ME, channels.p, i, cfg).store(p)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = (factor * dp).to(dtype)
+    shared_half(ME, channels.ds, i, cfg).store(ds)
+    fence_async_shared()
+    wait_at_barrier(FIRST_BARRIER, 256)
+    dv = warpgroup_mma(channels.p.index(i % 2), half(ME, channels.dout, i, cfg), dv, is_async=True)
+    dk = warpgroup_mma(channels.ds.index(i % 2), half(ME, channels.q, i, cfg), dk, is_async=True)
+    dq = issue_dq(ME, k, i, channels.ds, cfg)
+    dq_rest = issue_dq(2 + ME, k, i, channels.ds, cfg)
+    dv = warpgroup_mma_wait(3, deps=[dv])
+    channels.dout.release(i)  # dP and dV have read it; delta went into dP
+    # As above, S^T after the last block is nobody's.
+    acquire_if(channels.q, i + 1, i + 1 < total)
+    s = issue_scores(ME, k, i + 1, channels, cfg)
+    dk, dq, dq_rest = warpgroup_mma_wait(1, deps=[dk, dq, dq_rest])
+    channels.q.release(i)  # S^T (a step ago), the exponentials and dK have read it
+    add_halves(ME, dq, dq_rest, i, m, place + m, added, outputs, channels.staging, work, cfg)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return s, dk, dv
+
+
+@gluon.jit
+def add_halves(
+    ME: gl.constexpr, dq, dq_rest, i, m, place, added, outputs, staging, work, cfg: gl.constexpr
+):  # fmt: skip
+    """Add this consumer's pieces of dQ to block `place` of the workspace, in its turn."""
     if cfg.IS_ORDERED:
         # The turn of the step before is passed on here, when its addition has had a step's time.
-        await_additions(ME)
+        await_additions()
         if i > 0:
             pass_turn(outputs.turns + (2 * added + ME), work.n)
         await_turn(outputs.turns + (2 * place + ME), work.n, work.before, m)
     else:
-        tma.store_wait(STAGES - 1)
-    slot = ME * STAGES + i % STAGES
-    if cfg.SPLITS_COLUMNS:
-        add_piece(dq, slot, 4 * place + 2 * ME, outputs.workspace, tiles, cfg)
-        tma.store_wait(STAGES - 1)
-        add_piece(dq_rest, slot, 4 * place + 2 * ME + 1, outputs.workspace, tiles, cfg)
-    else:
-        add_piece(dq, slot, 2 * place + ME, outputs.workspace, tiles, cfg)
+        tma.store_wait(0)
+    tile = staging.index(ME)
+    add_piece(dq, tile, 4 * place + ME, outputs.workspace)
+    tma.store_wait(0)
+    add_piece(dq_rest, tile, 4 * place + 2 + ME, outputs.workspace)
 
 
 @gluon.jit
@@ -278,6 +349,13 @@ def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
 
 
 @gluon.jit
+def await_empty(channel, i):
+    """Wait until slot `i` may be written."""
+    slot = i % channel.SLOTS
+    mbarrier.wait(channel.empty.index(slot), ((i // channel.SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
 def acquire_if(channel, i, there):
     """Wait until slot `i` is full, if anything is to come."""
     slot = i % channel.SLOTS
@@ -306,27 +384,18 @@ def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
-    """This consumer's half of dQ = dS K of block i, under way, in one or two pieces of (64, 64)."""
-    PIECE: gl.constexpr = CONSUMER_ROWS
+def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
+    """A piece (64, 64) of dQ = dS K, under way: rows or columns 64 PART and on. dS^T is in slot `i`
+    of `tiles`."""
+    FIRST: gl.constexpr = PART * CONSUMER_ROWS
     k = k.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
-    ds = channels.ds.index(i % 2)
-    zero = nothing(PIECE)
-    if cfg.SPLITS_COLUMNS:
-        left = k.slice(2 * ME * PIECE, PIECE, dim=1)
-        right = k.slice((2 * ME + 1) * PIECE, PIECE, dim=1)
-        ds = ds.permute((1, 0))
-        dq = warpgroup_mma(ds, left, zero, use_acc=False, is_async=True)
-        dq_rest = warpgroup_mma(ds, right, zero, use_acc=False, is_async=True)
-    elif cfg.BLOCK_M == 64:
-        k = k.slice(ME * PIECE, PIECE, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
-        dq_rest = i
+    ds = tiles.index(i % 2)
+    if cfg.BLOCK_M == 64:
+        k = k.slice(FIRST, CONSUMER_ROWS, dim=1)
     else:
-        ds = ds.slice(ME * PIECE, PIECE, dim=1).permute((1, 0))
-        dq = warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
-        dq_rest = i
-    return dq, dq_rest
+        ds = ds.slice(FIRST, CONSUMER_ROWS, dim=1)
+    zero = nothing(CONSUMER_ROWS)
+    return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
 
 
 # Where a packed sequence ends inside of a tile

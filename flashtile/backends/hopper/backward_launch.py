@@ -14,7 +14,6 @@ from .. import Gradients
 from .arguments import WIDEST, Pointers, Sequences
 from .backward_pass import KeyGradients, backward_kernel
 from .backward_plan import (
-    CONSUMERS,
     BackwardConfig,
     backward_plan,
     backward_section,
@@ -75,7 +74,7 @@ def backward_launches(
     )
     statistics = empty_statistics(problem, operands, blocks, config)
     turns = torch.empty(
-        problem.Hq * blocks * CONSUMERS + 1 if config.IS_ORDERED else 0,
+        problem.Hq * blocks * config.ADDERS + 1 if config.IS_ORDERED else 0,
         dtype=torch.int32,
         device=q.device,
     )
@@ -172,7 +171,7 @@ def key_launch(
         "delta": plain_descriptor(minus_delta, 1),
         "dk": descriptor(readable(dk), CONSUMER_ROWS, columns),
         "dv": descriptor(readable(dv), CONSUMER_ROWS, columns),
-        "workspace": plain_descriptor(workspace, PIECE_ROWS.value),
+        "workspace": plain_descriptor(workspace, 2 * PIECE_ROWS.value // config.ADDERS),
         "plain": KeyGradients(dk, dv),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
         "B": problem.B,

@@ -2,7 +2,7 @@
 
 FlashAttention-2's algorithm 2 (Dao 2023) with the roles of FlashAttention-3: a program owns a tile
 of keys, so that dK and dV stay in registers, summed over the query heads of a group; dQ is added to
-memory. `backward_producer.py` and `backward_consumer.py` hold the roles.
+memory. `backward_producer.py`, `backward_consumer.py` and `backward_writer.py` hold the roles.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .arguments import NUMBERS, Mask, Score
 from .backward_consumer import consumer
 from .backward_producer import producer
-from .channels import make_channel
+from .backward_writer import writer
+from .channels import Channel, make_channel
 from .layouts import shared_rows
-from .query_gradient import PIECE_ROWS
+from .query_gradient import make_staging
 
 OF_CONSUMERS = gl.constexpr(240)  # registers a thread
-OF_PRODUCER = gl.constexpr(24)
+OF_OTHERS = gl.constexpr(24)
 
 
 class Channels(NamedTuple):
@@ -32,8 +33,8 @@ class Channels(NamedTuple):
     k: Any  # one tile, as v
     v: Any
     p: Any  # P^T (2, BLOCK_N, BLOCK_M), where it passes through shared memory
-    ds: Any  # dS^T
-    dq: Any  # pieces on their way out
+    ds: Any  # dS^T: a ring, or as P^T
+    staging: Any  # dQ on its way out: a ring to the writer, or a tile of each consumer
 
 
 class Inputs(NamedTuple):
@@ -98,16 +99,28 @@ def make_keys(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
+def make_exchange(tiles, SLOTS: gl.constexpr):
+    """A ring of tiles of which each consumer writes one half and reads both."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=2)
+    return Channel(tiles, tiles, full, empty, SLOTS)
+
+
+@gluon.jit
 def make_channels(inputs, workspace, cfg: gl.constexpr):
     """Allocate the rings and set up their barriers."""
     dtype: gl.constexpr = inputs.q.dtype
     SCORES: gl.constexpr = [2, cfg.BLOCK_N, cfg.BLOCK_M]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
-    PIECES: gl.constexpr = [2 * cfg.DQ_STAGES, PIECE_ROWS, 256]
     ds = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
     p = ds
     if cfg.SPLITS_COLUMNS:
         p = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
+    else:
+        ds = make_exchange(ds, 2)
     channels = Channels(
         make_rows(dtype, inputs.lse, cfg.Q_STAGES, 2, cfg),
         make_rows(dtype, inputs.delta, cfg.DO_STAGES, 2, cfg),
@@ -115,7 +128,7 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
         make_keys(dtype, cfg),
         p,
         ds,
-        gl.allocate_shared_memory(gl.float32, PIECES, workspace.layout),
+        make_staging(workspace, cfg),
     )
     fence_async_shared()
     return channels
@@ -133,7 +146,7 @@ def backward_kernel(
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     inputs = Inputs(q, k, v, dout, lse, delta)
     outputs = Outputs(dk, dv, workspace, plain, turns)
-    if cfg.IS_ORDERED:  # see query_gradient.await_turn
+    if cfg.IS_ORDERED:  # see `order.await_turn`
         tile = gl.atomic_add(counter, 1)
     else:
         tile = gl.program_id(0)
@@ -143,7 +156,8 @@ def backward_kernel(
             (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
             (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
             (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
+            (writer, (outputs, channels.staging, tile, sizes, at, mask, cfg)),
         ],
-        [4, 1],
-        [OF_CONSUMERS, OF_PRODUCER],
+        [4, 1, 1],
+        [OF_CONSUMERS, OF_OTHERS, OF_OTHERS],
     )

@@ -31,7 +31,9 @@ TILES = {
     256: BackwardTile(64, 64, 2, 1, True),
 }
 
-CONSUMERS = 2
+
+# Tiles that add to the same rows start one after the other then, so that fewer of them wait.
+WIDEST_ORDERED = 64
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class BackwardConfig:
     BLOCK_D: int
     Q_STAGES: int
     DO_STAGES: int
-    DQ_STAGES: int  # pieces of dQ on their way to memory, of one consumer
     SPLITS_COLUMNS: bool
+    ADDERS: int  # roles that add dQ to memory: the writer, or both consumers
+    CARRIES_LSE: bool  # to the next step, where registers allow
+    DQ_FIRST: bool  # the late dQ is made before dS is stored: more overlap, one more barrier
     D: int
     DV: int
     HAS_LEFT: bool
@@ -68,8 +72,10 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         BLOCK_D=columns,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
-        DQ_STAGES=2 if columns == 128 and not is_uneven(problem) else 1,
         SPLITS_COLUMNS=tile.splits_columns,
+        ADDERS=2 if tile.splits_columns else 1,
+        CARRIES_LSE=columns == 128 and problem.layout == "dense",
+        DQ_FIRST=columns == 128,
         D=problem.D,
         DV=problem.Dv,
         HAS_LEFT=options.window_left >= 0,
@@ -98,10 +104,11 @@ def is_uneven(problem: AttentionProblem) -> bool:
 def backward_section(problem: AttentionProblem) -> int:
     """Key heads whose tiles run side by side; see `plan.section_of`. Per key head the queries of a
     whole group stream through the cache."""
-    if not is_uneven(problem):
+    ordered = problem.options.deterministic
+    if not is_uneven(problem) and not ordered:
         return 1
     of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
-    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SECTION)
+    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_ORDERED if ordered else WIDEST_SECTION)
 
 
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:
@@ -114,8 +121,8 @@ def describe_backward(problem: AttentionProblem) -> str:
     """The plan of the backward in words, for `explain`."""
     config = backward_plan(problem)
     order = "in the order of the keys" if config.IS_ORDERED else "in the order of arrival"
+    others = "a producer and a writer warp" if config.ADDERS == 1 else "a producer warp"
     return (
         f"backward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
-        f"{config.BLOCK_D}, {CONSUMERS} consumer warpgroups and a producer warp, dQ added up in "
-        f"float32 {order}"
+        f"{config.BLOCK_D}, 2 consumer warpgroups, {others}, dQ added up in float32 {order}"
     )

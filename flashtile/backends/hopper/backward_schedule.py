@@ -121,21 +121,11 @@ def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
     end = gl.where(seen, gl.cdiv(stop, cfg.BLOCK_M), 0)
     full_begin = gl.minimum(gl.maximum(gl.cdiv(last_start, cfg.BLOCK_M), begin), end)
     full_end = gl.minimum(gl.maximum(first_stop // cfg.BLOCK_M, full_begin), end)
-    full_end = gl.where(n0 + cfg.BLOCK_N > N, full_begin, full_end)  # keys past the end
-    return begin, full_begin, full_end, end
-
-
-@gluon.jit
-def masked_count(work):
-    """Blocks that need a mask."""
-    return work.end - work.begin - (work.full_end - work.full_begin)
+    past = n0 + cfg.BLOCK_N > N
+    return begin, gl.where(past, end, full_begin), gl.where(past, end, full_end), end
 
 
 @gluon.jit
 def visited_block(j, work):
-    """The block of step `j`: first those that need a mask, before and behind the full ones, then
-    the full ones."""
-    before = work.full_begin - work.begin
-    masked = masked_count(work)
-    block = gl.where(j < before, work.begin + j, work.full_end + j - before)
-    return gl.where(j < masked, block, work.full_begin + j - masked)
+    """The block of step `j`, of each head: downwards, see `backward_order.py`."""
+    return work.end - 1 - j

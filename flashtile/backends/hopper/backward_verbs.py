@@ -31,6 +31,10 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
 add_to_global = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
+# All warps of a role wait for each other, where the compiler knows it.
+meet = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
 @gluon.jit
 def hidden_zero(i):
     """Zero, which the compiler does not know: what is indexed with it inside of a loop is not

@@ -34,7 +34,9 @@ from .softmax import (
     paired,
     partial_row_sum,
     pivot_of,
+    raised,
     rescaled,
+    rescaled_where_needed,
     scores_log2,
     whole_row_sum,
 )
@@ -71,7 +73,7 @@ class Progress:
     o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it
     o_rest: gl.tensor
     rescale: gl.tensor  # (64,) what that output is still to be multiplied with
-    row_max: gl.tensor  # (64,)
+    row_max: gl.tensor  # (64,) or a little less, see `raised`
     row_sum: gl.tensor  # (64, 4)
 
     @gluon.constexpr_function
@@ -213,10 +215,10 @@ def issue_scores(q, q_rest, i, channels, cfg: gl.constexpr):
 def issue_output(now, channels, cfg: gl.constexpr):
     """O += P V of block i, under way."""
     dtype: gl.constexpr = channels.v.tiles.dtype
-    o, o_rest = rescaled(now.o, now.rescale), now.o_rest
-    if cfg.REST_DV > 0:
-        o_rest = rescaled(o_rest, now.rescale)
     channels.v.acquire(now.i)
+    o, o_rest = rescaled_where_needed(now.o, now.rescale), now.o_rest
+    if cfg.REST_DV > 0:
+        o_rest = rescaled_where_needed(o_rest, now.rescale)
     v = channels.v.tile(now.i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
     o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
     if cfg.REST_DV > 0:
@@ -256,7 +258,7 @@ def first_block(
     n0 = block * cfg.BLOCK_N
     channels.k.acquire(i)
     s = issue_scores(q, q_rest, i, channels, cfg)
-    if cfg.HAS_TAIL:
+    if cfg.IS_RAGGED:
         channels.v.acquire(i)
         clear_tail(ME, channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
         if cfg.REST_DV > 0:
@@ -300,8 +302,8 @@ def next_block(
     channels.k.release_operand(i)
     s = finished_scores(s, block * cfg.BLOCK_N, rows, score, MASKED, cfg)
     factor = linear_scale(score, cfg)
-    row_max = gl.maximum(now.row_max, gl.max(s, 1) * factor)
-    if cfg.CONSUMERS == 3:  # the other two keep the tensor cores busy during the exponentials
+    row_max = raised(now.row_max, gl.max(s, 1) * factor)
+    if cfg.WAITS == "early":
         pin(row_max)
         o, o_rest = finished_output(o, o_rest, cfg)
         channels.v.release_operand(now.i)
@@ -309,7 +311,9 @@ def next_block(
     rescale = gl.exp2(now.row_max - pivot)
     p = gl.exp2(s * factor - pivot[:, None])
     row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
-    if cfg.CONSUMERS == 2:
+    if cfg.WAITS != "early":
+        if cfg.WAITS == "late":
+            pin(row_sum)
         o, o_rest = finished_output(o, o_rest, cfg)
         channels.v.release_operand(now.i)
     p = paired(p, channels.v.tiles.dtype)
@@ -364,11 +368,9 @@ def store_lse(ME: gl.constexpr, lse, output, work, sizes, cfg: gl.constexpr):
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     if not cfg.IS_PACKED:
         place = (work.b * sizes.heads + work.h).to(gl.int64) * sizes.M
-        count = sizes.M
     else:
         place = work.h.to(gl.int64) * sizes.total_q + work.start_q
-        count = work.M
-    gl.store(output.lse_ptr + place + rows, lse, mask=rows < count)
+    gl.store(output.lse_ptr + place + rows, lse, mask=rows < work.M)
 
 
 @gluon.jit
@@ -377,18 +379,20 @@ def store_output(
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Columns from COLUMN on of the output, through shared memory: by the copy engine, which clips
-    at the end of the tensor, or, where the next sequence follows at once, by the threads."""
+    at the end of the tensor, or, where a sequence can end before it, by the threads."""
     row = work.m0 + ME * CONSUMER_ROWS
     tile = tiles.index(ME)
     tile.reshape([CONSUMER_ROWS, COLUMNS]).store(o.to(tiles.dtype))
     fence_async_shared()  # the copy engine reads it, or writes the next queries over it
-    if cfg.IS_PACKED:
+    if cfg.IS_RAGGED:
         LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
         x = tile.reshape([CONSUMER_ROWS, COLUMNS]).load(LAYOUT)
         offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
         dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         strides = output.desc.tiles.strides  # of (batch, row, head, dim)
         places = (work.start_q + offs).to(gl.int64) * strides[1] + work.h.to(gl.int64) * strides[2]
+        if not cfg.IS_PACKED:
+            places += work.b.to(gl.int64) * strides[0]
         # Rows start at multiples of 16 bytes, as the copy engine wants them.
         places = gl.multiple_of(places, [1, 8])
         gl.store(output.ptr + places + dims, x, mask=(offs < work.M) & (dims < cfg.DV))

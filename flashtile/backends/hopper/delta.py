@@ -27,6 +27,7 @@ def delta_kernel(
     """
     BLOCK: tl.constexpr = cfg.BLOCK_M
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
+    ADDERS: tl.constexpr = cfg.ADDERS
     b = tl.program_id(0) // heads
     h = tl.program_id(0) % heads
     m = tl.program_id(1)
@@ -62,4 +63,5 @@ def delta_kernel(
         zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
         tl.store(workspace + block * (BLOCK * BLOCK_D) + cleared, zeros)
         if cfg.IS_ORDERED:
-            tl.store(turns + 2 * block + tl.arange(0, 2), tl.zeros([2], tl.int32))
+            adders = tl.arange(0, ADDERS)
+            tl.store(turns + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))

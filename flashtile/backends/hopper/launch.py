@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from ...problem import AttentionProblem, Operands, lse_shape
 from .arguments import WIDEST, Pointers, Sequences
@@ -37,16 +38,21 @@ class Repeat(NamedTuple):
     that agree in `repeat_key` agree in all of that.
     """
 
-    compiled: Any
-    grid: tuple[int, int, int]
-    descriptors: tuple[TensorDescriptor | None, ...]  # of q, k, v and out, twice
+    launcher: Any  # the compiled kernel and its grid
+    descriptors: tuple[dict[str, Any] | None, ...]  # their fields: of q, k, v and out, twice
     rest: tuple[Any, ...]  # the arguments behind the counter
 
     def run(self, tensors: tuple[Tensor, ...], lse: Tensor, counter: Tensor) -> None:
         """Launch with new q, k, v and out."""
-        moved = map(_moved, self.descriptors, (*tensors, *tensors))
-        self.compiled[self.grid](*moved, tensors[3], lse, counter, *self.rest)
+        moved = [
+            None if fields is None else _described(fields, x)
+            for fields, x in zip(self.descriptors, (*tensors, *tensors), strict=True)
+        ]
+        self.launcher(*moved, tensors[3], lse, counter, *self.rest)
 
+
+ALIGNMENT = 16  # bytes, of what the copy engine reads
+NOTHING_MORE = tuple(Operands._field_defaults.values())
 
 _CACHE_SIZE = 1024
 _known: dict[Any, Repeat] = {}
@@ -75,22 +81,23 @@ def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Ten
     if launch.grid[0] == 0:
         return out, lse
     compiled = launch.run()
-    if key is not None:
+    if key is not None and is_readable(q) and is_readable(k) and is_readable(v):
         if len(_known) >= _CACHE_SIZE:
             _known.clear()
         ordered = tuple(launch.arguments[name] for name in launch.kernel.arg_names)
         first = launch.kernel.arg_names.index("counter") + 1
-        _known[key] = Repeat(compiled, (launch.grid[0], 1, 1), ordered[:8], ordered[first:])
+        fields = tuple(None if x is None else {**vars(x), "base": None} for x in ordered[:8])
+        _known[key] = Repeat(compiled[launch.grid[0], 1, 1], fields, ordered[first:])
     return out, lse
 
 
 def repeat_key(problem: AttentionProblem, operands: Operands) -> Any:
     """What decides a plain launch; None for a call with more than q, k, v to it, or one whose
-    tensors must be copied."""
-    if problem.layout != "dense" or any(x is not None for x in operands[3:]):
+    tensors start where the copy engine cannot."""
+    if problem.layout != "dense" or operands[3:] != NOTHING_MORE:
         return None
     q, k, v = operands[:3]
-    if not (is_readable(q) and is_readable(k) and is_readable(v)):
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         return None
     return problem, q.device.index, q.stride(), k.stride(), v.stride()
 
@@ -102,12 +109,12 @@ def forward_launch(
     config, options = plan(problem), problem.options
     q, k, v = (readable(x) for x in operands[:3])
     shape = (*operands.q.shape[:-1], problem.Dv)
-    if problem.layout == "dense":
-        out = q.new_empty(shape)
-        lse = torch.empty(lse_shape(operands), dtype=torch.float32, device=q.device)
-    else:  # rows that belong to no sequence are written by no program
+    if config.IS_RAGGED:  # rows that belong to no sequence are written by no program
         out = q.new_zeros(shape)
         lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
+    else:
+        out = q.new_empty(shape)
+        lse = torch.empty(lse_shape(operands), dtype=torch.float32, device=q.device)
     tiles = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
     slopes = operands.alibi_slopes
     arguments = {
@@ -145,8 +152,8 @@ def forward_launch(
 def is_readable(x: Tensor) -> bool:
     """Whether the copy engine can read `x`: rows at multiples of 16 bytes, elements contiguous."""
     *outer, dim = x.stride()
-    step = 16 // x.element_size()
-    return dim == 1 and x.data_ptr() % 16 == 0 and not any(s % step or s == 0 for s in outer)
+    step = ALIGNMENT // x.element_size()
+    return dim == 1 and x.data_ptr() % ALIGNMENT == 0 and not any(s % step or s == 0 for s in outer)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -183,13 +190,10 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, strides, [1, rows, 1, columns], shared_rows(columns))
 
 
-def _moved(known: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
-    """The descriptor of another tensor of the same kind, without the checks."""
-    if known is None:
-        return None
+def _described(fields: dict[str, Any], x: Tensor) -> TensorDescriptor:
+    """The descriptor of `x` with the fields of another tensor's, without the checks."""
     fresh = object.__new__(TensorDescriptor)
-    fresh.__dict__.update(known.__dict__)
-    fresh.base = x
+    fresh.__dict__ = {**fields, "base": x}
     return fresh
 
 
@@ -206,7 +210,7 @@ def _counter(device: torch.device) -> Tensor:
     they share."""
     if torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    key = device.index, driver.active.get_current_stream(device.index)
     if key not in _counters:
         _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _counters[key]

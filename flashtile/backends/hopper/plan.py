@@ -52,6 +52,7 @@ class Tile(NamedTuple):
     stages: int  # blocks of K and of V in flight
     takes_turns: bool  # consumers issue products one after the other (ping-pong)
     q: str  # where a consumer's queries lie, see below
+    waits: str = "freely"  # where a consumer waits for the output of a block, see below
 
 
 # Where the queries lie while their tile runs.
@@ -61,30 +62,49 @@ class Tile(NamedTuple):
 # apart: as once, but the output has shared memory of its own.
 PLACES_OF_Q = ("registers", "twice", "once", "apart")
 
+# Where a consumer waits for O += P V of the last block.
+# early: before the exponentials of this block, during which others keep the tensor cores busy.
+# late: behind them.
+# freely: where the assembler puts it, which is among them.
+WAITS = ("early", "late", "freely")
+
 # Head dims that tiles come in: columns of a tile, a power of two, and the rest of them.
 HEAD_DIMS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
 
 # (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
 TILES = {
-    (64, 64): Tile(3, 128, 4, False, "twice"),
+    (64, 64): Tile(3, 128, 4, True, "twice", "early"),
     (96, 96): Tile(2, 128, 2, True, "registers"),
-    (128, 128): Tile(2, 128, 2, True, "registers"),
+    (128, 128): Tile(2, 128, 2, False, "registers"),
     (192, 128): Tile(2, 64, 2, True, "apart"),
-    (192, 192): Tile(2, 64, 2, True, "once"),
-    (256, 256): Tile(2, 64, 2, True, "once"),
+    (192, 192): Tile(2, 64, 2, True, "registers"),
+    (256, 256): Tile(2, 64, 2, False, "once"),
 }
 UNLIKE = Tile(2, 64, 2, True, "apart")  # every other pair; fits the largest
 
+# Where every row walks over all keys, the consumers stay in step.
+UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
 
-def tile_of(head_dim: int, value_dim: int) -> Tile:
-    """The tile of two head dims of `HEAD_DIMS`."""
-    return TILES.get((head_dim, value_dim), UNLIKE)
+# Where most walks end after a few blocks, fewer rows a tile waste less at the diagonal.
+SHORT_CAUSAL = 1024  # keys
+SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
+
+
+def tile_of(problem: AttentionProblem) -> Tile:
+    """The tile that a problem runs with."""
+    options, head_dims = problem.options, (padded(problem.D), padded(problem.Dv))
+    of_mask: dict[tuple[int, int], Tile] = {}
+    if options.window_left < 0 and options.window_right < 0 and options.attention_chunk == 0:
+        of_mask = UNMASKED_TILES
+    elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
+        of_mask = SHORT_CAUSAL_TILES
+    return of_mask.get(head_dims) or TILES.get(head_dims, UNLIKE)
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What the kernel is compiled for. Lengths and strides are not in here: they never
-    recompile."""
+    """What the kernel is compiled for. Lengths and strides are not in here: they recompile
+    nothing, but that a short causal problem may have another tile."""
 
     CONSUMERS: int
     BLOCK_M: int
@@ -99,6 +119,7 @@ class KernelConfig:
     Q_IN_REGISTERS: bool
     O_REUSES_Q: bool  # the output passes through the shared memory of the queries
     TAKES_TURNS: bool
+    WAITS: str  # for the output of a block: `WAITS` above
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -106,7 +127,7 @@ class KernelConfig:
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     IS_PACKED: bool
-    HAS_TAIL: bool  # a sequence of keys can end before the tensor does
+    IS_RAGGED: bool  # sequences can end before the tensors do
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -149,8 +170,12 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         "block_mask": problem.block_tile is not None,
         "probabilities": problem.wants_probabilities,
         "pages": problem.page_size > 0,
+        "float8 keys and values": problem.has_float8_keys,
         "a cache behind packed queries": problem.layout == "packed_queries",
-        "lengths, left pads or rows of a cache": problem.layout == "dense" and problem.has_lengths,
+        "left pads or rows of a cache": problem.has_cache_rows,
+        "gradients of a dense batch with lengths": problem.layout == "dense"
+        and problem.has_lengths
+        and problem.needs_grad,
     }
     return [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
 
@@ -161,7 +186,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
     options = problem.options
     head_dims = padded(problem.D), padded(problem.Dv)
     (BLOCK_D, REST_D), (BLOCK_DV, REST_DV) = (HEAD_DIMS[size] for size in head_dims)
-    tile = tile_of(*head_dims)
+    tile = tile_of(problem)
     has_softcap, packed = options.softcap > 0, problem.layout != "dense"
     return KernelConfig(
         CONSUMERS=tile.consumers,
@@ -177,6 +202,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         Q_IN_REGISTERS=tile.q == "registers",
         O_REUSES_Q=tile.q == "once",
         TAKES_TURNS=tile.takes_turns,
+        WAITS=tile.waits,
         IS_LINEAR=not has_softcap and not problem.has_alibi and options.softmax_scale > 0,
         HAS_LEFT=options.window_left >= 0,
         HAS_RIGHT=options.window_right >= 0,
@@ -184,7 +210,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_SOFTCAP=has_softcap,
         HAS_ALIBI=problem.has_alibi,
         IS_PACKED=packed,
-        HAS_TAIL=packed or problem.has_lengths,
+        IS_RAGGED=packed or problem.has_lengths,
     )
 
 
@@ -195,7 +221,7 @@ def section_of(problem: AttentionProblem) -> int:
     second-level cache holds.
     """
     options = problem.options
-    if options.window_right < 0 and options.attention_chunk == 0 and problem.layout == "dense":
+    if options.window_right < 0 and options.attention_chunk == 0:
         return 1
     of_a_head = problem.N * (problem.D + problem.Dv) * 2
     return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SECTION)

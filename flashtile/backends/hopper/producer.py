@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .layouts import CONSUMER_ROWS
-from .schedule import first_work, next_number, put_work, retire
+from .schedule import next_number, put_work, retire, start_place, work_of
 from .verbs import copy_to_shared
 
 
@@ -16,13 +16,13 @@ def producer(q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr):
     the first."""
     count = 0  # tiles so far
     i = 0  # blocks so far
-    work, start_k = first_work(gl.program_id(0), counter, sizes, at, mask, cfg)
+    work, start_k, place = work_of(gl.program_id(0), start_place(), sizes, at, mask, cfg)
     put_work(channels.work, count, work)
     while work.begin < work.end:
         load_queries(q, count, channels, work, at, cfg)
         i = load_keys(k, v, i, channels, work, start_k, sizes.group, at, cfg)
         count += 1
-        work, start_k = first_work(next_number(counter), counter, sizes, at, mask, cfg)
+        work, start_k, place = work_of(next_number(counter), place, sizes, at, mask, cfg)
         put_work(channels.work, count, work)
     retire(counter)
 

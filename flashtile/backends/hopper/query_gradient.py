@@ -4,9 +4,9 @@ A piece is 64 queries by 64 columns, 16 KiB, in the order in which the registers
 it: both the stores to shared memory and the addition, one contiguous transfer of the copy engine,
 then run at full speed. The kernel that rounds puts the elements back into their places.
 
-Additions arrive in any order, unless cfg.IS_ORDERED: then tile n of a sequence adds to a block of
-queries after tile n - 1 has, which it learns from a number in memory, the block's *turn*: n + 1
-once tile n is done.
+Up to 128 columns a consumer makes one piece a step. Those of both lie side by side in a slot of the
+staging ring, and `backward_writer.py` adds them with one transfer. Above, a consumer makes two, and
+adds them itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .arguments import NUMBERS
-from .backward_verbs import add_to_global, recast
-from .verbs import FIRST_BARRIER, wait_at_barrier
+from .backward_verbs import add_to_global, meet, recast
+from .channels import Channel
+from .verbs import arrive_alone
 
 PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
+PAIRS = gl.constexpr(2)  # on their way to the writer
 PIECE = tl.constexpr(4096)
 
 
@@ -36,52 +38,40 @@ def piece_layout():
 
 
 @gluon.jit
-def add_piece(dq, slot, number, workspace, tiles, cfg: gl.constexpr):
-    """Start adding `dq` (64, 64) to piece `number`, through slot `slot` of the staging tiles."""
-    tile = tiles.index(slot)
+def make_staging(workspace, cfg: gl.constexpr):
+    """The ring of pairs of pieces: both consumers fill a slot, the writer empties it. Without a
+    writer, a piece of each consumer."""
+    SLOTS: gl.constexpr = PAIRS if cfg.ADDERS == 1 else 1
+    tiles = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, PIECE_ROWS, 256], workspace.layout)
+    staging = tiles
+    if cfg.ADDERS == 1:
+        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(SLOTS):
+            mbarrier.init(full.index(slot), count=2)
+            mbarrier.init(empty.index(slot), count=1)
+        staging = Channel(tiles, tiles, full, empty, SLOTS)
+    return staging
+
+
+@gluon.jit
+def put_piece(ME: gl.constexpr, dq, staging, i):
+    """Hand `dq` (64, 64), this consumer's half of pair `i`, to the writer."""
+    slot = i % staging.SLOTS
+    mbarrier.wait(staging.empty.index(slot), ((i // staging.SLOTS) & 1) ^ 1)
+    tile = staging.tiles.index(2 * slot + ME)
+    recast(tile, gl.float32, [64, 64], piece_layout()).store(dq)
+    fence_async_shared()
+    meet()
+    arrive_alone(staging.full.index(slot))
+
+
+@gluon.jit
+def add_piece(dq, tile, number, workspace):
+    """Start adding `dq` (64, 64) to piece `number`, through the staging tile of this consumer."""
     recast(tile, gl.float32, [64, 64], piece_layout()).store(dq)
     fence_async_shared()
     add_to_global(workspace, [number * PIECE_ROWS, 0], tile)
-
-
-@gluon.jit
-def await_turn(turn, n, before_end, m):
-    """Wait until tile n - 1 has added to block m, if it does at all.
-
-    No deadlock: tiles are numbered in the order in which programs start, so that a program waits
-    for none but one that runs already, and the first of those that run waits for none.
-    """
-    if m < before_end:
-        # The additions before and after go through another path to memory than this load.
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1];"
-            " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async; mov.b32 $0, 0; }",
-            "=r,l,r",
-            [turn.to(gl.int64, bitcast=True), n],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@gluon.jit
-def await_additions(ME: gl.constexpr):
-    """Wait until what this consumer has added is in memory (one of its threads started that)."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    wait_at_barrier(FIRST_BARRIER + 1 + ME, 128)
-
-
-@gluon.jit
-def pass_turn(turn, n):
-    """Let tile n + 1 add."""
-    gl.atomic_xchg(turn, n + 1, sem="release", scope="gpu")
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "blocks"])

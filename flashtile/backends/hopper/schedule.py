@@ -40,6 +40,19 @@ class Work:
         self.end = end
 
 
+@aggregate
+class Place:
+    """How far the tiles of sequences of unlike lengths are counted."""
+
+    b: gl.tensor  # a sequence
+    first: gl.tensor  # number of its first tile
+
+    @gluon.constexpr_function
+    def __init__(self, b, first):
+        self.b = b
+        self.first = first
+
+
 @gluon.jit
 def section_order(tile, m_tiles, heads, section):
     """(tile of queries, head): all tiles of `section` heads, heads fastest, then the next section.
@@ -91,33 +104,59 @@ def visible_keys(p, N, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a tile number, without blocks of keys if there is no such tile, and the first row
-    of its keys."""
-    exists = tile < sizes.tiles
-    tile = gl.where(exists, tile, 0)
-    m_tiles = gl.cdiv(sizes.M, cfg.BLOCK_M)
-    m, bh = section_order(tile, m_tiles, sizes.B * sizes.heads, sizes.section)
-    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
-        m = m_tiles - 1 - m  # the longest walks first
-    b = bh // sizes.heads
-    m0 = m * cfg.BLOCK_M
-    start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
-    start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
-    begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
-    end = gl.where(exists, end, begin)
-    return Work(b, bh % sizes.heads, m0, start_q, M, N, begin, end), start_k
+def start_place():
+    """Where the search for tiles of sequences of unlike lengths starts."""
+    return Place(gl.program_id(0) * 0, gl.program_id(0) * 0)
 
 
 @gluon.jit
-def first_work(tile, counter, sizes, at, mask, cfg: gl.constexpr):
-    """The work of `tile`, or of the first one after it that this program takes and that holds a
-    query."""
-    work, start_k = work_of(tile, sizes, at, mask, cfg)
-    if cfg.IS_PACKED:
-        while (work.begin < work.end) & (work.m0 >= work.M):
-            work, start_k = work_of(next_number(counter), sizes, at, mask, cfg)
-    return work, start_k
+def tiles_of(b, sizes, at, cfg: gl.constexpr):
+    """Tiles of a sequence, all heads."""
+    _, M = sequence(
+        gl.minimum(b, sizes.B - 1), at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M
+    )
+    return gl.cdiv(M, cfg.BLOCK_M) * sizes.heads
+
+
+@gluon.jit
+def place_of(tile, place, sizes, at, cfg: gl.constexpr):
+    """The sequence that holds `tile`, searched from `place` on; past the last if none does.
+
+    Numbers are given to tiles that exist, so what a program takes only grows.
+    """
+    stop = place.first + tiles_of(place.b, sizes, at, cfg)
+    while (place.b < sizes.B) & (tile >= stop):
+        place = Place(place.b + 1, stop)
+        stop += tiles_of(place.b, sizes, at, cfg)
+    return place
+
+
+@gluon.jit
+def work_of(tile, place, sizes, at, mask, cfg: gl.constexpr):
+    """The work of a tile number, without blocks of keys if there is no such tile; the first row of
+    its keys; and the place, for the next search."""
+    if cfg.IS_RAGGED:
+        place = place_of(tile, place, sizes, at, cfg)
+        exists = place.b < sizes.B
+        b = gl.minimum(place.b, sizes.B - 1)
+        start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
+        m_tiles = gl.maximum(gl.cdiv(M, cfg.BLOCK_M), 1)
+        number = gl.where(exists, tile - place.first, 0)
+        m, h = section_order(number, m_tiles, sizes.heads, sizes.section)
+    else:
+        exists = tile < sizes.tiles
+        m_tiles = gl.cdiv(sizes.M, cfg.BLOCK_M)
+        number = gl.where(exists, tile, 0)
+        m, bh = section_order(number, m_tiles, sizes.B * sizes.heads, sizes.section)
+        b, h = bh // sizes.heads, bh % sizes.heads
+        start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
+    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+        m = m_tiles - 1 - m  # the longest walks first
+    m0 = m * cfg.BLOCK_M
+    start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
+    begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
+    end = gl.where(exists, end, begin)
+    return Work(b, h, m0, start_q, M, N, begin, end), start_k, place
 
 
 @gluon.jit
@@ -132,7 +171,7 @@ def read_work(queue, i, sizes, cfg: gl.constexpr):
     """What `put_work` put; what the compiler can know stays out of the registers."""
     W: gl.constexpr = CONSUMER_WARPS
     begin, start_q, M, N = 0 * sizes.M, 0 * sizes.M, sizes.M, sizes.N
-    if cfg.IS_PACKED:
+    if cfg.IS_RAGGED:
         start_q = number_of(queue, i, 3, W)
         M = number_of(queue, i, 4, W)
         N = number_of(queue, i, 5, W)

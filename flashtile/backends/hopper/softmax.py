@@ -11,10 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .layouts import accumulator, left_operand, row_values
-from .verbs import halves, round_to_pair
+from .verbs import halves, multiply_unless_one, round_to_pair
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+
+# A row's maximum stays while scores exceed it by no more than this, in base 2. Weights are then up
+# to 2**8, far inside of float16; as fractions of the row sum they are rounded as before.
+SLACK_LOG2 = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -110,6 +114,13 @@ def bounds(bound, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def raised(row_max, seen):
+    """The maximum of a row, raised to the largest score `seen` only when it is far behind. Any
+    number near the maximum serves: what is summed is divided by a sum against the same number."""
+    return gl.where(seen - row_max > SLACK_LOG2, seen, row_max)
+
+
+@gluon.jit
 def pivot_of(row_max, MASKED: gl.constexpr):
     """What the exponents are taken against: while a row has seen no key, -inf less -inf would be
     NaN."""
@@ -131,6 +142,14 @@ def rescaled(x, factor):
     """Rows of `x` times `factor` (64,)."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.convert_layout(factor, LAYOUT, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def rescaled_where_needed(x, factor):
+    """`rescaled`, for factors that are mostly one: a warp with no other multiplies nothing."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    factor = gl.convert_layout(factor, LAYOUT, assert_trivial=True)
+    return multiply_unless_one(x, factor[:, None].broadcast_to(x.shape))
 
 
 @gluon.jit

@@ -81,6 +81,37 @@ def log2(x):
 
 
 @gluon.constexpr_function
+def _multiply_assembly(count):
+    # A thread has two rows: in every four neighbours of an accumulator, two of each.
+    first, second = f"${2 * count}", f"${2 * count + 2}"
+    products = "".join(
+        f"mul.f32 ${n}, ${n}, {first if n % 4 < 2 else second}; " for n in range(count)
+    )
+    return (
+        "{ .reg .pred own, any; "
+        f"setp.neu.f32 own, {first}, 0f3F800000; setp.neu.or.f32 own, {second}, 0f3F800000, own; "
+        f"vote.sync.any.pred any, own, 0xffffffff; @!any bra SKIPPED; {products} SKIPPED: }}"
+    )
+
+
+@gluon.constexpr_function
+def _multiply_constraints(count):
+    return ",".join(["=f"] * count + [str(n) for n in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def multiply_unless_one(x, factor):
+    """`x` times `factor`, accumulators of one warpgroup with one factor a row; a warp whose factors
+    are all one jumps over the products."""
+    COUNT: gl.constexpr = x.shape[1] // 2  # elements a thread
+    ASSEMBLY: gl.constexpr = _multiply_assembly(COUNT)
+    CONSTRAINTS: gl.constexpr = _multiply_constraints(COUNT)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=False, pack=COUNT
+    )
+
+
+@gluon.constexpr_function
 def _pair_assembly(dtype):
     kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     return f"cvt.rn.{kind}.f32 $0, $2, $1;"

@@ -7,19 +7,21 @@ one launch does what would be many.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import rows_of
+from . import repeat
+from .arguments import Rows, contiguous, rows_of
 from .kernel_launch import Launch, run
-from .rotary import Turn, place_of_token, token_base, turn_heads, turn_of
+from .rotary import Turn, as_stored, place_of_token, token_base, turn_heads, turn_of
 
-# Features that one step of a program copies.
-COPIED = 512
+# Features that one step of a program copies: all heads of a token, mostly, so that memory is waited
+# for once.
+COPIED = 4096
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class AppendConfig:
 
 @triton.jit
 def copy_heads(
-    target, target_base, source, source_base, HEADS_DIM: tl.constexpr, DIM: tl.constexpr,
+    target, target_base, source, source_base, descale, HEADS_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token."""
@@ -48,15 +50,17 @@ def copy_heads(
         dim = offs % DIM
         inside = offs < HEADS_DIM
         x = tl.load(source_base + head * source.head + dim * source.dim, mask=inside)
+        x = as_stored(x, target, descale, head, inside)
         tl.store(target_base + head * target.head + dim * target.dim, x, mask=inside)
 
 
 @triton.jit
-def append_token(
-    token, k_cache, v_cache, k, v, lengths_ptr, base_ptr, cos, sin, cu_seqlens, page_table,
-    cache_batch_idx, B, seq, rows, capacity, page_columns, table_rows, cfg: tl.constexpr,
+def slot_of_token(
+    token, lengths_ptr, cu_seqlens, page_table, cache_batch_idx, B, seq, rows, capacity,
+    page_columns, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One new token, behind the `lengths` that its sequence has; what does not fit is dropped."""
+    """(fits, sequence, place among its new tokens, row of the cache, place in it) of a new token,
+    which goes behind the `lengths` that its sequence has."""
     b, place = place_of_token(token, cu_seqlens, B, seq)
     exists = (b < B) & (place >= 0)
     position = tl.load(lengths_ptr + b, mask=exists, other=-1).to(tl.int32) + place
@@ -70,21 +74,53 @@ def append_token(
         if cache_batch_idx is not None:
             row = tl.load(cache_batch_idx + b, mask=fits, other=-1)
         slot = position
-    if fits & (row >= 0) & (row < rows):
-        k_base = token_base(k, token, b, place, cu_seqlens)
-        v_base = token_base(v, token, b, place, cu_seqlens)
-        k_slot = token_base(k_cache, token, row, slot, None)
-        v_slot = token_base(v_cache, token, row, slot, None)
-        if cfg.TURN is None:
-            copy_heads(k_cache, k_slot, k, k_base, cfg.HEADS * cfg.D, cfg.D, cfg.BLOCK)
+    return fits & (row >= 0) & (row < rows), b, place, row, slot
+
+
+@triton.jit
+def store_key(
+    token, b, place, row, slot, k_cache, k, base_ptr, cos, sin, cu_seqlens, descale, table_rows,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """The keys of one token, turned if asked."""
+    source = token_base(k, token, b, place, cu_seqlens)
+    target = token_base(k_cache, token, row, slot, None)
+    if descale is not None:
+        descale += b * cfg.HEADS
+    if cfg.TURN is None:
+        copy_heads(k_cache, target, k, source, descale, cfg.HEADS * cfg.D, cfg.D, cfg.BLOCK)
+    else:
+        TURN: tl.constexpr = cfg.TURN
+        position = tl.load(base_ptr + b) + place
+        turn_heads(
+            k_cache, target, k, source, descale, position, cos, sin, table_rows, cfg.HEADS, cfg.D,
+            False, TURN,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_value(token, b, place, row, slot, v_cache, v, cu_seqlens, descale, cfg: tl.constexpr):
+    """The values of one token."""
+    source = token_base(v, token, b, place, cu_seqlens)
+    target = token_base(v_cache, token, row, slot, None)
+    if descale is not None:
+        descale += b * cfg.HEADS
+    copy_heads(v_cache, target, v, source, descale, cfg.HEADS * cfg.DV, cfg.DV, cfg.BLOCK)
+
+
+@triton.jit
+def store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, CHUNK: tl.constexpr):
+    """The lengths with the new tokens."""
+    for first in range(0, B, CHUNK):
+        offs = first + tl.arange(0, CHUNK)
+        inside = offs < B
+        count = tl.load(lengths_ptr + offs, mask=inside).to(tl.int32)
+        if cu_seqlens is not None:
+            count += tl.load(cu_seqlens + offs + 1, mask=inside).to(tl.int32)
+            count -= tl.load(cu_seqlens + offs, mask=inside).to(tl.int32)
         else:
-            TURN: tl.constexpr = cfg.TURN
-            turned_at = tl.load(base_ptr + b) + place
-            turn_heads(
-                k_cache, k_slot, k, k_base, turned_at, cos, sin, table_rows, cfg.HEADS, cfg.D,
-                False, TURN,
-            )  # fmt: skip
-        copy_heads(v_cache, v_slot, v, v_base, cfg.HEADS * cfg.DV, cfg.DV, cfg.BLOCK)
+            count += seq
+        tl.store(used_ptr + offs, count, mask=inside)
 
 
 @triton.jit
@@ -100,8 +136,8 @@ def turn_query(
     source_base = token_base(q, token, b, place, cu_seqlens)
     target_base = token_base(q_turned, token, b, place, cu_seqlens)
     turn_heads(
-        q_turned, target_base, q, source_base, position, cos, sin, table_rows, cfg.HEADS_Q, cfg.D,
-        False, TURN,
+        q_turned, target_base, q, source_base, None, position, cos, sin, table_rows, cfg.HEADS_Q,
+        cfg.D, False, TURN,
     )  # fmt: skip
 
 
@@ -111,116 +147,177 @@ def turn_query(
     ]
 )  # fmt: skip
 def append_kernel(
-    k_cache, v_cache, k, v, q, q_turned, lengths_ptr, base_ptr, cos, sin, cu_seqlens, cu_seqlens_q,
-    page_table, cache_batch_idx, B, seq, seq_q, tokens, rows, capacity, page_columns, table_rows,
-    cfg: tl.constexpr,
+    k_cache, v_cache, k, v, q, q_turned, lengths_ptr, used_ptr, base_ptr, cos, sin, cu_seqlens,
+    cu_seqlens_q, page_table, cache_batch_idx, k_descale, v_descale, B, seq, seq_q, tokens, rows,
+    capacity, page_columns, table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One of the new `tokens` or, behind them, one token of the queries.
+    """The new lengths, or the keys or values of one of the new `tokens`, or one token of the
+    queries. What does not fit is dropped.
 
     `rows` is the number of rows (or pages) of the cache, `capacity` the tokens that one sequence
     can have.
     """
-    program = tl.program_id(0)
-    if program < tokens:
-        append_token(
-            program, k_cache, v_cache, k, v, lengths_ptr, base_ptr, cos, sin, cu_seqlens,
-            page_table, cache_batch_idx, B, seq, rows, capacity, page_columns, table_rows, cfg,
+    program = tl.program_id(0) - 1
+    if program < 0:
+        store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, 128)
+    elif program < 2 * tokens:
+        token = program // 2
+        fits, b, place, row, slot = slot_of_token(
+            token, lengths_ptr, cu_seqlens, page_table, cache_batch_idx, B, seq, rows, capacity,
+            page_columns, cfg,
         )  # fmt: skip
+        if fits:
+            if program % 2 == 0:
+                store_key(
+                    token, b, place, row, slot, k_cache, k, base_ptr, cos, sin, cu_seqlens,
+                    k_descale, table_rows, cfg,
+                )  # fmt: skip
+            else:
+                store_value(token, b, place, row, slot, v_cache, v, cu_seqlens, v_descale, cfg)
     elif cfg.TURN is not None:
         turn_query(
-            program - tokens, q, q_turned, base_ptr, cos, sin, cu_seqlens_q, B, seq_q, table_rows,
-            cfg,
+            program - 2 * tokens, q, q_turned, base_ptr, cos, sin, cu_seqlens_q, B, seq_q,
+            table_rows, cfg,
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Queries and the angles that they and the new keys are turned by."""
+class Appended(NamedTuple):
+    """New tokens, the cache that takes them and, with rotary embedding, the queries.
 
-    q: Tensor  # (batch, seq_q, heads, head_dim), or packed
-    q_turned: Tensor  # where to write them
-    cos: Tensor  # (positions, pairs)
-    sin: Tensor
-    base: Tensor  # (batch,), the position of each sequence's first new token
+    Shapes as `kvcache.py` has them.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    used: Tensor  # where to write the lengths with the new tokens
+    cu_seqlens: Tensor | None
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    q: Tensor | None = None
+    q_turned: Tensor | None = None  # where to write them
+    cos: Tensor | None = None  # (positions, pairs)
+    sin: Tensor | None = None
+    base: Tensor | None = None  # (batch,), the position of each sequence's first new token
+    cu_seqlens_q: Tensor | None = None
+
+
+class Turning(NamedTuple):
+    """How rotary embedding turns: the halves of a head or neighbours, and whether each query has a
+    position of its own."""
+
+    interleaved: bool = False
+    own_positions: bool = False
+
+
+class AppendTensors(NamedTuple):
+    """What leads the arguments of the kernel."""
+
+    k_cache: Rows
+    v_cache: Rows
+    k: Rows
+    v: Rows
+    q: Rows | None
+    q_turned: Rows | None
+    lengths_ptr: Tensor
+    used_ptr: Tensor
+    base_ptr: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    cu_seqlens: Tensor | None
     cu_seqlens_q: Tensor | None
-    interleaved: bool
-    own_positions: bool
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
 
 
-def append_launch(
+def append_tensors(given: Appended) -> AppendTensors:
+    """As the kernel takes them."""
+    return AppendTensors(
+        rows_of(given.k_cache),
+        rows_of(given.v_cache),
+        rows_of(given.k),
+        rows_of(given.v),
+        None if given.q is None else rows_of(given.q),
+        None if given.q_turned is None else rows_of(given.q_turned),
+        given.lengths.contiguous(),
+        given.used,
+        contiguous(given.base),
+        contiguous(given.cos),
+        contiguous(given.sin),
+        contiguous(given.cu_seqlens),
+        contiguous(given.cu_seqlens_q),
+        contiguous(given.page_table),
+        contiguous(given.cache_batch_idx),
+        contiguous(given.k_descale),
+        contiguous(given.v_descale),
+    )
+
+
+def append_launch(given: Appended, turning: Turning) -> Launch:
+    """Write new tokens behind those of each sequence, and turned queries to where `given` says."""
+    k, v, q, cos, page_table = given.k, given.v, given.q, given.cos, given.page_table
+    capacity = given.k_cache.shape[1]
+    columns = 0
+    if page_table is not None:
+        columns = page_table.shape[1]
+        capacity *= columns
+    packed = given.cu_seqlens is not None
+    tokens = k.shape[0] if packed else k.shape[0] * k.shape[1]
+    queries = 0 if q is None else q.numel() // (q.shape[-1] * q.shape[-2])
+    config = AppendConfig(
+        HEADS=k.shape[-2],
+        HEADS_Q=0 if q is None else q.shape[-2],
+        D=k.shape[-1],
+        DV=v.shape[-1],
+        PAGE_SIZE=0 if page_table is None else given.k_cache.shape[1],
+        BLOCK=min(COPIED, triton.next_power_of_2(k.shape[-2] * max(k.shape[-1], v.shape[-1]))),
+        HAS_OWN_POSITIONS=turning.own_positions,
+        TURN=None if cos is None else turn_of(cos, k.shape[-1], turning.interleaved),
+    )
+    arguments = append_tensors(given)._asdict() | {
+        "B": given.lengths.shape[0],
+        "seq": 1 if packed else k.shape[1],
+        "seq_q": 1 if q is None else q.shape[1],
+        "tokens": tokens,
+        "rows": given.k_cache.shape[0],
+        "capacity": capacity,
+        "page_columns": columns,
+        "table_rows": 0 if cos is None else cos.shape[0],
+        "cfg": config,
+    }
+    grid = (1 + 2 * tokens + queries,)
+    return Launch(append_kernel, grid, arguments, 4, 1)
+
+
+def append(given: Appended, turning: Turning) -> None:
+    """Launch `append_launch`, as an earlier call did if there was one like it."""
+    key = repeat.repeat_key(turning, given)
+    known = repeat.known(key)
+    if known is not None and given.k.device.index == torch.cuda.current_device():
+        known[0].run(append_tensors(given))
+        return
+    launches = [append_launch(given, turning)]
+    repeat.remember(key, launches, run(launches, given.k), [len(AppendTensors._fields)])
+
+
+def append_to_cache(
     k_cache: Tensor,
     v_cache: Tensor,
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
-    cu_seqlens: Tensor | None,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    rotation: Rotation | None = None,
-) -> Launch:
-    """Write `k` and `v` behind the `lengths` tokens of each sequence, and the queries of `rotation`
-    to where it says; shapes as `kvcache.py` has them."""
-    page_size = 0 if page_table is None else k_cache.shape[1]
-    columns = 0 if page_table is None else page_table.shape[1]
-    tokens = k.shape[0] if cu_seqlens is not None else k.shape[0] * k.shape[1]
-    packed = cu_seqlens is not None
-    turn = None
-    if rotation is not None:
-        turn = turn_of(rotation.cos, k.shape[-1], rotation.interleaved)
-    config = AppendConfig(
-        HEADS=k.shape[-2],
-        HEADS_Q=0 if rotation is None else rotation.q.shape[-2],
-        D=k.shape[-1],
-        DV=v.shape[-1],
-        PAGE_SIZE=page_size,
-        BLOCK=COPIED,
-        HAS_OWN_POSITIONS=rotation is not None and rotation.own_positions,
-        TURN=turn,
-    )
-    arguments = {
-        "k_cache": rows_of(k_cache),
-        "v_cache": rows_of(v_cache),
-        "k": rows_of(k),
-        "v": rows_of(v),
-        "lengths_ptr": lengths.contiguous(),
-        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
-        "page_table": None if page_table is None else page_table.contiguous(),
-        "cache_batch_idx": None if cache_batch_idx is None else cache_batch_idx.contiguous(),
-        "B": lengths.shape[0],
-        "seq": 1 if packed else k.shape[1],
-        "tokens": tokens,
-        "rows": k_cache.shape[0],
-        "capacity": columns * page_size if page_table is not None else k_cache.shape[1],
-        "page_columns": columns,
-        "cfg": config,
-        **_rotation_arguments(rotation),
-    }
-    queries = 0
-    if rotation is not None:
-        queries = rotation.q.numel() // (rotation.q.shape[-1] * rotation.q.shape[-2])
-    return Launch(append_kernel, (tokens + queries,), arguments, 4, 1)
-
-
-def _rotation_arguments(rotation: Rotation | None) -> dict[str, object]:
-    if rotation is None:
-        names = ("q", "q_turned", "base_ptr", "cos", "sin", "cu_seqlens_q")
-        return dict.fromkeys(names) | {"seq_q": 1, "table_rows": 0}
-    q, cu_seqlens_q = rotation.q, rotation.cu_seqlens_q
-    return {
-        "q": rows_of(q),
-        "q_turned": rows_of(rotation.q_turned),
-        "base_ptr": rotation.base.contiguous(),
-        "cos": rotation.cos.contiguous(),
-        "sin": rotation.sin.contiguous(),
-        "cu_seqlens_q": None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
-        "seq_q": q.shape[1],
-        "table_rows": rotation.cos.shape[0],
-    }
-
-
-def append_to_cache(k_cache: Tensor, *rest: Any) -> None:
-    """Launch `append_launch` of the same arguments."""
-    run([append_launch(k_cache, *rest)], k_cache)
+    *places: Tensor | None,
+) -> Tensor:
+    """The op ``flashtile::kvcache_append`` of `kvcache.py`: the lengths with the new tokens."""
+    used = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
+    append(Appended(k_cache, v_cache, k, v, lengths, used, *places), Turning())
+    return used
 
 
 def rotate_and_append(
@@ -237,12 +334,17 @@ def rotate_and_append(
     cu_seqlens_k_new: Tensor | None,
     page_table: Tensor | None,
     cache_batch_idx: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
     interleaved: bool,
     own_positions: bool,
-) -> Tensor:
-    """The op ``flashtile::kvcache_rotate_append`` of `kvcache.py`: the queries, turned."""
+) -> tuple[Tensor, Tensor]:
+    """The op ``flashtile::kvcache_rotate_append`` of `kvcache.py`: the queries, turned, and the
+    lengths with the new tokens."""
+    used = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
     q_turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    rotation = Rotation(q, q_turned, cos, sin, base, cu_seqlens_q, interleaved, own_positions)
-    cache = (k_cache, v_cache, k, v, lengths, cu_seqlens_k_new, page_table, cache_batch_idx)
-    run([append_launch(*cache, rotation)], k_cache)
-    return q_turned
+    places = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)
+    rotary = (q, q_turned, cos, sin, base, cu_seqlens_q)
+    given = Appended(k_cache, v_cache, k, v, lengths, used, *places, *rotary)
+    append(given, Turning(interleaved, own_positions))
+    return q_turned, used

@@ -70,6 +70,8 @@ class ScoreData(NamedTuple):
     drop_scale: float
     alibi_ptr: Tensor | None
     alibi_batch: int
+    k_descale: Tensor | None  # (B, Hk), as the next: factors of float8 keys and values
+    v_descale: Tensor | None
 
 
 class BlockMaskData(NamedTuple):
@@ -168,22 +170,56 @@ def numbers_of(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
 
 def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
     """The arguments that every kernel over scores takes."""
-    page_table = operands.page_table
     return numbers_of(problem, operands) | {
-        "at": Sequences(
-            operands.cu_seqlens_q,
-            operands.cu_seqlens_k,
-            operands.seqused_q,
-            operands.seqused_k,
-            operands.leftpad_k,
-            operands.cache_batch_idx,
-            None if page_table is None else page_table.contiguous(),
-        ),
+        "at": sequences_of(operands),
         "score_data": score_of(problem, operands),
         "bias": NO_BIAS if operands.bias is None else bias_of(operands.bias),
         "block_data": blocks_of(operands),
         "rng_ptr": operands.rng_state if problem.options.dropout_p > 0 else None,
     }
+
+
+class ForwardTensors(NamedTuple):
+    """What leads the arguments of the forward kernel: all of a call's tensors but a bias, a block
+    mask and the state of dropout."""
+
+    q: Rows
+    k: Rows
+    v: Rows
+    out: Rows
+    lse_ptr: Tensor
+    sink_ptr: Tensor | None
+    at: Sequences
+    score_data: ScoreData
+
+
+def forward_tensors(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor
+) -> ForwardTensors:
+    """Of a call that writes `out` and `lse`."""
+    return ForwardTensors(
+        rows_of(operands.q),
+        rows_of(operands.k),
+        rows_of(operands.v),
+        rows_of(out),
+        lse,
+        contiguous(operands.sink),
+        sequences_of(operands),
+        score_of(problem, operands),
+    )
+
+
+def sequences_of(operands: Operands) -> Sequences:
+    """Where the sequences of a call lie."""
+    return Sequences(
+        contiguous(operands.cu_seqlens_q),
+        contiguous(operands.cu_seqlens_k),
+        contiguous(operands.seqused_q),
+        contiguous(operands.seqused_k),
+        contiguous(operands.leftpad_k),
+        contiguous(operands.cache_batch_idx),
+        contiguous(operands.page_table),
+    )
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -211,9 +247,16 @@ def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
         scale=options.softmax_scale,
         softcap=options.softcap,
         drop_scale=1.0 / (1.0 - options.dropout_p),
-        alibi_ptr=None if slopes is None else slopes.contiguous(),
+        alibi_ptr=contiguous(slopes),
         alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
+        k_descale=contiguous(operands.k_descale),
+        v_descale=contiguous(operands.v_descale),
     )
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """An optional tensor whose strides follow from its shape."""
+    return None if x is None else x.contiguous()
 
 
 def bias_of(bias: Tensor) -> Bias:

@@ -7,6 +7,8 @@ section 3.1).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,96 +16,115 @@ from torch import Tensor
 
 from .arguments import Parts, Rows, rows_of
 from .kernel_launch import Launch, run
-from .tiles import LN2, LOG2E, rows_base
+from .tiles import LN2, LOG2E, rows_base, wait_for_earlier_kernels
 
-# Numbers that one step of a program joins: so many parts of a head as make these.
-NUMBERS_A_STEP = 2048
+# Numbers that one program joins: so many features of a head, for all parts together, make these.
+NUMBERS_A_PROGRAM = 4096
+# Parts that one step of a program joins: a few sizes, not to compile anew for each number.
+FEWEST_PARTS, MOST_PARTS = 32, 256
 
 
 @triton.jit(do_not_specialize=["splits", "rows", "heads"])
 def combine_kernel(
     out_parts, lse_parts, out, lse, splits, rows, heads,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row of one head: PARTS parts at a time, in their order, so that results repeat bit for
-    bit. A part that saw no key may hold anything in its output."""
+    """Some features of one row of one head: PARTS parts at a time, in their order, so that results
+    repeat bit for bit. A part that saw no key may hold anything in its output."""
+    if IS_EARLY:
+        wait_for_earlier_kernels()
     program = tl.program_id(0)
     h = program % heads
     row = program // heads % rows
     b = program // heads // rows
     lse_base = rows_base(lse_parts, b, row, h)
     out_base = rows_base(out_parts, b, row, h)
-    dims = tl.arange(0, BLOCK_DV)[None, :]
-
-    # (PARTS,)
-    largest = tl.full([PARTS], -float("inf"), tl.float32)
+    # (BLOCK_DV,)
+    dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    pivot = tl.full([], -float("inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
     for first in range(0, splits, PARTS):
-        part = first + tl.arange(0, PARTS)
-        place = part.to(tl.int64) * lse_parts.part
-        lse_log2 = tl.load(lse_base + place, mask=part < splits, other=-float("inf"))
-        largest = tl.maximum(largest, lse_log2 * LOG2E)
-    pivot = tl.max(largest, 0)
-    pivot = tl.where(pivot == -float("inf"), 0.0, pivot)  # -inf - -inf would be NaN
-
-    weights = tl.zeros([PARTS], tl.float32)
-    # (PARTS, BLOCK_DV)
-    acc = tl.zeros([PARTS, BLOCK_DV], tl.float32)
-    for first in range(0, splits, PARTS):
-        part = first + tl.arange(0, PARTS)
-        place = part.to(tl.int64) * lse_parts.part
-        lse_part = tl.load(lse_base + place, mask=part < splits, other=-float("inf"))
-        weight = tl.math.exp2(lse_part * LOG2E - pivot)
-        weights += weight
-        place = part.to(tl.int64)[:, None] * out_parts.part + dims * out_parts.dim
-        inside = (weight > 0.0)[:, None] & (dims < DV)
+        # (PARTS,)
+        part = (first + tl.arange(0, PARTS)).to(tl.int64)
+        exists = part < splits
+        lse_part = tl.load(lse_base + part * lse_parts.part, mask=exists, other=-float("inf"))
+        # (PARTS, BLOCK_DV), before the weights are known, so that memory is waited for once
+        place = part[:, None] * out_parts.part + (dims * out_parts.dim)[None, :]
+        inside = exists[:, None] & (dims < DV)[None, :]
         out_part = tl.load(out_base + place, mask=inside, other=0.0).to(tl.float32)
-        acc += out_part * weight[:, None]
+        lse_log2 = lse_part * LOG2E
+        largest = tl.maximum(pivot, tl.max(lse_log2, 0))
+        finite = tl.where(largest == -float("inf"), 0.0, largest)  # -inf - -inf would be NaN
+        weight = tl.math.exp2(lse_log2 - finite)
+        rescale = tl.math.exp2(pivot - finite)
+        total = total * rescale + tl.sum(weight, 0)
+        weighted = tl.where((weight > 0.0)[:, None], out_part * weight[:, None], 0.0)
+        acc = acc * rescale + tl.sum(weighted, 0)
+        pivot = largest
 
-    total = tl.sum(weights, 0)
     seen = total > 0.0
     safe_total = tl.where(seen, total, 1.0)
-    lse_value = tl.where(seen, (pivot + tl.math.log2(safe_total)) * LN2, -float("inf"))
-    tl.store(rows_base(lse, b, row, h), lse_value)
-    # (BLOCK_DV,)
-    result = tl.sum(acc, 0) / safe_total
-    dims = tl.arange(0, BLOCK_DV)
+    if tl.program_id(1) == 0:
+        lse_value = tl.where(seen, (pivot + tl.math.log2(safe_total)) * LN2, -float("inf"))
+        tl.store(rows_base(lse, b, row, h), lse_value)
+    result = acc / safe_total
     place = rows_base(out, b, row, h) + dims * out.dim
     tl.store(place, result.to(out.ptr.dtype.element_ty), mask=dims < DV)
 
 
-def combine_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor) -> Launch:
+class CombineTensors(NamedTuple):
+    """What leads the arguments of the kernel."""
+
+    out_parts: Parts
+    lse_parts: Parts
+    out: Rows
+    lse: Rows
+
+
+def combine_tensors(
+    out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor
+) -> CombineTensors:
+    """Of tensors as `combine_launch` takes them."""
+    if out.dim() == 3:
+        return combine_tensors(out_parts[:, None], lse_parts[:, None], out[None], lse[None])
+    part, of_batch, of_head, of_row = lse_parts.stride()
+    batch_stride, head_stride, row_stride = lse.stride()
+    return CombineTensors(
+        Parts(out_parts, *out_parts.stride()),
+        Parts(lse_parts, part, of_batch, of_row, of_head, 0),
+        rows_of(out),
+        Rows(lse, batch_stride, row_stride, head_stride, 0),
+    )
+
+
+def combine_launch(
+    out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, is_early: bool = False
+) -> Launch:
     """Fill `out` and `lse` with what the parts make together.
 
     Args:
         out_parts: (parts, batch, rows, heads, head_dim) or (parts, rows, heads, head_dim).
         lse_parts: (parts, batch, heads, rows) or (parts, heads, rows), float32.
         out, lse: shaped as a part, `lse` float32.
+        is_early: start while the kernel that makes the parts still runs.
     """
-    if out.dim() == 3:
-        parts, rest, joined, joined_lse = (
-            out_parts[:, None],
-            lse_parts[:, None],
-            out[None],
-            lse[None],
-        )
-        return combine_launch(parts, rest, joined, joined_lse)
-    splits, batch, rows, heads, head_dim = out_parts.shape
-    part, of_batch, of_head, of_row = lse_parts.stride()
-    batch_stride, head_stride, row_stride = lse.stride()
-    block_dim = max(16, triton.next_power_of_2(head_dim))
+    splits, heads, head_dim = out_parts.shape[0], *out_parts.shape[-2:]
+    batch, rows = out.shape[:2] if out.dim() == 4 else (1, out.shape[0])
+    parts_a_step = min(MOST_PARTS, max(FEWEST_PARTS, triton.next_power_of_2(splits)))
+    block_dim = min(triton.next_power_of_2(head_dim), max(16, NUMBERS_A_PROGRAM // parts_a_step))
     arguments = {
-        "out_parts": Parts(out_parts, *out_parts.stride()),
-        "lse_parts": Parts(lse_parts, part, of_batch, of_row, of_head, 0),
-        "out": rows_of(out),
-        "lse": Rows(lse, batch_stride, row_stride, head_stride, 0),
+        **combine_tensors(out_parts, lse_parts, out, lse)._asdict(),
         "splits": splits,
         "rows": rows,
         "heads": heads,
         "DV": head_dim,
         "BLOCK_DV": block_dim,
-        "PARTS": min(32, max(2, NUMBERS_A_STEP // block_dim)),
+        "PARTS": parts_a_step,
+        "IS_EARLY": is_early,
     }
-    return Launch(combine_kernel, (batch * rows * heads,), arguments, 4, 1)
+    grid = (batch * rows * heads, -(-head_dim // block_dim))
+    return Launch(combine_kernel, grid, arguments, 4, 1, is_early)
 
 
 def combine(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

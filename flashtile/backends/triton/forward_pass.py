@@ -15,20 +15,22 @@ import triton
 import triton.language as tl
 
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from .pages import load_keys, page_list
 from .tiles import (
     LN2,
     LOG2E,
+    as_float16,
     between,
     dropout_key,
     in_block_mask,
     kept,
+    key_factor,
     key_row_of_batch,
     key_span,
+    let_next_kernel_start,
     linear_scale,
     list_row,
-    load_keys,
     masked_tile,
-    page_list,
     query_span,
     rows_base,
     scores_log2,
@@ -44,7 +46,7 @@ from .tiles import (
 @triton.jit
 def attend_keys(
     acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows, start,
-    stop, b, h, h_mask, shift,
+    stop, b, h, h_mask, shift, k_factor,
     lengths, score, blocks, drop_threshold, drop_key, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the walk: the keys [n0, n0 + BLOCK_N) join the running maximum, sum and output
@@ -57,7 +59,9 @@ def attend_keys(
         k_source, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.D, BLOCK_N, cfg.BLOCK_D
     )
     # (BLOCK_M, BLOCK_N)
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee")
+    if cfg.HAS_FLOAT8_KEYS:
+        qk *= k_factor
     s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), shift, b, h, score, cfg)
     if MASKED:
         visible = between(keys, start, stop, cfg)
@@ -79,6 +83,8 @@ def attend_keys(
     v_tile = load_keys(
         v_source, v, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV
     )
+    if cfg.HAS_FLOAT8_KEYS:
+        v_tile = v_tile.to(tl.float16)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
     return acc, new_max, row_sum
 
@@ -107,6 +113,8 @@ def forward_kernel(
 
     IS_SPLIT: of its part of the keys; `out` (float32) and `lse_ptr` then have one slice a part.
     """
+    if cfg.LETS_NEXT_START:
+        let_next_kernel_start()
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)
@@ -173,6 +181,11 @@ def forward_kernel(
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     start, stop = visible_keys(rows + shift, N, mask, cfg)
+    k_factor = key_factor(score.data.k_descale, b, kv_head, heads, cfg)
+    if cfg.HAS_FLOAT8_KEYS:
+        q_tile, q_factor = as_float16(q_tile)
+        k_factor *= q_factor
+    v_factor = key_factor(score.data.v_descale, b, kv_head, heads, cfg)
 
     if cfg.MASK_TILE_M > 0:
         capacity = tl.cdiv(lengths.N, BLOCK_N)
@@ -198,8 +211,8 @@ def forward_kernel(
             n0 = (full_begin + i) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-            start, stop, b, h, h_mask, shift, lengths, score, blocks, drop_threshold, drop_key,
-            False, cfg,
+            start, stop, b, h, h_mask, shift, k_factor, lengths, score, blocks, drop_threshold,
+            drop_key, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
         if cfg.MASK_TILE_M > 0:
@@ -208,8 +221,8 @@ def forward_kernel(
             n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-            start, stop, b, h, h_mask, shift, lengths, score, blocks, drop_threshold, drop_key,
-            True, cfg,
+            start, stop, b, h, h_mask, shift, k_factor, lengths, score, blocks, drop_threshold,
+            drop_key, True, cfg,
         )  # fmt: skip
 
     # (BLOCK_M, 1): rows past the used length are padding, 0 and -inf whatever the sink
@@ -222,7 +235,7 @@ def forward_kernel(
     if cfg.IS_SPLIT:
         lse_place += tl.program_id(1) * stats_count(lengths, heads)
     tl.store(lse_ptr + lse_place, lse, mask=rows < written)
-    acc = acc * tl.where(seen, score.data.drop_scale / safe_sum, 0.0)
+    acc = acc * tl.where(seen, score.data.drop_scale * v_factor / safe_sum, 0.0)
     out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
     if cfg.IS_SPLIT:
         out_base += tl.program_id(1) * stats_count(lengths, heads) * cfg.DV

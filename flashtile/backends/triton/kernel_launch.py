@@ -20,6 +20,7 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     warps: int
     stages: int
+    is_early: bool = False  # starts while the kernel before it ends: see `tiles.py`
 
     @property
     def needs_scratch(self) -> bool:
@@ -37,15 +38,16 @@ class Launch(NamedTuple):
 
     def _run(self) -> Any:
         kernel = self.kernel[self.grid]
-        return kernel(**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        early = {"launch_pdl": True} if self.is_early else {}
+        return kernel(**self.arguments, num_warps=self.warps, num_stages=self.stages, **early)
 
 
-def run(launches: list[Launch], x: Tensor) -> Any:
-    """Launch on the device of `x`; the last compiled kernel."""
+def run(launches: list[Launch], x: Tensor) -> list[Any]:
+    """Launch on the device of `x`; the compiled kernels."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return [launch.run() for launch in launches][-1]
-    return [launch.run() for launch in launches][-1]
+            return [launch.run() for launch in launches]
+    return [launch.run() for launch in launches]
 
 
 def with_scratch(function: Callable[..., Any], *arguments: Any) -> Any:

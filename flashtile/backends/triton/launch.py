@@ -17,19 +17,21 @@ from . import repeat
 from .arguments import (
     NO_LISTS,
     NUMBERS,
+    ForwardTensors,
     Lists,
     Rows,
     bias_of,
     common_of,
+    forward_tensors,
     is_aligned,
     rows_of,
 )
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bias_gradient import bias_gradient_kernel
 from .block_lists import list_tiles_kernel
-from .combine import combine_launch
+from .combine import CombineTensors, combine_launch, combine_tensors
 from .forward_pass import forward_kernel
-from .kernel_launch import Launch, run, with_scratch
+from .kernel_launch import Launch, run
 from .plan import KernelPlan, plan
 from .score_matrix import probabilities_kernel
 from .splits import splits_of
@@ -40,26 +42,30 @@ LIST_CHUNK = 128
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem."""
-    key = repeat.repeat_key(problem, operands)
+    key = repeat.forward_key(problem, operands)
     known = repeat.known(key)
     q = operands.q
     if known is not None and q.device.index == torch.cuda.current_device():
-        out = q.new_empty((*q.shape[:-1], problem.Dv))
-        lse = torch.empty((problem.B, problem.Hq, problem.M), dtype=torch.float32, device=q.device)
-        tensors = (rows_of(q), rows_of(operands.k), rows_of(operands.v), rows_of(out))
-        if known.needs_scratch:
-            with_scratch(repeat.run, known, tensors, lse)
-        else:
-            repeat.run(known, tensors, lse)
-        return out, lse
+        return _forward_again(problem, operands, known)
     out, lse, launches = forward_launches(problem, operands)
     compiled = run(launches, q)
-    if key is not None and compiled is not None and len(launches) == 1:
-        launch = launches[-1]
-        names = launch.kernel.arg_names
-        rest = tuple(launch.arguments[name] for name in names[5:])
-        grid = (launch.grid[0], 1, 1)
-        repeat.remember(key, repeat.Repeat(compiled, grid, rest, launch.needs_scratch))
+    leading = [len(ForwardTensors._fields), len(CombineTensors._fields)]
+    repeat.remember(key, launches, compiled, leading[: len(launches)])
+    return out, lse
+
+
+def _forward_again(
+    problem: AttentionProblem, operands: Operands, known: tuple[repeat.Repeat, ...]
+) -> tuple[Tensor, Tensor]:
+    """The launches of an earlier call, with new tensors."""
+    splits = known[0].grid[1]
+    out, lse = _outputs(problem, operands, splits)
+    if splits == 1:
+        known[0].run(forward_tensors(problem, operands, out, lse))
+        return out, lse
+    parts = _parts(problem, operands, splits)
+    known[0].run(forward_tensors(problem, operands, parts[0][0], parts[1]))
+    known[1].run(combine_tensors(*parts, out, lse))
     return out, lse
 
 
@@ -101,6 +107,7 @@ def forward_launches(
     config = kernel_plan.config
     out, lse = _outputs(problem, operands, splits)
     found = (out, lse) if splits == 1 else _parts(problem, operands, splits)
+    written = (found[0] if splits == 1 else found[0][0], found[1])
     common = common_of(problem, operands)
     launches = []
     lists = NO_LISTS
@@ -110,21 +117,12 @@ def forward_launches(
     rows_per_query = config.GROUP if config.IS_PACKED_GROUP else 1
     programs = -(-problem.M * rows_per_query // config.BLOCK_M)
     programs *= problem.B * problem.Hq // rows_per_query
-    arguments = {
-        "q": rows_of(q),
-        "k": rows_of(k),
-        "v": rows_of(v),
-        "out": rows_of(found[0] if splits == 1 else found[0][0]),
-        "lse_ptr": found[1],
-        "sink_ptr": operands.sink,
-        "lists": lists,
-        "cfg": config,
-        **common,
-    }
+    tensors = forward_tensors(problem, operands, *written)
+    arguments = common | tensors._asdict() | {"lists": lists, "cfg": config}
     grid = (programs,) if splits == 1 else (programs, splits)
     launches.append(Launch(forward_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages))
     if splits > 1:
-        launches.append(combine_launch(*found, out, lse))
+        launches.append(combine_launch(*found, out, lse, config.LETS_NEXT_START))
     return out, lse, launches
 
 

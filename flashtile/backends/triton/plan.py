@@ -26,6 +26,7 @@ TRITON_IS_INSTALLED = find_spec("triton") is not None
 
 MAX_HEAD_DIM = 512
 OLDEST_CAPABILITY = (8, 0)
+OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Above this head dim dK and dV are two passes: together they would not fit the registers.
@@ -99,41 +100,21 @@ BLOCK_MASK_FORWARD: dict[str, dict[int, Tile]] = {
     "sm_90": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2)},
 }
 
-# Up to 16 rows of queries, as in decoding: time goes into reading keys and values, so two programs
-# share a multiprocessor and each has tiles under way. Where tiles are not multiplied by warpgroups
-# of 64 rows, up to 32.
-FEW_ROWS_FORWARD: dict[str, dict[int, Tile]] = {
-    "sm_80": {
-        64: Tile(16, 128, 4, 2),
-        128: Tile(16, 64, 4, 2),
-        256: Tile(16, 32, 4, 2),
-        512: Tile(16, 16, 4, 2),
-    },
-    "sm_86": {
-        64: Tile(16, 64, 4, 2),
-        128: Tile(16, 32, 4, 2),
-        256: Tile(16, 16, 4, 2),
-        512: Tile(16, 16, 4, 1),
-    },
-    "sm_90": {
-        64: Tile(16, 64, 4, 4),
-        128: Tile(16, 64, 4, 3),
-        256: Tile(16, 32, 4, 3),
-        512: Tile(16, 16, 4, 3),
-    },
-    "sm_100": {
-        64: Tile(16, 64, 4, 4),
-        128: Tile(16, 64, 4, 3),
-        256: Tile(16, 32, 4, 3),
-        512: Tile(16, 16, 4, 3),
-    },
-    "gfx": {
-        64: Tile(16, 64, 4, 1),
-        128: Tile(16, 64, 4, 1),
-        256: Tile(16, 32, 4, 1),
-        512: Tile(16, 16, 4, 1),
-    },
+# Up to FEW_ROWS rows of queries, as in decoding: time goes into reading keys and values, so two
+# programs share a multiprocessor and each has tiles under way. Where tiles are not multiplied by
+# warpgroups of 64 rows, up to 32. Here: keys of a tile, warps and stages.
+FEW_ROWS = 16
+FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
+    "sm_80": {64: (128, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2), 512: (16, 4, 2)},
+    "sm_86": {64: (64, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2), 512: (16, 4, 1)},
+    "sm_90": {64: (128, 4, 3), 128: (128, 4, 2), 256: (32, 4, 3), 512: (16, 4, 3)},
+    "sm_100": {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3), 512: (16, 4, 3)},
+    "gfx": {64: (64, 4, 1), 128: (64, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
 }
+# The same where programs share a walk, if it differs: fewer of them are under way at a time.
+SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64, 4, 3)}}
+# Of a float8 cache, everywhere.
+FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 
 # float32 multiplies without tensor cores, everywhere alike.
 SINGLE: dict[int, tuple[Tile, ...]] = {
@@ -186,8 +167,10 @@ class KernelConfig:
     MASK_COVER_M: int  # tiles of the block mask that one of ours may touch
     MASK_COVER_N: int
     SECTION: int
+    HAS_FLOAT8_KEYS: bool  # and values, under queries of 16 bits
     HAS_DESCRIPTORS: bool  # tiles come through Hopper's copy engine
     IS_SPLIT: bool  # several programs share the walk over the keys
+    LETS_NEXT_START: bool  # the kernel that joins the parts is launched early
 
 
 class KernelPlan(NamedTuple):
@@ -224,6 +207,9 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.dtype not in DTYPES:
         names = ", ".join(_name(dtype) for dtype in DTYPES)
         reasons.append(f"dtype {_name(problem.dtype)} (this backend: {names})")
+    if problem.has_float8_keys and _lacks_float8(problem.capability):
+        oldest = _dotted(OLDEST_FLOAT8_CAPABILITY)
+        reasons.append(f"float8 keys and values on {_device(problem)} (NVIDIA from {oldest} on)")
     for name, head_dim in (("head_dim", problem.D), ("value head_dim", problem.Dv)):
         if head_dim > MAX_HEAD_DIM:
             reasons.append(f"{name}={head_dim} (at most {MAX_HEAD_DIM})")
@@ -237,6 +223,10 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 def _is_too_old(capability: tuple[int, int] | None) -> bool:
     return capability is not None and capability < OLDEST_CAPABILITY and not _is_rocm()
+
+
+def _lacks_float8(capability: tuple[int, int] | None) -> bool:
+    return _is_rocm() or (capability is not None and capability < OLDEST_FLOAT8_CAPABILITY)
 
 
 def _is_too_wide_to_train(problem: AttentionProblem) -> bool:
@@ -272,12 +262,13 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
             BLOCK_M=min(forward.BLOCK_M, 64), BLOCK_N=min(forward.BLOCK_N, 64)
         )
     scores = Tile(min(queries.BLOCK_M, 64), min(queries.BLOCK_N, 64), queries.warps, 1)
-    forward = _for_few_rows(forward, rows, problem)
+    split = _for_few_rows(forward, rows, problem, is_split=True)
+    forward = _for_few_rows(forward, rows, problem, is_split=False)
     if problem.page_size > 0:  # half of the stages are for the page numbers that loads wait for
-        forward = forward._replace(stages=2 * forward.stages - 1)
+        forward, split = (tile._replace(stages=2 * tile.stages - 1) for tile in (forward, split))
     return Plan(
         forward=_kernel_plan(problem, forward, packed, described),
-        split=_kernel_plan(problem, forward, packed, False, is_split=True),
+        split=_kernel_plan(problem, split, packed, False, is_split=True),
         keys=_kernel_plan(problem, keys, False, described),
         queries=_kernel_plan(problem, queries, False, described),
         values=_kernel_plan(problem, values[0], False, described) if values else None,
@@ -369,6 +360,7 @@ def _pays_descriptors(problem: AttentionProblem) -> bool:
     """
     work = problem.B * problem.Hq * problem.M * problem.N
     half = problem.dtype != torch.float32 and problem.page_size == 0
+    half = half and not problem.has_float8_keys
     return half and has_copy_engine(problem.capability) and work >= DESCRIPTOR_WORK
 
 
@@ -419,21 +411,27 @@ def _kernel_plan(
         MASK_COVER_M=_cover(BLOCK_M, mask_m),
         MASK_COVER_N=_cover(BLOCK_N, mask_n),
         SECTION=SECTION,
+        HAS_FLOAT8_KEYS=problem.has_float8_keys,
         HAS_DESCRIPTORS=described,
         IS_SPLIT=is_split,
+        LETS_NEXT_START=is_split and has_copy_engine(problem.capability),
     )
     return KernelPlan(config, tile.warps, tile.stages)
 
 
-def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem) -> Tile:
+def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bool) -> Tile:
     """A lower tile where the usual one would be mostly padding."""
     name, head_dim = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
     if problem.dtype != torch.float32 and problem.block_tile is None:
         few = FEW_ROWS_FORWARD[name][head_dim]
-        if rows <= few.BLOCK_M:
-            return few
+        if problem.has_float8_keys:
+            few = FLOAT8_FORWARD[head_dim]
+        elif is_split:
+            few = SPLIT_FORWARD.get(name, {}).get(head_dim, few)
+        if rows <= FEW_ROWS:
+            return Tile(FEW_ROWS, *few)
         if rows <= 32 and name != "sm_90" and head_dim <= 256:
-            return few._replace(BLOCK_M=32)
+            return Tile(32, *few)
     for height in (16, 64):
         if rows <= height < tile.BLOCK_M:
             warps = tile.warps if height * head_dim > 64 * 128 else 4

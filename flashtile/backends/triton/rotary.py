@@ -17,7 +17,8 @@ from .arguments import rows_of
 from .kernel_launch import Launch, run
 
 # Pairs of features that one step of a program turns.
-PAIRS = 1024
+PAIRS = 2048
+LARGEST_FLOAT8 = tl.constexpr(448.0)  # of e4m3
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,22 @@ def token_base(x, token, b, place, cu_seqlens):
 
 
 @triton.jit
+def as_stored(x, target, descale, head, inside):
+    """`x` in the dtype of `target`; in float8 divided by its head's factor, as large as can be at
+    most."""
+    dtype: tl.constexpr = target.ptr.dtype.element_ty
+    if dtype.primitive_bitwidth == 8:
+        x = x.to(tl.float32)
+        if descale is not None:
+            x = x / tl.load(descale + head + 0 * inside.to(tl.int32), mask=inside, other=1.0)
+        inside_range = tl.minimum(tl.maximum(x, -LARGEST_FLOAT8), LARGEST_FLOAT8)
+        x = tl.where(x == x, inside_range, x)  # NaN stays NaN
+    return x.to(dtype)
+
+
+@triton.jit
 def turn_heads(
-    target, target_base, source, source_base, position, cos, sin, table_rows,
+    target, target_base, source, source_base, descale, position, cos, sin, table_rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEEPS_REST: tl.constexpr, turn: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token, turned by the angles of its position; as they are outside of the
@@ -112,13 +127,15 @@ def turn_heads(
         # (BLOCK_HEADS, BLOCK_HALF)
         a = tl.load(read + first * source.dim, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(read + second * source.dim, mask=inside, other=0.0).to(tl.float32)
-        dtype = target.ptr.dtype.element_ty
-        tl.store(write + first * target.dim, (a * c - b * s).to(dtype), mask=inside)
-        tl.store(write + second * target.dim, (a * s + b * c).to(dtype), mask=inside)
+        turned_a = as_stored(a * c - b * s, target, descale, heads, inside)
+        turned_b = as_stored(a * s + b * c, target, descale, heads, inside)
+        tl.store(write + first * target.dim, turned_a, mask=inside)
+        tl.store(write + second * target.dim, turned_b, mask=inside)
         if not KEEPS_REST and 2 * HALF < DIM:
             rest = 2 * HALF + tl.arange(0, turn.BLOCK_REST)[None, :]
             inside = (heads < HEADS) & (rest < DIM)
             x = tl.load(read + rest * source.dim, mask=inside)
+            x = as_stored(x, target, descale, heads, inside)
             tl.store(write + rest * target.dim, x, mask=inside)
 
 
@@ -137,8 +154,9 @@ def rotary_kernel(
     source_base = token_base(x, token, b, place, cu_seqlens)
     target_base = token_base(out, token, b, place, cu_seqlens)
     turn_heads(
-        out, target_base, x, source_base, position, cos, sin, table_rows, HEADS, DIM, IN_PLACE, turn
-    )
+        out, target_base, x, source_base, None, position, cos, sin, table_rows, HEADS, DIM,
+        IN_PLACE, turn,
+    )  # fmt: skip
 
 
 def rotary_launch(

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
 from .backward_pass import load_stats
+from .pages import load_keys, page_list
 from .tiles import (
     between,
     dropout_key,
@@ -15,9 +16,7 @@ from .tiles import (
     key_row_of_batch,
     key_span,
     linear_scale,
-    load_keys,
     load_rows,
-    page_list,
     query_span,
     rows_base,
     scores_log2,

@@ -13,10 +13,12 @@ from .plan import KernelConfig
 
 # Programs that one multiprocessor runs side by side: what the tiles of few rows leave room for.
 RESIDENT = 2
-# What starting a program, and joining the parts in a launch of its own, cost: in steps of a walk.
-START_STEPS = 2
-COMBINE_STEPS = 6
-MAX_SPLITS = 128
+# One program to a multiprocessor does not quite fill the memory's bandwidth: this much longer.
+ALONE = 1.08
+# In steps of a walk: starting a program; the launch that joins the parts, and reading 32 of them.
+START_STEPS = 1.5
+COMBINE_STEPS, COMBINE_STEPS_OF_32 = 3, 1
+MAX_SPLITS = 256
 
 
 def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int) -> int:
@@ -33,21 +35,23 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int) 
         return 1
     heads = problem.Hk if config.IS_PACKED_GROUP else problem.Hq
     steps = -(-_longest_walk(problem) // config.BLOCK_N)
-    return fastest_splits(problem.B * heads, steps, processors * RESIDENT)
+    return fastest_splits(problem.B * heads, steps, processors)
 
 
 @lru_cache(maxsize=4096)
-def fastest_splits(programs: int, steps: int, slots: int) -> int:
-    """The cheapest number of parts for `programs` walks of `steps` steps, `slots` at a time.
+def fastest_splits(programs: int, steps: int, processors: int) -> int:
+    """The cheapest number of parts for `programs` walks of `steps` steps.
 
-    A call costs rounds of programs times steps of a program, and a little for every program and
-    for joining. Of equally cheap numbers the smallest.
+    Programs that run side by side share the memory, so a round of them takes as many steps as the
+    fullest multiprocessor has programs. Of equally cheap numbers the smallest.
     """
 
-    def cost(splits: int) -> int:
-        rounds = -(-programs * splits // slots)
-        combine = COMBINE_STEPS if splits > 1 else 0
-        return rounds * (-(-steps // splits) + START_STEPS) + combine
+    def cost(splits: int) -> float:
+        rounds, rest = divmod(programs * splits, processors * RESIDENT)
+        last = -(-rest // processors)
+        shares = rounds * RESIDENT + (ALONE if last == 1 else last)
+        combine = COMBINE_STEPS + COMBINE_STEPS_OF_32 * splits / 32 if splits > 1 else 0
+        return shares * (-(-steps // splits) + START_STEPS) + combine
 
     return min(range(1, min(steps, MAX_SPLITS) + 1), key=cost, default=1)
 

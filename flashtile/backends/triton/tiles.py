@@ -18,6 +18,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+# When a kernel starts (Hopper's programmatic dependent launch). A kernel launched early has its
+# programs ready when the one before it ends, and reads and writes nothing before the wait.
+
+
+@triton.jit
+def wait_for_earlier_kernels():
+    """Until all that was launched before has ended and its writes are seen."""
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start():
+    """The kernel behind this one, if launched early, may take what room there is, and wait."""
+    tl.extra.cuda.gdc_launch_dependents()
+
+
 # Where a sequence lies
 
 
@@ -63,15 +79,6 @@ def key_row_of_batch(lengths, b):
             tl.maximum(tl.load(lengths.at.cache_batch_idx + b), 0), lengths.total_k - 1
         )
     return row
-
-
-@triton.jit
-def page_list(lengths, b):
-    """Where the page numbers of sequence `b` start; None without pages."""
-    pages = None
-    if lengths.at.page_table is not None:
-        pages = lengths.at.page_table + b.to(tl.int64) * lengths.page_columns
-    return pages
 
 
 @triton.jit
@@ -273,6 +280,28 @@ def load_bias(bias, b, h, rows, keys, inside):
 
 
 @triton.jit
+def key_factor(descale, b, kv_head, heads, cfg: tl.constexpr):
+    """The factor of one head of a float8 cache, from (B, Hk); 1 without."""
+    factor = 1.0
+    if descale is not None:
+        factor = tl.load(descale + b * (heads // cfg.GROUP) + kv_head).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def as_float16(q_tile):
+    """Queries in float16, and what to multiply each row's products with: (BLOCK_M, 1).
+
+    float16 holds every float8 number, and takes the tensor cores fewer instructions than bfloat16.
+    The factor is a power of two, so that nothing is rounded but what lies 2**17 below its row's
+    largest number.
+    """
+    largest = tl.max(tl.abs(q_tile.to(tl.float32)), 1)[:, None]
+    factor = tl.math.exp2(tl.math.floor(tl.math.log2(tl.where(largest > 0.0, largest, 1.0))))
+    return (q_tile.to(tl.float32) / factor).to(tl.float16), factor
+
+
+@triton.jit
 def linear_scale(score, cfg: tl.constexpr):
     """What is left to multiply `scores_log2` with."""
     if cfg.IS_LINEAR:
@@ -396,61 +425,6 @@ def load_tile(
         tile = source.load([n0, 0])
     else:
         tile = load_rows(x, source, n0, count, MASKED, DIM, BLOCK, BLOCK_DIM)
-    return tile
-
-
-@triton.jit
-def load_paged_rows(
-    x, base, pages, start, n0, count, lengths, MASKED: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
-    past `count` (if MASKED) and past DIM."""
-    if PAGE % BLOCK == 0 and lengths.at.leftpad_k is None:  # the tile lies in one page
-        page = page_number(tl.load(pages + n0 // PAGE), lengths)
-        page_base = base + page * x.batch
-        left = count - n0 + n0 % PAGE
-        tile = load_rows(x, page_base, n0 % PAGE, left, MASKED, DIM, BLOCK, BLOCK_DIM)
-    else:
-        offs = n0 + tl.arange(0, BLOCK)
-        dims = tl.arange(0, BLOCK_DIM)[None, :]
-        token = start + offs
-        if MASKED:
-            page = tl.load(pages + token // PAGE, mask=offs < count, other=0)
-        else:
-            page = tl.load(pages + token // PAGE)
-        place = page_number(page, lengths) * x.batch + (token % PAGE).to(tl.int64) * x.row
-        pointers = base + place[:, None] + dims * x.dim
-        if MASKED:
-            inside = (offs < count)[:, None] & (dims < DIM)
-            tile = tl.load(pointers, mask=inside, other=0.0)
-        elif DIM == BLOCK_DIM:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=dims < DIM, other=0.0)
-    return tile
-
-
-@triton.jit
-def page_number(page, lengths):
-    """A page of the table, kept inside the cache; 64-bit."""
-    return tl.minimum(tl.maximum(page, 0), lengths.total_k - 1).to(tl.int64)
-
-
-@triton.jit
-def load_keys(
-    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, MASKED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
-    if cfg.PAGE_SIZE > 0:
-        tile = load_paged_rows(
-            x, source, pages, start, n0, count, lengths, MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
-            BLOCK_DIM,
-        )  # fmt: skip
-    else:
-        tile = load_tile(source, x, n0, count, cfg, MASKED, DIM, BLOCK, BLOCK_DIM)
     return tile
 
 

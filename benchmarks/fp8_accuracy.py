@@ -1,0 +1,111 @@
+"""What float8 costs in accuracy, and what each ingredient wins back: the table of docs/numerics.md.
+
+    python benchmarks/fp8_accuracy.py                  # emulated on the CPU, ten minutes
+    python benchmarks/fp8_accuracy.py --device cuda    # by the kernel
+
+The inputs are those of table 3 of FlashAttention-3 (Shah et al. 2024): N(0, 1) + N(0, 100) *
+Bernoulli(0.001), in float16. An error is the root mean square over all elements of the output,
+against float64. One head, 4,096 keys; the queries are fewer, which changes no error but its spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.testing import attention_reference, generator, normal
+
+HEAD_DIMS = (64, 128, 256)
+NONE: dict[str, Any] = {"scales": "tensor", "rotate": False}
+
+Attend = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def float8(**how: Any) -> Attend:
+    """`attention_fp8` with some options."""
+    return lambda q, k, v: flashtile.attention_fp8(q, k, v, **how)
+
+
+def without_rounded_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Q, K and V in float8, and exact weights: what is left when P is not rounded."""
+    small = flashtile.quantize_qkv(q, k, v, **NONE)
+    scales = {name: getattr(small, name) for name in ("q_descale", "k_descale", "v_descale")}
+    return attention_reference(*(x.cpu() for x in small[:3]), **scales).out
+
+
+SCHEMES: dict[str, Attend] = {
+    "bfloat16, no float8": lambda *qkv: flashtile.attention(*(x.bfloat16() for x in qkv)),
+    "one scale a tensor": float8(**NONE),
+    "the same, weights not rounded": without_rounded_weights,
+    "scales of blocks alone": float8(scales="block", rotate=False),
+    "K centred alone": float8(**NONE, centre_k=True),
+    "V rotated alone": float8(**NONE, rotate_v=True),
+    "Q and K rotated alone": float8(scales="tensor"),
+    "Q and K rotated, scales of blocks": float8(),
+    "the same, V rotated, K centred": float8(rotate_v=True, centre_k=True),
+}
+
+
+def inputs(seed: int, queries: int, keys: int, head_dim: int) -> list[Tensor]:
+    """q, k, v of one head."""
+    g = generator(seed)
+    found = []
+    for length in (queries, keys, keys):
+        shape = (1, length, 1, head_dim)
+        x = normal(g, *shape, dtype=torch.float64)
+        rare = torch.rand(shape, generator=g) < 0.001
+        found.append((x + normal(g, *shape, dtype=torch.float64, scale=10.0) * rare).half())
+    return found
+
+
+def errors(scheme: Attend, runs: list[tuple[list[Tensor], Tensor]], device: str) -> list[float]:
+    """The error of a scheme on each of the inputs."""
+    found = []
+    for qkv, truth in runs:
+        out = scheme(*(x.to(device) for x in qkv)).cpu().double()
+        found.append((out - truth).square().mean().sqrt().item())
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--queries", type=int, default=1024)
+    parser.add_argument("--keys", type=int, default=4096)
+    parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--output", type=Path, default=None, help="CSV file to write")
+    chosen = parser.parse_args()
+    rows = []
+    for head_dim in HEAD_DIMS:
+        runs = []
+        for seed in range(chosen.seeds):
+            qkv = inputs(seed, chosen.queries, chosen.keys, head_dim)
+            runs.append((qkv, attention_reference(*qkv).out))
+        for name, scheme in SCHEMES.items():
+            found = errors(scheme, runs, chosen.device)
+            mean, spread = statistics.mean(found), statistics.pstdev(found)
+            print(f"{head_dim:4d}  {name:36s} {mean:.2e} +- {spread:.1e}", flush=True)
+            rows.append((head_dim, name, f"{mean:.4g}", f"{spread:.2g}"))
+    if chosen.output is not None:
+        how = (chosen.device, chosen.queries, chosen.keys, chosen.seeds)
+        versions = (date.today().isoformat(), torch.__version__)
+        with chosen.output.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            measured = ("head_dim", "scheme", "rmse", "spread")
+            writer.writerow((*measured, "device", "queries", "keys", "seeds", "date", "torch"))
+            writer.writerows((*row, *how, *versions) for row in rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

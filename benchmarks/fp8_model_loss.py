@@ -1,0 +1,92 @@
+"""The loss of SmolLM2-135M on Shakespeare's Hamlet when every attention runs in float8.
+
+    python benchmarks/fp8_model_loss.py --output benchmarks/results/cpu/fp8-model-loss.csv
+
+On the CPU, with the roundings of a GPU's float8 units emulated; weights and all but attention in
+float32. Model and text are those of `make demo`, which fetches them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+import flashtile
+from flashtile.cli.demo.inputs import cut, find_model, find_play, load
+
+Attend = Callable[..., Any]
+
+
+def in_16_bits(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Attention in bfloat16."""
+    return flashtile.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **options)
+
+
+def in_8_bits(**how: Any) -> Attend:
+    """Attention in float8 of what bfloat16 holds."""
+    return lambda q, k, v, **options: flashtile.attention_fp8(
+        q.bfloat16(), k.bfloat16(), v.bfloat16(), **options, **how
+    )
+
+
+SCHEMES: dict[str, Attend] = {
+    "float32": flashtile.attention,
+    "bfloat16": in_16_bits,
+    "float8, one scale a tensor": in_8_bits(scales="tensor", rotate=False),
+    "float8, Q and K rotated": in_8_bits(),
+    "float8, K centred": in_8_bits(rotate=False, centre_k=True),
+    "float8, Q and K rotated, K centred": in_8_bits(centre_k=True),
+}
+
+
+def attention_of(scheme: Attend) -> Attend:
+    """A scheme as transformers calls attention."""
+
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scheme(q, k, v, causal=True, softmax_scale=scaling).float(), None
+
+    return attend
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--data", type=Path, default=None)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--output", type=Path, default=None, help="CSV file to write")
+    chosen = parser.parse_args()
+    model, tokenizer = load(find_model(chosen.model), "cpu")
+    play = find_play(chosen.data).read_text(encoding="utf-8", errors="replace")
+    tokens = cut(play, tokenizer, chosen.tokens, "cpu").passage
+    rows = []
+    for name, scheme in SCHEMES.items():
+        AttentionInterface.register("scheme", attention_of(scheme))
+        model.set_attn_implementation("scheme")
+        with torch.no_grad():
+            loss = model(tokens, labels=tokens).loss.item()
+        rows.append((name, loss))
+        change = 100 * (loss / rows[min(1, len(rows) - 1)][1] - 1)
+        print(f"{name:36s} loss {loss:.5f}  {change:+.3f} % of bfloat16's", flush=True)
+    if chosen.output is not None:
+        with chosen.output.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("scheme", "loss", "tokens", "device", "date", "torch"))
+            how = (chosen.tokens, "cpu", date.today().isoformat(), torch.__version__)
+            writer.writerows((name, f"{loss:.6f}", *how) for name, loss in rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

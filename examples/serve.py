@@ -1,0 +1,298 @@
+"""Serve many requests at once from one paged cache: continuous batching, in a small file.
+
+    python examples/serve.py --quick
+
+Every slot of a fixed batch holds one request. All slots take a step together: one token each, whose
+key and value are rotated and written into pages by the same call that attends to them. A request
+that ends gives its pages back, and the next one moves in while the others go on. On a GPU the step
+is captured once as a CUDA graph and replayed: lengths and page tables are tensors, which nobody
+reads on the host.
+
+The model is SmolLM2-135M as `make demo` fetches it, with the weights and layers of transformers;
+the plain loop it is measured against is `generate` over batches of as many requests, padded. Both
+pick the likeliest token, so the text should be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import attention_with_kvcache
+from flashtile.cli.demo.inputs import MissingInputError, find_model, find_play, load
+
+PAGE_SIZE = 16
+WASTE = 0  # the page that slots without a request write to
+CHUNK = 512  # tokens of a prompt that one call takes in
+
+
+@dataclass
+class Request:
+    """A prompt and what the model made of it."""
+
+    prompt: list[int]
+    new_tokens: int  # at most
+    made: list[int] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        """Tokens, prompt and answer together, at most."""
+        return len(self.prompt) + self.new_tokens
+
+    def has_ended(self, end: int | None) -> bool:
+        """Whether the answer is as long as it may be, or ends with the token `end`."""
+        return len(self.made) >= self.new_tokens or self.made[-1] == end
+
+
+class Pages:
+    """Which pages of the cache are free."""
+
+    def __init__(self, count: int):
+        self.count = count - 1
+        self.free = deque(range(WASTE + 1, count))
+
+    def take(self, tokens: int) -> list[int] | None:
+        """Pages for so many tokens, or None while there are not enough."""
+        count = -(-tokens // PAGE_SIZE)
+        if count > len(self.free):
+            return None
+        return [self.free.popleft() for _ in range(count)]
+
+    def give_back(self, pages: list[int]) -> None:
+        """Pages whose request has ended."""
+        self.free.extend(pages)
+
+
+class Server:
+    """A Llama model of transformers over a paged cache, `slots` requests at a time.
+
+    Args:
+        model: `LlamaForCausalLM`.
+        longest: tokens that one request may have, prompt and answer together.
+        pages: pages of the cache; by default enough for every slot at its longest.
+    """
+
+    def __init__(self, model: Any, slots: int, longest: int, pages: int | None = None):
+        self.model, config, device = model, model.config, model.device
+        columns = -(-longest // PAGE_SIZE)
+        count = pages or 1 + slots * columns
+        head_dim = model.model.layers[0].self_attn.head_dim
+        shape = (config.num_hidden_layers, count, PAGE_SIZE, config.num_key_value_heads, head_dim)
+        # Zeros: what a page holds before it is written is masked, but must be numbers.
+        self.k_cache = torch.zeros(shape, dtype=model.dtype, device=device)
+        self.v_cache = torch.zeros_like(self.k_cache)
+        rotary = model.model.rotary_emb
+        angles = torch.outer(torch.arange(longest, device=device), rotary.inv_freq.float())
+        self.cos = (angles.cos() * rotary.attention_scaling).to(model.dtype)
+        self.sin = (angles.sin() * rotary.attention_scaling).to(model.dtype)
+        # What a step reads and writes, in place: the next token of every slot, its length so far.
+        self.tokens = torch.zeros(slots, 1, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.is_live = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.page_table = torch.full((slots, columns), WASTE, dtype=torch.int32, device=device)
+        self.free_pages = Pages(count)
+        self.slots: list[tuple[Request, list[int]] | None] = [None] * slots
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def forward(self, tokens: Tensor, lengths: Tensor, page_table: Tensor) -> Tensor:
+        """The likeliest token behind the last of `tokens` (batch, seq), which go behind the
+        `lengths` tokens that each sequence has: (batch, 1)."""
+        batch, seq = tokens.shape
+        x = self.model.model.embed_tokens(tokens)
+        for i, layer in enumerate(self.model.model.layers):
+            attention = layer.self_attn
+            normed = layer.input_layernorm(x)
+            q, k, v = (
+                project(normed).view(batch, seq, -1, attention.head_dim)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            attended = attention_with_kvcache(
+                q,
+                self.k_cache[i],
+                self.v_cache[i],
+                k,
+                v,
+                rotary_cos=self.cos,
+                rotary_sin=self.sin,
+                rotary_interleaved=False,
+                cache_seqlens=lengths,
+                page_table=page_table,
+                softmax_scale=attention.scaling,
+                causal=True,
+            )
+            x = x + attention.o_proj(attended.flatten(2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        logits = self.model.lm_head(self.model.model.norm(x[:, -1:]))
+        return logits.argmax(-1)
+
+    def step(self) -> None:
+        """One token for every slot."""
+        self.tokens.copy_(self.forward(self.tokens, self.lengths, self.page_table))
+        self.lengths.add_(self.is_live)
+
+    def capture(self) -> None:
+        """Record a step, while no slot has a request: what it writes goes to waste."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self.graph = graph
+
+    def admit(self, request: Request, slot: int) -> bool:
+        """Read the prompt into pages of its own; False while there are not enough."""
+        pages = self.free_pages.take(request.longest)
+        if pages is None:
+            return False
+        row = self.page_table[slot : slot + 1]
+        row.fill_(WASTE)
+        row[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        prompt = torch.tensor([request.prompt], device=self.tokens.device)
+        length = torch.zeros(1, dtype=torch.int32, device=prompt.device)
+        for part in prompt.split(CHUNK, dim=1):
+            token = self.forward(part, length, row)
+            length += part.shape[1]
+        self.tokens[slot], self.lengths[slot], self.is_live[slot] = token[0], length[0], 1
+        self.slots[slot] = (request, pages)
+        request.made.append(int(token))
+        return True
+
+    def dismiss(self, slot: int) -> None:
+        """Free a slot whose request has ended."""
+        _, pages = self.slots[slot]
+        self.free_pages.give_back(pages)
+        self.page_table[slot] = WASTE
+        self.lengths[slot] = self.is_live[slot] = 0
+        self.slots[slot] = None
+
+    @torch.inference_mode()
+    def run(self, requests: list[Request], end: int | None = None) -> None:
+        """Answer all requests; `end` is the token that ends an answer early.
+
+        Raises:
+            ValueError: a request could have more tokens than its slot, or the whole cache, holds.
+        """
+        room = min(len(self.cos), self.free_pages.count * PAGE_SIZE)
+        if any(request.longest > room for request in requests):
+            raise ValueError(f"a request may become longer than {room} tokens")
+        waiting = deque(requests)
+        if self.tokens.is_cuda and self.graph is None:
+            self.capture()
+        take_step = self.step if self.graph is None else self.graph.replay
+        while waiting or any(self.slots):
+            for slot, busy in enumerate(self.slots):
+                if busy and busy[0].has_ended(end):
+                    self.dismiss(slot)
+                while self.slots[slot] is None and waiting and self.admit(waiting[0], slot):
+                    if waiting.popleft().has_ended(end):
+                        self.dismiss(slot)
+            if any(self.slots):
+                take_step()
+                for busy, token in zip(self.slots, self.tokens[:, 0].tolist(), strict=True):
+                    if busy:
+                        busy[0].made.append(token)
+
+
+@torch.inference_mode()
+def plain(model: Any, requests: list[Request], batch: int, end: int | None = None) -> None:
+    """The same answers by transformers' own loop, `batch` padded prompts at a time."""
+    for start in range(0, len(requests), batch):
+        group = requests[start : start + batch]
+        longest = max(len(request.prompt) for request in group)
+        rows = [[0] * (longest - len(r.prompt)) + r.prompt for r in group]
+        masks = [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in group]
+        ids = model.generate(
+            torch.tensor(rows, device=model.device),
+            attention_mask=torch.tensor(masks, device=model.device),
+            max_new_tokens=max(request.new_tokens for request in group),
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=end,
+        )
+        for request, row in zip(group, ids[:, longest:].tolist(), strict=True):
+            made = row[: request.new_tokens]
+            request.made = made[: made.index(end) + 1] if end in made else made
+
+
+def requests_from(text: str, tokenizer: Any, count: int, new_tokens: int) -> list[Request]:
+    """Speeches of a play to go on from; answers of different lengths, as users want them."""
+    speeches = [part for part in text.split("\n\n") if len(part) > 200][:count]
+    return [
+        Request(tokenizer(speech).input_ids, new_tokens // 2 + (17 * i) % (new_tokens // 2 + 1))
+        for i, speech in enumerate(speeches)
+    ]
+
+
+def timed(function: Any) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]  # a docstring is there
+    parser.add_argument("--quick", action="store_true", help="six requests of up to 16 tokens")
+    parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--new-tokens", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--slots", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--model", type=Path, help="a GGUF file (default: what make demo fetched)")
+    parser.add_argument("--data", type=Path, help="a text, or the folder of make demo's plays")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    if args.quick:
+        args.requests, args.new_tokens, args.slots = 6, 16, 3
+    return args
+
+
+def main() -> int:
+    """Both loops over the same requests: tokens per second, and whether the text is the same."""
+    args = parse()
+    try:
+        model, tokenizer = load(find_model(args.model), args.device)
+        text = find_play(args.data).read_text(encoding="utf-8", errors="replace")
+    except MissingInputError as error:
+        print(error)
+        return 2
+    if args.device == "cuda":
+        model = model.to(torch.bfloat16)
+    end = tokenizer.eos_token_id
+
+    def fresh() -> list[Request]:
+        return requests_from(text, tokenizer, args.requests, args.new_tokens)
+
+    ours, theirs = fresh(), fresh()
+    longest = max(len(request.prompt) + request.new_tokens for request in ours)
+    server = Server(model, args.slots, longest)
+    server.run(fresh()[:2], end)  # compiles kernels, captures the step
+    plain(model, fresh()[:2], 2, end)
+    rates = []
+    for name, requests, run in (
+        ("flashtile", ours, lambda: server.run(ours, end)),
+        ("transformers", theirs, lambda: plain(model, theirs, args.slots, end)),
+    ):
+        seconds = timed(run)
+        tokens = sum(len(request.made) for request in requests)
+        rates.append(tokens / seconds)
+        print(f"{name}: {tokens} tokens in {seconds:.1f} s, {rates[-1]:.1f} tokens per second")
+    same = sum(mine.made == other.made for mine, other in zip(ours, theirs, strict=True))
+    print(f"{rates[0] / rates[1]:.2f} times as fast; {same} of {len(ours)} answers are the same")
+    print("the first goes on:", repr(tokenizer.decode(ours[0].made)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,147 @@
+"""Attention on float8 inputs with the roundings of the tensor cores.
+
+FlashAttention-3 (Shah et al. 2024), section 3.3. Products of e4m3 numbers are exact and are added
+up in float32. The weights ``P = exp(S - m)``, at most 1, are rounded to e4m3 before the product
+with V, as ``2**8 P``: that is below e4m3's largest number, 448, and keeps weights down to 2**-14
+out of its subnormal numbers. Row sums are those of the weights before they are rounded.
+
+A rounding depends on the row maximum so far, so blocks and their order are those of the kernel:
+`FLOAT8_KEY_BLOCK` keys, the last block first.
+
+Scales, one for each (batch, head) or one for each block of rows, stand outside of the products:
+those of Q and K multiply S, and the output so far is kept in the unit of the block of V that is
+added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands
+from . import tiles
+from .segments import KeyRun, Segment
+from .tiles import INFINITY, TileProblem, fold, unfold
+
+WEIGHT = 2.0**8  # what weights are multiplied with before they are rounded
+
+
+class Scales(NamedTuple):
+    """Factors of float8 numbers, broadcast over batch, query heads, rows and keys."""
+
+    q: Tensor  # (batch, heads, M or 1, 1)
+    k: Tensor  # (batch, heads, 1, N or 1)
+    v: Tensor  # (batch, heads, 1, N or 1); equal within a block of keys
+
+
+def scales(operands: Operands, segment: Segment) -> Scales:
+    """The scales of one segment."""
+    q = query_factors(operands.q_descale, segment)
+    k, v = (
+        per_head(key_factors(descale, segment), segment)
+        for descale in (operands.k_descale, operands.v_descale)
+    )
+    return Scales(q, k.mT, v.mT)
+
+
+def query_factors(descale: Tensor | None, segment: Segment) -> Tensor:
+    """The factor of every query of a segment: (batch, heads, M or 1, 1)."""
+    if descale is None or descale.dim() == 2:
+        return per_head(key_factors(descale, segment), segment)
+    factors = descale[segment.batch, segment.heads].float()
+    rows = factors.repeat_interleave(FLOAT8_QUERY_BLOCK, dim=2)
+    return rows[:, :, : segment.mask.visibility.M, None]
+
+
+def key_factors(descale: Tensor | None, segment: Segment) -> Tensor:
+    """The factor of every key of a segment: (batch, kv_heads, N or 1, 1)."""
+    if descale is None:
+        return torch.ones(1, 1, 1, 1)
+    factors = descale[segment.batch, segment.kv_heads].float()
+    if descale.dim() == 2:
+        return factors[:, :, None, None]
+    rows = factors.repeat_interleave(FLOAT8_KEY_BLOCK, dim=2)
+    return rows[:, :, : segment.mask.visibility.N, None]
+
+
+def per_head(factors: Tensor, segment: Segment) -> Tensor:
+    """Factors of key heads as those of query heads."""
+    heads = segment.heads.stop - segment.heads.start
+    return factors.repeat_interleave(heads // factors.shape[1], dim=1)
+
+
+def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
+    """O (batch, heads, M, Dv) and L (batch, heads, M), as `tiles.forward`; Q, K and V hold e4m3
+    numbers without their scales."""
+    batch, heads, M, _ = tp.Q.shape
+    O_all = tp.Q.new_empty(batch, heads, M, tp.V.shape[-1])
+    L_all = tp.Q.new_empty(batch, heads, M)
+    for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
+        Q = fold(tp.Q[:, :, m0:m1], tp.K)
+        O = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
+        m, l = tiles.first_statistics(tp, m1 - m0)
+        unit = O.new_ones(1, 1, 1, 1)
+        q_factor = rows_of(scale.q, 2, m0, m1) * tp.score.scale
+        for run in blocks(tp, m0, m1):
+            K, V = tp.K[:, :, run.start : run.stop], tp.V[:, :, run.start : run.stop]
+            factor = q_factor * rows_of(scale.k, 3, run.start, run.stop)
+            S, _ = tiles.scores(tp, unfold(Q @ K.mT, tp.Q) * factor, m0, m1, run)
+            m_new = torch.maximum(m, S.amax(-1, keepdim=True))
+            pivot = m_new.masked_fill(m_new == -INFINITY, 0.0)
+            P = tiles.exp_(S.sub_(pivot))
+            rescale = torch.exp(m - pivot)
+            l = rescale * l + P.sum(-1, keepdim=True)
+            if tp.dropout is not None:
+                P.mul_(tp.dropout.factor(m0, m1, run, P.dtype) > 0)
+            v_factor = rows_of(scale.v, 3, run.start, run.start + 1)
+            O.mul_(fold(rescale * (unit / v_factor), tp.K))
+            O.add_(fold(rounded(P * WEIGHT), tp.K) @ V)
+            m, unit = m_new, v_factor
+        seen = l > 0
+        kept = 1.0 if tp.dropout is None else 1.0 - tp.dropout.p
+        normalisation = unit / (WEIGHT * kept) / l.masked_fill(~seen, 1.0)
+        O_all[:, :, m0:m1] = unfold(O, tp.Q) * normalisation
+        L_all[:, :, m0:m1] = torch.where(seen, m + torch.log(l), -INFINITY).squeeze(-1)
+    return O_all, L_all
+
+
+def rounded(x: Tensor) -> Tensor:
+    """`x`, not negative, rounded to e4m3; what is larger than its largest number becomes that."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return x.clamp(max=largest).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def rows_of(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """`x[start:stop]` along `dim`, where it is not broadcast."""
+    return x.narrow(dim, start, stop - start) if x.shape[dim] > 1 else x
+
+
+def blocks(tp: TileProblem, m0: int, m1: int) -> Iterator[KeyRun]:
+    """The blocks of keys that some row of ``[m0, m1)`` sees, the last first.
+
+    They start at multiples of a block, as the kernel's do; under a block mask, which the kernel
+    does not have, also where its tiles do.
+    """
+    if tp.mask.layout is not None:
+        for run in reversed(list(tp.mask.key_runs(m0, m1, tp.BLOCK_N))):
+            yield from cut(run, tp.BLOCK_N)
+        return
+    visibility = tp.mask.visibility
+    start, full_stop = visibility.key_range(m0)
+    full_start, stop = visibility.key_range(m1 - 1)
+    first = start // tp.BLOCK_N * tp.BLOCK_N
+    for n0 in reversed(range(first, stop, tp.BLOCK_N)):
+        n1 = min(n0 + tp.BLOCK_N, visibility.N)
+        inside = full_start <= n0 and n1 <= full_stop
+        yield KeyRun(n0, n1, None if inside else visibility.dense((m0, m1), (n0, n1)))
+
+
+def cut(run: KeyRun, size: int) -> Iterator[KeyRun]:
+    """`run` cut at multiples of `size`, the last part first."""
+    for n0 in reversed(range(run.start // size * size, run.stop, size)):
+        start, stop = max(n0, run.start), min(n0 + size, run.stop)
+        part = slice(start - run.start, stop - run.start)
+        yield KeyRun(start, stop, None if run.visible is None else run.visible[..., part])

@@ -1,0 +1,52 @@
+"""The writer of the backward: one warp that adds dQ to memory, so that no consumer waits for that.
+
+Where cfg.ADDERS is 2 it has nothing to do: with 256 columns shared memory has no room for a second
+pair of pieces, and a consumer that adds its own waits less.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from .backward_order import await_additions, await_turn, pass_turn
+from .backward_schedule import key_work, visited_block
+from .backward_verbs import add_to_global, recast
+from .query_gradient import PIECE_ROWS
+
+
+@gluon.jit
+def writer(outputs, staging, tile, sizes, at, mask, cfg: gl.constexpr):
+    """Add dQ of a tile of keys."""
+    if cfg.ADDERS == 1:
+        add_pairs(outputs, staging, key_work(tile, sizes, at, mask, cfg), sizes, cfg)
+
+
+@gluon.jit
+def add_pairs(outputs, staging, work, sizes, cfg: gl.constexpr):
+    """Add what both consumers put into the staging ring, block after block of the tile's walk."""
+    SHAPE: gl.constexpr = [staging.SLOTS, 2 * PIECE_ROWS, 256]
+    LAYOUT: gl.constexpr = outputs.workspace.layout
+    pairs = recast(staging.tiles, gl.float32, SHAPE, LAYOUT)
+    count = work.end - work.begin
+    if count > 0:  # the first one is nobody's
+        staging.acquire(0)
+        staging.release(0)
+    i = 1  # pairs so far
+    for g in range(sizes.group):
+        h = work.kv_head * sizes.group + g
+        for j in range(count):
+            block = visited_block(j, work)
+            place = h * sizes.blocks + work.place + block
+            staging.acquire(i)
+            if cfg.IS_ORDERED:
+                await_turn(outputs.turns + place, work.n, work.before, block)
+            row = place * (2 * PIECE_ROWS)
+            add_to_global(outputs.workspace, [row, 0], pairs.index(i % staging.SLOTS))
+            tma.store_wait(0)
+            staging.release(i)
+            i += 1
+            if cfg.IS_ORDERED:
+                await_additions()
+                pass_turn(outputs.turns + place, work.n)

@@ -1,0 +1,58 @@
+"""The producer of float8 tiles: K with its rows in the order of `fp8_layouts`, V with its keys
+adjacent."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .fp8_layouts import KEY_GROUP
+from .producer import batch_of, load_queries
+from .schedule import next_number, put_work, retire, start_place, work_of
+from .verbs import copy_to_shared
+
+
+class Keys(NamedTuple):
+    """K as the copy engine sees it: groups of rows (group, 2, 4, 2, all heads side by side)."""
+
+    groups: Any
+    batch_groups: Any  # from one batch to the next; sequences have one more than they fill, packed
+    head_step: Any  # elements from one head to the next
+
+
+@gluon.jit
+def producer8(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.constexpr):
+    """Take tile after tile; load its queries, and its blocks of keys and values from the last to
+    the first."""
+    count = 0  # tiles so far
+    i = 0  # blocks so far
+    work, start_k, place = work_of(gl.program_id(0), start_place(), sizes, at, mask, cfg)
+    put_work(channels.work, count, work)
+    while work.begin < work.end:
+        load_queries(q, count, channels, work, at, cfg)
+        i = load_blocks(keys, v_tiles, i, channels, work, start_k, sizes.group, at, cfg)
+        count += 1
+        work, start_k, place = work_of(next_number(counter), place, sizes, at, mask, cfg)
+        put_work(channels.work, count, work)
+    retire(counter)
+
+
+@gluon.jit
+def load_blocks(keys, v_tiles, i, channels, work, start_k, group, at, cfg: gl.constexpr):
+    """Blocks of K and V, the last first; the number of blocks so far."""
+    batch = batch_of(work.b, at.cu_seqlens_k)
+    head = work.h // group
+    first_group = work.b * keys.batch_groups
+    if at.cu_seqlens_k is not None:  # `fp8_launch.in_groups`
+        first_group = start_k // KEY_GROUP + work.b
+    for j in range(work.end - work.begin):
+        row = (work.end - 1 - j) * cfg.BLOCK_N
+        full = channels.k.acquire_empty(i, keys.groups.block_type.nbytes)
+        place = [first_group + row // KEY_GROUP, 0, 0, 0, head * keys.head_step]
+        copy_to_shared(keys.groups, place, full, channels.k.tile(i))
+        full = channels.v.acquire_empty(i, v_tiles.block_type.nbytes)
+        copy_to_shared(v_tiles, [batch, head, 0, start_k + row], full, channels.v.tile(i))
+        i += 1
+    return i

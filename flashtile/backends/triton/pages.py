@@ -1,0 +1,89 @@
+"""Tiles of keys and values from a cache cut into pages, whose numbers stand in a table."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import load_rows, load_tile
+
+
+@triton.jit
+def page_list(lengths, b):
+    """Where the page numbers of sequence `b` start; None without pages."""
+    pages = None
+    if lengths.at.page_table is not None:
+        pages = lengths.at.page_table + b.to(tl.int64) * lengths.page_columns
+    return pages
+
+
+@triton.jit
+def load_paged_rows(
+    x, base, pages, start, n0, count, lengths, MASKED: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
+    past `count` (if MASKED) and past DIM."""
+    if PAGE % BLOCK == 0 and lengths.at.leftpad_k is None:  # the tile lies in one page
+        page = page_number(tl.load(pages + n0 // PAGE), lengths)
+        page_base = base + page.to(tl.int64) * x.batch
+        left = count - n0 + n0 % PAGE
+        tile = load_rows(x, page_base, n0 % PAGE, left, MASKED, DIM, BLOCK, BLOCK_DIM)
+    else:
+        offs = tl.arange(0, BLOCK)
+        dims = tl.arange(0, BLOCK_DIM)[None, :]
+        if lengths.at.leftpad_k is None:  # the tile starts with a page
+            column = n0 // PAGE + offs // PAGE
+            slot = offs % PAGE
+        else:
+            column = (start + n0 + offs) // PAGE
+            slot = (start + n0 + offs) % PAGE
+        inside = n0 + offs < count
+        if MASKED:
+            page = tl.load(pages + column, mask=inside, other=0)
+        else:
+            page = tl.load(pages + column)
+        pointers = (base + dims * x.dim) + (slot * x.row)[:, None]
+        pointers += page_offset(page_number(page, lengths), x)[:, None]
+        if MASKED:
+            tile = tl.load(pointers, mask=inside[:, None] & (dims < DIM), other=0.0)
+        elif DIM == BLOCK_DIM:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=dims < DIM, other=0.0)
+    return tile
+
+
+@triton.jit
+def page_offset(page, x):
+    """Elements of `x` before a page; 64-bit, from one multiplication of 32 bits where that does."""
+    stride = page * 0 + x.batch  # as wide as the number came
+    if stride.dtype == tl.int32:
+        wide = stride.to(tl.uint32).to(tl.uint64)
+        offset = (page.to(tl.uint32).to(tl.uint64) * wide).to(tl.int64)
+    else:
+        offset = page.to(tl.int64) * stride
+    return offset
+
+
+@triton.jit
+def page_number(page, lengths):
+    """A page of the table, kept inside the cache."""
+    return tl.minimum(tl.maximum(page, 0), lengths.total_k - 1)
+
+
+@triton.jit
+def load_keys(
+    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
+    if cfg.PAGE_SIZE > 0:
+        tile = load_paged_rows(
+            x, source, pages, start, n0, count, lengths, MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
+            BLOCK_DIM,
+        )  # fmt: skip
+    else:
+        tile = load_tile(source, x, n0, count, cfg, MASKED, DIM, BLOCK, BLOCK_DIM)
+    return tile

@@ -1,0 +1,174 @@
+"""From 16 bits to float8 in one pass: rotary embedding, centring, rotation, scale, rounding.
+
+A program takes block after block of one tensor; a block is the rows of one head that share a scale.
+Where scales are not of blocks, a first pass of the same kernel measures the blocks. The formula is
+that of `quantize/tensors.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import rows_of
+from .kernel_launch import Launch, run
+
+# Programs that share a multiprocessor.
+PROGRAMS = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the kernel is compiled for."""
+
+    ROWS: int
+    DIM: int
+    BLOCK_D: int
+    UNIT: float  # of the matrix, whose entries are stored as 0 and plus or minus 1
+    HALF: int  # pairs of features that rotary embedding turns
+    IS_INTERLEAVED: bool
+    MEASURES: bool  # stores the largest magnitudes alone
+    HAS_SCALES: bool  # made before, one for each group of heads
+
+
+@triton.jit
+def power_of_two(magnitude):
+    """The smallest power of two that e4m3's largest number, 1.75 * 2**8, times it is not below
+    `magnitude`; 1 for 0. And its inverse."""
+    # Adding less than a quarter of a binade carries into the exponent above 1.75.
+    exponent = ((magnitude.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+    exponent = tl.where(magnitude > 0.0, tl.maximum(exponent, 1), 127)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def turned(x, tile, base, rows, inside, cos, sin, recipe: tl.constexpr):
+    """The tile with its features turned by the angles of its rows."""
+    HALF: tl.constexpr = recipe.HALF
+    d = tl.arange(0, recipe.BLOCK_D)
+    if recipe.IS_INTERLEAVED:
+        partner, pair, first = d ^ 1, d // 2, d % 2 == 0
+    else:
+        partner, pair, first = tl.where(d < HALF, d + HALF, d - HALF), d % HALF, d < HALF
+    moves = d < 2 * HALF
+    known = inside & moves[None, :]
+    other = tl.load(base + rows[:, None] * x.row + partner[None, :] * x.dim, mask=known, other=0.0)
+    place = rows[:, None] * HALF + pair[None, :]
+    c = tl.load(cos + place, mask=known, other=1.0).to(tl.float32)
+    s = tl.load(sin + place, mask=known, other=0.0).to(tl.float32)
+    s = tl.where(first[None, :], -s, s)
+    return tile.to(tl.float32) * c + other.to(tl.float32) * s
+
+
+@triton.jit(do_not_specialize=["M", "total", "tiles"])
+def quantize_kernel(
+    x, out, descale, matrix, mean, cos, sin, cu_seqlens, M, total, tiles,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, recipe: tl.constexpr,
+):  # fmt: skip
+    """Blocks of `x` in float8, and their scales (B, heads, blocks), or with those given (B, heads /
+    GROUP)."""
+    dtype: tl.constexpr = x.ptr.dtype.element_ty
+    ROWS: tl.constexpr = recipe.ROWS
+    d = tl.arange(0, recipe.BLOCK_D)
+    blocks = tl.cdiv(M, ROWS)
+    if matrix is not None:
+        # (BLOCK_D, BLOCK_D)
+        kept = (d[:, None] < recipe.DIM) & (d[None, :] < recipe.DIM)
+        turn = tl.load(matrix + d[:, None] * recipe.DIM + d[None, :], mask=kept, other=0.0)
+    for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        head = index % HEADS
+        block = index // HEADS % blocks
+        b = index // HEADS // blocks
+        start, count = b * 0, M
+        batch = b.to(tl.int64)
+        if cu_seqlens is not None:
+            start = tl.load(cu_seqlens + b).to(tl.int32)
+            stop = tl.minimum(tl.load(cu_seqlens + b + 1).to(tl.int32), total)
+            start = tl.minimum(tl.maximum(start, 0), total)
+            count = tl.minimum(stop - start, M)
+            batch = batch * 0
+        rows = block * ROWS + tl.arange(0, ROWS)
+        inside = (rows < count)[:, None] & (d < recipe.DIM)[None, :]
+        offset = batch * x.batch + start.to(tl.int64) * x.row + head * x.head
+        base = x.ptr + offset
+        rows = rows.to(tl.int64)
+        # (ROWS, BLOCK_D)
+        tile = tl.load(base + rows[:, None] * x.row + d[None, :] * x.dim, mask=inside, other=0.0)
+        if recipe.HALF > 0:
+            tile = turned(x, tile, base, rows, inside, cos, sin, recipe).to(dtype)
+        if mean is not None:
+            taken = tl.load(mean + (b * HEADS + head) * recipe.DIM + d, mask=d < recipe.DIM)
+            tile = (tile.to(tl.float32) - taken[None, :]).to(dtype)
+        if matrix is not None:
+            tile = tl.dot(tile, turn) * recipe.UNIT
+        tile = tile.to(tl.float32)
+        finite = tl.abs(tile) < float("inf")
+        place = (b * HEADS + head).to(tl.int64) * blocks + block
+        if recipe.HAS_SCALES:
+            scale = tl.load(descale + b * (HEADS // GROUP) + head // GROUP)
+            inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        else:
+            magnitude = tl.max(tl.max(tl.where(finite & inside, tl.abs(tile), 0.0), 1), 0)
+            scale, inverse = power_of_two(magnitude)
+            tl.store(descale + place, magnitude if recipe.MEASURES else scale)
+        if not recipe.MEASURES:
+            small = tl.where(finite, tile * inverse, float("nan")).to(tl.float8e4nv)
+            offset = batch * out.batch + start.to(tl.int64) * out.row + head * out.head
+            places = rows[:, None] * out.row + d[None, :] * out.dim
+            tl.store(out.ptr + offset + places, small, mask=inside)
+
+
+def quantize_launch(
+    x: Tensor,
+    out: Tensor,
+    descale: Tensor,
+    recipe: Recipe,
+    *,
+    matrix: Tensor | None,
+    mean: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | tuple[None, None],
+    cu_seqlens: Tensor | None,
+    longest: int,
+    group: int,
+    programs: int,
+) -> Launch:
+    """Write `x` (batch, rows, heads, dim), or packed, to `out`, of its shape in float8."""
+    B = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    heads = x.shape[-2]
+    tiles = B * heads * -(-longest // recipe.ROWS)
+    arguments: dict[str, Any] = {
+        "x": rows_of(x),
+        "out": rows_of(out),
+        "descale": descale,
+        "matrix": matrix,
+        "mean": mean,
+        "cos": rotary[0],
+        "sin": rotary[1],
+        "cu_seqlens": cu_seqlens,
+        "M": longest,
+        "total": x.shape[0],
+        "tiles": tiles,
+        "HEADS": heads,
+        "GROUP": group,
+        "recipe": recipe,
+    }
+    warps = 8 if recipe.ROWS * recipe.BLOCK_D >= 128 * 128 else 4
+    if recipe.BLOCK_D > 128 and recipe.HALF > 0:  # a row and its partners are many registers
+        warps = 16
+    # The matrix and two tiles, one of them on its way, where shared memory holds that.
+    stages = 2 if recipe.BLOCK_D <= 128 and recipe.HALF == 0 else 1
+    return Launch(quantize_kernel, (min(programs, tiles),), arguments, warps, stages)
+
+
+def quantize(x: Tensor, *arguments: Any, **named: Any) -> None:
+    """Launch on the device of `x`."""
+    if "programs" not in named:
+        properties = torch.cuda.get_device_properties(x.device)
+        named["programs"] = PROGRAMS * properties.multi_processor_count
+    run([quantize_launch(x, *arguments, **named)], x)

@@ -1,0 +1,99 @@
+"""Many queries onto a cache, as when a prompt comes in pieces: the same call over packed sequences.
+
+The fastest kernels for many queries read packed sequences, neither pages nor the used part of a
+cache's rows. Rows that lie behind each other are packed sequences already, each with more room than
+it uses. Pages are copied side by side first, which takes a few per cent of the time that so many
+queries take.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .problem import AttentionProblem, Operands
+
+# Queries that read one key head, of all the heads that share it, from which on the copy pays.
+FEWEST_QUERIES = 2048
+# Bytes of a copy at most, which has room for every sequence at its longest.
+LARGEST_COPY = 2**30
+
+_library = torch.library.Library("flashtile", "FRAGMENT")
+_library.define(
+    "gather_pages(Tensor k, Tensor v, Tensor page_table, Tensor used) -> (Tensor, Tensor)"
+)
+
+
+def packed_problem(
+    problem: AttentionProblem, operands: Operands, backend: str | None
+) -> AttentionProblem | None:
+    """The problem over packed sequences, if another backend takes it than the one chosen before."""
+    k, v = operands.k, operands.v
+    side_by_side = all(x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v))
+    copied = problem.B * problem.N * problem.Hk * (problem.D + problem.Dv) * k.element_size()
+    if (
+        problem.M * problem.group < FEWEST_QUERIES
+        or operands.seqused_k is None
+        or operands.leftpad_k is not None
+        or operands.cache_batch_idx is not None
+        or (copied > LARGEST_COPY if problem.page_size else not side_by_side)
+    ):
+        return None
+    packed = problem._replace(layout="packed", page_size=0)
+    chosen = dispatch.select(packed, backend)
+    if chosen == problem.options.backend:
+        return None
+    return packed._replace(options=problem.options._replace(backend=chosen))
+
+
+def as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
+    """The operands of a `packed_problem`, out of those over the cache."""
+    q, k, v, used = operands.q, operands.k, operands.v, operands.seqused_k
+    assert used is not None
+    if operands.page_table is not None:
+        k, v = torch.ops.flashtile.gather_pages(k, v, operands.page_table, used)
+    sequences = torch.arange(problem.B + 1, dtype=torch.int32, device=q.device)
+    starts = operands.cu_seqlens_q
+    return operands._replace(
+        q=q if starts is not None else q.flatten(0, 1),
+        k=k.flatten(0, 1),
+        v=v.flatten(0, 1),
+        cu_seqlens_q=sequences * problem.M if starts is None else starts,
+        cu_seqlens_k=sequences * problem.N,
+        page_table=None,
+    )
+
+
+def as_batch(out: Tensor, lse: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """The results of packed queries of equal lengths as those of a batch: (batch, seq, heads,
+    head_dim) and (batch, heads, seq)."""
+    by_sequence = lse.unflatten(1, (problem.B, problem.M))
+    return out.unflatten(0, (problem.B, problem.M)), by_sequence.transpose(0, 1).contiguous()
+
+
+def _gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Pages (num_pages, page_size, kv_heads, ...) in the order of the table: (batch, pages per
+    sequence * page_size, kv_heads, ...). What lies behind the `used` tokens may be anything."""
+    pages = page_table.long().clamp(0, max(k.shape[0] - 1, 0))
+    return k[pages].flatten(1, 2), v[pages].flatten(1, 2)
+
+
+def _gather_pages_on_gpu(*args: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, but what lies behind the used tokens is not read."""
+    from .backends.triton.gather import gather_pages
+
+    return gather_pages(*args)
+
+
+def _fake_gather_pages(
+    k: Tensor, v: Tensor, page_table: Tensor, used: Tensor
+) -> tuple[Tensor, Tensor]:
+    batch, columns = page_table.shape
+    k_rows, v_rows = (x.new_empty(batch, columns * x.shape[1], *x.shape[2:]) for x in (k, v))
+    return k_rows, v_rows
+
+
+_library.impl("gather_pages", _gather_pages, "CPU")
+_library.impl("gather_pages", _gather_pages_on_gpu, "CUDA")
+torch.library.register_fake("flashtile::gather_pages", _fake_gather_pages, lib=_library)

@@ -1,0 +1,202 @@
+"""Attention in float8 for tensors in 16 bits, in one call, with gradients in 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import call
+from ..api import attention, attention_varlen
+from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, default_scale
+from .rotation import rotation
+from .tensors import Quantized, Recipe, check, dequantized, layout_of, quantized, rows_of
+
+Options = dict[str, Any]
+
+
+def attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: call.WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    scales: str = "block",
+    rotate: bool = True,
+    rotate_v: bool = False,
+    centre_k: bool = False,
+    seed: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    emulate: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention whose products are made in float8 e4m3: `quantize_qkv`, then `attention`.
+
+    Gradients are those of attention in 16 bits on the numbers that float8 holds, as if quantising
+    had no slope of its own (a straight-through estimate).
+
+    Args:
+        q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`;
+            float16, bfloat16 or float32.
+        k, v: (batch, seq_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim).
+        softmax_scale, causal, window_size, softcap: as in `flashtile.attention`.
+        scales, rotate, rotate_v, centre_k, seed: as in `quantize_qkv`. Centring moves scores, so it
+            does not go with softcap.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: packed sequences, as in
+            `flashtile.attention_varlen`.
+        return_lse: return (out, lse).
+        emulate: make the same roundings on the CPU, slowly, wherever the tensors are; without it, a
+            device that has no float8 kernel is an error.
+        backend: name of the backend to force.
+
+    Returns:
+        out, shaped as q with v's head dim, in q's dtype, and on request lse (batch, heads, seq_q)
+        or (heads, total_q) in float32.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        NotImplementedError: no backend can run the call; the message lists each with its reasons.
+
+    Source: FlashAttention-3 (Shah et al. 2024), section 3.3.
+    """
+    layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check(q, k, v, layout, scales)
+    if centre_k and softcap != 0.0:
+        raise ValueError("centre_k: got True with a softcap, which scores less their mean miss")
+    options = {
+        "softmax_scale": default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+    }
+    recipe, device = Recipe(scales, rotate, rotate_v, centre_k, seed), q.device
+    if emulate:
+        q, k, v = q.cpu(), k.cpu(), v.cpu()
+        if layout is not None:
+            layout = layout._replace(
+                cu_seqlens_q=layout.cu_seqlens_q.cpu(), cu_seqlens_k=layout.cu_seqlens_k.cpu()
+            )
+    out, lse = _Float8Attention.apply(q, k, v, recipe, layout, options, backend)
+    out, lse = out.to(device), lse.to(device)
+    return (out, lse) if return_lse else out
+
+
+class _Float8Attention(torch.autograd.Function):
+    """(out, lse) of q, k and v in 16 bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        recipe: Recipe,
+        layout: call.Packed | None,
+        options: Options,
+        backend: str | None,
+    ) -> tuple[Tensor, Tensor]:
+        small = quantized(q, k, v, recipe, layout)
+        out, lse = attend(small, layout, options, backend)
+        ctx.set_materialize_grads(False)
+        ctx.recipe, ctx.layout, ctx.options, ctx.dtype = recipe, layout, options, q.dtype
+        ctx.save_for_backward(out, lse, *small)
+        if recipe.rotate_v:
+            out = (out.float() @ rotation(v.shape[-1], recipe.seed, out.device).mT).to(out.dtype)
+        if small.k_mean is not None:
+            shift = shift_of(q, small.k_mean, layout) * options["softmax_scale"]
+            lse = torch.where(lse == -torch.inf, lse, lse + shift)
+        return out.to(q.dtype), lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        out, lse, *small = ctx.saved_tensors
+        dq, dk, dv = in_16_bits(ctx, Quantized(*small), out, lse, dout, dlse)
+        k_mean = small[-1]
+        if k_mean is not None and dlse is not None:  # of the shift that `forward` adds to lse
+            shift = shift_gradient(dlse, k_mean, small[0], ctx.layout)
+            dq = dq + (shift * ctx.options["softmax_scale"]).to(dq.dtype)
+        return dq, dk, dv, None, None, None, None
+
+
+def attend(
+    small: Quantized, layout: call.Packed | None, options: Options, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of what is in float8."""
+    q, k, v, *descales, _ = small
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    more = {**options, **named, "return_lse": True, "backend": backend}
+    found: Any  # a pair, as `return_lse` asks
+    if layout is None:
+        found = attention(q, k, v, **more)
+    else:
+        found = attention_varlen(q, k, v, *layout[:4], **more)
+    return found
+
+
+def shift_of(q: Tensor, k_mean: Tensor, layout: call.Packed | None) -> Tensor:
+    """q_i . k_mean, laid out as the log-sum-exp."""
+    means = means_of_queries(q, k_mean, layout)
+    return (q.float() * means).sum(-1).transpose(-1, -2)
+
+
+def shift_gradient(dlse: Tensor, k_mean: Tensor, q: Tensor, layout: call.Packed | None) -> Tensor:
+    """Gradient of `shift_of` for q."""
+    return dlse.transpose(-1, -2)[..., None] * means_of_queries(q, k_mean, layout)
+
+
+def means_of_queries(q: Tensor, k_mean: Tensor, layout: call.Packed | None) -> Tensor:
+    """The mean of the keys of every query's sequence, which broadcasts to q's shape."""
+    means = k_mean.repeat_interleave(q.shape[-2] // k_mean.shape[1], dim=1)
+    if layout is None:
+        return means[:, None]
+    rows, _ = rows_of(q, q, layout)
+    return torch.cat((means, means.new_zeros(1, *means.shape[1:])))[rows.sequence]
+
+
+def in_16_bits(
+    ctx: Any, small: Quantized, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> list[Tensor]:
+    """dq, dk and dv of attention on the numbers that float8 holds, in their plain axes."""
+    recipe, layout = ctx.recipe, ctx.layout
+    # Every e4m3 number times a power of two is one of bfloat16's.
+    dtype = torch.float32 if ctx.dtype == torch.float32 else torch.bfloat16
+    rows_q, rows_k = rows_of(small.q, small.k, layout)
+    q = dequantized(small.q, small.q_descale, rows_q, FLOAT8_QUERY_BLOCK, dtype)
+    k = dequantized(small.k, small.k_descale, rows_k, FLOAT8_KEY_BLOCK, dtype)
+    v = dequantized(small.v, small.v_descale, rows_k, FLOAT8_KEY_BLOCK, dtype)
+    dout = torch.zeros_like(out) if dout is None else dout
+    if recipe.rotate_v:
+        dout = dout.float() @ rotation(v.shape[-1], recipe.seed, v.device)
+    operands, options = backward_call(q, k, v, layout, ctx.options)
+    dq, dk, dv, *_ = torch.ops.flashtile.attention_backward(
+        dout.to(dtype), dlse, out.to(dtype), lse, False, *operands, *options
+    )
+    if recipe.rotate:
+        turned = rotation(q.shape[-1], recipe.seed, q.device)
+        dq, dk = dq.float() @ turned.mT, dk.float() @ turned.mT
+    if recipe.rotate_v:
+        dv = dv.float() @ rotation(v.shape[-1], recipe.seed, v.device).mT
+    return [x.to(ctx.dtype) for x in (dq, dk, dv)]
+
+
+def backward_call(
+    q: Tensor, k: Tensor, v: Tensor, layout: call.Packed | None, given: Options
+) -> tuple[Operands, Any]:
+    """The call in 16 bits whose backward is to run."""
+    arguments = call.Arguments(**given)
+    with torch.enable_grad():  # so that the backend is chosen for its backward
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        if layout is None:
+            operands, options = call.dense_call(q, k, v, arguments)
+        else:
+            operands, options = call.packed_call(q, k, v, layout, arguments)
+        options = call.decide(operands, options, None, None).options
+    return operands, options

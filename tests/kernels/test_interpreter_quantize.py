@@ -1,0 +1,104 @@
+"""The kernel that quantises, in Triton's interpreter on the CPU, against the formula.
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_quantize.py
+
+In float16: the interpreter's products of bfloat16 are wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    # Triton decides at import whether to interpret.
+    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+
+from flashtile.call import Packed
+from flashtile.quantize.on_gpu import quantized_on_gpu
+from flashtile.quantize.tensors import Quantized, Recipe, Rotary, quantized
+from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, rotary_tables, strided
+
+F16 = torch.float16
+
+
+def compare(given: Any, recipe: Recipe, layout: Packed | None = None, rotary: Any = None) -> None:
+    """Equal but for sums in another order, which may turn a rounding here and there. What is turned
+    or centred is rounded to float16 on the way."""
+    step = 2**-9 if rotary is None and not recipe.centre_k else 448 * torch.finfo(F16).eps
+    got = quantized_on_gpu(*given, recipe, layout, rotary, programs=3)
+    wanted = quantized(*given, recipe, layout, rotary)
+    for name in Quantized._fields[:6]:
+        x, y = getattr(got, name), getattr(wanted, name)
+        assert x.shape == y.shape
+        if name.endswith("descale"):
+            assert torch.equal(x, y), name
+            continue
+        if layout is not None:  # what lies behind the last sequence is nobody's
+            end = (layout.cu_seqlens_q if name == "q" else layout.cu_seqlens_k)[-1]
+            x, y = x[:end], y[:end]
+        assert torch.equal(x.float().isnan(), y.float().isnan()), name
+        x, y = x.float().nan_to_num(), y.float().nan_to_num()
+        # Where rounding reaches the next power of two, the interpreter forgets the exponent.
+        kept = (y.frexp().mantissa.abs() != 0.5) & (x.frexp().mantissa.abs() != 0.5)
+        x, y = x[kept], y[kept]
+        assert ((x - y).abs() <= y.abs() / 8 + step).all(), name
+        assert (x == y).double().mean() > 0.95, name
+    assert got.v.stride() == wanted.v.stride()
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head", "block"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_scales(head_dim: int, scales: str, seed: int):
+    given = qkv(generator(seed), M=70, N=140, D=head_dim, dtype=F16)
+    given[1][:, 128:] *= 100
+    compare(given, Recipe(scales))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(rotate=False), Recipe(rotate_v=True, seed=3), Recipe(centre_k=True, scales="head")],
+    ids=str,
+)
+def test_recipes(recipe: Recipe, seed: int):
+    given = qkv(generator(seed), M=70, N=140, D=64, Dv=32, dtype=F16)
+    compare([strided(x, "sliced") for x in given], recipe)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [16, 32])
+def test_rotary(rotary_dim: int, interleaved: bool, seed: int):
+    tables = rotary_tables(140, rotary_dim, F16)
+    given = qkv(generator(seed), M=70, N=140, D=32, dtype=F16)
+    compare(given, Recipe(), rotary=Rotary(*tables, interleaved))
+
+
+@pytest.mark.parametrize("scales", ["head", "block"])
+def test_packed(scales: str, seed: int):
+    lengths_q, lengths_k = [70, 0, 1, 130], [130, 40, 0, 265]
+    given = packed_qkv(generator(seed), [*lengths_q, 5], [*lengths_k, 5], D=32, dtype=F16)
+    layout = Packed(cu_seqlens(lengths_q), cu_seqlens(lengths_k), 140, 300)
+    rotary = Rotary(*rotary_tables(300, 32, F16), False)
+    compare(given, Recipe(scales), layout, rotary)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_and_infinity_count_for_no_scale(bad: float, seed: int):
+    """Scales alone: the interpreter has no NaN in float8."""
+    q, k, v = qkv(generator(seed), M=70, N=140, D=32, dtype=F16)
+    q[0, 3, 1, 5], k[1, 130, 0, 0], v[0, 7, 1, 31] = bad, bad, bad
+    got = quantized_on_gpu(q, k, v, Recipe(), None, None, programs=3)
+    wanted = quantized(q, k, v, Recipe(), None)
+    assert all(map(torch.equal, got[3:6], wanted[3:6]))
+
+
+def test_zeros_and_extremes(seed: int):
+    q, k, v = (torch.zeros_like(x) for x in qkv(generator(seed), M=70, N=140, D=32, dtype=F16))
+    k[:, :128] = 2.0**-24  # the smallest float16
+    v[:, 0] = 65504.0
+    v[:, 128] = 448.0
+    compare((q, k, v), Recipe(rotate=False))
