@@ -79,7 +79,8 @@ def decided(
     key = None
     checking = validate.checking_values()
     if not checking:
-        key = recall.key_of(("cache", *queries, *cache, *new, *rotary, *arguments, backend))
+        given = ("cache", *queries, *cache, *new, *rotary, *arguments, backend)
+        key = recall.key_of((*given, *_strides(cache)))
     decision = recall.recall(key)
     if decision is not None:
         operands, lengths = _described(queries, cache, new, checking)
@@ -97,6 +98,12 @@ def decided(
         decision = recall.Decision(packed, packed.options)
     recall.remember(key, decision)
     return operands, lengths, decision
+
+
+def _strides(cache: Cache) -> tuple[int, ...]:
+    """How the caches lie, which decides whether they are packed sequences as they are."""
+    caches = (x for x in (cache.k, cache.v) if isinstance(x, Tensor))
+    return tuple(stride for x in caches for stride in x.stride())
 
 
 def check(queries: Queries, cache: Cache, new: NewTokens) -> int:

@@ -16,10 +16,13 @@ import torch
 from kernels.cases import CASES
 from kernels.compare import assert_case
 from kernels.decoding import CASES as DECODING
-from kernels.decoding import assert_decoding
+from kernels.decoding import FLOAT8_CASES, assert_decoding
 
+import flashtile
+from flashtile import recall
 from flashtile.backends import triton
 from flashtile.backends.triton import plan
+from flashtile.testing import generator, normal, paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers")]
 
@@ -47,3 +50,41 @@ def test_case(name, dtype, seed):
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding(name, dtype, seed):
     assert_decoding(triton, name, dtype, seed, splits=(0, 1, 3, 9), device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FLOAT8_CASES)
+def test_float8_cache(name, dtype, seed):
+    assert_decoding(triton, name, dtype, seed, splits=(0, 1, 3), device="cuda", float8=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_gather_pages(page_size, seed):
+    """Used pages side by side; the table's other entries lie outside of the cache."""
+    g = generator(seed)
+    k, v = (normal(g, 9, page_size, 2, d, dtype=torch.bfloat16).cuda() for d in (64, 40))
+    table = torch.tensor([[4, 0, 8], [1, -3, 70]], dtype=torch.int32).cuda()
+    used = torch.tensor([2 * page_size + 1, page_size], dtype=torch.int32).cuda()
+    for x, rows in zip((k, v), torch.ops.flashtile.gather_pages(k, v, table, used), strict=True):
+        assert torch.equal(rows[0], x[[4, 0, 8]].flatten(0, 1))
+        assert torch.equal(rows[1, :page_size], x[1])
+
+
+@pytest.mark.parametrize("storage", ["rows", "pages"])
+def test_a_prompt_in_pieces(storage, seed):
+    """Onto a cache, by whatever backend takes it, as by the portable one; again from memory."""
+    g = generator(seed)
+    q = normal(g, 2, 700, 8, 128, dtype=torch.bfloat16).cuda()
+    caches = [normal(g, 2, 2048, 2, 128, dtype=torch.bfloat16) for _ in range(2)]
+    call = {"cache_seqlens": torch.tensor([700, 1900], dtype=torch.int32).cuda(), "causal": True}
+    if storage == "pages":
+        (caches[0], table), (caches[1], _) = (paged(generator(seed), x, 16) for x in caches)
+        call["page_table"] = table.cuda()
+    args = (q, *(x.cuda() for x in caches))
+    wanted = flashtile.attention_with_kvcache(*args, **call, backend="triton").float()
+    for _ in range(2):
+        got = flashtile.attention_with_kvcache(*args, **call).float()
+        assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+    chosen = {d.options.backend for d in recall._decisions.values() if d.problem.M == 700}
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "hopper" in chosen

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .linear_layout import LinearLayout
 from .scheduler import Scheduler, context
 
 FOLDER = Path(__file__).parents[2] / "flashtile" / "backends" / "hopper"
@@ -129,25 +130,6 @@ class Shared:
         assert data.data_ptr() == self.data.data_ptr(), "recast of a part with gaps"
         places = layout.places(shape) if isinstance(layout, LinearLayout) else None
         return Shared(data[: torch.Size(shape).numel()].view(shape), places)
-
-
-class LinearLayout:
-    """gl.SharedLinearLayout: where bit i of an offset leads."""
-
-    def __init__(self, bases: list[list[int]]) -> None:
-        self.bases = bases
-
-    def places(self, shape: list[int]) -> Tensor:
-        """The offset of every element."""
-        offsets = torch.arange(2 ** len(self.bases))
-        rows, columns = torch.zeros_like(offsets), torch.zeros_like(offsets)
-        for bit, (row, column) in enumerate(self.bases):
-            on = offsets >> bit & 1
-            rows, columns = rows ^ on * row, columns ^ on * column
-        places = torch.full((shape[0] * shape[1],), -1)
-        places[rows * shape[1] + columns] = offsets
-        assert (places >= 0).all(), "the layout misses elements"
-        return places
 
 
 class Barrier:

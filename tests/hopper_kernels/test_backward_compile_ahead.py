@@ -36,7 +36,12 @@ SHARED_LIMIT = 232448  # bytes a program
 # Bytes a thread that may spill. With Triton 3.6 none of them in a loop over blocks without masks;
 # the assembler of 3.9 spills more, up to six loads a step (deterministic).
 NEWER = TRITON_VERSION >= (3, 9)
-SPILLS = {"plain": 128 if NEWER else 64, 64: 128, "option": 256 if NEWER else 128, "packed": 512}
+SPILLS = {
+    "plain": 128 if NEWER else 64,
+    64: 128,
+    "option": 256 if NEWER else 128,
+    "packed": 640 if NEWER else 512,
+}
 
 Call = tuple[Operands, Options]
 

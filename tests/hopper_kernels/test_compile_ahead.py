@@ -31,9 +31,9 @@ FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256)]
 MIXED_HEAD_DIMS = [(96, 96), (192, 192), (192, 128), (192, 256), (256, 192), (64, 256)]
 SHARED_LIMIT = 232448  # bytes a program
-# Bytes a thread that may spill: softcap, in its polynomial; packed and with lengths, two row numbers
-# that are loaded once a tile.
-SPILLS = {"softcap": 512, "packed": 8, "lengths": 8}
+# Bytes a thread that may spill: softcap, in its polynomial; packed or with lengths, two or three
+# numbers that are loaded once a tile.
+SPILLS = {"softcap": 512, "packed": 8, "lengths": 12}
 # What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128.
 SPILLS_OF_NEWER = 16 if TRITON_VERSION > (3, 6) else 0
 
