@@ -20,7 +20,7 @@ from .backward_plan import (
     leaves_keys_unseen,
 )
 from .delta import delta_kernel
-from .launch import Launch, descriptor, readable
+from .launch import Launch, call_key, descriptor, readable, run_all
 from .plan import CONSUMER_ROWS
 from .query_gradient import PIECE_ROWS, round_kernel
 
@@ -40,8 +40,7 @@ def backward(
         return Gradients(dq, dk, dv, None, dsink)
     with torch.cuda.device(operands.q.device):
         gradients, statistics, launches = backward_launches(problem, operands, out, lse, dout, dlse)
-        for launch in launches:
-            launch.run()
+        run_all(launches, call_key("backward", problem, (*operands, out, lse, dout, dlse)))
     if operands.sink is None:
         return gradients
     return gradients._replace(dsink=sink_gradient(operands.sink, *statistics))
@@ -221,10 +220,12 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
     return batch, x.stride(-3), x.stride(-2)
 
 
+PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)
+
+
 def plain_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """float32 `x` (n, columns) in boxes of `rows` whole rows, as they are in memory."""
-    layout = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], PLAIN)
 
 
 def sink_gradient(sink: Tensor, lse_log2: Tensor, minus_delta: Tensor) -> Tensor:
