@@ -79,16 +79,28 @@ def attend(
         operands = _told_apart(operands)
     else:
         flops.register_when_counting()
-    transforms = torch._C._are_functorch_transforms_active()
+    transforms = _is_transformed()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if forward_mode:
         _refuse_forward_mode(operands)
-    if transforms or problem.needs_grad:
-        return AttentionFunction.apply(*operands, *options)
-    if is_watched(operands):
+    if transforms or is_watched(operands):
+        if transforms or problem.needs_grad:
+            return AttentionFunction.apply(*operands, *options)
         return torch.ops.flashtile.attention_forward(*operands, *options)
-    # Nobody would see the op, which costs as much time as all that is above.
+    # Nobody would see the ops, which cost as much time as all that is above.
+    if problem.needs_grad:
+        return UnwatchedAttention.apply(problem, operands, *operands[:DIFFERENTIABLE])
     return backends.load(options.backend).forward(problem, operands)
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _is_batched(x: Tensor | None) -> bool:
+    """Whether `x` is many gradients at once, as ``is_grads_batched=True`` makes them."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 _UNWATCHED = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -208,21 +220,63 @@ class AttentionFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if dout is None:
             dout = torch.zeros_like(out)
-        # Compiled graphs refuse double backward by themselves, and cannot trace a Function in a
-        # backward.
-        compiling = torch.compiler.is_compiling()
-        derivative = (
-            torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
-        )
-        bias_needs_grad = ctx.needs_input_grad[_BIAS]
-        gradients = derivative(dout, dlse, out, lse, bias_needs_grad, *operands, *ctx.options)
-        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        leading = tuple(g if needed else None for g, needed in wanted)
+        given = (dout, dlse, out, lse, ctx.needs_input_grad[_BIAS], *operands, *ctx.options)
+        leading = _seen_derivative(given, ctx.needs_input_grad)
         return leading + (None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return _one_by_one(AttentionFunction, info, in_dims, args), (0, 0)
+
+
+def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[Any, ...]:
+    """The gradients that are needed, from the op; differentiating them once more raises."""
+    # Compiled graphs refuse double backward by themselves, and cannot trace a Function in a
+    # backward.
+    compiling = torch.compiler.is_compiling()
+    derivative = (
+        torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
+    )
+    gradients = derivative(*given)
+    return tuple(g if wanted else None for g, wanted in zip(gradients, needed, strict=False))
+
+
+class UnwatchedAttention(torch.autograd.Function):
+    """`AttentionFunction` where nobody watches: the backend is called without the ops.
+
+    (problem, operands, the differentiable ones of them) -> (out, lse). A step of training at small
+    sizes is as long as its Python. Whoever begins to watch before the backward sees its op.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, problem: AttentionProblem, operands: Operands, *differentiable: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = backends.load(problem.options.backend).forward(problem, operands)
+        ctx.set_materialize_grads(False)
+        ctx.problem = problem
+        ctx.save_for_backward(out, lse, *operands)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        out, lse, *saved = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        problem, operands = ctx.problem, Operands(*saved)
+        if (
+            torch.is_grad_enabled()  # the derivative is to be differentiated
+            or _is_transformed()
+            or _is_batched(dout)
+            or _is_batched(dlse)
+            or is_watched((dout, dlse, *saved))
+        ):
+            given = (dout, dlse, out, lse, problem.bias_needs_grad, *operands, *problem.options)
+            return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])
+        backend = backends.load(problem.options.backend)
+        return None, None, *backend.backward(problem, operands, out, lse, dout, dlse)
 
 
 class AttentionBackwardFunction(torch.autograd.Function):
