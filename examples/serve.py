@@ -268,7 +268,9 @@ def main() -> int:
         print(error)
         return 2
     if args.device == "cuda":
+        frequencies = model.model.rotary_emb.inv_freq
         model = model.to(torch.bfloat16)
+        model.model.rotary_emb.inv_freq = frequencies  # bfloat16 would turn by other angles
     end = tokenizer.eos_token_id
 
     def fresh() -> list[Request]:

@@ -41,6 +41,7 @@ def op_arguments():
     cache = cache_call(4, "contiguous")
     new = [cache[n] for n in ("k_cache", "v_cache", "k", "v", "cache_seqlens")]
     rotary = torch.randn(2, 40, 4)
+    pages = (*torch.randn(2, 6, 4, 2, 8), torch.arange(6).int().view(2, 3), torch.tensor([9, 1]))
     return {
         "attention_forward": [
             *((x, o) for x in (one, half, narrow, sunk, packed) for o in (plain, causal)),
@@ -62,6 +63,7 @@ def op_arguments():
             )
             for own_positions in (False, True)
         ],
+        "gather_pages": [(pages, ())],
         "combine": [((torch.randn(3, 2, 7, 4, 8), torch.randn(3, 2, 7, 4)), (torch.bfloat16,))],
     }
 

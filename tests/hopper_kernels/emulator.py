@@ -225,6 +225,8 @@ class Descriptor:
 
     def parts(self, coord: list[Any], x: Tensor) -> tuple[Tensor, Tensor]:
         """The elements of the tensor in the box, and those of `x` that they meet."""
+        # The engine takes anything else for an illegal instruction.
+        assert int(coord[-1]) * self.tensor.element_size() % 16 == 0
         inside, outside = [], []
         for at, length, total in zip(map(int, coord), self.box, self.tensor.shape, strict=True):
             assert at >= 0

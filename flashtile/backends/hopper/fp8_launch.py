@@ -51,7 +51,7 @@ def float8_launch(
     arguments: dict[str, Any] = {
         "q_tiles": float8_descriptor(readable(q), [1, CONSUMER_ROWS, 1, config.BLOCK_D]),
         "k_groups": groups,
-        "v_tiles": value_descriptor(readable_values(v), config),
+        "v_tiles": value_descriptor(readable_values(v, operands.cu_seqlens_k), config),
         "o_tiles": descriptor(readable(out), CONSUMER_ROWS, config.BLOCK_DV),
         "out_ptr": out,
         "lse_ptr": lse,
@@ -102,19 +102,19 @@ def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
     return F.pad(k.view(torch.uint8), (0, columns - D, 0, 0, 0, rows - N)).view(k.dtype)
 
 
-def in_groups(k: Tensor, cu_seqlens: Tensor, columns: int) -> Tensor:
-    """Packed K (total, heads, dim) as (1, rows, heads, columns), sequence b from group
+def in_groups(x: Tensor, cu_seqlens: Tensor, columns: int) -> Tensor:
+    """Packed K or V (total, heads, dim) as (1, rows, heads, columns), sequence b from group
     ``cu_seqlens[b] // GROUP + b`` on: there the one before it has ended."""
-    total, heads, D = k.shape
+    total, heads, D = x.shape
     sequences = cu_seqlens.shape[0] - 1
     rows = (total // GROUP + sequences + 1) * GROUP
-    found = torch.zeros(rows, heads, columns, dtype=torch.uint8, device=k.device)
-    token = torch.arange(total, device=k.device)
+    found = torch.zeros(rows, heads, columns, dtype=torch.uint8, device=x.device)
+    token = torch.arange(total, device=x.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     start = cu_seqlens.long()[sequence.clamp(max=sequences)]
     place = token - start + (start // GROUP + sequence) * GROUP
-    found[place.clamp(0, rows - 1), :, :D] = k.view(torch.uint8)
-    return found.view(k.dtype)[None]
+    found[place.clamp(0, rows - 1), :, :D] = x.view(torch.uint8)
+    return found.view(x.dtype)[None]
 
 
 def group_descriptor(k: Tensor, config: Float8Config) -> tuple[TensorDescriptor, int, int]:
@@ -130,22 +130,27 @@ def group_descriptor(k: Tensor, config: Float8Config) -> tuple[TensorDescriptor,
     return TensorDescriptor(k, shape, strides, box, layout), batch_groups, head
 
 
-def readable_values(v: Tensor) -> Tensor:
-    """V with its keys adjacent, rows of them at multiples of 16 bytes, or a copy."""
-    sequence = v.dim() - 3
-    others = [s for i, s in enumerate(v.stride()) if i != sequence]
-    aligned = v.stride(sequence) == 1 and not any(s % 16 or s <= 0 for s in others)
-    if aligned and v.data_ptr() % 16 == 0 and v.shape[sequence] > 0:
+def readable_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """V (batch, rows, heads, dim) with its keys adjacent, rows of them at multiples of 16 bytes, or
+    a copy.
+
+    The copy engine also starts at multiples of 16 bytes alone, so every sequence starts a group.
+    """
+    if cu_seqlens is not None:
+        v = in_groups(v, cu_seqlens, v.shape[-1])
+    rows = v.shape[1]
+    batch, key, head, dim = v.stride()
+    aligned = key == 1 and not any(s % 16 or s <= 0 for s in (batch, head, dim))
+    if aligned and v.data_ptr() % 16 == 0 and rows > 0:
         return v
-    rows = v.shape[sequence]
     padding = max(-(-rows // 16), 1) * 16 - rows
-    by_keys = F.pad(v.view(torch.uint8).movedim(sequence, -1), (0, padding)).contiguous()
-    return by_keys.view(v.dtype)[..., : max(rows, 1)].movedim(-1, sequence)
+    by_keys = F.pad(v.view(torch.uint8).movedim(1, -1), (0, padding)).contiguous()
+    return by_keys.view(v.dtype)[..., : max(rows, 1)].movedim(-1, 1)
 
 
 def value_descriptor(v: Tensor, config: Float8Config) -> TensorDescriptor:
-    """V as (batch, head, dim, key), or packed (head, dim, key), in boxes of one head."""
-    return float8_descriptor(v.movedim(-3, -1), [1, 1, config.BLOCK_DV, config.BLOCK_N])
+    """V as (batch, head, dim, key), in boxes of one head."""
+    return float8_descriptor(v.movedim(1, -1), [1, 1, config.BLOCK_DV, config.BLOCK_N])
 
 
 def float8_descriptor(x: Tensor, box: list[int]) -> TensorDescriptor:

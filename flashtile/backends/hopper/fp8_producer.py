@@ -44,15 +44,16 @@ def load_blocks(keys, v_tiles, i, channels, work, start_k, group, at, cfg: gl.co
     """Blocks of K and V, the last first; the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
-    first_group = work.b * keys.batch_groups
+    first_group, first_key = work.b * keys.batch_groups, start_k
     if at.cu_seqlens_k is not None:  # `fp8_launch.in_groups`
         first_group = start_k // KEY_GROUP + work.b
+        first_key = first_group * KEY_GROUP
     for j in range(work.end - work.begin):
         row = (work.end - 1 - j) * cfg.BLOCK_N
         full = channels.k.acquire_empty(i, keys.groups.block_type.nbytes)
         place = [first_group + row // KEY_GROUP, 0, 0, 0, head * keys.head_step]
         copy_to_shared(keys.groups, place, full, channels.k.tile(i))
         full = channels.v.acquire_empty(i, v_tiles.block_type.nbytes)
-        copy_to_shared(v_tiles, [batch, head, 0, start_k + row], full, channels.v.tile(i))
+        copy_to_shared(v_tiles, [batch, head, 0, first_key + row], full, channels.v.tile(i))
         i += 1
     return i
