@@ -245,6 +245,9 @@ def test_the_page_says_where_memory_ran_out() -> None:
     rows = [replace(row, peak_mib=2.0) for row in rows] + [_row("standard", None, long)]
     page = markdown.page(rows, ORIGIN)
     assert "| 320 | out of memory | 2 |" in page
+    assert "| 320 | out of memory | - |" in markdown.page(
+        [replace(row, peak_mib=0.0) if row.seqlen_k == 320 else row for row in rows], ORIGIN
+    )
 
 
 def test_masks_are_compared_with_full_attention() -> None:
@@ -279,6 +282,23 @@ def test_pictures_of_memory_and_density(tmp_path: Path) -> None:
         "memory-p-forward-float32-dense.png",
     ]
     assert draw(tmp_path, rows[:1], ORIGIN) == []  # a point is no line
+
+
+def test_no_picture_cuts_off_a_line() -> None:
+    pytest.importorskip("matplotlib")
+    slow = [replace(SMALL, preset="p", seqlen_q=n, seqlen_k=n, batch=640 // n) for n in (160, 320)]
+    fast = [replace(case, head_dim=32, head_dim_v=32) for case in slow]
+    rows = [replace(_row("fa2", 1.0, case), host_us=10.0, peak_mib=2.0) for case in slow]
+    rows += [replace(_row("fa2", 9.0, case), host_us=90.0, peak_mib=9.0) for case in fast]
+    for picture, highest in ((plots._speed, 9), (plots._host, 90)):
+        for axis in picture(rows, ORIGIN).axes:
+            assert axis.get_ylim()[0] == 0
+            assert axis.get_ylim()[1] > highest
+            assert [label.get_text() for label in axis.get_xticklabels()] == [
+                "160\nbatch 4",
+                "320\nbatch 2",
+            ]
+    assert plots._memory([replace(row, batch=1, peak_mib=0.0) for row in rows], ORIGIN) is None
 
 
 # Presets

@@ -40,7 +40,8 @@ QUANTITIES = (
         percent=lambda row: row.percent_of_read,
     ),
     Quantity("host time of a call, µs", lambda row: row.host_us),
-    Quantity("peak memory above the inputs, MiB", lambda row: row.peak_mib),
+    # 0 is no peak: results count, so something else was freed while it was measured.
+    Quantity("peak memory above the inputs, MiB", lambda row: row.peak_mib or None),
     Quantity("rms error against float64", lambda row: row.rms_error, ".1e"),
 )
 

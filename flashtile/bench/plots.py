@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,12 @@ def _speed(rows: list[Row], provenance: Provenance) -> Any:
     for panel, axis in grid:
         here = [row for row in measured if _panel(row) == panel]
         _lines(axis, here, _length, lambda row: row.gbps if cached else row.tflops)
-        if best := max((_best(row) for row in here), default=0.0):
+        best = max((_best(row) for row in here), default=0.0)
+        if 0 < best < 3 * max(row.gbps or row.tflops or 0.0 for row in measured):
             name = "one large sum" if cached else "matrix product 8192³"
             axis.axhline(best, color="0.6", linewidth=1, label=name)
-        axis.set_ylim(bottom=0)
-        _dress(axis, label, {row.seqlen_k for row in measured})
+        _dress(axis, label, measured)
+    _from_zero(grid)
     return _with_legend(figure, grid)
 
 
@@ -106,8 +107,8 @@ def _host(rows: list[Row], provenance: Provenance) -> Any:
     for panel, axis in grid:
         here = [row for row in measured if _panel(row) == panel]
         _lines(axis, here, _length, lambda row: row.host_us)
-        axis.set_ylim(bottom=0)
-        _dress(axis, "host time of an eager call, µs", {row.seqlen_k for row in measured})
+        _dress(axis, "host time of an eager call, µs", measured)
+    _from_zero(grid)
     return _with_legend(figure, grid)
 
 
@@ -120,8 +121,11 @@ def _best(row: Row) -> float:
 
 
 def _memory(rows: list[Row], provenance: Provenance) -> Any:
-    """Panels of peak memory against length, both logarithmic; where a peer failed it says why."""
-    measured = _with_lengths([row for row in rows if row.peak_mib is not None])
+    """Panels of peak memory against length, both logarithmic; where a peer failed it says why.
+
+    A peak of 0 is no point: results count, so something else was freed meanwhile.
+    """
+    measured = _with_lengths([row for row in rows if row.peak_mib])
     if not measured or len({row.batch for row in measured}) > 1:
         return None
     passes = "forward" if rows[0].direction in ("forward", "decode") else "forward and backward"
@@ -138,7 +142,7 @@ def _memory(rows: list[Row], provenance: Provenance) -> Any:
         axis.yaxis.set_major_formatter("{x:g}")
         low, high = axis.get_ylim()
         axis.set_ylim(low, high * 4 if failed else high)
-        _dress(axis, "peak memory above the inputs, MiB", {row.seqlen_k for row in rows})
+        _dress(axis, "peak memory above the inputs, MiB", rows)
     return _with_legend(figure, grid)
 
 
@@ -177,7 +181,8 @@ def _density(rows: list[Row], provenance: Provenance) -> Any:
         axis.plot(ends, ideal, color="0.6", linestyle=":", label="ideal: time as scores")
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
-        _dress(axis, "times as fast as full attention", {6.25, 12.5, 25, 50, 100})
+        _dress(axis, "times as fast as full attention")
+        _ticks(axis, {share: f"{share:g}" for share in (6.25, 12.5, 25, 50, 100)})
         axis.set_xlabel("scores left by the mask, % of full attention")
     return _with_legend(figure, grid)
 
@@ -204,7 +209,8 @@ def _with_lengths(rows: list[Row]) -> list[Row]:
 
 def _named(row: Row) -> str:
     batch = "" if row.preset else f", batch {row.batch}"
-    return f"{row.variant} attention, {row.direction}, {row.dtype}{batch}"
+    what = row.variant if row.direction == "decode" else f"{row.variant} attention, {row.direction}"
+    return f"{what}, {row.dtype}{batch}"
 
 
 def _panels(
@@ -254,22 +260,41 @@ def _style(row: Row) -> dict[str, Any]:
     }
 
 
-def _dress(axis: Any, label: str, ticks: set[Any]) -> None:
-    """Labels with units, and a logarithmic axis below with these ticks alone."""
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sorted(ticks), [_tick(tick) for tick in sorted(ticks)])
-    axis.xaxis.minorticks_off()
+def _dress(axis: Any, label: str, rows: Sequence[Row] = ()) -> None:
+    """Labels with units; the lengths of `rows` below, with their batches where these differ."""
+    batches = {row.batch for row in rows}
+    ticks = {
+        row.seqlen_k: _tick(row.seqlen_k) + (f"\nbatch {row.batch}" if len(batches) > 1 else "")
+        for row in rows
+    }
+    _ticks(axis, ticks)
     axis.set_xlabel("sequence length, tokens")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
 
 
-def _tick(number: float) -> str:
-    return f"{number // 1024:.0f}k" if number >= 1024 and number % 1024 == 0 else f"{number:g}"
+def _ticks(axis: Any, ticks: Mapping[Any, str]) -> None:
+    """A logarithmic axis below with these ticks alone."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(ticks), list(ticks.values()))
+    axis.xaxis.minorticks_off()
+
+
+def _from_zero(grid: list[tuple[Panel, Any]]) -> None:
+    """Zero below in all panels, once every line is drawn: they share the axis, which a limit
+    would keep from growing."""
+    grid[0][1].set_ylim(bottom=0)
+
+
+def _tick(length: int) -> str:
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def _with_legend(figure: Any, grid: list[tuple[Panel, Any]]) -> Any:
     handles = {line.get_label(): line for _, axis in grid for line in axis.get_lines()}
     named = {label: line for label, line in handles.items() if not label.startswith("_")}
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=6, fontsize=9)
+    columns = max(3, int(figure.get_figwidth() / 1.8))
+    figure.legend(
+        named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=9
+    )
     return figure
