@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -168,6 +169,7 @@ def peak_bytes(call: Call, device: str = "cpu") -> int:
     allocator is recorded, the scratch space inside its C++ kernels included.
     """
     if torch.device(device).type == "cuda":
+        gc.collect()  # what an earlier call left must not be freed in this one
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
