@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="the package triton is not installed")
+
 from flashtile.backends.hopper import launch
 from flashtile.backends.hopper.launch import Launch, call_key, run_all
 from flashtile.call import Arguments, dense_call
