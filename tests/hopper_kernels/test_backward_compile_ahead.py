@@ -37,8 +37,9 @@ SHARED_LIMIT = 232448  # bytes a program
 # the assembler of 3.9 spills more, up to six loads a step (deterministic).
 NEWER = TRITON_VERSION >= (3, 9)
 SPILLS = {
-    "plain": 128 if NEWER else 64,
+    "plain": 128 if NEWER else 0,
     64: 128,
+    128: 128 if NEWER else 56,
     "option": 256 if NEWER else 128,
     "packed": 640 if NEWER else 512,
 }
