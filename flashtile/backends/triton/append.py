@@ -314,7 +314,7 @@ def append_to_cache(
     lengths: Tensor,
     *places: Tensor | None,
 ) -> Tensor:
-    """The op ``flashtile::kvcache_append`` of `flashtile/append.py`: the lengths with the new tokens."""
+    """The op ``flashtile::kvcache_append``: the lengths with the new tokens."""
     used = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
     append(Appended(k_cache, v_cache, k, v, lengths, used, *places), Turning())
     return used
@@ -339,7 +339,7 @@ def rotate_and_append(
     interleaved: bool,
     own_positions: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The op ``flashtile::kvcache_rotate_append`` of `flashtile/append.py`: the queries, turned, and the
+    """The op ``flashtile::kvcache_rotate_append``: the queries, turned, and the
     lengths with the new tokens."""
     used = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
     q_turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
