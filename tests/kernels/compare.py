@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 from summation import PlainRuns, Run
 from torch import Tensor
 
 from flashtile.backends import cpu
+from flashtile.backends.cpu import plan as cpu_plan
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import assert_close, generator
 
@@ -47,9 +50,15 @@ def plain_runs(
     operands: Operands, options: Options, dout: Tensor, dlse: Tensor, seed: int
 ) -> PlainRuns:
     """What the CPU backend makes of a call in the call's own precision, as it is and then with the
-    columns of the heads in other orders."""
+    columns of the heads in other orders and the rows and keys in smaller tiles.
+
+    Tiles count where a head has few columns to reorder: dK sums over the rows.
+    """
     D, Dv = operands.q.shape[-1], operands.v.shape[-1]
     g = generator(seed + 1)
+
+    def tile_sizes() -> list[int]:
+        return torch.randint(4, 33, (2,), generator=g).tolist()
 
     def run(number: int) -> Run:
         order, value_order = torch.arange(D), torch.arange(Dv)
@@ -58,7 +67,8 @@ def plain_runs(
             value_order = torch.randperm(Dv, generator=g)
         q, k, v = operands.q[..., order], operands.k[..., order], operands.v[..., value_order]
         shuffled = operands._replace(q=q, k=k, v=v)
-        results = everything(cpu, shuffled, options, dout[..., value_order], dlse)
+        with contextlib.nullcontext() if number == 0 else _plain_tiles(*tile_sizes()):
+            results = everything(cpu, shuffled, options, dout[..., value_order], dlse)
         orders = {"dq": order, "dk": order, "out": value_order, "dv": value_order}
         return {
             name: x[..., orders[name].argsort()] if name in orders else x
@@ -66,6 +76,12 @@ def plain_runs(
         }
 
     return PlainRuns(run, MAX_ORDERS)
+
+
+def _plain_tiles(BLOCK_M: int, BLOCK_N: int) -> mock._patch:
+    """The CPU backend with plain tiles of a size of its own; its plans are not remembered."""
+    plans = cpu_plan._plan.__wrapped__
+    return mock.patch.multiple(cpu_plan, PLAIN_BLOCK_M=BLOCK_M, PLAIN_BLOCK_N=BLOCK_N, _plan=plans)
 
 
 def assert_case(
