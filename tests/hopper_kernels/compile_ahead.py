@@ -15,7 +15,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from flashtile.backends.hopper.launch import Launch, forward_launch
+from flashtile.backends.hopper.launch import Launch, forward_launch, outputs
+from flashtile.backends.hopper.plan import plan
 from flashtile.problem import AttentionProblem, Operands, Options
 
 CAPABILITY = (9, 0)
@@ -39,7 +40,8 @@ def launch_of(operands: Operands, options: Options) -> Launch:
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(capability=CAPABILITY, device_type="cuda")
     counter = torch.zeros(2, dtype=torch.int32)
-    return forward_launch(problem, operands, MULTIPROCESSORS, counter)[2]
+    out, lse = outputs(problem, operands, plan(problem))
+    return forward_launch(problem, operands, out, lse, MULTIPROCESSORS, counter)
 
 
 def specialize(launch: Launch) -> tuple[ASTSource, dict[str, object]]:

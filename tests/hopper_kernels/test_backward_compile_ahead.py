@@ -26,7 +26,7 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     # The backend refuses it too, with this reason.
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
-from flashtile.backends.hopper.backward_launch import backward_launches
+from flashtile.backends.hopper.backward_launch import backward_launches, buffers
 from flashtile.backends.hopper.launch import Launch
 
 from .compile_ahead import CAPABILITY, report, specialize
@@ -55,7 +55,8 @@ def launches_of(call: Call) -> list[Launch]:
     q, v = operands.q, operands.v
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
-    return backward_launches(problem, operands, out, lse, out, lse)[2]
+    made = buffers(problem, operands)
+    return backward_launches(problem, operands, out, lse, out, lse, made)
 
 
 def dense(

@@ -12,7 +12,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward_launch import backward, backward_launches, sink_gradient
+from flashtile.backends.hopper.backward_launch import (
+    backward,
+    backward_launches,
+    buffers,
+    sink_gradient,
+)
+from flashtile.backends.hopper.launch import readable
 from flashtile.call import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
@@ -42,8 +48,8 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """What the emulated kernels write into poisoned outputs."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
-    arguments = (problem, operands, out, lse, dout, dlse)
-    found, statistics, launches = backward_launches(*arguments)
+    found = buffers(problem, operands)
+    launches = backward_launches(problem, operands, out, lse, readable(dout), dlse, found)
     if problem.layout == "dense":
         found.dq.fill_(torch.nan)
     added = [emulator.run(launch, seed) for launch in launches][1]
@@ -51,7 +57,7 @@ def gradients(
         assert_ascending(added)
     if operands.sink is None:
         return found[:3]
-    return *found[:3], sink_gradient(operands.sink, *statistics)
+    return *found[:3], sink_gradient(operands.sink, found.lse_log2, found.minus_delta)
 
 
 def reference(

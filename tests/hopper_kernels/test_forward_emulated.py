@@ -13,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.launch import forward_launch
+from flashtile.backends.hopper.launch import forward_launch, outputs
+from flashtile.backends.hopper.plan import plan
 from flashtile.call import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
@@ -113,7 +114,8 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     """(out, lse) that the emulated kernel writes into poisoned outputs."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     counter = torch.zeros(2, dtype=torch.int32)
-    out, lse, launch = forward_launch(problem, operands, PROGRAMS, counter)
+    out, lse = outputs(problem, operands, plan(problem))
+    launch = forward_launch(problem, operands, out, lse, PROGRAMS, counter)
     if problem.layout == "dense" and not problem.has_lengths:
         out.fill_(torch.nan)
         lse.fill_(torch.nan)

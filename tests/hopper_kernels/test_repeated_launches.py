@@ -1,22 +1,52 @@
-"""A repeated call goes straight to the compiled kernels, with the arguments of its own tensors."""
+"""A repeated call goes straight to the compiled kernels, with its own tensors in their places."""
 
 from __future__ import annotations
 
+import weakref
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper import launch
-from flashtile.backends.hopper.launch import Launch, call_key, run_all
-from flashtile.call import Arguments, dense_call
-from flashtile.problem import AttentionProblem
+from flashtile.backends import Gradients, hopper, repeat
+from flashtile.backends.hopper.launch import Launch
+from flashtile.backends.repeat import run_all
+from flashtile.call import Arguments, Packed, dense_call, packed_call
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import alibi_slopes, generator, normal
+
+from . import emulator
+from .inputs import dense_inputs, packed_inputs
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch):
+    monkeypatch.setattr(repeat, "_repeats", {})
+    monkeypatch.setattr(repeat, "_compiled", {})
+
+
+class Pair(NamedTuple):
+    x: Any
+    n: int
+
+
+class Described:
+    """As a descriptor of Triton's: a tensor and what is known of it; counted."""
+
+    made = 0
+
+    def __init__(self, base: Tensor, box: int):
+        Described.made += 1
+        self.base, self.box = base, box
 
 
 class Kernel:
     """Stands for a kernel and for what Triton compiles of it; writes down how it is called."""
 
-    arg_names = ("x", "n", "cfg")
+    arg_names = ("x", "pair", "n", "desc", "cfg")
 
     def __init__(self):
         self.compiled, self.repeated = [], []
@@ -24,57 +54,176 @@ class Kernel:
     def __getitem__(self, grid):
         def compile_and_run(*, num_warps, **arguments):
             self.compiled.append((grid, arguments, num_warps))
-            return Compiled(self.repeated)
+            return {(*grid, 1): lambda *arguments: self.repeated.append(arguments)}
 
         return compile_and_run
 
 
-class Compiled:
-    def __init__(self, calls):
-        self.calls = calls
-
-    def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append((grid, arguments))
+PROBLEM: Any = "a problem"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(launch, "_compiled", {})
+def describe(kernel: Kernel, copies: bool = False) -> Any:
+    def launches(given, made):
+        (x, y), (z,) = given, made
+        arguments = {"n": x.shape[0], "cfg": "c", "desc": Described(y, 8), "pair": Pair(z, 3)}
+        arguments["x"] = x.clone() if copies else x
+        return [Launch(kernel, (5, 3), arguments, warps=8)]
+
+    return launches
 
 
-def test_the_second_call_passes_its_own_arguments_in_order():
+def test_the_third_call_is_not_described_again():
+    kernel, described = Kernel(), Described.made
+    for turn in range(4):
+        x, y, z = (torch.full((4, 2), 10.0 * turn + i) for i in range(3))
+        run_all("pass", PROBLEM, "c", (x, y), (z,), describe(kernel))
+        if turn > 0:
+            got_x, pair, n, desc, config = kernel.repeated[-1]
+            assert torch.equal(got_x, x) and torch.equal(desc.base, y) and torch.equal(pair.x, z)
+            assert (pair.n, n, desc.box, config) == (3, 4, 8, "c")
+    ((grid, _, warps),) = kernel.compiled
+    assert (grid, warps, len(kernel.repeated)) == ((5, 3), 8, 3)
+    assert Described.made - described == 2
+
+
+def test_nothing_keeps_the_tensors_of_an_earlier_call():
+    x, y, z = (torch.zeros(4, 2) for _ in range(3))
     kernel = Kernel()
-    for n in (1, 2):
-        run_all([Launch(kernel, (5, 3), {"cfg": "c", "n": n, "x": f"x{n}"}, warps=8)], "key")
-    assert kernel.compiled == [((5, 3), {"cfg": "c", "n": 1, "x": "x1"}, 8)]
-    assert kernel.repeated == [((5, 3, 1), ("x2", 2, "c"))]
+    for _ in range(3):
+        run_all("pass", PROBLEM, "c", (x, y), (z,), describe(kernel))
+    kernel.compiled.clear()
+    kernel.repeated.clear()
+    storages = [weakref.ref(t.untyped_storage()) for t in (x, y, z)]
+    del x, y, z
+    assert repeat._repeats and all(storage() is None for storage in storages)
 
 
-def test_another_key_compiles():
+def test_one_tensor_in_two_places_may_be_two_later():
     kernel = Kernel()
-    for key in ("a", "b", "a"):
-        run_all([Launch(kernel, (1,), {"x": 0, "n": 0, "cfg": 0})], key)
-    assert len(kernel.compiled) == 2 and len(kernel.repeated) == 1
+    x, y, z = (torch.full((4, 2), float(i)) for i in range(3))
+    for given in ((x, x), (x, x), (x, x), (x, y), (y, x)):
+        run_all("pass", PROBLEM, "c", given, (z,), describe(kernel))
+        if kernel.repeated:
+            got_x, _, _, desc, _ = kernel.repeated[-1]
+            assert torch.equal(got_x, given[0]) and torch.equal(desc.base, given[1])
+    assert len(kernel.compiled) == 1 and len(kernel.repeated) == 4
 
 
-def call(seq=8, causal=False, start=0, heads_first=False, dlse=False):
-    """The key of a call that differs from the plain one in what is given."""
-    shape = (2, 4, seq, 64) if heads_first else (2, seq, 4, 64)
-    q = torch.zeros(start + 2 * seq * 4 * 64, dtype=torch.bfloat16)[start:].view(shape)
-    q = q.transpose(1, 2) if heads_first else q
-    operands, options = dense_call(q, q, q, Arguments(causal=causal))
-    problem = AttentionProblem.of(operands, options)
-    return call_key("backward", problem, (*operands, torch.zeros(2) if dlse else None))
+def test_a_call_with_copies_is_described_each_time():
+    kernel, described = Kernel(), Described.made
+    for turn in range(4):
+        x, y, z = (torch.full((4, 2), 10.0 * turn + i) for i in range(3))
+        run_all("pass", PROBLEM, "c", (x, y), (z,), describe(kernel, copies=True))
+        if turn > 0:
+            assert torch.equal(kernel.repeated[-1][0], x)
+    assert len(kernel.compiled) == 1 and Described.made - described == 4
 
 
-def test_calls_of_one_kind_share_a_key():
-    assert call() == call()
+def test_packed_batches_of_other_lengths_share_the_kernels():
+    kernel = Kernel()
+    for length in (4, 5, 6, 4, 5, 4):
+        x, y, z = torch.zeros(length, 2), torch.zeros(length, 2), torch.zeros(4)
+        run_all("pass", PROBLEM, "c", (x, y), (z,), describe(kernel))
+        if kernel.repeated:
+            assert kernel.repeated[-1][2] == length
+    assert len(kernel.compiled) == 1 and len(kernel.repeated) == 5
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"seq": 16}, {"causal": True}, {"start": 1}, {"heads_first": True}, {"dlse": True}],
+    [{"name": "other"}, {"config": "d"}, {"wide": 3}, {"start": 1}, {"gap": 1}, {"missing": True}],
     ids=str,
 )
-def test_what_triton_looks_at_is_in_the_key(change):
-    assert call(**change) != call()
+def test_what_triton_looks_at_compiles_anew(change: dict[str, Any]):
+    kernel = Kernel()
+
+    def call(name="pass", config="c", wide=2, start=0, gap=0, missing=False):
+        memory = torch.zeros(start + 4 * (wide + gap))[start:]
+        x = memory.view(4, wide + gap)[:, :wide]
+        y = None if missing else torch.zeros(4, 2)
+        launch = Launch(kernel, (5, 3), dict.fromkeys(Kernel.arg_names, x))
+        problem: Any = (name, config)
+        run_all(name, problem, config, (x, y), (), lambda given, made: [launch])
+
+    call()
+    call(**change)
+    call()
+    assert len(kernel.compiled) == 2 and len(kernel.repeated) == 1
+
+
+class Emulated:
+    """A launch as Triton hands out compiled kernels: ``compiled[grid](*arguments)``."""
+
+    def __init__(self, launch: Launch):
+        self.launch = launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any) -> None:
+            named = dict(zip(self.launch.kernel.arg_names, arguments, strict=True))
+            emulator.run(Launch(self.launch.kernel, grid, named), 0)
+
+        return run
+
+
+Call = tuple[Operands, Options]
+
+
+def dense(seed: int, **given: Any) -> Call:
+    tensors = dense_inputs(seed, "contiguous", {"M": 70, "N": 90, "D": 64})
+    return dense_call(*tensors, Arguments(**given))
+
+
+def one_tensor(seed: int, causal: bool = True) -> Call:
+    q, k, v = dense_inputs(seed, "contiguous", {"M": 70, "N": 70, "D": 64, "Hq": 1})
+    same = (q, q, q) if seed < 2 else (q, k, v)
+    return dense_call(*same, Arguments(causal=causal))
+
+
+def packed(seed: int) -> Call:
+    tensors, layout, counts = packed_inputs(seed, 64, [70, 0, 29], [40, 5, 65], {})
+    if seed == 2:  # no longer the same in both places
+        layout = Packed(layout.cu_seqlens_q, layout.cu_seqlens_k.clone(), *layout[2:])
+    sink = normal(generator(seed), tensors[0].shape[1])
+    return packed_call(*tensors, layout, Arguments(sink=sink, causal=True, **counts))
+
+
+CASES = {
+    "causal": lambda seed: dense(seed, causal=True),
+    "alibi": lambda seed: dense(seed, alibi_slopes=alibi_slopes(generator(seed), 2)),
+    "deterministic": lambda seed: dense(seed, causal=True, deterministic=True),
+    "one tensor for q, k and v": one_tensor,
+    "packed, sink": packed,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_repeated_backwards(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Described, launched again, repeated: each as if nothing had been before it."""
+    made = 0
+
+    def run(launch: Launch) -> Any:
+        nonlocal made
+        made += 1
+        emulator.run(launch, 0)
+        return Emulated(launch)
+
+    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of a tensor on the CPU
+
+    def gradients(seed: int) -> Gradients:
+        operands, options = CASES[name](seed)
+        problem = AttentionProblem.of(operands, options)
+        problem = problem._replace(device_type="cuda", capability=(9, 0))
+        g = generator(seed + 10)
+        out, dout = (normal(g, *operands.q.shape, dtype=operands.q.dtype) for _ in range(2))
+        rows = operands.q.shape[:-1]
+        lse = normal(g, *(rows[::-1] if len(rows) == 2 else (rows[0], rows[2], rows[1])))
+        return hopper.backward(problem, operands, out, lse + 5, dout, None)
+
+    again = [gradients(seed) for seed in range(4)]
+    assert made == 3  # kernels
+    for seed, found in enumerate(again):
+        repeat._repeats.clear()
+        repeat._compiled.clear()
+        for got, wanted in zip(found, gradients(seed), strict=True):
+            assert (got is None and wanted is None) or torch.equal(got, wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import AttentionProblem, Operands
 from .. import Gradients
+from ..repeat import run_all
 from .arguments import WIDEST, Pointers, Sequences
 from .backward_pass import KeyGradients, backward_kernel
 from .backward_plan import (
@@ -20,7 +21,7 @@ from .backward_plan import (
     leaves_keys_unseen,
 )
 from .delta import delta_kernel
-from .launch import Launch, call_key, descriptor, readable, run_all
+from .launch import Launch, descriptor, readable
 from .plan import CONSUMER_ROWS
 from .query_gradient import PIECE_ROWS, round_kernel
 
@@ -38,12 +39,70 @@ def backward(
         dsink = None if operands.sink is None else torch.zeros_like(operands.sink)
         dq, dk, dv = map(torch.zeros_like, operands[:3])
         return Gradients(dq, dk, dv, None, dsink)
-    with torch.cuda.device(operands.q.device):
-        gradients, statistics, launches = backward_launches(problem, operands, out, lse, dout, dlse)
-        run_all(launches, call_key("backward", problem, (*operands, out, lse, dout, dlse)))
-    if operands.sink is None:
-        return gradients
-    return gradients._replace(dsink=sink_gradient(operands.sink, *statistics))
+    device = operands.q.device
+    if device.index == torch.cuda.current_device():
+        return _backward(problem, operands, out, lse, dout, dlse)
+    with torch.cuda.device(device):
+        return _backward(problem, operands, out, lse, dout, dlse)
+
+
+class Buffers(NamedTuple):
+    """What the kernels of a backward write to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    workspace: Tensor  # dq in float32
+    lse_log2: Tensor  # see `delta.py`
+    minus_delta: Tensor
+    turns: Tensor | None  # whose turn it is to add to a block of dq, where there is an order
+    counter: Tensor | None  # of the tiles that have started, likewise
+
+
+def _backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    def describe(given: Any, made: Any) -> list[Launch]:
+        *tensors, out, lse, dout, dlse = given
+        return backward_launches(problem, Operands(*tensors), out, lse, dout, dlse, Buffers(*made))
+
+    made = buffers(problem, operands)
+    given = (*operands, out, lse, readable(dout), dlse)
+    run_all("backward", problem, backward_plan(problem), given, made, describe)
+    sink = operands.sink
+    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
+    return Gradients(made.dq, made.dk, made.dv, None, dsink)
+
+
+def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
+    """Memory for the gradients, and for what is kept between the kernels."""
+    config = backward_plan(problem)
+    q, k, v = operands[:3]
+    # Rows that belong to no sequence are written by no program.
+    dq = (torch.empty_like if problem.layout == "dense" else torch.zeros_like)(
+        q, memory_format=torch.contiguous_format
+    )
+    make = torch.zeros_like if leaves_keys_unseen(problem) else torch.empty_like
+    dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (k, v))
+    rows = problem.Hq * workspace_blocks(problem, operands, config)
+    workspace = torch.empty(
+        (rows * config.BLOCK_M * config.BLOCK_D // 256, 256), dtype=torch.float32, device=q.device
+    )
+    lse_log2 = torch.empty((rows, config.BLOCK_M), dtype=torch.float32, device=q.device)
+    minus_delta = torch.empty_like(lse_log2)
+    if problem.layout != "dense" and operands.sink is not None:
+        lse_log2.fill_(torch.inf)  # rows of no sequence weigh nothing
+        minus_delta.zero_()
+    turns = counter = None
+    if config.IS_ORDERED:
+        turns = torch.empty(rows * config.ADDERS, dtype=torch.int32, device=q.device)
+        counter = torch.empty(1, dtype=torch.int32, device=q.device)
+    return Buffers(dq, dk, dv, workspace, lse_log2, minus_delta, turns, counter)
 
 
 def backward_launches(
@@ -53,49 +112,25 @@ def backward_launches(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-) -> tuple[Gradients, tuple[Tensor, Tensor], list[Launch]]:
-    """Gradients (all but the sink's), statistics of the rows (`delta.py`), and the launches that
-    fill them."""
+    made: Buffers,
+) -> list[Launch]:
+    """The launches that fill the gradients; `dout` is readable."""
     config = backward_plan(problem)
-    q, k, v = operands[:3]
-    dout = readable(dout)
-    # Rows that belong to no sequence are written by no program.
-    dq = (torch.empty_like if problem.layout == "dense" else torch.zeros_like)(
-        q, memory_format=torch.contiguous_format
-    )
-    make = torch.zeros_like if leaves_keys_unseen(problem) else torch.empty_like
-    dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (k, v))
-    blocks = workspace_blocks(problem, operands, config)
-    workspace = torch.empty(
-        (problem.Hq * blocks * config.BLOCK_M * config.BLOCK_D // 256, 256),
-        dtype=torch.float32,
-        device=q.device,
-    )
-    statistics = empty_statistics(problem, operands, blocks, config)
-    turns = torch.empty(
-        problem.Hq * blocks * config.ADDERS + 1 if config.IS_ORDERED else 0,
-        dtype=torch.int32,
-        device=q.device,
-    )
     common = {
         "at": Sequences(
             operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
         ),
         "M": problem.M,
-        "total_q": q.shape[0],
-        "blocks": blocks,
+        "total_q": operands.q.shape[0],
+        "blocks": workspace_blocks(problem, operands, config),
         "cfg": config,
     }
-    before = {
-        "turns": turns[1:] if config.IS_ORDERED else None,
-        "counter": turns[:1] if config.IS_ORDERED else None,
-    }
-    launches = [
-        delta_launch(problem, out, lse, dout, dlse, statistics, workspace, common | before),
-        key_launch(problem, operands, dout, dk, dv, statistics, workspace, common | before),
-        round_launch(problem, workspace, dq, common),
+    before = common | {"turns": made.turns, "counter": made.counter}
+    return [
+        delta_launch(problem, out, lse, dout, dlse, made, before),
+        key_launch(problem, operands, dout, made, before),
+        round_launch(problem, made, common),
     ]
-    return Gradients(dq, dk, dv, None, None), statistics, launches
 
 
 def workspace_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
@@ -105,27 +140,13 @@ def workspace_blocks(problem: AttentionProblem, operands: Operands, config: Back
     return operands.q.shape[0] // config.BLOCK_M + problem.B
 
 
-def empty_statistics(
-    problem: AttentionProblem, operands: Operands, blocks: int, config: BackwardConfig
-) -> tuple[Tensor, Tensor]:
-    """(lse_log2, -delta), (Hq * blocks, BLOCK_M); rows of no sequence weigh nothing."""
-    shape = (problem.Hq * blocks, config.BLOCK_M)
-    lse_log2 = torch.empty(shape, dtype=torch.float32, device=operands.q.device)
-    minus_delta = torch.empty_like(lse_log2)
-    if problem.layout != "dense" and operands.sink is not None:
-        lse_log2.fill_(torch.inf)
-        minus_delta.zero_()
-    return lse_log2, minus_delta
-
-
 def delta_launch(
     problem: AttentionProblem,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    statistics: tuple[Tensor, Tensor],
-    workspace: Tensor,
+    made: Buffers,
     common: dict[str, Any],
 ) -> Launch:
     """Statistics of all rows; the workspace cleared."""
@@ -137,9 +158,9 @@ def delta_launch(
         **dict(zip(("do_batch", "do_row", "do_head"), row_strides(dout), strict=True)),
         "lse_ptr": lse.contiguous(),
         "dlse_ptr": None if dlse is None else dlse.contiguous(),
-        "lse_log2_ptr": statistics[0],
-        "minus_delta_ptr": statistics[1],
-        "workspace": workspace,
+        "lse_log2_ptr": made.lse_log2,
+        "minus_delta_ptr": made.minus_delta,
+        "workspace": made.workspace,
         "heads": problem.Hq,
         **common,
     }
@@ -150,28 +171,24 @@ def key_launch(
     problem: AttentionProblem,
     operands: Operands,
     dout: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    workspace: Tensor,
+    made: Buffers,
     common: dict[str, Any],
 ) -> Launch:
     """dk, dv, and the sum for dq."""
     config, options = common["cfg"], problem.options
     columns = config.BLOCK_D // 2 if config.SPLITS_COLUMNS else config.BLOCK_D
-    lse_log2, minus_delta = statistics
     slopes = operands.alibi_slopes
     arguments = {
         "q": descriptor(readable(operands.q), config.BLOCK_M, config.BLOCK_D),
         "k": descriptor(readable(operands.k), config.BLOCK_N, config.BLOCK_D),
         "v": descriptor(readable(operands.v), config.BLOCK_N, config.BLOCK_D),
         "dout": descriptor(dout, config.BLOCK_M, config.BLOCK_D),
-        "lse": plain_descriptor(lse_log2, 1),
-        "delta": plain_descriptor(minus_delta, 1),
-        "dk": descriptor(readable(dk), CONSUMER_ROWS, columns),
-        "dv": descriptor(readable(dv), CONSUMER_ROWS, columns),
-        "workspace": plain_descriptor(workspace, 2 * PIECE_ROWS.value // config.ADDERS),
-        "plain": KeyGradients(dk, dv),
+        "lse": plain_descriptor(made.lse_log2, 1),
+        "delta": plain_descriptor(made.minus_delta, 1),
+        "dk": descriptor(readable(made.dk), CONSUMER_ROWS, columns),
+        "dv": descriptor(readable(made.dv), CONSUMER_ROWS, columns),
+        "workspace": plain_descriptor(made.workspace, 2 * PIECE_ROWS.value // config.ADDERS),
+        "plain": KeyGradients(made.dk, made.dv),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
         "B": problem.B,
         "N": problem.N,
@@ -191,14 +208,12 @@ def key_launch(
     return Launch(backward_kernel, (tiles,), arguments)
 
 
-def round_launch(
-    problem: AttentionProblem, workspace: Tensor, dq: Tensor, common: dict[str, Any]
-) -> Launch:
+def round_launch(problem: AttentionProblem, made: Buffers, common: dict[str, Any]) -> Launch:
     """dq out of the sum."""
-    batch, row, head = row_strides(dq)
+    batch, row, head = row_strides(made.dq)
     arguments = {
-        "workspace": workspace,
-        "dq": dq,
+        "workspace": made.workspace,
+        "dq": made.dq,
         "batch_stride": batch,
         "row_stride": row,
         "head_stride": head,

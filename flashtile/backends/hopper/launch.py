@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from ...problem import AttentionProblem, Operands, lse_shape
+from ..repeat import ALIGNMENT, run_all
 from .arguments import WIDEST, Pointers, Sequences
 from .forward_pass import forward_kernel
 from .layouts import shared_rows
@@ -30,67 +30,9 @@ class Launch(NamedTuple):
         """Launch on the current device; the compiled kernel."""
         return self.kernel[self.grid](**self.arguments, num_warps=self.warps)
 
-    def run_again(self, compiled: Any) -> None:
-        """Launch what `run` compiled for a call like this one."""
-        ordered = (self.arguments[name] for name in self.kernel.arg_names)
-        compiled[(*self.grid, 1, 1)[:3]](*ordered)
-
-
-class Repeat(NamedTuple):
-    """A plain launch that has been made before, to be made again with other tensors.
-
-    Triton looks at every argument of every launch (types, numbers worth compiling in) to find the
-    compiled kernel, and checks every descriptor, which takes longer than the launch itself. Calls
-    that agree in `repeat_key` agree in all of that.
-    """
-
-    launcher: Any  # the compiled kernel and its grid
-    descriptors: tuple[dict[str, Any] | None, ...]  # their fields: of q, k, v and out, twice
-    rest: tuple[Any, ...]  # the arguments behind the counter
-
-    def run(self, tensors: tuple[Tensor, ...], lse: Tensor, counter: Tensor) -> None:
-        """Launch with new q, k, v and out."""
-        moved = [
-            None if fields is None else _described(fields, x)
-            for fields, x in zip(self.descriptors, (*tensors, *tensors), strict=True)
-        ]
-        self.launcher(*moved, tensors[3], lse, counter, *self.rest)
-
-
-ALIGNMENT = 16  # bytes, of what the copy engine reads
-NOTHING_MORE = tuple(Operands._field_defaults.values())
-
-_CACHE_SIZE = 1024
-_known: dict[Any, Repeat] = {}
-_compiled: dict[Any, list[Any]] = {}
-
-
-def run_all(launches: list[Launch], key: Any) -> list[Any]:
-    """Launch on the current device; the compiled kernels. Calls that agree in `key` skip what
-    `Repeat` skips, from the second one on."""
-    known = _compiled.get(key)
-    if known is None:
-        known = [launch.run() for launch in launches]
-        _keep(_compiled, key, known)
-        return known
-    for launch, compiled in zip(launches, known, strict=True):
-        launch.run_again(compiled)
-    return known
-
-
-def call_key(name: str, problem: AttentionProblem, tensors: Iterable[Tensor | None]) -> Any:
-    """All that Triton would look at in the launches of a call, and more than it looks at."""
-    return name, problem, *(None if x is None else _place(x) for x in tensors)
-
-
-def _place(x: Tensor) -> tuple[Any, ...]:
-    return x.device.index, x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT
-
-
-def _keep(store: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(store) >= _CACHE_SIZE:
-        store.clear()
-    store[key] = value
+    def launcher(self, compiled: Any) -> Any:
+        """What launches the compiled kernel on the arguments in order."""
+        return compiled[(*self.grid, 1, 1)[:3]]
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -103,51 +45,46 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
 
 
 def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    q, k, v = operands[:3]
-    counter = _counter(q.device)
-    key = repeat_key(problem, operands)
-    known = _known.get(key)
-    if known is not None:
-        out = q.new_empty((*q.shape[:-1], problem.Dv))
-        lse = torch.empty((problem.B, problem.Hq, problem.M), dtype=torch.float32, device=q.device)
-        known.run((q, k, v, out), lse, counter)
+    config = plan(problem)
+    out, lse = outputs(problem, operands, config)
+    if problem.M == 0 or 0 in operands.q.shape:
         return out, lse
-    out, lse, launch = forward_launch(problem, operands, _multiprocessors(q.device), counter)
-    if launch.grid[0] == 0:
-        return out, lse
-    (compiled,) = run_all([launch], call_key("forward", problem, operands))
-    if key is not None and is_readable(q) and is_readable(k) and is_readable(v):
-        ordered = tuple(launch.arguments[name] for name in launch.kernel.arg_names)
-        first = launch.kernel.arg_names.index("counter") + 1
-        fields = tuple(None if x is None else {**vars(x), "base": None} for x in ordered[:8])
-        _keep(_known, key, Repeat(compiled[launch.grid[0], 1, 1], fields, ordered[first:]))
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        out, lse, counter = made
+        programs = _multiprocessors(out.device)
+        return [forward_launch(problem, Operands(*given), out, lse, programs, counter)]
+
+    made = out, lse, _counter(operands.q.device)
+    run_all("forward", problem, config, operands, made, describe)
     return out, lse
 
 
-def repeat_key(problem: AttentionProblem, operands: Operands) -> Any:
-    """What decides a plain launch; None for a call with more than q, k, v to it, or one whose
-    tensors start where the copy engine cannot."""
-    if problem.layout != "dense" or operands[3:] != NOTHING_MORE:
-        return None
-    q, k, v = operands[:3]
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        return None
-    return problem, q.device.index, q.stride(), k.stride(), v.stride()
+def outputs(
+    problem: AttentionProblem, operands: Operands, config: KernelConfig
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) to write to."""
+    q = operands.q
+    shape = (*q.shape[:-1], problem.Dv)
+    if config.IS_RAGGED:  # rows that belong to no sequence are written by no program
+        lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
+        return q.new_zeros(shape), lse
+    return q.new_empty(shape), torch.empty(
+        lse_shape(operands), dtype=torch.float32, device=q.device
+    )
 
 
 def forward_launch(
-    problem: AttentionProblem, operands: Operands, multiprocessors: int, counter: Tensor
-) -> tuple[Tensor, Tensor, Launch]:
-    """Outputs and the launch that fills them; `counter` is two zeros."""
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    multiprocessors: int,
+    counter: Tensor,
+) -> Launch:
+    """The launch that fills `out` and `lse`; `counter` is two zeros."""
     config, options = plan(problem), problem.options
     q, k, v = (readable(x) for x in operands[:3])
-    shape = (*operands.q.shape[:-1], problem.Dv)
-    if config.IS_RAGGED:  # rows that belong to no sequence are written by no program
-        out = q.new_zeros(shape)
-        lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
-    else:
-        out = q.new_empty(shape)
-        lse = torch.empty(lse_shape(operands), dtype=torch.float32, device=q.device)
     tiles = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
     slopes = operands.alibi_slopes
     arguments = {
@@ -179,7 +116,7 @@ def forward_launch(
         "softcap": options.softcap,
         "cfg": config,
     }
-    return out, lse, Launch(forward_kernel, (min(multiprocessors, tiles),), arguments)
+    return Launch(forward_kernel, (min(multiprocessors, tiles),), arguments)
 
 
 def is_readable(x: Tensor) -> bool:
@@ -224,13 +161,6 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 _layout = lru_cache(shared_rows)  # which takes longer to make than the rest of a descriptor
-
-
-def _described(fields: dict[str, Any], x: Tensor) -> TensorDescriptor:
-    """The descriptor of `x` with the fields of another tensor's, without the checks."""
-    fresh = object.__new__(TensorDescriptor)
-    fresh.__dict__ = {**fields, "base": x}
-    return fresh
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,204 @@
+"""Repeating the launches of a call without the preparations, which cost more than the launches.
+
+A call's arguments are described (copies in boxes, strides, numbers), and Triton looks at every one
+of them (types, alignment, numbers worth compiling in) to find the compiled kernel. Calls that agree
+in all but their tensors' contents and places need none of that twice: the launches of the second
+one are those of the first with other tensors, straight to the kernel, through the public way that
+Triton's tutorials take: ``compiled[grid](*arguments)``. Packed batches, whose lengths are always
+new, are described again, and share the compiled kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..problem import AttentionProblem
+
+ALIGNMENT = 16  # bytes; Triton compiles other code for tensors that start elsewhere
+
+Tensors = tuple[Tensor | None, ...]
+Make = Callable[[Tensors], Any]
+
+
+class Launch(Protocol):
+    """What a backend's description of a launch offers."""
+
+    @property
+    def kernel(self) -> Any:
+        """What Triton compiles."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By the names of the kernel's parameters."""
+
+    def run(self) -> Any:
+        """Launch on the current device; the compiled kernel."""
+
+    def launcher(self, compiled: Any) -> Callable[..., Any]:
+        """What launches the compiled kernel on the arguments in order."""
+
+
+class Repeat(NamedTuple):
+    """A launch that has been made before."""
+
+    launcher: Callable[..., Any]
+    arguments: list[Any]  # in order
+    moving: list[tuple[int, Make]]  # places of those that hold the call's tensors
+
+    def run(self, tensors: Tensors) -> None:
+        """Launch with other tensors."""
+        arguments = self.arguments.copy()
+        for place, make in self.moving:
+            arguments[place] = make(tensors)
+        self.launcher(*arguments)
+
+
+# How a call was met before, where not by the launches to repeat. Many calls come once alone, and
+# some launches read copies of the call's tensors.
+NEVER, ONCE, IMPOSSIBLE = "never", "once", "impossible"
+
+_CACHE_SIZE = 1024
+_repeats: dict[Any, list[Repeat] | str] = {}
+_compiled: dict[Any, list[Any]] = {}
+
+
+def run_all(
+    name: str,
+    problem: AttentionProblem,
+    config: Any,
+    given: Tensors,
+    made: Tensors,
+    describe: Callable[[Tensors, Tensors], Sequence[Launch]],
+) -> None:
+    """Launch on the current device what ``describe(given, made)`` says.
+
+    Args:
+        name: of the pass.
+        problem: with the tensors, all that decides the launches.
+        config: what of it decides the compiled kernels.
+        given: the tensors of the call; the first one says the device.
+        made: those that were allocated for it, always in the same way.
+        describe: gives the launches, of the tensors as they are or of copies.
+    """
+    key = _key(name, problem, given)
+    known = _repeats.get(key, NEVER)
+    tensors = given + made
+    if isinstance(known, list):
+        for repeat in known:
+            repeat.run(tensors)
+        return
+    if known == ONCE:  # one tensor in two places of this call may be two in the next one
+        tensors = tuple(None if x is None else x.detach() for x in tensors)
+    launches = describe(tensors[: len(given)], tensors[len(given) :])
+    compiled = _launched(launches, (name, config, *map(_kind_of, given)))
+    if known == NEVER:
+        _keep(_repeats, key, ONCE)
+    elif known == ONCE:
+        made_before = zip(launches, compiled, strict=True)
+        repeats = [again for one in made_before if (again := repeat_of(*one, tensors))]
+        _repeats[key] = repeats if len(repeats) == len(launches) else IMPOSSIBLE
+
+
+def _key(name: str, problem: AttentionProblem, given: Tensors) -> Any:
+    """All of a call but where its tensors lie and what they hold."""
+    assert given[0] is not None
+    facts: list[Any] = [name, problem, given[0].device.index]
+    for x in given:
+        if x is None:
+            facts.append(None)
+        else:
+            facts += x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT
+    return tuple(facts)
+
+
+def _kind_of(x: Tensor | None) -> Any:
+    """What Triton looks at in a tensor; it takes the first length as it comes."""
+    if x is None:
+        return None
+    return x.device.index, x.dtype, x.shape[1:], x.stride(), x.data_ptr() % ALIGNMENT
+
+
+def _launched(launches: Sequence[Launch], kind: Any) -> list[Any]:
+    """The compiled kernels of the launches, which have been made."""
+    compiled = _compiled.get(kind)
+    if compiled is None:
+        compiled = [launch.run() for launch in launches]
+        _keep(_compiled, kind, compiled)
+        return compiled
+    for launch, kernel in zip(launches, compiled, strict=True):
+        launch.launcher(kernel)(*ordered(launch))
+    return compiled
+
+
+def ordered(launch: Launch) -> list[Any]:
+    """The arguments in the order of the kernel's parameters."""
+    return [launch.arguments[name] for name in launch.kernel.arg_names]
+
+
+def repeat_of(launch: Launch, compiled: Any, tensors: Tensors) -> Repeat | None:
+    """How to make a launch again with other `tensors`; None for one that reads a copy of them."""
+    numbers = {id(x): number for number, x in enumerate(tensors) if x is not None}
+    arguments, moving = ordered(launch), []
+    try:
+        for place, argument in enumerate(arguments):
+            make = _maker(argument, numbers)
+            if make is not None:
+                moving.append((place, make))
+                arguments[place] = None
+    except LookupError:
+        return None
+    return Repeat(launch.launcher(compiled), arguments, moving)
+
+
+def _maker(argument: Any, numbers: dict[int, int]) -> Make | None:
+    """What makes an argument out of other tensors; None for one that holds none.
+
+    Raises:
+        LookupError: it holds a tensor that is none of the call's.
+    """
+    if isinstance(argument, Tensor):
+        return itemgetter(numbers[id(argument)])
+    if isinstance(argument, tuple):
+        return _tuple_maker(argument, numbers)
+    if isinstance(getattr(argument, "base", None), Tensor):
+        return _descriptor_maker(argument, numbers[id(argument.base)])
+    return None
+
+
+def _tuple_maker(argument: Any, numbers: dict[int, int]) -> Make | None:
+    """Of a named tuple."""
+    makers = [_maker(part, numbers) for part in argument]
+    if not any(makers):
+        return None
+    parts = [
+        (part if make is None else None, make) for part, make in zip(argument, makers, strict=True)
+    ]
+    kind = type(argument)
+
+    def make(tensors: Tensors) -> Any:
+        return kind._make(part if make is None else make(tensors) for part, make in parts)
+
+    return make
+
+
+def _descriptor_maker(argument: Any, number: int) -> Make:
+    """Of a tensor described for the copy engine: the same description, without Triton's checks."""
+    kind = type(argument)
+    fields = {**vars(argument), "base": None}
+
+    def make(tensors: Tensors) -> Any:
+        fresh = object.__new__(kind)
+        fresh.__dict__ = {**fields, "base": tensors[number]}
+        return fresh
+
+    return make
+
+
+def _keep(store: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(store) >= _CACHE_SIZE:
+        store.clear()
+    store[key] = value
