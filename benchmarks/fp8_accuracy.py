@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
+from flashtile.quantize import rotation
+from flashtile.quantize.tensors import dequantized, rows_of
 from flashtile.testing import attention_reference, generator, normal
 
 HEAD_DIMS = (64, 128, 256)
@@ -43,6 +46,25 @@ def without_rounded_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention_reference(*(x.cpu() for x in small[:3]), **scales).out
 
 
+def rounding_alone(names: str) -> Attend:
+    """What the default recipe costs when only those of Q, K and V are rounded, and no weight."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        small = flashtile.quantize_qkv(q, k, v)
+        turned = rotation(q.shape[-1], device=q.device).double()
+        rows_q, rows_k = rows_of(q, k, None)
+        of_keys = rows_k, FLOAT8_KEY_BLOCK
+        blocks = {"q": (rows_q, FLOAT8_QUERY_BLOCK), "k": of_keys, "v": of_keys}
+        operands = {"q": q.double(), "k": k.double(), "v": v.double()}
+        for name in names:
+            x8, descale = getattr(small, name), getattr(small, f"{name}_descale")
+            x = dequantized(x8, descale, *blocks[name], torch.float64)
+            operands[name] = x if name == "v" else x @ turned.mT
+        return attention_reference(**{name: x.cpu() for name, x in operands.items()}).out
+
+    return attend
+
+
 SCHEMES: dict[str, Attend] = {
     "bfloat16, no float8": lambda *qkv: flashtile.attention(*(x.bfloat16() for x in qkv)),
     "one scale a tensor": float8(**NONE),
@@ -53,17 +75,21 @@ SCHEMES: dict[str, Attend] = {
     "Q and K rotated alone": float8(scales="tensor"),
     "Q and K rotated, scales of blocks": float8(),
     "the same, V rotated, K centred": float8(rotate_v=True, centre_k=True),
+    "the default, Q and K rounded alone": rounding_alone("qk"),
+    "the default, V rounded alone": rounding_alone("v"),
 }
 
 
-def inputs(seed: int, queries: int, keys: int, head_dim: int) -> list[Tensor]:
-    """q, k, v of one head."""
+def inputs(
+    seed: int, queries: int, keys: int, head_dim: int, outliers: float = 0.001
+) -> list[Tensor]:
+    """q, k, v of one head; a share of `outliers`."""
     g = generator(seed)
     found = []
     for length in (queries, keys, keys):
         shape = (1, length, 1, head_dim)
         x = normal(g, *shape, dtype=torch.float64)
-        rare = torch.rand(shape, generator=g) < 0.001
+        rare = torch.rand(shape, generator=g) < outliers
         found.append((x + normal(g, *shape, dtype=torch.float64, scale=10.0) * rare).half())
     return found
 
@@ -83,16 +109,18 @@ def main() -> int:
     parser.add_argument("--queries", type=int, default=1024)
     parser.add_argument("--keys", type=int, default=4096)
     parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, metavar="NAME")
     parser.add_argument("--output", type=Path, default=None, help="CSV file to write")
     chosen = parser.parse_args()
     rows = []
-    for head_dim in HEAD_DIMS:
+    for head_dim in chosen.head_dims:
         runs = []
         for seed in range(chosen.seeds):
             qkv = inputs(seed, chosen.queries, chosen.keys, head_dim)
             runs.append((qkv, attention_reference(*qkv).out))
-        for name, scheme in SCHEMES.items():
-            found = errors(scheme, runs, chosen.device)
+        for name in chosen.schemes:
+            found = errors(SCHEMES[name], runs, chosen.device)
             mean, spread = statistics.mean(found), statistics.pstdev(found)
             print(f"{head_dim:4d}  {name:36s} {mean:.2e} +- {spread:.1e}", flush=True)
             rows.append((head_dim, name, f"{mean:.4g}", f"{spread:.2g}"))

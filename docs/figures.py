@@ -412,6 +412,48 @@ def float8_errors() -> Figure:
     return figure
 
 
+def float8_gradients() -> Figure:
+    """What a backward in float8 would cost: errors, and the loss of a small GPT."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    with (RESULTS / "cpu" / "fp8-backward.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["head_dim"] == "128"]
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+    for gradient, color in (("dq", ORANGE), ("dk", BLUE), ("dv", GREEN)):
+        for inputs, marker in (("normal", "o"), ("outliers", "x")):
+            found = [row for row in rows if (row["gradient"], row["inputs"]) == (gradient, inputs)]
+            x, places = zip(
+                *((float(row["rmse"]), schemes.index(row["scheme"])) for row in found), strict=True
+            )
+            left.scatter(x, places, color=color, marker=marker, label=f"{gradient}, {inputs}")
+    left.set_yticks(range(len(schemes)), schemes)
+    left.invert_yaxis()
+    left.set(xscale="log", xlabel="relative root mean square error, head dim 128")
+    left.legend(frameon=False, loc="center left")
+    with (RESULTS / "cpu" / "fp8-backward-training.csv").open(encoding="utf-8") as file:
+        steps = [row for row in csv.DictReader(file) if row["held_out"]]
+    colors = (INK, GREY, BLUE, GREEN, RED)
+    names = dict.fromkeys(row["scheme"] for row in steps)
+    for place, (name, color) in enumerate(zip(names, colors, strict=True)):
+        held_out: dict[int, list[float]] = {}  # of every seed, by step
+        for row in steps:
+            if row["scheme"] == name:
+                held_out.setdefault(int(row["step"]), []).append(float(row["held_out"]))
+        mean = [sum(losses) / len(losses) for losses in held_out.values()]
+        below = [m - min(losses) for m, losses in zip(mean, held_out.values(), strict=True)]
+        above = [max(losses) - m for m, losses in zip(mean, held_out.values(), strict=True)]
+        style = {"color": color, "fmt": "o-", "markersize": 3, "linewidth": 1, "capsize": 2}
+        x = [step + 3 * (place - 2) for step in held_out]
+        right.errorbar(x, mean, yerr=(below, above), label=name, **style)
+    right.set(xlabel="step", ylabel="held-out loss, nats a byte", ylim=(2.28, 3.1))
+    right.set_title("mean and range of four seeds, points set apart", fontsize=9)
+    right.legend(frameon=False, loc="upper right", fontsize=8)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color=DONE, linewidth=0.6)
+        axes.set_axisbelow(True)
+    return figure
+
+
 FIGURES = (
     tiles,
     online_softmax,
@@ -423,6 +465,7 @@ FIGURES = (
     paged,
     errors,
     float8_errors,
+    float8_gradients,
 )
 
 

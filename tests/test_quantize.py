@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from float8_numbers import descales, factors, unscaled
 from torch import Tensor
 
 import flashtile
@@ -36,28 +37,6 @@ def with_outliers(g: torch.Generator, **sizes: Any) -> list[Tensor]:
     """The inputs of FlashAttention-3's table 3: N(0, 1) + N(0, 100) * Bernoulli(0.001)."""
     rare = [10 * x * (torch.rand(x.shape, generator=g) < 0.001) for x in qkv(g, **sizes)]
     return [x + y for x, y in zip(qkv(g, **sizes), rare, strict=True)]
-
-
-def factors(descale: Tensor, x: Tensor, block: int) -> Tensor:
-    """The factor of every row of dense `x`, (batch, rows, heads, 1)."""
-    B, rows, heads, _ = x.shape
-    if descale.dim() == 2:
-        return descale.repeat_interleave(heads // descale.shape[1], 1).view(B, 1, heads, 1)
-    return descale.repeat_interleave(block, 2)[:, :, :rows].transpose(1, 2)[..., None]
-
-
-def unscaled(small: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers that float8 holds, float64."""
-    return (
-        small.q.double() * factors(small.q_descale, small.q, 64),
-        small.k.double() * factors(small.k_descale, small.k, 128),
-        small.v.double() * factors(small.v_descale, small.v, 128),
-    )
-
-
-def descales(small: Quantized) -> dict[str, Tensor]:
-    names = ("q_descale", "k_descale", "v_descale")
-    return {name: getattr(small, name) for name in names}
 
 
 def rms(x: Tensor) -> float:
@@ -331,57 +310,6 @@ def test_packed_attention_keeps_the_rule(seed: int):
     reference = partial(attention_varlen_reference, *small[:3], cu, cu, 140, 140, **descales(small))
     truth, plain = reference(), reference(compute_dtype=torch.float32, weights=E4M3)
     assert_close("out", out, truth.out, plain.out, dtype=torch.bfloat16, seed=seed)
-
-
-@pytest.mark.parametrize("how", [PLAIN, {}, {"centre_k": True, "rotate_v": True}], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_are_those_of_the_numbers_that_float8_holds(
-    causal: bool, how: dict[str, Any], seed: int
-):
-    """FlashAttention-2's backward on them, with the output and the log-sum-exp of the forward."""
-    g = generator(seed)
-    given = qkv(g, M=70, N=150, D=32)
-    dout, dlse = torch.randn(2, 70, 4, 32, generator=g), torch.randn(2, 4, 70, generator=g)
-    leaves = [x.clone().requires_grad_() for x in given]
-    out, lse = attention_fp8(*leaves, causal=causal, return_lse=True, **how)
-    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-
-    def wanted(dtype: torch.dtype) -> list[Tensor]:
-        small = quantize_qkv(*given, **how)
-        R = rotation(32) if how != PLAIN else torch.eye(32)
-        R_v = rotation(32) if how.get("rotate_v") else torch.eye(32)
-        turns = (R, R, R_v)
-        q, k, v = (
-            (x @ y.double().mT).to(dtype) for x, y in zip(unscaled(small), turns, strict=True)
-        )
-        if small.k_mean is not None:
-            k = k + small.k_mean[:, None].to(dtype)
-        k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
-        s = torch.einsum("bmhd,bnhd->bhmn", q, k) * 32**-0.5
-        if causal:
-            s = s.masked_fill(torch.ones(70, 150, dtype=torch.bool).triu(81), -torch.inf)
-        p = torch.exp(s - lse.detach().to(dtype)[..., None])
-        delta = (out.detach().to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
-        dp = torch.einsum("bmhd,bnhd->bhmn", dout.to(dtype), v)
-        ds = p * (dp - (delta - dlse.to(dtype))[..., None])
-        dq = torch.einsum("bhmn,bnhd->bmhd", ds, k)
-        dk = torch.einsum("bhmn,bmhd->bnhd", ds, q).unflatten(2, (2, 2)).sum(3)
-        dv = torch.einsum("bhmn,bmhd->bnhd", p, dout.to(dtype)).unflatten(2, (2, 2)).sum(3)
-        return [dq * 32**-0.5, dk * 32**-0.5, dv]
-
-    # Output and its rotation are rounded to bfloat16 on their way.
-    for name, x, truth, plain in zip(
-        ("dq", "dk", "dv"), got, wanted(torch.float64), wanted(torch.float32), strict=True
-    ):
-        assert_close(name, x, truth, plain, dtype=torch.bfloat16, seed=seed)
-
-
-def test_gradients_of_16_bits_have_their_dtype(seed: int):
-    leaves = [x.requires_grad_() for x in qkv(generator(seed), dtype=torch.float16)]
-    out = attention_fp8(*leaves)
-    assert out.dtype == torch.float16
-    out.sum().backward()
-    assert all(x.grad is not None and x.grad.dtype == torch.float16 for x in leaves)
 
 
 def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:

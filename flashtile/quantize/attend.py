@@ -41,7 +41,7 @@ def attention_fp8(
     """Attention whose products are made in float8 e4m3: `quantize_qkv`, then `attention`.
 
     Gradients are those of attention in 16 bits on the numbers that float8 holds, as if quantising
-    had no slope of its own (a straight-through estimate).
+    had no slope of its own (a straight-through estimate). There is no second derivative.
 
     Args:
         q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`;
@@ -117,6 +117,11 @@ class _Float8Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # what is saved does not lead back to q, k and v
+            raise NotImplementedError(
+                "flashtile: the second derivative of attention_fp8 is not implemented (the first "
+                "was asked for with create_graph=True)"
+            )
         out, lse, *small = ctx.saved_tensors
         dq, dk, dv = in_16_bits(ctx, Quantized(*small), out, lse, dout, dlse)
         k_mean = small[-1]

@@ -1,0 +1,183 @@
+"""Gradients of `attention_fp8`: those of attention in 16 bits on the numbers that float8 holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from float8_numbers import descales, unscaled
+from summation import PlainRuns, Run
+from torch import Tensor
+
+import flashtile
+from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
+from flashtile.quantize import attention_fp8, quantize_qkv, rotation
+from flashtile.quantize.tensors import dequantized, rows_of
+from flashtile.testing import assert_close, cu_seqlens, generator, packed_qkv, qkv, visible_keys
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "plain": {"rotate": False},
+    "default": {},
+    "a scale a head": {"scales": "head"},
+    "one scale": {"scales": "tensor"},
+    "all": {"centre_k": True, "rotate_v": True},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (30, 10)},
+    "softcap": {"softcap": 2.0},
+    "scale": {"softmax_scale": 0.4},
+}
+# Every option with the default, every recipe with and without a mask.
+CASES = [("default", option) for option in OPTIONS]
+CASES += [(recipe, option) for recipe in RECIPES for option in ("nothing", "causal")]
+M, N, D = 70, 150, 32
+
+
+def plain_gradients(
+    given: tuple[Tensor, ...],
+    grads: tuple[Tensor, Tensor],
+    how: dict[str, Any],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    order: int = 0,
+) -> Run:
+    """FlashAttention-2's backward written out in `dtype` on the numbers that float8 holds, with the
+    output and the log-sum-exp of their forward; `order` shuffles the terms of all sums."""
+    small = quantize_qkv(*given, **how)
+    rounded, lse = flashtile.attention(*small[:3], **descales(small), **options, return_lse=True)
+    R, R_v = (
+        (rotation(D) if turned else torch.eye(D)).to(dtype)
+        for turned in (how.get("rotate", True), how.get("rotate_v", False))
+    )
+    tensors = (x.detach().to(dtype) for x in (*unscaled(small), rounded, *grads, lse))
+    q, k, v, out, dout, dlse, lse = tensors
+    rows, keys, dims = (torch.randperm(n, generator=generator(order)) for n in (M, N, D))
+    q, out, dout = (x[:, rows][..., dims] for x in (q, out, dout @ R_v))
+    k, v = (x[:, keys][..., dims].repeat_interleave(2, 2) for x in (k, v))
+    lse, dlse = lse[..., rows, None], dlse[..., rows, None]
+    mask = {name: options[name] for name in ("causal", "window_size") if name in options}
+    hidden = ~visible_keys(torch.tensor([M]), torch.tensor([N]), M, N, **mask)[:, rows][:, :, keys]
+    scale, cap = options.get("softmax_scale", D**-0.5), options.get("softcap", 0.0)
+    s, slope = torch.einsum("bmhd,bnhd->bhmn", q * scale, k), 1.0
+    if cap:
+        bent = torch.tanh(s / cap)
+        s, slope = cap * bent, 1 - bent.square()
+    p = torch.exp(s.masked_fill(hidden[:, None], -torch.inf) - lse)
+    delta = (out * dout).sum(-1).transpose(1, 2)[..., None]
+    ds = p * (torch.einsum("bmhd,bnhd->bhmn", dout, v) - delta + dlse) * slope * scale
+    dq = torch.einsum("bhmn,bnhd->bmhd", ds, k)
+    dk = torch.einsum("bhmn,bmhd->bnhd", ds, q).unflatten(2, (2, 2)).sum(3)
+    dv = torch.einsum("bhmn,bmhd->bnhd", p, dout).unflatten(2, (2, 2)).sum(3)
+    turns = {"dq": (dq, rows, R), "dk": (dk, keys, R), "dv": (dv, keys, R_v)}
+    found = {
+        name: x[:, places.argsort()][..., dims.argsort()] @ turn.mT
+        for name, (x, places, turn) in turns.items()
+    }
+    if small.k_mean is not None:  # the forward adds q . mean to the log-sum-exp
+        mean = small.k_mean.to(dtype).repeat_interleave(2, 1)[:, None]
+        found["dq"] += grads[1].to(dtype).transpose(1, 2)[..., None] * mean * scale
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "option"), sorted(set(CASES)))
+def test_gradients_are_those_of_the_numbers_that_float8_holds(
+    recipe: str, option: str, seed: int
+) -> None:
+    g = generator(seed)
+    how, options = RECIPES[recipe], OPTIONS[option]
+    given = qkv(g, M=M, N=N, D=D)
+    grads = torch.randn(2, M, 4, D, generator=g), torch.randn(2, 4, M, generator=g)
+    leaves = [x.clone().requires_grad_() for x in given]
+    made = attention_fp8(*leaves, return_lse=True, **how, **options)
+    got = torch.autograd.grad(made, leaves, grads)
+    reference = partial(plain_gradients, given, grads, how, options)
+    truth = reference(torch.float64)
+    plain = PlainRuns(lambda order: reference(torch.float32, order), orders=32)
+    for name, x in zip(("dq", "dk", "dv"), got, strict=True):
+        assert_close(name, x, truth[name], plain.results(name), dtype=torch.float32, seed=seed)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head", "block"])
+def test_bfloat16_holds_what_float8_does(scales: str, seed: int) -> None:
+    """So that a backward in bfloat16 rounds none of its inputs."""
+    given = [x * torch.logspace(-3, 3, x.shape[1]).view(1, -1, 1, 1) for x in qkv(generator(seed))]
+    small = quantize_qkv(*given, scales=scales)
+    rows_q, rows_k = rows_of(small.q, small.k, None)
+    for x, descale, rows, block in (
+        (small.q, small.q_descale, rows_q, FLOAT8_QUERY_BLOCK),
+        (small.k, small.k_descale, rows_k, FLOAT8_KEY_BLOCK),
+        (small.v, small.v_descale, rows_k, FLOAT8_KEY_BLOCK),
+    ):
+        wide, narrow = (
+            dequantized(x, descale, rows, block, dtype) for dtype in (torch.float64, torch.bfloat16)
+        )
+        assert torch.equal(wide, narrow.double())
+
+
+@pytest.mark.parametrize("recipe", ["default", "a scale a head", "all"])
+def test_packed_sequences_have_their_own_gradients(recipe: str, seed: int) -> None:
+    """As each alone; tokens of no sequence have none."""
+    g, how = generator(seed), RECIPES[recipe]
+    lengths_q, lengths_k = [70, 0, 1, 130], [130, 40, 0, 265]
+    leaves = packed_qkv(g, [*lengths_q, 5], [*lengths_k, 5], D=64)
+    leaves = [x.requires_grad_() for x in leaves]
+    dout = torch.randn(leaves[0].shape, generator=g)
+    layout = {
+        "cu_seqlens_q": cu_seqlens(lengths_q),
+        "cu_seqlens_k": cu_seqlens(lengths_k),
+        "max_seqlen_q": 140,
+        "max_seqlen_k": 300,
+    }
+    out = attention_fp8(*leaves, **layout, **how, causal=True)
+    got = torch.autograd.grad(out, leaves, dout)
+    bounds = [torch.tensor([0, *lengths]).cumsum(0).tolist() for lengths in (lengths_q, lengths_k)]
+    for x, end in zip(got, (bounds[0][-1], bounds[1][-1], bounds[1][-1]), strict=True):
+        assert not x[end:].any()
+    for b in range(4):
+        rows, keys = (slice(*bound[b : b + 2]) for bound in bounds)
+        parts = (rows, keys, keys)
+        one = [
+            x.detach()[None, part].requires_grad_() for x, part in zip(leaves, parts, strict=True)
+        ]
+        alone = torch.autograd.grad(attention_fp8(*one, **how, causal=True), one, dout[None, rows])
+        for x, part, y in zip(got, parts, alone, strict=True):
+            torch.testing.assert_close(x[None, part], y, rtol=2**-7, atol=1e-2)
+
+
+def test_queries_that_see_no_key_have_no_gradient(seed: int) -> None:
+    leaves = [x.requires_grad_() for x in qkv(generator(seed), M=90, N=20)]
+    out = attention_fp8(*leaves, causal=True)  # the last 20 rows see keys
+    dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
+    assert not dq[:, :70].any()
+    assert dq[:, 71:].any()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_have_the_dtype_of_their_inputs(dtype: torch.dtype, seed: int) -> None:
+    leaves = [x.requires_grad_() for x in qkv(generator(seed), dtype=dtype)]
+    out = attention_fp8(*leaves)
+    assert out.dtype == dtype
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == dtype for x in leaves)
+
+
+def test_emulation_has_gradients(seed: int) -> None:
+    leaves = [x.requires_grad_() for x in qkv(generator(seed))]
+    wanted, got = (
+        torch.autograd.grad(attention_fp8(*leaves, emulate=emulate).sum(), leaves)
+        for emulate in (False, True)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["default", "all"])
+def test_a_second_derivative_is_an_error(recipe: str) -> None:
+    leaves = [x.requires_grad_() for x in qkv(generator(0))]
+    out = attention_fp8(*leaves, **RECIPES[recipe])
+    with pytest.raises(NotImplementedError, match="second derivative of attention_fp8"):
+        torch.autograd.grad(out.sum(), leaves, create_graph=True)
