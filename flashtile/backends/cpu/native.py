@@ -1,16 +1,19 @@
 """Tiles made of PyTorch's own CPU flash kernel, merged by their log-sum-exp.
 
 The kernel knows full and square-causal attention and returns the log-sum-exp. Everything that a
-mask can cut into such
-pieces runs at its speed: bottom-right causal, windows, chunks, packed sequences, block masks,
-    sinks. Its backward takes
-the output and log-sum-exp of the whole row, so pieces need no correction; a sink is just a larger
-log-sum-exp.
+mask can cut into such pieces runs at its speed: bottom-right causal, windows, chunks, packed
+sequences, block masks, sinks. Its backward takes the output and log-sum-exp of the whole row, so
+pieces need no correction; a sink is just a larger log-sum-exp.
+
+In 16 bits the kernel's backward rounds the gradients of K and V after every block of query rows
+and every head of a group. So a call gets few rows and one head of a group, and the results of the
+calls are added up in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -183,28 +186,32 @@ def backward(
     scale: float,
     BLOCK_M: int,
 ) -> NativeGradients:
-    """Gradients from the whole rows' `out` and `lse`; all in one dtype but the lse."""
+    """Gradients from the whole rows' `out` and `lse`; all in one dtype but the lse, in whose dtype
+    the gradients of several calls of the kernel are added up.
+    """
     whole = single_piece(mask, BLOCK_M)
-    if whole is not None:
+    group = q.shape[1] // k.shape[1] if q.dtype.itemsize == 2 else 1
+    if whole is not None and group == 1:
         return NativeGradients(*_backward(dout, q, k, v, out, lse, 0.0, whole.causal, scale=scale))
     # Rows that see nothing have lse -inf; in a piece they are masked, and 0 keeps exp(-inf - lse)
     # at 0.
     lse = lse.masked_fill(lse == -INFINITY, 0.0)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for piece in pieces(mask, BLOCK_M):
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    for piece, member in product(pieces(mask, BLOCK_M), range(group)):
+        heads = slice(member, None, group)
         dq_part, dk_part, dv_part = _backward(
-            piece.rows(dout),
-            piece.rows(q),
+            piece.rows(dout)[:, heads],
+            piece.rows(q)[:, heads],
             piece.keys(k),
             piece.keys(v),
-            piece.rows(out),
-            piece.rows(lse),
+            piece.rows(out)[:, heads],
+            piece.rows(lse)[:, heads],
             0.0,
             piece.causal,
             attn_mask=_additive(piece.visible, q),
             scale=scale,
         )
-        piece.rows(dq).add_(dq_part)
+        piece.rows(dq)[:, heads].add_(dq_part)
         piece.add_to_keys(dk, dk_part)
         piece.add_to_keys(dv, dv_part)
     return NativeGradients(dq, dk, dv)

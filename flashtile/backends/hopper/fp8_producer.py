@@ -9,8 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .fp8_layouts import KEY_GROUP
-from .producer import batch_of, load_queries
-from .schedule import next_number, put_work, retire, start_place, work_of
+from .producer import batch_of, load_tiles
 from .verbs import copy_to_shared
 
 
@@ -24,23 +23,12 @@ class Keys(NamedTuple):
 
 @gluon.jit
 def producer8(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.constexpr):
-    """Take tile after tile; load its queries, and its blocks of keys and values from the last to
-    the first."""
-    count = 0  # tiles so far
-    i = 0  # blocks so far
-    work, start_k, place = work_of(gl.program_id(0), start_place(), sizes, at, mask, cfg)
-    put_work(channels.work, count, work)
-    while work.begin < work.end:
-        load_queries(q, count, channels, work, at, cfg)
-        i = load_blocks(keys, v_tiles, i, channels, work, start_k, sizes.group, at, cfg)
-        count += 1
-        work, start_k, place = work_of(next_number(counter), place, sizes, at, mask, cfg)
-        put_work(channels.work, count, work)
-    retire(counter)
+    """Load tile after tile of `fp8_pass.py`."""
+    load_tiles(load_blocks8, q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)
 
 
 @gluon.jit
-def load_blocks(keys, v_tiles, i, channels, work, start_k, group, at, cfg: gl.constexpr):
+def load_blocks8(keys, v_tiles, i, channels, work, start_k, group, at, cfg: gl.constexpr):
     """Blocks of K and V, the last first; the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group

@@ -12,8 +12,16 @@ from .verbs import copy_to_shared
 
 @gluon.jit
 def producer(q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr):
-    """Take tile after tile; load its queries, and its blocks of keys and values from the last to
-    the first."""
+    """Load tile after tile of `forward_pass.py`."""
+    load_tiles(load_blocks, q, k, v, counter, channels, sizes, at, mask, cfg)
+
+
+@gluon.jit
+def load_tiles(
+    load_keys: gl.constexpr, q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr
+):  # fmt: skip
+    """Take tile after tile; load its queries, and by `load_keys` its blocks of keys and values from
+    the last to the first."""
     count = 0  # tiles so far
     i = 0  # blocks so far
     work, start_k, place = work_of(gl.program_id(0), start_place(), sizes, at, mask, cfg)
@@ -39,7 +47,7 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(k, v, i, channels, work, start_k, group, at, cfg: gl.constexpr):
+def load_blocks(k, v, i, channels, work, start_k, group, at, cfg: gl.constexpr):
     """Blocks of K and V, the last first; the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
