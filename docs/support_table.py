@@ -87,6 +87,7 @@ ROWS: dict[str, dict[str, object]] = {
     "head dim 1": {"D": 1, "Dv": 1},
     "head dim 256": {"D": 256, "Dv": 256},
     "head dim 512": {"D": 512, "Dv": 512},
+    "head dim 576, of values 512 (forward)": {"D": 576, "Dv": 512, "needs_grad": False},
 }
 
 

@@ -14,6 +14,7 @@ from .flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .kvcache import workspace_size
 from .masks import BlockMask
 from .merge import flash_attn_combine
 from .quantize import Quantized, attention_fp8, quantize_qkv
@@ -38,4 +39,5 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "quantize_qkv",
+    "workspace_size",
 ]

@@ -150,6 +150,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """Attention over sequences of different lengths packed back to back, each with itself alone.
@@ -169,6 +170,7 @@ def attention_varlen(
         seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
         page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
             `cu_seqlens_k` then says the lengths alone.
+        workspace: as in `attention_with_kvcache`; not while recording gradients.
 
     Returns:
         out (total_q, heads, value_head_dim), and on request lse (heads, total_q) and probs (batch,
@@ -194,6 +196,7 @@ def attention_varlen(
         k_descale=k_descale,
         v_descale=v_descale,
         deterministic=deterministic,
+        workspace=workspace,
     )
     layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table)
     return _run((q, k, v), layout, arguments, backend, return_lse, return_attn_probs, out)
@@ -232,6 +235,7 @@ def attention_with_kvcache(
     num_splits: int = 0,
     return_lse: bool = False,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """Attention of new queries against a key-value cache, which new keys and values are first
@@ -263,6 +267,9 @@ def attention_with_kvcache(
             (GPT-NeoX).
         num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
         return_lse: return (out, lse).
+        workspace: (bytes,) uint8, contiguous, at least `workspace_size` of them: memory for the
+            partial results of split keys on a GPU, which the call else allocates. Holds nothing
+            between calls, so that all calls of one stream can share it. Changes no result.
 
     Other arguments are those of `attention`.
 
@@ -290,6 +297,7 @@ def attention_with_kvcache(
         k_descale=k_descale,
         v_descale=v_descale,
         num_splits=num_splits,
+        workspace=workspace,
     )
     q, k, v = autocast_to_cache(k_cache, q, k, v)
     queries = kvcache.Queries(q, cu_seqlens_q, max_seqlen_q)

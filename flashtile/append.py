@@ -144,18 +144,30 @@ def _rotate_and_append(
     return turned, used
 
 
-def append_on_gpu(*args: Any) -> Tensor:
+def append_on_gpu(k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
     """The same by a Triton kernel, which waits for nothing."""
     from .backends.triton.append import append_to_cache
 
-    return append_to_cache(*args)
+    used = append_to_cache(k_cache, v_cache, *rest)
+    _note_writing(k_cache, v_cache)
+    return used
 
 
-def rotate_and_append_on_gpu(*args: Any) -> tuple[Tensor, Tensor]:
+def rotate_and_append_on_gpu(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     """Both by one launch of that kernel."""
     from .backends.triton.append import rotate_and_append
 
-    return rotate_and_append(*args)
+    turned, used = rotate_and_append(q, k_cache, v_cache, *rest)
+    _note_writing(k_cache, v_cache)
+    return turned, used
+
+
+def _note_writing(*caches: Tensor) -> None:
+    """A backward that saved a cache must notice, as of any write in place; PyTorch sees neither
+    what a kernel writes nor, from its schema alone, what an op does."""
+    torch.autograd.graph.increment_version([x for x in caches if not x.is_inference()])
 
 
 def _fake_append(

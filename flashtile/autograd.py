@@ -53,6 +53,10 @@ _BIAS = Operands._fields.index("bias")
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(f"attention_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
+# The same, and it says that it writes to the workspace: most calls have none, and for them an op
+# that changes nothing leaves a tracer more freedom.
+_WRITING = _TENSORS.replace("Tensor? workspace", "Tensor(a!) workspace")
+_library.define(f"attention_forward_in_workspace({_WRITING}, {_NUMBERS}) -> (Tensor, Tensor)")
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_needs_grad, "
     f"{_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -83,9 +87,13 @@ def attend(
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if forward_mode:
         _refuse_forward_mode(operands)
+    if transforms:  # which wants nothing written in place
+        operands = operands._replace(workspace=None)
     if transforms or is_watched(operands):
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
+        if operands.workspace is not None:
+            return torch.ops.flashtile.attention_forward_in_workspace(*operands, *options)
         return torch.ops.flashtile.attention_forward(*operands, *options)
     # Nobody would see the ops, which cost as much time as all that is above.
     if problem.needs_grad:
@@ -194,8 +202,10 @@ def _fake_probabilities(*args: Any) -> Tensor:
 for _key in ("CPU", "CUDA"):
     _library.impl("attention_probabilities", _probabilities, _key)
     _library.impl("attention_forward", _forward, _key)
+    _library.impl("attention_forward_in_workspace", _forward, _key)
     _library.impl("attention_backward", _backward, _key)
-torch.library.register_fake("flashtile::attention_forward", _fake_forward, lib=_library)
+for _name in ("attention_forward", "attention_forward_in_workspace"):
+    torch.library.register_fake(f"flashtile::{_name}", _fake_forward, lib=_library)
 torch.library.register_fake("flashtile::attention_backward", _fake_backward, lib=_library)
 torch.library.register_fake("flashtile::attention_probabilities", _fake_probabilities, lib=_library)
 

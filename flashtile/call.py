@@ -34,6 +34,7 @@ class Arguments(NamedTuple):
     v_descale: Tensor | None = None
     deterministic: bool = False
     num_splits: int = 0
+    workspace: Tensor | None = None
 
 
 class Packed(NamedTuple):
@@ -115,6 +116,7 @@ _OPTIONAL_TENSORS = (
     "q_descale",
     "k_descale",
     "v_descale",
+    "workspace",
 )
 _NUMBERS = (
     "softmax_scale",
@@ -149,6 +151,7 @@ def decided(
         if layout is not None:
             operands = operands._replace(cu_seqlens_q=layout[0], cu_seqlens_k=layout[1])
         operands = with_tensors(operands, arguments)
+        validate.workspace(operands, decision.options)
         validate.values(operands, decision.options)
         return operands, decision
     if layout is None:
@@ -171,6 +174,7 @@ def decide(
     validate.extras(operands, options.max_seqlen_q, options.max_seqlen_k)
     validate.float8_forward_only(operands)
     validate.output(out, operands)
+    validate.workspace(operands, options)
     validate.values(operands, options)
     if backend is not None:
         dispatch.check_name(backend)

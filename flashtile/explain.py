@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import backends, dispatch
 from .call import Arguments, Packed, dense_call, packed_call
-from .problem import AttentionProblem, Operands, Options
+from .problem import AttentionProblem, Operands, Options, dtype_name
 
 
 class Verdict(NamedTuple):
@@ -28,11 +28,10 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         p = self.problem
-        dtype = str(p.dtype).removeprefix("torch.")
         lines = [
-            f"attention on {p.device_type}, {dtype}, {p.layout}: batch {p.B}, queries {p.M}, keys "
-            f"{p.N}, "
-            f"heads {p.Hq}:{p.Hk}, head dim {p.D}" + (f" (values {p.Dv})" if p.Dv != p.D else "")
+            f"attention on {p.device_type}, {dtype_name(p.dtype)}, {p.layout}: batch {p.B}, "
+            f"queries {p.M}, keys {p.N}, heads {p.Hq}:{p.Hk}, head dim {p.D}"
+            + (f" (values {p.Dv})" if p.Dv != p.D else "")
         ]
         for verdict in self.verdicts:
             mark = "->" if verdict.backend == self.chosen else "  "

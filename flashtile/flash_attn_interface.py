@@ -50,6 +50,7 @@ class CacheExtras(TypedDict, total=False):
     k_descale: Tensor | None
     v_descale: Tensor | None
     out: Tensor | None
+    workspace: Tensor | None
     backend: str | None
 
 
@@ -169,6 +170,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     page_table: Tensor | None = None,
+    workspace: Tensor | None = None,
     **extras: Unpack[Extras],
 ) -> Result:
     """Attention over packed sequences: q (total_q, heads, head_dim), k, v (total_k, kv_heads,
@@ -194,6 +196,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
         page_table=validate.one_page_table(block_table, page_table),
+        workspace=workspace,
         **extras,
     )
 

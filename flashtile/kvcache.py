@@ -1,9 +1,8 @@
 """Key-value caches, contiguous or paged: what a call over one means, checked and described.
 
 A cache row holds one sequence: the token at position ``p`` stands at ``cache[row, p]``, or, when
-    the cache is cut into
-pages, at ``cache[page_table[b, p // page_size], p % page_size]``. Lengths stay on the device
-throughout.
+the cache is cut into pages, at ``cache[page_table[b, p // page_size], p % page_size]``. Lengths
+stay on the device throughout.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import append, autograd, prefill, recall, validate
+from .backends.triton import splits
 from .call import Arguments, decide, with_arguments, with_tensors
 from .problem import FLOAT8, AttentionProblem, Operands, Options
 
@@ -61,6 +61,36 @@ class Rotary(NamedTuple):
     seqlens: Tensor | None
 
 
+def workspace_size(
+    batch: int,
+    seq_q: int,
+    heads: int,
+    value_head_dim: int,
+    num_splits: int = 0,
+    device: torch.device | str = "cuda",
+) -> int:
+    """Bytes of `workspace` that are enough for every call of these sizes and of smaller ones,
+    however long the caches are.
+
+    Args:
+        batch: sequences at most.
+        seq_q: query tokens of each at most; packed queries are at most ``batch * seq_q``.
+        heads: query heads.
+        value_head_dim: head dim of the values.
+        num_splits: as in the calls; with 0 of them, chosen for you, calls of `num_splits=1` may
+            use the same memory.
+        device: of the calls; 0 bytes on a CPU, where keys are not split.
+
+    Raises:
+        ValueError, TypeError: for a size that is no length.
+    """
+    sizes = {"batch": batch, "seq_q": seq_q, "heads": heads, "value_head_dim": value_head_dim}
+    sizes["num_splits"] = num_splits
+    for name, size in sizes.items():
+        validate.length(name, size)
+    return splits.workspace_size(**sizes, device=torch.device(device))
+
+
 def decided(
     queries: Queries,
     cache: Cache,
@@ -86,6 +116,7 @@ def decided(
         operands, lengths = _described(queries, cache, new, checking)
         operands = with_tensors(operands, arguments)
         validate.output(out, operands)
+        validate.workspace(operands, decision.options)
         return operands, lengths, decision
     M = check(queries, cache, new)
     operands, lengths = _described(queries, cache, new, checking)
@@ -354,6 +385,4 @@ def _appending(operands: Operands, cache: Cache, k: Tensor, v: Tensor) -> tuple[
     if not cache.k.is_cuda or transforms or autograd.is_watched(tensors):
         ops = torch.ops.flashtile
         return ops.kvcache_append, ops.kvcache_rotate_append
-    if not cache.k.is_inference():
-        torch.autograd.graph.increment_version((cache.k, cache.v))  # as the ops would
     return append.append_on_gpu, append.rotate_and_append_on_gpu

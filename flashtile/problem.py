@@ -41,6 +41,7 @@ class Operands(NamedTuple):
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    workspace: Tensor | None = None  # (bytes,) uint8, for what a forward writes in between
 
 
 class Options(NamedTuple):
@@ -160,6 +161,11 @@ def batch_size(operands: Operands) -> int:
     if operands.cu_seqlens_q is not None:
         return operands.cu_seqlens_q.shape[0] - 1
     return operands.q.shape[0]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As users write it, without PyTorch's own name in front."""
+    return str(dtype).removeprefix("torch.")
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:

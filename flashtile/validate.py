@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backends.triton.splits import workspace_size
 from .problem import (
+    DIFFERENTIABLE,
     FLOAT8,
     FLOAT8_KEY_BLOCK,
     FLOAT8_QUERY_BLOCK,
@@ -375,11 +377,42 @@ def output(out: Any, operands: Operands) -> None:
         raise ValueError(
             f"out: got strides {out.stride()}, want elements that do not share memory (expanded?)"
         )
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (out, *operands[:5])
-    ):
+    _not_recording("out", (out, *operands[:DIFFERENTIABLE]))
+
+
+def workspace(operands: Operands, options: Options) -> None:
+    """Memory to work in: bytes in a row, enough of them for the call."""
+    given, q = operands.workspace, operands.q
+    if given is None:
+        return
+    rank("workspace", given, "bytes")
+    if given.dtype != torch.uint8:
+        raise TypeError(f"workspace: got dtype {given.dtype}, want torch.uint8, bytes")
+    same_device("workspace", given, q)
+    compiling = torch.compiler.is_compiling()  # which asks for neither an offset nor a GPU
+    if not given.is_contiguous() or (not compiling and given.storage_offset() % 16):
         raise ValueError(
-            "out: cannot be used while recording gradients; wrap the call in torch.no_grad()"
+            f"workspace: got stride {given.stride(0)} and offset {given.storage_offset()}, want "
+            "contiguous bytes whose offset is a multiple of 16"
+        )
+    _not_recording("workspace", operands[:DIFFERENTIABLE])
+    if compiling:
+        return
+    batch, seq_q = max(batch_size(operands), 1), max(options.max_seqlen_q, 1)
+    sizes = (batch, seq_q, q.shape[-2], operands.v.shape[-1], options.num_splits)
+    times = -(-q.shape[:-2].numel() // (batch * seq_q))  # packed rows may belong to no sequence
+    wanted = times * workspace_size(*sizes, q.device)
+    if given.numel() < wanted:
+        raise ValueError(
+            f"workspace: got {given.numel()} bytes, want at least {wanted}: see "
+            "flashtile.workspace_size"
+        )
+
+
+def _not_recording(name: str, tensors: tuple[Tensor | None, ...]) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(
+            f"{name}: cannot be used while recording gradients; wrap the call in torch.no_grad()"
         )
 
 

@@ -56,8 +56,8 @@ DENSE = {
     "no key heads": ("k", {"k": zeros(2, 7, 0, 8), "v": zeros(2, 7, 0, 8)}),
     "head dims differ": ("k", {"k": zeros(2, 7, 2, 6)}),
     "head dim 0": ("q", {"q": zeros(2, 5, 4, 0), "k": zeros(2, 7, 2, 0)}),
-    "head dim 513": ("head_dim", {"q": zeros(2, 5, 4, 513), "k": zeros(2, 7, 2, 513)}),
-    "value head dim 513": ("head_dim", {"v": zeros(2, 7, 2, 513), "out": zeros(2, 5, 4, 513)}),
+    "head dim 577": ("head_dim", {"q": zeros(2, 5, 4, 577), "k": zeros(2, 7, 2, 577)}),
+    "value head dim 577": ("head_dim", {"v": zeros(2, 7, 2, 577), "out": zeros(2, 5, 4, 577)}),
     "integers": ("q", {"q": zeros(2, 5, 4, 8, dtype=torch.int64)}),
     "complex": ("q", {"q": zeros(2, 5, 4, 8, dtype=torch.complex64)}),
     "dtypes differ": ("k", {"k": zeros(2, 7, 2, 8, dtype=torch.float64)}),
@@ -264,6 +264,7 @@ def cache():
 
 COS, SIN = rotary_tables(32, 8)
 FLOAT8 = torch.float8_e4m3fn
+BYTES = torch.zeros(64, dtype=torch.uint8)
 ROWS = {"cache_batch_idx": tensor(0, 1)}
 
 CACHE = {
@@ -346,6 +347,12 @@ CACHE = {
     "sink for 2 heads": ("sink", {"sink": zeros(2)}),
     "bias that does not broadcast": ("bias", {"bias": zeros(3, 5)}),
     "out of another shape": ("out", {"out": zeros(2, 4, 4, 8)}),
+    "workspace of floats": ("workspace", {"workspace": zeros(64)}),
+    "workspace is a number": ("workspace", {"workspace": 64}),
+    "workspace of rank 2": ("workspace", {"workspace": BYTES.view(4, 16)}),
+    "workspace with gaps": ("workspace", {"workspace": BYTES[::2]}),
+    "workspace from an odd byte on": ("workspace", {"workspace": BYTES[3:]}),
+    "workspace on another device": ("workspace", {"workspace": BYTES.to("meta")}),
     "an unknown backend": ("backend", {"backend": "abacus"}),
 }
 

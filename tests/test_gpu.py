@@ -123,8 +123,9 @@ def test_repeated_runs_agree_bit_for_bit():
         assert all(map(torch.equal, run(call, inputs), first))
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["own memory", "given memory"])
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "paged"])
-def test_a_captured_graph_serves_other_lengths(pages):
+def test_a_captured_graph_serves_other_lengths(pages, given):
     """Lengths are read on the device: a graph captured once is replayed as the cache grows."""
     g = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16, generator=g)
@@ -135,14 +136,20 @@ def test_a_captured_graph_serves_other_lengths(pages):
         table = torch.arange(150, device="cuda", dtype=torch.int32).view(2, 75)
     lengths = torch.tensor([3, 5], device="cuda", dtype=torch.int32)
 
-    def call():
-        return flashtile.attention_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table)
+    def call(**memory):
+        how = {"cache_seqlens": lengths, "page_table": table}
+        return flashtile.attention_with_kvcache(q, k, v, **how, **memory)
 
-    call()
+    memory = {}
+    if given:
+        size = flashtile.workspace_size(2, 1, 8, 64)
+        memory["workspace"] = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        memory["out"] = torch.full_like(q, torch.nan)
+    call(**memory)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = call()
+        out = call(**memory)
     for new in ([1, 300], [0, 77], [128, 129]):
         lengths.copy_(torch.tensor(new, dtype=torch.int32))
         graph.replay()

@@ -47,6 +47,9 @@ def op_arguments():
             *((x, o) for x in (one, half, narrow, sunk, packed) for o in (plain, causal)),
             (many, rich),
         ],
+        "attention_forward_in_workspace": [
+            (one._replace(workspace=torch.zeros(64, dtype=torch.uint8)), plain)
+        ],
         "attention_backward": [
             ((q.clone(), None, q.clone(), lse, False, *one), plain),
             ((q.clone(), None, q.clone(), lse, False, *one), causal),

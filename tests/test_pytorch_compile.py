@@ -16,6 +16,7 @@ from conformance.calls import (
     same_heads,
     tensors,
 )
+from torch._dynamo.backends.common import aot_autograd
 
 import flashtile
 from flashtile.bert_padding import index_first_axis, index_put_first_axis, pad_input
@@ -191,6 +192,27 @@ class TestCompile:
             got, wanted = compiled(**call), function(**again)
             assert_same(tensors(got), tensors(wanted))
             assert_same([call["k_cache"], call["v_cache"]], [again["k_cache"], again["v_cache"]])
+
+    def test_a_workspace_is_written_by_an_op_that_says_so(self):
+        written = {}  # by each op that writes: PyTorch puts such an op into another one
+
+        def record(graph, inputs):
+            for node in graph.graph.nodes:
+                if "auto_functionalized" in str(node.target):
+                    names = {name for name in node.kwargs if name.endswith("_base_index")}
+                    written[str(node.args[0])] = names
+            return graph
+
+        compiled = torch.compile(
+            flashtile.attention_with_kvcache,
+            backend=aot_autograd(fw_compiler=record),
+            fullgraph=True,
+        )
+        given = {"workspace": torch.zeros(64, dtype=torch.uint8)}
+        call, again = cache_call(5, "paged") | given, cache_call(5, "paged")
+        assert_same(compiled(**call), flashtile.attention_with_kvcache(**again))
+        op = "flashtile.attention_forward_in_workspace.default"
+        assert written[op] == {"_workspace_base_index"}
 
     @pytest.mark.parametrize("name", ["qkv", "kv"])
     def test_rotary_in_place(self, name):

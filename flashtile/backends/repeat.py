@@ -10,13 +10,13 @@ new, are described again, and share the compiled kernels.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
-
-from ..problem import AttentionProblem
 
 ALIGNMENT = 16  # bytes; Triton compiles other code for tensors that start elsewhere
 
@@ -68,23 +68,36 @@ _compiled: dict[Any, list[Any]] = {}
 
 def run_all(
     name: str,
-    problem: AttentionProblem,
-    config: Any,
+    call: Any,
     given: Tensors,
     made: Tensors,
     describe: Callable[[Tensors, Tensors], Sequence[Launch]],
+    config: Any = None,
 ) -> None:
-    """Launch on the current device what ``describe(given, made)`` says.
+    """Launch what ``describe(given, made)`` says, on the device of the tensors.
 
     Args:
         name: of the pass.
-        problem: with the tensors, all that decides the launches.
-        config: what of it decides the compiled kernels.
+        call: with the tensors, all that decides the launches.
         given: the tensors of the call; the first one says the device.
         made: those that were allocated for it, always in the same way.
         describe: gives the launches, of the tensors as they are or of copies.
+        config: what decides the compiled kernels, where that is neither the rest of `call` nor the
+            tensors' first lengths.
     """
-    key = _key(name, problem, given)
+    assert given[0] is not None
+    device = given[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _run_all(name, call, given, made, describe, config)
+    else:
+        _run_all(name, call, given, made, describe, config)
+
+
+def _run_all(
+    name: str, call: Any, given: Tensors, made: Tensors, describe: Any, config: Any
+) -> None:
+    key = _key(name, call, given)
     known = _repeats.get(key, NEVER)
     tensors = given + made
     if isinstance(known, list):
@@ -94,19 +107,18 @@ def run_all(
     if known == ONCE:  # one tensor in two places of this call may be two in the next one
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     launches = describe(tensors[: len(given)], tensors[len(given) :])
-    compiled = _launched(launches, (name, config, *map(_kind_of, given)))
+    kind = key if config is None else (name, config, *map(_kind_of, given))
+    compiled = _launched(launches, kind)
     if known == NEVER:
         _keep(_repeats, key, ONCE)
     elif known == ONCE:
-        made_before = zip(launches, compiled, strict=True)
-        repeats = [again for one in made_before if (again := repeat_of(*one, tensors))]
-        _repeats[key] = repeats if len(repeats) == len(launches) else IMPOSSIBLE
+        _repeats[key] = _repeats_of(launches, compiled, tensors)
 
 
-def _key(name: str, problem: AttentionProblem, given: Tensors) -> Any:
+def _key(name: str, call: Any, given: Tensors) -> Any:
     """All of a call but where its tensors lie and what they hold."""
     assert given[0] is not None
-    facts: list[Any] = [name, problem, given[0].device.index]
+    facts: list[Any] = [name, call, given[0].device.index]
     for x in given:
         if x is None:
             facts.append(None)
@@ -123,15 +135,27 @@ def _kind_of(x: Tensor | None) -> Any:
 
 
 def _launched(launches: Sequence[Launch], kind: Any) -> list[Any]:
-    """The compiled kernels of the launches, which have been made."""
+    """The compiled kernels of the launches, which have been made; None for one of no programs, or
+    where Triton interprets."""
     compiled = _compiled.get(kind)
     if compiled is None:
         compiled = [launch.run() for launch in launches]
-        _keep(_compiled, kind, compiled)
+        if None not in compiled:
+            _keep(_compiled, kind, compiled)
         return compiled
     for launch, kernel in zip(launches, compiled, strict=True):
         launch.launcher(kernel)(*ordered(launch))
     return compiled
+
+
+def _repeats_of(
+    launches: Sequence[Launch], compiled: list[Any], tensors: Tensors
+) -> list[Repeat] | str:
+    if None in compiled:
+        return IMPOSSIBLE
+    made_before = zip(launches, compiled, strict=True)
+    repeats = [again for one in made_before if (again := repeat_of(*one, tensors))]
+    return repeats if len(repeats) == len(launches) else IMPOSSIBLE
 
 
 def ordered(launch: Launch) -> list[Any]:
@@ -141,7 +165,7 @@ def ordered(launch: Launch) -> list[Any]:
 
 def repeat_of(launch: Launch, compiled: Any, tensors: Tensors) -> Repeat | None:
     """How to make a launch again with other `tensors`; None for one that reads a copy of them."""
-    numbers = {id(x): number for number, x in enumerate(tensors) if x is not None}
+    numbers = _numbers_of(tensors)
     arguments, moving = ordered(launch), []
     try:
         for place, argument in enumerate(arguments):
@@ -154,22 +178,35 @@ def repeat_of(launch: Launch, compiled: Any, tensors: Tensors) -> Repeat | None:
     return Repeat(launch.launcher(compiled), arguments, moving)
 
 
-def _maker(argument: Any, numbers: dict[int, int]) -> Make | None:
+def _numbers_of(tensors: Tensors) -> dict[Any, int]:
+    """Tensors by identity, and by where they start, which says all of a view of one of them."""
+    present = [(number, x) for number, x in enumerate(tensors) if x is not None]
+    starts = Counter(x.data_ptr() for _, x in present)
+    by_start = {("at", x.data_ptr()): number for number, x in present if starts[x.data_ptr()] == 1}
+    return by_start | {id(x): number for number, x in present}
+
+
+def _number_of(x: Tensor, numbers: dict[Any, int]) -> int:
+    number = numbers.get(id(x))
+    return numbers["at", x.data_ptr()] if number is None else number
+
+
+def _maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
     """What makes an argument out of other tensors; None for one that holds none.
 
     Raises:
         LookupError: it holds a tensor that is none of the call's.
     """
     if isinstance(argument, Tensor):
-        return itemgetter(numbers[id(argument)])
+        return itemgetter(_number_of(argument, numbers))
     if isinstance(argument, tuple):
         return _tuple_maker(argument, numbers)
     if isinstance(getattr(argument, "base", None), Tensor):
-        return _descriptor_maker(argument, numbers[id(argument.base)])
+        return _descriptor_maker(argument, _number_of(argument.base, numbers))
     return None
 
 
-def _tuple_maker(argument: Any, numbers: dict[int, int]) -> Make | None:
+def _tuple_maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
     """Of a named tuple."""
     makers = [_maker(part, numbers) for part in argument]
     if not any(makers):

@@ -134,10 +134,12 @@ def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: b
     operands, options = dense_call(q, k, v, Arguments(causal=causal))
     problem = AttentionProblem.of(operands, options)
     with plan.forced_tile(candidate.kernel, candidate.tile):
-        out, lse, launches = launch.forward_launches(problem, operands)
+        out, lse = made = launch.forward_buffers(problem, operands)
+        launches = launch.forward_launches(problem, operands, *made)
         if candidate.kernel != "forward":
             launch.run(launches, q)
-            launches = launch.backward_launches(problem, operands, out, lse, dout, None)[2]
+            gradients = launch.backward_buffers(problem, operands, lse, dtype)
+            launches = launch.backward_launches(problem, operands, out, lse, dout, None, gradients)
     name, makes = MARKS[candidate.kernel]
     return [x for x in launches if x.kernel.__name__ == name and x.arguments.get(makes, True)]
 

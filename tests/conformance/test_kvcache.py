@@ -258,6 +258,32 @@ class TestFloat8:
         c.check(backend, **c.new_tokens(), rotary_cos=cos, rotary_sin=0 * cos, causal=True)
 
 
+class TestLatentKeys:
+    """DeepSeek's MLA: one key head of 576 columns, of which the first 512 are the values too."""
+
+    @pytest.mark.parametrize("page_size", [0, 8])
+    def test_read(self, page_size, backend, seed):
+        c = Cache(seed, M=2, Hq=5, Hk=1, D=576, Dv=512)
+        if page_size:
+            c.to_pages(page_size)
+        c.check(backend, **c.new_tokens(), causal=True)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_values_may_be_a_view_of_the_keys(self, dtype, backend, seed):
+        c = Cache(seed, dtype, M=2, Hq=5, Hk=1, D=576)
+        new = c.new_tokens()["k"]
+        call = {"cache_seqlens": c.seqlens, "causal": True, "backend": backend}
+        results = []
+        for as_values in (lambda x: x[..., :512], lambda x: x[..., :512].contiguous()):
+            keys = c.k_cache.clone()
+            values = as_values(keys)
+            out = flashtile.attention_with_kvcache(c.q, keys, values, new, as_values(new), **call)
+            assert torch.equal(keys[2, 20:22], new[2])
+            assert torch.equal(values[2, 20:22], new[2, ..., :512])
+            results.append(out)
+        assert torch.equal(*results)
+
+
 def test_out_is_written_in_place(backend, seed):
     c = Cache(seed)
     args = (c.q, c.k_cache, c.v_cache)

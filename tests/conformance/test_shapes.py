@@ -65,6 +65,10 @@ def test_value_head_dims(D, Dv, options, backend, seed):
     check_dense(Sizes(M=9, N=11, D=D, Dv=Dv), options, torch.float32, backend, seed)
 
 
+def test_latent_keys_have_gradients_on_a_cpu(seed):
+    check_dense(Sizes(M=9, N=11, D=576, Dv=512), "causal", torch.float32, "cpu", seed)
+
+
 @pytest.mark.parametrize("style", STRIDE_STYLES)
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -76,7 +76,7 @@ def test_the_third_call_is_not_described_again():
     kernel, described = Kernel(), Described.made
     for turn in range(4):
         x, y, z = (torch.full((4, 2), 10.0 * turn + i) for i in range(3))
-        run_all("pass", PROBLEM, "c", (x, y), (z,), describe(kernel))
+        run_all("pass", PROBLEM, (x, y), (z,), describe(kernel), "c")
         if turn > 0:
             got_x, pair, n, desc, config = kernel.repeated[-1]
             assert torch.equal(got_x, x) and torch.equal(desc.base, y) and torch.equal(pair.x, z)
@@ -90,7 +90,7 @@ def test_nothing_keeps_the_tensors_of_an_earlier_call():
     x, y, z = (torch.zeros(4, 2) for _ in range(3))
     kernel = Kernel()
     for _ in range(3):
-        run_all("pass", PROBLEM, "c", (x, y), (z,), describe(kernel))
+        run_all("pass", PROBLEM, (x, y), (z,), describe(kernel), "c")
     kernel.compiled.clear()
     kernel.repeated.clear()
     storages = [weakref.ref(t.untyped_storage()) for t in (x, y, z)]
@@ -102,7 +102,7 @@ def test_one_tensor_in_two_places_may_be_two_later():
     kernel = Kernel()
     x, y, z = (torch.full((4, 2), float(i)) for i in range(3))
     for given in ((x, x), (x, x), (x, x), (x, y), (y, x)):
-        run_all("pass", PROBLEM, "c", given, (z,), describe(kernel))
+        run_all("pass", PROBLEM, given, (z,), describe(kernel), "c")
         if kernel.repeated:
             got_x, _, _, desc, _ = kernel.repeated[-1]
             assert torch.equal(got_x, given[0]) and torch.equal(desc.base, given[1])
@@ -113,7 +113,7 @@ def test_a_call_with_copies_is_described_each_time():
     kernel, described = Kernel(), Described.made
     for turn in range(4):
         x, y, z = (torch.full((4, 2), 10.0 * turn + i) for i in range(3))
-        run_all("pass", PROBLEM, "c", (x, y), (z,), describe(kernel, copies=True))
+        run_all("pass", PROBLEM, (x, y), (z,), describe(kernel, copies=True), "c")
         if turn > 0:
             assert torch.equal(kernel.repeated[-1][0], x)
     assert len(kernel.compiled) == 1 and Described.made - described == 4
@@ -123,7 +123,7 @@ def test_packed_batches_of_other_lengths_share_the_kernels():
     kernel = Kernel()
     for length in (4, 5, 6, 4, 5, 4):
         x, y, z = torch.zeros(length, 2), torch.zeros(length, 2), torch.zeros(4)
-        run_all("pass", PROBLEM, "c", (x, y), (z,), describe(kernel))
+        run_all("pass", PROBLEM, (x, y), (z,), describe(kernel), "c")
         if kernel.repeated:
             assert kernel.repeated[-1][2] == length
     assert len(kernel.compiled) == 1 and len(kernel.repeated) == 5
@@ -143,7 +143,7 @@ def test_what_triton_looks_at_compiles_anew(change: dict[str, Any]):
         y = None if missing else torch.zeros(4, 2)
         launch = Launch(kernel, (5, 3), dict.fromkeys(Kernel.arg_names, x))
         problem: Any = (name, config)
-        run_all(name, problem, config, (x, y), (), lambda given, made: [launch])
+        run_all(name, problem, (x, y), (), lambda given, made: [launch], config)
 
     call()
     call(**change)

@@ -17,7 +17,9 @@ from flashtile.backends.triton.append import Appended, Turning, append_launch
 from flashtile.backends.triton.gather import gather_launch
 from flashtile.backends.triton.kernel_launch import Launch
 from flashtile.backends.triton.launch import (
+    backward_buffers,
     backward_launches,
+    forward_buffers,
     forward_launches,
     probabilities_launch,
 )
@@ -55,10 +57,13 @@ def launches(
     """Every launch that the call would make on `device`; without the backward if that is refused
     there."""
     problem = _problem(operands, options, device)
-    out, lse, found = forward_launches(problem, operands)
+    made = forward_buffers(problem, operands)
+    found = forward_launches(problem, operands, *made)
     if backward and not unsupported_reasons(problem._replace(needs_grad=True)):
+        out, lse = made[:2]
+        gradients = backward_buffers(problem, operands, lse, operands.k.dtype)
         dout = torch.empty_like(out)
-        found += backward_launches(problem, operands, out, lse, dout, None)[2]
+        found += backward_launches(problem, operands, out, lse, dout, None, gradients)
     return found
 
 

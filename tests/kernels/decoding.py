@@ -37,8 +37,11 @@ QUERIES = (1, 2, 0, 3)  # of each sequence where they are packed
 PLAIN: dict[str, Any] = {
     "M": 1, "Hq": 4, "Hk": 2, "D": 16, "Dv": 16, "page_size": 0, "leftpad": False, "rows": False,
     "packed": False, "block_mask": False, "sink": False, "alibi": False, "bias": False,
-    "float8": False,
+    "float8": False, "latent": False,
 }  # fmt: skip
+
+# DeepSeek's MLA: one key head, whose values are the first columns of its keys.
+LATENT: dict[str, Any] = {"Hq": 8, "Hk": 1, "D": 576, "Dv": 512, "latent": True}
 
 CASES: dict[str, dict[str, Any]] = {
     "one query": {},
@@ -67,6 +70,10 @@ CASES: dict[str, dict[str, Any]] = {
     "pages of 256, left pads": {"page_size": 256, "leftpad": True},
     "pages under a window": {"page_size": 16, "window_size": (50, 0), "M": 2},
     "pages, packed queries": {"page_size": 16, "packed": True, "causal": True, "sink": True},
+    "latent keys": LATENT,
+    "latent keys of 520": LATENT | {"D": 520},
+    "latent keys of many heads": LATENT | {"Hq": 20, "M": 2, "causal": True},
+    "latent keys, pages of 16": LATENT | {"page_size": 16, "packed": True, "causal": True},
 }
 
 
@@ -123,6 +130,8 @@ def make_decoding(
         k, where["page_table"] = paged(g, k, sizes["page_size"])
         g.set_state(state)
         v, _ = paged(g, v, sizes["page_size"])
+    if sizes["latent"]:
+        v = k[..., : sizes["Dv"]]
     if sizes["float8"]:
         k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
         for descale in ("k_descale", "v_descale"):

@@ -44,6 +44,7 @@ from .test_compile_quantize import launch_of as quantize_launch
 # float32 come through pointers everywhere.
 HAS_DESCRIPTORS = ("sm_90", "sm_100", "sm_120")
 HEAD_DIMS = (64, 128, 256, 512)
+LATENT_CASES = ("latent keys", "latent keys, pages of 16")
 DEFAULTS = [
     *((d, "large", torch.bfloat16, D, "causal") for d in DEVICES for D in HEAD_DIMS),
     *((d, "large", torch.bfloat16, D, "full") for d in DEVICES for D in (64, 128)),
@@ -109,6 +110,19 @@ def test_decoding_kernels_fit(device: str, head_dim: int):
                 (device, head_dim, name), (0, "not in the list")
             )
             assert found.spilled <= allowed, f"{name}: {found}, allowed {allowed} ({reason})"
+
+
+@pytest.mark.parametrize("name", LATENT_CASES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_latent_decoding_kernels_fit(device: str, name: str):
+    """Few heads, and as many as share the keys in DeepSeek's models."""
+    for heads in (8, 128):
+        operands, options = make_decoding(name, torch.bfloat16, Hq=heads)
+        for launch in launches(operands, options._replace(num_splits=4), device, backward=False):
+            found = report(launch, device)
+            assert found.shared <= DEVICES[device].shared, found
+            allowed, reason = ALLOWED_IN_DECODING.get((device, 576, name), (0, "not in the list"))
+            assert found.spilled <= allowed, f"{heads} heads: {found}, allowed {allowed} ({reason})"
 
 
 def decoding(device: str, head_dim: int, name: str, float8: bool = False) -> list[Launch]:

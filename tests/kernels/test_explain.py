@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile.backends.triton import plan
+from flashtile.problem import AttentionProblem, Operands, Options
 
 
 def explained(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> str:
@@ -27,6 +30,53 @@ def test_a_gpu_that_was_only_compiled_for(
     report = explained(monkeypatch, capability)
     assert "-> triton: yes" in report
     assert f"this architecture ({name}) has been compiled for, never run on" in report
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "head_dims", "wanted"),
+    [
+        (1, (128, 128), "16 x 64, head dim padded to 128, 4 warps, 3 stages, 4 query heads in a "
+            "tile, keys split into 32 parts"),
+        (300, (128, 128), "64 x 64, head dim padded to 128, 4 warps, 3 stages"),
+        (1, (576, 512), "16 x 16, head dim padded to 576, 4 warps, 3 stages, 4 query heads in a "
+            "tile, keys split into 33 parts"),
+    ],
+    ids=["decoding", "prefill", "latent keys"],
+)  # fmt: skip
+def test_the_parts_of_a_cache_call(
+    monkeypatch: pytest.MonkeyPatch, seq_q: int, head_dims: tuple[int, int], wanted: str
+):
+    """Few queries against a long cache: the tile of the split walk, and its parts."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(plan, "TRITON_IS_INSTALLED", True)
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(1, seq_q, 32, head_dims[0], dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.empty(1, 32768, 8, d, dtype=q.dtype, device="cuda") for d in head_dims)
+        report = str(flashtile.explain(q, k, v, backend="triton"))
+    assert f"forward: tiles of {wanted}\n" in report + "\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, []),
+        ({"needs_grad": True}, ["gradients at head_dim=576 (forward only"]),
+        ({"wants_probabilities": True}, ["probabilities at head_dim=576 (forward only"]),
+        ({"has_float8_keys": True}, ["float8 keys and values at head_dim=576 (forward only"]),
+        ({"D": 577}, ["head_dim=577 (at most 576)"]),
+        ({"Dv": 513}, ["value head_dim=513 (at most 512)"]),
+    ],
+    ids=str,
+)
+def test_latent_keys_are_for_the_forward_alone(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], wanted: list[str]
+):
+    monkeypatch.setattr(plan, "TRITON_IS_INSTALLED", True)
+    q = torch.empty(1, 128, 4, 576, dtype=torch.bfloat16, device="meta")
+    problem = AttentionProblem.of(Operands(q, q, q[..., :512]), Options(128, 128, 0.1))
+    problem = problem._replace(device_type="cuda", capability=(9, 0), **change)
+    reasons = plan.unsupported_reasons(problem)
+    assert [x[: len(y)] for x, y in zip(reasons, wanted, strict=True)] == wanted
 
 
 def test_an_amd_gpu_was_only_compiled_for(monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import flashtile.kvcache  # noqa: F401  (defines the ops)
+from flashtile import append
 from flashtile.layers import rotary as formula
 from flashtile.layers import rotary_kernel
 from flashtile.merge import flash_attn_combine
@@ -27,11 +28,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.backends.triton import repeat
 from flashtile.backends.triton.append import append_to_cache, rotate_and_append
 from flashtile.backends.triton.combine import combine
 from flashtile.backends.triton.gather import gather_pages
-from flashtile.backends.triton.kernel_launch import Launch
 from flashtile.backends.triton.rotary import rotate
 from flashtile.backends.triton.splits import fastest_splits
 
@@ -67,65 +66,6 @@ def test_lengths_need_not_be_contiguous(seed: int):
     wanted = backend.forward(problem, operands)
     got = backend.forward(problem, operands._replace(seqused_k=spread))
     assert all(map(torch.equal, got, wanted))
-
-
-class AsCompiled:
-    """A kernel of the interpreter as Triton hands out compiled ones: ``compiled[grid](*args)``."""
-
-    def __init__(self, launch: Launch):
-        self.launch = launch
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.launch.kernel[grid]
-
-
-@pytest.fixture
-def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Every launch that is made anew, after which calls like it repeat it."""
-    made: list[Launch] = []
-    interpret = Launch._run
-
-    def run(launch: Launch) -> AsCompiled:
-        made.append(launch)
-        interpret(launch)
-        return AsCompiled(launch)
-
-    monkeypatch.setattr(Launch, "_run", run)
-    monkeypatch.setattr(repeat, "_known", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of a tensor on the CPU
-    return made
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("name", ["one query", "pages of 16", "sink", "packed queries", "alibi"])
-def test_a_repeated_call_uses_the_new_tensors(
-    name: str, splits: int, repeats: list[Launch], seed: int
-):
-    """Other numbers, other lengths, other pages: the same kernels, found without Triton."""
-    for turn in range(2):
-        operands, options = make_decoding(name, torch.float32, seed + turn)
-        assert operands.seqused_k is not None
-        operands = operands._replace(seqused_k=operands.seqused_k - turn)
-        options = options._replace(num_splits=splits)
-        problem = AttentionProblem.of(operands, options)
-        got = backend.forward(problem, operands)
-        assert len(repeats) == (1 if splits == 1 else 2)
-    repeat._known.clear()
-    wanted = backend.forward(problem, operands)
-    assert len(repeats) == (2 if splits == 1 else 4)
-    assert all(map(torch.equal, got, wanted))
-
-
-def test_a_call_of_another_layout_is_launched_anew(repeats: list[Launch], seed: int):
-    operands, options = make_decoding("pages of 16", torch.float32, seed)
-    options = options._replace(num_splits=1)
-    assert operands.page_table is not None
-    spread = torch.stack([operands.k, operands.k], -2)[..., 0, :]
-    more = torch.cat([operands.page_table, operands.page_table], 1)
-    calls = (operands, operands._replace(k=spread), operands._replace(page_table=more))
-    outs = [backend.forward(AttentionProblem.of(x, options), x)[0] for x in calls]
-    assert len(repeats) == 3
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 def test_decoding_by_default(seed: int):
@@ -301,20 +241,27 @@ def test_rotate_and_append(layout: str, own: bool, dtype: torch.dtype, seed: int
         assert torch.equal(x[kept], before[kept])
 
 
-def test_repeated_appends_write_the_new_tokens(repeats: list[Launch], seed: int):
-    g = generator(seed)
-    tables = rotary_tables(17, 16)
-    for turn in range(2):
-        cache = [normal(g, 3, 16, 2, d) for d in (20, 7)]
-        new = [normal(g, 3, 2, 2, d) for d in (20, 7)]
-        q, lengths = normal(g, 3, 2, 4, 20), torch.tensor([0, 14 - turn, 7], dtype=torch.int32)
-        wanted = [x.clone() for x in cache]
-        rest = (*tables, lengths, lengths, *[None] * 6, True, True)
-        turned = rotate_and_append(q, *cache, *new, *rest)
-        truth = torch.ops.flashtile.kvcache_rotate_append(q, *wanted, *new, *rest)
-        for x, y in zip((*turned, *cache), (*truth, *wanted), strict=True):
-            torch.testing.assert_close(x, y)
-        assert len(repeats) == 1
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("turned", [False, True], ids=["append", "rotate and append"])
+def test_a_backward_that_saved_a_cache_notices_an_append(turned: bool, cache: str):
+    """As of any write in place; a cache made in inference mode has no version, and no backward."""
+    new, lengths = torch.ones(2, 1, 1, 1, 16), torch.zeros(1, dtype=torch.int32)
+
+    def write(caches: list[Tensor]) -> None:
+        if turned:
+            rest = (*rotary_tables(4, 16), lengths, lengths, *[None] * 6, True, True)
+            append.rotate_and_append_on_gpu(new[0], *caches, *new, *rest)
+        else:
+            append.append_on_gpu(*caches, *new, lengths, *[None] * 5)
+
+    caches = [torch.zeros(1, 4, 1, 16) for _ in range(2)]
+    saved = caches[cache == "v_cache"]
+    product = torch.ones(saved.shape, requires_grad=True) * saved
+    write(caches)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        write([torch.zeros(1, 4, 1, 16) for _ in range(2)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -7,15 +7,20 @@ from typing import NamedTuple
 
 import torch
 
-from ...problem import FLOAT8, FLOAT8_KEY_BLOCK, AttentionProblem
+from ...problem import FLOAT8, FLOAT8_KEY_BLOCK, AttentionProblem, dtype_name
+from ..reasons import head_dim_reasons
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 
 # Rows and keys of a plain tile: large enough to hide PyTorch's cost per operation, small enough for
 # the cache.
 PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 256
 # Rows of a native tile under a mask with a left edge; smaller tiles waste fewer masked scores.
 NATIVE_WINDOW_BLOCK_M = 64
+# From this many rows on the native kernel works in blocks of 256 rows, below in smaller ones.
+NATIVE_LARGE_BLOCKS = 768
+# Rows, at least, of a native tile of a backward in 16 bits, which rounds after every block of rows.
+NATIVE_ROUNDING_BLOCK_M = 1024
 
 
 class Plan(NamedTuple):
@@ -35,10 +40,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons = []
     if problem.device_type != "cpu":
         reasons.append(f"tensors are on {problem.device_type} (this backend: cpu)")
-    for name, head_dim in (("head_dim", problem.D), ("value head_dim", problem.Dv)):
-        if head_dim > MAX_HEAD_DIM:
-            reasons.append(f"{name}={head_dim} (at most {MAX_HEAD_DIM})")
-    return reasons
+    return reasons + head_dim_reasons(problem, MAX_HEAD_DIM)
 
 
 def plan_forward(problem: AttentionProblem) -> Plan:
@@ -63,7 +65,7 @@ def describe_plan(problem: AttentionProblem) -> str:
 
 
 def _describe(plan: Plan) -> str:
-    dtype = str(plan.compute_dtype).removeprefix("torch.")
+    dtype = dtype_name(plan.compute_dtype)
     if plan.kernel == "native":
         return f"PyTorch's CPU flash kernel on the pieces that the mask leaves, in {dtype}"
     if plan.kernel == "float8":
@@ -84,13 +86,18 @@ def _plan(problem: AttentionProblem, direction: str, lse_has_grad: bool) -> Plan
     compute_dtype = _compute_dtype(problem, direction, native=not reasons)
     if reasons:
         return Plan("plain", compute_dtype, PLAIN_BLOCK_M, PLAIN_BLOCK_N, tuple(reasons))
-    BLOCK_M = _native_rows(problem)
+    BLOCK_M = _native_rows(problem, direction == "backward" and compute_dtype.itemsize == 2)
     return Plan("native", compute_dtype, BLOCK_M, max(problem.N, 1), ())
 
 
-def _native_rows(problem: AttentionProblem) -> int:
-    """Rows of a native tile: all of them, unless the visible keys have a left edge."""
+def _native_rows(problem: AttentionProblem, is_rounding: bool) -> int:
+    """Rows of a native tile: all of them, unless the visible keys have a left edge or the kernel
+    `is_rounding` its sums over rows as it goes.
+    """
     options = problem.options
+    if is_rounding:
+        tiles = max(1, problem.M // NATIVE_ROUNDING_BLOCK_M)
+        return max(-(-problem.M // tiles), 1)
     if options.window_left >= 0:
         return NATIVE_WINDOW_BLOCK_M
     if options.attention_chunk > 0:  # a chunk is a tile of its own, full or a causal square
@@ -119,7 +126,7 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
     """float32 for 16-bit inputs, unless the kernel's matrix unit makes the 16-bit products faster.
 
     Without one the kernel converts inside its loops; converting once outside is faster. Pieces are
-    merged in float32, so only a call that is a single piece stays in 16 bits.
+    merged in float32, so only a forward that is a single piece stays in 16 bits.
     """
     if problem.dtype in (torch.float32, torch.float64):
         return problem.dtype
@@ -133,9 +140,12 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
     )
     if not (native and one_piece and problem.dtype == torch.bfloat16):
         return torch.float32
-    # AVX512-BF16 without AMX pays in the backward alone (measured on Zen 4: 425 against 600 ms).
+    # AVX512-BF16 without AMX pays in the backward of many rows alone: a fifth less time on Zen 4,
+    # but twice as much at 100 rows.
     fast = torch.cpu._is_amx_tile_supported() or (
-        direction == "backward" and torch.cpu._is_avx512_bf16_supported()
+        direction == "backward"
+        and problem.M >= NATIVE_LARGE_BLOCKS
+        and torch.cpu._is_avx512_bf16_supported()
     )
     return torch.bfloat16 if fast else torch.float32
 

@@ -39,11 +39,17 @@ def backward(
         dsink = None if operands.sink is None else torch.zeros_like(operands.sink)
         dq, dk, dv = map(torch.zeros_like, operands[:3])
         return Gradients(dq, dk, dv, None, dsink)
-    device = operands.q.device
-    if device.index == torch.cuda.current_device():
-        return _backward(problem, operands, out, lse, dout, dlse)
-    with torch.cuda.device(device):
-        return _backward(problem, operands, out, lse, dout, dlse)
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        *tensors, out, lse, dout, dlse = given
+        return backward_launches(problem, Operands(*tensors), out, lse, dout, dlse, Buffers(*made))
+
+    made = buffers(problem, operands)
+    given = (*operands, out, lse, readable(dout), dlse)
+    run_all("backward", problem, given, made, describe, backward_plan(problem))
+    sink = operands.sink
+    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
+    return Gradients(made.dq, made.dk, made.dv, None, dsink)
 
 
 class Buffers(NamedTuple):
@@ -57,26 +63,6 @@ class Buffers(NamedTuple):
     minus_delta: Tensor
     turns: Tensor | None  # whose turn it is to add to a block of dq, where there is an order
     counter: Tensor | None  # of the tiles that have started, likewise
-
-
-def _backward(
-    problem: AttentionProblem,
-    operands: Operands,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> Gradients:
-    def describe(given: Any, made: Any) -> list[Launch]:
-        *tensors, out, lse, dout, dlse = given
-        return backward_launches(problem, Operands(*tensors), out, lse, dout, dlse, Buffers(*made))
-
-    made = buffers(problem, operands)
-    given = (*operands, out, lse, readable(dout), dlse)
-    run_all("backward", problem, backward_plan(problem), given, made, describe)
-    sink = operands.sink
-    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
-    return Gradients(made.dq, made.dk, made.dv, None, dsink)
 
 
 def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:

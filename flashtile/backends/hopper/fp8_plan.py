@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, AttentionProblem
+from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, AttentionProblem, dtype_name
+from ..reasons import head_dim_step_reasons
 from .plan import CONSUMER_ROWS, KernelConfig, Tile, plan, unsupported_reasons
 
 DTYPE = torch.float8_e4m3fn
@@ -37,10 +38,9 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
     """Why the float8 kernel cannot run `problem`; empty when it can."""
     reasons = unsupported_reasons(problem._replace(dtype=torch.bfloat16))
     if problem.dtype != DTYPE:
-        reasons.append(f"dtype {problem.dtype} (the float8 kernel: float8_e4m3fn)")
-    for name, head_dim in (("head_dim", problem.D), ("value head_dim", problem.Dv)):
-        if head_dim % HEAD_DIM_STEP:
-            reasons.append(f"{name}={head_dim} (float8: multiples of {HEAD_DIM_STEP})")
+        name = dtype_name(problem.dtype)
+        reasons.append(f"dtype {name} (the float8 kernel: {dtype_name(DTYPE)})")
+    reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP, "float8: ")
     not_here = {
         "ALiBi": problem.has_alibi,
         "sink": problem.has_sink,

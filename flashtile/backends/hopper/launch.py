@@ -37,14 +37,6 @@ class Launch(NamedTuple):
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem."""
-    device = operands.q.device
-    if device.index == torch.cuda.current_device():
-        return _forward(problem, operands)
-    with torch.cuda.device(device):
-        return _forward(problem, operands)
-
-
-def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     config = plan(problem)
     out, lse = outputs(problem, operands, config)
     if problem.M == 0 or 0 in operands.q.shape:
@@ -56,7 +48,7 @@ def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Ten
         return [forward_launch(problem, Operands(*given), out, lse, programs, counter)]
 
     made = out, lse, _counter(operands.q.device)
-    run_all("forward", problem, config, operands, made, describe)
+    run_all("forward", problem, operands, made, describe, config)
     return out, lse
 
 

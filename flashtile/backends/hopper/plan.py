@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...problem import AttentionProblem
+from ..reasons import dotted, dtype_reasons, head_dim_reasons, head_dim_step_reasons
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -133,14 +134,9 @@ class KernelConfig:
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why the Hopper backend cannot run `problem`; empty when it can."""
     reasons = _device_reasons(problem)
-    if problem.dtype not in DTYPES:
-        names = ", ".join(_name(dtype) for dtype in DTYPES)
-        reasons.append(f"dtype {_name(problem.dtype)} (this backend: {names})")
-    for name, head_dim in (("head_dim", problem.D), ("value head_dim", problem.Dv)):
-        if head_dim > MAX_HEAD_DIM:
-            reasons.append(f"{name}={head_dim} (at most {MAX_HEAD_DIM})")
-        if head_dim % HEAD_DIM_STEP:
-            reasons.append(f"{name}={head_dim} (multiples of {HEAD_DIM_STEP})")
+    reasons += dtype_reasons(problem, DTYPES)
+    reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
+    reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
     if problem.M < FEWEST_QUERIES:
         reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
     if problem.N == 0:
@@ -155,11 +151,11 @@ def _device_reasons(problem: AttentionProblem) -> list[str]:
     elif torch.version.hip is not None:
         reasons.append("ROCm (this backend: NVIDIA Hopper)")
     elif problem.capability != CAPABILITY:
-        reasons.append(f"compute capability {_dotted(problem.capability)} (this backend: 9.0)")
+        reasons.append(f"compute capability {dotted(problem.capability)} (this backend: 9.0)")
     if TRITON_VERSION is None:
         reasons.append("the package triton is not installed (pip install triton)")
     elif TRITON_VERSION < OLDEST_TRITON:
-        reasons.append(f"Triton {_dotted(TRITON_VERSION)} (at least {_dotted(OLDEST_TRITON)})")
+        reasons.append(f"Triton {dotted(TRITON_VERSION)} (at least {dotted(OLDEST_TRITON)})")
     return reasons
 
 
@@ -240,11 +236,3 @@ def describe_forward(problem: AttentionProblem) -> str:
         f"{config.BLOCK_D + config.REST_D}, {config.CONSUMERS} consumer warpgroups and a producer "
         f"warp, {config.STAGES} stages"
     )
-
-
-def _dotted(numbers: tuple[int, int] | None) -> str:
-    return "unknown" if numbers is None else f"{numbers[0]}.{numbers[1]}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

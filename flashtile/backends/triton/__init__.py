@@ -12,9 +12,18 @@ from torch import Tensor
 from ... import merge
 from ...problem import AttentionProblem, Operands
 from .. import Gradients
-from .plan import TRITON_IS_INSTALLED, describe_plan, unsupported_reasons
+from . import plan
+from .plan import TRITON_IS_INSTALLED, unsupported_reasons
+from .splits import processors, splits_of
 
 __all__ = ["backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
+
+
+def describe_plan(problem: AttentionProblem) -> str:
+    """The plan in words, for `explain`."""
+    config = plan.plan(problem, True).split.config
+    splits = splits_of(problem, config, processors(torch.device(problem.device_type)))
+    return plan.describe_plan(problem, splits)
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,16 @@ one launch does what would be many.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import repeat
-from .arguments import Rows, contiguous, rows_of
-from .kernel_launch import Launch, run
+from ..repeat import run_all
+from .arguments import contiguous, rows_of
+from .kernel_launch import Launch
 from .rotary import Turn, as_stored, place_of_token, token_base, turn_heads, turn_of
 
 # Features that one step of a program copies: all heads of a token, mostly, so that memory is waited
@@ -214,51 +214,6 @@ class Turning(NamedTuple):
     own_positions: bool = False
 
 
-class AppendTensors(NamedTuple):
-    """What leads the arguments of the kernel."""
-
-    k_cache: Rows
-    v_cache: Rows
-    k: Rows
-    v: Rows
-    q: Rows | None
-    q_turned: Rows | None
-    lengths_ptr: Tensor
-    used_ptr: Tensor
-    base_ptr: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_q: Tensor | None
-    page_table: Tensor | None
-    cache_batch_idx: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
-
-
-def append_tensors(given: Appended) -> AppendTensors:
-    """As the kernel takes them."""
-    return AppendTensors(
-        rows_of(given.k_cache),
-        rows_of(given.v_cache),
-        rows_of(given.k),
-        rows_of(given.v),
-        None if given.q is None else rows_of(given.q),
-        None if given.q_turned is None else rows_of(given.q_turned),
-        given.lengths.contiguous(),
-        given.used,
-        contiguous(given.base),
-        contiguous(given.cos),
-        contiguous(given.sin),
-        contiguous(given.cu_seqlens),
-        contiguous(given.cu_seqlens_q),
-        contiguous(given.page_table),
-        contiguous(given.cache_batch_idx),
-        contiguous(given.k_descale),
-        contiguous(given.v_descale),
-    )
-
-
 def append_launch(given: Appended, turning: Turning) -> Launch:
     """Write new tokens behind those of each sequence, and turned queries to where `given` says."""
     k, v, q, cos, page_table = given.k, given.v, given.q, given.cos, given.page_table
@@ -280,7 +235,24 @@ def append_launch(given: Appended, turning: Turning) -> Launch:
         HAS_OWN_POSITIONS=turning.own_positions,
         TURN=None if cos is None else turn_of(cos, k.shape[-1], turning.interleaved),
     )
-    arguments = append_tensors(given)._asdict() | {
+    arguments = {
+        "k_cache": rows_of(given.k_cache),
+        "v_cache": rows_of(given.v_cache),
+        "k": rows_of(k),
+        "v": rows_of(v),
+        "q": None if q is None else rows_of(q),
+        "q_turned": None if given.q_turned is None else rows_of(given.q_turned),
+        "lengths_ptr": given.lengths.contiguous(),
+        "used_ptr": given.used,
+        "base_ptr": contiguous(given.base),
+        "cos": contiguous(cos),
+        "sin": contiguous(given.sin),
+        "cu_seqlens": contiguous(given.cu_seqlens),
+        "cu_seqlens_q": contiguous(given.cu_seqlens_q),
+        "page_table": contiguous(page_table),
+        "cache_batch_idx": contiguous(given.cache_batch_idx),
+        "k_descale": contiguous(given.k_descale),
+        "v_descale": contiguous(given.v_descale),
         "B": given.lengths.shape[0],
         "seq": 1 if packed else k.shape[1],
         "seq_q": 1 if q is None else q.shape[1],
@@ -296,14 +268,12 @@ def append_launch(given: Appended, turning: Turning) -> Launch:
 
 
 def append(given: Appended, turning: Turning) -> None:
-    """Launch `append_launch`, as an earlier call did if there was one like it."""
-    key = repeat.repeat_key(turning, given)
-    known = repeat.known(key)
-    if known is not None and given.k.device.index == torch.cuda.current_device():
-        known[0].run(append_tensors(given))
-        return
-    launches = [append_launch(given, turning)]
-    repeat.remember(key, launches, run(launches, given.k), [len(AppendTensors._fields)])
+    """Launch `append_launch`."""
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        return [append_launch(Appended(*given), turning)]
+
+    run_all("append", turning, given, (), describe)
 
 
 def append_to_cache(

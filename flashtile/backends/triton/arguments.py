@@ -179,36 +179,6 @@ def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
     }
 
 
-class ForwardTensors(NamedTuple):
-    """What leads the arguments of the forward kernel: all of a call's tensors but a bias, a block
-    mask and the state of dropout."""
-
-    q: Rows
-    k: Rows
-    v: Rows
-    out: Rows
-    lse_ptr: Tensor
-    sink_ptr: Tensor | None
-    at: Sequences
-    score_data: ScoreData
-
-
-def forward_tensors(
-    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor
-) -> ForwardTensors:
-    """Of a call that writes `out` and `lse`."""
-    return ForwardTensors(
-        rows_of(operands.q),
-        rows_of(operands.k),
-        rows_of(operands.v),
-        rows_of(out),
-        lse,
-        contiguous(operands.sink),
-        sequences_of(operands),
-        score_of(problem, operands),
-    )
-
-
 def sequences_of(operands: Operands) -> Sequences:
     """Where the sequences of a call lie."""
     return Sequences(

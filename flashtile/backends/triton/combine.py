@@ -7,8 +7,6 @@ section 3.1).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -73,31 +71,6 @@ def combine_kernel(
     tl.store(place, result.to(out.ptr.dtype.element_ty), mask=dims < DV)
 
 
-class CombineTensors(NamedTuple):
-    """What leads the arguments of the kernel."""
-
-    out_parts: Parts
-    lse_parts: Parts
-    out: Rows
-    lse: Rows
-
-
-def combine_tensors(
-    out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor
-) -> CombineTensors:
-    """Of tensors as `combine_launch` takes them."""
-    if out.dim() == 3:
-        return combine_tensors(out_parts[:, None], lse_parts[:, None], out[None], lse[None])
-    part, of_batch, of_head, of_row = lse_parts.stride()
-    batch_stride, head_stride, row_stride = lse.stride()
-    return CombineTensors(
-        Parts(out_parts, *out_parts.stride()),
-        Parts(lse_parts, part, of_batch, of_row, of_head, 0),
-        rows_of(out),
-        Rows(lse, batch_stride, row_stride, head_stride, 0),
-    )
-
-
 def combine_launch(
     out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, is_early: bool = False
 ) -> Launch:
@@ -109,12 +82,23 @@ def combine_launch(
         out, lse: shaped as a part, `lse` float32.
         is_early: start while the kernel that makes the parts still runs.
     """
-    splits, heads, head_dim = out_parts.shape[0], *out_parts.shape[-2:]
-    batch, rows = out.shape[:2] if out.dim() == 4 else (1, out.shape[0])
+    if out.dim() == 3:
+        out_parts, lse_parts, out, lse = (
+            out_parts[:, None],
+            lse_parts[:, None],
+            out[None],
+            lse[None],
+        )
+    splits, batch, rows, heads, head_dim = out_parts.shape
     parts_a_step = min(MOST_PARTS, max(FEWEST_PARTS, triton.next_power_of_2(splits)))
     block_dim = min(triton.next_power_of_2(head_dim), max(16, NUMBERS_A_PROGRAM // parts_a_step))
+    part, of_batch, of_head, of_row = lse_parts.stride()
+    batch_stride, head_stride, row_stride = lse.stride()
     arguments = {
-        **combine_tensors(out_parts, lse_parts, out, lse)._asdict(),
+        "out_parts": Parts(out_parts, *out_parts.stride()),
+        "lse_parts": Parts(lse_parts, part, of_batch, of_row, of_head, 0),
+        "out": rows_of(out),
+        "lse": Rows(lse, batch_stride, row_stride, head_stride, 0),
         "splits": splits,
         "rows": rows,
         "heads": heads,

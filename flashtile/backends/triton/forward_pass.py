@@ -45,8 +45,8 @@ from .tiles import (
 
 @triton.jit
 def attend_keys(
-    acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows, start,
-    stop, b, h, h_mask, shift, k_factor,
+    acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N, rows,
+    start, stop, b, h, h_mask, shift, k_factor,
     lengths, score, blocks, drop_threshold, drop_key, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the walk: the keys [n0, n0 + BLOCK_N) join the running maximum, sum and output
@@ -60,6 +60,13 @@ def attend_keys(
     )
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee")
+    if cfg.REST_D > 0:
+        # (BLOCK_N, BLOCK_REST)
+        k_rest = load_keys(
+            k_source + cfg.D * k.dim, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.REST_D,
+            BLOCK_N, cfg.BLOCK_REST,
+        )  # fmt: skip
+        qk = tl.dot(q_rest, tl.trans(k_rest), qk, input_precision="ieee")
     if cfg.HAS_FLOAT8_KEYS:
         qk *= k_factor
     s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), shift, b, h, score, cfg)
@@ -157,6 +164,12 @@ def forward_kernel(
     q_place = rows.to(tl.int64) * q.row + h.to(tl.int64) * q.head
     dims = tl.arange(0, BLOCK_D)[None, :]
     q_tile = tl.load(q_base + q_place + dims * q.dim, mask=(rows < M) & (dims < cfg.D), other=0.0)
+    q_rest = None
+    if cfg.REST_D > 0:
+        # (BLOCK_M, BLOCK_REST)
+        dims = tl.arange(0, cfg.BLOCK_REST)[None, :]
+        inside = (rows < M) & (dims < cfg.REST_D)
+        q_rest = tl.load(q_base + q_place + (cfg.D + dims) * q.dim, mask=inside, other=0.0)
 
     if sink_ptr is not None:  # a key of logit `sink` whose value is zero
         row_max = tl.load(sink_ptr + h).to(tl.float32) * LOG2E + tl.zeros([BLOCK_M, 1], tl.float32)
@@ -210,9 +223,9 @@ def forward_kernel(
         else:
             n0 = (full_begin + i) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-            start, stop, b, h, h_mask, shift, k_factor, lengths, score, blocks, drop_threshold,
-            drop_key, False, cfg,
+            acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N,
+            rows, start, stop, b, h, h_mask, shift, k_factor, lengths, score, blocks,
+            drop_threshold, drop_key, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
         if cfg.MASK_TILE_M > 0:
@@ -220,9 +233,9 @@ def forward_kernel(
         else:
             n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-            start, stop, b, h, h_mask, shift, k_factor, lengths, score, blocks, drop_threshold,
-            drop_key, True, cfg,
+            acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N,
+            rows, start, stop, b, h, h_mask, shift, k_factor, lengths, score, blocks,
+            drop_threshold, drop_key, True, cfg,
         )  # fmt: skip
 
     # (BLOCK_M, 1): rows past the used length are padding, 0 and -inf whatever the sink

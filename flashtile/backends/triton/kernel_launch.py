@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,11 @@ class Launch(NamedTuple):
         if self.needs_scratch:
             return with_scratch(self._run)
         return self._run()
+
+    def launcher(self, compiled: Any) -> Callable[..., Any]:
+        """What launches the compiled kernel on the arguments in order."""
+        launcher = compiled[(*self.grid, 1, 1)[:3]]
+        return partial(with_scratch, launcher) if self.needs_scratch else launcher
 
     def _run(self) -> Any:
         kernel = self.kernel[self.grid]

@@ -5,36 +5,36 @@ Each `*_launch` function describes one kernel launch without making it: see `ker
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...problem import AttentionProblem, Operands, lse_shape
 from .. import Gradients
-from . import repeat
+from ..repeat import run_all
 from .arguments import (
     NO_LISTS,
     NUMBERS,
-    ForwardTensors,
     Lists,
     Rows,
     bias_of,
     common_of,
-    forward_tensors,
+    contiguous,
     is_aligned,
     rows_of,
 )
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bias_gradient import bias_gradient_kernel
 from .block_lists import list_tiles_kernel
-from .combine import CombineTensors, combine_launch, combine_tensors
+from .combine import combine_launch
 from .forward_pass import forward_kernel
 from .kernel_launch import Launch, run
 from .plan import KernelPlan, plan
 from .score_matrix import probabilities_kernel
-from .splits import splits_of
+from .splits import processors, splits_of
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
@@ -42,31 +42,13 @@ LIST_CHUNK = 128
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem."""
-    key = repeat.forward_key(problem, operands)
-    known = repeat.known(key)
-    q = operands.q
-    if known is not None and q.device.index == torch.cuda.current_device():
-        return _forward_again(problem, operands, known)
-    out, lse, launches = forward_launches(problem, operands)
-    compiled = run(launches, q)
-    leading = [len(ForwardTensors._fields), len(CombineTensors._fields)]
-    repeat.remember(key, launches, compiled, leading[: len(launches)])
-    return out, lse
 
+    def describe(given: Any, made: Any) -> list[Launch]:
+        return forward_launches(problem, Operands(*given), *made)
 
-def _forward_again(
-    problem: AttentionProblem, operands: Operands, known: tuple[repeat.Repeat, ...]
-) -> tuple[Tensor, Tensor]:
-    """The launches of an earlier call, with new tensors."""
-    splits = known[0].grid[1]
-    out, lse = _outputs(problem, operands, splits)
-    if splits == 1:
-        known[0].run(forward_tensors(problem, operands, out, lse))
-        return out, lse
-    parts = _parts(problem, operands, splits)
-    known[0].run(forward_tensors(problem, operands, parts[0][0], parts[1]))
-    known[1].run(combine_tensors(*parts, out, lse))
-    return out, lse
+    made = forward_buffers(problem, operands)
+    run_all("forward", problem, operands, made, describe)
+    return made[0], made[1]
 
 
 def backward(
@@ -80,11 +62,28 @@ def backward(
     """Gradients of a problem; every one is summed in float32 in one fixed order."""
     if operands.page_table is not None or operands.cache_batch_idx is not None:
         return _backward_of_cache(problem, operands, out, lse, dout, dlse)
-    gradients, delta, launches = backward_launches(problem, operands, out, lse, dout, dlse)
-    run(launches, operands.q)
-    if operands.sink is None:
-        return gradients
-    return gradients._replace(dsink=_sink_gradient(operands.sink, lse, delta))
+    return _backward(problem, operands, out, lse.contiguous(), dout, dlse, operands.k.dtype)
+
+
+def _backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    key_dtype: torch.dtype,
+) -> Gradients:
+    def describe(given: Any, made: Any) -> list[Launch]:
+        *tensors, out, lse, dout, dlse = given
+        made = BackwardBuffers(*made)
+        return backward_launches(problem, Operands(*tensors), out, lse, dout, dlse, made)
+
+    made = backward_buffers(problem, operands, lse, key_dtype)
+    run_all("backward", problem, (*operands, out, lse, dout, dlse), made, describe)
+    sink = operands.sink
+    dsink = None if sink is None else _sink_gradient(sink, lse, made.delta)
+    return Gradients(made.dq, made.dk, made.dv, made.dbias, dsink)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -96,18 +95,26 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     return probs
 
 
+def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
+    """(out, lse), and where the walk of the keys is split (out, lse) of its parts."""
+    splits = _splits(problem, is_aligned(operands.k, operands.v), operands.q.device)
+    results = _outputs(problem, operands, splits)
+    return results if splits == 1 else (*results, *_parts(problem, operands, splits))
+
+
+@lru_cache(maxsize=4096)
+def _splits(problem: AttentionProblem, aligned: bool, device: torch.device) -> int:
+    return splits_of(problem, plan(problem, aligned).split.config, processors(device))
+
+
 def forward_launches(
-    problem: AttentionProblem, operands: Operands
-) -> tuple[Tensor, Tensor, list[Launch]]:
-    """Outputs and the launches that fill them."""
-    q, k, v = operands.q, operands.k, operands.v
-    planned = plan(problem, is_aligned(k, v))
-    splits = splits_of(problem, planned.split.config, processors(q.device))
-    kernel_plan = planned.split if splits > 1 else planned.forward
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, *parts: Tensor
+) -> list[Launch]:
+    """The launches that fill `forward_buffers`."""
+    planned = plan(problem, is_aligned(operands.k, operands.v))
+    kernel_plan = planned.split if parts else planned.forward
     config = kernel_plan.config
-    out, lse = _outputs(problem, operands, splits)
-    found = (out, lse) if splits == 1 else _parts(problem, operands, splits)
-    written = (found[0] if splits == 1 else found[0][0], found[1])
+    written = (parts[0][0], parts[1]) if parts else (out, lse)
     common = common_of(problem, operands)
     launches = []
     lists = NO_LISTS
@@ -117,13 +124,21 @@ def forward_launches(
     rows_per_query = config.GROUP if config.IS_PACKED_GROUP else 1
     programs = -(-problem.M * rows_per_query // config.BLOCK_M)
     programs *= problem.B * problem.Hq // rows_per_query
-    tensors = forward_tensors(problem, operands, *written)
-    arguments = common | tensors._asdict() | {"lists": lists, "cfg": config}
-    grid = (programs,) if splits == 1 else (programs, splits)
+    arguments = common | {
+        "q": rows_of(operands.q),
+        "k": rows_of(operands.k),
+        "v": rows_of(operands.v),
+        "out": rows_of(written[0]),
+        "lse_ptr": written[1],
+        "sink_ptr": contiguous(operands.sink),
+        "lists": lists,
+        "cfg": config,
+    }
+    grid = (programs, parts[0].shape[0]) if parts else (programs,)
     launches.append(Launch(forward_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages))
-    if splits > 1:
-        launches.append(combine_launch(*found, out, lse, config.LETS_NEXT_START))
-    return out, lse, launches
+    if parts:
+        launches.append(combine_launch(parts[0], parts[1], out, lse, config.LETS_NEXT_START))
+    return launches
 
 
 def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> tuple[Tensor, Tensor]:
@@ -139,22 +154,52 @@ def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> tupl
 
 
 def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> tuple[Tensor, Tensor]:
-    """What each program of a split walk writes to, in float32; a row that none writes weighs
-    nothing."""
+    """What each program of a split walk writes to, in float32 and in the caller's workspace if
+    there is one; a row that none writes weighs nothing."""
     q = operands.q
+    out_shape = (splits, *q.shape[:-1], problem.Dv)
     shape = (splits, *lse_shape(operands))
-    out = torch.empty((splits, *q.shape[:-1], problem.Dv), dtype=torch.float32, device=q.device)
-    if problem.layout == "dense":
-        return out, torch.empty(shape, dtype=torch.float32, device=q.device)
-    return out, torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
+    if operands.workspace is None:
+        out = torch.empty(out_shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    else:
+        sizes = (math.prod(out_shape), math.prod(shape))
+        numbers = operands.workspace[: 4 * sum(sizes)].view(torch.float32)
+        flat_out, flat_lse = numbers.split(sizes)
+        out, lse = flat_out.view(out_shape), flat_lse.view(shape)
+    if problem.layout != "dense":
+        lse.fill_(-torch.inf)
+    return out, lse
 
 
-@lru_cache(maxsize=64)
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    if device.type == "cpu":  # interpreting, or compiling for a device that is not here
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+class BackwardBuffers(NamedTuple):
+    """What the kernels of a backward write to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    delta: Tensor
+
+
+def backward_buffers(
+    problem: AttentionProblem, operands: Operands, lse: Tensor, key_dtype: torch.dtype
+) -> BackwardBuffers:
+    """Memory for the gradients, dk and dv in `key_dtype`, and for delta."""
+    q, k, v, bias = operands[:4]
+    # Rows that belong to no sequence, or lie past a used length, are written by no program.
+    partial = problem.layout != "dense" or problem.has_lengths
+    make = torch.zeros if partial or 0 in (problem.M, problem.N) else torch.empty
+    dbias = None
+    if bias is not None and problem.bias_needs_grad:
+        dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=q.device)
+    return BackwardBuffers(
+        make(q.shape, dtype=q.dtype, device=q.device),
+        make(k.shape, dtype=key_dtype, device=q.device),
+        make(v.shape, dtype=key_dtype, device=q.device),
+        dbias,
+        torch.empty_like(lse),
+    )
 
 
 def backward_launches(
@@ -164,37 +209,25 @@ def backward_launches(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    key_dtype: torch.dtype | None = None,
-) -> tuple[Gradients, Tensor, list[Launch]]:
-    """Gradients (all but the sink's), delta, and the launches that fill them.
-
-    `key_dtype` is the dtype of dk and dv, by default that of k.
-    """
-    q, k, v = operands.q, operands.k, operands.v
+    made: BackwardBuffers,
+) -> list[Launch]:
+    """The launches that fill the gradients; `lse` is contiguous."""
+    q, k, v = operands[:3]
     planned = plan(problem, is_aligned(q, k, v, dout))
-    lse = lse.contiguous()
-    delta = torch.empty_like(lse)
-    # Rows that belong to no sequence, or lie past a used length, are written by no program.
-    partial = problem.layout != "dense" or problem.has_lengths
-    make = torch.zeros if partial or 0 in (problem.M, problem.N) else torch.empty
-    key_dtype = key_dtype or k.dtype
-    dq = make(q.shape, dtype=q.dtype, device=q.device)
-    dk = make(k.shape, dtype=key_dtype, device=q.device)
-    dv = make(v.shape, dtype=key_dtype, device=q.device)
     common = common_of(problem, operands)
-    launches = [delta_launch(problem, out, dout, dlse, delta, planned.queries)]
+    launches = [delta_launch(problem, out, dout, dlse, made.delta, planned.queries)]
     shared = {
         "q": rows_of(q),
         "k": rows_of(k),
         "v": rows_of(v),
         "dout": rows_of(dout),
         "lse_ptr": lse,
-        "delta_ptr": delta,
+        "delta_ptr": made.delta,
         **common,
     }
     passes: list[tuple[Any, KernelPlan, dict[str, Any]]] = [
         (key_gradient_kernel, planned.keys, {"HAS_DK": True, "HAS_DV": planned.values is None}),
-        (query_gradient_kernel, planned.queries, {"dq": rows_of(dq)}),
+        (query_gradient_kernel, planned.queries, {"dq": rows_of(made.dq)}),
     ]
     if planned.values is not None:
         passes.insert(1, (key_gradient_kernel, planned.values, {"HAS_DK": False, "HAS_DV": True}))
@@ -205,7 +238,7 @@ def backward_launches(
             own["lists"], launch = lists_launch(problem, operands, common, kernel_plan, by_keys)
             launches.append(launch)
         if by_keys:
-            own |= {"dk": rows_of(dk), "dv": rows_of(dv)}
+            own |= {"dk": rows_of(made.dk), "dv": rows_of(made.dv)}
             programs = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
         else:
             programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
@@ -213,11 +246,9 @@ def backward_launches(
         launches.append(
             Launch(kernel, (programs,), arguments, kernel_plan.warps, kernel_plan.stages)
         )
-    dbias = None
-    if operands.bias is not None and problem.bias_needs_grad:
-        dbias = torch.zeros(operands.bias.shape, dtype=operands.bias.dtype, device=q.device)
-        launches.append(bias_launch(problem, dbias, shared, planned.scores))
-    return Gradients(dq, dk, dv, dbias, None), delta, launches
+    if made.dbias is not None:
+        launches.append(bias_launch(problem, made.dbias, shared, planned.scores))
+    return launches
 
 
 def delta_launch(
@@ -338,18 +369,16 @@ def _backward_of_cache(
         page_table=None,
         cache_batch_idx=None,
     )
-    gradients, delta, launches = backward_launches(
-        problem._replace(page_size=0), gathered, out, lse, dout, dlse, torch.float32
+    gradients = _backward(
+        problem._replace(page_size=0), gathered, out, lse.contiguous(), dout, dlse, torch.float32
     )
-    run(launches, operands.q)
 
     def add_up(gradient: Tensor, x: Tensor) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         parts = gradient.unflatten(1, (source.shape[1], x.shape[1]))
         return total.index_put_((source,), parts, accumulate=True).to(x.dtype)
 
-    dsink = None if operands.sink is None else _sink_gradient(operands.sink, lse, delta)
-    return gradients._replace(dk=add_up(gradients.dk, k), dv=add_up(gradients.dv, v), dsink=dsink)
+    return gradients._replace(dk=add_up(gradients.dk, k), dv=add_up(gradients.dv, v))
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

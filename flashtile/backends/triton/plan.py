@@ -19,12 +19,16 @@ from typing import NamedTuple
 import torch
 
 from ...problem import AttentionProblem
+from ..reasons import dotted, dtype_reasons, head_dim_reasons
 
 # Whether `import triton` would work, found out without importing it; asked once, here, because a
 # tracer that walks through dispatch cannot ask.
 TRITON_IS_INSTALLED = find_spec("triton") is not None
 
 MAX_HEAD_DIM = 512
+# Of queries and keys in a forward alone: the latent keys of DeepSeek's MLA, whose first 512 columns
+# are the values. What is behind the 512th column makes a narrow tile of its own.
+MAX_KEY_HEAD_DIM = 576
 OLDEST_CAPABILITY = (8, 0)
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -100,6 +104,9 @@ BLOCK_MASK_FORWARD: dict[str, dict[int, Tile]] = {
     "sm_90": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2)},
 }
 
+# Keys above MAX_HEAD_DIM come through pointers, and two tiles of them are under way; not measured.
+WIDE_KEY_FORWARD = dict.fromkeys(("sm_80", "sm_90", "sm_100"), Tile(32, 32, 8, 2))
+
 # Up to FEW_ROWS rows of queries, as in decoding: time goes into reading keys and values, so two
 # programs share a multiprocessor and each has tiles under way. Where tiles are not multiplied by
 # warpgroups of 64 rows, up to 32. Here: keys of a tile, warps and stages.
@@ -153,6 +160,8 @@ class KernelConfig:
     DV: int
     BLOCK_D: int
     BLOCK_DV: int
+    REST_D: int  # columns of queries and keys behind D, which make a tile of their own
+    BLOCK_REST: int
     GROUP: int  # query heads that share a key head
     IS_PACKED_GROUP: bool  # a tile holds rows of all of them
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
@@ -199,26 +208,34 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.device_type != "cuda":
         reasons.append(f"tensors are on {problem.device_type} (this backend: cuda)")
     elif _is_too_old(problem.capability):
-        assert problem.capability is not None
-        oldest = _dotted(OLDEST_CAPABILITY)
-        reasons.append(f"compute capability {_dotted(problem.capability)} (at least {oldest})")
+        oldest = dotted(OLDEST_CAPABILITY)
+        reasons.append(f"compute capability {dotted(problem.capability)} (at least {oldest})")
     if not TRITON_IS_INSTALLED:
         reasons.append("the package triton is not installed (pip install triton)")
-    if problem.dtype not in DTYPES:
-        names = ", ".join(_name(dtype) for dtype in DTYPES)
-        reasons.append(f"dtype {_name(problem.dtype)} (this backend: {names})")
+    reasons += dtype_reasons(problem, DTYPES)
     if problem.has_float8_keys and _lacks_float8(problem.capability):
-        oldest = _dotted(OLDEST_FLOAT8_CAPABILITY)
+        oldest = dotted(OLDEST_FLOAT8_CAPABILITY)
         reasons.append(f"float8 keys and values on {_device(problem)} (NVIDIA from {oldest} on)")
-    for name, head_dim in (("head_dim", problem.D), ("value head_dim", problem.Dv)):
-        if head_dim > MAX_HEAD_DIM:
-            reasons.append(f"{name}={head_dim} (at most {MAX_HEAD_DIM})")
+    reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
+    if problem.D > MAX_HEAD_DIM:
+        reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):
         reasons.append(
             f"gradients in float32 at head_dim={max(problem.D, problem.Dv)} (at most 256 with the "
             f"99 KiB of shared memory of {_device(problem)})"
         )
     return reasons
+
+
+def _forward_only_reasons(problem: AttentionProblem) -> list[str]:
+    """What keys wider than MAX_HEAD_DIM are not for."""
+    facts = (
+        (problem.needs_grad, "gradients"),
+        (problem.wants_probabilities, "probabilities"),
+        (problem.has_float8_keys, "float8 keys and values"),
+    )
+    where = f"at head_dim={problem.D} (forward only, in 16 bits or float32, above {MAX_HEAD_DIM})"
+    return [f"{what} {where}" for fact, what in facts if fact]
 
 
 def _is_too_old(capability: tuple[int, int] | None) -> bool:
@@ -253,6 +270,8 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         forward = BLOCK_MASK_FORWARD.get(architecture(problem.capability), {}).get(
             column_of(head_dim), forward
         )
+    elif problem.D > MAX_HEAD_DIM and problem.dtype != torch.float32:
+        forward = WIDE_KEY_FORWARD.get(architecture(problem.capability), forward)
     rows = problem.M
     packed = problem.group > 1 and problem.block_tile is None and rows <= forward.BLOCK_M // 2
     if packed:
@@ -311,7 +330,7 @@ _forced: dict[str, Tile] = {}
 
 def column_of(head_dim: int) -> int:
     """The head dim of the table's row."""
-    return next(size for size in (64, 128, 256, 512) if head_dim <= size)
+    return next(size for size in (64, 128, 256, 512) if head_dim <= size or size == MAX_HEAD_DIM)
 
 
 @lru_cache(maxsize=8)
@@ -360,24 +379,26 @@ def _pays_descriptors(problem: AttentionProblem) -> bool:
     """
     work = problem.B * problem.Hq * problem.M * problem.N
     half = problem.dtype != torch.float32 and problem.page_size == 0
-    half = half and not problem.has_float8_keys
+    half = half and not problem.has_float8_keys and problem.D <= MAX_HEAD_DIM
     return half and has_copy_engine(problem.capability) and work >= DESCRIPTOR_WORK
 
 
-def describe_plan(problem: AttentionProblem) -> str:
-    """The plan in words, for `explain`."""
+def describe_plan(problem: AttentionProblem, splits: int) -> str:
+    """The plan in words, for `explain`; `splits` programs share a walk over keys."""
     planned = plan(problem, True)
+    kernels = {"forward": planned.forward if splits == 1 else planned.split}
+    if problem.D <= MAX_HEAD_DIM:
+        kernels |= {"dK and dV": planned.keys, "dQ": planned.queries}
     lines = [
         f"{name}: tiles of {kernel.config.BLOCK_M} x {kernel.config.BLOCK_N}, head dim padded to "
-        f"{kernel.config.BLOCK_D}, {kernel.warps} warps, {kernel.stages} stages"
-        for name, kernel in (
-            ("forward", planned.forward),
-            ("dK and dV", planned.keys),
-            ("dQ", planned.queries),
-        )
+        f"{kernel.config.BLOCK_D + kernel.config.BLOCK_REST}, {kernel.warps} warps, "
+        f"{kernel.stages} stages"
+        for name, kernel in kernels.items()
     ]
-    if planned.forward.config.IS_PACKED_GROUP:
+    if kernels["forward"].config.IS_PACKED_GROUP:
         lines[0] += f", {problem.group} query heads in a tile"
+    if splits > 1:
+        lines[0] += f", keys split into {splits} parts"
     if problem.capability not in MEASURED:
         lines.append(f"this architecture ({_device(problem)}) has been compiled for, never run on")
     return "\n".join(lines)
@@ -390,13 +411,17 @@ def _kernel_plan(
     mask_m, mask_n = problem.block_tile or (0, 0)
     BLOCK_M, BLOCK_N = _fit(tile.BLOCK_M, mask_m), _fit(tile.BLOCK_N, mask_n)
     plain = options.softcap == 0 and not problem.has_alibi and not problem.has_bias
+    D = min(problem.D, MAX_HEAD_DIM)
+    rest = problem.D - D
     config = KernelConfig(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
-        D=problem.D,
+        D=D,
         DV=problem.Dv,
-        BLOCK_D=padded(problem.D, problem.dtype, problem.capability),
+        BLOCK_D=padded(D, problem.dtype, problem.capability),
         BLOCK_DV=padded(problem.Dv, problem.dtype, problem.capability),
+        REST_D=rest,
+        BLOCK_REST=padded(rest, problem.dtype, problem.capability) if rest else 0,
         GROUP=problem.group,
         IS_PACKED_GROUP=packed,
         IS_LINEAR=plain and options.softmax_scale > 0,
@@ -469,11 +494,3 @@ def _device(problem: AttentionProblem) -> str:
     if _is_rocm() or problem.capability is None:
         return "ROCm" if _is_rocm() else problem.device_type
     return f"sm_{problem.capability[0]}{problem.capability[1]}"
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

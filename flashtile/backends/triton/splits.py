@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from ...problem import AttentionProblem
 from .plan import KernelConfig
 
@@ -19,28 +21,36 @@ ALONE = 1.08
 START_STEPS = 1.5
 COMBINE_STEPS, COMBINE_STEPS_OF_32 = 3, 1
 MAX_SPLITS = 256
+# Queries, each of every head that shares a key head, up to which a call is decoding: latent keys
+# (DeepSeek's MLA) are shared by 128 heads.
+FEW_QUERIES = 128
+# Rows of partial results to a multiprocessor, one for each query, head and part: more would take
+# much memory for little time.
+MOST_PART_ROWS = 512
 
 
 def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int) -> int:
     """How many parts the walk of every program of `config` is cut into.
 
-    The caller's number where there is one. By default calls are split whose queries fit one tile,
-    which is decoding; elsewhere the tiles of queries are enough programs.
+    The caller's number where there is one. By default calls of few queries are split, which is
+    decoding; elsewhere the tiles of queries are enough programs.
     """
     asked = problem.options.num_splits
     if asked > 0 or 0 in (problem.B, problem.M, problem.N):
         return max(asked, 1)
     rows = problem.M * (config.GROUP if config.IS_PACKED_GROUP else 1)
-    if rows > config.BLOCK_M or config.MASK_TILE_M > 0:
+    if rows > max(FEW_QUERIES, config.BLOCK_M) or config.MASK_TILE_M > 0:
         return 1
     heads = problem.Hk if config.IS_PACKED_GROUP else problem.Hq
+    programs = problem.B * heads * -(-rows // config.BLOCK_M)
     steps = -(-_longest_walk(problem) // config.BLOCK_N)
-    return fastest_splits(problem.B * heads, steps, processors)
+    most = MOST_PART_ROWS * processors // (problem.B * problem.M * problem.Hq)
+    return fastest_splits(programs, steps, processors, min(most, MAX_SPLITS))
 
 
 @lru_cache(maxsize=4096)
-def fastest_splits(programs: int, steps: int, processors: int) -> int:
-    """The cheapest number of parts for `programs` walks of `steps` steps.
+def fastest_splits(programs: int, steps: int, processors: int, most: int = MAX_SPLITS) -> int:
+    """The cheapest number of parts, up to `most`, for `programs` walks of `steps` steps.
 
     Programs that run side by side share the memory, so a round of them takes as many steps as the
     fullest multiprocessor has programs. Of equally cheap numbers the smallest.
@@ -53,7 +63,7 @@ def fastest_splits(programs: int, steps: int, processors: int) -> int:
         combine = COMBINE_STEPS + COMBINE_STEPS_OF_32 * splits / 32 if splits > 1 else 0
         return shares * (-(-steps // splits) + START_STEPS) + combine
 
-    return min(range(1, min(steps, MAX_SPLITS) + 1), key=cost, default=1)
+    return min(range(1, min(steps, most) + 1), key=cost, default=1)
 
 
 def _longest_walk(problem: AttentionProblem) -> int:
@@ -64,3 +74,29 @@ def _longest_walk(problem: AttentionProblem) -> int:
     if options.attention_chunk > 0:
         longest = min(longest, options.attention_chunk + problem.M)
     return longest
+
+
+def workspace_size(
+    batch: int,
+    seq_q: int,
+    heads: int,
+    value_head_dim: int,
+    num_splits: int,
+    device: torch.device,
+) -> int:
+    """Bytes that the partial results of a call take at most, of no larger batch and queries."""
+    rows = batch * seq_q * heads
+    if device.type == "cpu" or num_splits == 1:
+        return 0
+    parts = num_splits * rows
+    if num_splits == 0:
+        parts = min(MAX_SPLITS * rows, MOST_PART_ROWS * processors(device))
+    return parts * (value_head_dim + 1) * torch.float32.itemsize
+
+
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type == "cpu" or not torch.cuda.is_available():  # interpreting, or not here
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -19,6 +19,7 @@ from rich.text import Text as Words
 from ... import __version__, attention
 from ...bench.machine import busy, device_name
 from ...integrations.transformers import register
+from ...problem import dtype_name
 from . import inputs, layer, model_checks
 from .picture import draw
 
@@ -200,7 +201,7 @@ def _print_layers(console: Console, layers: layer.Layers) -> None:
             "times\nfaster",
             "times\nsmaller",
         )
-        dtype = str(layers.dtype).removeprefix("torch.")
+        dtype = dtype_name(layers.dtype)
         console.print(f"  [italic]{direction}[/italic]: time and peak memory, {dtype}")
         for length in sorted({row.length for row in layers.rows}):
             table.add_row(*_layer_cells(layers, direction, length))

@@ -1,0 +1,171 @@
+"""Repeated calls in Triton's interpreter: described, launched again, repeated with other tensors,
+each as if nothing had been before it.
+
+Runs in a process of its own, for Triton decides at import whether it interprets:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_repeats.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile.kvcache  # noqa: F401  (defines the ops)
+from flashtile.backends import repeat
+from flashtile.problem import AttentionProblem
+from flashtile.testing import generator, normal, rotary_tables
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends import triton as backend
+from flashtile.backends.triton.append import rotate_and_append
+from flashtile.backends.triton.kernel_launch import Launch
+
+from .cases import make_call
+from .compare import everything
+from .decoding import make_decoding
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+
+class AsCompiled:
+    """A kernel of the interpreter as Triton hands out compiled ones: ``compiled[grid](*args)``."""
+
+    def __init__(self, launch: Launch):
+        self.launch = launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.launch.kernel[grid]
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch that is made anew, after which calls like it repeat it."""
+    made: list[Launch] = []
+    interpret = Launch._run
+
+    def run(launch: Launch) -> AsCompiled:
+        made.append(launch)
+        interpret(launch)
+        return AsCompiled(launch)
+
+    monkeypatch.setattr(Launch, "_run", run)
+    monkeypatch.setattr(repeat, "_repeats", {})
+    monkeypatch.setattr(repeat, "_compiled", {})
+    return made
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["one query", "pages of 16", "sink", "packed queries", "alibi"])
+def test_a_repeated_call_uses_the_new_tensors(
+    name: str, splits: int, repeats: list[Launch], seed: int
+):
+    """Other numbers, other lengths, other pages: the same kernels, found without Triton."""
+    for turn in range(3):
+        operands, options = make_decoding(name, torch.float32, seed + turn)
+        assert operands.seqused_k is not None
+        operands = operands._replace(seqused_k=operands.seqused_k - turn % 2)
+        options = options._replace(num_splits=splits)
+        problem = AttentionProblem.of(operands, options)
+        got = backend.forward(problem, operands)
+        assert len(repeats) == (1 if splits == 1 else 2)
+    repeat._repeats.clear()
+    repeat._compiled.clear()
+    wanted = backend.forward(problem, operands)
+    assert len(repeats) == (2 if splits == 1 else 4)
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_a_call_of_another_layout_is_launched_anew(repeats: list[Launch], seed: int):
+    operands, options = make_decoding("pages of 16", torch.float32, seed)
+    options = options._replace(num_splits=1)
+    assert operands.page_table is not None
+    spread = torch.stack([operands.k, operands.k], -2)[..., 0, :]
+    more = torch.cat([operands.page_table, operands.page_table], 1)
+    calls = (operands, operands._replace(k=spread), operands._replace(page_table=more))
+    outs = [backend.forward(AttentionProblem.of(x, options), x)[0] for x in calls]
+    assert len(repeats) == 3
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("name", ["one query", "another value head dim", "pages, packed queries"])
+def test_parts_lie_in_the_workspace(
+    name: str, repeats: list[Launch], monkeypatch: pytest.MonkeyPatch, seed: int
+):
+    """The first call and one that repeats it: the same bits, no memory of their own, and not a byte
+    past what they need."""
+    made: list[Tensor] = []
+    empty = torch.empty
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(empty(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for turn in range(3):
+        operands, options = make_decoding(name, torch.float16, seed + turn)
+        options = options._replace(num_splits=3)
+        problem = AttentionProblem.of(operands, options)
+        rows = operands.q.shape[:-1].numel()
+        used = 4 * 3 * rows * (problem.Dv + 1)
+        workspace = torch.full((used + 64,), 255, dtype=torch.uint8)
+        made.clear()
+        got = backend.forward(problem, operands._replace(workspace=workspace))
+        assert [x.shape for x in made] == [got[1].shape]  # as `out` is made by another function
+        assert len(repeats) == 2
+        assert (workspace[used:] == 255).all()
+        assert not workspace[used - 12 * rows : used].view(torch.float32).isnan().any()
+        assert not workspace[: 12 * rows * problem.Dv].view(torch.float32).isnan().all()
+    repeat._repeats.clear()
+    repeat._compiled.clear()
+    wanted = backend.forward(problem, operands)
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_repeated_appends_write_the_new_tokens(repeats: list[Launch], seed: int):
+    g = generator(seed)
+    tables = rotary_tables(17, 16)
+    for turn in range(3):
+        cache = [normal(g, 3, 16, 2, d) for d in (20, 7)]
+        new = [normal(g, 3, 2, 2, d) for d in (20, 7)]
+        q, lengths = normal(g, 3, 2, 4, 20), torch.tensor([0, 14 - turn % 2, 7], dtype=torch.int32)
+        wanted = [x.clone() for x in cache]
+        rest = (*tables, lengths, lengths, *[None] * 6, True, True)
+        turned = rotate_and_append(q, *cache, *new, *rest)
+        truth = torch.ops.flashtile.kvcache_rotate_append(q, *wanted, *new, *rest)
+        for x, y in zip((*turned, *cache), (*truth, *wanted), strict=True):
+            torch.testing.assert_close(x, y)
+        assert len(repeats) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [("causal", 4), ("packed", 4), ("bias", 5), ("sink", 4), ("dropout", 4), ("block mask", 7)],
+)
+def test_repeated_training(name: str, launches: int, repeats: list[Launch], seed: int):
+    """Forward and backward; the lists of a block mask's tiles are made anew each time."""
+
+    def results(turn: int) -> dict[str, Tensor]:
+        operands, options = make_call(name, torch.float32, seed)
+        g = generator(seed + turn)
+        q, k, v = (normal(g, *x.shape) for x in operands[:3])
+        operands = operands._replace(q=q, k=k, v=v)
+        packed = q.dim() == 3
+        dlse = normal(g, *(q.shape[1::-1] if packed else (q.shape[0], q.shape[2], q.shape[1])))
+        dout = normal(g, *q.shape[:-1], v.shape[-1])
+        return everything(backend, operands, options, dout, dlse)
+
+    again = [results(turn) for turn in range(3)]
+    assert len(repeats) == launches
+    repeat._repeats.clear()
+    repeat._compiled.clear()
+    wanted = results(2)
+    for field, x in again[2].items():
+        assert torch.equal(x, wanted[field]), field

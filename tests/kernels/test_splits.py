@@ -1,0 +1,62 @@
+"""How many parts the keys of a call are split into, and the memory for them. No GPU is needed."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from flashtile import workspace_size
+from flashtile.backends.triton.plan import plan
+from flashtile.backends.triton.splits import (
+    MOST_PART_ROWS,
+    fastest_splits,
+    processors,
+    splits_of,
+)
+from flashtile.problem import AttentionProblem, Operands, Options
+
+HERE = torch.device("cuda")
+
+
+def problem_of(batch: int, seq_q: int, seq_k: int, heads: tuple[int, int], **options: int):
+    """A call of head dim 64 on an H100."""
+    q = torch.empty(batch, seq_q, heads[0], 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, seq_k, heads[1], 64, dtype=torch.bfloat16, device="meta")
+    described = AttentionProblem.of(Operands(q, k, k), Options(seq_q, seq_k, 0.125, **options))
+    return described._replace(device_type="cuda", capability=(9, 0))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 5])
+def test_a_workspace_of_the_size_asked_for_is_enough(num_splits: int):
+    """For every batch, number of queries and cache up to the largest."""
+    for heads in ((1, 1), (8, 1), (32, 8), (128, 1)):
+        enough = workspace_size(300, 8, heads[0], 64, num_splits)
+        batches, queries, keys = (1, 2, 7, 64, 128, 300), (1, 2, 5, 8), (1, 65, 4096, 131072)
+        for batch, seq_q, seq_k in product(batches, queries, keys):
+            problem = problem_of(batch, seq_q, seq_k, heads, num_splits=num_splits)
+            splits = splits_of(problem, plan(problem, False).split.config, processors(HERE))
+            assert num_splits in (0, splits)
+            if splits > 1:
+                assert 4 * splits * batch * seq_q * heads[0] * 65 <= enough
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "heads", "tiles"), [(1, 8, 1), (1, 64, 1), (1, 128, 2), (4, 32, 2), (2, 128, 0)]
+)
+def test_all_tiles_of_few_queries_share_the_gpu(seq_q: int, heads: int, tiles: int):
+    """Up to 128 queries of one key head are split, in one tile of 64 rows or two."""
+    problem = problem_of(1, seq_q, 32768, (heads, 1), num_splits=0)
+    config = plan(problem, False).split.config
+    steps = 32768 // config.BLOCK_N
+    wanted = fastest_splits(tiles, steps, 132) if tiles else 1
+    assert splits_of(problem, config, 132) == wanted
+    assert (wanted > 1) == (tiles > 0)
+
+
+def test_the_memory_of_parts_is_bounded():
+    """However large the call: 35 MB at head dim 128 on a GPU of 132 multiprocessors."""
+    assert processors(HERE) == 132 or torch.cuda.is_available()
+    most = 4 * MOST_PART_ROWS * processors(HERE) * 129
+    assert workspace_size(10**6, 8, 64, 128) == most
