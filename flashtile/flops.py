@@ -37,7 +37,8 @@ def register_when_counting() -> None:
         q, k, v = _dense_shapes(operands)
         return sdpa_backward_flop_count((*q[:-1], v[-1]), q, k, v)
 
-    register_flop_formula(torch.ops.flashtile.attention_forward)(forward)
+    ops = torch.ops.flashtile
+    register_flop_formula([ops.attention_forward, ops.attention_forward_in_workspace])(forward)
     register_flop_formula(torch.ops.flashtile.attention_backward)(backward)
     # A counter copies the registry when it is made; one that runs already gets the formulas here.
     for mode in _get_current_dispatch_mode_stack():

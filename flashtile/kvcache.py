@@ -82,13 +82,16 @@ def workspace_size(
         device: of the calls; 0 bytes on a CPU, where keys are not split.
 
     Raises:
-        ValueError, TypeError: for a size that is no length.
+        ValueError, TypeError: for a size that is no length, and a device that is no GPU or CPU.
     """
     sizes = {"batch": batch, "seq_q": seq_q, "heads": heads, "value_head_dim": value_head_dim}
-    sizes["num_splits"] = num_splits
     for name, size in sizes.items():
         validate.length(name, size)
-    return splits.workspace_size(**sizes, device=torch.device(device))
+    validate.splits(num_splits)
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {device}, want a cuda device or cpu")
+    return splits.workspace_size(batch * seq_q, heads, value_head_dim, num_splits, device)
 
 
 def decided(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends.triton.splits import workspace_size
+from .backends.triton.splits import MAX_SPLITS, workspace_size
 from .problem import (
     DIFFERENTIABLE,
     FLOAT8,
@@ -31,7 +31,6 @@ from .problem import (
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8[:1])
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_SPLITS = 256
 
 
 def shape_of(x: Tensor) -> str:
@@ -193,6 +192,12 @@ def number(name: str, x: Any, wanted: str) -> Any:
     return float(value)
 
 
+def splits(num_splits: Any) -> None:
+    """How many programs share a sequence's keys."""
+    if length("num_splits", num_splits) > MAX_SPLITS:
+        raise ValueError(f"num_splits: got {num_splits}, want 0 (chosen for you) to {MAX_SPLITS}")
+
+
 def options(
     *,
     head_dim: int,
@@ -219,8 +224,7 @@ def options(
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: got {dropout_p}, want a probability in [0, 1)")
     chunk = length("attention_chunk", 0 if attention_chunk is None else attention_chunk)
-    if length("num_splits", num_splits) > MAX_SPLITS:
-        raise ValueError(f"num_splits: got {num_splits}, want 0 (chosen for you) to {MAX_SPLITS}")
+    splits(num_splits)
     left, right = window(window_size)
     return Options(
         max_seqlen_q=max_seqlen_q,
@@ -389,23 +393,19 @@ def workspace(operands: Operands, options: Options) -> None:
     if given.dtype != torch.uint8:
         raise TypeError(f"workspace: got dtype {given.dtype}, want torch.uint8, bytes")
     same_device("workspace", given, q)
-    compiling = torch.compiler.is_compiling()  # which asks for neither an offset nor a GPU
-    if not given.is_contiguous() or (not compiling and given.storage_offset() % 16):
+    _not_recording("workspace", operands[:DIFFERENTIABLE])
+    if torch.compiler.is_compiling():  # which asks for neither an offset nor a GPU
+        return
+    if not given.is_contiguous() or given.storage_offset() % 16:
         raise ValueError(
             f"workspace: got stride {given.stride(0)} and offset {given.storage_offset()}, want "
             "contiguous bytes whose offset is a multiple of 16"
         )
-    _not_recording("workspace", operands[:DIFFERENTIABLE])
-    if compiling:
-        return
-    batch, seq_q = max(batch_size(operands), 1), max(options.max_seqlen_q, 1)
-    sizes = (batch, seq_q, q.shape[-2], operands.v.shape[-1], options.num_splits)
-    times = -(-q.shape[:-2].numel() // (batch * seq_q))  # packed rows may belong to no sequence
-    wanted = times * workspace_size(*sizes, q.device)
+    tokens, heads, value_head_dim = q.shape[:-2].numel(), q.shape[-2], operands.v.shape[-1]
+    wanted = workspace_size(tokens, heads, value_head_dim, options.num_splits, q.device)
     if given.numel() < wanted:
         raise ValueError(
-            f"workspace: got {given.numel()} bytes, want at least {wanted}: see "
-            "flashtile.workspace_size"
+            f"workspace: got {given.numel()} bytes, want at least {wanted} (see workspace_size)"
         )
 
 

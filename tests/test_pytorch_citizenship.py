@@ -173,6 +173,16 @@ class TestFlops:
             out.sum().backward()
         assert backward.get_total_flops() == 10 * B * Hq * M * N * D
 
+    def test_with_a_workspace(self):
+        q, k, v = heads_and_lengths(9)
+        call = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": 5}
+        with FlopCounterMode(display=False) as without:
+            flashtile.attention_with_kvcache(**call)
+        given = torch.empty(4096, dtype=torch.uint8)
+        with FlopCounterMode(display=False) as inside:
+            flashtile.attention_with_kvcache(**call, workspace=given)
+        assert inside.get_total_flops() == without.get_total_flops() > 0
+
 
 class TestCheckpoint:
     @pytest.mark.parametrize("reentrant", [False, True])

@@ -4,8 +4,9 @@ A call's arguments are described (copies in boxes, strides, numbers), and Triton
 of them (types, alignment, numbers worth compiling in) to find the compiled kernel. Calls that agree
 in all but their tensors' contents and places need none of that twice: the launches of the second
 one are those of the first with other tensors, straight to the kernel, through the public way that
-Triton's tutorials take: ``compiled[grid](*arguments)``. Packed batches, whose lengths are always
-new, are described again, and share the compiled kernels.
+Triton's tutorials take: ``compiled[grid](*arguments)``. Calls that differ in more are described
+again; a backend may say which of those share the compiled kernels, such as packed batches, whose
+totals are always new.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class Launch(Protocol):
         """What launches the compiled kernel on the arguments in order."""
 
 
+Describe = Callable[[Tensors, Tensors], Sequence[Launch]]
+
+
 class Repeat(NamedTuple):
     """A launch that has been made before."""
 
@@ -57,8 +61,8 @@ class Repeat(NamedTuple):
         self.launcher(*arguments)
 
 
-# How a call was met before, where not by the launches to repeat. Many calls come once alone, and
-# some launches read copies of the call's tensors.
+# What is known of a call, where that is no list of launches. Many calls come once alone, so the
+# second one decides whether its launches can be repeated: those that read copies cannot.
 NEVER, ONCE, IMPOSSIBLE = "never", "once", "impossible"
 
 _CACHE_SIZE = 1024
@@ -71,7 +75,7 @@ def run_all(
     call: Any,
     given: Tensors,
     made: Tensors,
-    describe: Callable[[Tensors, Tensors], Sequence[Launch]],
+    describe: Describe,
     config: Any = None,
 ) -> None:
     """Launch what ``describe(given, made)`` says, on the device of the tensors.
@@ -95,7 +99,7 @@ def run_all(
 
 
 def _run_all(
-    name: str, call: Any, given: Tensors, made: Tensors, describe: Any, config: Any
+    name: str, call: Any, given: Tensors, made: Tensors, describe: Describe, config: Any
 ) -> None:
     key = _key(name, call, given)
     known = _repeats.get(key, NEVER)
@@ -135,8 +139,7 @@ def _kind_of(x: Tensor | None) -> Any:
 
 
 def _launched(launches: Sequence[Launch], kind: Any) -> list[Any]:
-    """The compiled kernels of the launches, which have been made; None for one of no programs, or
-    where Triton interprets."""
+    """Launch; the compiled kernels, None for one of no programs or where Triton interprets."""
     compiled = _compiled.get(kind)
     if compiled is None:
         compiled = [launch.run() for launch in launches]

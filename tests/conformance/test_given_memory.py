@@ -92,13 +92,14 @@ def test_a_workspace_too_small_is_refused_before_anything_is_written(monkeypatch
 
 
 def test_packed_rows_of_no_sequence_take_room_too(monkeypatch):
-    monkeypatch.setattr(validate, "workspace_size", lambda *sizes: 160)
-    call = call_of("packed") | {"workspace": torch.zeros(160, dtype=torch.uint8)}
-    flashtile.attention_with_kvcache(**call)
-    call = call_of("packed") | {"workspace": torch.zeros(160, dtype=torch.uint8)}
+    monkeypatch.setattr(validate, "workspace_size", lambda tokens, *sizes: 16 * tokens)
+    call = call_of("packed")
+    count = 16 * call["q"].shape[0]
+    given = {"workspace": torch.zeros(count, dtype=torch.uint8)}
+    flashtile.attention_with_kvcache(**call, **given)
     call["q"] = call["q"].repeat(2, 1, 1)
-    with pytest.raises(ValueError, match="workspace: got 160 bytes, want at least 320"):
-        flashtile.attention_with_kvcache(**call)
+    with pytest.raises(ValueError, match=f"got {count} bytes, want at least {2 * count}"):
+        flashtile.attention_with_kvcache(**call, **given)
 
 
 def test_a_workspace_is_refused_while_recording_gradients():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flashtile.kvcache  # noqa: F401  (defines the ops)
 from flashtile.backends import repeat
-from flashtile.problem import AttentionProblem
+from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import generator, normal, rotary_tables
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -62,6 +62,11 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return made
 
 
+def assert_repeated() -> None:
+    """The last call found launches to repeat."""
+    assert all(isinstance(launches, list) for launches in repeat._repeats.values())
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", ["one query", "pages of 16", "sink", "packed queries", "alibi"])
 def test_a_repeated_call_uses_the_new_tensors(
@@ -76,6 +81,7 @@ def test_a_repeated_call_uses_the_new_tensors(
         problem = AttentionProblem.of(operands, options)
         got = backend.forward(problem, operands)
         assert len(repeats) == (1 if splits == 1 else 2)
+    assert_repeated()
     repeat._repeats.clear()
     repeat._compiled.clear()
     wanted = backend.forward(problem, operands)
@@ -99,8 +105,8 @@ def test_a_call_of_another_layout_is_launched_anew(repeats: list[Launch], seed: 
 def test_parts_lie_in_the_workspace(
     name: str, repeats: list[Launch], monkeypatch: pytest.MonkeyPatch, seed: int
 ):
-    """The first call and one that repeats it: the same bits, no memory of their own, and not a byte
-    past what they need."""
+    """The first call and those like it: the same bits, no memory of their own, and not a byte past
+    what they need."""
     made: list[Tensor] = []
     empty = torch.empty
 
@@ -123,6 +129,7 @@ def test_parts_lie_in_the_workspace(
         assert (workspace[used:] == 255).all()
         assert not workspace[used - 12 * rows : used].view(torch.float32).isnan().any()
         assert not workspace[: 12 * rows * problem.Dv].view(torch.float32).isnan().all()
+    assert_repeated()
     repeat._repeats.clear()
     repeat._compiled.clear()
     wanted = backend.forward(problem, operands)
@@ -143,6 +150,21 @@ def test_repeated_appends_write_the_new_tokens(repeats: list[Launch], seed: int)
         for x, y in zip((*turned, *cache), (*truth, *wanted), strict=True):
             torch.testing.assert_close(x, y)
         assert len(repeats) == 1
+
+
+def test_gradients_of_a_cache_are_kernels_of_their_own(repeats: list[Launch]):
+    """They are float32 until rows that are shared are added up, in a call that is else the same as
+    one over keys without pages."""
+    q, dout = torch.randn(2, 2, 3, 2, 16, dtype=torch.float16)
+    k, v = torch.randn(2, 4, 16, 2, 16, dtype=torch.float16)
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    paged = Operands(q, k, v, seqused_k=torch.tensor([20, 32], dtype=torch.int32))
+    dense = paged._replace(k=k.view(2, 32, 2, 16), v=v.view(2, 32, 2, 16))
+    for operands in (paged._replace(page_table=table), dense):
+        before = len(repeats)
+        problem = AttentionProblem.of(operands, Options(3, 32, 0.25))
+        backend.backward(problem, operands, q, torch.zeros(2, 2, 3), dout, None)
+        assert len(repeats) - before == 3
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def test_a_workspace_of_the_size_asked_for_is_enough(num_splits: int):
         batches, queries, keys = (1, 2, 7, 64, 128, 300), (1, 2, 5, 8), (1, 65, 4096, 131072)
         for batch, seq_q, seq_k in product(batches, queries, keys):
             problem = problem_of(batch, seq_q, seq_k, heads, num_splits=num_splits)
-            splits = splits_of(problem, plan(problem, False).split.config, processors(HERE))
+            config = plan(problem, False).split.config
+            splits = splits_of(problem, config, processors(HERE), batch * seq_q)
             assert num_splits in (0, splits)
             if splits > 1:
                 assert 4 * splits * batch * seq_q * heads[0] * 65 <= enough
@@ -51,8 +52,17 @@ def test_all_tiles_of_few_queries_share_the_gpu(seq_q: int, heads: int, tiles: i
     config = plan(problem, False).split.config
     steps = 32768 // config.BLOCK_N
     wanted = fastest_splits(tiles, steps, 132) if tiles else 1
-    assert splits_of(problem, config, 132) == wanted
+    assert splits_of(problem, config, 132, seq_q) == wanted
     assert (wanted > 1) == (tiles > 0)
+
+
+def test_rows_of_no_sequence_count():
+    """Parts have rows for them too, so there are fewer parts."""
+    problem = problem_of(2, 1, 131072, (32, 1), num_splits=0)
+    config = plan(problem, False).split.config
+    few, many = (splits_of(problem, config, 132, tokens) for tokens in (2, 1000))
+    assert few > many >= 1
+    assert many * 1000 * 32 <= MOST_PART_ROWS * 132
 
 
 def test_the_memory_of_parts_is_bounded():

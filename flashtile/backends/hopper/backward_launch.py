@@ -46,7 +46,7 @@ def backward(
 
     made = buffers(problem, operands)
     given = (*operands, out, lse, readable(dout), dlse)
-    run_all("backward", problem, given, made, describe, backward_plan(problem))
+    run_all("hopper backward", problem, given, made, describe, backward_plan(problem))
     sink = operands.sink
     dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
     return Gradients(made.dq, made.dk, made.dv, None, dsink)

@@ -48,7 +48,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         return [forward_launch(problem, Operands(*given), out, lse, programs, counter)]
 
     made = out, lse, _counter(operands.q.device)
-    run_all("forward", problem, operands, made, describe, config)
+    run_all("hopper forward", problem, operands, made, describe, config)
     return out, lse
 
 
@@ -166,6 +166,9 @@ _counters: dict[tuple[int, int], Tensor] = {}
 def _counter(device: torch.device) -> Tensor:
     """Two zeros, which every launch leaves at zero; launches of one stream follow each other, so
     they share."""
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _counter(device)
     if torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = device.index, driver.active.get_current_stream(device.index)

@@ -22,7 +22,8 @@ __all__ = ["backward", "describe_plan", "forward", "probabilities", "unsupported
 def describe_plan(problem: AttentionProblem) -> str:
     """The plan in words, for `explain`."""
     config = plan.plan(problem, True).split.config
-    splits = splits_of(problem, config, processors(torch.device(problem.device_type)))
+    count = processors(torch.device(problem.device_type))
+    splits = splits_of(problem, config, count, problem.B * problem.M)
     return plan.describe_plan(problem, splits)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, Operands, lse_shape
 from .. import Gradients
-from ..repeat import run_all
+from ..repeat import ALIGNMENT, run_all
 from .arguments import (
     NO_LISTS,
     NUMBERS,
@@ -47,7 +47,10 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         return forward_launches(problem, Operands(*given), *made)
 
     made = forward_buffers(problem, operands)
-    run_all("forward", problem, operands, made, describe)
+    memory = operands.workspace
+    call = problem, None if memory is None else memory.data_ptr() % ALIGNMENT
+    given = operands._replace(workspace=None)  # what is made may lie there
+    run_all("triton forward", call, given, made, describe)
     return made[0], made[1]
 
 
@@ -80,7 +83,8 @@ def _backward(
         return backward_launches(problem, Operands(*tensors), out, lse, dout, dlse, made)
 
     made = backward_buffers(problem, operands, lse, key_dtype)
-    run_all("backward", problem, (*operands, out, lse, dout, dlse), made, describe)
+    given = (*operands, out, lse, dout, dlse)
+    run_all("triton backward", (problem, key_dtype), given, made, describe)
     sink = operands.sink
     dsink = None if sink is None else _sink_gradient(sink, lse, made.delta)
     return Gradients(made.dq, made.dk, made.dv, made.dbias, dsink)
@@ -97,14 +101,15 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
     """(out, lse), and where the walk of the keys is split (out, lse) of its parts."""
-    splits = _splits(problem, is_aligned(operands.k, operands.v), operands.q.device)
+    aligned, tokens = is_aligned(operands.k, operands.v), operands.q.shape[:-2].numel()
+    splits = _splits(problem, aligned, operands.q.device, tokens)
     results = _outputs(problem, operands, splits)
     return results if splits == 1 else (*results, *_parts(problem, operands, splits))
 
 
 @lru_cache(maxsize=4096)
-def _splits(problem: AttentionProblem, aligned: bool, device: torch.device) -> int:
-    return splits_of(problem, plan(problem, aligned).split.config, processors(device))
+def _splits(problem: AttentionProblem, aligned: bool, device: torch.device, tokens: int) -> int:
+    return splits_of(problem, plan(problem, aligned).split.config, processors(device), tokens)
 
 
 def forward_launches(

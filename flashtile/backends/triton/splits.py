@@ -29,8 +29,9 @@ FEW_QUERIES = 128
 MOST_PART_ROWS = 512
 
 
-def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int) -> int:
-    """How many parts the walk of every program of `config` is cut into.
+def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int, tokens: int) -> int:
+    """How many parts the walk of every program of `config` is cut into; `tokens`: of the queries,
+    packed ones that belong to no sequence too, for parts have rows for them.
 
     The caller's number where there is one. By default calls of few queries are split, which is
     decoding; elsewhere the tiles of queries are enough programs.
@@ -44,7 +45,7 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int) 
     heads = problem.Hk if config.IS_PACKED_GROUP else problem.Hq
     programs = problem.B * heads * -(-rows // config.BLOCK_M)
     steps = -(-_longest_walk(problem) // config.BLOCK_N)
-    most = MOST_PART_ROWS * processors // (problem.B * problem.M * problem.Hq)
+    most = MOST_PART_ROWS * processors // (tokens * problem.Hq)
     return fastest_splits(programs, steps, processors, min(most, MAX_SPLITS))
 
 
@@ -77,15 +78,10 @@ def _longest_walk(problem: AttentionProblem) -> int:
 
 
 def workspace_size(
-    batch: int,
-    seq_q: int,
-    heads: int,
-    value_head_dim: int,
-    num_splits: int,
-    device: torch.device,
+    tokens: int, heads: int, value_head_dim: int, num_splits: int, device: torch.device
 ) -> int:
-    """Bytes that the partial results of a call take at most, of no larger batch and queries."""
-    rows = batch * seq_q * heads
+    """Bytes that partial results take at most, in calls of so many query tokens or fewer."""
+    rows = tokens * heads
     if device.type == "cpu" or num_splits == 1:
         return 0
     parts = num_splits * rows
@@ -94,9 +90,13 @@ def workspace_size(
     return parts * (value_head_dim + 1) * torch.float32.itemsize
 
 
-@lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Multiprocessors of a GPU, by default of the current one."""
     if device.type == "cpu" or not torch.cuda.is_available():  # interpreting, or not here
         return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return _processors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
