@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from ...problem import AttentionProblem, Operands, lse_shape
+from ..kernel_keys import settle
 from ..repeat import ALIGNMENT, run_all
 from .arguments import WIDEST, Pointers, Sequences
 from .forward_pass import forward_kernel
@@ -28,6 +29,7 @@ class Launch(NamedTuple):
 
     def run(self) -> Any:
         """Launch on the current device; the compiled kernel."""
+        settle(self.kernel)
         return self.kernel[self.grid](**self.arguments, num_warps=self.warps)
 
     def launcher(self, compiled: Any) -> Any:

@@ -12,6 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..kernel_keys import settle
+
 
 class Launch(NamedTuple):
     """One kernel launch."""
@@ -43,6 +45,7 @@ class Launch(NamedTuple):
         return partial(with_scratch, launcher) if self.needs_scratch else launcher
 
     def _run(self) -> Any:
+        settle(self.kernel)
         kernel = self.kernel[self.grid]
         early = {"launch_pdl": True} if self.is_early else {}
         return kernel(**self.arguments, num_warps=self.warps, num_stages=self.stages, **early)

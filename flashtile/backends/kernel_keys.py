@@ -1,0 +1,31 @@
+"""One key in Triton's cache for a kernel, whatever a process compiled before it.
+
+Triton 3.6 hashes a kernel together with the constants of the functions it calls, but of those alone
+that have been hashed already (`DependenciesFinder._update_hash` takes a function's constants before
+it asks for its hash; later releases do not). A process that starts with another kernel would look
+for other keys and compile again. So functions are hashed before those that call them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def settle(kernel: Any) -> None:
+    """Hash what `kernel` calls, then `kernel`; interpreted ones have no hash."""
+    if getattr(kernel, "hash", "") is None:
+        for name in _names(kernel.fn.__code__):
+            for function in _functions(kernel.fn.__globals__.get(name)):
+                settle(function)
+        _ = kernel.cache_key
+
+
+def _names(code: Any) -> set[str]:
+    """All names in a function, those of functions inside of it too."""
+    inner = (constant for constant in code.co_consts if hasattr(constant, "co_names"))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _functions(x: Any) -> list[Any]:
+    """The function itself, or the methods of an aggregate."""
+    return list(vars(x).values()) if getattr(x, "__triton_aggregate__", False) else [x]

@@ -1,0 +1,43 @@
+"""A kernel has one key in Triton's cache, whichever kernel a process starts with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+KERNELS = (
+    "hopper.forward_pass.forward_kernel",
+    "hopper.backward_pass.backward_kernel",
+    "hopper.query_gradient.round_kernel",
+    "hopper.fp8_pass.float8_kernel",
+    "triton.forward_pass.forward_kernel",
+    "triton.backward_pass.key_gradient_kernel",
+    "triton.backward_pass.query_gradient_kernel",
+    "triton.append.append_kernel",
+)
+
+PROGRAM = """
+import sys
+from importlib import import_module
+from flashtile.backends.kernel_keys import settle
+
+for name in sys.argv[1:]:
+    module, function = name.rsplit(".", 1)
+    kernel = getattr(import_module(f"flashtile.backends.{module}"), function)
+    settle(kernel)
+    print(name, kernel.cache_key)
+"""
+
+
+def test_keys_do_not_depend_on_the_order():
+    keys = []
+    for order in (KERNELS, KERNELS[::-1], KERNELS[3:] + KERNELS[:3]):
+        command = [sys.executable, "-c", PROGRAM, *order]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        keys.append(dict(line.split() for line in done.stdout.splitlines()))
+    assert keys[0].keys() == set(KERNELS)
+    assert keys[0] == keys[1] == keys[2]
