@@ -310,7 +310,7 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     return torch.zeros_like(args[0]) if constraints == "=f,f" else 0
 
 
-def atomic_add(p: Pointer, value: int) -> Tile:
+def atomic_add(p: Pointer, value: int, sem: str = "acq_rel") -> Tile:
     old = load(p)
     store(p, old + value)
     tickets[context.program] = int(old)

@@ -227,3 +227,16 @@ def test_deterministic_adds_in_order(head_dim: int, seed: int, option: str):
     given = OPTIONS.get(option, {"causal": option == "causal"})
     sizes = {"M": 260, "N": 500, "D": head_dim, "Hq": 1}
     dense(seed, sizes=sizes, deterministic=True, **given)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seed", range(2))
+def test_deterministic_heads_of_a_group(seed: int, head_dim: int):
+    """An odd number of blocks a head, so that a writer has even blocks of one and odd ones of the
+    next."""
+    sizes = {"M": 300, "N": 300, "D": head_dim, "Hq": 3, "Hk": 1}
+    dense(seed, sizes=sizes, deterministic=True, causal=seed % 2 == 1)
+
+
+def test_deterministic_packed():
+    packed(6, deterministic=True, causal=True)

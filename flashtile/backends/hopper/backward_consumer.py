@@ -147,8 +147,7 @@ def walk(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.
         dq = warpgroup_mma_wait(0, deps=[dq])
         put_piece(ME, dq, channels.staging, i)
     elif cfg.IS_ORDERED:
-        await_additions()
-        pass_turn(outputs.turns + (2 * added + ME), work.n)
+        pass_own_turn(ME, added, outputs, work)
     return dk, dv
 
 
@@ -235,30 +234,35 @@ def end_of_split_step(
     dk = warpgroup_mma(channels.ds.index(i % 2), half(ME, channels.q, i, cfg), dk, is_async=True)
     dq = issue_dq(ME, k, i, channels.ds, cfg)
     dq_rest = issue_dq(2 + ME, k, i, channels.ds, cfg)
+    if cfg.IS_ORDERED and i > 0:  # the addition has had half a step's time
+        pass_own_turn(ME, added, outputs, work)
     dv = warpgroup_mma_wait(3, deps=[dv])
     channels.dout.release(i)  # dP and dV have read it; delta went into dP
     # As above, S^T after the last block is nobody's.
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(ME, k, i + 1, channels, cfg)
+    if cfg.IS_ORDERED:
+        await_turn(outputs.turns + (2 * (place + m) + ME), work.n, work.before, m)
     dk, dq, dq_rest = warpgroup_mma_wait(1, deps=[dk, dq, dq_rest])
     channels.q.release(i)  # S^T (a step ago), the exponentials and dK have read it
-    add_halves(ME, dq, dq_rest, i, m, place + m, added, outputs, channels.staging, work, cfg)
+    add_halves(ME, dq, dq_rest, place + m, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, dk, dv
 
 
 @gluon.jit
+def pass_own_turn(ME: gl.constexpr, added, outputs, work):
+    """Let the next tile add to what this consumer added to last, once that is in memory."""
+    await_additions()
+    pass_turn(outputs.turns + (2 * added + ME), work.n)
+
+
+@gluon.jit
 def add_halves(
-    ME: gl.constexpr, dq, dq_rest, i, m, place, added, outputs, staging, work, cfg: gl.constexpr
+    ME: gl.constexpr, dq, dq_rest, place, outputs, staging, cfg: gl.constexpr
 ):  # fmt: skip
-    """Add this consumer's pieces of dQ to block `place` of the workspace, in its turn."""
-    if cfg.IS_ORDERED:
-        # The turn of the step before is passed on here, when its addition has had a step's time.
-        await_additions()
-        if i > 0:
-            pass_turn(outputs.turns + (2 * added + ME), work.n)
-        await_turn(outputs.turns + (2 * place + ME), work.n, work.before, m)
-    else:
+    """Add this consumer's pieces of dQ to block `place` of the workspace."""
+    if not cfg.IS_ORDERED:
         tma.store_wait(0)
     tile = staging.index(ME)
     add_piece(dq, tile, 4 * place + ME, outputs.workspace)

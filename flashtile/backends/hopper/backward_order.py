@@ -22,10 +22,11 @@ def await_turn(turn, n, before_end, m):
     for none but one that runs already, and the first of those that run waits for none.
     """
     if m < before_end:
-        # The additions before and after go through another path to memory than this load.
+        # The additions before and after go through another path to memory than this load. Both are
+        # of global memory; a fence for all memory would wait for what this thread has stored, too.
         gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1];"
-            " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async; mov.b32 $0, 0; }",
+            " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async.global; mov.b32 $0, 0; }",
             "=r,l,r",
             [turn.to(gl.int64, bitcast=True), n],
             dtype=gl.int32,
@@ -38,7 +39,7 @@ def await_turn(turn, n, before_end, m):
 def await_additions():
     """Wait until what this role has added is in memory (one of its threads started that)."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;",
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;",
         "=r",
         [],
         dtype=gl.int32,

@@ -147,17 +147,30 @@ def backward_kernel(
     inputs = Inputs(q, k, v, dout, lse, delta)
     outputs = Outputs(dk, dv, workspace, plain, turns)
     if cfg.IS_ORDERED:  # see `order.await_turn`
-        tile = gl.atomic_add(counter, 1)
+        tile = gl.atomic_add(counter, 1, sem="relaxed")  # nothing in memory goes with it
     else:
         tile = gl.program_id(0)
     channels = make_channels(inputs, workspace, cfg)
-    gl.warp_specialize(
-        [
-            (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
-            (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
-            (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
-            (writer, (outputs, channels.staging, tile, sizes, at, mask, cfg)),
-        ],
-        [4, 1, 1],
-        [OF_CONSUMERS, OF_OTHERS, OF_OTHERS],
-    )
+    if cfg.WRITERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
+                (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+                (writer, (1, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+            ],
+            [4, 1, 1, 1],
+            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
+                (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+            ],
+            [4, 1, 1],
+            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS],
+        )

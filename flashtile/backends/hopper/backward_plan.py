@@ -46,7 +46,8 @@ class BackwardConfig:
     Q_STAGES: int
     DO_STAGES: int
     SPLITS_COLUMNS: bool
-    ADDERS: int  # roles that add dQ to memory: the writer, or both consumers
+    ADDERS: int  # parts of a block that are added to memory: by a writer, or by the consumers
+    WRITERS: int  # warps, which take turns; those of the consumers' additions have nothing to do
     CARRIES_LSE: bool  # to the next step, where registers allow
     DQ_FIRST: bool  # the late dQ is made before dS is stored: more overlap, one more barrier
     D: int
@@ -74,6 +75,7 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         DO_STAGES=tile.do_stages,
         SPLITS_COLUMNS=tile.splits_columns,
         ADDERS=2 if tile.splits_columns else 1,
+        WRITERS=2 if options.deterministic and not tile.splits_columns else 1,
         CARRIES_LSE=columns == 128 and problem.layout == "dense",
         DQ_FIRST=columns == 128,
         D=problem.D,
@@ -121,7 +123,10 @@ def describe_backward(problem: AttentionProblem) -> str:
     """The plan of the backward in words, for `explain`."""
     config = backward_plan(problem)
     order = "in the order of the keys" if config.IS_ORDERED else "in the order of arrival"
-    others = "a producer and a writer warp" if config.ADDERS == 1 else "a producer warp"
+    others = "a producer warp"
+    if config.ADDERS == 1:
+        writers = ("a writer warp", "2 writer warps")[config.WRITERS - 1]
+        others = f"{others} and {writers}"
     return (
         f"backward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
         f"{config.BLOCK_D}, 2 consumer warpgroups, {others}, dQ added up in float32 {order}"

@@ -1,4 +1,8 @@
-"""The writer of the backward: one warp that adds dQ to memory, so that no consumer waits for that.
+"""The writer of the backward: a warp that adds dQ to memory, so that no consumer waits for that.
+
+Where there is an order, an addition takes longer than a step: the turn is awaited, the sum goes to
+memory, the turn is passed on. So two writers take every other step each. Two steps of a tile add to
+different blocks, and the order is one of the tiles that add to the same block.
 
 Where cfg.ADDERS is 2 it has nothing to do: with 256 columns shared memory has no room for a second
 pair of pieces, and a consumer that adds its own waits less.
@@ -17,20 +21,17 @@ from .query_gradient import PIECE_ROWS
 
 
 @gluon.jit
-def writer(outputs, staging, tile, sizes, at, mask, cfg: gl.constexpr):
-    """Add dQ of a tile of keys."""
+def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.constexpr):
+    """Add dQ of a tile of keys: every step, or every other one."""
     if cfg.ADDERS == 1:
-        add_pairs(outputs, staging, key_work(tile, sizes, at, mask, cfg), sizes, cfg)
+        add_pairs(ME, outputs, staging, key_work(tile, sizes, at, mask, cfg), sizes, cfg)
 
 
 @gluon.jit
-def add_pairs(outputs, staging, work, sizes, cfg: gl.constexpr):
+def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr):
     """Add what both consumers put into the staging ring, block after block of the tile's walk."""
-    SHAPE: gl.constexpr = [staging.SLOTS, 2 * PIECE_ROWS, 256]
-    LAYOUT: gl.constexpr = outputs.workspace.layout
-    pairs = recast(staging.tiles, gl.float32, SHAPE, LAYOUT)
     count = work.end - work.begin
-    if count > 0:  # the first one is nobody's
+    if ME == 0 and count > 0:  # the first one is nobody's
         staging.acquire(0)
         staging.release(0)
     i = 1  # pairs so far
@@ -39,14 +40,24 @@ def add_pairs(outputs, staging, work, sizes, cfg: gl.constexpr):
         for j in range(count):
             block = visited_block(j, work)
             place = h * sizes.blocks + work.place + block
-            staging.acquire(i)
-            if cfg.IS_ORDERED:
-                await_turn(outputs.turns + place, work.n, work.before, block)
-            row = place * (2 * PIECE_ROWS)
-            add_to_global(outputs.workspace, [row, 0], pairs.index(i % staging.SLOTS))
-            tma.store_wait(0)
-            staging.release(i)
+            if i % cfg.WRITERS == ME:
+                add_pair(outputs, staging, i, place, block, work, cfg)
             i += 1
-            if cfg.IS_ORDERED:
-                await_additions()
-                pass_turn(outputs.turns + place, work.n)
+
+
+@gluon.jit
+def add_pair(outputs, staging, i, place, block, work, cfg: gl.constexpr):
+    """Add pair `i` to block `place` of the workspace, `block` of its sequence."""
+    SHAPE: gl.constexpr = [staging.SLOTS, 2 * PIECE_ROWS, 256]
+    LAYOUT: gl.constexpr = outputs.workspace.layout
+    pairs = recast(staging.tiles, gl.float32, SHAPE, LAYOUT)
+    if cfg.IS_ORDERED:
+        await_turn(outputs.turns + place, work.n, work.before, block)
+    staging.acquire(i)
+    row = place * (2 * PIECE_ROWS)
+    add_to_global(outputs.workspace, [row, 0], pairs.index(i % staging.SLOTS))
+    tma.store_wait(0)
+    staging.release(i)
+    if cfg.IS_ORDERED:
+        await_additions()
+        pass_turn(outputs.turns + place, work.n)
