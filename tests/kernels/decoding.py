@@ -86,6 +86,11 @@ FLOAT8_CASES: dict[str, dict[str, Any]] = {
     "queries of many tiles": {"M": 70, "Hq": 1, "Hk": 1, "causal": True},
     "pages of 16": {"page_size": 16},
     "packed queries": {"packed": True, "causal": True},
+    # Wide enough to come in pairs of columns; but not if a row starts at an odd place.
+    "pairs": {"D": 64, "Dv": 32},
+    "pairs of a padded head dim": {"Hq": 8, "Hk": 2, "M": 2, "D": 48, "Dv": 80, "causal": True},
+    "pairs, pages of 16": {"page_size": 16, "D": 32, "Dv": 64},
+    "an odd head dim": {"D": 33, "Dv": 47},
 }
 
 

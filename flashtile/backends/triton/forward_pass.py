@@ -31,6 +31,7 @@ from .tiles import (
     linear_scale,
     list_row,
     masked_tile,
+    pairs_apart,
     query_span,
     rows_base,
     scores_log2,
@@ -54,12 +55,18 @@ def attend_keys(
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
-    # (BLOCK_N, BLOCK_D)
+    # (BLOCK_N, BLOCK_D / PAIR)
     k_tile = load_keys(
-        k_source, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.D, BLOCK_N, cfg.BLOCK_D
-    )
+        k_source, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.D // cfg.PAIR, BLOCK_N,
+        cfg.BLOCK_D // cfg.PAIR,
+    )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
-    qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee")
+    if cfg.PAIR == 2:
+        even_tile, odd_tile = pairs_apart(tl.trans(k_tile))
+        qk = tl.dot(q_tile[0], even_tile)
+        qk = tl.dot(q_tile[1], odd_tile, qk)
+    else:
+        qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee")
     if cfg.REST_D > 0:
         # (BLOCK_N, BLOCK_REST)
         k_rest = load_keys(
@@ -85,14 +92,21 @@ def attend_keys(
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout leaves the normalisation alone
         p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, 0.0)
-    acc = acc * rescale[:, None]
-    # (BLOCK_N, BLOCK_DV)
+    # (BLOCK_N, BLOCK_DV / PAIR)
     v_tile = load_keys(
-        v_source, v, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV
-    )
-    if cfg.HAS_FLOAT8_KEYS:
-        v_tile = v_tile.to(tl.float16)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+        v_source, v, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
+        cfg.BLOCK_DV // cfg.PAIR,
+    )  # fmt: skip
+    if cfg.PAIR == 2:
+        even_tile, odd_tile = pairs_apart(v_tile)
+        even = tl.dot(p.to(tl.float16), even_tile, acc[0] * rescale[:, None])
+        odd = tl.dot(p.to(tl.float16), odd_tile, acc[1] * rescale[:, None])
+        acc = even, odd
+    else:
+        if cfg.HAS_FLOAT8_KEYS:
+            v_tile = v_tile.to(tl.float16)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
     return acc, new_max, row_sum
 
 
@@ -130,6 +144,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    PAIR: tl.constexpr = cfg.PAIR
     # Rows of a tile: queries of one head or, packed, of all the heads that share a key head.
     ROWS_PER_QUERY: tl.constexpr = cfg.GROUP if cfg.IS_PACKED_GROUP else 1
     program_heads = heads // ROWS_PER_QUERY
@@ -180,7 +195,9 @@ def forward_kernel(
     else:
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
+    if PAIR == 2:  # even columns, odd columns
+        acc = acc, acc
 
     key_row = key_row_of_batch(lengths, b)
     if cfg.PAGE_SIZE > 0:
@@ -189,8 +206,8 @@ def forward_kernel(
     else:
         k_base = rows_base(k, key_row, start_k, kv_head)
         v_base = rows_base(v, key_row, start_k, kv_head)
-        k_source = tile_source(k, k_base, N, cfg, cfg.D, BLOCK_N, BLOCK_D)
-        v_source = tile_source(v, v_base, N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
+        k_source = tile_source(k, k_base, N, cfg, cfg.D // PAIR, BLOCK_N, BLOCK_D // PAIR)
+        v_source = tile_source(v, v_base, N, cfg, cfg.DV // PAIR, BLOCK_N, BLOCK_DV // PAIR)
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     start, stop = visible_keys(rows + shift, N, mask, cfg)
@@ -198,6 +215,8 @@ def forward_kernel(
     if cfg.HAS_FLOAT8_KEYS:
         q_tile, q_factor = as_float16(q_tile)
         k_factor *= q_factor
+    if PAIR == 2:
+        q_tile = tl.split(tl.reshape(q_tile, [BLOCK_M, BLOCK_D // 2, 2]))
     v_factor = key_factor(score.data.v_descale, b, kv_head, heads, cfg)
 
     if cfg.MASK_TILE_M > 0:
@@ -248,6 +267,8 @@ def forward_kernel(
     if cfg.IS_SPLIT:
         lse_place += tl.program_id(1) * stats_count(lengths, heads)
     tl.store(lse_ptr + lse_place, lse, mask=rows < written)
+    if PAIR == 2:
+        acc = tl.interleave(acc[0], acc[1])
     acc = acc * tl.where(seen, score.data.drop_scale * v_factor / safe_sum, 0.0)
     out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
     if cfg.IS_SPLIT:

@@ -129,10 +129,13 @@ def forward_launches(
     rows_per_query = config.GROUP if config.IS_PACKED_GROUP else 1
     programs = -(-problem.M * rows_per_query // config.BLOCK_M)
     programs *= problem.B * problem.Hq // rows_per_query
+    k, v = operands.k, operands.v
+    if config.PAIR == 2:
+        k, v = k.view(torch.int16), v.view(torch.int16)
     arguments = common | {
         "q": rows_of(operands.q),
-        "k": rows_of(operands.k),
-        "v": rows_of(operands.v),
+        "k": rows_of(k),
+        "v": rows_of(v),
         "out": rows_of(written[0]),
         "lse_ptr": written[1],
         "sink_ptr": contiguous(operands.sink),

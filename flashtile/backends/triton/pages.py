@@ -32,19 +32,28 @@ def load_paged_rows(
     else:
         offs = tl.arange(0, BLOCK)
         dims = tl.arange(0, BLOCK_DIM)[None, :]
-        if lengths.at.leftpad_k is None:  # the tile starts with a page
-            column = n0 // PAGE + offs // PAGE
-            slot = offs % PAGE
-        else:
-            column = (start + n0 + offs) // PAGE
-            slot = (start + n0 + offs) % PAGE
         inside = n0 + offs < count
+        if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # the tile is some whole pages
+            column = n0 // PAGE + tl.arange(0, BLOCK // PAGE)
+            slot = offs % PAGE
+            is_used = column * PAGE < count
+        else:
+            row = n0 + offs
+            if lengths.at.leftpad_k is not None:
+                row += start
+            column = row // PAGE
+            slot = row % PAGE
+            is_used = inside
         if MASKED:
-            page = tl.load(pages + column, mask=inside, other=0)
+            page = tl.load(pages + column, mask=is_used, other=0)
         else:
             page = tl.load(pages + column)
+        page = page_number(page, lengths)
+        if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # read once; now one for each row
+            page = tl.broadcast_to(page[:, None], [BLOCK // PAGE, PAGE])
+            page = tl.reshape(page, [BLOCK])
         pointers = (base + dims * x.dim) + (slot * x.row)[:, None]
-        pointers += page_offset(page_number(page, lengths), x)[:, None]
+        pointers += page_offset(page, x)[:, None]
         if MASKED:
             tile = tl.load(pointers, mask=inside[:, None] & (dims < DIM), other=0.0)
         elif DIM == BLOCK_DIM:

@@ -177,6 +177,7 @@ class KernelConfig:
     MASK_COVER_N: int
     SECTION: int
     HAS_FLOAT8_KEYS: bool  # and values, under queries of 16 bits
+    PAIR: int  # numbers of K and V that come as one: 2 of float8 (`tiles.pairs_apart`), else 1
     HAS_DESCRIPTORS: bool  # tiles come through Hopper's copy engine
     IS_SPLIT: bool  # several programs share the walk over the keys
     LETS_NEXT_START: bool  # the kernel that joins the parts is launched early
@@ -285,9 +286,10 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     forward = _for_few_rows(forward, rows, problem, is_split=False)
     if problem.page_size > 0:  # half of the stages are for the page numbers that loads wait for
         forward, split = (tile._replace(stages=2 * tile.stages - 1) for tile in (forward, split))
+    paired = aligned and problem.has_float8_keys and problem.D % 2 == problem.Dv % 2 == 0
     return Plan(
-        forward=_kernel_plan(problem, forward, packed, described),
-        split=_kernel_plan(problem, split, packed, False, is_split=True),
+        forward=_kernel_plan(problem, forward, packed, described, paired=paired),
+        split=_kernel_plan(problem, split, packed, False, is_split=True, paired=paired),
         keys=_kernel_plan(problem, keys, False, described),
         queries=_kernel_plan(problem, queries, False, described),
         values=_kernel_plan(problem, values[0], False, described) if values else None,
@@ -335,10 +337,7 @@ def column_of(head_dim: int) -> int:
 
 @lru_cache(maxsize=8)
 def tuned(name: str) -> dict[str, dict[str, Sequence[int]]]:
-    """What `flashtile tune` measured for an architecture: {head dim: {pass: tile}}.
-
-    The user's own results win over those that ship with the package.
-    """
+    """What `flashtile tune` measured, {head dim: {pass: tile}}; the user's own results win."""
     found: dict[str, dict[str, Sequence[int]]] = {}
     for folder in (Path(__file__).with_name("configs"), tuned_folder()):
         path = folder / f"{name}.json"
@@ -405,21 +404,23 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
 
 
 def _kernel_plan(
-    problem: AttentionProblem, tile: Tile, packed: bool, described: bool, is_split: bool = False
-) -> KernelPlan:
+    problem: AttentionProblem, tile: Tile, packed: bool, described: bool, is_split: bool = False,
+    paired: bool = False,
+) -> KernelPlan:  # fmt: skip
     options = problem.options
     mask_m, mask_n = problem.block_tile or (0, 0)
     BLOCK_M, BLOCK_N = _fit(tile.BLOCK_M, mask_m), _fit(tile.BLOCK_N, mask_n)
     plain = options.softcap == 0 and not problem.has_alibi and not problem.has_bias
     D = min(problem.D, MAX_HEAD_DIM)
     rest = problem.D - D
+    BLOCK_D, BLOCK_DV = (padded(x, problem.dtype, problem.capability) for x in (D, problem.Dv))
     config = KernelConfig(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         D=D,
         DV=problem.Dv,
-        BLOCK_D=padded(D, problem.dtype, problem.capability),
-        BLOCK_DV=padded(problem.Dv, problem.dtype, problem.capability),
+        BLOCK_D=BLOCK_D,
+        BLOCK_DV=BLOCK_DV,
         REST_D=rest,
         BLOCK_REST=padded(rest, problem.dtype, problem.capability) if rest else 0,
         GROUP=problem.group,
@@ -437,6 +438,7 @@ def _kernel_plan(
         MASK_COVER_N=_cover(BLOCK_N, mask_n),
         SECTION=SECTION,
         HAS_FLOAT8_KEYS=problem.has_float8_keys,
+        PAIR=2 if paired and BLOCK_M <= 32 <= min(BLOCK_D, BLOCK_DV) else 1,
         HAS_DESCRIPTORS=described,
         IS_SPLIT=is_split,
         LETS_NEXT_START=is_split and has_copy_engine(problem.capability),

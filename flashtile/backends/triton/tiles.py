@@ -16,6 +16,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# The interpreter knows no assembly.
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 # When a kernel starts (Hopper's programmatic dependent launch). A kernel launched early has its
@@ -299,6 +301,33 @@ def as_float16(q_tile):
     largest = tl.max(tl.abs(q_tile.to(tl.float32)), 1)[:, None]
     factor = tl.math.exp2(tl.math.floor(tl.math.log2(tl.where(largest > 0.0, largest, 1.0))))
     return (q_tile.to(tl.float32) / factor).to(tl.float16), factor
+
+
+@triton.jit
+def pairs_apart(pairs):
+    """Float8 numbers of even columns and those of odd ones, in float16, from numbers of 16 bits
+    that hold two neighbours each.
+
+    The matrix units want two numbers along the sum in one register. Shared memory turns numbers of
+    16 bits on their way out; single bytes would be read and put together one by one. The
+    instructions are spelled out because the compiler needs four times as many.
+    """
+    if IS_INTERPRETED:
+        even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
 
 
 @triton.jit
