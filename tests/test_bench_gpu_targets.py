@@ -104,8 +104,8 @@ def test_the_deterministic_backward_and_the_hosts_time() -> None:
 
 
 def test_decoding_is_compared_with_two_libraries_and_with_the_memory() -> None:
-    one = _of("gpu-decode", batch=1, seqlen_k=32768, page_size=0)  # 134 MB
-    many = _of("gpu-decode", batch=64, page_size=16)  # 1.07 GB
+    one = _of("gpu-decode", batch=1, seqlen_k=32768, variant="decode")  # 134 MB
+    many = _of("gpu-decode", batch=64, variant="decode, pages of 256")  # 1.07 GB
     rows = _measured(one, "decode", {"flashtile": 1.1, "fa2": 1.0, "fa3": 0.9})
     rows += _measured(many, "decode", {"flashtile": 1.0, "fa3": 0.9})
     rows = [replace(row, percent_of_read=81.0) for row in rows]
@@ -117,6 +117,34 @@ def test_decoding_is_compared_with_two_libraries_and_with_the_memory() -> None:
         "decoding over more than 1 GB": 0.9,
     }
     assert [outcome.met for outcome in found.values()] == [False, True, False]
+
+
+def test_caches_are_compared_with_the_plain_one_of_the_same_sizes() -> None:
+    sizes = {"batch": 64, "seqlen_k": 4096}
+    times = {
+        "decode": 1.0,
+        "decode, float8": 0.5,
+        "decode, pages of 16": 1.25,
+        "decode, append and rotary": 1.0,
+    }
+    rows = [
+        replace(row, median_ms=ms)
+        for name, ms in times.items()
+        for row in _measured(_of("gpu-decode", variant=name, **sizes), "decode", {"flashtile": 1.0})
+    ]
+    long = {"prefill": "forward", "prefill, cache": "decode", "prefill, pages of 256": "decode"}
+    for name, direction in long.items():
+        rows += _measured(_of("gpu-prefill", variant=name), direction, {"flashtile": 1.0})
+    other = _of("gpu-decode", variant="decode, float8", batch=16, heads_kv=8)  # has no target
+    rows += _measured(other, "decode", {"flashtile": 1.0})
+    found = _found(rows)
+    assert {name: round(outcome.ratio, 2) for name, outcome in found.items()} == {
+        "decoding, float8 cache, batch 64": 2.0,
+        "decoding, pages of 16": 0.8,
+        "append, rotary and attention": 1.0,
+        "prefill from a cache": 1.0,
+        "prefill from pages": 1.0,
+    }
 
 
 def test_the_page_counts_what_is_met_and_names_what_is_not() -> None:

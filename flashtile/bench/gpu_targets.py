@@ -3,7 +3,8 @@
 The portable backend (Triton) is compared with FlashAttention-2, the Hopper backend with the fastest
 of FlashAttention-3, FlashAttention-4 and cuDNN: times of one case, whose peers took turns. Masks
 are compared with full attention by the same peer, decoding with the faster of two libraries and
-with the memory's speed, the host's time of a call with a limit. All are ratios: more is better.
+with the memory's speed, caches of other kinds with the plain one, the host's time of a call with a
+limit. All are ratios: more is better.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def _variant(direction: str, *names: str) -> Callable[[Row], bool]:
 
 
 TRITON, FA2 = "flashtile-triton", ("fa2",)
+PAGED_PREFILL = ("prefill, pages of 16", "prefill, pages of 256")
 MAIN_DIMS, OTHER_DIMS, MORE = (64, 128, 256), (96, 192), ("grouped", "window 1024", "packed")
 TARGETS = (
     Target("Triton forward, D 64, 128", TRITON, FA2, 1.35, _dense("forward", (64, 128), LONG)),
@@ -87,8 +89,8 @@ TARGETS = (
     *(
         Target(f"decoding, {what}", "flashtile", ("fa2", "fa3"), least, rows)
         for what, least, rows in (
-            ("batch 1", 1.2, lambda row: row.direction == "decode" and row.batch == 1),
-            ("larger batches", 1.0, lambda row: row.direction == "decode" and row.batch > 1),
+            ("batch 1", 1.2, lambda row: row.preset == "gpu-decode" and row.batch == 1),
+            ("larger batches", 1.0, lambda row: row.preset == "gpu-decode" and row.batch > 1),
         )
     ),
 )
@@ -96,6 +98,25 @@ MASK_TARGETS = tuple(
     Target(f"Triton {direction}, {name}", TRITON, ("full",), least, _variant(direction, name))
     for name, least in (("window 1024", 8.0), ("block-sparse 12.5%", 6.0))
     for direction in ("forward", "backward")
+)
+# Caches against the plain one of the same sizes, by the same peer.
+CACHE_TARGETS = (
+    Target(
+        "decoding, float8 cache, batch 64",
+        "flashtile",
+        ("decode",),
+        1.7,
+        lambda row: row.variant == "decode, float8" and row.batch == 64,
+    ),
+    *(
+        Target(about, "flashtile", (base,), least, _variant("decode", *names))
+        for about, base, least, names in (
+            ("decoding, pages of 16", "decode", 0.95, ("decode, pages of 16",)),
+            ("append, rotary and attention", "decode", 0.9, ("decode, append and rotary",)),
+            ("prefill from a cache", "prefill", 0.95, ("prefill, cache",)),
+            ("prefill from pages", "prefill", 0.95, PAGED_PREFILL),
+        )
+    ),
 )
 HOST_US = 40.0
 HOST_TARGET = Target(
@@ -113,7 +134,7 @@ READ_TARGET = Target(
     1.0,
     lambda row: (row.gbps or 0) * (row.median_ms or 0) * 1e6 > LARGE_CACHE,
 )
-ALL = (*TARGETS, *MASK_TARGETS, HOST_TARGET, READ_TARGET)
+ALL = (*TARGETS, *MASK_TARGETS, *CACHE_TARGETS, HOST_TARGET, READ_TARGET)
 
 
 @dataclass(frozen=True)
@@ -133,7 +154,8 @@ class Outcome:
 
 def outcomes(rows: Sequence[Row]) -> list[Outcome]:
     """Every target in every case that belongs to it and measured both sides."""
-    found = [*_against_peers(rows), *_against_full(rows), *_against_limit(rows)]
+    found = [*_against_peers(rows), *_against_full(rows), *_against_plain_cache(rows)]
+    found += _against_limit(rows)
     return sorted(found, key=lambda outcome: ALL.index(outcome.target))
 
 
@@ -153,6 +175,19 @@ def _against_full(rows: Sequence[Row]) -> Iterator[Outcome]:
         for target in MASK_TARGETS:
             if row.peer == target.ours and target.belongs(row):
                 yield Outcome(target, row, "full", factor)
+
+
+def _against_plain_cache(rows: Sequence[Row]) -> Iterator[Outcome]:
+    def sizes(row: Row) -> tuple[object, ...]:
+        _, _, dtype, _, _, *numbers = row.subject
+        return row.peer, dtype, *numbers
+
+    plain = {(row.variant, *sizes(row)): row.median_ms for row in rows}
+    for row in rows:
+        for target in CACHE_TARGETS:
+            base = plain.get((*target.others, *sizes(row)))
+            if base and row.median_ms and row.peer == target.ours and target.belongs(row):
+                yield Outcome(target, row, target.others[0], base / row.median_ms)
 
 
 def _against_limit(rows: Sequence[Row]) -> Iterator[Outcome]:

@@ -41,6 +41,8 @@ from .shapes import BLOCK_TILE, Case, Inputs, visible
 Peer = Callable[[Case, Inputs], Prepared]
 
 FAILED = "failed"  # how the reason begins where flashtile itself broke
+OTHER_CACHE_DTYPE = "wants a cache of the queries' dtype"
+NO_CACHE_OF_ITS_OWN = {"cache_dtype": OTHER_CACHE_DTYPE, "appends": "appends to no cache"}
 
 
 def flashtile(
@@ -78,12 +80,14 @@ def _chosen(
     asked = {**options, "bias": inputs.bias, "sink": inputs.sink, "dropout_p": case.dropout}
     if inputs.cu_seqlens is not None:
         asked |= _packed_layout(inputs.cu_seqlens)
-    return explain(leaves["q"], leaves["k"], leaves["v"], causal=case.causal, **asked).chosen
+    q = leaves["q"]
+    k, v = (torch.empty_like(leaves[name], dtype=q.dtype) for name in "kv")
+    return explain(q, k, v, causal=case.causal, **asked).chosen
 
 
 def standard(case: Case, inputs: Inputs) -> Prepared:
     """Attention as the textbook writes it: every score in memory, softmax in float32."""
-    refuse(case, page_size="gathers no pages")
+    refuse(case, page_size="gathers no pages", **NO_CACHE_OF_ITS_OWN)
     refuse_quadratic(case, inputs.q.device)
     leaves = leaves_of(inputs, heads_first if inputs.cu_seqlens is None else Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
@@ -154,6 +158,7 @@ def sdpa(
         softcap="has no softcap",
         sink="has no sink",
         page_size="takes no pages",
+        **NO_CACHE_OF_ITS_OWN,
     )
     if backend == SDPBackend.MATH:
         refuse_quadratic(case, device)
@@ -196,7 +201,13 @@ def flex(case: Case, inputs: Inputs) -> Prepared:
     device = inputs.q.device
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))):
         raise Skip("needs a C++ compiler")
-    refuse(case, sink="has no sink", dropout="has no dropout", page_size="not set up for pages")
+    refuse(
+        case,
+        sink="has no sink",
+        dropout="has no dropout",
+        page_size="not set up for pages",
+        **NO_CACHE_OF_ITS_OWN,
+    )
     leaves = leaves_of(inputs, heads_first if inputs.cu_seqlens is None else Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     M, N, block_mask = case.seqlen_q, case.seqlen_k, None
@@ -276,6 +287,7 @@ def fa2_package(case: Case, inputs: Inputs) -> Prepared:
         chunk="has no chunks",
         block_sparse="has no block mask",
         value_dim="wants one head dim",
+        cache_dtype=OTHER_CACHE_DTYPE,
     )
     return _length_first(
         case,
@@ -302,6 +314,7 @@ def fa3(case: Case, inputs: Inputs) -> Prepared:
         alibi="has no ALiBi",
         dropout="has no dropout",
         block_sparse="has no block mask",
+        cache_dtype=OTHER_CACHE_DTYPE,
     )
     return _length_first(
         case,
@@ -408,8 +421,12 @@ def _length_first(
     attend = None
     if case.cached:
         assert cached is not None
-        used = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=q.device)
+        before = case.seqlen_k - (case.seqlen_q if case.appends else 0)
+        used = torch.full((case.batch,), before, dtype=torch.int32, device=q.device)
         options["cache_seqlens"] = used
+        if case.appends:
+            options |= {"k": inputs.k_new, "v": inputs.v_new}
+            options |= {"rotary_cos": inputs.rotary_cos, "rotary_sin": inputs.rotary_sin}
         if inputs.page_table is None:
             call = partial(cached, q, k, v, **options)
         else:

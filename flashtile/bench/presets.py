@@ -101,7 +101,8 @@ def _drawn(density: float, length: int) -> float:
 
 
 def _decode() -> list[Case]:
-    """(batch, query heads, key heads, tokens in the cache), each contiguous and in pages."""
+    """(batch, query heads, key heads, tokens in the cache), each contiguous and in pages, of two
+    dtypes, and with the token's own key appended."""
     rows = (
         (1, 32, 8, 32768),
         (16, 32, 8, 8192),
@@ -121,7 +122,22 @@ def _decode() -> list[Case]:
         for size in (16, 256)
         for case in dense
     ]
-    return dense + paged
+    float8 = [
+        replace(case, cache_dtype="float8_e4m3fn", variant=f"{case.variant}, float8")
+        for case in (*dense, *paged[: len(dense)])
+    ]
+    appended = [replace(case, appends=True, variant="decode, append and rotary") for case in dense]
+    return dense + paged + float8 + appended
+
+
+def _prefill() -> list[Case]:
+    """2,048 new tokens behind 30,720: as keys in one piece, in a cache, in pages."""
+    plain = _case(128, 32768, seqlen_q=2048, heads_q=32, heads_kv=8, causal=True, variant="prefill")
+    cached = replace(plain, cached=True, variant="prefill, cache")
+    paged = [
+        replace(cached, page_size=size, variant=f"prefill, pages of {size}") for size in (16, 256)
+    ]
+    return [plain, cached, *paged]
 
 
 def _host() -> list[Case]:
@@ -184,6 +200,16 @@ PRESETS = {
         _decode(),
         replace(
             _settings("flashtile fa2 fa3", ("forward",), 0.1),
+            memory=False,
+            accuracy=False,
+            cuda_graph=True,
+        ),
+    ),
+    "gpu-prefill": Preset(
+        "2,048 new tokens behind 30,720 cached ones, against the same keys in one piece",
+        _prefill(),
+        replace(
+            _settings("flashtile fa3", ("forward",), 0.2),
             memory=False,
             accuracy=False,
             cuda_graph=True,

@@ -197,13 +197,15 @@ def _first_group(case: Case, name: str, x: Tensor) -> Tensor:
 
 
 def _has_truth(case: Case, inputs: Inputs) -> bool:
-    """Whether float64 can judge it: no layer, nothing that drops elements, within the memory."""
+    """Whether float64 can judge it: no layer, nothing that drops elements, within the memory; no
+    cache that is not what the case's keys are."""
     scores = case.batch * case.seqlen_q * case.seqlen_k
     if case.documents:  # padded to the longest
         scores = case.documents * max(document_lengths(case)) ** 2
     wanted = TRUTH_MATRICES * 8 * scores * case.heads_q // case.heads_kv
     return (
-        not (case.dropout or case.layer) and wanted < (memory_bytes(inputs.q.device) or wanted) / 2
+        not (case.dropout or case.layer or case.cache_dtype or case.appends)
+        and wanted < (memory_bytes(inputs.q.device) or wanted) / 2
     )
 
 

@@ -50,6 +50,8 @@ class Case:
     lengths: tuple[int, ...] = ()  # theirs, which add up to the tokens; (): cut at random places
     cached: bool = False  # the keys come from a KV cache; forward only
     page_size: int = 0  # 0: the cache is contiguous
+    cache_dtype: str = ""  # of the cache, where it is not `dtype`
+    appends: bool = False  # the call writes the queries' own keys and values to the cache, rotated
     layer: bool = False  # a whole transformer layer, see `layer.py`
     seed: int = 0
     preset: str = ""  # the set of cases that it was measured with
@@ -128,6 +130,10 @@ class Inputs(NamedTuple):
     k_pages: Tensor | None  # (pages, page_size, Hk, D), the keys of k in shuffled pages
     v_pages: Tensor | None  # (pages, page_size, Hk, Dv)
     page_table: Tensor | None  # (B, pages per sequence) int32
+    k_new: Tensor | None  # (B, M, Hk, D), to append
+    v_new: Tensor | None  # (B, M, Hk, Dv)
+    rotary_cos: Tensor | None  # (N, D / 2), for what is appended and the queries
+    rotary_sin: Tensor | None
 
 
 def make_inputs(case: Case, device: str = "cpu") -> Inputs:
@@ -145,6 +151,13 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
         k_pages, page_table = paged(generator(case.seed), k, case.page_size, spare=0)
         v_pages, _ = paged(generator(case.seed), v, case.page_size, spare=0)
         page_table = page_table.to(device)
+    if case.cache_dtype:
+        stored = getattr(torch, case.cache_dtype)
+        k, v = k.to(stored), v.to(stored)
+        if k_pages is not None and v_pages is not None:
+            k_pages, v_pages = k_pages.to(stored), v_pages.to(stored)
+    angle = torch.outer(torch.arange(N), 1e-4 ** torch.linspace(0, 1, case.head_dim // 2))
+    turned = angle.to(device) if case.appends else None
     head = torch.arange(1, Hq + 1, device=device, dtype=torch.float32)
     return Inputs(
         q=normal(*rows, Hq, case.head_dim),
@@ -159,6 +172,10 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
         k_pages=k_pages,
         v_pages=v_pages,
         page_table=page_table,
+        k_new=normal(B, M, Hk, case.head_dim) if case.appends else None,
+        v_new=normal(B, M, Hk, case.head_dim_v) if case.appends else None,
+        rotary_cos=None if turned is None else turned.cos().to(case.torch_dtype),
+        rotary_sin=None if turned is None else turned.sin().to(case.torch_dtype),
     )
 
 
@@ -242,5 +259,6 @@ def flops(case: Case, direction: str) -> int:
 
 def cache_bytes(case: Case) -> int:
     """Bytes of keys and values that one decoding step reads."""
-    per_token = case.heads_kv * (case.head_dim + case.head_dim_v) * case.torch_dtype.itemsize
+    stored = getattr(torch, case.cache_dtype or case.dtype)
+    per_token = case.heads_kv * (case.head_dim + case.head_dim_v) * stored.itemsize
     return case.batch * case.seqlen_k * per_token

@@ -288,7 +288,7 @@ def test_append_to_a_float8_cache(dtype: torch.dtype, seed: int):
         assert y.float().abs().max() == 448
 
 
-@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize("page_size", [1, 8, 130])  # the last one is copied in two parts
 def test_gather_pages(page_size: int, seed: int):
     """Used pages come side by side, from wherever they lie; the rest is not touched."""
     g = generator(seed)

@@ -11,26 +11,21 @@ from torch import Tensor
 from .arguments import rows_of
 from .kernel_launch import Launch, run
 
-# Numbers that one step of a program copies.
+# Numbers of K, and of V, that a program copies.
 COPIED = 4096
 
 
+@triton.constexpr_function
+def parts_of_page(page: int, heads: int, D: int, DV: int, block: int) -> int:
+    """Programs that copy one page."""
+    return -(-page * heads * max(D, DV) // block)
+
+
 @triton.jit
-def copy_page(
-    target, target_base, source, source_base, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """All heads of ROWS rows."""
-    for first in range(0, ROWS * HEADS * DIM, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        inside = offs < ROWS * HEADS * DIM
-        row = (offs // (HEADS * DIM)).to(tl.int64)
-        head = offs // DIM % HEADS
-        dim = offs % DIM
-        place = row * source.row + head * source.head + dim * source.dim
-        x = tl.load(source_base + place, mask=inside)
-        place = row * target.row + head * target.head + dim * target.dim
-        tl.store(target_base + place, x, mask=inside)
+def place_of(x, offs, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Where numbers of a page lie, counted over rows, heads and columns."""
+    row = (offs // (HEADS * DIM)).to(tl.int64)
+    return row * x.row + offs // DIM % HEADS * x.head + offs % DIM * x.dim
 
 
 @triton.jit(do_not_specialize=["pages", "columns"])
@@ -38,18 +33,28 @@ def gather_kernel(
     k, v, k_rows, v_rows, page_table, used_ptr, pages, columns, PAGE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The keys and values of one page of one sequence, if it is used."""
-    b = tl.program_id(0) // columns
-    column = tl.program_id(0) % columns
+    """A part of the keys and values of one page of one sequence, if it is used."""
+    PARTS: tl.constexpr = parts_of_page(PAGE, HEADS, D, DV, BLOCK)
+    number = tl.program_id(0) // PARTS  # of the page in the table
+    b = number // columns
+    column = number % columns
     if column * PAGE >= tl.load(used_ptr + b):
         return
-    page = tl.load(page_table + tl.program_id(0).to(tl.int64))
+    page = tl.load(page_table + number.to(tl.int64))
     page = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
     row = column.to(tl.int64) * PAGE
-    target = k_rows.ptr + b.to(tl.int64) * k_rows.batch + row * k_rows.row
-    copy_page(k_rows, target, k, k.ptr + page * k.batch, PAGE, HEADS, D, BLOCK)
-    target = v_rows.ptr + b.to(tl.int64) * v_rows.batch + row * v_rows.row
-    copy_page(v_rows, target, v, v.ptr + page * v.batch, PAGE, HEADS, DV, BLOCK)
+    offs = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    # Both are on their way before one is stored.
+    of_k = k.ptr + page * k.batch + place_of(k, offs, HEADS, D)
+    k_part = tl.load(of_k, mask=offs < PAGE * HEADS * D)
+    of_v = v.ptr + page * v.batch + place_of(v, offs, HEADS, DV)
+    v_part = tl.load(of_v, mask=offs < PAGE * HEADS * DV)
+    to_k = k_rows.ptr + b.to(tl.int64) * k_rows.batch + row * k_rows.row
+    to_k += place_of(k_rows, offs, HEADS, D)
+    tl.store(to_k, k_part, mask=offs < PAGE * HEADS * D)
+    to_v = v_rows.ptr + b.to(tl.int64) * v_rows.batch + row * v_rows.row
+    to_v += place_of(v_rows, offs, HEADS, DV)
+    tl.store(to_v, v_part, mask=offs < PAGE * HEADS * DV)
 
 
 def gather_launch(
@@ -72,7 +77,8 @@ def gather_launch(
         "DV": v.shape[3],
         "BLOCK": COPIED,
     }
-    return Launch(gather_kernel, (batch * columns,), arguments, 4, 1)
+    parts = parts_of_page(*k.shape[1:], v.shape[3], COPIED)
+    return Launch(gather_kernel, (batch * columns * parts,), arguments, 4, 1)
 
 
 def gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
