@@ -75,7 +75,7 @@ def probabilities_launches(operands: Operands, options: Options, device: str) ->
     return [probabilities_launch(problem, operands, lse, probs)]
 
 
-def append_launches() -> list[Launch]:
+def append_launches(device: str) -> list[Launch]:
     """The launches that write new tokens to a contiguous cache and to a paged one, as they are and
     turned by angles that queries share."""
     cache, new = torch.empty(2, 5, 16, 2, 64), torch.empty(2, 3, 4, 2, 64)
@@ -85,6 +85,7 @@ def append_launches() -> list[Launch]:
         append_launch(
             Appended(*cache, *new, lengths, lengths, None, pages, None, None, None, *rotary),
             Turning(interleaved=True),
+            DEVICES[device].capability,
         )
         for pages in (None, table)
         for rotary in ((), (q, q, *tables, lengths, None))

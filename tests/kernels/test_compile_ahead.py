@@ -163,7 +163,7 @@ OPTIONS = {
     ),
     "pages": lambda device: launches(*make_call("pages", torch.bfloat16), device, backward=False),
     "probabilities": lambda device: probabilities_launches(*scores(), device),
-    "append": lambda device: append_launches(),
+    "append": append_launches,
     "rotary": lambda device: rotary_launches(),
     "gather": lambda device: gather_launches(),
     "split walks": lambda device: decoding(device, 64, "pages, packed queries"),

@@ -17,7 +17,9 @@ from torch import Tensor
 from ..repeat import run_all
 from .arguments import contiguous, rows_of
 from .kernel_launch import Launch
+from .plan import has_copy_engine
 from .rotary import Turn, as_stored, place_of_token, token_base, turn_heads, turn_of
+from .tiles import let_next_kernel_start
 
 # Features that one step of a program copies: all heads of a token, mostly, so that memory is waited
 # for once.
@@ -36,6 +38,7 @@ class AppendConfig:
     BLOCK: int
     HAS_OWN_POSITIONS: bool  # each query has a position of its own, not its sequence's first
     TURN: Turn | None  # None: without rotary embedding
+    LETS_NEXT_START: bool  # the attention behind it may be launched early
 
 
 @triton.jit
@@ -157,6 +160,8 @@ def append_kernel(
     `rows` is the number of rows (or pages) of the cache, `capacity` the tokens that one sequence
     can have.
     """
+    if cfg.LETS_NEXT_START:
+        let_next_kernel_start()
     program = tl.program_id(0) - 1
     if program < 0:
         store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, 128)
@@ -214,8 +219,11 @@ class Turning(NamedTuple):
     own_positions: bool = False
 
 
-def append_launch(given: Appended, turning: Turning) -> Launch:
-    """Write new tokens behind those of each sequence, and turned queries to where `given` says."""
+def append_launch(
+    given: Appended, turning: Turning, capability: tuple[int, int] | None = None
+) -> Launch:
+    """Write new tokens behind those of each sequence, and turned queries to where `given` says, on
+    a device of that capability."""
     k, v, q, cos, page_table = given.k, given.v, given.q, given.cos, given.page_table
     capacity = given.k_cache.shape[1]
     columns = 0
@@ -234,6 +242,7 @@ def append_launch(given: Appended, turning: Turning) -> Launch:
         BLOCK=min(COPIED, triton.next_power_of_2(k.shape[-2] * max(k.shape[-1], v.shape[-1]))),
         HAS_OWN_POSITIONS=turning.own_positions,
         TURN=None if cos is None else turn_of(cos, k.shape[-1], turning.interleaved),
+        LETS_NEXT_START=has_copy_engine(capability),
     )
     arguments = {
         "k_cache": rows_of(given.k_cache),
@@ -271,7 +280,9 @@ def append(given: Appended, turning: Turning) -> None:
     """Launch `append_launch`."""
 
     def describe(given: Any, made: Any) -> list[Launch]:
-        return [append_launch(Appended(*given), turning)]
+        k = given[0]
+        capability = torch.cuda.get_device_capability(k.device) if k.is_cuda else None
+        return [append_launch(Appended(*given), turning, capability)]
 
     run_all("append", turning, given, (), describe)
 

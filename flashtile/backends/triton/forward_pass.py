@@ -41,6 +41,7 @@ from .tiles import (
     tile_phases,
     tile_source,
     visible_keys,
+    wait_for_earlier_kernels,
 )
 
 
@@ -134,8 +135,9 @@ def forward_kernel(
 
     IS_SPLIT: of its part of the keys; `out` (float32) and `lse_ptr` then have one slice a part.
     """
-    if cfg.LETS_NEXT_START:
+    if cfg.IS_CHAINED:
         let_next_kernel_start()
+        wait_for_earlier_kernels()
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)

@@ -143,9 +143,10 @@ def forward_launches(
         "cfg": config,
     }
     grid = (programs, parts[0].shape[0]) if parts else (programs,)
-    launches.append(Launch(forward_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages))
+    how = kernel_plan.warps, kernel_plan.stages, config.IS_CHAINED
+    launches.append(Launch(forward_kernel, grid, arguments, *how))
     if parts:
-        launches.append(combine_launch(parts[0], parts[1], out, lse, config.LETS_NEXT_START))
+        launches.append(combine_launch(parts[0], parts[1], out, lse, config.IS_CHAINED))
     return launches
 
 

@@ -180,7 +180,7 @@ class KernelConfig:
     PAIR: int  # numbers of K and V that come as one: 2 of float8 (`tiles.pairs_apart`), else 1
     HAS_DESCRIPTORS: bool  # tiles come through Hopper's copy engine
     IS_SPLIT: bool  # several programs share the walk over the keys
-    LETS_NEXT_START: bool  # the kernel that joins the parts is launched early
+    IS_CHAINED: bool  # launched early behind an append, as what joins the parts is behind it
 
 
 class KernelPlan(NamedTuple):
@@ -441,7 +441,7 @@ def _kernel_plan(
         PAIR=2 if paired and BLOCK_M <= 32 <= min(BLOCK_D, BLOCK_DV) else 1,
         HAS_DESCRIPTORS=described,
         IS_SPLIT=is_split,
-        LETS_NEXT_START=is_split and has_copy_engine(problem.capability),
+        IS_CHAINED=is_split and has_copy_engine(problem.capability),
     )
     return KernelPlan(config, tile.warps, tile.stages)
 
