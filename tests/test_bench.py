@@ -83,38 +83,6 @@ def test_documents_fill_the_batch() -> None:
     assert inputs.cu_seqlens.diff().tolist() == lengths
 
 
-def test_pages_hold_the_contiguous_cache() -> None:
-    case = vary(replace(SMALL, batch=3), "paged-decode")
-    inputs = shapes.make_inputs(case)
-    assert inputs.k_pages is not None
-    assert inputs.v_pages is not None
-    assert inputs.page_table is not None
-    for pages, whole in ((inputs.k_pages, inputs.k), (inputs.v_pages, inputs.v)):
-        assert torch.equal(pages[inputs.page_table.long()].flatten(1, 2), whole)
-
-
-def test_a_float8_cache_holds_half_the_bytes_and_is_read_by_us_alone() -> None:
-    case = vary(replace(SMALL, dtype="bfloat16"), "paged-decode")
-    small = replace(case, cache_dtype="float8_e4m3fn")
-    assert shapes.cache_bytes(small) * 2 == shapes.cache_bytes(case)
-    ours, *others = run.measure_case(small, replace(QUICK, peers=("flashtile", "sdpa", "standard")))
-    assert not ours.skipped
-    assert all(row.skipped for row in others)
-    assert ours.max_error is None  # other keys than the case's
-
-
-def test_an_appended_token_is_the_last_of_the_cache() -> None:
-    case = replace(vary(replace(SMALL, batch=2), "decode"), appends=True)
-    inputs = shapes.make_inputs(case)
-    before = inputs.k.clone()
-    with torch.no_grad():
-        peers.flashtile(case, inputs).forward()
-    assert inputs.v_new is not None
-    assert torch.equal(inputs.k[:, :-1], before[:, :-1])
-    assert not torch.equal(inputs.k[:, -1], before[:, -1])
-    assert torch.equal(inputs.v[:, -1:], inputs.v_new)
-
-
 def test_inputs_repeat_with_their_seed() -> None:
     first, again = shapes.make_inputs(SMALL), shapes.make_inputs(SMALL)
     other = shapes.make_inputs(replace(SMALL, seed=1))
