@@ -16,13 +16,12 @@ from .rotation import rotation
 from .rows import Rows
 from .tensors import (
     E4M3,
-    LARGEST,
+    ROW_STEP,
     Quantized,
     Recipe,
     Rotary,
     keys_adjacent_like,
     means_of,
-    power_of_two,
     rows_of,
     shared,
 )
@@ -95,6 +94,7 @@ def _quantize(
         DIM=dim,
         BLOCK_D=max(16, 1 << (dim - 1).bit_length()),
         UNIT=unit,
+        ROW_STEP=ROW_STEP if out.stride(-1) != 1 and how["cu_seqlens"] is None else 1,
         HALF=0 if rotary is None else rotary.cos.shape[1],
         IS_INTERLEAVED=rotary is not None and rotary.interleaved,
         MEASURES=recipe.scales != "block",
@@ -105,7 +105,9 @@ def _quantize(
     quantize.quantize(x, out, found, compiled, **named)
     if recipe.scales == "block":
         return found
-    descale = power_of_two(shared(found, recipe, kv_heads) / LARGEST)
+    # The largest scale is that of the largest magnitude.
+    descale = shared(found, recipe, kv_heads)
+    descale = torch.where(descale > 0, descale, 1.0)
     again = replace(compiled, MEASURES=False, HAS_SCALES=True)
     quantize.quantize(x, out, descale, again, **named)
     return descale

@@ -128,15 +128,25 @@ class Report(NamedTuple):
 
 def report(launch: Launch, device: str) -> Report:
     """Compile one launch for `device`."""
+    compiled = _compiled(launch, device)
+    read = _read_nvidia if DEVICES[device].target.backend == "cuda" else _read_amd
+    return Report(launch.kernel.__name__, *read(compiled.asm), compiled.metadata.shared)
+
+
+def ptx(launch: Launch) -> str:
+    """What one launch is in NVIDIA's virtual instructions."""
+    text: str = _compiled(launch, "sm_90").asm["ptx"]
+    return text
+
+
+def _compiled(launch: Launch, device: str) -> Any:
     target, fn = DEVICES[device].target, launch.kernel
     backend, (bound, specialized, kwargs) = _bind(launch, target)
     options, signature, constants, attributes = fn._pack_args(
         backend, kwargs, bound, specialized, kwargs
     )
     source = ASTSource(fn, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options=options.__dict__)
-    read = _read_nvidia if target.backend == "cuda" else _read_amd
-    return Report(fn.__name__, *read(compiled.asm), compiled.metadata.shared)
+    return triton.compile(source, target=target, options=options.__dict__)
 
 
 def specialization(launch: Launch, device: str) -> str:

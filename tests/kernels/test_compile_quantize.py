@@ -18,7 +18,7 @@ from flashtile.backends.triton import quantize
 from flashtile.backends.triton.kernel_launch import Launch
 from flashtile.quantize.tensors import keys_adjacent_like
 
-from .compile_ahead import DEVICES, report
+from .compile_ahead import DEVICES, ptx, report
 
 
 def launch_of(head_dim: int, rows: int, of_values: bool, half: int = 0) -> Launch:
@@ -30,6 +30,7 @@ def launch_of(head_dim: int, rows: int, of_values: bool, half: int = 0) -> Launc
         DIM=head_dim,
         BLOCK_D=1 << (head_dim - 1).bit_length(),
         UNIT=0.125,
+        ROW_STEP=16 if of_values else 1,
         HALF=half,
         IS_INTERLEAVED=False,
         MEASURES=False,
@@ -61,3 +62,10 @@ def test_nothing_spills(head_dim: int, rows: int, of_values: bool, half: int):
     found = report(launch_of(head_dim, rows, of_values, half), "sm_90")
     assert found.spilled == 0
     assert found.shared <= DEVICES["sm_90"].shared
+
+
+def test_rows_that_are_adjacent_are_stored_together():
+    """Not V's numbers one by one, each under a mask of its own."""
+    text = ptx(launch_of(256, 128, of_values=True))
+    assert "st.global.v4.b32" in text
+    assert "st.global.b8" not in text

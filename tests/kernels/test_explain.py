@@ -87,3 +87,13 @@ def test_an_amd_gpu_was_only_compiled_for(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_gpu_that_ran(monkeypatch: pytest.MonkeyPatch):
     assert "never run" not in explained(monkeypatch, (9, 0))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_float8_goes_to_hopper(monkeypatch: pytest.MonkeyPatch, head_dim: int):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with FakeTensorMode():
+        q = torch.empty(1, 128, 4, head_dim, dtype=torch.float8_e4m3fn, device="cuda")
+        report = str(flashtile.explain(q, q, q, causal=True))
+    assert "-> hopper: yes" in report
+    assert "forward in float8: tiles of" in report

@@ -3,7 +3,9 @@
 FlashAttention-3 (Shah et al. 2024), section 3.3. Products of e4m3 numbers are exact and are added
 up in float32. The weights ``P = exp(S - m)``, at most 1, are rounded to e4m3 before the product
 with V, as ``2**8 P``: that is below e4m3's largest number, 448, and keeps weights down to 2**-14
-out of its subnormal numbers. Row sums are those of the weights before they are rounded.
+out of its subnormal numbers. Row sums are those of the weights before they are rounded. The maximum
+``m`` of a row stays while scores exceed it by no more than `SLACK`, for the output so far need not
+be rescaled then; the weights are below 448 all the same, and their sum is taken against the same m.
 
 A rounding depends on the row maximum so far, so blocks and their order are those of the kernel:
 `FLOAT8_KEY_BLOCK` keys, the last block first.
@@ -15,6 +17,7 @@ added to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,6 +30,7 @@ from .segments import KeyRun, Segment
 from .tiles import INFINITY, TileProblem, fold, unfold
 
 WEIGHT = 2.0**8  # what weights are multiplied with before they are rounded
+SLACK = 0.75 * math.log(2)  # how far a score may exceed the maximum; 2**8.75 is 431
 
 
 class Scales(NamedTuple):
@@ -89,7 +93,8 @@ def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
             K, V = tp.K[:, :, run.start : run.stop], tp.V[:, :, run.start : run.stop]
             factor = q_factor * rows_of(scale.k, 3, run.start, run.stop)
             S, _ = tiles.scores(tp, unfold(Q @ K.mT, tp.Q) * factor, m0, m1, run)
-            m_new = torch.maximum(m, S.amax(-1, keepdim=True))
+            largest = S.amax(-1, keepdim=True)
+            m_new = torch.where(largest - m > SLACK, largest, m)
             pivot = m_new.masked_fill(m_new == -INFINITY, 0.0)
             P = tiles.exp_(S.sub_(pivot))
             rescale = torch.exp(m - pivot)

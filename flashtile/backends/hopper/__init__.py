@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, Operands
 from .. import Gradients
+from . import fp8_plan, plan
 from .backward_plan import describe_backward
-from .plan import describe_forward, unsupported_reasons
 
 __all__ = [
     "backward",
@@ -23,13 +23,26 @@ __all__ = [
 ]
 
 
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Why this backend cannot run `problem`; empty when it can."""
+    if problem.dtype == fp8_plan.DTYPE:
+        return fp8_plan.float8_reasons(problem)
+    return plan.unsupported_reasons(problem)
+
+
 def describe_plan(problem: AttentionProblem) -> str:
     """The plan in words, for `explain`."""
-    return f"{describe_forward(problem)}\n{describe_backward(problem)}"
+    if problem.dtype == fp8_plan.DTYPE:
+        return fp8_plan.describe_float8(problem)
+    return f"{plan.describe_forward(problem)}\n{describe_backward(problem)}"
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem."""
+    if problem.dtype == fp8_plan.DTYPE:
+        from . import fp8_launch
+
+        return fp8_launch.forward(problem, operands)
     from . import launch
 
     return launch.forward(problem, operands)

@@ -24,12 +24,20 @@ from .fp8_softmax import (
     masked8,
     nothing8,
     packed_weights,
+    raised8,
     weights_operand,
 )
 from .fp8_verbs import ratio
 from .layouts import CONSUMER_ROWS, CONSUMER_WARPS, row_values
 from .schedule import full_blocks, own_blocks, read_work
-from .softmax import linear_scale, partial_row_sum, pivot_of, rescaled, scores_log2
+from .softmax import (
+    linear_scale,
+    partial_row_sum,
+    pivot_of,
+    rescaled,
+    rescaled_where_needed,
+    scores_log2,
+)
 from .turns import first_turn, give_turn, last_turn, wait_for_turn
 from .verbs import FIRST_BARRIER, aggregate, pin, show_written
 
@@ -65,7 +73,7 @@ class Progress:
     block: gl.tensor  # its number
     p: gl.tensor  # its weights, `packed_weights`
     o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it, in its units
-    row_max: gl.tensor  # (64,)
+    row_max: gl.tensor  # (64,) or a little less, see `raised8`
     row_sum: gl.tensor  # (64, 4)
     v_unit: gl.tensor  # scale of its values
     k_next: gl.tensor  # scales of the next block, loaded early
@@ -244,7 +252,7 @@ def first_block8(
     elif n0 + cfg.BLOCK_N > work.N:
         s = masked8(s, rows.start, rows.stop, n0, cfg)
     row_max = gl.max(s, 1) * factor
-    p = exponentials(s * factor - (pivot_of(row_max, True) - WEIGHT_LOG2)[:, None], True)
+    p = exponentials(s * factor - (pivot_of(row_max, True) - WEIGHT_LOG2)[:, None], True, cfg)
     return Progress(
         i,
         block,
@@ -285,14 +293,14 @@ def next_block8(
     s, factor = scores8(s, rows, unit_of(units, now.k_next, cfg), score, cfg)
     if MASKED:
         s = masked8(s, rows.start, rows.stop, block * cfg.BLOCK_N, cfg)
-    row_max = gl.maximum(now.row_max, gl.max(s, 1) * factor)
+    row_max = raised8(now.row_max, gl.max(s, 1) * factor)
     if cfg.WAITS == "early":
         pin(row_max)
         o = warpgroup_mma_wait(0, deps=[o])
         channels.v.release_operand(now.i)
     pivot = pivot_of(row_max, MASKED)
     rescale = gl.exp2(now.row_max - pivot)
-    p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], MASKED)
+    p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], MASKED, cfg)
     row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
     if cfg.WAITS != "early":
         if cfg.WAITS == "late":
@@ -302,7 +310,7 @@ def next_block8(
     if cfg.BLOCK_SCALES:
         rescale = rescale * ratio(now.v_unit, now.v_next)
     p = packed_weights(p, cfg.BLOCK_DV)
-    o = rescaled(o, rescale)
+    o = rescaled_where_needed(o, rescale)
     return Progress(i, block, p, o, row_max, row_sum, now.v_next, k_next, v_next)
 
 

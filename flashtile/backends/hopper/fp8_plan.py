@@ -23,6 +23,10 @@ TILES = {
     256: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "apart", "freely"),
 }
 
+# Where one exponential in eight is a polynomial: with two consumers at head dim 128 both units are
+# busy. A third consumer fills the gaps, and 256 columns keep the tensor cores busy longer.
+POLYNOMIAL_HEAD_DIM = 128
+
 # The rows of a consumer share a scale.
 assert CONSUMER_ROWS == FLOAT8_QUERY_BLOCK
 
@@ -32,6 +36,7 @@ class Float8Config(KernelConfig):
     """What the float8 kernel is compiled for."""
 
     BLOCK_SCALES: bool  # a scale for each block of rows, not one for each head
+    HAS_POLYNOMIAL: bool  # for one exponential in eight
 
 
 def float8_reasons(problem: AttentionProblem) -> list[str]:
@@ -69,7 +74,11 @@ def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
         "WAITS": tile.waits,
         "DV": problem.Dv,
     }
-    return Float8Config(**options, BLOCK_SCALES=block_scales)
+    return Float8Config(
+        **options,
+        BLOCK_SCALES=block_scales,
+        HAS_POLYNOMIAL=head_dim == POLYNOMIAL_HEAD_DIM,
+    )
 
 
 def describe_float8(problem: AttentionProblem) -> str:

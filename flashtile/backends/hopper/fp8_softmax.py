@@ -12,6 +12,10 @@ from .fp8_verbs import four_to_float8, same_float8, some_by_polynomial
 # its subnormal ones.
 WEIGHT_LOG2 = gl.constexpr(8.0)
 
+# A row's maximum stays while scores exceed it by no more than this, in base 2: 2**8.75 is 431.
+# Nine in ten new maxima of random scores do not.
+SLACK8_LOG2 = gl.constexpr(0.75)
+
 
 @gluon.jit
 def nothing8(COLUMNS: gl.constexpr):
@@ -47,13 +51,19 @@ def bounds8(bound, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def exponentials(x, MASKED: gl.constexpr):
-    """2**x. Where nothing is masked, one in eight is a polynomial: the unit for exponentials is as
-    busy as the tensor cores, the one for products is not."""
-    if MASKED:
-        p = gl.exp2(x)
-    else:
+def raised8(row_max, seen):
+    """`softmax.raised` with the slack that e4m3 has."""
+    return gl.where(seen - row_max > SLACK8_LOG2, seen, row_max)
+
+
+@gluon.jit
+def exponentials(x, MASKED: gl.constexpr, cfg: gl.constexpr):
+    """2**x. Where the unit for exponentials is as busy as the tensor cores and the one for products
+    is not, one in eight is a polynomial, but for masked blocks."""
+    if cfg.HAS_POLYNOMIAL and not MASKED:
         p = some_by_polynomial(x)
+    else:
+        p = gl.exp2(x)
     return p
 
 

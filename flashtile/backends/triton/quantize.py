@@ -30,9 +30,10 @@ class Recipe:
     DIM: int
     BLOCK_D: int
     UNIT: float  # of the matrix, whose entries are stored as 0 and plus or minus 1
+    ROW_STEP: int  # its rows are adjacent and it has spare ones up to a multiple of this; or 1
     HALF: int  # pairs of features that rotary embedding turns
     IS_INTERLEAVED: bool
-    MEASURES: bool  # stores the largest magnitudes alone
+    MEASURES: bool  # stores scales alone, 0 for blocks of zeros
     HAS_SCALES: bool  # made before, one for each group of heads
 
 
@@ -45,6 +46,13 @@ def power_of_two(magnitude):
     exponent = tl.where(magnitude > 0.0, tl.maximum(exponent, 1), 127)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_finite(tile):
+    """The largest finite magnitude of a tile."""
+    magnitudes = tl.abs(tile)
+    return tl.max(tl.max(tl.where(magnitudes < float("inf"), magnitudes, 0.0), 1), 0)
 
 
 @triton.jit
@@ -104,23 +112,30 @@ def quantize_kernel(
             tile = turned(x, tile, base, rows, inside, cos, sin, recipe).to(dtype)
         if mean is not None:
             taken = tl.load(mean + (b * HEADS + head) * recipe.DIM + d, mask=d < recipe.DIM)
-            tile = (tile.to(tl.float32) - taken[None, :]).to(dtype)
+            tile = tl.where(inside, tile.to(tl.float32) - taken[None, :], 0.0).to(dtype)
         if matrix is not None:
-            tile = tl.dot(tile, turn) * recipe.UNIT
+            tile = tl.dot(tile, turn)
         tile = tile.to(tl.float32)
-        finite = tl.abs(tile) < float("inf")
         place = (b * HEADS + head).to(tl.int64) * blocks + block
         if recipe.HAS_SCALES:
             scale = tl.load(descale + b * (HEADS // GROUP) + head // GROUP)
             inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         else:
-            magnitude = tl.max(tl.max(tl.where(finite & inside, tl.abs(tile), 0.0), 1), 0)
+            magnitude = largest_finite(tile) * recipe.UNIT
             scale, inverse = power_of_two(magnitude)
-            tl.store(descale + place, magnitude if recipe.MEASURES else scale)
+            if recipe.MEASURES:  # a block of zeros has no say in a scale that it shares
+                scale = tl.where(magnitude > 0.0, scale, 0.0)
+            tl.store(descale + place, scale)
         if not recipe.MEASURES:
-            small = tl.where(finite, tile * inverse, float("nan")).to(tl.float8e4nv)
+            # Infinity times zero is NaN; of finite numbers nothing is added.
+            small = (tile * (inverse * recipe.UNIT) + tile * 0.0).to(tl.float8e4nv)
             offset = batch * out.batch + start.to(tl.int64) * out.row + head * out.head
             places = rows[:, None] * out.row + d[None, :] * out.dim
+            if recipe.ROW_STEP > 1:
+                # Rows are adjacent: a mask that ends anywhere would store them one by one.
+                step = block * (ROWS // recipe.ROW_STEP) + tl.arange(0, ROWS) // recipe.ROW_STEP
+                kept = step < tl.cdiv(count, recipe.ROW_STEP)
+                inside = kept[:, None] & (d < recipe.DIM)[None, :]
             tl.store(out.ptr + offset + places, small, mask=inside)
 
 
@@ -158,11 +173,13 @@ def quantize_launch(
         "GROUP": group,
         "recipe": recipe,
     }
-    warps = 8 if recipe.ROWS * recipe.BLOCK_D >= 128 * 128 else 4
-    if recipe.BLOCK_D > 128 and recipe.HALF > 0:  # a row and its partners are many registers
-        warps = 16
-    # The matrix and two tiles, one of them on its way, where shared memory holds that.
-    stages = 2 if recipe.BLOCK_D <= 128 and recipe.HALF == 0 else 1
+    # 32 numbers a thread, so that programs that wait for memory share a multiprocessor.
+    size = recipe.ROWS * recipe.BLOCK_D
+    warps = min(max(size // 1024, 4), 16)
+    # The matrix and tiles on their way, where shared memory holds that: two where one program fits.
+    stages = 1
+    if recipe.BLOCK_D <= 128 and recipe.HALF == 0:
+        stages = 3 if size >= 128 * 128 else 2
     return Launch(quantize_kernel, (min(programs, tiles),), arguments, warps, stages)
 
 
