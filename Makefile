@@ -51,7 +51,7 @@ test-triton: $(TRITONS:%=test-triton-%)  ## the GPU kernels without a GPU (Linux
 
 $(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
 	TRITON_INTERPRET=1 $(WITH_TRITON) $(PYTEST) tests/kernels/test_interpreter*.py $(ARGS)
-	$(WITH_TRITON) $(PYTEST) tests/kernels/test_compile_ahead.py tests/hopper_kernels $(ARGS)
+	$(WITH_TRITON) $(PYTEST) tests/kernels tests/hopper_kernels $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .

@@ -65,3 +65,6 @@ ALLOWED_IN_DECODING = {
     ("sm_100", 128, "one query"): (8, UNTUNED),  # with the newest Triton alone
     ("sm_100", 512, "pages of 16"): (8, ASSEMBLER),
 }
+
+# The kernel that quantises: (head dim, numbers that rotary embedding turns) to bytes.
+ALLOWED_IN_QUANTIZING = {(256, 64): (40, ASSEMBLER)}  # with the newest Triton alone

@@ -19,6 +19,7 @@ from flashtile.backends.triton.kernel_launch import Launch
 from flashtile.quantize.tensors import keys_adjacent_like
 
 from .compile_ahead import DEVICES, ptx, report
+from .spills import ALLOWED_IN_QUANTIZING
 
 
 def launch_of(head_dim: int, rows: int, of_values: bool, half: int = 0) -> Launch:
@@ -58,9 +59,10 @@ def launch_of(head_dim: int, rows: int, of_values: bool, half: int = 0) -> Launc
     ("head_dim", "rows", "of_values", "half"),
     [(64, 64, False, 0), (128, 128, False, 0), (256, 128, False, 64), (256, 128, True, 0)],
 )
-def test_nothing_spills(head_dim: int, rows: int, of_values: bool, half: int):
+def test_only_what_is_allowed_spills(head_dim: int, rows: int, of_values: bool, half: int):
     found = report(launch_of(head_dim, rows, of_values, half), "sm_90")
-    assert found.spilled == 0
+    allowed, _ = ALLOWED_IN_QUANTIZING.get((head_dim, half), (0, ""))
+    assert found.spilled <= allowed
     assert found.shared <= DEVICES["sm_90"].shared
 
 
