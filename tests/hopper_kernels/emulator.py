@@ -193,12 +193,14 @@ def warpgroup_mma(
     a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
 ) -> Product:
     visible(a, b)
-    assert is_async and not isinstance(acc, Product), "an accumulator in flight"
+    assert is_async
 
     def compute() -> Tensor:
         left = a.data if isinstance(a, Shared) else a
         product = left.float() @ b.data.float()
-        return product + acc if use_acc else product
+        # Products that add to the same accumulator may follow each other: they end in order.
+        start = acc.value if isinstance(acc, Product) else acc
+        return product + start if use_acc else product
 
     context.products.append(Product(compute))
     return context.products[-1]

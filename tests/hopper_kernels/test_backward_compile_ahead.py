@@ -99,7 +99,7 @@ def check(call: Call, spills: int) -> None:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_head_dims_compile(head_dim: int, mask: str):
     check(dense(head_dim, causal=mask == "causal"), SPILLS.get(head_dim, SPILLS["plain"]))
 

@@ -18,6 +18,7 @@ from flashtile.backends.hopper.backward_launch import (
     buffers,
     sink_gradient,
 )
+from flashtile.backends.hopper.backward_plan import leaves_keys_unseen
 from flashtile.backends.hopper.launch import readable
 from flashtile.call import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -52,6 +53,9 @@ def gradients(
     launches = backward_launches(problem, operands, out, lse, readable(dout), dlse, found)
     if problem.layout == "dense":
         found.dq.fill_(torch.nan)
+    if not leaves_keys_unseen(problem):
+        found.dk.fill_(torch.nan)
+        found.dv.fill_(torch.nan)
     added = [emulator.run(launch, seed) for launch in launches][1]
     if options.deterministic:
         assert_ascending(added)
@@ -170,6 +174,12 @@ def test_options(option: str, head_dim: int):
     dense(1, sizes={"D": head_dim, "M": 170, "N": 300}, **OPTIONS[option])
 
 
+@pytest.mark.parametrize("option", ["left", "causal window", "causal chunk"])
+@pytest.mark.parametrize("lengths", [(300, 300), (400, 270)])
+def test_every_key_has_a_query_where_there_are_no_more_keys(lengths: tuple[int, int], option: str):
+    dense(2, sizes={"M": lengths[0], "N": lengths[1], "D": 64}, **OPTIONS[option])
+
+
 def test_no_queries_give_zero_gradients():
     inputs = qkv(generator(0), B=0, M=70, N=90, D=64, dtype=torch.bfloat16)
     operands, options = dense_call(*inputs, Arguments(sink=normal(generator(0), 4)))
@@ -204,7 +214,7 @@ def test_keys_past_the_end_weigh_nothing():
     check(*dense_call(q / 8 + 4, k / 8 - 4, v, Arguments()), {}, seed=6)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
@@ -229,7 +239,7 @@ def test_deterministic_adds_in_order(head_dim: int, seed: int, option: str):
     dense(seed, sizes=sizes, deterministic=True, **given)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 @pytest.mark.parametrize("seed", range(2))
 def test_deterministic_heads_of_a_group(seed: int, head_dim: int):
     """An odd number of blocks a head, so that a writer has even blocks of one and odd ones of the

@@ -32,21 +32,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .backward_order import await_additions, await_turn, pass_turn
+from .backward_products import (
+    half,
+    issue_dp,
+    issue_dq,
+    issue_scores,
+    keys_tile,
+    own_columns,
+    products_along,
+    rows_tile,
+    shared_half,
+    statistic,
+)
 from .backward_schedule import key_work, rows_to_mask, seeing_rows
 from .backward_scores import probabilities
 from .backward_verbs import hidden_zero, hidden_zeros, meet, recast
 from .layouts import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
-    accumulator,
     left_operand,
     row_values,
     rows_of_heads,
     shared_rows,
-    shared_value,
 )
 from .query_gradient import add_piece, put_piece
-from .softmax import alibi_slope, nothing
+from .softmax import alibi_slope
 from .verbs import (
     FIRST_BARRIER,
     aggregate,
@@ -99,7 +109,7 @@ def walk(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.
     channels.v.acquire(0)
     if cfg.IS_PACKED:
         clear_keys(ME, channels, work, cfg)
-    COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_D
+    COLUMNS: gl.constexpr = own_columns(ME, cfg)
     dk = hidden_zeros(COLUMNS)
     dv = hidden_zeros(COLUMNS)
     total = (work.end - work.begin) * sizes.group
@@ -232,20 +242,25 @@ def end_of_split_step(
     wait_at_barrier(FIRST_BARRIER, 256)
     dv = warpgroup_mma(channels.p.index(i % 2), half(ME, channels.dout, i, cfg), dv, is_async=True)
     dk = warpgroup_mma(channels.ds.index(i % 2), half(ME, channels.q, i, cfg), dk, is_async=True)
+    HAS_REST: gl.constexpr = own_columns(ME, cfg) > CONSUMER_ROWS
     dq = issue_dq(ME, k, i, channels.ds, cfg)
-    dq_rest = issue_dq(2 + ME, k, i, channels.ds, cfg)
+    dq_rest = dq
+    if HAS_REST:
+        dq_rest = issue_dq(2 + ME, k, i, channels.ds, cfg)
     if cfg.IS_ORDERED and i > 0:  # the addition has had half a step's time
         pass_own_turn(ME, added, outputs, work)
-    dv = warpgroup_mma_wait(3, deps=[dv])
+    dv = warpgroup_mma_wait(3 if HAS_REST else 2, deps=[dv])
     channels.dout.release(i)  # dP and dV have read it; delta went into dP
     # As above, S^T after the last block is nobody's.
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(ME, k, i + 1, channels, cfg)
     if cfg.IS_ORDERED:
         await_turn(outputs.turns + (2 * (place + m) + ME), work.n, work.before, m)
-    dk, dq, dq_rest = warpgroup_mma_wait(1, deps=[dk, dq, dq_rest])
+    dk, dq = warpgroup_mma_wait(products_along(cfg), deps=[dk, dq])
+    if HAS_REST:
+        dq_rest = warpgroup_mma_wait(products_along(cfg), deps=[dq_rest])
     channels.q.release(i)  # S^T (a step ago), the exponentials and dK have read it
-    add_halves(ME, dq, dq_rest, place + m, outputs, channels.staging, cfg)
+    add_halves(ME, dq, dq_rest, HAS_REST, place + m, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, dk, dv
 
@@ -259,15 +274,17 @@ def pass_own_turn(ME: gl.constexpr, added, outputs, work):
 
 @gluon.jit
 def add_halves(
-    ME: gl.constexpr, dq, dq_rest, place, outputs, staging, cfg: gl.constexpr
+    ME: gl.constexpr, dq, dq_rest, HAS_REST: gl.constexpr, place, outputs, staging,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """Add this consumer's pieces of dQ to block `place` of the workspace."""
     if not cfg.IS_ORDERED:
         tma.store_wait(0)
     tile = staging.index(ME)
     add_piece(dq, tile, 4 * place + ME, outputs.workspace)
-    tma.store_wait(0)
-    add_piece(dq_rest, tile, 4 * place + 2 + ME, outputs.workspace)
+    if HAS_REST:
+        tma.store_wait(0)
+        add_piece(dq_rest, tile, 4 * place + 2 + ME, outputs.workspace)
 
 
 @gluon.jit
@@ -295,63 +312,6 @@ def first_row(ME: gl.constexpr, m, cfg: gl.constexpr):
     return row
 
 
-# Parts of tiles
-
-
-@gluon.jit
-def rows_tile(channel, i, cfg: gl.constexpr):
-    """A block of Q or dO, (BLOCK_M, BLOCK_D)."""
-    slot = hidden_zero(i) if channel.SLOTS == 1 else i % channel.SLOTS
-    return channel.tiles.index(slot).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
-
-
-@gluon.jit
-def half(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """This consumer's columns of it."""
-    HALF: gl.constexpr = cfg.BLOCK_D // 2
-    return rows_tile(channel, i, cfg).slice(ME * HALF, HALF, dim=1)
-
-
-@gluon.jit
-def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """The rows of it for which this consumer makes scores, transposed."""
-    HALF: gl.constexpr = cfg.BLOCK_M // 2
-    rows = rows_tile(channel, i, cfg)
-    if cfg.SPLITS_COLUMNS:
-        rows = rows.slice(ME * HALF, HALF)
-    return rows.permute((1, 0))
-
-
-@gluon.jit
-def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
-    """The rows of K or V of which this consumer makes scores, (64, BLOCK_D)."""
-    rows = tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
-    if not cfg.SPLITS_COLUMNS:
-        rows = rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
-    return rows
-
-
-@gluon.jit
-def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
-    """This consumer's part of P^T or dS^T in shared memory, (BLOCK_N, BLOCK_M)."""
-    tile = tiles.index(i % 2)
-    if cfg.SPLITS_COLUMNS:
-        tile = tile.slice(ME * (cfg.BLOCK_M // 2), cfg.BLOCK_M // 2, dim=1)
-    else:
-        tile = tile.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
-    return tile
-
-
-@gluon.jit
-def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """The number that came with each row of a block, one a column of the scores."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
-    numbers = recast(channel.rest(i), gl.float32, [cfg.BLOCK_M], shared_value())
-    if cfg.SPLITS_COLUMNS:
-        numbers = numbers.slice(ME * COLUMNS, COLUMNS)
-    return numbers.load(gl.SliceLayout(0, accumulator(COLUMNS)))
-
-
 @gluon.jit
 def await_empty(channel, i):
     """Wait until slot `i` may be written."""
@@ -364,42 +324,6 @@ def acquire_if(channel, i, there):
     """Wait until slot `i` is full, if anything is to come."""
     slot = i % channel.SLOTS
     mbarrier.wait(channel.full.index(slot), (i // channel.SLOTS) & 1, pred=there)
-
-
-# Products
-
-
-@gluon.jit
-def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
-    """S^T = K Q^T of block i, under way."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
-    q = queries_of(ME, channels.q, i, cfg)
-    return warpgroup_mma(keys_tile(ME, k, cfg), q, nothing(COLUMNS), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
-    """dP^T - delta = V dO^T - delta of block i, under way."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
-    minus_delta = statistic(ME, channels.dout, i, cfg)
-    start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, COLUMNS])
-    dout = queries_of(ME, channels.dout, i, cfg)
-    return warpgroup_mma(keys_tile(ME, v, cfg), dout, start, is_async=True)
-
-
-@gluon.jit
-def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
-    """A piece (64, 64) of dQ = dS K, under way: rows or columns 64 PART and on. dS^T is in slot `i`
-    of `tiles`."""
-    FIRST: gl.constexpr = PART * CONSUMER_ROWS
-    k = k.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
-    ds = tiles.index(i % 2)
-    if cfg.BLOCK_M == 64:
-        k = k.slice(FIRST, CONSUMER_ROWS, dim=1)
-    else:
-        ds = ds.slice(FIRST, CONSUMER_ROWS, dim=1)
-    zero = nothing(CONSUMER_ROWS)
-    return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
 
 
 # Where a packed sequence ends inside of a tile
@@ -453,13 +377,13 @@ def store_gradient(
 ):  # fmt: skip
     """This consumer's part of dK or dV, through the ring of `channel`: by the copy engine, which
     clips at the end of the tensor, or, where the next sequence follows at once, by the threads."""
-    COLUMNS: gl.constexpr = x.shape[1]
+    COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_D
     dtype: gl.constexpr = channel.tiles.dtype
     TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M * cfg.BLOCK_D // (CONSUMER_ROWS * COLUMNS)
     shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, COLUMNS]
     tile = recast(channel.tiles, dtype, shape, shared_rows(COLUMNS)).index(ME)
     rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
-    rows.store(x.to(dtype))
+    rows.slice(0, x.shape[1], dim=1).store(x.to(dtype))  # what follows lies outside of the tensor
     row = work.n0
     column = 0
     if cfg.SPLITS_COLUMNS:

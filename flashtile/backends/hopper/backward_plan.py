@@ -46,6 +46,7 @@ class BackwardConfig:
     Q_STAGES: int
     DO_STAGES: int
     SPLITS_COLUMNS: bool
+    FILLED: int  # columns that are not all zero, in whole 64s; products leave the others out
     ADDERS: int  # parts of a block that are added to memory: by a writer, or by the consumers
     WRITERS: int  # warps, which take turns; those of the consumers' additions have nothing to do
     CARRIES_LSE: bool  # to the next step, where registers allow
@@ -74,6 +75,7 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         SPLITS_COLUMNS=tile.splits_columns,
+        FILLED=-(-max(problem.D, problem.Dv, columns // 2 + 1) // 64) * 64,
         ADDERS=2 if tile.splits_columns else 1,
         WRITERS=2 if options.deterministic and not tile.splits_columns else 1,
         CARRIES_LSE=columns == 128 and problem.layout == "dense",
@@ -98,9 +100,9 @@ def padded_columns(problem: AttentionProblem) -> int:
 
 
 def is_uneven(problem: AttentionProblem) -> bool:
-    """Whether tiles of keys differ in how many queries see them."""
+    """Whether tiles of keys of a sequence differ in how many queries see them."""
     options = problem.options
-    return options.window_right >= 0 or options.attention_chunk > 0 or problem.layout != "dense"
+    return options.window_right >= 0 or options.attention_chunk > 0
 
 
 def backward_section(problem: AttentionProblem) -> int:
@@ -114,9 +116,14 @@ def backward_section(problem: AttentionProblem) -> int:
 
 
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:
-    """Whether a tile of keys may be seen by no query, so that no program writes its gradients."""
+    """Whether a tile of keys may be seen by no query, so that no program writes its gradients.
+
+    Queries are the last ones of the sequence: without more keys than queries, each key has a query
+    of its own, which sees it under every mask.
+    """
     options = problem.options
-    return problem.layout != "dense" or options.window_left >= 0 or options.attention_chunk > 0
+    bounded = options.window_left >= 0 or options.attention_chunk > 0
+    return problem.layout != "dense" or (bounded and problem.N > problem.M)
 
 
 def describe_backward(problem: AttentionProblem) -> str:

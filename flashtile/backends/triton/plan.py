@@ -120,8 +120,9 @@ FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
 }
 # The same where programs share a walk, if it differs: fewer of them are under way at a time.
 SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64, 4, 3)}}
-# Of a float8 cache, everywhere.
+# Of a float8 cache, everywhere; of one in pages, where whole walks of an architecture were measured.
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
+FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
 
 # float32 multiplies without tensor cores, everywhere alike.
 SINGLE: dict[int, tuple[Tile, ...]] = {
@@ -452,7 +453,8 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
     if problem.dtype != torch.float32 and problem.block_tile is None:
         few = FEW_ROWS_FORWARD[name][head_dim]
         if problem.has_float8_keys:
-            few = FLOAT8_FORWARD[head_dim]
+            pages = FLOAT8_PAGES_FORWARD if problem.page_size > 0 and not is_split else {}
+            few = pages.get((name, head_dim), FLOAT8_FORWARD[head_dim])
         elif is_split:
             few = SPLIT_FORWARD.get(name, {}).get(head_dim, few)
         if rows <= FEW_ROWS:
