@@ -120,7 +120,7 @@ FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
 }
 # The same where programs share a walk, if it differs: fewer of them are under way at a time.
 SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64, 4, 3)}}
-# Of a float8 cache, everywhere; of one in pages, where whole walks of an architecture were measured.
+# Of a float8 cache, everywhere; of one in pages, where whole walks were measured.
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
 
