@@ -1,6 +1,8 @@
 """Random combinations of options, odd sizes and strides, forward and backward, by the rule.
 
 `FLASHTILE_DRAWS` says how many; a failure prints what Hypothesis drew and a blob that repeats it.
+On a GPU every combination is several kernels, which take seconds to compile: `FLASHTILE_SIZES` says
+how many draws of sizes and numbers share one.
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ from flashtile.testing import (
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "200"))
+SIZES = int(os.environ.get("FLASHTILE_SIZES", "1"))
 
 
-def draws(share):
+def draws(share, sizes=1):
     return settings(
-        max_examples=max(1, int(DRAWS * share)),
+        max_examples=max(1, int(DRAWS * share / sizes)),
         deadline=None,
         database=None,
         print_blob=True,
@@ -55,6 +58,11 @@ heads = st.tuples(st.integers(1, 3), st.integers(1, 3)).map(lambda x: (x[0] * x[
 sides = st.one_of(st.sampled_from([-1, None, 0]), st.integers(1, 40))
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31)
+
+
+def several(size):
+    """`SIZES` draws of sizes, each with a seed."""
+    return st.lists(st.tuples(size, seeds), min_size=SIZES, max_size=SIZES)
 
 
 def random_tiles(g, s, tile):
@@ -107,36 +115,36 @@ def options(draw, dropout=True, lengths_used=True):
 
 @given(
     dtype=dtypes,
-    size=st.tuples(st.integers(1, 3), lengths, lengths),
+    sizes=several(st.tuples(st.integers(1, 3), lengths, lengths)),
     groups=heads,
     dims=st.tuples(head_dims, st.one_of(st.none(), head_dims)),
     chosen=options(),
     style=st.sampled_from(STRIDE_STYLES),
-    seed=seeds,
 )
-@draws(0.45)
-def test_dense(backend, dtype, size, groups, dims, chosen, style, seed):
-    s = Sizes(*size, *groups, *dims)
-    check_dense(s, chosen, dtype, backend, seed, partial(strided, style=style))
+@draws(0.45, SIZES)
+def test_dense(backend, dtype, sizes, groups, dims, chosen, style):
+    for size, seed in sizes:
+        s = Sizes(*size, *groups, *dims)
+        check_dense(s, chosen, dtype, backend, seed, partial(strided, style=style))
 
 
 @given(
     dtype=dtypes,
-    sequences=st.lists(st.tuples(lengths, lengths), min_size=1, max_size=4),
+    batches=several(st.lists(st.tuples(lengths, lengths), min_size=1, max_size=4)),
     slack=st.tuples(st.integers(0, 5), st.integers(0, 5)),
     groups=heads,
     dims=st.tuples(head_dims, st.one_of(st.none(), head_dims)),
     chosen=options(),
     style=st.sampled_from(STRIDE_STYLES),
-    seed=seeds,
 )
-@draws(0.35)
-def test_packed(backend, dtype, sequences, slack, groups, dims, chosen, style, seed):
-    lengths_q, lengths_k = (list(x) for x in zip(*sequences, strict=True))
-    M, N = max(lengths_q) + slack[0], max(lengths_k) + slack[1]
-    s = Sizes(len(sequences), M, N, *groups, *dims)
+@draws(0.35, SIZES)
+def test_packed(backend, dtype, batches, slack, groups, dims, chosen, style):
     layout = partial(strided, style=style)
-    check_varlen(lengths_q, lengths_k, s, chosen, dtype, backend, seed, layout)
+    for sequences, seed in batches:
+        lengths_q, lengths_k = (list(x) for x in zip(*sequences, strict=True))
+        M, N = max(lengths_q) + slack[0], max(lengths_k) + slack[1]
+        s = Sizes(len(sequences), M, N, *groups, *dims)
+        check_varlen(lengths_q, lengths_k, s, chosen, dtype, backend, seed, layout)
 
 
 @st.composite
