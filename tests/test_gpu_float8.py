@@ -70,6 +70,7 @@ def check(function: Any, reference: Any, small: Quantized, *layout: Any, **given
         assert_close(name, x.cpu(), wanted, low, dtype=dtype, seed=0)
         live = y.isfinite()
         assert torch.equal(live, x.cpu().isfinite())
+        # Sums that end otherwise round P otherwise: 0.72 to 0.98 of the numbers were within a step.
         step = torch.finfo(torch.bfloat16).eps * y[live].abs() + 1e-2
         assert ((x.cpu()[live] - y[live]).abs() <= step).double().mean() > 0.6
 

@@ -26,7 +26,7 @@ class Target:
 
     about: str
     ours: str  # the peer
-    others: tuple[str, ...]  # peers, of whom the fastest counts; full attention; a limit
+    others: tuple[str, ...]  # peers, of whom the fastest counts; another variant; a limit
     least: float
     belongs: Callable[[Row], bool]
 

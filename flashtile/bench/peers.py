@@ -76,7 +76,8 @@ def flashtile(
 def _chosen(
     case: Case, inputs: Inputs, leaves: dict[str, Tensor], options: dict[str, Any]
 ) -> str | None:
-    """The backend that flashtile takes; a cache is asked for as the same keys without pages."""
+    """The backend that flashtile takes; a cache is asked for as the same keys without pages, in the
+    queries' dtype."""
     asked = {**options, "bias": inputs.bias, "sink": inputs.sink, "dropout_p": case.dropout}
     if inputs.cu_seqlens is not None:
         asked |= _packed_layout(inputs.cu_seqlens)

@@ -194,11 +194,11 @@ def warpgroup_mma(
 ) -> Product:
     visible(a, b)
     assert is_async
+    assert not isinstance(acc, Product) or acc is context.products[-1]  # they end in order
 
     def compute() -> Tensor:
         left = a.data if isinstance(a, Shared) else a
         product = left.float() @ b.data.float()
-        # Products that add to the same accumulator may follow each other: they end in order.
         start = acc.value if isinstance(acc, Product) else acc
         return product + start if use_acc else product
 
