@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
+from flashtile.backends.hopper import plan as hopper_plan
 from flashtile.backends.triton import plan
 from flashtile.problem import AttentionProblem, Operands, Options
 
@@ -92,6 +93,7 @@ def test_a_gpu_that_ran(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_float8_goes_to_hopper(monkeypatch: pytest.MonkeyPatch, head_dim: int):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", hopper_plan.OLDEST_TRITON)
     with FakeTensorMode():
         q = torch.empty(1, 128, 4, head_dim, dtype=torch.float8_e4m3fn, device="cuda")
         report = str(flashtile.explain(q, q, q, causal=True))
