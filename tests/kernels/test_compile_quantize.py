@@ -4,6 +4,7 @@ needed."""
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from flashtile.quantize.tensors import keys_adjacent_like
 
 from .compile_ahead import DEVICES, ptx, report
 from .spills import ALLOWED_IN_QUANTIZING
+
+NEWER = tuple(map(int, version("triton").split(".")[:2])) > (3, 6)
 
 
 def launch_of(head_dim: int, rows: int, of_values: bool, half: int = 0) -> Launch:
@@ -61,7 +64,7 @@ def launch_of(head_dim: int, rows: int, of_values: bool, half: int = 0) -> Launc
 )
 def test_only_what_is_allowed_spills(head_dim: int, rows: int, of_values: bool, half: int):
     found = report(launch_of(head_dim, rows, of_values, half), "sm_90")
-    allowed, _ = ALLOWED_IN_QUANTIZING.get((head_dim, half), (0, ""))
+    allowed, _ = ALLOWED_IN_QUANTIZING.get((head_dim, half), (0, "")) if NEWER else (0, "")
     assert found.spilled <= allowed
     assert found.shared <= DEVICES["sm_90"].shared
 
