@@ -245,6 +245,20 @@ def test_dense_batch_with_lengths(sides: tuple[str, ...], head_dim: int):
     check(*dense_call(q, k, v, Arguments(**given)), given, seed=6)
 
 
+@pytest.mark.parametrize("heads", [1, 5, 9, 16, 21])
+@pytest.mark.parametrize("section", [1, 2, 5, 8, 16])
+def test_sections_of_heads(heads: int, section: int):
+    """Every tile comes once, and the last section, whose end nothing follows, is a whole one."""
+    m_tiles, width = 7, min(section, heads)
+    with emulator.emulated() as load_file:
+        order = load_file("schedule").section_order
+        numbers = map(emulator.tile, range(m_tiles * heads))
+        found = [tuple(map(int, order(n, m_tiles, heads, section))) for n in numbers]
+    assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]
+    last = [(m, h) for m in range(m_tiles) for h in range(heads - width, heads)]
+    assert found[-len(last) :] == last
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_packed_lengths_of_many_tiles_and_of_none(seed: int):
     lengths = [0, 0, 130, 1, 0, 129, 128, 257, 0, 0]

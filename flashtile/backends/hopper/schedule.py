@@ -57,12 +57,14 @@ class Place:
 def section_order(tile, m_tiles, heads, section):
     """(tile of queries, head): all tiles of `section` heads, heads fastest, then the next section.
 
-    The heads of a section share the cache, and equal tiles of all of them run together.
+    The heads of a section share the cache, and equal tiles of all of them run together. Heads that
+    are left over come first: at the end their few long tiles would leave most programs idle.
     """
-    number = tile // (m_tiles * section)
-    first = number * section
-    width = gl.minimum(section, heads - first)
-    rest = tile - number * (m_tiles * section)
+    missing = (section - heads % section) % section  # heads that the first section lacks
+    first = (tile + missing * m_tiles) // (m_tiles * section) * section - missing
+    width = section + gl.minimum(first, 0)
+    first = gl.maximum(first, 0)
+    rest = tile - first * m_tiles
     return rest // width, first + rest % width
 
 
