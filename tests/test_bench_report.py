@@ -393,12 +393,15 @@ def test_a_preset_runs_in_parts_and_is_reported(
     for length in ("32", "64"):
         argv = ["bench", "--preset", "gpu-dense", "--device", "cpu", "--pass", "all"]
         assert cli.main([*argv, "--seq-len", length, "--csv", str(tmp_path / f"{length}.csv")]) == 0
+    (tmp_path / "others.csv").write_text("pass,provider,seconds\nforward,someone,1\n")
+    (tmp_path / "empty.csv").write_text("")
     assert cli.main(["bench", "--report", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     for direction in ("forward", "backward", "both"):
         assert f"## gpu-dense: {direction}, TFLOP/s" in page
         assert (tmp_path / f"speed-gpu-dense-{direction}-float32-dense.png").exists()
     assert str(tmp_path) not in page
+    assert "someone" not in page
     assert cli.main(["bench", "--report", str(tmp_path / "nowhere")]) == 2
     assert "no CSV file" in capsys.readouterr().err
 

@@ -1,5 +1,13 @@
 """Float8 on Hopper by the public functions: what dispatch chooses, against the rule and the CPU's
-emulation, and whether repeats agree."""
+emulation, and whether repeats agree.
+
+The tensor cores keep 13 bits of a sum of float8 products (SageAttention2, Zhang et al. 2024). One
+instruction adds 32 of them to the sum so far, and each of the 33 terms loses less than 2^-13 of the
+largest. D / 32 instructions lose about sqrt(33 D / 32) 2^-13, 2^-9 at head dim 256, of the largest
+score. So the log-sum-exp is held to the rule in bfloat16, whose rounding is 2^-7, four times that;
+and weights near a tie go to the other neighbour in e4m3, so that outputs are those of the emulation
+in their errors, not in their bits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +32,7 @@ from flashtile.testing import (
     qkv,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers")]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -34,6 +42,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256), (96, 80), (192, 128)]
 REPEATS = 30
+
+# The GPU's error over the emulation's. Either is known to 2 or 3 % from the rows of these tests, so
+# this is four standard errors if their roundings had nothing in common. They have nearly all:
+# scores of the emulation that are moved by 2^-10 change its error by 1 %.
+MOST = 1.2
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +58,22 @@ def on_hopper() -> None:
 
 
 def carried(x: Tensor) -> Tensor:
-    """`x` on the GPU with the strides that it has: the keys of V are adjacent."""
-    bytes_of = torch.empty_strided(x.shape, x.stride(), dtype=torch.uint8, device="cuda")
-    return bytes_of.copy_(x.view(torch.uint8)).view(E4M3)
+    """`x` on the GPU with the strides that it has: the keys of V are adjacent. What lies between
+    its rows is NaN."""
+    size = x.untyped_storage().nbytes()
+    memory = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
+    return memory.as_strided(x.shape, x.stride()).copy_(x.view(torch.uint8)).view(E4M3)
 
 
-def check(function: Any, reference: Any, small: Quantized, *layout: Any, **given: Any) -> None:
-    """The call on the GPU by the rule, nearly what the CPU makes of it, and always the same."""
+def rms(x: Tensor, truth: Tensor) -> float:
+    """Root mean square error."""
+    return (x.cpu().double() - truth).square().mean().sqrt().item()
+
+
+def check(
+    seed: int, function: Any, reference: Any, small: Quantized, *layout: Any, **given: Any
+) -> None:
+    """The call on the GPU by the rule, as exact as the CPU's emulation, and always the same."""
     given = given | descales(small)
     cpu = function(*small[:3], *layout, **given, return_lse=True)
     truth = reference(*small[:3], *layout, **given)
@@ -62,17 +84,10 @@ def check(function: Any, reference: Any, small: Quantized, *layout: Any, **given
     got = call()
     for _ in range(REPEATS):
         assert all(map(torch.equal, call(), got))
-    for name, x, y in zip(("out", "lse"), got, cpu, strict=True):
-        dtype = torch.bfloat16 if name == "out" else torch.float32
+    for name, x in zip(("out", "lse"), got, strict=True):
         wanted, low = getattr(truth, name), getattr(plain, name)
-        if name == "lse":  # the tensor cores add up float8 products with fewer bits than float32
-            dtype = torch.bfloat16
-        assert_close(name, x.cpu(), wanted, low, dtype=dtype, seed=0)
-        live = y.isfinite()
-        assert torch.equal(live, x.cpu().isfinite())
-        # Sums that end otherwise round P otherwise: 0.72 to 0.98 of the numbers were within a step.
-        step = torch.finfo(torch.bfloat16).eps * y[live].abs() + 1e-2
-        assert ((x.cpu()[live] - y[live]).abs() <= step).double().mean() > 0.6
+        assert_close(name, x.cpu(), wanted, low, dtype=torch.bfloat16, seed=seed)
+    assert rms(got[0], truth.out) <= MOST * rms(cpu[0], truth.out)
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
@@ -85,7 +100,7 @@ def test_dense(option: str, scales: str, head_dims: tuple[int, int], seed: int):
     v[:, 140:] *= 50  # so that scales differ by block
     small = quantized(q, k, v, Recipe(scales), None)
     given = OPTIONS[option] | {"softmax_scale": D**-0.5}
-    check(flashtile.attention, attention_reference, small, **given)
+    check(seed, flashtile.attention, attention_reference, small, **given)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -96,7 +111,7 @@ def test_packed(head_dim: int, seed: int):
     small = quantized(q, k, v, Recipe("head"), layout)
     given = {"causal": True, "softmax_scale": head_dim**-0.5}
     function, reference = flashtile.attention_varlen, attention_varlen_reference
-    check(function, reference, small, *layout[:4], **given)
+    check(seed, function, reference, small, *layout[:4], **given)
 
 
 def test_dispatch_takes_hopper():
@@ -107,14 +122,23 @@ def test_dispatch_takes_hopper():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_fp8_is_the_emulated_one(causal: bool, seed: int):
-    """With gradients, which are those of 16 bits."""
-    given = [x.cuda() for x in qkv(generator(seed), M=300, N=400, D=128, dtype=torch.bfloat16)]
+def test_attention_fp8_is_as_exact_as_the_emulated_one(causal: bool, seed: int):
+    """With gradients: those of 16 bits on the numbers that float8 holds, which both make alike."""
+    g = generator(seed)
+    given = qkv(g, M=300, N=400, D=128, dtype=torch.bfloat16)
+    dout = torch.randn(given[0].shape, generator=g).bfloat16()
 
-    def run(emulate: bool) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in given]
-        out = flashtile.attention_fp8(*leaves, causal=causal, emulate=emulate)
-        return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+    def results(attend: Any, dtype: torch.dtype, device: str) -> list[Tensor]:
+        leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in given]
+        out = attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(device, dtype))]
 
-    for x, y in zip(run(False), run(True), strict=True):
-        assert (x - y).float().norm() <= 0.03 * y.float().norm()
+    def exact(*leaves: Tensor) -> Tensor:
+        return attention_reference(*leaves, causal=causal).out
+
+    attend = partial(flashtile.attention_fp8, causal=causal)
+    truths = results(exact, torch.float64, "cpu")
+    ours = results(attend, torch.bfloat16, "cuda")
+    theirs = results(partial(attend, emulate=True), torch.bfloat16, "cuda")
+    for name, x, y, truth in zip(("out", "dq", "dk", "dv"), ours, theirs, truths, strict=True):
+        assert rms(x, truth) <= MOST * rms(y, truth), name

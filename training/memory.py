@@ -85,6 +85,9 @@ def settings_of(folder: Path, overrides: list[str], attn: str, context: int) -> 
 def measure(settings: Settings) -> Point:
     """Two steps, because the optimizer's numbers come into being in the first; the second counts
     for the time."""
+    gc.collect()  # gives back what runs before this one held
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     seconds = memory = NAN
     try:
         run = Run(settings)
@@ -95,10 +98,6 @@ def measure(settings: Settings) -> Point:
         memory = peak_memory_mib(run.fabric.device)
     except torch.OutOfMemoryError:
         seconds = NAN
-    run = None  # type: ignore[assignment]  # gives the memory back before the next point
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return Point(settings.attn, settings.data.context, memory, seconds)
 
 

@@ -3,8 +3,8 @@
 The portable backend (Triton) is compared with FlashAttention-2, the Hopper backend with the fastest
 of FlashAttention-3, FlashAttention-4 and cuDNN: times of one case, whose peers took turns. Masks
 are compared with full attention by the same peer, decoding with the faster of two libraries and
-with the memory's speed, caches of other kinds with the plain one, the host's time of a call with a
-limit. All are ratios: more is better.
+with the memory's speed, caches of other kinds with the plain one, float8 with FlashAttention-3's,
+quantising with a copy, the host's time of a call with a limit. All are ratios: more is better.
 """
 
 from __future__ import annotations
@@ -91,6 +91,14 @@ TARGETS = (
         for what, least, rows in (
             ("batch 1", 1.2, lambda row: row.preset == "gpu-decode" and row.batch == 1),
             ("larger batches", 1.0, lambda row: row.preset == "gpu-decode" and row.batch > 1),
+        )
+    ),
+    *(
+        Target(about, f"flashtile-{ours}", (other,), least, lambda row: True)
+        for about, ours, other, least in (
+            ("float8 forward, scales of heads", "float8-head", "fa3-float8", 1.0),
+            ("float8 forward, scales of blocks", "float8", "flashtile-float8-head", 0.97),
+            ("quantising", "quantize", "copy", 0.8),
         )
     ),
 )

@@ -10,7 +10,7 @@ from . import gpu_targets
 from .report import number, skipped_lines
 from .rows import Provenance, Row, faster_than_full, with_backend
 
-PASSES = ("forward", "backward", "both", "decode")  # in the order of the page
+PASSES = ("forward", "backward", "both", "decode", "quantize")  # in the order of the page
 
 Value = Callable[[Row], float | None]
 
@@ -34,7 +34,7 @@ QUANTITIES = (
         percent=lambda row: row.percent_of_matmul,
     ),
     Quantity(
-        "GB/s of cache read (% of one large sum)",
+        "GB/s (% of one large sum)",
         lambda row: row.gbps,
         has_ratio=True,
         percent=lambda row: row.percent_of_read,
@@ -51,6 +51,10 @@ RATIOS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flashtile-triton", ("fa2",)),
     ("flashtile", ("cudnn", "fa3", "fa4")),
     ("flashtile-deterministic", ("flashtile",)),
+    ("flashtile-float8", ("flashtile",)),
+    ("flashtile-float8", ("flashtile-float8-head",)),
+    ("flashtile-float8-head", ("fa3-float8",)),
+    ("flashtile-quantize", ("copy",)),
 )
 
 # Columns that say what a line measured; those that never change are said once, above the table.

@@ -6,7 +6,6 @@ why it cannot. Each peer gets the tensors in the layout that it likes best, made
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
@@ -26,11 +25,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import api, dispatch
 from ..explain import explain
 from ..masks import BlockMask
+from . import float8
 from .prepared import (
     Prepared,
     Skip,
+    cuda_package,
     heads_first,
     leaves_of,
+    output_alone,
     refuse,
     refuse_quadratic,
     turned,
@@ -280,7 +282,7 @@ def _score_mod(
 
 def fa2_package(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-2 as its authors ship it, the package `flash_attn`."""
-    module = _cuda_package("flash_attn", inputs)
+    module = cuda_package("flash_attn", inputs)
     refuse(
         case,
         bias="has no bias",
@@ -307,7 +309,7 @@ def fa2_package(case: Case, inputs: Inputs) -> Prepared:
 
 def fa3(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-3, the module `flash_attn_interface`."""
-    module = _cuda_package("flash_attn_interface", inputs)
+    module = cuda_package("flash_attn_interface", inputs)
     refuse(
         case,
         bias="has no bias",
@@ -329,7 +331,7 @@ def fa3(case: Case, inputs: Inputs) -> Prepared:
 
 def fa4(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-4 (CuTe DSL), the module `flash_attn.cute`."""
-    module = _cuda_package("flash_attn.cute", inputs)
+    module = cuda_package("flash_attn.cute", inputs)
     refuse(
         case,
         bias="has no bias",
@@ -355,6 +357,8 @@ PEERS: dict[str, Peer] = {
     "flashtile": flashtile,
     **{f"flashtile-{name}": partial(flashtile, backend=name) for name in dispatch.ORDER},
     "flashtile-deterministic": partial(flashtile, deterministic=True),
+    "flashtile-float8": partial(float8.flashtile, scales="block"),
+    "flashtile-float8-head": partial(float8.flashtile, scales="head"),
     "sdpa": sdpa,
     "sdpa-flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "sdpa-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
@@ -365,7 +369,9 @@ PEERS: dict[str, Peer] = {
     "fa2": fa2,
     "fa2-package": fa2_package,
     "fa3": fa3,
+    "fa3-float8": float8.fa3,
     "fa4": fa4,
+    **float8.QUANTIZERS,
 }
 
 
@@ -439,14 +445,9 @@ def _length_first(
         call = partial(dense, q, k, v, **options)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _out(dense(q, k, v, **options))
+            return output_alone(dense(q, k, v, **options))
 
-    return Prepared(lambda: _out(call()), leaves, inputs.dout, attend=attend)
-
-
-def _out(result: Any) -> Tensor:
-    """The output alone of a function that may return more."""
-    return result[0] if isinstance(result, tuple) else result
+    return Prepared(lambda: output_alone(call()), leaves, inputs.dout, attend=attend)
 
 
 def _packed_layout(cu_seqlens: Tensor) -> dict[str, Any]:
@@ -466,13 +467,3 @@ def _alibi(inputs: Inputs, M: int, N: int) -> Tensor | None:
 def _hide(term: Tensor, mask: Tensor | None) -> Tensor:
     """A term of the scores with -inf where the mask hides."""
     return term if mask is None else term.masked_fill(~mask, -torch.inf)
-
-
-def _cuda_package(name: str, inputs: Inputs) -> Any:
-    """An optional library that needs a GPU."""
-    if inputs.q.device.type != "cuda":
-        raise Skip("runs on CUDA alone")
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise Skip(f"not installed ({error})") from error

@@ -15,6 +15,8 @@ COLOURS = {
     "flashtile": "#0072b2",
     "flashtile-triton": "#56b4e9",
     "flashtile-deterministic": "#009e73",
+    "flashtile-float8": "#d55e00",
+    "flashtile-float8-head": "#e69f00",
     "sdpa": "#d55e00",
     "sdpa-flash": "#d55e00",
     "sdpa-efficient": "#8c564b",
@@ -30,6 +32,8 @@ COLOURS = {
 MARKERS = {
     "flashtile": "o",
     "flashtile-triton": "o",
+    "flashtile-float8": "o",
+    "flashtile-float8-head": "o",
     "fa2": "s",
     "cudnn": "^",
     "fa3": "D",
@@ -90,7 +94,7 @@ def _speed(rows: list[Row], provenance: Provenance) -> Any:
         _lines(axis, here, _length, lambda row: row.gbps if cached else row.tflops)
         best = max((_best(row) for row in here), default=0.0)
         if 0 < best < 3 * max(row.gbps or row.tflops or 0.0 for row in measured):
-            name = "one large sum" if cached else "matrix product 8192³"
+            name = "one large sum" if cached else f"{measured[0].dtype} matrix product 8192³"
             axis.axhline(best, color="0.6", linewidth=1, label=name)
         _dress(axis, label, measured)
     _from_zero(grid)

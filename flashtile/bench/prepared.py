@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,3 +89,18 @@ def refuse_quadratic(case: Case, device: torch.device) -> None:
     memory = memory_bytes(device)
     if device.type == "cpu" and memory is not None and wanted > memory / 2:
         raise Skip(f"its scores take {wanted / 2**30:.0f} GiB of {memory / 2**30:.0f} GiB")
+
+
+def cuda_package(name: str, inputs: Inputs) -> Any:
+    """An optional library that needs a GPU."""
+    if inputs.q.device.type != "cuda":
+        raise Skip("runs on CUDA alone")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Skip(f"not installed ({error})") from error
+
+
+def output_alone(result: Any) -> Tensor:
+    """The output of a function that may return more."""
+    return result[0] if isinstance(result, tuple) else result

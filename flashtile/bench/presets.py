@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..quantize.tensors import Recipe
 from ..testing import generator
 from .run import Settings
 from .shapes import BLOCK_TILE, Case
@@ -69,8 +70,21 @@ def _hopper() -> list[Case]:
     ]
 
 
-def _deterministic() -> list[Case]:
+def _long() -> list[Case]:
     return [case for case in _dense() if case.seqlen_k in (4096, 16384)]
+
+
+def _quantize() -> list[Case]:
+    recipes = {
+        "scales of blocks": Recipe(),
+        "scales of heads": Recipe("head"),
+        "scales of blocks, not rotated": Recipe(rotate=False),
+    }
+    return [
+        _case(head_dim, TOKENS, variant=name, recipe=recipe)
+        for head_dim in (64, 128, 256)
+        for name, recipe in recipes.items()
+    ]
 
 
 def _memory() -> list[Case]:
@@ -171,11 +185,31 @@ PRESETS = {
     ),
     "gpu-deterministic": Preset(
         "what a backward costs that is bitwise repeatable",
-        _deterministic(),
+        _long(),
         replace(
             _settings("flashtile flashtile-deterministic", ("backward",), 0.1),
             memory=False,
             accuracy=False,
+        ),
+    ),
+    "gpu-float8": Preset(
+        "attention on float8 numbers, with scales of blocks and of heads, against bfloat16",
+        _long(),
+        replace(
+            _settings(
+                "flashtile flashtile-float8 flashtile-float8-head fa3-float8", ("forward",), 0.2
+            ),
+            memory=False,
+        ),
+    ),
+    "gpu-quantize": Preset(
+        "bringing 16,384 tokens of q, k and v to float8: share of a copy's speed",
+        _quantize(),
+        replace(
+            _settings("flashtile-quantize copy", ("forward",), 0.1),
+            memory=False,
+            accuracy=False,
+            cuda_graph=True,
         ),
     ),
     "gpu-layer": Preset(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from .measure import Timing
-from .shapes import Case, cache_bytes, density, flops
+from .shapes import Case, cache_bytes, density, flops, quantized_bytes
 
 Provenance = Mapping[str, str | None]
 
@@ -59,7 +59,7 @@ class Row:
     p80_ms: float | None = None
     tflops: float | None = None
     percent_of_matmul: float | None = None  # of what the GPU reaches in one large product
-    gbps: float | None = None  # keys and values of a cache read
+    gbps: float | None = None  # keys and values of a cache read, or what quantising moves
     percent_of_read: float | None = None  # of what the GPU reads in one large sum
     host_us: float | None = None  # until an eager call returns, without waiting for the GPU
     peak_mib: float | None = None  # above the inputs; with a backward, of both passes together
@@ -80,9 +80,11 @@ class Row:
         """The row with what follows from the samples, milliseconds each."""
         timing = Timing.of(samples)
         seconds = timing.median_ms / 1e3
+        row = replace(self, **timing._asdict())
+        if case.recipe is not None:
+            return replace(row, gbps=quantized_bytes(case) / seconds / 1e9)
         return replace(
-            self,
-            **timing._asdict(),
+            row,
             tflops=flops(case, self.direction) / seconds / 1e12,
             gbps=cache_bytes(case) / seconds / 1e9 if case.cached else None,
         )
@@ -170,10 +172,17 @@ READ: dict[str, Callable[[str], Any]] = {
 
 
 def read_csv(path: Path) -> list[tuple[Row, dict[str, str]]]:
-    """Each row with where it comes from. A column that an older file lacks keeps its default."""
-    with path.open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    """Each row with where it comes from; none of a file that holds something else.
+
+    A column that an older file lacks keeps its default.
+    """
     types = dict(zip(COLUMNS, fields(Row), strict=True))
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        wanted = {name for name, field in types.items() if field.default is MISSING}
+        if not wanted <= set(reader.fieldnames or ()):
+            return []
+        lines = list(reader)
     found = []
     for line in lines:
         origin = {name: text for name, text in line.items() if name not in types}

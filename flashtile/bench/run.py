@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..testing import attention_reference, attention_varlen_reference
+from .float8 import QUANTIZERS
 from .layer import in_layer
 from .machine import memory_bytes
 from .measure import (
@@ -94,6 +95,8 @@ def _measure_passes(
 
 
 def _direction(case: Case, direction: str) -> str:
+    if case.recipe is not None and direction == "forward":
+        return "quantize"
     return "decode" if case.cached and direction == "forward" else direction
 
 
@@ -134,6 +137,8 @@ def prepare(name: str, task: Task) -> tuple[Prepared, Call]:
     """
     if task.case.cached and task.direction in DIFFERENTIATED:
         raise Skip("a cache has no backward")
+    if task.case.recipe is not None and name not in QUANTIZERS:
+        raise Skip("attends, and this case quantises")
     with failures_of(name):
         prepared = PEERS[name](task.case, task.inputs)
         if task.case.layer:
@@ -161,9 +166,10 @@ def _examined(row: Row, prepared: Prepared, task: Task) -> Row:
         row = replace(row, peak_mib=peak / MIB)
     if task.truth:
         row = replace(row, **accuracy(prepared, task)._asdict())
-    if torch.device(settings.device).type == "cuda" and row.tflops is not None:
-        best = matmul_tflops(settings.device, task.case.torch_dtype)
-        row = replace(row, percent_of_matmul=100 * row.tflops / best)
+    if torch.device(settings.device).type == "cuda":
+        if row.tflops is not None:
+            best = matmul_tflops(settings.device, task.case.torch_dtype)
+            row = replace(row, percent_of_matmul=100 * row.tflops / best)
         if row.gbps is not None:
             row = replace(row, percent_of_read=100 * row.gbps / read_gbps(settings.device))
     return row
@@ -204,7 +210,7 @@ def _has_truth(case: Case, inputs: Inputs) -> bool:
         scores = case.documents * max(document_lengths(case)) ** 2
     wanted = TRUTH_MATRICES * 8 * scores * case.heads_q // case.heads_kv
     return (
-        not (case.dropout or case.layer or case.cache_dtype or case.appends)
+        not (case.dropout or case.layer or case.cache_dtype or case.appends or case.recipe)
         and wanted < (memory_bytes(inputs.q.device) or wanted) / 2
     )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Visibility, structure
+from ..quantize.tensors import Recipe
 from ..testing import cu_seqlens, dense_from_tiles, generator, paged
 
 BLOCK_TILE = 128  # rows and keys of a tile in the block-sparse cases
@@ -53,6 +54,7 @@ class Case:
     cache_dtype: str = ""  # of the cache, where it is not `dtype`
     appends: bool = False  # the call writes the queries' own keys and values to the cache, rotated
     layer: bool = False  # a whole transformer layer, see `layer.py`
+    recipe: Recipe | None = None  # no attention: q, k and v are quantised so, see `float8.py`
     seed: int = 0
     preset: str = ""  # the set of cases that it was measured with
 
@@ -262,3 +264,13 @@ def cache_bytes(case: Case) -> int:
     stored = getattr(torch, case.cache_dtype or case.dtype)
     per_token = case.heads_kv * (case.head_dim + case.head_dim_v) * stored.itemsize
     return case.batch * case.seqlen_k * per_token
+
+
+def quantized_bytes(case: Case) -> int:
+    """Bytes that quantising q, k and v moves: read in 16 bits, once more for a scale that many
+    blocks share, and written in 8."""
+    assert case.recipe is not None
+    queries = case.seqlen_q * case.heads_q * case.head_dim
+    keys = case.seqlen_k * case.heads_kv * (case.head_dim + case.head_dim_v)
+    reads = 1 if case.recipe.scales == "block" else 2
+    return case.batch * (queries + keys) * (reads * case.torch_dtype.itemsize + 1)

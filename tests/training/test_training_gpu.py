@@ -1,14 +1,17 @@
-"""On a GPU: every attention trains the same curve, and memory is measured."""
+"""On a GPU: every attention trains the same curve, and memory is measured.
+
+Wants the packages of the extra `train`, and a C compiler, which Triton and FlexAttention call.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tiny_runs import settings
 
+from flashtile.testing import assert_close
 from training import memory
 from training.settings import ATTENTIONS
 from training.train import Run
@@ -20,10 +23,10 @@ PLAIN = (  # the smallest head dim that all of them take is 16
 )
 
 
-def losses(folder: Path, *changes: str) -> np.ndarray:
-    """The loss of the first steps."""
+def losses(folder: Path, *changes: str) -> torch.Tensor:
+    """The loss of the first steps, float32."""
     run = Run(settings(folder, *PLAIN, *changes))
-    return np.array([float(run.train_step()[0]) for _ in range(4)])
+    return torch.stack([run.train_step()[0].cpu() for _ in range(4)])
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -31,10 +34,12 @@ def losses(folder: Path, *changes: str) -> np.ndarray:
 def test_every_attention_trains_in_bfloat16_as_the_textbook_does_in_float32(tmp_path, name, packed):
     if name == "sdpa-flash" and packed:
         pytest.skip("sdpa-flash takes no mask, which hides other documents")
+    changes = (f"data.packed={packed}", "trainer.precision=bf16-mixed")
     exact = losses(tmp_path, "attn=eager", f"data.packed={packed}")
-    changes = (f"attn={name}", f"data.packed={packed}", "trainer.precision=bf16-mixed")
-    error = np.abs(losses(tmp_path, *changes) - exact).max()
-    assert 0 < error < torch.finfo(torch.bfloat16).eps * exact.max()
+    plain = losses(tmp_path, "attn=eager", *changes)
+    found = losses(tmp_path, f"attn={name}", *changes)
+    assert not torch.equal(found, exact)  # it was bfloat16
+    assert_close("losses", found, exact, plain, dtype=torch.bfloat16)
 
 
 def test_memory_is_that_of_a_run_alone(tmp_path):
