@@ -312,7 +312,11 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     return torch.zeros_like(args[0]) if constraints == "=f,f" else 0
 
 
-def atomic_add(p: Pointer, value: int, sem: str = "acq_rel") -> Tile:
+def atomic_add(p: Pointer, value: Any, sem: str = "acq_rel") -> Any:
+    """A number at once, as a ticket; a tile when the scheduler picks it."""
+    if isinstance(value, Tensor):
+        scheduler.copies.append(lambda: p.flat().index_add_(0, p.offset, value))
+        return value
     old = load(p)
     store(p, old + value)
     tickets[context.program] = int(old)
@@ -333,10 +337,6 @@ def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
         return Barriers(shape[0])
     return Shared(torch.full(tuple(shape), torch.nan, dtype=dtype))
-
-
-def program_id(axis: int) -> Tile:
-    return tile(context.program[axis])
 
 
 class Constexpr:
@@ -378,7 +378,7 @@ LANGUAGE: dict[str, Any] = {
     "store": store,
     "atomic_add": atomic_add,
     "atomic_xchg": lambda p, value, sem, scope: (store(p, value), scheduler.meet()),
-    "program_id": program_id,
+    "program_id": lambda axis: tile(context.program[axis]),
     "allocate_shared_memory": allocate,
     "inline_asm_elementwise": inline_asm,
     "warp_specialize": warp_specialize,

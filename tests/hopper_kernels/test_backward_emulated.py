@@ -180,6 +180,15 @@ def test_every_key_has_a_query_where_there_are_no_more_keys(lengths: tuple[int, 
     dense(2, sizes={"M": lengths[0], "N": lengths[1], "D": 64}, **OPTIONS[option])
 
 
+@pytest.mark.parametrize("option", ["left", "window", "causal window", "causal chunk"])
+@pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (128, 1), (96, 2)])
+def test_short_walks_of_groups_and_batches(head_dim: int, seed: int, option: str):
+    """dQ goes to memory from the registers: the right block of every head and sequence, and no
+    addition of the step before the first."""
+    sizes = {"B": 2, "M": 170, "N": 300, "Hq": 3, "D": head_dim}
+    dense(seed, sizes=sizes, **OPTIONS[option])
+
+
 def test_no_queries_give_zero_gradients():
     inputs = qkv(generator(0), B=0, M=70, N=90, D=64, dtype=torch.bfloat16)
     operands, options = dense_call(*inputs, Arguments(sink=normal(generator(0), 4)))
@@ -221,8 +230,18 @@ def test_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
 
 
-def test_packed_options():
-    packed(5, True, 64, window_size=(40, 10), sink=normal(generator(0), 4), softcap=2.0)
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_packed_options(head_dim: int):
+    packed(5, True, head_dim, window_size=(40, 10), sink=normal(generator(0), 4), softcap=2.0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seed", range(2))
+def test_packed_long_walks(seed: int, head_dim: int):
+    """More steps than any ring has slots, and sequences that have queries or keys alone."""
+    tensors, layout, _ = packed_inputs(seed, head_dim, [333, 90, 0, 65], [290, 0, 70, 1], {})
+    given = {"causal": seed == 1}
+    check(*packed_call(*tensors, layout, Arguments(**given)), given, layout, seed)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -11,9 +11,9 @@ The exponentials of a step run under dP^T, and S^T of the next step, with the lo
 log-sum-exp where registers allow, under the end of this one.
 
 Where each consumer has keys of its own, dQ of a step is made in the next one, so that the two may
-drift apart: dS^T goes through a ring to both, and dQ through a ring to the writer. A slot of Q or
-dO is released as in the forward, by one thread behind a product: the numbers of its rows went into
-products before that, too.
+drift apart: dS^T goes through a ring to both. dQ goes through a ring to the writer or, for
+cfg.FROM_REGISTERS, to memory at once. A slot of Q or dO is released as in the forward, by one
+thread behind a product: the numbers of its rows went into products before that, too.
 
 Where the columns are split, one barrier a step orders the consumers, between the stores of P^T and
 dS^T and the products that read them. There are two slots of each. Slot i % 2 is written again in
@@ -55,7 +55,7 @@ from .layouts import (
     rows_of_heads,
     shared_rows,
 )
-from .query_gradient import add_piece, put_piece
+from .query_gradient import add_at_once, add_piece, put_piece
 from .softmax import alibi_slope
 from .verbs import (
     FIRST_BARRIER,
@@ -122,7 +122,7 @@ def walk(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.
         arrive_alone(channels.ds.full.index(0))  # dS of no step
         meet()  # else the compiler puts a barrier into the loop
     i = 0
-    added = 0  # where this consumer added last, if it does
+    added = 0  # block of the workspace of the step before
     for g in range(sizes.group):
         h = work.kv_head * sizes.group + g
         place = h * sizes.blocks + work.place
@@ -155,7 +155,7 @@ def walk(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.
         channels.ds.acquire(i)
         dq = issue_dq(ME, channels.k.tile(0), i, channels.ds.tiles, cfg)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        put_piece(ME, dq, channels.staging, i)
+        put_out(ME, dq, i, added, outputs, channels.staging, cfg)
     elif cfg.IS_ORDERED:
         pass_own_turn(ME, added, outputs, work)
     return dk, dv
@@ -182,15 +182,18 @@ def step(
         s, dk, dv = end_of_split_step(
             ME, p, factor, dp, dk, dv, added, i, total, m, place, k, outputs, channels, work, cfg
         )
-        added = place + m
     else:
-        s, lse, dk, dv = end_of_step(ME, p, factor, dp, lse, dk, dv, i, total, k, channels, cfg)
+        s, lse, dk, dv = end_of_step(
+            ME, p, factor, dp, lse, dk, dv, added, i, total, k, outputs, channels, cfg
+        )
+    added = place + m
     return s, lse, dk, dv, added
 
 
 @gluon.jit
 def end_of_step(
-    ME: gl.constexpr, p, factor, dp, lse, dk, dv, i, total, k, channels, cfg: gl.constexpr
+    ME: gl.constexpr, p, factor, dp, lse, dk, dv, added, i, total, k, outputs, channels,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """All but P of a step of a consumer with keys of its own, and dQ of the step before it."""
     dtype: gl.constexpr = p.dtype
@@ -222,7 +225,7 @@ def end_of_step(
     if cfg.CARRIES_LSE:
         lse = statistic(ME, channels.q, i + 1, cfg)
     channels.q.release_operand(i)  # S^T (a step ago) and dK have read it; lse went into dV
-    put_piece(ME, dq, channels.staging, i)
+    put_out(ME, dq, i, added, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, lse, dk, dv
 
@@ -263,6 +266,16 @@ def end_of_split_step(
     add_halves(ME, dq, dq_rest, HAS_REST, place + m, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, dk, dv
+
+
+@gluon.jit
+def put_out(ME: gl.constexpr, dq, i, place, outputs, staging, cfg: gl.constexpr):
+    """Add this consumer's half of dQ of step i - 1 to block `place` of the workspace, or hand it to
+    the writer."""
+    if not cfg.FROM_REGISTERS:
+        put_piece(ME, dq, staging, i)
+    elif i > 0:
+        add_at_once(dq, 2 * place + ME, outputs.workspace)
 
 
 @gluon.jit

@@ -173,7 +173,7 @@ def key_launch(
         "delta": plain_descriptor(made.minus_delta, 1),
         "dk": descriptor(readable(made.dk), CONSUMER_ROWS, columns),
         "dv": descriptor(readable(made.dv), CONSUMER_ROWS, columns),
-        "workspace": plain_descriptor(made.workspace, 2 * PIECE_ROWS.value // config.ADDERS),
+        "workspace": made.workspace if config.FROM_REGISTERS else staged_pieces(made, config),
         "plain": KeyGradients(made.dk, made.dv),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
         "B": problem.B,
@@ -219,6 +219,11 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of (batch, row, head); packed rows have one batch."""
     batch = x.stride(0) if x.dim() == 4 else 0
     return batch, x.stride(-3), x.stride(-2)
+
+
+def staged_pieces(made: Buffers, config: BackwardConfig) -> TensorDescriptor:
+    """The workspace in what one addition of the copy engine takes: a pair of pieces, or one."""
+    return plain_descriptor(made.workspace, 2 * PIECE_ROWS.value // config.ADDERS)
 
 
 PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)

@@ -34,7 +34,7 @@ class Channels(NamedTuple):
     v: Any
     p: Any  # P^T (2, BLOCK_N, BLOCK_M), where it passes through shared memory
     ds: Any  # dS^T: a ring, or as P^T
-    staging: Any  # dQ on its way out: a ring to the writer, or a tile of each consumer
+    staging: Any  # dQ on its way out, if that leads through here: see `make_staging`
 
 
 class Inputs(NamedTuple):
@@ -53,7 +53,7 @@ class Outputs(NamedTuple):
 
     dk: Any
     dv: Any
-    workspace: Any
+    workspace: Any  # plain memory where the consumers add from their registers
     plain: Any  # KeyGradients
     turns: Any
 

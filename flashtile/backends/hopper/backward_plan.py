@@ -21,14 +21,15 @@ class BackwardTile(NamedTuple):
     q_stages: int  # blocks of Q in flight; 2 at least, for the next S^T starts before dK ends
     do_stages: int  # and of dO
     splits_columns: bool  # the consumers share keys and split columns, else they split keys
+    filled_by: int  # products leave columns of zeros out in parts of so many
 
 
 # Columns of a tile. Two accumulators of (64, columns) fit the registers up to 128 columns; above,
 # each consumer keeps half the columns of both.
 TILES = {
-    64: BackwardTile(128, 128, 2, 2, False),
-    128: BackwardTile(64, 128, 2, 2, False),
-    256: BackwardTile(64, 64, 2, 1, True),
+    64: BackwardTile(128, 128, 2, 2, False, 64),
+    128: BackwardTile(64, 128, 2, 2, False, 32),
+    256: BackwardTile(64, 64, 2, 1, True, 64),
 }
 
 
@@ -46,9 +47,10 @@ class BackwardConfig:
     Q_STAGES: int
     DO_STAGES: int
     SPLITS_COLUMNS: bool
-    FILLED: int  # columns that are not all zero, in whole 64s; products leave the others out
+    FILLED: int  # columns that are not all zero, in whole parts; products leave the others out
     ADDERS: int  # parts of a block that are added to memory: by a writer, or by the consumers
     WRITERS: int  # warps, which take turns; those of the consumers' additions have nothing to do
+    FROM_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
     CARRIES_LSE: bool  # to the next step, where registers allow
     DQ_FIRST: bool  # the late dQ is made before dS is stored: more overlap, one more barrier
     D: int
@@ -68,6 +70,7 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
     options = problem.options
     columns = padded_columns(problem)
     tile = TILES[columns]
+    from_registers = adds_from_registers(problem, columns)
     return BackwardConfig(
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N,
@@ -75,10 +78,11 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         SPLITS_COLUMNS=tile.splits_columns,
-        FILLED=-(-max(problem.D, problem.Dv, columns // 2 + 1) // 64) * 64,
-        ADDERS=2 if tile.splits_columns else 1,
+        FILLED=-(-max(problem.D, problem.Dv, columns // 2 + 1) // tile.filled_by) * tile.filled_by,
+        ADDERS=2 if tile.splits_columns or from_registers else 1,
         WRITERS=2 if options.deterministic and not tile.splits_columns else 1,
-        CARRIES_LSE=columns == 128 and problem.layout == "dense",
+        FROM_REGISTERS=from_registers,
+        CARRIES_LSE=columns == 128 and (problem.layout == "dense" or from_registers),
         DQ_FIRST=columns == 128,
         D=problem.D,
         DV=problem.Dv,
@@ -90,6 +94,19 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         IS_PACKED=problem.layout != "dense",
         IS_ORDERED=options.deterministic,
     )
+
+
+def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
+    """Whether consumers add dQ straight from their registers, not through a writer: in packed
+    batches, which lack the registers that staging takes, and in short walks, which end sooner.
+
+    Not at 64 columns, where dense batches lost most by it, nor where there is an order, for nobody
+    can tell when such an addition is in memory.
+    """
+    options = problem.options
+    is_short = options.window_left >= 0 or options.attention_chunk > 0
+    able = columns == 128 and not options.deterministic
+    return able and (is_short or problem.layout != "dense")
 
 
 def padded_columns(problem: AttentionProblem) -> int:

@@ -4,8 +4,9 @@ Where there is an order, an addition takes longer than a step: the turn is await
 memory, the turn is passed on. So two writers take every other step each. Two steps of a tile add to
 different blocks, and the order is one of the tiles that add to the same block.
 
-Where cfg.ADDERS is 2 it has nothing to do: with 256 columns shared memory has no room for a second
-pair of pieces, and a consumer that adds its own waits less.
+Where cfg.ADDERS is 2 it has nothing to do. With 256 columns shared memory has no room for a second
+pair of pieces, and a consumer that adds its own waits less; or, for cfg.FROM_REGISTERS, consumers
+add from their registers.
 """
 
 from __future__ import annotations

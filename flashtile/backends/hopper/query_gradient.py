@@ -5,8 +5,9 @@ it: both the stores to shared memory and the addition, one contiguous transfer o
 then run at full speed. The kernel that rounds puts the elements back into their places.
 
 Up to 128 columns a consumer makes one piece a step. Those of both lie side by side in a slot of the
-staging ring, and `backward_writer.py` adds them with one transfer. Above, a consumer makes two, and
-adds them itself.
+staging ring, and `backward_writer.py` adds them with one transfer; or, for cfg.FROM_REGISTERS, each
+thread adds four neighbours at a time, without shared memory. Above, a consumer makes two pieces
+and adds them itself.
 """
 
 from __future__ import annotations
@@ -40,17 +41,20 @@ def piece_layout():
 @gluon.jit
 def make_staging(workspace, cfg: gl.constexpr):
     """The ring of pairs of pieces: both consumers fill a slot, the writer empties it. Without a
-    writer, a piece of each consumer."""
+    writer, a piece of each consumer; for cfg.FROM_REGISTERS nothing but the workspace."""
     SLOTS: gl.constexpr = PAIRS if cfg.ADDERS == 1 else 1
-    tiles = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, PIECE_ROWS, 256], workspace.layout)
-    staging = tiles
+    staging = workspace
+    if not cfg.FROM_REGISTERS:
+        staging = gl.allocate_shared_memory(
+            gl.float32, [2 * SLOTS, PIECE_ROWS, 256], workspace.layout
+        )
     if cfg.ADDERS == 1:
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for slot in gl.static_range(SLOTS):
             mbarrier.init(full.index(slot), count=2)
             mbarrier.init(empty.index(slot), count=1)
-        staging = Channel(tiles, tiles, full, empty, SLOTS)
+        staging = Channel(staging, staging, full, empty, SLOTS)
     return staging
 
 
@@ -64,6 +68,15 @@ def put_piece(ME: gl.constexpr, dq, staging, i):
     fence_async_shared()
     meet()
     arrive_alone(staging.full.index(slot))
+
+
+@gluon.jit
+def add_at_once(dq, number, workspace):
+    """Add `dq` (64, 64) to piece `number` of `workspace`, plain memory, from the registers."""
+    # Rows: warp, row / 8 % 2, row % 8. Columns: columns / 8, columns % 8 / 2, columns % 2.
+    piece = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([PIECE])
+    start = workspace + number.to(gl.int64) * PIECE
+    gl.atomic_add(start + gl.arange(0, PIECE, layout=piece.type.layout), piece, sem="relaxed")
 
 
 @gluon.jit
