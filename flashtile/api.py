@@ -307,7 +307,7 @@ def attention_with_kvcache(
     new = kvcache.NewTokens(k, v, cu_seqlens_k_new)
     rotary = kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     with torch.no_grad():
-        operands, lengths, (problem, options) = kvcache.decided(
+        operands, lengths, (problem, options, _) = kvcache.decided(
             queries, cache, new, rotary, arguments, backend, out
         )
         operands = kvcache.rotate_and_append(operands, options, lengths, cache, new, rotary)
@@ -327,7 +327,9 @@ def _run(
     out: Tensor | None,
 ) -> Result:
     """Check the call, choose the backend, run."""
-    operands, (problem, options) = decided(qkv, layout, arguments, backend, out, return_attn_probs)
+    operands, (problem, options, _) = decided(
+        qkv, layout, arguments, backend, out, return_attn_probs
+    )
     if options.dropout_p > 0:
         operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device))
     result, lse = autograd.attend(problem, operands, options)

@@ -148,6 +148,8 @@ def decided(
     decision = recall.recall(key)
     if decision is not None:
         operands = Operands(*qkv)
+        if not decision.has_extras:
+            return operands, decision
         if layout is not None:
             operands = operands._replace(cu_seqlens_q=layout[0], cu_seqlens_k=layout[1])
         operands = with_tensors(operands, arguments)
@@ -181,7 +183,8 @@ def decide(
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(wants_probabilities=wants_probabilities)
     options = options._replace(backend=dispatch.select(problem, backend))
-    return recall.Decision(problem._replace(options=options), options)
+    has_extras = any(x is not None for x in operands[3:])
+    return recall.Decision(problem._replace(options=options), options, has_extras)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,6 +210,8 @@ def autocast_to_cache(cache: Tensor, q: Any, k: Any, v: Any) -> tuple[Any, Any, 
 
 def _is_autocasting(x: Any) -> bool:
     """Whether autocast is on where `x` is; PyTorch raises when asked about other devices."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")
     return known and torch.is_autocast_enabled(x.device.type)
 

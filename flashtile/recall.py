@@ -7,7 +7,8 @@ as that one did. Short calls on a GPU take less time than those checks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class Decision(NamedTuple):
 
     problem: AttentionProblem
     options: Options  # with the backend
+    has_extras: bool = True  # tensors besides q, k and v
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -30,7 +32,7 @@ _CACHE_SIZE = 4096
 _decisions: dict[Any, Decision] = {}
 
 
-def key_of(given: Iterable[Any]) -> Any:
+def key_of(given: tuple[Any, ...]) -> Any:
     """Everything about the arguments `given` that decides a call, and the global state that does.
 
     None where that cannot be said in advance: under a tracer, whose sizes are symbols, and for
@@ -38,22 +40,46 @@ def key_of(given: Iterable[Any]) -> Any:
     """
     if torch.compiler.is_compiling():
         return None
+    kinds = tuple(map(type, given))  # True is no number here, though it equals 1
+    places = _places(kinds)
+    if places is None:
+        return None
     facts: list[Any] = [
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         dispatch.forced(),
+        kinds,
+        *[given[place] for place in places.plain],
     ]
-    for x in given:
-        kind = type(x)
-        if kind in _TENSORS:
-            facts += (x.shape, x.dtype, x.device, x.requires_grad)
-        elif kind in _PLAIN:
-            facts += (kind, x)  # True is no number here, though it equals 1
-        elif kind is tuple and all(type(part) in _PLAIN for part in x):
-            facts += (*map(type, x), x)
-        else:
+    for place in places.tensors:
+        x = given[place]
+        facts += (x.shape, x.dtype, x.device, x.requires_grad)
+    for place in places.tuples:
+        parts = tuple(map(type, given[place]))
+        if not _PLAIN.issuperset(parts):
             return None
+        facts += (parts, given[place])
     return tuple(facts)
+
+
+class Places(NamedTuple):
+    """Where arguments stand whose kind does not say all of them."""
+
+    plain: tuple[int, ...]
+    tensors: tuple[int, ...]
+    tuples: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _places(kinds: tuple[type, ...]) -> Places | None:
+    """None where one is of another kind."""
+
+    def of(wanted: Set[Any]) -> tuple[int, ...]:
+        return tuple(place for place, kind in enumerate(kinds) if kind in wanted)
+
+    if not (_PLAIN | _TENSORS | {tuple}).issuperset(kinds):
+        return None
+    return Places(of(_PLAIN - {type(None)}), of(_TENSORS), of({tuple}))
 
 
 def recall(key: Any) -> Decision | None:

@@ -145,6 +145,15 @@ def test_a_bad_call_after_a_good_one_is_refused(changes, error):
         flashtile.attention(*qkv(), **changes)
 
 
+@pytest.mark.parametrize("places", [("sink", "alibi_slopes"), ("seqused_q", "seqused_k")])
+def test_the_same_tensor_in_another_place_is_another_call(places):
+    q, k, v = qkv()
+    x = torch.ones(4) if "sink" in places else torch.tensor([2, 3], dtype=torch.int32)
+    for name in (*places, *places):  # remembered, then recalled
+        want = flashtile.attention(q, k, v, **{name: x}, out=torch.empty_like(q))  # never recalled
+        assert torch.equal(flashtile.attention(q, k, v, **{name: x}), want)
+
+
 def test_other_tensors_are_checked():
     q, k, v = qkv()
     flashtile.attention(q, k, v)

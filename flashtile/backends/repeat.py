@@ -122,13 +122,11 @@ def _run_all(
 def _key(name: str, call: Any, given: Tensors) -> Any:
     """All of a call but where its tensors lie and what they hold."""
     assert given[0] is not None
-    facts: list[Any] = [name, call, given[0].device.index]
-    for x in given:
-        if x is None:
-            facts.append(None)
-        else:
-            facts += x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT
-    return tuple(facts)
+    facts = [
+        None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT)
+        for x in given
+    ]
+    return name, call, given[0].device.index, *facts
 
 
 def _kind_of(x: Tensor | None) -> Any:
@@ -232,7 +230,8 @@ def _descriptor_maker(argument: Any, number: int) -> Make:
 
     def make(tensors: Tensors) -> Any:
         fresh = object.__new__(kind)
-        fresh.__dict__ = {**fields, "base": tensors[number]}
+        fresh.__dict__ = fields.copy()
+        fresh.__dict__["base"] = tensors[number]
         return fresh
 
     return make

@@ -76,18 +76,17 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
     make = torch.zeros_like if leaves_keys_unseen(problem) else torch.empty_like
     dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (k, v))
     rows = problem.Hq * workspace_blocks(problem, operands, config)
-    workspace = torch.empty(
-        (rows * config.BLOCK_M * config.BLOCK_D // 256, 256), dtype=torch.float32, device=q.device
-    )
-    lse_log2 = torch.empty((rows, config.BLOCK_M), dtype=torch.float32, device=q.device)
+    lines = rows * config.BLOCK_M * config.BLOCK_D // 256
+    workspace = q.new_empty(lines, 256, dtype=torch.float32)
+    lse_log2 = q.new_empty(rows, config.BLOCK_M, dtype=torch.float32)
     minus_delta = torch.empty_like(lse_log2)
     if problem.layout != "dense" and operands.sink is not None:
         lse_log2.fill_(torch.inf)  # rows of no sequence weigh nothing
         minus_delta.zero_()
     turns = counter = None
     if config.IS_ORDERED:
-        turns = torch.empty(rows * config.ADDERS, dtype=torch.int32, device=q.device)
-        counter = torch.empty(1, dtype=torch.int32, device=q.device)
+        turns = q.new_empty(rows * config.ADDERS, dtype=torch.int32)
+        counter = q.new_empty(1, dtype=torch.int32)
     return Buffers(dq, dk, dv, workspace, lse_log2, minus_delta, turns, counter)
 
 
