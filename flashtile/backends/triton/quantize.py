@@ -87,8 +87,8 @@ def quantize_kernel(
     blocks = tl.cdiv(M, ROWS)
     if matrix is not None:
         # (BLOCK_D, BLOCK_D)
-        kept = (d[:, None] < recipe.DIM) & (d[None, :] < recipe.DIM)
-        turn = tl.load(matrix + d[:, None] * recipe.DIM + d[None, :], mask=kept, other=0.0)
+        real = (d[:, None] < recipe.DIM) & (d[None, :] < recipe.DIM)
+        turn = tl.load(matrix + d[:, None] * recipe.DIM + d[None, :], mask=real, other=0.0)
     for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head = index % HEADS
         block = index // HEADS % blocks
