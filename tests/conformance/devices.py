@@ -26,6 +26,8 @@ from flashtile.problem import FLOAT8
 FUNCTIONS = ("attention", "attention_varlen", "attention_with_kvcache")
 WRITTEN = ("out", "k_cache", "v_cache")  # arguments that a call may write to
 
+Memory = dict[tuple[int, torch.dtype], Tensor]  # what was carried, by address and dtype
+
 
 def device_of(backend: str | None) -> torch.device:
     """Where the tensors of a backend live."""
@@ -45,7 +47,8 @@ def _carried(function: Callable[..., Any], device: torch.device) -> Callable[...
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         _leave_out_dtypes(given["q"].dtype)
-        moved = {name: _moved(value, device) for name, value in given.items()}
+        memory: Memory = {}
+        moved = {name: _moved(value, device, memory) for name, value in given.items()}
         result = pytree.tree_map_only(Tensor, lambda x: x.cpu(), function(**moved))
         for name in WRITTEN:
             if isinstance(given.get(name), Tensor):
@@ -67,13 +70,13 @@ def _leave_out_dtypes(dtype: torch.dtype) -> None:
         pytest.skip(f"the portable GPU backend takes no {dtype}")
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device, memory: Memory) -> Any:
     if isinstance(value, FlexBlockMask):  # its function reads tensors of the CPU
         value = BlockMask.from_flex(value)
     if isinstance(value, BlockMask):
         tensors = value.kinds, value.partial_index, value.partial_tiles
         return BlockMask(*(x.to(device) for x in tensors))
-    return _Carry.apply(value, device) if isinstance(value, Tensor) else value
+    return _Carry.apply(value, device, memory) if isinstance(value, Tensor) else value
 
 
 def _storage(x: Tensor) -> Tensor:
@@ -83,13 +86,16 @@ def _storage(x: Tensor) -> Tensor:
 
 
 class _Carry(torch.autograd.Function):
-    """A tensor on another device with the strides and the offset that it has."""
+    """A tensor on another device with the strides and the offset that it has; in `memory`, so that
+    tensors which share theirs share it there, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, device: torch.device) -> Tensor:
-        moved = _storage(x).to(device)
-        return moved.as_strided(x.shape, x.stride(), x.storage_offset())
+    def forward(ctx: Any, x: Tensor, device: torch.device, memory: Memory) -> Tensor:
+        place = x.untyped_storage().data_ptr(), x.dtype
+        if place not in memory:
+            memory[place] = _storage(x).to(device)
+        return memory[place].as_strided(x.shape, x.stride(), x.storage_offset())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.cpu(), None
+        return gradient.cpu(), None, None

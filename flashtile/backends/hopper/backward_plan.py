@@ -21,15 +21,14 @@ class BackwardTile(NamedTuple):
     q_stages: int  # blocks of Q in flight; 2 at least, for the next S^T starts before dK ends
     do_stages: int  # and of dO
     splits_columns: bool  # the consumers share keys and split columns, else they split keys
-    filled_by: int  # products leave columns of zeros out in parts of so many
 
 
 # Columns of a tile. Two accumulators of (64, columns) fit the registers up to 128 columns; above,
 # each consumer keeps half the columns of both.
 TILES = {
-    64: BackwardTile(128, 128, 2, 2, False, 64),
-    128: BackwardTile(64, 128, 2, 2, False, 32),
-    256: BackwardTile(64, 64, 2, 1, True, 64),
+    64: BackwardTile(128, 128, 2, 2, False),
+    128: BackwardTile(64, 128, 2, 2, False),
+    256: BackwardTile(64, 64, 2, 1, True),
 }
 
 
@@ -47,7 +46,7 @@ class BackwardConfig:
     Q_STAGES: int
     DO_STAGES: int
     SPLITS_COLUMNS: bool
-    FILLED: int  # columns that are not all zero, in whole parts; products leave the others out
+    FILLED: int  # columns that are not all zero, in whole 64s; products leave the others out
     ADDERS: int  # parts of a block that are added to memory: by a writer, or by the consumers
     WRITERS: int  # warps, which take turns; those of the consumers' additions have nothing to do
     FROM_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
@@ -78,7 +77,7 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         SPLITS_COLUMNS=tile.splits_columns,
-        FILLED=-(-max(problem.D, problem.Dv, columns // 2 + 1) // tile.filled_by) * tile.filled_by,
+        FILLED=-(-max(problem.D, problem.Dv, columns // 2 + 1) // 64) * 64,
         ADDERS=2 if tile.splits_columns or from_registers else 1,
         WRITERS=2 if options.deterministic and not tile.splits_columns else 1,
         FROM_REGISTERS=from_registers,

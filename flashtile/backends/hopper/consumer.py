@@ -136,7 +136,7 @@ def attend(ME: gl.constexpr, count, i, channels, work, mask, score, cfg: gl.cons
     q, q_rest = queries(q_use, channels, cfg)
     i = pass_blocks(ME, i, work.end - end, channels, cfg)
     now = first_block(ME, q, q_rest, i, end - 1, channels, rows, work, score, cfg)
-    if cfg.Q_IN_REGISTERS:  # a product has used them, so they have arrived
+    if cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:  # a product has used them: they have arrived
         channels.q.release_operand(q_use)
     # Three phases: masked, full, masked.
     if cfg.HAS_RIGHT or cfg.HAS_CHUNK:

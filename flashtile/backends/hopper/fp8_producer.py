@@ -28,15 +28,17 @@ def producer8(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.cons
 
 
 @gluon.jit
-def load_blocks8(keys, v_tiles, i, channels, work, start_k, group, at, cfg: gl.constexpr):
-    """Blocks of K and V, the last first; the number of blocks so far."""
+def load_blocks8(
+    keys, v_tiles, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr
+):
+    """Blocks [begin, end) of K and V, counted from the tile's last; the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
     first_group, first_key = work.b * keys.batch_groups, start_k
     if at.cu_seqlens_k is not None:  # `fp8_launch.in_groups`
         first_group = start_k // KEY_GROUP + work.b
         first_key = first_group * KEY_GROUP
-    for j in range(work.end - work.begin):
+    for j in range(begin, end):
         row = (work.end - 1 - j) * cfg.BLOCK_N
         full = channels.k.acquire_empty(i, keys.groups.block_type.nbytes)
         place = [first_group + row // KEY_GROUP, 0, 0, 0, head * keys.head_step]

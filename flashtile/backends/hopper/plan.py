@@ -60,8 +60,9 @@ class Tile(NamedTuple):
 # registers: in those of the consumer; the next tile's arrive meanwhile.
 # twice: in shared memory, in two slots, for this tile and the next one.
 # once: in shared memory, in one slot that the output then passes through.
+# held: in registers, from such a slot, so that shared memory has room for more blocks.
 # apart: as once, but the output has shared memory of its own.
-PLACES_OF_Q = ("registers", "twice", "once", "apart")
+PLACES_OF_Q = ("registers", "twice", "once", "held", "apart")
 
 # Where a consumer waits for O += P V of the last block.
 # early: before the exponentials of this block, during which others keep the tensor cores busy.
@@ -83,8 +84,12 @@ TILES = {
 }
 UNLIKE = Tile(2, 64, 2, True, "apart")  # every other pair; fits the largest
 
-# Where every row walks over all keys, the consumers stay in step.
-UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
+# Where every row walks over all keys, the consumers stay in step. Masks have no registers for it:
+# with Triton 3.9 they spill.
+UNMASKED_TILES = {
+    (128, 128): Tile(2, 128, 2, True, "registers", "late"),
+    (192, 192): Tile(2, 64, 3, True, "held", "late"),
+}
 
 # Where most walks end after a few blocks, fewer rows a tile waste less at the diagonal.
 SHORT_CAUSAL = 1024  # keys
@@ -195,8 +200,8 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         DV=problem.Dv,
         STAGES=tile.stages,
         Q_SLOTS=tile.consumers * (2 if tile.q == "twice" else 1),
-        Q_IN_REGISTERS=tile.q == "registers",
-        O_REUSES_Q=tile.q == "once",
+        Q_IN_REGISTERS=tile.q in ("registers", "held"),
+        O_REUSES_Q=tile.q in ("once", "held"),
         TAKES_TURNS=tile.takes_turns,
         WAITS=tile.waits,
         IS_LINEAR=not has_softcap and not problem.has_alibi and options.softmax_scale > 0,

@@ -28,9 +28,13 @@ def load_tiles(
     put_work(channels.work, count, work)
     while work.begin < work.end:
         load_queries(q, count, channels, work, at, cfg)
-        i = load_keys(k, v, i, channels, work, start_k, sizes.group, at, cfg)
+        blocks = work.end - work.begin
+        i = load_keys(k, v, i, 0, blocks - 1, channels, work, start_k, sizes.group, at, cfg)
+        # The search for the next tile waits for memory; meanwhile consumers have a block to go.
+        following, following_k, place = work_of(next_number(counter), place, sizes, at, mask, cfg)
+        i = load_keys(k, v, i, blocks - 1, blocks, channels, work, start_k, sizes.group, at, cfg)
         count += 1
-        work, start_k, place = work_of(next_number(counter), place, sizes, at, mask, cfg)
+        work, start_k = following, following_k
         put_work(channels.work, count, work)
     retire(counter)
 
@@ -47,11 +51,11 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(k, v, i, channels, work, start_k, group, at, cfg: gl.constexpr):
-    """Blocks of K and V, the last first; the number of blocks so far."""
+def load_blocks(k, v, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr):
+    """Blocks [begin, end) of K and V, counted from the tile's last; the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
-    for j in range(work.end - work.begin):
+    for j in range(begin, end):
         row = start_k + (work.end - 1 - j) * cfg.BLOCK_N
         load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.REST_D)
         load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.REST_DV)

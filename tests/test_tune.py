@@ -1,0 +1,54 @@
+"""`flashtile tune` without a GPU: which tile wins, what is written and who reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtile.backends.triton import plan
+from flashtile.cli import tune
+
+SLOW, FAST, NOW = (
+    tune.Candidate(128, "forward", plan.Tile(BLOCK_M, 64, 4, 2)) for BLOCK_M in (32, 64, 128)
+)
+
+
+def test_the_fastest_wins():
+    assert tune.chosen({SLOW: 3.0, FAST: 1.0, NOW: 1.1}, NOW) == FAST
+
+
+def test_what_is_in_use_stays_where_another_is_faster_by_noise_alone():
+    assert tune.chosen({SLOW: 3.0, FAST: 1.0, NOW: 1.005}, NOW) == NOW
+
+
+def test_what_is_in_use_may_not_have_been_measured():
+    assert tune.chosen({SLOW: 3.0, FAST: 1.0}, NOW) == FAST
+
+
+@pytest.mark.parametrize("head_dim", tune.HEAD_DIMS)
+def test_every_pass_has_candidates(head_dim: int):
+    for kernel in plan.passes_of(head_dim):
+        found = list(tune.grid(head_dim, kernel))
+        assert len(set(found)) == len(found) > 3
+        assert tune.in_use("sm_90", head_dim, kernel).kernel == kernel
+
+
+def test_results_are_added_to_those_of_other_head_dims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setenv("FLASHTILE_CACHE", str(tmp_path))
+    plan.tuned.cache_clear()
+    before = plan.tiles_for("sm_90", torch.bfloat16, 128)
+    tune.write({"64": {"forward": [32, 32, 4, 2]}}, "sm_90", tmp_path)
+    path = tune.write({"128": {"keys": [32, 64, 4, 3]}}, "sm_90", tmp_path)
+    assert json.loads(path.read_text())["device"] == "a GPU"
+    plan.tuned.cache_clear()
+    assert plan.tiles_for("sm_90", torch.bfloat16, 64)[0] == (32, 32, 4, 2)
+    after = plan.tiles_for("sm_90", torch.float16, 128)
+    assert (after[0], after[1], after[2]) == (before[0], (32, 64, 4, 3), before[2])
+    monkeypatch.undo()
+    plan.tuned.cache_clear()
