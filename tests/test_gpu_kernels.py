@@ -20,7 +20,7 @@ from kernels.decoding import FLOAT8_CASES, assert_decoding
 
 import flashtile
 from flashtile import recall
-from flashtile.backends import triton
+from flashtile.backends import repeat, triton
 from flashtile.backends.triton import plan
 from flashtile.testing import generator, normal, paged
 
@@ -31,7 +31,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(params=["pointers", "descriptors"])
 def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """How tiles are loaded; by itself the plan takes descriptors for large calls alone."""
+    """How tiles are loaded; by itself the plan takes descriptors for large calls alone.
+
+    Compiled kernels are remembered by the call, whose plan never changes otherwise.
+    """
+    monkeypatch.setattr(repeat, "_repeats", {})
+    monkeypatch.setattr(repeat, "_compiled", {})
     if request.param == "descriptors":
         monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
     plan.plan.cache_clear()
