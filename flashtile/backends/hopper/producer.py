@@ -22,6 +22,9 @@ def load_tiles(
 ):  # fmt: skip
     """Take tile after tile; load its queries, and by `load_keys` its blocks of keys and values from
     the last to the first."""
+    # Blocks that come after the search for the next tile. Where that takes long, because lengths
+    # are read, consumers have a block to go meanwhile; elsewhere the block would be late.
+    LEFT: gl.constexpr = 1 if cfg.IS_PACKED else 0
     count = 0  # tiles so far
     i = 0  # blocks so far
     work, start_k, place = work_of(gl.program_id(0), start_place(), sizes, at, mask, cfg)
@@ -29,10 +32,11 @@ def load_tiles(
     while work.begin < work.end:
         load_queries(q, count, channels, work, at, cfg)
         blocks = work.end - work.begin
-        i = load_keys(k, v, i, 0, blocks - 1, channels, work, start_k, sizes.group, at, cfg)
-        # The search for the next tile waits for memory; meanwhile consumers have a block to go.
+        i = load_keys(k, v, i, 0, blocks - LEFT, channels, work, start_k, sizes.group, at, cfg)
         following, following_k, place = work_of(next_number(counter), place, sizes, at, mask, cfg)
-        i = load_keys(k, v, i, blocks - 1, blocks, channels, work, start_k, sizes.group, at, cfg)
+        if LEFT > 0:
+            begin = blocks - LEFT
+            i = load_keys(k, v, i, begin, blocks, channels, work, start_k, sizes.group, at, cfg)
         count += 1
         work, start_k = following, following_k
         put_work(channels.work, count, work)
