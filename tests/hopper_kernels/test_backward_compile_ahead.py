@@ -49,7 +49,7 @@ RELOADS = {
     "any": 6 if NEWER else 0,
     "short walks": 6 if NEWER else 1,
     "packed 64": 10 if NEWER else 0,
-    "packed 128": 10 if NEWER else 2,
+    "packed 128": 11 if NEWER else 2,
 }
 
 Call = tuple[Operands, Options]
