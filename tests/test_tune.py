@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_what_is_in_use_stays_where_another_is_faster_by_noise_alone():
     assert tune.chosen({SLOW: 3.0, FAST: 1.0, NOW: 1.005}, NOW) == NOW
 
 
-def test_what_is_in_use_may_not_have_been_measured():
+def test_what_is_in_use_may_not_fit():
     assert tune.chosen({SLOW: 3.0, FAST: 1.0}, NOW) == FAST
 
 
@@ -36,12 +37,19 @@ def test_every_pass_has_candidates(head_dim: int):
         assert tune.in_use("sm_90", head_dim, kernel).kernel == kernel
 
 
+@pytest.fixture
+def forgets_tiles() -> Iterator[None]:
+    plan.tuned.cache_clear()
+    yield
+    plan.tuned.cache_clear()
+
+
+@pytest.mark.usefixtures("forgets_tiles")
 def test_results_are_added_to_those_of_other_head_dims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setenv("FLASHTILE_CACHE", str(tmp_path))
-    plan.tuned.cache_clear()
     before = plan.tiles_for("sm_90", torch.bfloat16, 128)
     tune.write({"64": {"forward": [32, 32, 4, 2]}}, "sm_90", tmp_path)
     path = tune.write({"128": {"keys": [32, 64, 4, 3]}}, "sm_90", tmp_path)
@@ -50,5 +58,3 @@ def test_results_are_added_to_those_of_other_head_dims(
     assert plan.tiles_for("sm_90", torch.bfloat16, 64)[0] == (32, 32, 4, 2)
     after = plan.tiles_for("sm_90", torch.float16, 128)
     assert (after[0], after[1], after[2]) == (before[0], (32, 64, 4, 3), before[2])
-    monkeypatch.undo()
-    plan.tuned.cache_clear()

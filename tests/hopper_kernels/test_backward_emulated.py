@@ -183,8 +183,8 @@ def test_every_key_has_a_query_where_there_are_no_more_keys(lengths: tuple[int, 
 @pytest.mark.parametrize("option", ["left", "window", "causal window", "causal chunk"])
 @pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (128, 1), (96, 2)])
 def test_short_walks_of_groups_and_batches(head_dim: int, seed: int, option: str):
-    """dQ goes to memory from the registers: the right block of every head and sequence, and no
-    addition of the step before the first."""
+    """From head dim 65 on dQ goes to memory from the registers: the right block of every head and
+    sequence, and no addition of the step before the first."""
     sizes = {"B": 2, "M": 170, "N": 300, "Hq": 3, "D": head_dim}
     dense(seed, sizes=sizes, **OPTIONS[option])
 

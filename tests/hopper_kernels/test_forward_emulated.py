@@ -224,7 +224,7 @@ def test_strides(style: str):
     dense(style=style, sizes={"B": 2, "Hq": 4, "Hk": 2, "M": 70, "N": 90}, causal=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
@@ -257,6 +257,8 @@ def test_sections_of_heads(heads: int, section: int):
     assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]
     last = [(m, h) for m in range(m_tiles) for h in range(heads - width, heads)]
     assert found[-len(last) :] == last
+    for head in range(heads):  # turns of the backward are passed on in this order
+        assert [m for m, h in found if h == head] == list(range(m_tiles))
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -179,8 +180,8 @@ def one_tensor(seed: int, causal: bool = True) -> Call:
     return dense_call(*same, Arguments(causal=causal))
 
 
-def packed(seed: int) -> Call:
-    tensors, layout, counts = packed_inputs(seed, 64, [70, 0, 29], [40, 5, 65], {})
+def packed(seed: int, head_dim: int = 64) -> Call:
+    tensors, layout, counts = packed_inputs(seed, head_dim, [70, 0, 29], [40, 5, 65], {})
     if seed == 2:  # no longer the same in both places
         layout = Packed(layout.cu_seqlens_q, layout.cu_seqlens_k.clone(), *layout[2:])
     sink = normal(generator(seed), tensors[0].shape[1])
@@ -193,6 +194,7 @@ CASES = {
     "deterministic": lambda seed: dense(seed, causal=True, deterministic=True),
     "one tensor for q, k and v": one_tensor,
     "packed, sink": packed,
+    "dQ from registers": partial(packed, head_dim=128),
 }
 
 

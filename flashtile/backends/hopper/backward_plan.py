@@ -99,8 +99,8 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
     """Whether consumers add dQ straight from their registers, not through a writer: in packed
     batches, which lack the registers that staging takes, and in short walks, which end sooner.
 
-    Not at 64 columns, where dense batches lost most by it, nor where there is an order, for nobody
-    can tell when such an addition is in memory.
+    Not at 64 columns, where dense batches lost most by it, nor where there is an order: every
+    thread would wait for its additions before a turn could be passed on.
     """
     options = problem.options
     is_short = options.window_left >= 0 or options.attention_chunk > 0

@@ -16,7 +16,7 @@ DTYPE = torch.float8_e4m3fn
 # The copy engine wants rows at multiples of 16 bytes.
 HEAD_DIM_STEP = 16
 
-# Head dim, key's and value's, rounded up. Q lies as `plan.PLACES_OF_Q` says, but never as once.
+# Head dim, key's and value's, rounded up. Q lies as `plan.PLACES_OF_Q` says, never as once or held.
 TILES = {
     64: Tile(3, FLOAT8_KEY_BLOCK, 3, False, "registers", "late"),
     128: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "registers", "freely"),
