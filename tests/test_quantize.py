@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -224,12 +225,15 @@ def test_emulation_makes_the_roundings_of_the_kernel(scales: str, causal: bool, 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_rotation_halves_the_error_of_outliers(head_dim: int, seed: int):
+    """On the mean of five draws: of single ones the ratio spreads from 0.4 to 0.8."""
     g = generator(seed)
-    q, k, v = with_outliers(g, B=1, M=256, N=2048, Hq=2, Hk=2, D=head_dim, dtype=torch.float16)
-    truth = attention_reference(q, k, v).out
+    sizes = {"B": 1, "M": 256, "N": 2048, "Hq": 2, "Hk": 2, "D": head_dim}
+    draws = [with_outliers(g, **sizes, dtype=torch.float16) for _ in range(5)]
+    truths = [attention_reference(*tensors).out for tensors in draws]
 
     def error(**how: Any) -> float:
-        return rms(attention_fp8(q, k, v, **how).double() - truth)
+        found = (attention_fp8(*tensors, **how).double() for tensors in draws)
+        return fmean(rms(x - truth) for x, truth in zip(found, truths, strict=True))
 
     plain = error(scales="tensor", **PLAIN)
     assert error() < 0.75 * plain
