@@ -26,7 +26,7 @@ from flashtile.testing import (
     paged,
 )
 
-from .compare import converted
+from .compare import MAX_ORDERS, converted, plain_tiles
 
 LENGTHS = (0, 1, 128, 177)
 CAPACITY = 256
@@ -171,18 +171,25 @@ def assert_decoding(
         problem = AttentionProblem.of(there, options._replace(num_splits=count))
         got = backend.forward(problem, there)
         for i, field in enumerate(("out", "lse")):
-            plain = (results[i] for results in plain_results(operands, options))
+            plain = (results[i] for results in plain_results(operands, options, seed))
             label = f"{field} of {count} parts"
             assert_close(label, got[i].cpu(), truth[i], plain, dtype=dtype, seed=seed)
 
 
-def plain_results(operands: Operands, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the CPU makes in the operands' own precision; then with other orders of the sums."""
+def plain_results(
+    operands: Operands, options: Options, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the CPU makes in the operands' own precision; then with other orders of the sums, over
+    features and over keys."""
     problem = AttentionProblem.of(operands, options)
     yield cpu.forward(problem, operands)
-    for turn in range(1, 8):
+    g = generator(seed + 1)
+    for turn in range(1, MAX_ORDERS):
         q, k = (rolled(x, turn) for x in (operands.q, operands.k))
-        yield cpu.forward(problem, operands._replace(q=q, k=k))
+        BLOCK_M, BLOCK_N = torch.randint(4, 33, (2,), generator=g).tolist()
+        with plain_tiles(BLOCK_M, BLOCK_N):
+            results = cpu.forward(problem, operands._replace(q=q, k=k))
+        yield results
 
 
 def rolled(x: Tensor, turn: int) -> Tensor:
