@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import dispatch, recall, validate
+from . import checks, dispatch, recall
 from .masks import BlockMask
 from .problem import FLOAT8, AttentionProblem, Operands, Options
 
@@ -50,7 +50,7 @@ class Packed(NamedTuple):
 def dense_call(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[Operands, Options]:
     """Check and describe a call of `attention`."""
     q, k, v = _autocast(q, k, v)
-    validate.dense(q, k, v)
+    checks.dense(q, k, v)
     return with_arguments(Operands(q, k, v), q.shape[1], k.shape[1], arguments)
 
 
@@ -60,14 +60,14 @@ def packed_call(
     """Check and describe a call of `attention_varlen`."""
     q, k, v = _autocast(q, k, v)
     cu_seqlens_q, cu_seqlens_k, M, N, page_table = layout
-    validate.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
-    M, N = validate.length("max_seqlen_q", M), validate.length("max_seqlen_k", N)
+    checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
+    M, N = checks.length("max_seqlen_q", M), checks.length("max_seqlen_k", N)
     if page_table is None:
         operands = Operands(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         return with_arguments(operands, M, N, arguments)
     # The pages say where the keys are; cu_seqlens_k only how many each sequence has.
     lengths, used = cu_seqlens_k.diff(), arguments.seqused_k
-    validate.per_sequence("seqused_k", used, q, lengths.shape[0])
+    checks.per_sequence("seqused_k", used, q, lengths.shape[0])
     arguments = arguments._replace(
         seqused_k=lengths if used is None else torch.minimum(used, lengths)
     )
@@ -88,7 +88,7 @@ def with_arguments(
             partial_tiles=block_mask.partial_tiles,
         )
     numbers = {name: getattr(arguments, name) for name in _NUMBERS}
-    return operands, validate.options(
+    return operands, checks.options(
         head_dim=operands.q.shape[-1], max_seqlen_q=M, max_seqlen_k=N, **numbers
     )
 
@@ -153,8 +153,8 @@ def decided(
         if layout is not None:
             operands = operands._replace(cu_seqlens_q=layout[0], cu_seqlens_k=layout[1])
         operands = with_tensors(operands, arguments)
-        validate.workspace(operands, decision.options)
-        validate.values(operands, decision.options)
+        checks.workspace(operands, decision.options)
+        checks.values(operands, decision.options)
         return operands, decision
     if layout is None:
         operands, options = dense_call(*qkv, arguments)
@@ -173,11 +173,11 @@ def decide(
     wants_probabilities: bool = False,
 ) -> recall.Decision:
     """The last checks of a call, and the choice of the backend."""
-    validate.extras(operands, options.max_seqlen_q, options.max_seqlen_k)
-    validate.float8_forward_only(operands)
-    validate.output(out, operands)
-    validate.workspace(operands, options)
-    validate.values(operands, options)
+    checks.extras(operands, options.max_seqlen_q, options.max_seqlen_k)
+    checks.float8_forward_only(operands)
+    checks.output(out, operands)
+    checks.workspace(operands, options)
+    checks.values(operands, options)
     if backend is not None:
         dispatch.check_name(backend)
     problem = AttentionProblem.of(operands, options)

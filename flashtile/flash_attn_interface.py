@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
-from . import validate
+from . import checks
 from .api import Result, WindowSize, attention, attention_varlen, attention_with_kvcache
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` with keys and values in one tensor, kv (batch, seq_k, 2, kv_heads,
     head_dim).
     """
-    k, v = validate.unpacked("kv", kv, 2, "batch, seq_k, 2, kv_heads, head_dim")
+    k, v = checks.unpacked("kv", kv, 2, "batch, seq_k, 2, kv_heads, head_dim")
     return flash_attn_func(
         q,
         k,
@@ -134,7 +134,7 @@ def flash_attn_qkvpacked_func(
     **extras: Unpack[Extras],
 ) -> Result:
     """`flash_attn_func` with everything in one tensor, qkv (batch, seq, 3, heads, head_dim)."""
-    q, k, v = validate.unpacked("qkv", qkv, 3, "batch, seq, 3, heads, head_dim")
+    q, k, v = checks.unpacked("qkv", qkv, 3, "batch, seq, 3, heads, head_dim")
     return flash_attn_func(
         q,
         k,
@@ -195,7 +195,7 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
-        page_table=validate.one_page_table(block_table, page_table),
+        page_table=checks.one_page_table(block_table, page_table),
         workspace=workspace,
         **extras,
     )
@@ -221,7 +221,7 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` with keys and values in one tensor, kv (total_k, 2, kv_heads,
     head_dim).
     """
-    k, v = validate.unpacked("kv", kv, 2, "total_k, 2, kv_heads, head_dim")
+    k, v = checks.unpacked("kv", kv, 2, "total_k, 2, kv_heads, head_dim")
     return flash_attn_varlen_func(
         q,
         k,
@@ -257,7 +257,7 @@ def flash_attn_varlen_qkvpacked_func(
     **extras: Unpack[Extras],
 ) -> Result:
     """`flash_attn_varlen_func` with everything in one tensor, qkv (total, 3, heads, head_dim)."""
-    q, k, v = validate.unpacked("qkv", qkv, 3, "total, 3, heads, head_dim")
+    q, k, v = checks.unpacked("qkv", qkv, 3, "total, 3, heads, head_dim")
     return flash_attn_varlen_func(
         q,
         k,
@@ -319,7 +319,7 @@ def flash_attn_with_kvcache(
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
-        page_table=validate.one_page_table(block_table, page_table),
+        page_table=checks.one_page_table(block_table, page_table),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,

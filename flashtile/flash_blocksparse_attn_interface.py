@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import validate
+from . import checks
 from .api import Result, attention_varlen
 from .masks import BlockMask
 
@@ -30,7 +30,7 @@ def convert_blockmask(blockmask: Tensor, causal: bool = False) -> Tensor:
         -1; a number is four times the query tile, plus 1 on the first key tile that this query tile
         sees and 2 on the last.
     """
-    validate.rank("blockmask", blockmask, "query tiles, key tiles")
+    checks.rank("blockmask", blockmask, "query tiles, key tiles")
     if causal:
         raise ValueError("causal: got True, want False; pass causal=True to the attention instead")
     visible = blockmask != 0
@@ -83,8 +83,8 @@ def flash_blocksparse_attn_func(
 
     Source: FlashAttention (Dao et al. 2022), section 3.3 and algorithm 5.
     """
-    q, k, v = validate.unpacked("qkv", qkv, 3, "total, 3, heads, head_dim")
-    validate.rank("blockmask", blockmask, "query tiles, key tiles")
+    q, k, v = checks.unpacked("qkv", qkv, 3, "total, 3, heads, head_dim")
+    checks.rank("blockmask", blockmask, "query tiles, key tiles")
     if not convert_mask:
         blockmask = _tiles_of(blockmask)
     return attention_varlen(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import append, autograd, prefill, recall, validate
+from . import append, autograd, checks, prefill, recall
 from .backends.triton import splits
 from .call import Arguments, decide, with_arguments, with_tensors
 from .problem import FLOAT8, AttentionProblem, Operands, Options
@@ -86,8 +86,8 @@ def workspace_size(
     """
     sizes = {"batch": batch, "seq_q": seq_q, "heads": heads, "value_head_dim": value_head_dim}
     for name, size in sizes.items():
-        validate.length(name, size)
-    validate.splits(num_splits)
+        checks.length(name, size)
+    checks.splits(num_splits)
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {device}, want a cuda device or cpu")
@@ -110,7 +110,7 @@ def decided(
         the append, int32 (batch,), None for the whole cache; what is decided.
     """
     key = None
-    checking = validate.checking_values()
+    checking = checks.checking_values()
     if not checking:
         given = ("cache", *queries, *cache, *new, *rotary, *arguments, backend)
         key = recall.key_of((*given, *_strides(cache)))
@@ -118,8 +118,8 @@ def decided(
     if decision is not None:
         operands, lengths = _described(queries, cache, new, checking)
         operands = with_tensors(operands, arguments)
-        validate.output(out, operands)
-        validate.workspace(operands, decision.options)
+        checks.output(out, operands)
+        checks.workspace(operands, decision.options)
         return operands, lengths, decision
     M = check(queries, cache, new)
     operands, lengths = _described(queries, cache, new, checking)
@@ -180,29 +180,27 @@ def _described(
 def _check_queries(queries: Queries, cache: Cache) -> tuple[int, int]:
     """Batch and longest query."""
     names = "q k_cache v_cache"
-    keys = (
-        "cache_rows, capacity, kv_heads, head_dim" if cache.page_table is None else validate.PAGES
-    )
+    keys = "cache_rows, capacity, kv_heads, head_dim" if cache.page_table is None else checks.PAGES
     if queries.cu_seqlens is None:
         layout = "batch, seq_q, heads, head_dim"
-        validate.qkv(queries.q, cache.k, cache.v, layout, keys, names, takes_float8_keys=True)
+        checks.qkv(queries.q, cache.k, cache.v, layout, keys, names, takes_float8_keys=True)
         return queries.q.shape[0], queries.q.shape[1]
     layout = "total_q, heads, head_dim"
-    validate.qkv(queries.q, cache.k, cache.v, layout, keys, names, takes_float8_keys=True)
-    validate.cumulative("cu_seqlens_q", queries.cu_seqlens, queries.q)
+    checks.qkv(queries.q, cache.k, cache.v, layout, keys, names, takes_float8_keys=True)
+    checks.cumulative("cu_seqlens_q", queries.cu_seqlens, queries.q)
     if queries.max_seqlen is None:
         raise ValueError(
             "max_seqlen_q: got None, want the longest query's length with cu_seqlens_q"
         )
     batch = queries.cu_seqlens.shape[0] - 1
-    return batch, validate.length("max_seqlen_q", queries.max_seqlen)
+    return batch, checks.length("max_seqlen_q", queries.max_seqlen)
 
 
 def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
-    validate.per_sequence("cache_batch_idx", cache.batch_idx, q, batch)
-    validate.per_sequence("cache_leftpad", cache.leftpad, q, batch)
+    checks.per_sequence("cache_batch_idx", cache.batch_idx, q, batch)
+    checks.per_sequence("cache_leftpad", cache.leftpad, q, batch)
     if cache.page_table is not None:
-        validate.paged(cache.page_table, cache.k, batch)
+        checks.paged(cache.page_table, cache.k, batch)
         if cache.batch_idx is not None:
             raise ValueError(
                 "cache_batch_idx: does not go with page_table, whose rows already say where each "
@@ -225,12 +223,12 @@ def _lengths(cache: Cache, new: NewTokens, batch: int) -> Tensor | None:
             )
         return None
     if isinstance(seqlens, Tensor) and seqlens.dim() > 0:
-        validate.per_sequence("cache_seqlens", seqlens, cache.k, batch)
+        checks.per_sequence("cache_seqlens", seqlens, cache.k, batch)
         return seqlens.int()
     if isinstance(seqlens, Tensor):
-        validate.index_tensor("cache_seqlens", seqlens, cache.k)
+        checks.index_tensor("cache_seqlens", seqlens, cache.k)
         return seqlens.int().expand(batch)
-    count = validate.length("cache_seqlens", seqlens)
+    count = checks.length("cache_seqlens", seqlens)
     added = (
         new.k.shape[1] if new.k is not None and new.cu_seqlens is None and new.k.dim() == 4 else 0
     )
@@ -246,7 +244,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewTokens, batch: int) -> None:
     packed = new.cu_seqlens is not None
     layout = "total_new, kv_heads, head_dim" if packed else "batch, seq_new, kv_heads, head_dim"
     for name, x, row in (("k", new.k, cache.k), ("v", new.v, cache.v)):
-        validate.rank(name, x, layout)
+        checks.rank(name, x, layout)
         assert x is not None
         if x.shape[-2:] != row.shape[-2:]:
             raise ValueError(
@@ -255,19 +253,17 @@ def _check_new(q: Tensor, cache: Cache, new: NewTokens, batch: int) -> None:
             )
         if x.dtype != q.dtype:  # which is the cache's, but for float8 caches
             raise TypeError(f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of q")
-        validate.same_device(name, x, q)
+        checks.same_device(name, x, q)
     assert new.k is not None and new.v is not None
     if new.k.shape[:-1] != new.v.shape[:-1]:
         raise ValueError(
-            f"v: got shape {validate.shape_of(new.v)}, want as many tokens as k, "
-            f"{validate.shape_of(new.k)}"
+            f"v: got shape {checks.shape_of(new.v)}, want as many tokens as k, "
+            f"{checks.shape_of(new.k)}"
         )
     if packed:
-        validate.cumulative("cu_seqlens_k_new", new.cu_seqlens, q)
+        checks.cumulative("cu_seqlens_k_new", new.cu_seqlens, q)
         assert new.cu_seqlens is not None
-        validate.shape(
-            "cu_seqlens_k_new", new.cu_seqlens, (batch + 1,), "one longer than the batch"
-        )
+        checks.shape("cu_seqlens_k_new", new.cu_seqlens, (batch + 1,), "one longer than the batch")
     elif new.k.shape[0] != batch:
         raise ValueError(f"k: got batch {new.k.shape[0]}, want {batch}, the batch of q")
 
@@ -283,31 +279,31 @@ def check_rotary(rotary: Rotary, operands: Operands, new: NewTokens) -> None:
             "rotary_cos: rotates new tokens, but k and v are None; pass the new keys and values"
         )
     for name, x in (("rotary_cos", rotary.cos), ("rotary_sin", rotary.sin)):
-        validate.rank(name, x, "positions, rotary_dim / 2")
+        checks.rank(name, x, "positions, rotary_dim / 2")
         assert x is not None
         if not x.is_floating_point():
             raise TypeError(f"{name}: got dtype {x.dtype}, want a floating dtype")
-        validate.same_device(name, x, operands.q)
+        checks.same_device(name, x, operands.q)
     assert rotary.cos is not None and rotary.sin is not None
-    validate.shape("rotary_sin", rotary.sin, tuple(rotary.cos.shape), "the shape of rotary_cos")
+    checks.shape("rotary_sin", rotary.sin, tuple(rotary.cos.shape), "the shape of rotary_cos")
     if rotary.cos.shape[0] < 1 or 2 * rotary.cos.shape[1] > operands.q.shape[-1]:
         raise ValueError(
-            f"rotary_cos: got shape {validate.shape_of(rotary.cos)}, want at least one position "
+            f"rotary_cos: got shape {checks.shape_of(rotary.cos)}, want at least one position "
             "and at most "
             f"head_dim / 2 = {operands.q.shape[-1] // 2} columns"
         )
     if rotary.seqlens is not None:
         batch = operands.seqused_k.shape[0] if operands.seqused_k is not None else 0
-        validate.per_sequence("rotary_seqlens", rotary.seqlens, operands.q, batch)
+        checks.per_sequence("rotary_seqlens", rotary.seqlens, operands.q, batch)
 
 
 def check_values(options: Options, lengths: Tensor | None, new: NewTokens, rotary: Rotary) -> None:
     """Checks that read lengths on the host; only with ``FLASHTILE_CHECK=1`` in the environment."""
-    if not validate.checking_values() or lengths is None:
+    if not checks.checking_values() or lengths is None:
         return
     if new.k is not None and new.cu_seqlens is not None:
         total = new.k.shape[0]
-        validate.cumulative_values("cu_seqlens_k_new", new.cu_seqlens, total, total, "k")
+        checks.cumulative_values("cu_seqlens_k_new", new.cu_seqlens, total, total, "k")
     added, capacity = _added(new), options.max_seqlen_k
     if bool((lengths < 0).any()) or bool((lengths + added > capacity).any()):
         count = added if isinstance(added, int) else added.tolist()

@@ -32,7 +32,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("kvcache",),
     ("append", "prefill"),
     ("call",),
-    ("validate", "recall"),
+    ("checks", "recall"),
     ("bert_padding", "layers"),
     ("dispatch",),
     ("autograd",),

@@ -1,10 +1,10 @@
-"""A call like an earlier one skips the checks; whatever they look at must make it another call."""
+"""A call like an earlier one skips the checked; whatever they look at must make it another call."""
 
 import pytest
 import torch
 
 import flashtile
-from flashtile import autograd, call, dispatch, recall, validate
+from flashtile import autograd, call, checks, dispatch, recall
 
 
 def qkv(**changes):
@@ -18,38 +18,38 @@ def qkv(**changes):
 
 
 @pytest.fixture
-def checks(monkeypatch):
+def checked(monkeypatch):
     """An entry for each call that was checked."""
     seen = []
-    describe = validate.options
+    describe = checks.options
 
     def watched(**names):
         seen.append(names)
         return describe(**names)
 
-    monkeypatch.setattr(validate, "options", watched)
+    monkeypatch.setattr(checks, "options", watched)
     return seen
 
 
-def test_a_repeated_call_is_not_checked_again(checks):
+def test_a_repeated_call_is_not_checked_again(checked):
     flashtile.attention(*qkv(), causal=True, softcap=11.0)
-    first = len(checks)
+    first = len(checked)
     again = qkv()
     out = flashtile.attention(*again, causal=True, softcap=11.0)
-    assert len(checks) == first
+    assert len(checked) == first
     fresh = flashtile.attention(*again, causal=True, softcap=11.0, out=torch.empty_like(again[0]))
-    assert len(checks) == first + 1
+    assert len(checked) == first + 1
     assert torch.equal(out, fresh)
 
 
-def test_a_repeated_packed_call_is_not_checked_again_and_uses_the_new_lengths(checks):
+def test_a_repeated_packed_call_is_not_checked_again_and_uses_the_new_lengths(checked):
     q, k, v = (x.flatten(0, 1) for x in qkv())
     lengths = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 7, 14]).int()
     others = torch.tensor([0, 3, 10], dtype=torch.int32), torch.tensor([0, 9, 14]).int()
     first = flashtile.attention_varlen(q, k, v, *lengths, 10, 14)
-    count = len(checks)
+    count = len(checked)
     second = flashtile.attention_varlen(q, k, v, *others, 10, 14)
-    assert len(checks) == count
+    assert len(checked) == count
     assert not torch.equal(first, second)
     alone = flashtile.attention(q[None, :3], k[None, :9], v[None, :9])
     torch.testing.assert_close(second[:3], alone[0])
@@ -64,21 +64,21 @@ def cache_call(length, **changes):
     return call | changes
 
 
-def test_a_repeated_cache_call_is_not_checked_again_and_uses_the_new_tensors(checks, monkeypatch):
+def test_a_repeated_cache_call_is_not_checked_again_and_uses_the_new_tensors(checked, monkeypatch):
     for length in (3, 0, 11):
         call = cache_call(length)
         copy = {name: x.clone() for name, x in call.items()}
         out = flashtile.attention_with_kvcache(**call)
-        assert len(checks) == 1
+        assert len(checked) == 1
         with monkeypatch.context() as patch:
             patch.setattr(recall, "_decisions", {})
             fresh = flashtile.attention_with_kvcache(**copy)
-        assert len(checks) == 2
+        assert len(checked) == 2
         assert torch.equal(out, fresh)
         assert torch.equal(call["k_cache"], copy["k_cache"])
         page, slot = call["page_table"][0, length // 4], length % 4
         assert torch.equal(call["k_cache"][page, slot], call["k"][0, 0])
-        del checks[1:]
+        del checked[1:]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import validate
+from .. import checks
 from ..call import Packed
 from ..layers.rotary import apply_rotary_emb
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
@@ -134,11 +134,11 @@ def layout_of(*lengths: Any) -> Packed | None:
 def check(q: Any, k: Any, v: Any, layout: Packed | None, scales: Any) -> None:
     """The checks that `flashtile.attention` makes, and those of what is told here."""
     if layout is None:
-        validate.dense(q, k, v)
+        checks.dense(q, k, v)
     else:
-        validate.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, None)
-        validate.length("max_seqlen_q", layout.max_seqlen_q)
-        validate.length("max_seqlen_k", layout.max_seqlen_k)
+        checks.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, None)
+        checks.length("max_seqlen_q", layout.max_seqlen_q)
+        checks.length("max_seqlen_k", layout.max_seqlen_k)
     if q.dtype not in DTYPES:
         raise TypeError(f"q: got dtype {q.dtype}, want float16, bfloat16 or float32")
     if scales not in SCALES:
@@ -148,9 +148,9 @@ def check(q: Any, k: Any, v: Any, layout: Packed | None, scales: Any) -> None:
 def check_rotary(rotary: Rotary, q: Tensor, k: Tensor, layout: Packed | None) -> None:
     """Raise unless the tables reach over all rows."""
     for name, table in (("rotary_cos", rotary.cos), ("rotary_sin", rotary.sin)):
-        validate.rank(name, table, "positions, rotary_dim / 2")
-        validate.same_device(name, table, q)
-    validate.shape("rotary_sin", rotary.sin, tuple(rotary.cos.shape), "the shape of rotary_cos")
+        checks.rank(name, table, "positions, rotary_dim / 2")
+        checks.same_device(name, table, q)
+    checks.shape("rotary_sin", rotary.sin, tuple(rotary.cos.shape), "the shape of rotary_cos")
     positions, pairs = rotary.cos.shape
     longest = max(rows.longest for rows in rows_of(q, k, layout))
     if positions < longest or 2 * pairs > q.shape[-1]:

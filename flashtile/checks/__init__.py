@@ -1,0 +1,22 @@
+"""The only place that rejects user input.
+
+Every message names the argument, what was given and what is expected. Nothing is written before the
+last check has passed. Checks that read tensor values need the host to wait for the device, so they
+run only with ``FLASHTILE_CHECK=1``.
+"""
+
+from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qkv
+from .on_host import checking_values, cumulative_values, values
+from .optional_tensors import extras, float8_forward_only
+from .results import output, workspace
+from .scalars import length, number, options, splits, window
+from .tensors import (
+    index_tensor,
+    per_sequence,
+    rank,
+    same_device,
+    shape,
+    shape_of,
+    tensor,
+    unpacked,
+)

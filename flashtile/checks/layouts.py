@@ -1,0 +1,113 @@
+"""Checks of queries, keys and values together: dense, packed or paged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import FLOAT8
+from .tensors import index_tensor, rank, same_device, shape, shape_of
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8[:1])
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+PAGES = "num_pages, page_size, kv_heads, head_dim"
+
+
+def qkv(
+    q: Any,
+    k: Any,
+    v: Any,
+    layout_q: str,
+    layout_k: str,
+    names: str = "q k v",
+    takes_float8_keys: bool = False,
+) -> None:
+    """Ranks, dtypes, devices, heads and head dims of the three main tensors.
+
+    `takes_float8_keys`: under queries of 16 bits keys and values may both be float8.
+    """
+    name_q, name_k, name_v = names.split()
+    rank(name_q, q, layout_q)
+    rank(name_k, k, layout_k)
+    rank(name_v, v, layout_k)
+    for name, x in ((name_q, q), (name_k, k), (name_v, v)):
+        if x.dtype not in DTYPES:
+            wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise TypeError(f"{name}: got dtype {x.dtype}, want one of {wanted}")
+        mixed = takes_float8_keys and x is not q and q.dtype in HALF_DTYPES
+        if x.dtype != q.dtype and not (mixed and x.dtype == k.dtype == torch.float8_e4m3fn):
+            also = " (or float8_e4m3fn, as both caches)" if mixed else ""
+            raise TypeError(
+                f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of {name_q}{also}"
+            )
+        same_device(name, x, q)
+        if x.shape[-1] < 1 or x.shape[-2] < 1:
+            raise ValueError(
+                f"{name}: got shape {shape_of(x)}, want at least one head and head dim"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"{name_k}: got head dim {k.shape[-1]}, want {q.shape[-1]}, the head dim of {name_q}"
+        )
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"{name_v}: got shape {shape_of(v)}, want {shape_of(k)[:-1].rsplit(',', 1)[0]}, any "
+            "head "
+            f"dim): all but the last dimension as {name_k}"
+        )
+    if q.shape[-2] % k.shape[-2] != 0:
+        raise ValueError(
+            f"{name_k}: got {k.shape[-2]} heads, which do not divide the {q.shape[-2]} heads of "
+            f"{name_q}"
+        )
+
+
+def dense(q: Any, k: Any, v: Any) -> None:
+    """q (batch, seq_q, heads, head_dim); k, v (batch, seq_k, kv_heads, head_dim)."""
+    qkv(q, k, v, "batch, seq_q, heads, head_dim", "batch, seq_k, kv_heads, head_dim")
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: got batch {k.shape[0]}, want {q.shape[0]}, the batch of q")
+
+
+def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
+    """q (total_q, heads, head_dim); k, v (total_k, kv_heads, head_dim), or pages of tokens."""
+    keys = "total_k, kv_heads, head_dim"
+    qkv(q, k, v, "total_q, heads, head_dim", PAGES if page_table is not None else keys)
+    cumulative("cu_seqlens_q", cu_seqlens_q, q)
+    cumulative("cu_seqlens_k", cu_seqlens_k, q)
+    shape(
+        "cu_seqlens_k",
+        cu_seqlens_k,
+        tuple(cu_seqlens_q.shape),
+        "one longer than the batch, as cu_seqlens_q",
+    )
+    if page_table is not None:
+        paged(page_table, k, cu_seqlens_q.shape[0] - 1)
+
+
+def cumulative(name: str, x: Any, q: Tensor) -> None:
+    """Cumulative lengths: (batch + 1,) integers."""
+    index_tensor(name, x, q)
+    if x.dim() != 1 or x.shape[0] < 1:
+        raise ValueError(f"{name}: got shape {shape_of(x)}, want (batch + 1,), starting with 0")
+
+
+def paged(page_table: Any, k: Tensor, batch: int) -> None:
+    """page_table (batch, pages per sequence) of integers; page size a power of two."""
+    index_tensor("page_table", page_table, k)
+    if page_table.dim() != 2 or page_table.shape[0] != batch:
+        raise ValueError(
+            f"page_table: got shape {shape_of(page_table)}, want ({batch}, pages per sequence)"
+        )
+    page_size = k.shape[1]
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"page size (k.shape[1]): got {page_size}, want a power of two from 1 up")
+
+
+def one_page_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
+    """The page table, whichever of its two names the caller used."""
+    if block_table is not None and page_table is not None:
+        raise ValueError("block_table: is another name of page_table; pass one of them")
+    return page_table if block_table is None else block_table

@@ -1,0 +1,108 @@
+"""Checks of the tensors that a call may have beside queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, batch_size
+from .tensors import floating, per_sequence, same_device, shape, shape_of
+
+
+def extras(operands: Operands, M: int, N: int) -> None:
+    """Shapes, dtypes and devices of the optional tensors; `M`, `N` are the longest lengths."""
+    q, k = operands.q, operands.k
+    B, Hq, Hk = batch_size(operands), q.shape[-2], k.shape[-2]
+    per_sequence("seqused_q", operands.seqused_q, q, B)
+    per_sequence("seqused_k", operands.seqused_k, q, B)
+    floating("bias", operands.bias, q)
+    floating("sink", operands.sink, q)
+    floating("alibi_slopes", operands.alibi_slopes, q)
+    if operands.sink is not None:
+        shape("sink", operands.sink, (Hq,), "one logit for each query head")
+    if operands.alibi_slopes is not None:
+        _alibi(operands.alibi_slopes, B, Hq)
+    if operands.bias is not None:
+        for size, full in zip(operands.bias.shape, (B, Hq, M, N), strict=True):
+            if size not in (1, full):
+                raise ValueError(
+                    f"bias: got shape {shape_of(operands.bias)}, want one that broadcasts to "
+                    f"(batch, heads, seq_q, seq_k) = {(B, Hq, M, N)}"
+                )
+    if operands.tile_kinds is not None:
+        _block_mask(operands, B, Hq, M, N)
+    _descales(operands, B, Hk, M, N)
+
+
+def _alibi(slopes: Tensor, B: int, Hq: int) -> None:
+    if tuple(slopes.shape) not in ((Hq,), (B, Hq)):
+        raise ValueError(
+            f"alibi_slopes: got shape {shape_of(slopes)}, want ({Hq},) or ({B}, {Hq}): a slope for "
+            "each query head, or for each batch and query head"
+        )
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes: requires grad, but has no gradient; detach() it, or pass the same "
+            "numbers as "
+            "`bias`, which has one"
+        )
+
+
+def _block_mask(operands: Operands, B: int, Hq: int, M: int, N: int) -> None:
+    kinds, tiles = operands.tile_kinds, operands.partial_tiles
+    assert kinds is not None and tiles is not None
+    same_device("block_mask", kinds, operands.q)
+    batch, heads, rows, columns = kinds.shape
+    BM, BN = tiles.shape[1:]
+    if batch not in (1, B) or heads not in (1, Hq):
+        raise ValueError(
+            f"block_mask: is for batch {batch} and {heads} heads, want 1 or {B}, and 1 or {Hq} "
+            "(query heads)"
+        )
+    if rows * BM < M or columns * BN < N:
+        raise ValueError(
+            f"block_mask: {rows} x {columns} tiles of {BM} x {BN} cover {rows * BM} queries and "
+            f"{columns * BN} keys, want at least {M} and {N}"
+        )
+
+
+def _descales(operands: Operands, B: int, Hk: int, M: int, N: int) -> None:
+    for name in ("q_descale", "k_descale", "v_descale"):
+        x = getattr(operands, name)
+        if x is None:
+            continue
+        floating(name, x, operands.q)
+        scaled = operands.q if name == "q_descale" else operands.k
+        if scaled.dtype not in FLOAT8:
+            raise ValueError(
+                f"{name}: scales float8 inputs, but {name[0]} is {scaled.dtype}; multiply the "
+                "inputs instead"
+            )
+        if x.dim() == 3 and operands.q.dtype in FLOAT8:
+            _block_descale(name, x, operands, B, M, N)
+        else:
+            shape(name, x, (B, Hk), "a factor for each batch and key head")
+
+
+def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: int) -> None:
+    """A factor for each block of rows; all three tensors have them, or none."""
+    of_queries = name == "q_descale"
+    block = FLOAT8_QUERY_BLOCK if of_queries else FLOAT8_KEY_BLOCK
+    heads, length = (operands.q.shape[-2], M) if of_queries else (operands.k.shape[-2], N)
+    meaning = f"a factor for each batch, head and {block} rows"
+    shape(name, x, (B, heads, -(-length // block)), meaning)
+    for other in ("q_descale", "k_descale", "v_descale"):
+        y = getattr(operands, other)
+        if y is None or y.dim() != 3:
+            raise ValueError(
+                f"{other}: got {'None' if y is None else 'shape ' + shape_of(y)}, want a factor "
+                f"for each block of rows as {name} has"
+            )
+
+
+def float8_forward_only(operands: Operands) -> None:
+    """float8 inputs have no backward."""
+    if operands.q.dtype in FLOAT8 and any(
+        x is not None and x.requires_grad for x in (operands.bias, operands.sink)
+    ):
+        raise NotImplementedError("q: float8 attention has no backward; use bfloat16 to train")

@@ -1,0 +1,99 @@
+"""Checks of the plain numbers of a call."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.triton.splits import MAX_SPLITS
+from ..problem import Options, default_scale
+
+
+def length(name: str, x: Any) -> Any:
+    """A non-negative length given as an integer."""
+    if isinstance(x, (Tensor, bool)) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{name}: got {type(x).__name__}, want an int")
+    if x < 0:
+        raise ValueError(f"{name}: got {x}, want a length of at least 0")
+    return x
+
+
+def number(name: str, x: Any, wanted: str) -> Any:
+    """A finite real number."""
+    if isinstance(x, bool) or not isinstance(x, (Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}: got {type(x).__name__}, want {wanted}")
+    value: Any = x
+    if not -math.inf < value < math.inf:  # False for NaN as well
+        raise ValueError(f"{name}: got {x}, want {wanted}")
+    return float(value)
+
+
+def splits(num_splits: Any) -> None:
+    """How many programs share a sequence's keys."""
+    if length("num_splits", num_splits) > MAX_SPLITS:
+        raise ValueError(f"num_splits: got {num_splits}, want 0 (chosen for you) to {MAX_SPLITS}")
+
+
+def options(
+    *,
+    head_dim: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: Any,
+    causal: bool,
+    window_size: Any,
+    attention_chunk: Any,
+    softcap: Any,
+    dropout_p: Any = 0.0,
+    num_splits: Any = 0,
+    deterministic: bool = False,
+) -> Options:
+    """The plain numbers of a call, checked and normalised."""
+    if softmax_scale is None:
+        softmax_scale = default_scale(head_dim)
+    else:
+        softmax_scale = number("softmax_scale", softmax_scale, "a finite number, or None")
+    softcap = 0.0 if softcap is None else number("softcap", softcap, "a number >= 0 (0: off)")
+    if softcap < 0:
+        raise ValueError(f"softcap: got {softcap}, want a number >= 0 (0: off)")
+    dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1)")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: got {dropout_p}, want a probability in [0, 1)")
+    chunk = length("attention_chunk", 0 if attention_chunk is None else attention_chunk)
+    splits(num_splits)
+    left, right = window(window_size)
+    return Options(
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        window_left=left,
+        window_right=0 if causal else right,
+        attention_chunk=chunk,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        num_splits=num_splits,
+        deterministic=bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def window(window_size: Any) -> tuple[Any, Any]:
+    """(left, right), each -1 where unbounded."""
+    wanted = "a pair (left, right) of ints >= 0, with -1 or None for an unbounded side"
+    if window_size is None:
+        return -1, -1
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size: got {window_size!r}, want {wanted}")
+    sides = []
+    for side in window_size:
+        if side is None:
+            side = -1
+        if isinstance(side, (bool, Tensor)) or not isinstance(side, (int, torch.SymInt)):
+            raise TypeError(f"window_size: got {window_size!r}, want {wanted}")
+        if side < -1:
+            raise ValueError(f"window_size: got {window_size!r}, want {wanted}")
+        sides.append(side)
+    return sides[0], sides[1]

@@ -1,0 +1,75 @@
+"""Checks of one tensor: its type, dtype, rank, shape and device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import FLOAT8
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def shape_of(x: Tensor) -> str:
+    """Shape as messages print it."""
+    return str(tuple(x.shape))
+
+
+def tensor(name: str, x: Any) -> None:
+    """Raise TypeError unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, want a torch.Tensor")
+
+
+def shape(name: str, x: Tensor, wanted: tuple[int, ...], meaning: str) -> None:
+    """Raise ValueError unless `x` has the shape `wanted`, which reads `meaning`."""
+    if tuple(x.shape) != wanted:
+        raise ValueError(f"{name}: got shape {shape_of(x)}, want {wanted}, {meaning}")
+
+
+def rank(name: str, x: Any, meaning: str) -> None:
+    """Raise unless `x` is a tensor with one dimension for each name in `meaning`."""
+    tensor(name, x)
+    wanted = meaning.count(",") + 1
+    if x.dim() != wanted:
+        raise ValueError(f"{name}: got shape {shape_of(x)}, want {wanted} dimensions ({meaning})")
+
+
+def index_tensor(name: str, x: Any, like: Tensor) -> None:
+    """Raise unless `x` is an int32 or int64 tensor on the device of `like`."""
+    tensor(name, x)
+    if x.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want torch.int32")
+    same_device(name, x, like)
+
+
+def same_device(name: str, x: Tensor, like: Tensor) -> None:
+    """Raise ValueError unless `x` is on the device of `like` (the queries)."""
+    if x.device != like.device:
+        raise ValueError(f"{name}: is on {x.device}, but q is on {like.device}; move one of them")
+
+
+def floating(name: str, x: Any, q: Tensor) -> None:
+    if x is None:
+        return
+    tensor(name, x)
+    if not x.is_floating_point() or x.dtype in FLOAT8:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want a floating dtype, float16 to float64")
+    same_device(name, x, q)
+
+
+def per_sequence(name: str, x: Any, q: Tensor, batch: int) -> None:
+    """(batch,) integers."""
+    if x is not None:
+        index_tensor(name, x, q)
+        shape(name, x, (batch,), "one number for each sequence")
+
+
+def unpacked(name: str, x: Any, count: int, layout: str) -> tuple[Tensor, ...]:
+    """The `count` tensors that stand side by side in the third dimension from the end of `x`."""
+    rank(name, x, layout)
+    if x.shape[-3] != count:
+        raise ValueError(f"{name}: got shape {shape_of(x)}, want ({layout})")
+    return x.unbind(-3)
