@@ -2,6 +2,9 @@
 machine.
 """
 
+from typing import TYPE_CHECKING
+
+from . import lazy
 from .api import attention, attention_varlen, attention_with_kvcache
 from .dispatch import backend
 from .explain import explain
@@ -18,6 +21,30 @@ from .kvcache import workspace_size
 from .masks import BlockMask
 from .merge import flash_attn_combine
 from .quantize import Quantized, attention_fp8, quantize_qkv
+
+if TYPE_CHECKING:
+    from . import (
+        bert_padding,
+        flash_blocksparse_attn_interface,
+        integrations,
+        layers,
+        losses,
+        models,
+        modules,
+        testing,
+    )
+else:
+    __getattr__, __dir__ = lazy.submodules(
+        __name__,
+        "bert_padding",
+        "flash_blocksparse_attn_interface",
+        "integrations",
+        "layers",
+        "losses",
+        "models",
+        "modules",
+        "testing",
+    )
 
 __version__ = "0.1.0"
 

@@ -76,6 +76,27 @@ print(json.dumps([name for name in before if before[name] != after[name]]))
 """
 
 
+SUBMODULES = """
+import flashtile, pkgutil, sys
+for package in "integrations", "testing", "bert_padding", "models", "modules":
+    assert f"flashtile.{package}" not in sys.modules, package
+    assert package in dir(flashtile), package
+assert callable(flashtile.integrations.sdpa.install)
+assert callable(flashtile.testing.assert_close)
+assert callable(flashtile.bert_padding.unpad_input)
+assert callable(flashtile.models.gpt.GPTLMHeadModel)
+for package in flashtile.layers, flashtile.losses, flashtile.models, flashtile.modules:
+    for module in pkgutil.iter_modules(package.__path__):
+        if not module.name.startswith("rotary_"):  # parts of `rotary`
+            assert getattr(package, module.name).__name__ == f"{package.__name__}.{module.name}"
+            assert module.name in dir(package)
+try:
+    flashtile.atention
+except AttributeError as error:
+    print(error)
+"""
+
+
 def run(code: str, *paths: Path) -> str:
     """The last line that `code` prints in a fresh process, with `paths` in front on its path."""
     found_first = os.pathsep.join(map(str, (*paths, REPOSITORY)))
@@ -137,3 +158,8 @@ def test_import_is_light(new_modules, record_property):
 
 def test_import_has_no_side_effect():
     assert json.loads(run(SIDE_EFFECTS)) == []
+
+
+def test_public_submodules_are_attributes_of_the_package():
+    """Imported when first used: `import flashtile` and no further line, as the README shows."""
+    assert run(SUBMODULES) == "module 'flashtile' has no attribute 'atention'"

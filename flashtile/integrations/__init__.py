@@ -1,2 +1,11 @@
 """Bridges to other libraries. Importing flashtile imports none of them; each acts on the user's own
 call alone."""
+
+from typing import TYPE_CHECKING
+
+from .. import lazy
+
+if TYPE_CHECKING:
+    from . import sdpa, transformers
+else:
+    __getattr__, __dir__ = lazy.submodules(__name__, "sdpa", "transformers")

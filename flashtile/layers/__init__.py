@@ -1,1 +1,10 @@
 """Layers around attention, under the same import paths as in ``flash_attn.layers``."""
+
+from typing import TYPE_CHECKING
+
+from .. import lazy
+
+if TYPE_CHECKING:
+    from . import rotary
+else:
+    __getattr__, __dir__ = lazy.submodules(__name__, "rotary")

@@ -1,1 +1,12 @@
 """Language models made of `flashtile.modules`."""
+
+from typing import TYPE_CHECKING
+
+from .. import lazy
+
+if TYPE_CHECKING:
+    from . import generation, gpt, gpt_config, hugging_face
+else:
+    __getattr__, __dir__ = lazy.submodules(
+        __name__, "generation", "gpt", "gpt_config", "hugging_face"
+    )

@@ -1,0 +1,27 @@
+"""Submodules that are imported when they are first used as an attribute of their package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+
+
+def submodules(
+    package: str, *names: str
+) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` (PEP 562) for a package with the submodules `names`.
+
+    After the first use a submodule is an ordinary attribute: the import system sets it.
+    """
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in names:
+            return import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *names})
+
+    return __getattr__, __dir__
