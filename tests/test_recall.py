@@ -1,4 +1,4 @@
-"""A call like an earlier one skips the checked; whatever they look at must make it another call."""
+"""A call like an earlier one skips the checks; whatever they look at must make it another call."""
 
 import pytest
 import torch

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import FULL
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -31,7 +32,6 @@ from flashtile.backends.hopper.launch import Launch
 
 from .compile_ahead import CAPABILITY, report, specialize
 
-FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
 SHARED_LIMIT = 232448  # bytes a program
 # Bytes a thread that may spill. The assembler of Triton 3.9 spills more.
 NEWER = TRITON_VERSION >= (3, 9)

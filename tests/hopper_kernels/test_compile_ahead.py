@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import FULL
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -27,7 +28,6 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
 
 from .compile_ahead import launch_of, report, specialize
 
-FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256)]
 MIXED_HEAD_DIMS = [(96, 96), (192, 192), (192, 128), (192, 256), (256, 192), (64, 256)]
 SHARED_LIMIT = 232448  # bytes a program

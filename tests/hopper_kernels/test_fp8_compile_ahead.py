@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import FULL
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -31,7 +32,6 @@ from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv
 
 from .compile_ahead import CAPABILITY, MULTIPROCESSORS, report, specialize
 
-FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
 SHARED_LIMIT = 232448  # bytes a program
 
 # Instructions of a block of keys in a consumer, a few more than counted, by head dim.

@@ -1,6 +1,7 @@
 """Every kernel compiled for every architecture, with the compiler's report read. No GPU is needed.
 
-`make test-triton` runs this with the oldest and the newest Triton.
+`make test-triton` runs a sample of this with the newest Triton, `make test-triton-full` all of it
+with the oldest and the newest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pkgutil import iter_modules
 
 import pytest
 import torch
+from configurations import in_turn, sample
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -67,7 +69,7 @@ def _as_on_the_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 
 @pytest.mark.parametrize(
     ("device", "size", "dtype", "head_dim", "mask"),
-    DEFAULTS,
+    sample(DEFAULTS, 3),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_default_kernels_fit(device: str, size: str, dtype: torch.dtype, head_dim: int, mask: str):
@@ -95,8 +97,7 @@ def pass_of(launch: Launch) -> str:
     return names[launch.kernel.__name__]
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "head_dim"), in_turn(DEVICES, HEAD_DIMS))
 def test_decoding_kernels_fit(device: str, head_dim: int):
     """Split walks over contiguous keys, over pages and over a float8 cache where there can be one,
     and the joining of their parts."""
@@ -112,8 +113,7 @@ def test_decoding_kernels_fit(device: str, head_dim: int):
             assert found.spilled <= allowed, f"{name}: {found}, allowed {allowed} ({reason})"
 
 
-@pytest.mark.parametrize("name", LATENT_CASES)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "name"), in_turn(DEVICES, LATENT_CASES))
 def test_latent_decoding_kernels_fit(device: str, name: str):
     """Few heads, and as many as share the keys in DeepSeek's models."""
     for heads in (8, 128):
@@ -170,8 +170,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("option", "device"), in_turn(OPTIONS, DEVICES))
 def test_options_compile(device: str, option: str):
     """Options may spill; what they need of shared memory must be there."""
     for launch in OPTIONS[option](device):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from configurations import in_turn
 
 from flashtile.backends import cpu
 from flashtile.problem import AttentionProblem
@@ -32,8 +33,9 @@ from .compare import assert_case, converted
 DTYPES = (torch.float32, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
+)
 def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
     assert_case(backend, name, dtype, seed)
 

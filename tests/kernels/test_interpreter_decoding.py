@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import in_turn
 from torch import Tensor
 
 import flashtile.kvcache  # noqa: F401  (defines the ops)
@@ -42,16 +43,18 @@ DTYPES = (torch.float32, torch.float16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
-@each_dtype
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
+)
 def test_decoding(name: str, dtype: torch.dtype, seed: int):
     """One part, and parts of up to two tiles with an empty one behind them."""
     parts = 4 if dtype == torch.float32 else 3
     assert_decoding(backend, name, dtype, seed, splits=(1, parts))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FLOAT8_CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(FLOAT8_CASES, [torch.float16, torch.bfloat16]), ids=str
+)
 def test_float8_cache(name: str, dtype: torch.dtype, seed: int):
     """Its numbers times a factor for each sequence and key head."""
     assert_decoding(backend, name, dtype, seed, splits=(1, 3), float8=True)

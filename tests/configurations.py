@@ -1,0 +1,34 @@
+"""Which configurations of a slow test run: a sample by default, all of them on request.
+
+Compiling or interpreting one kernel takes seconds, and options, dtypes, head dims and devices
+multiply. ``FLASHTILE_ALL_CONFIGURATIONS=1`` takes every combination, as `make test-triton-full`
+does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import product
+from typing import TypeVar
+
+FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
+
+Case = TypeVar("Case")
+Kind = TypeVar("Kind")
+
+
+def sample(cases: Iterable[Case], step: int) -> list[Case]:
+    """Every case, or one out of `step`, spread evenly and always the same."""
+    return list(cases)[:: 1 if FULL else step]
+
+
+def in_turn(cases: Iterable[Case], kinds: Iterable[Kind]) -> list[tuple[Case, Kind]]:
+    """Every case with every kind, or every case with one kind, which takes its turn.
+
+    Each kind occurs if there are at least as many cases as kinds.
+    """
+    cases, kinds = list(cases), list(kinds)
+    if FULL:
+        return list(product(cases, kinds))
+    return [(case, kinds[i % len(kinds)]) for i, case in enumerate(cases)]
