@@ -65,6 +65,13 @@ def test_rows_of_no_sequence_count():
     assert many * 1000 * 32 <= MOST_PART_ROWS * 132
 
 
+def test_a_packed_batch_without_tokens_is_not_split():
+    """Its bound says that there may be queries, its tensor that there are none."""
+    problem = problem_of(2, 7, 250, (4, 2), num_splits=0)
+    config = plan(problem, False).split.config
+    assert splits_of(problem, config, 132, tokens=0) == 1
+
+
 def test_the_memory_of_parts_is_bounded():
     """However large the call: 35 MB at head dim 128 on a GPU of 132 multiprocessors."""
     assert processors(HERE) == 132 or torch.cuda.is_available()

@@ -37,7 +37,7 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int, 
     decoding; elsewhere the tiles of queries are enough programs.
     """
     asked = problem.options.num_splits
-    if asked > 0 or 0 in (problem.B, problem.M, problem.N):
+    if asked > 0 or 0 in (problem.B, problem.M, problem.N, tokens):
         return max(asked, 1)
     rows = problem.M * (config.GROUP if config.IS_PACKED_GROUP else 1)
     if rows > max(FEW_QUERIES, config.BLOCK_M) or config.MASK_TILE_M > 0:
