@@ -72,7 +72,9 @@ def packed_call(
         seqused_k=lengths if used is None else torch.minimum(used, lengths)
     )
     operands = Operands(q, k, v, cu_seqlens_q=cu_seqlens_q, page_table=page_table)
-    return with_arguments(operands, M, min(N, page_table.shape[1] * k.shape[1]), arguments)
+    # Without pages every number in the table points nowhere.
+    capacity = page_table.shape[1] * k.shape[1] if k.shape[0] > 0 else 0
+    return with_arguments(operands, M, min(N, capacity), arguments)
 
 
 def with_arguments(

@@ -32,6 +32,8 @@ class Cache(NamedTuple):
     def capacity(self) -> int:
         """Tokens that a sequence can have."""
         if self.page_table is not None:
+            if self.k.shape[0] == 0:  # without pages every number in the table points nowhere
+                return 0
             return self.page_table.shape[1] * self.k.shape[1]
         return self.k.shape[1]
 
@@ -206,6 +208,8 @@ def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
                 "cache_batch_idx: does not go with page_table, whose rows already say where each "
                 "sequence lies"
             )
+    elif cache.batch_idx is not None and cache.k.shape[0] == 0 < batch:
+        raise ValueError("k_cache: got no rows, want those that cache_batch_idx points at")
     elif cache.batch_idx is None and cache.k.shape[0] != batch:
         raise ValueError(
             f"k_cache: got {cache.k.shape[0]} rows for a batch of {batch}; pass cache_batch_idx "

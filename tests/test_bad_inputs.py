@@ -264,6 +264,9 @@ def cache():
 
 COS, SIN = rotary_tables(32, 8)
 FLOAT8 = torch.float8_e4m3fn
+HALF_Q = zeros(2, 3, 4, 8, dtype=torch.bfloat16)
+HALF_CACHES = dict.fromkeys(("k_cache", "v_cache"), zeros(4, 16, 2, 8, dtype=torch.bfloat16))
+FLOAT8_CACHE = zeros(4, 16, 2, 8, dtype=FLOAT8)
 BYTES = torch.zeros(64, dtype=torch.uint8)
 ROWS = {"cache_batch_idx": tensor(0, 1)}
 
@@ -277,6 +280,10 @@ CACHE = {
     "caches of two lengths": ("v_cache", {"v_cache": zeros(4, 15, 2, 8)}),
     "caches of another dtype": ("k_cache", {"k_cache": zeros(4, 16, 2, 8, dtype=torch.float16)}),
     "one cache in float8": ("k_cache", {"k_cache": zeros(4, 16, 2, 8, dtype=FLOAT8)}),
+    **{
+        f"a float8 {name} alone": (name, {"q": HALF_Q, **HALF_CACHES, name: FLOAT8_CACHE})
+        for name in ("k_cache", "v_cache")
+    },
     "float8 caches under float32": (
         "k_cache",
         dict.fromkeys(("k_cache", "v_cache"), zeros(4, 16, 2, 8, dtype=FLOAT8)),
@@ -284,6 +291,10 @@ CACHE = {
     "k_descale without float8": ("k_descale", {"k_descale": torch.ones(2, 2)}),
     "cache on another device": ("k_cache", {"k_cache": torch.zeros(4, 16, 2, 8, device="meta")}),
     "more rows than the batch": ("cache_batch_idx", {"cache_batch_idx": None}),
+    "no rows to choose": (
+        "k_cache",
+        {"k_cache": zeros(0, 16, 2, 8), "v_cache": zeros(0, 16, 2, 8)},
+    ),
     "k without v": ("v", {"v": None}),
     "v without k": ("k", {"k": None}),
     "k of rank 3": ("k", {"k": zeros(3, 2, 8)}),

@@ -37,7 +37,7 @@ def qkv(
             wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise TypeError(f"{name}: got dtype {x.dtype}, want one of {wanted}")
         mixed = takes_float8_keys and x is not q and q.dtype in HALF_DTYPES
-        if x.dtype != q.dtype and not (mixed and x.dtype == k.dtype == torch.float8_e4m3fn):
+        if x.dtype != q.dtype and not (mixed and x.dtype == torch.float8_e4m3fn):
             also = " (or float8_e4m3fn, as both caches)" if mixed else ""
             raise TypeError(
                 f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of {name_q}{also}"
@@ -47,6 +47,11 @@ def qkv(
             raise ValueError(
                 f"{name}: got shape {shape_of(x)}, want at least one head and head dim"
             )
+    if v.dtype != k.dtype:
+        raise TypeError(
+            f"{name_k}, {name_v}: got dtypes {k.dtype} and {v.dtype}, want both {q.dtype} or both "
+            "float8_e4m3fn"
+        )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"{name_k}: got head dim {k.shape[-1]}, want {q.shape[-1]}, the head dim of {name_q}"

@@ -150,6 +150,19 @@ class TestPages:
         c.to_pages(page_size)
         c.check(backend, **c.new_tokens(), causal=True)
 
+    @pytest.mark.parametrize("shape", [(0, 8), (5, 8)], ids=["no pages", "no columns"])
+    def test_without_pages_nothing_is_seen(self, shape, backend, seed):
+        c = Cache(seed, filled=(0, 0, 0))
+        pages, size = shape
+        caches = [c.k_cache.new_zeros(pages, size, c.Hk, c.D) for _ in "kv"]
+        table = torch.zeros(B, 2 if pages == 0 else 0, dtype=torch.int32)
+        out, lse = flashtile.attention_with_kvcache(
+            c.q, *caches, cache_seqlens=c.seqlens, page_table=table, return_lse=True,
+            backend=backend,
+        )  # fmt: skip
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+
     def test_a_page_of_256(self, backend, seed):
         c = Cache(seed)
         room = (0, 0, 0, 0, 0, 256 - CAPACITY)
