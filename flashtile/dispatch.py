@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 
 import torch
 
@@ -22,34 +21,62 @@ ORDER: tuple[str, ...] = (
 for _name in ORDER:
     backends.load(_name)
 
-_forced: str | None = (
-    None  # process-wide, as PyTorch's own sdpa_kernel is; a tracer can guard on it
-)
 _selected: dict[tuple[AttentionProblem, str | None], str] = {}
 _CACHE_SIZE = 4096
 
 
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Force one backend inside a ``with`` block; an argument ``backend=`` of a call wins over it.
+class _ThisThread(threading.local):
+    """The backends that the ``with`` blocks around the running code ask for, innermost last."""
 
-    Process-wide, like ``torch.nn.attention.sdpa_kernel``.
+    # Not a ContextVar, which torch.compile can neither trace nor guard on.
+    def __init__(self) -> None:
+        self.blocks: list[str | None] = []
+
+
+_this_thread = _ThisThread()
+_process_wide: list[backend] = []  # calls of `backend` that are not ``with`` blocks, latest last
+
+
+class backend:
+    """Force one backend: from here on, or inside a ``with`` block.
+
+    ::
+
+        flashtile.backend("triton")  # all calls of all threads from here on
+        with flashtile.backend("cpu"):  # the calls of this thread inside the block
+            ...
+
+    An inner block wins over an outer one, a block over a call without ``with``, and an argument
+    ``backend=`` over all of them. A forced backend never falls back to another one.
+
+    Args:
+        name: a backend, or None for the choice that flashtile makes by itself.
 
     Raises:
         ValueError: when there is no backend of that name.
     """
-    check_name(name)
-    global _forced
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
+
+    def __init__(self, name: str | None) -> None:
+        if name is not None:
+            check_name(name)
+        self.name = name
+        _process_wide.append(self)
+
+    def __enter__(self) -> None:
+        # Only now is it known that this is a block: it is this thread's, and no other's.
+        if self in _process_wide:
+            _process_wide.remove(self)
+        _this_thread.blocks.append(self.name)
+
+    def __exit__(self, *exception: object) -> None:
+        _this_thread.blocks.pop()
 
 
 def forced() -> str | None:
-    """The backend that a ``with`` block forces, if any."""
-    return _forced
+    """The backend that the caller forces by `backend`, if any."""
+    if _this_thread.blocks:
+        return _this_thread.blocks[-1]
+    return _process_wide[-1].name if _process_wide else None
 
 
 def check_name(name: str) -> None:
@@ -70,7 +97,7 @@ def select(problem: AttentionProblem, name: str | None = None) -> str:
     Raises:
         NotImplementedError: when none fits; the message lists every backend with its reasons.
     """
-    name = name or _forced
+    name = name or forced()
     if torch.compiler.is_compiling():  # sizes are symbols there, which do not hash
         return _select(problem, name)
     key = (problem, name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import autograd, call, checks, dispatch, recall
+from flashtile import autograd, call, checks, recall
 
 
 def qkv(**changes):
@@ -175,10 +175,9 @@ def test_gradients_are_recorded_after_a_call_without():
     assert "UnwatchedAttention" in type(out.grad_fn).__name__  # not the backend's own operations
 
 
-def test_a_forced_backend_is_noticed(monkeypatch):
+def test_a_forced_backend_is_noticed():
     flashtile.attention(*qkv())
-    monkeypatch.setattr(dispatch, "_forced", "triton")
-    with pytest.raises(NotImplementedError, match="triton"):
+    with flashtile.backend("triton"), pytest.raises(NotImplementedError, match="triton"):
         flashtile.attention(*qkv())
 
 
