@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "flashtile"
 # From top to bottom. Rooms of one line do not import each other. A room is a module or a folder
 # directly under the package; "" is the package itself, that is its `__init__.py`.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("__main__",),
+    ("__main__", "as_flash_attn"),
     ("cli",),
     ("bench",),
     ("integrations",),

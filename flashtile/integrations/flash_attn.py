@@ -1,0 +1,246 @@
+"""Code written for flash_attn, run as it is: ``import flash_attn`` finds flashtile.
+
+::
+
+    from flashtile.integrations import flash_attn
+
+    flash_attn.install()  # before the code, and before transformers, looks for flash_attn
+
+    with flash_attn.install():  # or for a while
+        from flash_attn import flash_attn_func
+
+``python -m flashtile.as_flash_attn script.py`` runs a script in this way. The modules are those of
+`flash_attn_modules`; importing anything else of flash_attn raises an ImportError that says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any
+
+from .flash_attn_modules import PACKAGES, Contents, Package
+
+_OWN_NAME = __name__.split(".")[0]
+
+
+def install(force: bool = False) -> Installation:
+    """Let ``import flash_attn`` find flashtile, from now on or in a ``with`` block.
+
+    Each distribution of the FlashAttention project that is installed keeps its place, so that
+    code which has the real one runs on that. Blocks nest; leaving the outermost one makes
+    ``sys.modules`` and ``sys.meta_path`` what they were, also after an exception.
+
+    Args:
+        force: take the place of installed ones, too.
+
+    Returns:
+        The installation, a context manager, with a method `uninstall`.
+    """
+    return Installation(force)
+
+
+class Installation:
+    """What one call of `install` has put in place."""
+
+    def __init__(self, force: bool = False) -> None:
+        served = [package for finder in _finders() for package in finder.packages]
+        self.packages = tuple(
+            package
+            for package in PACKAGES
+            if package not in served and (force or not is_installed(package))
+        )
+        self._force = force
+        self._finder: _Finder | None = _Finder(self.packages)
+        self._hidden = self._take_modules()
+        sys.meta_path.insert(0, self._finder)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.uninstall()
+
+    def uninstall(self) -> None:
+        """Make everything what it was before. A second call does nothing."""
+        if self._finder is None:
+            return
+        sys.meta_path.remove(self._finder)
+        self._finder = None
+        self._take_modules()
+        sys.modules.update(self._hidden)
+        for name, module in self._hidden.items():
+            _bind_in_parent(name, module)
+
+    def _take_modules(self) -> dict[str, ModuleType]:
+        """The modules under our names, removed from where imports look first."""
+        names = [name for name in sys.modules if self._replaces(name)]
+        for name in names:
+            parent, _, child = name.rpartition(".")
+            if hasattr(sys.modules.get(parent), child):
+                delattr(sys.modules[parent], child)
+        return {name: sys.modules.pop(name) for name in names}
+
+    def _replaces(self, name: str) -> bool:
+        """Whether `name` is ours while this is installed; by force, with all that is below it."""
+        package = _owner(name)
+        if package is None or package not in self.packages:
+            return False
+        return self._force or name in package.modules
+
+
+def is_installed(package: Package) -> bool:
+    """Whether the real distribution can be imported; asks without importing it."""
+    name, path = "", None
+    for part in package.marker.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = _real_spec(name, path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return True
+
+
+def _real_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Where others than us find a module."""
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder):
+            continue
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _owner(name: str) -> Package | None:
+    """The package that a module belongs to; the innermost, where one lies inside another."""
+    owners = [package for package in PACKAGES if package.owns(name)]
+    return max(owners, key=lambda package: len(package.marker.rpartition(".")[0]), default=None)
+
+
+def _finders() -> list[_Finder]:
+    return [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
+
+
+def _bind_in_parent(name: str, module: ModuleType) -> None:
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], child, module)
+
+
+class _Finder(DistributionFinder):
+    """Finds the modules and the metadata of the packages it is given."""
+
+    def __init__(self, packages: tuple[Package, ...]) -> None:
+        self.packages = packages
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module of ours. Importing what we lack raises, looking for it does not."""
+        package = _owner(fullname)
+        if package is None or package not in self.packages:
+            return None
+        contents = package.modules.get(fullname)
+        if contents is not None:
+            loader = _Loader(contents)
+            # All are packages, so that ``from module import name`` asks here for what it lacks.
+            spec = ModuleSpec(fullname, loader, origin=_OWN_NAME, is_package=True)
+            # Namespace packages of others, FlashAttention-4's, stay visible through the path.
+            real = None if "." in fullname else _real_spec(fullname, None)
+            if real is not None and real.loader is None and real.submodule_search_locations:
+                spec.submodule_search_locations = list(real.submodule_search_locations)
+            return spec
+        if _real_spec(fullname, path) is not None or _is_probe(sys._getframe(1)):
+            return None
+        # Without the argument `name`, by which ``from`` would take it for its own error.
+        raise ModuleNotFoundError(f"{_OWN_NAME} has no {fullname}")
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
+        """The metadata of our packages, as `importlib.metadata` asks for it."""
+        wanted = getattr(context, "name", None)
+        for package in self.packages:
+            if wanted is None or _normalized(wanted) == _normalized(package.distribution):
+                yield _Metadata(package)
+
+
+def _normalized(distribution: str) -> str:
+    return distribution.lower().replace("_", "-").replace(".", "-")
+
+
+def _is_probe(frame: FrameType | None) -> bool:
+    """Whether `importlib.util.find_spec` asks, which answers None for what is not there."""
+    probe: CodeType = importlib.util.find_spec.__code__
+    for _ in range(3):
+        if frame is None:
+            return False
+        if frame.f_code is probe:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Loader(Loader):
+    """Makes a module that shows the names of flashtile's."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the module, as an import does."""
+        contents = self.contents
+        for source in contents.sources:
+            content = vars(importlib.import_module(f"{_OWN_NAME}.{source}"))
+            names = content if contents.names is None else contents.names
+            shown = {name: content[name] for name in names if not name.startswith("__")}
+            vars(module).update(shown)
+        vars(module).update(contents.constants)
+        module.__doc__ = f"{_OWN_NAME} in the place of {module.__name__}."
+        vars(module)["__getattr__"] = _missing_from(module.__name__)
+
+
+def _missing_from(module: str) -> Any:
+    def __getattr__(name: str) -> Any:
+        child = sys.modules.get(f"{module}.{name}")  # of a namespace package that we stand in
+        if child is not None:
+            return child
+        raise AttributeError(f"{_OWN_NAME} has no {module}.{name}")
+
+    return __getattr__
+
+
+class _Metadata(Distribution):
+    """The metadata that pip would have written for a package."""
+
+    def __init__(self, package: Package) -> None:
+        self._package = package
+
+    def read_text(self, filename: str) -> str | None:
+        """One of the files of a ``.dist-info`` folder."""
+        package = self._package
+        if filename == "METADATA":
+            return (
+                f"Metadata-Version: 2.1\nName: {package.distribution}\nVersion: {package.version}\n"
+                f"Summary: {_OWN_NAME} in the place of {package.distribution}\n"
+            )
+        if filename == "top_level.txt":
+            return "".join(f"{top}\n" for top in sorted({r.split(".")[0] for r in package.roots}))
+        return None
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        """No file stands behind this metadata."""
+        raise FileNotFoundError(f"{path}: {_OWN_NAME} stands in for {self._package.distribution}")

@@ -1,0 +1,78 @@
+"""What stands under each name of flash_attn: the table that `flash_attn.install` serves from.
+
+A `Package` is what one distribution of the FlashAttention project installs. Its modules map the
+names that users import to the modules of flashtile whose contents they show.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Contents(NamedTuple):
+    """What a module shows."""
+
+    sources: tuple[str, ...] = ()  # modules of flashtile, without "flashtile."; all their names
+    names: tuple[str, ...] | None = None  # these only
+    constants: tuple[tuple[str, object], ...] = ()
+
+
+class Package(NamedTuple):
+    """One distribution: its metadata, and the modules that it installs."""
+
+    distribution: str
+    version: str
+    # Where a real one is found: if this can be imported from elsewhere, the real one is installed.
+    marker: str
+    modules: dict[str, Contents]
+
+    def owns(self, name: str) -> bool:
+        """Whether a module of that name would be a part of this distribution."""
+        return any(name == root or name.startswith(f"{root}.") for root in self.roots)
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The names that no other module of the package stands above."""
+        return tuple(name for name in self.modules if name.rpartition(".")[0] not in self.modules)
+
+
+_SEVEN = (
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+)
+
+FLASH_ATTN_2 = Package(
+    distribution="flash-attn",
+    version="2.8.4",
+    marker="flash_attn.flash_attn_interface",
+    modules={
+        "flash_attn": Contents(
+            ("flash_attn_interface",), names=_SEVEN, constants=(("__version__", "2.8.4"),)
+        ),
+        "flash_attn.flash_attn_interface": Contents(("flash_attn_interface",)),
+        "flash_attn.bert_padding": Contents(("bert_padding",)),
+        "flash_attn.flash_blocksparse_attn_interface": Contents(
+            ("flash_blocksparse_attn_interface",)
+        ),
+        "flash_attn.layers": Contents(),
+        "flash_attn.layers.rotary": Contents(("layers.rotary",)),
+        "flash_attn.losses": Contents(),
+        "flash_attn.losses.cross_entropy": Contents(("losses.cross_entropy",)),
+        "flash_attn.models": Contents(),
+        "flash_attn.models.gpt": Contents(("models.gpt",)),
+        "flash_attn.modules": Contents(),
+        "flash_attn.modules.block": Contents(("modules.block",)),
+        "flash_attn.modules.embedding": Contents(("modules.embedding",)),
+        "flash_attn.modules.mha": Contents(("modules.alibi", "modules.mha")),
+        "flash_attn.modules.mlp": Contents(("modules.mlp",)),
+    },
+)
+
+# FlashAttention-4 lives inside of the name flash_attn, as flash_attn.cute; a package whose roots
+# lie under another's is looked at first.
+PACKAGES: tuple[Package, ...] = (FLASH_ATTN_2,)
