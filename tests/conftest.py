@@ -50,12 +50,17 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
-    """A fresh seed for each test and run, printed when the test fails."""
+    """A fresh seed for each test and run, printed when the test fails.
+
+    Every test starts from it, so that its inputs do not depend on the tests that ran before it in
+    the same process.
+    """
     base = os.environ["FLASHTILE_SEED"]
     number = zlib.crc32(f"{base} {request.node.nodeid}".encode())
     print(f"inputs of this test: seed {number}; FLASHTILE_SEED={base} repeats the run")
+    random.seed(number)
     torch.manual_seed(number)
     return number
 
