@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import autograd, dropout, kvcache
+from .absorbed import absorb_operands
 from .call import (
     Arguments,
     Packed,
@@ -24,6 +25,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    qv: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
@@ -58,7 +60,12 @@ def attention(
             (forward only).
         k: (batch, seq_k, kv_heads, head_dim); kv_heads divides heads.
         v: (batch, seq_k, kv_heads, value_head_dim).
-        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        qv: (batch, seq_q, heads, value_head_dim), the absorbed form of multi-head latent attention
+            (DeepSeek-V2): a score is ``softmax_scale * (q_i . k_j + qv_i . v_j)``. Keys and values
+            are copied beside each other, unless they are views of one latent buffer and record no
+            gradient. Not with float8.
+        softmax_scale: factor on the scores; by default ``head_dim ** -0.5``, with `qv` ``(head_dim
+            + value_head_dim) ** -0.5``.
         causal: key j is visible to query i when ``j <= i + seq_k - seq_q``; sets the window's right
             side to 0.
         window_size: (left, right) keys visible around ``i + seq_k - seq_q``; -1 or None is
@@ -101,6 +108,7 @@ def attention(
         algorithm 1.
     """
     arguments = Arguments(
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -130,6 +138,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    qv: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
@@ -164,6 +173,7 @@ def attention_varlen(
         k, v: (total_k, kv_heads, head_dim) and (..., value_head_dim); with `page_table`
             (num_pages, page_size, kv_heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first.
+        qv: (total_q, heads, value_head_dim).
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths; tokens past them are ignored.
         bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's
             start.
@@ -180,6 +190,7 @@ def attention_varlen(
         ValueError, TypeError, NotImplementedError: as `attention`.
     """
     arguments = Arguments(
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -220,6 +231,7 @@ def attention_with_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = True,
+    qv: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
@@ -265,6 +277,8 @@ def attention_with_kvcache(
         rotary_seqlens: (batch,) int32, positions for the rotation instead of `cache_seqlens`.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves
             (GPT-NeoX).
+        qv: shaped as q with the value head dim; read after the append, not rotated. Copies both
+            caches, unless they are views of one latent buffer.
         num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
         return_lse: return (out, lse).
         workspace: (bytes,) uint8, contiguous, at least `workspace_size` of them: memory for the
@@ -283,7 +297,9 @@ def attention_with_kvcache(
 
     Source: FlashAttention-2's ``flash_attn_with_kvcache`` and FlashAttention-3's additions to it.
     """
+    q, k, v, qv = autocast_to_cache(k_cache, q, k, v, qv)
     arguments = Arguments(
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -299,7 +315,6 @@ def attention_with_kvcache(
         num_splits=num_splits,
         workspace=workspace,
     )
-    q, k, v = autocast_to_cache(k_cache, q, k, v)
     queries = kvcache.Queries(q, cu_seqlens_q, max_seqlen_q)
     cache = kvcache.Cache(
         k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad, cache_seqlens
@@ -311,6 +326,7 @@ def attention_with_kvcache(
             queries, cache, new, rotary, arguments, backend, out
         )
         operands = kvcache.rotate_and_append(operands, options, lengths, cache, new, rotary)
+        operands = absorb_operands(operands, qv)
         result, lse = kvcache.attend(problem, operands, options)
         if out is not None:
             result = out.copy_(result)

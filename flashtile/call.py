@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks, dispatch, recall
+from .absorbed import absorb_operands
 from .masks import BlockMask
 from .problem import FLOAT8, AttentionProblem, Operands, Options
 
@@ -17,6 +18,7 @@ WindowSize = tuple[int | None, int | None] | None
 class Arguments(NamedTuple):
     """The options that all three functions share, as the caller gave them."""
 
+    qv: Tensor | None = None
     softmax_scale: float | None = None
     causal: bool = False
     window_size: WindowSize = (-1, -1)
@@ -49,29 +51,32 @@ class Packed(NamedTuple):
 
 def dense_call(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[Operands, Options]:
     """Check and describe a call of `attention`."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v, qv = _autocast(q, k, v, arguments.qv)
     checks.dense(q, k, v)
-    return with_arguments(Operands(q, k, v), q.shape[1], k.shape[1], arguments)
+    checks.absorbed(qv, q, v)
+    operands = absorb_operands(Operands(q, k, v), qv)
+    return with_arguments(operands, q.shape[1], k.shape[1], arguments)
 
 
 def packed_call(
     q: Tensor, k: Tensor, v: Tensor, layout: Packed, arguments: Arguments
 ) -> tuple[Operands, Options]:
     """Check and describe a call of `attention_varlen`."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v, qv = _autocast(q, k, v, arguments.qv)
     cu_seqlens_q, cu_seqlens_k, M, N, page_table = layout
     checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
+    checks.absorbed(qv, q, v)
+    operands = absorb_operands(Operands(q, k, v, cu_seqlens_q=cu_seqlens_q), qv)
     M, N = checks.length("max_seqlen_q", M), checks.length("max_seqlen_k", N)
     if page_table is None:
-        operands = Operands(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        return with_arguments(operands, M, N, arguments)
+        return with_arguments(operands._replace(cu_seqlens_k=cu_seqlens_k), M, N, arguments)
     # The pages say where the keys are; cu_seqlens_k only how many each sequence has.
     lengths, used = cu_seqlens_k.diff(), arguments.seqused_k
     checks.per_sequence("seqused_k", used, q, lengths.shape[0])
     arguments = arguments._replace(
         seqused_k=lengths if used is None else torch.minimum(used, lengths)
     )
-    operands = Operands(q, k, v, cu_seqlens_q=cu_seqlens_q, page_table=page_table)
+    operands = operands._replace(page_table=page_table)
     # Without pages every number in the table points nowhere.
     capacity = page_table.shape[1] * k.shape[1] if k.shape[0] > 0 else 0
     return with_arguments(operands, M, min(N, capacity), arguments)
@@ -143,8 +148,9 @@ def decided(
     """The operands of a call and what is decided about it, from memory where nothing new came."""
     has_pages = layout is not None and layout.page_table is not None
     key = None
-    # Neither autocast nor pages leave the operands as they come, and `out` is looked at each time.
-    if not (has_pages or out is not None or _is_autocasting(qkv[0])):
+    # Autocast, pages and qv change the operands, and `out` is looked at each time.
+    changed = has_pages or arguments.qv is not None or _is_autocasting(qkv[0])
+    if not (changed or out is not None):
         given = (*qkv, *(layout or ()), *arguments, backend, wants_probabilities)
         key = recall.key_of(given)
     decision = recall.recall(key)
@@ -189,25 +195,25 @@ def decide(
     return recall.Decision(problem._replace(options=options), options, has_extras)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _autocast(q: Tensor, *others: Any) -> tuple[Any, ...]:
     """Under autocast, cast as SDPA does: every floating input but float64 to the autocast dtype."""
     if not _is_autocasting(q):
-        return q, k, v
+        return q, *others
     dtype = torch.get_autocast_dtype(q.device.type)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    return tuple(_cast(x, dtype) for x in (q, *others))
 
 
-def autocast_to_cache(cache: Tensor, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+def autocast_to_cache(cache: Tensor, *tensors: Any) -> tuple[Any, ...]:
     """Under autocast, cast queries and new tokens to the cache's dtype; a cache never changes.
 
     To the dtype of autocast where the cache is float8.
     """
     if not _is_autocasting(cache):
-        return q, k, v
+        return tensors
     dtype = cache.dtype
     if dtype in FLOAT8:
         dtype = torch.get_autocast_dtype(cache.device.type)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    return tuple(_cast(x, dtype) for x in tensors)
 
 
 def _is_autocasting(x: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import append, autograd, checks, prefill, recall
+from .absorbed import described_operands
 from .backends.triton import splits
 from .call import Arguments, decide, with_arguments, with_tensors
 from .problem import FLOAT8, AttentionProblem, Operands, Options
@@ -108,8 +109,8 @@ def decided(
     """A call checked and decided, from memory where nothing new came.
 
     Returns:
-        The operands, whose lengths lack the new tokens until they are appended; the lengths before
-        the append, int32 (batch,), None for the whole cache; what is decided.
+        The operands, which lack the new tokens until they are appended, and `qv`; the lengths
+        before the append, int32 (batch,), None for the whole cache; what is decided.
     """
     key = None
     checking = checks.checking_values()
@@ -125,15 +126,17 @@ def decided(
         return operands, lengths, decision
     M = check(queries, cache, new)
     operands, lengths = _described(queries, cache, new, checking)
-    operands, options = with_arguments(operands, M, cache.capacity, arguments)
+    checks.absorbed(arguments.qv, queries.q, cache.v)
     check_rotary(rotary, operands, new)
+    operands = described_operands(operands, arguments.qv)
+    operands, options = with_arguments(operands, M, cache.capacity, arguments)
     check_values(options, lengths, new, rotary)
     decision = decide(operands, options, backend, out)
     packed = prefill.packed_problem(decision.problem, operands, backend)
     if packed is not None:
         decision = recall.Decision(packed, packed.options)
     recall.remember(key, decision)
-    return operands, lengths, decision
+    return operands._replace(q=queries.q, k=cache.k), lengths, decision
 
 
 def _strides(cache: Cache) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("kvcache",),
     ("append", "prefill"),
     ("call",),
-    ("checks", "recall"),
+    ("checks", "recall", "absorbed"),
     ("bert_padding", "layers"),
     ("dispatch",),
     ("autograd",),

@@ -7,7 +7,7 @@ run only with ``FLASHTILE_CHECK=1``.
 
 from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qkv
 from .on_host import checking_values, cumulative_values, values
-from .optional_tensors import extras, float8_forward_only
+from .optional_tensors import absorbed, extras, float8_forward_only
 from .results import output, workspace
 from .scalars import length, number, options, splits, window
 from .tensors import (

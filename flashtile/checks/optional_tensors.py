@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, batch_size
-from .tensors import floating, per_sequence, same_device, shape, shape_of
+from .tensors import floating, per_sequence, same_device, shape, shape_of, tensor
 
 
 def extras(operands: Operands, M: int, N: int) -> None:
@@ -32,6 +34,22 @@ def extras(operands: Operands, M: int, N: int) -> None:
     if operands.tile_kinds is not None:
         _block_mask(operands, B, Hq, M, N)
     _descales(operands, B, Hk, M, N)
+
+
+def absorbed(qv: Any, q: Tensor, v: Tensor) -> None:
+    """qv has the shape of q with the head dim of v."""
+    if qv is None:
+        return
+    tensor("qv", qv)
+    same_device("qv", qv, q)
+    if q.dtype in FLOAT8 or v.dtype in FLOAT8:
+        raise NotImplementedError(
+            "qv: does not go with float8, whose keys and values have a scale each; convert q, k, v "
+            "and qv to bfloat16"
+        )
+    if qv.dtype != q.dtype:
+        raise TypeError(f"qv: got dtype {qv.dtype}, want {q.dtype}, the dtype of q")
+    shape("qv", qv, (*q.shape[:-1], v.shape[-1]), "q's shape with v's head dim")
 
 
 def _alibi(slopes: Tensor, B: int, Hq: int) -> None:

@@ -10,18 +10,16 @@ Sizes: `B` batch, `M` query length, `N` key length, `Hq`/`Hk` heads, `D`/`Dv` he
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
-
-LOG2_E = math.log2(math.e)
+from .summation_order import Order, softmax_product
 
 Window = tuple[int | None, int | None]
 
@@ -115,6 +113,7 @@ def attention_reference(
     k: Tensor,
     v: Tensor,
     *,
+    qv: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
@@ -149,12 +148,14 @@ def attention_reference(
 
     The other options are those of `flashtile.attention`.
     """
+    if qv is not None:  # q k + qv v is one product: of q beside qv with k beside v
+        q, k = torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
     B, M, Hq, D = q.shape
     N, Hk, Dv = v.shape[1:]
     m_used, n_used = _used(seqused_q, B, M), _used(seqused_k, B, N)
     live_q = torch.arange(M) < m_used[:, None]  # (B, M)
     live_k = torch.arange(N) < n_used[:, None]  # (B, N)
-    at = _Order.make(M, N, D, Dv, shuffle)
+    at = Order.make(M, N, D, Dv, shuffle)
 
     # What lies in the padding never counts, not even a NaN.
     q = _descaled(q.to(compute_dtype), q_descale, FLOAT8_QUERY_BLOCK)
@@ -201,7 +202,7 @@ def attention_reference(
         again = None if again is None else torch.cat((again, column.detach()), dim=-1)
         v = torch.cat((v, v.new_zeros(B, 1, Hq, Dv)), dim=1)  # one more key, of value zero
         factor = torch.cat((factor.expand(B, Hq, M, N), torch.ones_like(column)), dim=-1)
-    out, lse, probs = _softmax_product(scores, again, v, factor, stored, weights)
+    out, lse, probs = softmax_product(scores, again, v, factor, stored, weights)
     out, probs = out / v_factor, torch.where(factor > 0, probs, -probs)[..., :N]
     back = at.inverse()
     return Reference(out[:, back.m][..., back.dv], lse[..., back.m], back.matrix(probs, M, N))
@@ -216,6 +217,7 @@ def attention_varlen_reference(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    qv: Tensor | None = None,
     page_table: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -239,7 +241,13 @@ def attention_varlen_reference(
         used_k = lengths_k if seqused_k is None else torch.minimum(lengths_k, seqused_k.long())
         k, v = (_unpack(x, cu_seqlens_k, max_seqlen_k) for x in (k, v))
     padded = attention_reference(
-        _unpack(q, cu_seqlens_q, max_seqlen_q), k, v, seqused_q=used_q, seqused_k=used_k, **options
+        _unpack(q, cu_seqlens_q, max_seqlen_q),
+        k,
+        v,
+        qv=None if qv is None else _unpack(qv, cu_seqlens_q, max_seqlen_q),
+        seqused_q=used_q,
+        seqused_k=used_k,
+        **options,
     )
     rows = range(len(lengths_q))
     out = torch.cat([padded.out[b, : lengths_q[b]] for b in rows])
@@ -254,6 +262,7 @@ def attention_with_kvcache_reference(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
+    qv: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,
@@ -313,10 +322,12 @@ def attention_with_kvcache_reference(
         return torch.stack([_resize(cache[place][None], capacity)[0] for place in slots])
 
     M = q.shape[1] if cu_seqlens_q is None else max_seqlen_q or max(map(len, q_rows), default=0)
+    qv_rows = None if qv is None else _sequences(qv.to(compute_dtype), cu_seqlens_q)
     result = attention_reference(
-        torch.stack([_resize(x[None], M)[0] for x in q_rows]),
+        _padded(q_rows, M),
         gather(k_cache),
         gather(v_cache),
+        qv=None if qv_rows is None else _padded(qv_rows, M),
         seqused_q=torch.tensor([len(x) for x in q_rows]),
         seqused_k=(new - leftpad).clamp(min=0),
         compute_dtype=compute_dtype,
@@ -371,82 +382,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     return torch.cat((turned, rest), dim=-1)
 
 
-class _Order(NamedTuple):
-    """The order of query rows, keys and the two head dims: int64 permutations."""
-
-    m: Tensor
-    n: Tensor
-    d: Tensor
-    dv: Tensor
-
-    @classmethod
-    def make(cls, M: int, N: int, D: int, Dv: int, shuffle: torch.Generator | None) -> _Order:
-        """As they come, or drawn from `shuffle`."""
-        if shuffle is None:
-            return cls(*(torch.arange(size) for size in (M, N, D, Dv)))
-        return cls(*(torch.randperm(size, generator=shuffle) for size in (M, N, D, Dv)))
-
-    def inverse(self) -> _Order:
-        return _Order(*(x.argsort() for x in self))
-
-    def matrix(self, x: Tensor, M: int, N: int) -> Tensor:
-        """x, which broadcasts to (..., M, N), in this order."""
-        return x.expand(*x.shape[:-2], M, N)[..., self.m[:, None], self.n]
-
-
-def _softmax_product(
-    scores: Tensor,
-    again: Tensor | None,
-    v: Tensor,
-    factor: Tensor,
-    stored: torch.dtype | None,
-    weights: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and probabilities; rows that see nothing give 0, -inf, 0 and zero gradients."""
-    dead = (scores == -torch.inf).all(-1, keepdim=True)
-    scores = scores.masked_fill(dead, 0)
-    if again is None:
-        probs = used = scores.softmax(-1)
-        if weights is not None:
-            unit = probs.amax(-1, keepdim=True) / 256
-            used = (probs / unit).float().to(weights).to(probs.dtype) * unit
-        out = torch.einsum("bhmn,bnhd->bmhd", used * factor, v)
-        lse = scores.logsumexp(-1)
-    else:
-        out, lse = _Recomputed.apply(scores, again.masked_fill(dead, 0), v, factor, stored)
-        probs = torch.exp(scores - lse[..., None])
-    out = out.masked_fill(dead.transpose(1, 2), 0)
-    return out, lse.masked_fill(dead[..., 0], -torch.inf), probs.masked_fill(dead, 0)
-
-
-class _Recomputed(torch.autograd.Function):
-    """softmax(S) V with the gradient of FlashAttention-2, section 2.3.2, on the whole matrix.
-
-    The forward has the scores as `S_forward`, the backward as `S`: equal but for roundings. The
-    exponentials are powers of two, as in every fast kernel.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, S: Tensor, S_forward: Tensor, V: Tensor, factor: Tensor, stored: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        L = S_forward.logsumexp(-1, keepdim=True)
-        P = torch.exp2((S_forward - L) * LOG2_E)
-        out = torch.einsum("bhmn,bnhd->bmhd", P * factor, V)
-        ctx.save_for_backward(S, V, factor, L, out.to(stored).to(out.dtype))
-        return out, L[..., 0]
-
-    @staticmethod
-    def backward(ctx: Any, dO: Tensor, dL: Tensor) -> tuple[Tensor | None, ...]:
-        S, V, factor, L, out = ctx.saved_tensors
-        P = torch.exp2((S - L) * LOG2_E)
-        # A running sum from the other end: kernels do not add up delta in the order of dP either.
-        delta = (dO * out).flip(-1).cumsum(-1)[..., -1].transpose(1, 2) - dL
-        dV = torch.einsum("bhmn,bmhd->bnhd", P * factor, dO)
-        dP = torch.einsum("bmhd,bnhd->bhmn", dO, V) * factor
-        return P * (dP - delta[..., None]), None, dV, None, None
-
-
 def _alibi(slopes: Tensor, m_used: Tensor, n_used: Tensor, M: int, N: int) -> Tensor:
     """slope * distance, float64 (B | 1, Hq, M, N)."""
     p = torch.arange(M)[None, :, None] + (n_used - m_used)[:, None, None]
@@ -481,8 +416,12 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
     return [x[a:b] for a, b in pairwise(bounds)]
 
 
+def _padded(rows: list[Tensor], length: int) -> Tensor:
+    return torch.stack([_resize(x[None], length)[0] for x in rows])
+
+
 def _unpack(x: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
-    return torch.stack([_resize(s[None], length)[0] for s in _sequences(x, cu_seqlens)])
+    return _padded(_sequences(x, cu_seqlens), length)
 
 
 def _slots(

@@ -30,7 +30,7 @@ from flashtile.testing import (
 from .devices import device_of
 
 Leaves = dict[str, Tensor]
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
+DIFFERENTIABLE = ("q", "k", "v", "qv", "bias", "sink")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""Absorbed multi-head latent attention: scores that read the values too (DeepSeek-V2, 2.1.2).
+
+``scale * (q k + qv v)`` is one product, of q beside qv with k beside v. So every backend runs it as
+attention whose keys have head_dim + value_head_dim columns. Where k and v are views of one latent
+buffer, that buffer is the keys and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .problem import Operands
+
+
+def absorb(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose product is q k + qv v."""
+    if _are_neighbours(v, k):  # as DeepSeek's cache has them: values, then rotated keys
+        return torch.cat((qv, q), dim=-1), _buffer(v, k)
+    if _are_neighbours(k, v):
+        return torch.cat((q, qv), dim=-1), _buffer(k, v)
+    return torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
+
+
+def absorb_operands(operands: Operands, qv: Tensor | None) -> Operands:
+    """The operands of a call with `qv`."""
+    if qv is None:
+        return operands
+    q, k = absorb(operands.q, operands.k, operands.v, qv)
+    return operands._replace(q=q, k=k)
+
+
+def described_operands(operands: Operands, qv: Tensor | None) -> Operands:
+    """What `absorb_operands` will make, in shape, dtype and device, without its numbers: enough to
+    check and decide a call before new keys are in the cache."""
+    if qv is None:
+        return operands
+    columns = operands.q.shape[-1] + qv.shape[-1]
+    q, k = (x[..., :1].expand(*x.shape[:-1], columns) for x in (operands.q, operands.k))
+    return operands._replace(q=q, k=k)
+
+
+def _are_neighbours(left: Tensor, right: Tensor) -> bool:
+    """Whether every row of `right` lies behind that of `left` in one buffer."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False  # which know tensors by their values, not by where these lie
+    if type(left) is not Tensor or type(right) is not Tensor:
+        return False
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        return False  # a view past the end of `left` has no gradient
+    return (
+        torch._C._is_alias_of(left, right)  # type: ignore[attr-defined]
+        and left.stride() == right.stride()
+        and left.stride(-1) == 1
+        and right.storage_offset() == left.storage_offset() + left.shape[-1]
+    )
+
+
+def _buffer(left: Tensor, right: Tensor) -> Tensor:
+    """The neighbours as one tensor."""
+    columns = left.shape[-1] + right.shape[-1]
+    return left.as_strided((*left.shape[:-1], columns), left.stride())
