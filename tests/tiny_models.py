@@ -26,6 +26,36 @@ ENCODER_DECODER = {
     "decoder_start_token_id": 1,
 }
 
+SEQ2SEQ = {
+    **ENCODER_DECODER,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 256,
+}
+DENSE = ["dense", "dense"]
+# Latent attention whose indexer chooses the keys of every query.
+SPARSE = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+}
+
 CONFIGS = {
     "llama": ("LlamaConfig", GROUPED),
     "mistral": ("MistralConfig", WINDOWED),
@@ -97,7 +127,44 @@ CONFIGS = {
             "forced_eos_token_id": None,
         },
     ),
+    "pegasus_x": (
+        "PegasusXConfig",
+        {**SEQ2SEQ, "block_size": 8, "num_global_tokens": 4, "bos_token_id": 1},
+    ),
+    "nllb_moe": (
+        "NllbMoeConfig",
+        {**SEQ2SEQ, "num_experts": 2, "expert_capacity": 64, "router_ignore_padding_tokens": True},
+    ),
+    "doge": ("DogeConfig", {**GROUPED, "keep_window_size": 6}),
+    "deepseek_v32": ("DeepseekV32Config", {**SPARSE, "index_topk": 5, "mlp_layer_types": DENSE}),
+    "hy_v4": (
+        "HYV4Config",
+        {
+            **SPARSE,
+            "index_topk": 5,
+            "mlp_layer_types": DENSE,
+            "indexer_types": ["full", "shared"],
+            "learnable_sink_init": 1.0,
+        },
+    ),
+    "inkling2": (
+        "Inkling2TextConfig",
+        {
+            **GROUPED,
+            "unpadded_vocab_size": 97,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 16,
+            "sliding_window_size": 7,
+            "rel_extent": 16,
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
 }
+del CONFIGS["inkling2"][1]["intermediate_size"]
 
 
 def build(family, auto=transformers.AutoModelForCausalLM, **changes):

@@ -30,18 +30,35 @@ from .transformers_loader import DoorChangedError, open_door
 from .transformers_masks import (
     Packing,
     Pattern,
+    chosen_keys,
+    is_padding,
     is_whole,
     left_padding,
     once,
     packing,
     remembered,
     restarting_positions,
+    short_form,
 )
 from .transformers_masks import attention_mask as mask_function
 
 MINIMUM_VERSION = (5, 17)
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# What models hand through to every layer, and what no attention depends on: bookkeeping of the
+# loss, of the outputs and of the cache, and `seq_idx` of the layers that are not attention.
+_HARMLESS = {
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "return_dict",
+    "seq_idx",
+    "use_cache",
+}
+_HONOURED = {*_LENGTHS, "position_ids", "deterministic"}
 
 _registered: set[str] = set()
 _logger = logging.get_logger(__name__)
@@ -118,6 +135,9 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: Any = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that `register` gives to transformers.
@@ -126,20 +146,29 @@ def attention_forward(
         module: the attention layer; its `is_causal` counts when neither argument nor mask says it.
         query: (batch, heads, seq_q, head_dim).
         key, value: (batch, kv_heads, seq_k, head_dim or value_head_dim).
-        attention_mask: what `transformers_masks.attention_mask` returned, a 4-D mask of the user's,
-            bool or additive, or FlexAttention's BlockMask.
+        attention_mask: what `transformers_masks.attention_mask` returned; (batch, keys) bool or
+            integers, 0 at padding; a mask that broadcasts to (batch, heads, seq_q, seq_k), bool or
+            additive; or FlexAttention's BlockMask.
         dropout, scaling, softcap: as `flashtile.attention` has them.
         sliding_window: tokens that a query sees, itself included.
         s_aux: (heads,) sinks.
         position_bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores.
         cache: continuous batching's paged cache.
+        sinks: (batch, heads, seq_q, 1), a sink for every query.
+        indices: (batch, seq_q, chosen) numbers of the only keys that a query may see.
+        block_indices: (batch, groups of heads, seq_q, chosen) numbers of the only blocks of
+            ``module.indexer.block_size`` keys that a query may see, -1 for none.
         options: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` of packed
-            sequences, `position_ids`, `deterministic`; what else transformers passes has no bearing
-            on attention.
+            sequences, `position_ids`, `deterministic`; what has no bearing on attention; and, with
+            a `cache`, what transformers passes to itself.
 
     Returns:
         (batch, seq_q, heads, value_head_dim), and None for the probabilities, which are never
         stored.
+
+    Raises:
+        TypeError: a keyword that is not known to be without bearing on attention.
+        ValueError: `indices` or `block_indices` of a wrong shape.
     """
     if options.get("output_attentions"):
         _logger.warning_once(
@@ -148,14 +177,29 @@ def attention_forward(
     if cache is not None:
         options |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         options |= {"softcap": softcap, "is_causal": is_causal, "s_aux": s_aux, "cache": cache}
+        if any(x is not None for x in (position_bias, sinks, indices, block_indices)):
+            raise NotImplementedError(
+                "cache: continuous batching has no position_bias, sinks, indices or block_indices"
+            )
         return _continuous_batching(module, query, key, value, **options)
+    for name in options.keys() - _HONOURED - _HARMLESS:
+        if options[name] is not None:
+            raise TypeError(
+                f"{name}: got {type(options[name]).__name__}, but flashtile's attention_forward "
+                "has no such keyword; use attn_implementation='eager' for this model"
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Transformers counts the query itself.
     side = -1 if sliding_window is None else sliding_window - 1
+    q, k, v = _inputs(query, key, value)
     call = _Call(
-        *_inputs(query, key, value),
+        q,
+        k,
+        v,
         pattern=Pattern(causal=bool(causal), window_size=(side, side)),
         bias=position_bias,
+        chosen=chosen_keys(module, q, k, indices, block_indices),
+        sinks=sinks,
         numbers={
             "softmax_scale": scaling,
             "softcap": softcap or 0.0,
@@ -188,29 +232,37 @@ class _Call(NamedTuple):
     v: Tensor  # (batch, seq_k, kv_heads, value_head_dim)
     pattern: Pattern
     bias: Tensor | None
+    chosen: Tensor | None  # bool, broadcasts to (batch, heads, seq_q, seq_k): keys not ruled out
+    sinks: Tensor | None  # (batch, heads, seq_q, 1)
     numbers: dict[str, Any]  # the other arguments of `flashtile.attention`
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no argument addresses single queries and keys, so that tokens may be packed."""
+        return self.bias is None and self.chosen is None and self.sinks is None
 
 
 def _attend(call: _Call, mask: Any, options: dict[str, Any]) -> Tensor:
     """The call of flashtile that applies `mask`, whatever its form, at the least cost."""
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() == 4):
-        return _with_exact_mask(call, mask)
-    if mask is not None:
+    if isinstance(mask, Tensor):
+        mask = short_form(mask)
+        pattern = remembered(mask)
+        if pattern is None and not is_padding(mask, call.k.shape[0], call.k.shape[1]):
+            return _with_exact_mask(call, mask)
         N = mask.shape[1]  # keys past it are slots of a cache that are not yet written
-        pattern = remembered(mask) or call.pattern
-        call = call._replace(k=call.k[:, :N], v=call.v[:, :N], pattern=pattern)
-        if pattern.segments is not None:
+        call = call._replace(k=call.k[:, :N], v=call.v[:, :N], pattern=pattern or call.pattern)
+        if call.pattern.segments is not None:
             return _with_sequences(call, mask)
         mask = mask if mask.dtype == torch.bool else mask.bool()
+    elif mask is not None:
+        return _with_exact_mask(call, mask)
     lengths = [options.get(name) for name in _LENGTHS]
     if all(length is not None for length in lengths):
         return _with_lengths(call, *cast(Any, lengths))
-    if torch.compiler.is_compiling():  # the values of a mask cannot be read there
-        return _dense(call) if mask is None else _with_padding(call, mask)
-    if mask is not None and not once(mask, is_whole):
+    if mask is not None and not is_whole(mask):
         return _with_padding(call, mask)
     position_ids = options.get("position_ids")
-    if isinstance(position_ids, Tensor):
+    if isinstance(position_ids, Tensor) and not torch.compiler.is_compiling():
         numbers = once(position_ids, restarting_positions, call.q.shape[1], call.k.shape[1])
         if numbers is not None:
             return _with_sequences(call, numbers)
@@ -219,26 +271,47 @@ def _attend(call: _Call, mask: Any, options: dict[str, Any]) -> Tensor:
 
 def _dense(call: _Call, block_mask: Any = None, bias: Tensor | None = None) -> Tensor:
     """Every query and key of every row; `block_mask` and `bias` apply on top of the pattern."""
-    position_bias = None if call.bias is None else call.bias[..., : call.k.shape[1]]
+    M, N = call.q.shape[1], call.k.shape[1]
+    position_bias = None if call.bias is None else call.bias[..., :N]
     if bias is None or position_bias is None:
         bias = position_bias if bias is None else bias
     else:
         bias = position_bias + bias
-    options = call.pattern.options | call.numbers
-    out = attention(call.q, call.k, call.v, block_mask=block_mask, bias=bias, **options)
-    return cast(Tensor, out)
+    if call.chosen is not None:
+        chosen = call.chosen[..., :N]
+        if bias is not None:
+            bias = bias.masked_fill(~chosen, float("-inf"))
+        elif block_mask is None:
+            mask = options_of(chosen, M, N)
+            block_mask, bias = mask.get("block_mask"), mask.get("bias")
+        else:
+            bias = torch.zeros(chosen.shape, device=chosen.device)
+            bias = bias.masked_fill(~chosen, float("-inf"))
+    options = call.pattern.options | call.numbers | {"block_mask": block_mask, "bias": bias}
+    if call.sinks is None:
+        return cast(Tensor, attention(call.q, call.k, call.v, **options))
+    with_lse = attention(call.q, call.k, call.v, return_lse=True, **options)
+    out, lse = cast(tuple[Tensor, Tensor], with_lse)
+    # A sink adds exp(sink) to the softmax's denominator, exp(lse).
+    share = torch.sigmoid(lse.unsqueeze(-1) - call.sinks).transpose(1, 2)
+    return (out * share).to(out.dtype)
 
 
 def _with_exact_mask(call: _Call, mask: Any) -> Tensor:
-    """A 4-D mask, bool or additive, or FlexAttention's: it says all, causality included."""
+    """A mask of single queries and keys, bool or additive, or FlexAttention's: it says all,
+    causality included."""
     call = call._replace(pattern=Pattern())
     if not isinstance(mask, Tensor):
         return _dense(call, block_mask=mask)
     M, N = call.q.shape[1], call.k.shape[1]
+    if mask.dim() < 4:  # as in plain PyTorch, where it is added to the scores
+        mask = mask[(None,) * (4 - mask.dim())]
     if mask.shape[3] > N:
         mask = mask[..., :N]
     if mask.dtype != torch.bool:
         return _dense(call, bias=mask)
+    if call.chosen is not None:
+        return _dense(call._replace(chosen=call.chosen[..., :N] & mask))
     return _dense(call, **once(mask, options_of, M, N))
 
 
@@ -250,9 +323,10 @@ def _with_lengths(
     max_k: int | Tensor,
 ) -> Tensor:
     """Packed sequences whose lengths the caller knows."""
-    if call.bias is not None:
+    if not call.is_plain:
         raise NotImplementedError(
-            "position_bias: not with cu_seq_lens; it has no sequences to belong to"
+            "cu_seq_lens_q: not with position_bias, sinks, indices or block_indices, which have no "
+            "sequences to belong to"
         )
     q, k, v = (x.flatten(0, 1) for x in (call.q, call.k, call.v))
     max_q, max_k = (cast(int, x.item()) if isinstance(x, Tensor) else x for x in (max_q, max_k))
@@ -264,8 +338,8 @@ def _with_lengths(
 def _with_padding(call: _Call, mask: Tensor) -> Tensor:
     """A (batch, keys) bool mask, False at padding."""
     M, N = call.q.shape[1], call.k.shape[1]
-    if call.bias is not None or torch.compiler.is_compiling():
-        return _dense(call, **options_of(mask[:, None, None, :], M, N))
+    if not call.is_plain or torch.compiler.is_compiling():
+        return _where_visible(call, mask[:, None, None, :])
     leftpad = once(mask, left_padding) if M < N and not _trains(call) else None
     if leftpad is not None:
         return _against_cache(call, leftpad)
@@ -277,11 +351,18 @@ def _with_padding(call: _Call, mask: Tensor) -> Tensor:
 
 def _with_sequences(call: _Call, numbers: Tensor) -> Tensor:
     """Packed sequences, numbered from 1 up in a (batch, seq) tensor; 0 is padding."""
-    M = call.q.shape[1]
-    if call.bias is not None or torch.compiler.is_compiling():
+    if not call.is_plain or torch.compiler.is_compiling():
         same = numbers[:, None, :, None] == numbers[:, None, None, :]
-        return _dense(call, **options_of(same & (numbers > 0)[:, None, None, :], M, M))
-    return _packed(call, once(numbers, packing, M, True))
+        return _where_visible(call, same & (numbers > 0)[:, None, None, :])
+    return _packed(call, once(numbers, packing, call.q.shape[1], True))
+
+
+def _where_visible(call: _Call, visible: Tensor) -> Tensor:
+    """Every query and key of every row, where a 4-D bool mask allows it."""
+    M, N = call.q.shape[1], call.k.shape[1]
+    if call.chosen is not None:
+        return _dense(call._replace(chosen=call.chosen[..., :N] & visible))
+    return _dense(call, **options_of(visible, M, N))
 
 
 def _packed(call: _Call, packing: Packing) -> Tensor:

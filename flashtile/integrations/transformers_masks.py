@@ -3,7 +3,8 @@
 Transformers describes a mask as a function of four indices and lets each attention implementation
 turn it into what that one needs. `attention_mask` recognises the functions that transformers itself
 composes (causal, sliding window, chunk, packed sequences), so that the usual mask is a 2-D tensor
-of padding; any other function becomes the exact 4-D mask.
+of padding; any other function becomes the exact 4-D mask. A model that reads its mask gets the 4-D
+one, too, which remembers the 2-D one until it is changed.
 """
 
 from __future__ import annotations
@@ -136,6 +137,19 @@ def _reader_table() -> dict[Any, Callable[..., Pattern | None]]:
 _READERS = _reader_table()
 
 
+# Model types whose layers read the mask, some of which do not tell with `allow_is_causal_skip`.
+_READERS_OF_MASKS = {
+    "axk2",
+    "deepseek_v32",
+    "doge",
+    "dots3_note",
+    "dots3_note_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "mistral_large4",
+}
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -144,6 +158,8 @@ def attention_mask(
     kv_offset: int = 0,
     mask_function: MaskFunction = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
     **options: Any,
 ) -> Tensor | None:
     """The mask function that `register` gives to transformers.
@@ -153,13 +169,15 @@ def attention_mask(
             i``, key j ``kv_offset + j``.
         mask_function: whether a query sees a key, from (batch, head, query, key).
         attention_mask: (batch, tokens) bool, False at padding, indexed by position.
+        allow_is_causal_skip, allow_is_bidirectional_skip: False when the model will read a causal
+            mask, or one that looks both ways, and so needs it in 4-D.
         options: what transformers passes besides, for other implementations.
 
     Returns:
-        None, when the module's causality says it all; or (batch, keys) bool, False at padding; or
-        (batch, keys) integers, one from 1 up for each packed sequence; or (batch, 1, q_length,
-        kv_length) bool, the exact mask. The 2-D ones remember their `Pattern`; keys past their
-        width are slots of a cache not yet written.
+        None, when one query sees every key; or (batch, keys) bool, False at padding; or (batch,
+        keys) integers, one from 1 up for each packed sequence; or (batch, 1, q_length, kv_length)
+        bool, the exact mask. The 2-D ones remember their `Pattern`; keys past their width are slots
+        of a cache not yet written. A 4-D one may remember its 2-D form.
     """
     exact = partial(
         _exact,
@@ -178,6 +196,13 @@ def attention_mask(
         return exact()
     if tracing and isinstance(q_offset, Tensor):  # how much of a static cache is written is data
         return exact()
+    allowed = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
+    # Transformers forbids it for all packed sequences, whose 4-D mask would take quadratic memory.
+    is_read = not allowed and pattern.segments is None
+    if getattr(options.get("config"), "model_type", None) in _READERS_OF_MASKS:
+        is_read = True
+    if is_read and tracing:
+        return exact()
     keys = kv_length
     if pattern.causal:
         keys = min(keys, int(q_offset) + q_length - kv_offset)
@@ -187,15 +212,20 @@ def attention_mask(
         mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[1]))
         if not tracing and mask.all():
             mask = None
-    if pattern.segments is not None:
-        if mask is not None or q_length != keys:
-            return exact()
-        return remember(pattern.segments.int() + 1, pattern)
+    if pattern.segments is not None and (mask is not None or q_length != keys):
+        return exact()
     if mask is not None and pattern.has_positions and has_holes(mask):
         return exact()  # a distance counts the padding in between
-    if mask is None and (keys < kv_length or pattern.hides(keys)):
+    if pattern.segments is not None:
+        mask = remember(pattern.segments.int() + 1, pattern)
+    elif mask is not None:
+        mask = remember(mask, pattern)
+    elif keys < kv_length or q_length > 1 or pattern.hides(keys) or is_read:
+        # Not every layer that gets a causal mask says itself that it is causal, or the other way
+        # round.
         mask = torch.ones(batch_size, keys, dtype=torch.bool, device=options.get("device"))
-    return mask if mask is None or tracing else remember(mask, pattern)
+        mask = remember(mask, pattern, whole=True)
+    return with_short_form(exact(), mask) if is_read and mask is not None else mask
 
 
 def _exact(
@@ -228,10 +258,21 @@ def has_holes(mask: Tensor) -> bool:
     return bool((starts.sum(1) + mask[:, :1].sum(1) > 1).any())
 
 
-def remember(mask: Tensor, pattern: Pattern) -> Tensor:
-    """Tie `pattern` to this very tensor object, which transformers hands to every layer."""
-    # An attribute of our own: tensors take them, their type does not say so.
+# The attributes below are our own. Tensors take them, and so does `torch.compile`; their type does
+# not say so. Each belongs to one version of the tensor's values, so that a change in place ends it.
+
+
+def remember(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tensor:
+    """Tie `pattern` to this very tensor object, which transformers hands to every layer.
+
+    Args:
+        mask: (batch, keys), padding or numbers of sequences.
+        pattern: what it shows, padding apart.
+        whole: the mask has no padding.
+    """
     mask.flashtile_pattern = pattern  # type: ignore[attr-defined]
+    if whole:
+        mask.flashtile_whole = _version(mask)  # type: ignore[attr-defined]
     return mask
 
 
@@ -240,18 +281,107 @@ def remembered(mask: Tensor) -> Pattern | None:
     return getattr(mask, "flashtile_pattern", None)
 
 
+def with_short_form(exact: Tensor, short: Tensor) -> Tensor:
+    """Tie the 2-D form of a 4-D mask to it."""
+    exact.flashtile_short = (_version(exact), short)  # type: ignore[attr-defined]
+    return exact
+
+
+def short_form(mask: Tensor) -> Tensor:
+    """The 2-D form of a 4-D mask that is still as `attention_mask` returned it, else `mask`."""
+    version, short = getattr(mask, "flashtile_short", (None, mask))
+    return short if version is not None and version == _version(mask) else mask
+
+
+def _version(mask: Tensor) -> int | None:
+    """A number that a change in place increases; None where PyTorch does not count them."""
+    if torch.compiler.is_compiling():  # nothing is changed in place between layers there
+        return 0
+    return None if mask.is_inference() else mask._version
+
+
+def is_whole(mask: Tensor) -> bool:
+    """Whether a (batch, keys) bool mask is known to have no padding at all."""
+    known = getattr(mask, "flashtile_whole", None)
+    if torch.compiler.is_compiling():  # the values of a mask cannot be read there
+        return known is not None
+    if known is not None and known == _version(mask):
+        return True
+    return once(mask, _has_no_padding)
+
+
+def _has_no_padding(mask: Tensor) -> bool:
+    return bool(mask.all())
+
+
 def once(mask: Tensor, make: Callable[..., T], *arguments: Any) -> T:
     """``make(mask, *arguments)``, kept on the tensor object, so that a model's layers share it."""
-    if torch.compiler.is_compiling():
+    version = _version(mask)
+    if torch.compiler.is_compiling() or version is None:
         return make(mask, *arguments)
-    version = 0 if mask.is_inference() else mask._version
     known = getattr(mask, "flashtile_known", {})
     key = (make, version, *arguments)
     if key not in known:
         known[key] = make(mask, *arguments)
-        # As in `remember`: an attribute of our own.
         mask.flashtile_known = known  # type: ignore[attr-defined]
     return cast(T, known[key])
+
+
+def is_padding(mask: Tensor, batch: int, keys: int) -> bool:
+    """Whether a mask of unknown origin tells padding from tokens, as for flash attention.
+
+    Numbers that are not integers are added to the scores, and any other shape belongs to queries.
+    """
+    return (
+        mask.dim() == 2
+        and not mask.is_floating_point()
+        and mask.shape[0] == batch
+        and mask.shape[1] <= keys
+    )
+
+
+def chosen_keys(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor | None,
+    block_indices: Tensor | None,
+) -> Tensor | None:
+    """The keys that a sparse attention chose, bool, broadcasts to (batch, heads, seq_q, seq_k).
+
+    Args:
+        module: the attention layer, whose `indexer` knows the size of its blocks.
+        q: (batch, seq_q, heads, head_dim).
+        k: (batch, seq_k, kv_heads, head_dim).
+        indices, block_indices: as `attention_forward` has them.
+
+    Raises:
+        ValueError: one of them has a shape that does not fit `q` and `k`.
+    """
+    if indices is None and block_indices is None:
+        return None
+    (B, M, H), N = q.shape[:3], k.shape[1]
+    if block_indices is None:
+        assert indices is not None
+        if indices.dim() != 3 or indices.shape[:2] != (B, M):
+            got, want = tuple(indices.shape), f"({B}, {M}, chosen)"
+            raise ValueError(f"indices: got a tensor of shape {got}, want {want}")
+        return _marked(indices, N)[:, None]
+    block_size = cast(int, cast(Any, module).indexer.block_size)
+    shape = block_indices.shape
+    if len(shape) != 4 or (shape[0], shape[2]) != (B, M) or H % shape[1]:
+        got, want = tuple(shape), f"({B}, a divisor of {H}, {M}, chosen)"
+        raise ValueError(f"block_indices: got a tensor of shape {got}, want {want}")
+    blocks = _marked(block_indices, -(-N // block_size))
+    chosen = blocks.repeat_interleave(block_size, dim=-1)[..., :N]
+    return chosen.repeat_interleave(H // shape[1], dim=1)
+
+
+def _marked(numbers: Tensor, size: int) -> Tensor:
+    """(..., size) bool, True at the numbers in the last dimension; negative ones mark nothing."""
+    numbers = numbers.long()
+    marked = torch.zeros(*numbers.shape[:-1], size + 1, dtype=torch.bool, device=numbers.device)
+    return marked.scatter(-1, numbers.masked_fill(numbers < 0, size), True)[..., :size]
 
 
 class Packing(NamedTuple):
@@ -305,11 +435,6 @@ def left_padding(mask: Tensor) -> Tensor | None:
     if has_holes(mask) or not bool(mask[:, -1].all()):
         return None
     return (~mask).sum(1).int()
-
-
-def is_whole(mask: Tensor) -> bool:
-    """Whether a bool mask has no padding at all."""
-    return bool(mask.all())
 
 
 def restarting_positions(position_ids: Tensor, queries: int, keys: int) -> Tensor | None:

@@ -1,0 +1,206 @@
+"""Masks that models read, change or leave out, and keywords that models pass to their attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+integration = pytest.importorskip("flashtile.integrations.transformers")
+
+from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402
+
+NAME = integration.register()
+attention_forward = integration.attention_forward
+
+SEQ2SEQ = transformers.AutoModelForSeq2SeqLM
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("family", ["pegasus_x", "nllb_moe"])
+@torch.no_grad()
+def test_decoder_whose_layers_say_they_are_not_causal(family):
+    model = build(family, SEQ2SEQ)
+    inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(length=9, seed=5)}
+    assert_same(run(model, NAME, **inputs), run(model, "eager", **inputs))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_decoder_whose_layers_say_they_are_not_causal():
+    model = build("pegasus_x", SEQ2SEQ, encoder_layers=1, decoder_layers=1)
+    inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(length=9, seed=5)}
+    inputs["use_cache"] = False
+    want = run(model, "eager", **inputs)
+    model.set_attn_implementation(NAME)
+    assert_same(torch.compile(model, backend="eager")(**inputs).logits, want)
+
+
+@torch.no_grad()
+def test_causal_decoder_told_to_look_both_ways():
+    model = build("llama", is_causal=False)
+    assert_same(run(model, NAME, input_ids=tokens()), run(model, "eager", input_ids=tokens()))
+
+
+@pytest.mark.parametrize("family", ["doge", "deepseek_v32", "hy_v4", "inkling2"])
+@pytest.mark.parametrize("side", [None, "left"])
+@torch.no_grad()
+def test_models_that_read_the_mask_themselves(family, side):
+    model = build(family)
+    inputs = {"input_ids": tokens()}
+    if side is not None:
+        inputs["attention_mask"] = padding(side)
+    real = inputs.get("attention_mask", torch.ones(3, 24))
+    assert_same(run(model, NAME, **inputs), run(model, "eager", **inputs), real)
+
+
+@pytest.mark.parametrize("family", ["doge", "hy_v4"])
+@torch.no_grad()
+def test_packed_sequences_of_models_that_read_the_mask(family):
+    model = build(family)
+    positions = torch.cat([torch.arange(n) for n in (7, 1, 16)])[None]
+    inputs = {"input_ids": tokens(1), "position_ids": positions, "use_cache": False}
+    assert_same(run(model, NAME, **inputs), run(model, "eager", **inputs))
+
+
+def layer(**attributes):
+    module = torch.nn.Module()
+    module.is_causal = True
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def heads(*shapes):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def plain(q, k, v, visible, sinks=None, bias=0.0):
+    """(batch, seq_q, heads, head_dim) of plain attention over (batch, heads, seq, head_dim)."""
+    scores = (q @ k.mT / q.shape[-1] ** 0.5 + bias).masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks], dim=-1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
+
+
+def test_sink_of_every_query_with_gradients():
+    leaves = heads((4, 5, 16), (4, 5, 16), (4, 5, 16), (4, 5, 1))
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    results = []
+    for attend in (
+        lambda q, k, v, sinks: attention_forward(layer(), q, k, v, None, sinks=sinks)[0],
+        lambda q, k, v, sinks: plain(q, k, v, causal, sinks),
+    ):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        out = attend(*inputs)
+        out.square().sum().backward()
+        results.append([out, *(x.grad for x in inputs)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_selected_keys():
+    """`indices` of a sparse attention: the chosen keys, and of them those that the mask shows."""
+    q, k, v = heads((4, 6, 16), (4, 9, 16), (4, 9, 16))
+    indices = torch.rand(2, 6, 9, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :5]
+    chosen = torch.zeros(2, 6, 9, dtype=torch.bool).scatter(-1, indices, True)[:, None]
+    chosen |= torch.zeros(6, 9, dtype=torch.bool).diagonal_scatter(torch.ones(6).bool(), 3)
+    indices = torch.cat([indices, torch.arange(3, 9).expand(2, 6).unsqueeze(-1)], dim=-1)
+    causal = torch.ones(6, 9, dtype=torch.bool).tril(3)
+    want = plain(q, k, v, chosen & causal)
+    masks = {
+        "none": None,
+        "bool": causal.expand(2, 1, 6, 9),
+        "additive": torch.zeros(2, 1, 6, 9).masked_fill(~causal, torch.finfo(torch.float32).min),
+    }
+    for mask in masks.values():
+        got, _ = attention_forward(layer(), q, k, v, mask, indices=indices.int())
+        torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match=r"indices: got a tensor of shape \(2, 5, 3\)"):
+        attention_forward(layer(), q, k, v, None, indices=indices[:, :5, :3])
+
+
+def test_selected_blocks_of_keys():
+    q, k, v = heads((4, 6, 16), (2, 9, 16), (2, 9, 16))
+    blocks = torch.tensor([[2, 0, -1], [2, -1, -1]]).expand(2, 6, 2, 3).transpose(1, 2)
+    chosen = torch.zeros(2, 4, 6, 9, dtype=torch.bool)
+    chosen[:, :2, :, 0:4] = True
+    chosen[..., 8:] = True
+    visible = chosen & torch.ones(6, 9, dtype=torch.bool).tril(3)
+    module = layer(indexer=layer(block_size=4))
+    got, _ = attention_forward(module, q, k, v, None, block_indices=blocks)
+    want = plain(q, *(x.repeat_interleave(2, dim=1) for x in (k, v)), visible)
+    torch.testing.assert_close(got, want.nan_to_num(0.0))  # a row without a key is 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_exact_mask_is_short_until_it_is_changed(inference):
+    """A 4-D mask that the model asked for, unchanged and changed in place."""
+    from flashtile.integrations.transformers_masks import attention_mask
+
+    with torch.inference_mode(inference):
+        q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
+        padded = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
+        mask = attention_mask(2, 6, 6, attention_mask=padded, allow_is_causal_skip=False)
+        assert mask.shape == (2, 1, 6, 6)
+        for column in (None, 3):
+            if column is not None:
+                mask[..., column] = False
+            got, _ = attention_forward(layer(), q, k, v, mask)
+            want = plain(q, k, v, mask.expand(2, 4, 6, 6)).nan_to_num(0.0)
+            torch.testing.assert_close(got, want)
+
+
+def test_keywords_nobody_knows_are_refused_by_name():
+    q, k, v = heads((4, 5, 16), (4, 5, 16), (4, 5, 16))
+    with pytest.raises(TypeError, match="head_gate: got Tensor"):
+        attention_forward(layer(), q, k, v, None, head_gate=torch.ones(4))
+    harmless = {"output_attentions": False, "num_items_in_batch": 3, "head_gate": None}
+    got, _ = attention_forward(layer(), q, k, v, None, **harmless)
+    torch.testing.assert_close(got, attention_forward(layer(), q, k, v, None)[0])
+
+
+def additive(visible):
+    return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, float("-inf"))
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (1, 6, 9), (4, 6, 9), (2, 1, 1, 9), (1, 4, 6, 9)])
+@pytest.mark.parametrize("floating", [False, True])
+def test_masks_broadcast_as_in_plain_pytorch(shape, floating):
+    q, k, v = heads((4, 6, 16), (4, 9, 16), (4, 9, 16))
+    visible = torch.rand(shape, generator=torch.Generator().manual_seed(3)) > 0.4
+    visible[..., -1] = True
+    mask = additive(visible) if floating else visible
+    got, _ = attention_forward(layer(), q, k, v, mask)
+    torch.testing.assert_close(got, plain(q, k, v, visible.expand(2, 4, 6, 9)))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_changed_in_place_is_read_anew(inference):
+    with torch.inference_mode(inference):
+        q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
+        mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+        attention_forward(layer(), q, k, v, mask)
+        mask[..., 2] = False
+        got, _ = attention_forward(layer(), q, k, v, mask)
+        torch.testing.assert_close(got, plain(q, k, v, mask.expand(2, 4, 6, 6)))
+
+
+def test_rows_that_an_additive_mask_hides_with_the_smallest_number():
+    """They see every key alike, as in eager attention: the smallest number swallows the scores."""
+    q, k, v = (x.float() for x in heads((4, 6, 16), (4, 6, 16), (4, 6, 16)))
+    visible = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    visible[1, :, 3:] = False
+    mask = torch.zeros(2, 1, 6, 6).masked_fill(~visible, torch.finfo(torch.float32).min)
+    got, _ = attention_forward(layer(), q, k, v, mask)
+    scores = q @ k.mT / 4 + mask
+    torch.testing.assert_close(got, (scores.softmax(-1) @ v).transpose(1, 2))
