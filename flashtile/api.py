@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
-from . import autograd, dropout, kvcache
+from . import autograd, checks, dropout, kvcache
 from .absorbed import absorb_operands
 from .call import (
     Arguments,
@@ -46,6 +47,7 @@ def attention(
     return_attn_probs: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Result:
     """Exact attention, ``softmax(scale * q k^T + ...) v``, without the (seq_q, seq_k) matrix in
     memory.
@@ -107,6 +109,8 @@ def attention(
     Source: FlashAttention (Dao et al. 2022) algorithms 1 and 2; FlashAttention-2 (Dao 2023)
         algorithm 1.
     """
+    if unknown:
+        raise checks.unexpected_keywords(unknown, attention)
     arguments = Arguments(
         qv=qv,
         softmax_scale=softmax_scale,
@@ -161,6 +165,7 @@ def attention_varlen(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Result:
     """Attention over sequences of different lengths packed back to back, each with itself alone.
 
@@ -189,6 +194,8 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as `attention`.
     """
+    if unknown:
+        raise checks.unexpected_keywords(unknown, attention_varlen)
     arguments = Arguments(
         qv=qv,
         softmax_scale=softmax_scale,
@@ -249,6 +256,7 @@ def attention_with_kvcache(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Result:
     """Attention of new queries against a key-value cache, which new keys and values are first
     appended to.
@@ -297,6 +305,8 @@ def attention_with_kvcache(
 
     Source: FlashAttention-2's ``flash_attn_with_kvcache`` and FlashAttention-3's additions to it.
     """
+    if unknown:
+        raise checks.unexpected_keywords(unknown, attention_with_kvcache)
     q, k, v, qv = autocast_to_cache(k_cache, q, k, v, qv)
     arguments = Arguments(
         qv=qv,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import backends, dispatch
+from . import backends, checks, dispatch
 from .call import Arguments, Packed, dense_call, packed_call
 from .problem import AttentionProblem, Operands, Options, dtype_name
 
@@ -62,6 +62,8 @@ def explain(
     """
     wants_probabilities = options.pop("return_attn_probs", False)
     names = {name: options.pop(name) for name in Packed._fields if name in options}
+    if unknown := options.keys() - {*Arguments._fields}:
+        raise checks.unexpected_keywords(sorted(unknown), Arguments)
     arguments = Arguments(**options)
     if names:
         operands, numbers = packed_call(q, k, v, Packed(**names), arguments)

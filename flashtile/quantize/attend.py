@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
-from .. import call
+from .. import call, checks
 from ..api import attention, attention_varlen
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, default_scale
 from .rotation import rotation
@@ -37,6 +38,7 @@ def attention_fp8(
     return_lse: bool = False,
     emulate: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention whose products are made in float8 e4m3: `quantize_qkv`, then `attention`.
 
@@ -67,6 +69,8 @@ def attention_fp8(
 
     Source: FlashAttention-3 (Shah et al. 2024), section 3.3.
     """
+    if unknown:
+        raise checks.unexpected_keywords(unknown, attention_fp8)
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check(q, k, v, layout, scales)
     if centre_k and softcap != 0.0:

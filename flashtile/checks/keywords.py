@@ -1,0 +1,78 @@
+"""The TypeError for a keyword that a function does not have: it suggests the one that was meant.
+
+Every public function ends with ``**unknown: Never``, so that its signature stays explicit and type
+checkers still refuse the keyword.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# What other libraries call an argument, and the arguments that do the same here.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "attention_bias": ("bias",),
+    "attention_mask": ("attn_mask", "bias", "block_mask"),
+    "attn_bias": ("bias",),
+    "attn_mask": ("bias", "block_mask"),
+    "block_table": ("page_table",),
+    "dropout": ("dropout_p",),
+    "is_causal": ("causal",),
+    "key_padding_mask": ("seqused_k", "cache_seqlens"),
+    "learnable_sink": ("sink",),
+    "mask": ("attn_mask", "bias", "block_mask"),
+    "mask_mod": ("block_mask",),
+    "need_weights": ("return_attn_probs",),
+    "output_attentions": ("return_attn_probs",),
+    "return_softmax_lse": ("return_lse",),
+    "s_aux": ("sink",),
+    "scale": ("softmax_scale",),
+    "scaling": ("softmax_scale",),
+    "score_mod": ("softcap", "alibi_slopes", "bias"),
+    "sinks": ("sink",),
+    "sliding_window": ("window_size",),
+    "sm_scale": ("softmax_scale",),
+    "window": ("window_size",),
+}
+
+# What the new name does not say.
+REMARKS = {
+    "enable_gqa": "not needed, the numbers of heads say it",
+    "is_causal": "it aligns to the bottom-right corner, PyTorch's to the top-left",
+    "score_mod": "functions of the scores are not supported",
+    "sliding_window": "(sliding_window - 1, 0)",
+}
+
+
+def unexpected_keywords(unknown: Iterable[str], function: Callable[..., Any]) -> TypeError:
+    """The error to raise for the keywords `unknown`, which `function` does not have.
+
+    It names the function that the user called: the outermost one of this package that is running,
+    since `flash_attn_func` and others pass their keywords on.
+    """
+    accepted = list(inspect.signature(function).parameters)
+    return TypeError(
+        f"{_called_function()}() got an unexpected keyword argument "
+        + ", ".join(_described(name, accepted) for name in unknown)
+    )
+
+
+def _called_function() -> str:
+    """The name of the outermost running function of this package."""
+    package = __name__.partition(".")[0] + "."
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_back.f_globals.get("__name__", "").startswith(package):
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def _described(name: str, accepted: list[str]) -> str:
+    """An unknown name and the accepted ones that may have been meant."""
+    meant = [other for other in OTHER_NAMES.get(name, ()) if other in accepted]
+    meant = meant or difflib.get_close_matches(name, accepted, n=1)
+    advice = [f"want {' or '.join(meant)}"] if meant else []
+    advice += [REMARKS[name]] if name in REMARKS else []
+    return f"{name!r} ({'; '.join(advice)})" if advice else repr(name)
