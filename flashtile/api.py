@@ -278,9 +278,11 @@ def attention_with_kvcache(
             all at ``cache_seqlens``.
         cache_seqlens: tokens in each sequence's cache before the append, an int or (batch,) int32;
             counts the left pad. By default the whole cache.
-        cache_batch_idx: (batch,) int32, the cache row of each sequence; not with pages.
+        cache_batch_idx: (batch,) int32, the cache row of each sequence, or its row of the
+            page table.
         cache_leftpad: (batch,) int32, where each sequence starts in its cache row.
-        page_table: (batch, pages per sequence) int32.
+        page_table: (batch, pages per sequence) int32, or (rows, pages per sequence) with
+            `cache_batch_idx`. Pages may have any size.
         cu_seqlens_q, max_seqlen_q: packed queries, as in `attention_varlen`.
         rotary_seqlens: (batch,) int32, positions for the rotation instead of `cache_seqlens`.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves

@@ -38,6 +38,14 @@ class Cache(NamedTuple):
             return self.page_table.shape[1] * self.k.shape[1]
         return self.k.shape[1]
 
+    @property
+    def rows(self) -> tuple[Tensor | None, Tensor | None]:
+        """The pages of each sequence of the batch, or the rows of the cache."""
+        if self.page_table is None or self.batch_idx is None:
+            return self.page_table, self.batch_idx
+        rows = self.batch_idx.long().clamp(0, max(self.page_table.shape[0] - 1, 0))
+        return self.page_table.index_select(0, rows), None
+
 
 class NewTokens(NamedTuple):
     """Keys and values to append, dense or packed."""
@@ -169,14 +177,15 @@ def _described(
     elif lengths is not None and checking:
         # Elsewhere the append says so, which is a kernel less.
         used = (lengths + _added(new)).int()
+    page_table, cache_batch_idx = cache.rows
     operands = Operands(
         q=queries.q,
         k=cache.k,
         v=cache.v,
         cu_seqlens_q=starts,
         seqused_k=used,
-        page_table=cache.page_table,
-        cache_batch_idx=cache.batch_idx,
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
         leftpad_k=cache.leftpad,
     )
     return operands, lengths
@@ -205,12 +214,7 @@ def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
     checks.per_sequence("cache_batch_idx", cache.batch_idx, q, batch)
     checks.per_sequence("cache_leftpad", cache.leftpad, q, batch)
     if cache.page_table is not None:
-        checks.paged(cache.page_table, cache.k, batch)
-        if cache.batch_idx is not None:
-            raise ValueError(
-                "cache_batch_idx: does not go with page_table, whose rows already say where each "
-                "sequence lies"
-            )
+        checks.paged(cache.page_table, cache.k, batch, has_rows=cache.batch_idx is not None)
     elif cache.batch_idx is not None and cache.k.shape[0] == 0 < batch:
         raise ValueError("k_cache: got no rows, want those that cache_batch_idx points at")
     elif cache.batch_idx is None and cache.k.shape[0] != batch:
@@ -369,7 +373,7 @@ def rotate_and_append(
     descales = (operands.k_descale, operands.v_descale)
     if cache.k.dtype not in FLOAT8 or k.dtype in FLOAT8:
         descales = (None, None)  # stored as they are
-    places = (new.cu_seqlens, cache.page_table, cache.batch_idx, *descales)
+    places = (new.cu_seqlens, operands.page_table, operands.cache_batch_idx, *descales)
     store, turn_and_store = _appending(operands, cache, k, v)
     if cos is None or sin is None:
         used = store(cache.k, cache.v, k, v, lengths, *places)

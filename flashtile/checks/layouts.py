@@ -89,7 +89,7 @@ def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_ta
         "one longer than the batch, as cu_seqlens_q",
     )
     if page_table is not None:
-        paged(page_table, k, cu_seqlens_q.shape[0] - 1)
+        paged(page_table, k, cu_seqlens_q.shape[0] - 1, has_rows=False)
 
 
 def cumulative(name: str, x: Any, q: Tensor) -> None:
@@ -99,16 +99,18 @@ def cumulative(name: str, x: Any, q: Tensor) -> None:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want (batch + 1,), starting with 0")
 
 
-def paged(page_table: Any, k: Tensor, batch: int) -> None:
-    """page_table (batch, pages per sequence) of integers; page size a power of two."""
+def paged(page_table: Any, k: Tensor, batch: int, has_rows: bool) -> None:
+    """page_table (batch, pages per sequence) of integers; of any number of rows where others say
+    which row is whose (`has_rows`). Pages of at least one token."""
     index_tensor("page_table", page_table, k)
-    if page_table.dim() != 2 or page_table.shape[0] != batch:
+    rows = "rows" if has_rows else str(batch)
+    enough = page_table.dim() == 2 and (page_table.shape[0] > 0 or batch == 0)
+    if not enough or (not has_rows and page_table.shape[0] != batch):
         raise ValueError(
-            f"page_table: got shape {shape_of(page_table)}, want ({batch}, pages per sequence)"
+            f"page_table: got shape {shape_of(page_table)}, want ({rows}, pages per sequence)"
         )
-    page_size = k.shape[1]
-    if page_size < 1 or page_size & (page_size - 1):
-        raise ValueError(f"page size (k.shape[1]): got {page_size}, want a power of two from 1 up")
+    if k.shape[1] < 1:
+        raise ValueError(f"page size (k.shape[1]): got {k.shape[1]}, want at least 1")
 
 
 def one_page_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:

@@ -99,15 +99,15 @@ def paged(
 ) -> tuple[Tensor, Tensor]:
     """Cuts a cache (B, S, H, D) into shuffled pages.
 
-    Returns pages (num_pages, page_size, H, D) and page_table (B, S / page_size) int32; S must be a
-    multiple of `page_size`. The first `shared` pages of every sequence are those of sequence 0,
-    stored once. `spare` pages belong to nobody and hold NaN.
+    Returns pages (num_pages, page_size, H, D) and page_table (B, ceil(S / page_size)) int32. The
+    unused end of a last page holds NaN. The first `shared` pages of every sequence are those of
+    sequence 0, stored once. `spare` pages belong to nobody and hold NaN.
     """
     B, S, H, D = dense.shape
-    if S % page_size:
-        raise ValueError(f"dense: length {S} is no multiple of page_size {page_size}")
-    columns = S // page_size
-    cut = dense.view(B, columns, page_size, H, D)
+    columns = -(-S // page_size)
+    cut = dense.new_full((B, columns * page_size, H, D), math.nan)
+    cut[:, :S] = dense
+    cut = cut.view(B, columns, page_size, H, D)
     owners = [(b, c) for b in range(B) for c in range(columns) if b == 0 or c >= shared]
     order = torch.randperm(len(owners) + spare, generator=g)
     pages = dense.new_full((len(owners) + spare, page_size, H, D), math.nan)

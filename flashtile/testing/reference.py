@@ -285,11 +285,7 @@ def attention_with_kvcache_reference(
     float8 = k_cache.dtype if k_cache.dtype in FLOAT8 else None
     k_cache, v_cache = (x.to(compute_dtype).clone() for x in (k_cache, v_cache))
     capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
-    old = (
-        torch.full((B,), capacity)
-        if cache_seqlens is None
-        else torch.as_tensor(cache_seqlens).long().expand(B)
-    )
+    old = torch.as_tensor(capacity if cache_seqlens is None else cache_seqlens).long().expand(B)
     start = old if rotary_seqlens is None else rotary_seqlens.long()
     leftpad = torch.zeros(B, dtype=torch.long) if cache_leftpad is None else cache_leftpad.long()
 
@@ -428,9 +424,10 @@ def _slots(
     b: int, positions: Tensor, cache: Tensor, batch_idx: Tensor | None, page_table: Tensor | None
 ) -> tuple[Any, Tensor]:
     """Where the cache keeps these positions of sequence b: (row or page, offset in it)."""
+    row = b if batch_idx is None else int(batch_idx[b])
     if page_table is not None:
-        return page_table[b, positions // cache.shape[1]].long(), positions % cache.shape[1]
-    return (b if batch_idx is None else int(batch_idx[b])), positions
+        return page_table[row, positions // cache.shape[1]].long(), positions % cache.shape[1]
+    return row, positions
 
 
 def _is_causal_or_local(options: dict[str, Any]) -> bool:

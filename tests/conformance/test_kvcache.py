@@ -144,11 +144,24 @@ class TestRotary:
 
 
 class TestPages:
-    @pytest.mark.parametrize("page_size", [1, 2, 16, 32])
+    @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 24, 32, 48])
     def test_sizes(self, page_size, backend, seed):
         c = Cache(seed)
         c.to_pages(page_size)
         c.check(backend, **c.new_tokens(), causal=True)
+
+    @pytest.mark.parametrize("page_size", [3, 8])
+    @pytest.mark.parametrize("rotary", [False, True], ids=["as they are", "rotary"])
+    def test_rows_of_the_table_are_chosen(self, page_size, rotary, backend, seed):
+        c = Cache(seed)
+        c.to_pages(page_size)
+        chosen = torch.tensor([3, 0, 4])
+        table = torch.full((6, c.call["page_table"].shape[1]), -1, dtype=torch.int32)
+        table[chosen] = c.call["page_table"]
+        call = {"page_table": table, "cache_batch_idx": chosen.int()}
+        if rotary:
+            call["rotary_cos"], call["rotary_sin"] = rotary_tables(CAPACITY + 3, 16)
+        c.check(backend, **c.new_tokens(), **call, causal=True)
 
     @pytest.mark.parametrize("shape", [(0, 8), (5, 8)], ids=["no pages", "no columns"])
     def test_without_pages_nothing_is_seen(self, shape, backend, seed):

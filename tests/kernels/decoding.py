@@ -65,7 +65,10 @@ CASES: dict[str, dict[str, Any]] = {
     "packed queries": {"packed": True, "causal": True},
     "pages of one token": {"page_size": 1},
     "pages of 2": {"page_size": 2, "M": 2, "causal": True},
+    "pages of 3": {"page_size": 3, "M": 2, "causal": True},
     "pages of 16": {"page_size": 16},
+    "pages of 48, left pads": {"page_size": 48, "leftpad": True},
+    "pages of 96": {"page_size": 96},
     "pages of 128": {"page_size": 128},
     "pages of 256, left pads": {"page_size": 256, "leftpad": True},
     "pages under a window": {"page_size": 16, "window_size": (50, 0), "M": 2},
@@ -85,11 +88,13 @@ FLOAT8_CASES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0},
     "queries of many tiles": {"M": 70, "Hq": 1, "Hk": 1, "causal": True},
     "pages of 16": {"page_size": 16},
+    "pages of 48": {"page_size": 48},
     "packed queries": {"packed": True, "causal": True},
     # Wide enough to come in pairs of columns; but not if a row starts at an odd place.
     "pairs": {"D": 64, "Dv": 32},
     "pairs of a padded head dim": {"Hq": 8, "Hk": 2, "M": 2, "D": 48, "Dv": 80, "causal": True},
     "pairs, pages of 16": {"page_size": 16, "D": 32, "Dv": 64},
+    "pairs, pages of 3": {"page_size": 3, "D": 32, "Dv": 64},
     "an odd head dim": {"D": 33, "Dv": 47},
 }
 

@@ -167,6 +167,7 @@ OPTIONS = {
     "rotary": lambda device: rotary_launches(),
     "gather": lambda device: gather_launches(),
     "split walks": lambda device: decoding(device, 64, "pages, packed queries"),
+    "pages of 48": lambda device: decoding(device, 64, "pages of 48, left pads"),
 }
 
 
