@@ -70,8 +70,11 @@ def attention(
             + value_head_dim) ** -0.5``.
         causal: key j is visible to query i when ``j <= i + seq_k - seq_q``; sets the window's right
             side to 0.
-        window_size: (left, right) keys visible around ``i + seq_k - seq_q``; -1 or None is
-            unbounded.
+        window_size: (left, right), a pair of ints in any form: key j is visible to query i when
+            ``p - left <= j <= p + right`` at ``p = i + seq_k - seq_q``. -1 or None is unbounded.
+            Other negative sides put the window after the query (left) or before it (right); a
+            window without a key, ``left + right < 0``, is none, as in FlashAttention-4. A tensor
+            is read on the host, which waits for a GPU.
         attention_chunk: keys of the query's own chunk of this many positions alone (Llama 4); 0 is
             off.
         softcap: bound on the scores' magnitude; 0 is off.

@@ -36,8 +36,8 @@ _NUMBERS = ", ".join(
             "SymInt",  # max_seqlen_q
             "SymInt",  # max_seqlen_k
             "float",  # softmax_scale
-            "SymInt",  # window_left
-            "SymInt",  # window_right
+            "SymInt?",  # window_left
+            "SymInt?",  # window_right
             "SymInt",  # attention_chunk
             "float",  # softcap
             "float",  # dropout_p

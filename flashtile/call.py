@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,16 @@ from .absorbed import absorb_operands
 from .masks import BlockMask
 from .problem import FLOAT8, AttentionProblem, Operands, Options
 
-WindowSize = tuple[int | None, int | None] | None
+
+class HasToList(Protocol):
+    """A tensor or a NumPy array."""
+
+    def tolist(self) -> Any:
+        """Its values as Python numbers."""
+        ...
+
+
+WindowSize = Sequence[int | None] | HasToList | None
 
 
 class Arguments(NamedTuple):
@@ -137,6 +147,14 @@ _NUMBERS = (
 )
 
 
+def with_numbers_read(arguments: Arguments) -> Arguments:
+    """Arguments whose numbers are plain, so that a memo may key on them."""
+    window_size = arguments.window_size
+    if window_size is None or type(window_size) is tuple:
+        return arguments
+    return arguments._replace(window_size=checks.window(window_size))
+
+
 def decided(
     qkv: tuple[Tensor, Tensor, Tensor],
     layout: Packed | None,
@@ -146,6 +164,7 @@ def decided(
     wants_probabilities: bool = False,
 ) -> tuple[Operands, recall.Decision]:
     """The operands of a call and what is decided about it, from memory where nothing new came."""
+    arguments = with_numbers_read(arguments)
     has_pages = layout is not None and layout.page_table is not None
     key = None
     # Autocast, pages and qv change the operands, and `out` is looked at each time.

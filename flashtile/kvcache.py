@@ -15,7 +15,8 @@ from torch import Tensor
 from . import append, autograd, checks, prefill, recall
 from .absorbed import described_operands
 from .backends.triton import splits
-from .call import Arguments, decide, with_arguments, with_tensors
+from .call import Arguments, decide, with_arguments, with_numbers_read, with_tensors
+from .masks import structure
 from .problem import FLOAT8, AttentionProblem, Operands, Options
 
 
@@ -120,6 +121,7 @@ def decided(
         The operands, which lack the new tokens until they are appended, and `qv`; the lengths
         before the append, int32 (batch,), None for the whole cache; what is decided.
     """
+    arguments = with_numbers_read(arguments)
     key = None
     checking = checks.checking_values()
     if not checking:
@@ -379,8 +381,7 @@ def rotate_and_append(
         used = store(cache.k, cache.v, k, v, lengths, *places)
         return operands._replace(seqused_k=used)
     base = lengths if rotary.seqlens is None else rotary.seqlens
-    sides = (options.window_left, options.window_right)
-    local = max(sides) >= 0 or options.attention_chunk > 0
+    local = len(structure(options.window_left, options.window_right, options.attention_chunk)) > 0
     q, used = turn_and_store(
         operands.q, cache.k, cache.v, k, v, cos, sin, lengths, base, operands.cu_seqlens_q,
         *places, rotary.interleaved, local,

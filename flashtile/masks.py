@@ -24,8 +24,8 @@ EMPTY, FULL, PARTIAL = 0, 1, 2
 
 
 class Window(NamedTuple):
-    """Keys ``p - left <= j <= p + right``; ``None`` leaves a side open. Causal attention is
-    ``Window(None, 0)``.
+    """Keys ``p - left <= j <= p + right``; ``None`` leaves a side open, and a negative side moves
+    the window past the query's own position. Causal attention is ``Window(None, 0)``.
     """
 
     left: int | None
@@ -38,6 +38,24 @@ class Window(NamedTuple):
         start = 0 * p if self.left is None else p - self.left
         stop = 0 * p + n if self.right is None else p + self.right + 1
         return start, stop
+
+    def under(self, causal: bool) -> Window:
+        """This window in a call that is causal or not: causal sets the right side to 0, and a
+        window without a key (``left + right < 0``) is no window, as in FlashAttention-4.
+        """
+        left, right = self.left, 0 if causal else self.right
+        if left is not None and right is not None and left + right < 0:
+            return Window(None, 0 if causal else None)
+        return Window(left, right)
+
+
+# Wider windows than this are open; keeps position arithmetic in kernels inside 32 bits.
+WIDEST = 2**30
+
+
+def as_kernel_number(size: int | None) -> int:
+    """A window side or a chunk as kernels take it; they do not look at an open side."""
+    return 0 if size is None else max(-WIDEST, min(size, WIDEST))
 
 
 class Chunk(NamedTuple):
@@ -56,17 +74,12 @@ class Chunk(NamedTuple):
 
 
 def structure(
-    window_left: int, window_right: int, attention_chunk: int
+    window_left: int | None, window_right: int | None, attention_chunk: int
 ) -> tuple[Window | Chunk, ...]:
-    """The facts that the plain numbers of a call describe (-1 is an open side, 0 is no chunk)."""
+    """The facts that the plain numbers of a call describe (None is an open side, 0 is no chunk)."""
     facts: list[Window | Chunk] = []
-    if window_left >= 0 or window_right >= 0:
-        facts.append(
-            Window(
-                window_left if window_left >= 0 else None,
-                window_right if window_right >= 0 else None,
-            )
-        )
+    if window_left is not None or window_right is not None:
+        facts.append(Window(window_left, window_right))
     if attention_chunk > 0:
         facts.append(Chunk(attention_chunk))
     return tuple(facts)

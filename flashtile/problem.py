@@ -45,15 +45,15 @@ class Operands(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The numbers of a call, normalised: -1 is an open window side, 0 is no chunk, no softcap, no
+    """The numbers of a call, normalised: None is an open window side, 0 is no chunk, no softcap, no
     dropout.
     """
 
     max_seqlen_q: int
     max_seqlen_k: int
     softmax_scale: float
-    window_left: int = -1
-    window_right: int = -1
+    window_left: int | None = None
+    window_right: int | None = None
     attention_chunk: int = 0
     softcap: float = 0.0
     dropout_p: float = 0.0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from .masks import Window
 from .problem import AttentionProblem, Options
 
 
@@ -28,6 +29,7 @@ class Decision(NamedTuple):
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_TUPLES = frozenset((tuple, Window))
 _CACHE_SIZE = 4096
 _decisions: dict[Any, Decision] = {}
 
@@ -77,9 +79,9 @@ def _places(kinds: tuple[type, ...]) -> Places | None:
     def of(wanted: Set[Any]) -> tuple[int, ...]:
         return tuple(place for place, kind in enumerate(kinds) if kind in wanted)
 
-    if not (_PLAIN | _TENSORS | {tuple}).issuperset(kinds):
+    if not (_PLAIN | _TENSORS | _TUPLES).issuperset(kinds):
         return None
-    return Places(of(_PLAIN - {type(None)}), of(_TENSORS), of({tuple}))
+    return Places(of(_PLAIN - {type(None)}), of(_TENSORS), of(_TUPLES))
 
 
 def recall(key: Any) -> Decision | None:

@@ -10,7 +10,7 @@ from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qk
 from .on_host import checking_values, cumulative_values, values
 from .optional_tensors import absorbed, extras, float8_forward_only
 from .results import output, workspace
-from .scalars import length, number, options, splits, window
+from .scalars import length, number, options, splits
 from .tensors import (
     index_tensor,
     per_sequence,
@@ -21,3 +21,4 @@ from .tensors import (
     tensor,
     unpacked,
 )
+from .window import window

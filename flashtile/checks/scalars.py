@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..backends.triton.splits import MAX_SPLITS
 from ..problem import Options, default_scale
+from .window import window
 
 
 def length(name: str, x: Any) -> Any:
@@ -65,35 +66,16 @@ def options(
         raise ValueError(f"dropout_p: got {dropout_p}, want a probability in [0, 1)")
     chunk = length("attention_chunk", 0 if attention_chunk is None else attention_chunk)
     splits(num_splits)
-    left, right = window(window_size)
+    left, right = window(window_size).under(causal)
     return Options(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         softmax_scale=softmax_scale,
         window_left=left,
-        window_right=0 if causal else right,
+        window_right=right,
         attention_chunk=chunk,
         softcap=softcap,
         dropout_p=dropout_p,
         num_splits=num_splits,
         deterministic=bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
     )
-
-
-def window(window_size: Any) -> tuple[Any, Any]:
-    """(left, right), each -1 where unbounded."""
-    wanted = "a pair (left, right) of ints >= 0, with -1 or None for an unbounded side"
-    if window_size is None:
-        return -1, -1
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size: got {window_size!r}, want {wanted}")
-    sides = []
-    for side in window_size:
-        if side is None:
-            side = -1
-        if isinstance(side, (bool, Tensor)) or not isinstance(side, (int, torch.SymInt)):
-            raise TypeError(f"window_size: got {window_size!r}, want {wanted}")
-        if side < -1:
-            raise ValueError(f"window_size: got {window_size!r}, want {wanted}")
-        sides.append(side)
-    return sides[0], sides[1]

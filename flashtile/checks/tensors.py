@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..problem import FLOAT8
 
@@ -73,3 +74,14 @@ def unpacked(name: str, x: Any, count: int, layout: str) -> tuple[Tensor, ...]:
     if x.shape[-3] != count:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want ({layout})")
     return x.unbind(-3)
+
+
+def read_on_host(name: str, x: Tensor) -> Any:
+    """The values of `x` as Python numbers; waits for the device."""
+    unreadable = torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta
+    if unreadable:
+        raise TypeError(
+            f"{name}: got a tensor whose values cannot be read here (torch.compile, a fake or a "
+            "meta tensor), want plain ints"
+        )
+    return x.tolist()

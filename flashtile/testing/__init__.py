@@ -26,11 +26,10 @@ from .reference import (
     attention_varlen_reference,
     attention_with_kvcache_reference,
     combine_reference,
-    dense_block_mask,
     rotate,
-    visible_keys,
 )
 from .tolerance import allowed_error, assert_close, plain_dtype
+from .visibility import dense_block_mask, visible_keys
 
 __all__ = [
     "DTYPES",

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from .summation_order import Order, softmax_product
-
-Window = tuple[int | None, int | None]
+from .visibility import WindowSize, dense_block_mask, visible_keys, window_sides
 
 
 @dataclass(frozen=True)
@@ -43,71 +42,6 @@ class CacheReference:
     v_cache: Tensor
 
 
-def visible_keys(
-    m_used: Tensor,
-    n_used: Tensor,
-    M: int,
-    N: int,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-) -> Tensor:
-    """Which key each query sees by position alone: bool (B, M, N).
-
-    `m_used`, `n_used`: (B,) int64, the used lengths. Query i stands at the position
-    `p = i + n_used - m_used` (bottom-right alignment).
-    """
-    i = torch.arange(M)[None, :, None]
-    j = torch.arange(N)[None, None, :]
-    p = i + (n_used - m_used)[:, None, None]
-    left, right = (None if side is None or side < 0 else side for side in window_size)
-    if causal:
-        right = 0 if right is None else min(right, 0)
-    visible = (i < m_used[:, None, None]) & (j < n_used[:, None, None])
-    if left is not None:
-        visible = visible & (j >= p - left)
-    if right is not None:
-        visible = visible & (j <= p + right)
-    if attention_chunk > 0:
-        visible = visible & (p.div(attention_chunk, rounding_mode="floor") == j // attention_chunk)
-    return visible
-
-
-def dense_block_mask(block_mask: Any, M: int, N: int) -> Tensor:
-    """A block mask as bool (B | 1, Hq | 1, M, N).
-
-    Takes a bool tensor, a flashtile `BlockMask` or a FlexAttention `BlockMask`.
-    """
-    if isinstance(block_mask, Tensor):
-        return block_mask.reshape((1,) * (4 - block_mask.ndim) + block_mask.shape)
-    if not hasattr(block_mask, "mask_mod"):
-        return block_mask.to_dense(M, N)
-    bm, bn = block_mask.BLOCK_SIZE
-    b, h = block_mask.kv_num_blocks.shape[:2]
-    dense = torch.zeros(b, h, M, N, dtype=torch.bool)
-    for ib in range(b):
-        for ih in range(h):
-            _fill_flex(dense[ib, ih], block_mask, ib, ih, bm, bn)
-    return dense
-
-
-def _fill_flex(dense: Tensor, mask: Any, b: int, h: int, bm: int, bn: int) -> None:
-    M, N = dense.shape
-    b_index, h_index = torch.tensor(b), torch.tensor(h)
-    for row in range(-(-M // bm)):
-        rows = torch.arange(row * bm, min(M, row * bm + bm))
-        for col in mask.kv_indices[b, h, row, : int(mask.kv_num_blocks[b, h, row])].tolist():
-            cols = torch.arange(col * bn, min(N, col * bn + bn))
-            tile = mask.mask_mod(b_index, h_index, rows[:, None], cols[None, :])
-            dense[rows[:, None], cols[None, :]] = tile.expand(len(rows), len(cols))
-        if mask.full_kv_num_blocks is None:
-            continue
-        for col in mask.full_kv_indices[
-            b, h, row, : int(mask.full_kv_num_blocks[b, h, row])
-        ].tolist():
-            dense[row * bm : row * bm + bm, col * bn : col * bn + bn] = True
-
-
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -116,7 +50,7 @@ def attention_reference(
     qv: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -431,6 +365,5 @@ def _slots(
 
 
 def _is_causal_or_local(options: dict[str, Any]) -> bool:
-    left, right = options.get("window_size", (-1, -1))
-    windowed = any(side is not None and side >= 0 for side in (left, right))
-    return bool(options.get("causal", False)) or windowed or options.get("attention_chunk", 0) > 0
+    sides = window_sides(options.get("causal", False), options.get("window_size", (-1, -1)))
+    return sides != (None, None) or options.get("attention_chunk", 0) > 0

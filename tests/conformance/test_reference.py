@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
+from flashtile.masks import Window
 from flashtile.testing import (
     allowed_error,
     assert_close,
@@ -77,6 +78,17 @@ def test_window_and_chunk_by_hand():
     wanted = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]).bool()
     assert torch.equal(visible_keys(m, n, 3, 5, window_size=(1, 0))[0], wanted)
     assert torch.equal(visible_keys(m, n, 3, 5, window_size=(1, 7), causal=True)[0], wanted)
+    # Negative sides: keys after the query alone, or before it alone.
+    wanted = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    assert torch.equal(visible_keys(m, n, 3, 5, window_size=(-2, 9))[0], wanted)
+    wanted = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]).bool()
+    assert torch.equal(visible_keys(m, n, 3, 5, window_size=(None, -2))[0], wanted)
+    wanted = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]).bool()
+    assert torch.equal(visible_keys(m, n, 3, 5, window_size=Window(None, -1))[0], wanted)
+    # A window without a key is none.
+    assert visible_keys(m, n, 3, 5, window_size=(1, -2)).all()
+    wanted = visible_keys(m, n, 3, 5, causal=True)
+    assert torch.equal(visible_keys(m, n, 3, 5, window_size=(-2, 5), causal=True), wanted)
     wanted = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]).bool()
     assert torch.equal(visible_keys(m, n, 3, 5, attention_chunk=2)[0], wanted)
     # Negative positions floor downwards: the first query, at -1, is alone in chunk -1.

@@ -111,6 +111,12 @@ CASES: dict[str, Make] = {
     "causal, dead rows": dense(**(SMALL | {"M": 50}))(lambda g, t: {"causal": True}),
     "window": dense(**(SMALL | {"M": 90, "N": 100}))(lambda g, t: {"window_size": (20, 7)}),
     "left window": dense(**(SMALL | {"M": 90}))(lambda g, t: {"window_size": (33, -1)}),
+    "window after the query": dense(**(SMALL | {"M": 90, "N": 100}))(
+        lambda g, t: {"window_size": (-9, 40)}
+    ),
+    "window before the query": dense(**(SMALL | {"M": 90, "N": 100}))(
+        lambda g, t: {"window_size": (None, -20)}
+    ),
     "chunk": dense(**(SMALL | {"M": 90}))(lambda g, t: {"attention_chunk": 13, "causal": True}),
     "few queries of grouped heads": dense(**FEW)(lambda g, t: {"causal": True}),
     "one query, one key": dense(**(SMALL | {"M": 1, "N": 1}))(),

@@ -98,7 +98,7 @@ def _native_rows(problem: AttentionProblem, is_rounding: bool) -> int:
     if is_rounding:
         tiles = max(1, problem.M // NATIVE_ROUNDING_BLOCK_M)
         return max(-(-problem.M // tiles), 1)
-    if options.window_left >= 0:
+    if options.window_left is not None:
         return NATIVE_WINDOW_BLOCK_M
     if options.attention_chunk > 0:  # a chunk is a tile of its own, full or a causal square
         return max(options.attention_chunk, NATIVE_WINDOW_BLOCK_M)
@@ -153,6 +153,6 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
 def _is_square(problem: AttentionProblem) -> bool:
     """Full attention, or causal attention with as many queries as keys."""
     options = problem.options
-    if options.window_left >= 0 or options.attention_chunk > 0:
+    if options.window_left is not None or options.attention_chunk > 0:
         return False
-    return options.window_right < 0 or (options.window_right == 0 and problem.M == problem.N)
+    return options.window_right is None or (options.window_right == 0 and problem.M == problem.N)

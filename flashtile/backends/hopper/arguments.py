@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# Wider windows than this are open; keeps position arithmetic inside 32 bits.
-WIDEST = 2**30
-
 
 class Sequences(NamedTuple):
     """Where the sequences lie: the tensors that say more than the bounds in `Sizes`."""

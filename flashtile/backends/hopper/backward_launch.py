@@ -9,10 +9,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...masks import as_kernel_number
 from ...problem import AttentionProblem, Operands
 from .. import Gradients
 from ..repeat import run_all
-from .arguments import WIDEST, Pointers, Sequences
+from .arguments import Pointers, Sequences
 from .backward_pass import KeyGradients, backward_kernel
 from .backward_plan import (
     BackwardConfig,
@@ -181,9 +182,9 @@ def key_launch(
         "heads": problem.Hk,
         "group": problem.group,
         "section": backward_section(problem),
-        "left": min(options.window_left, WIDEST),
-        "right": min(options.window_right, WIDEST),
-        "chunk": min(options.attention_chunk, WIDEST),
+        "left": as_kernel_number(options.window_left),
+        "right": as_kernel_number(options.window_right),
+        "chunk": as_kernel_number(options.attention_chunk),
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         "scale": options.softmax_scale,
         "softcap": options.softcap,

@@ -85,8 +85,8 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         DQ_FIRST=columns == 128,
         D=problem.D,
         DV=problem.Dv,
-        HAS_LEFT=options.window_left >= 0,
-        HAS_RIGHT=options.window_right >= 0,
+        HAS_LEFT=options.window_left is not None,
+        HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
         HAS_SOFTCAP=options.softcap > 0,
         HAS_ALIBI=problem.has_alibi,
@@ -103,7 +103,7 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
     thread would wait for its additions before a turn could be passed on.
     """
     options = problem.options
-    is_short = options.window_left >= 0 or options.attention_chunk > 0
+    is_short = options.window_left is not None or options.attention_chunk > 0
     able = columns == 128 and not options.deterministic
     return able and (is_short or problem.layout != "dense")
 
@@ -118,7 +118,7 @@ def padded_columns(problem: AttentionProblem) -> int:
 def is_uneven(problem: AttentionProblem) -> bool:
     """Whether tiles of keys of a sequence differ in how many queries see them."""
     options = problem.options
-    return options.window_right >= 0 or options.attention_chunk > 0
+    return options.window_right is not None or options.attention_chunk > 0
 
 
 def backward_section(problem: AttentionProblem) -> int:
@@ -138,7 +138,7 @@ def leaves_keys_unseen(problem: AttentionProblem) -> bool:
     of its own, which sees it under every mask.
     """
     options = problem.options
-    bounded = options.window_left >= 0 or options.attention_chunk > 0
+    bounded = options.window_left is not None or options.attention_chunk > 0
     return problem.layout != "dense" or (bounded and problem.N > problem.M)
 
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...masks import as_kernel_number
 from ...problem import AttentionProblem, Operands, lse_shape, output_dtype
-from .arguments import WIDEST, Sequences
+from .arguments import Sequences
 from .fp8_consumer import Scales
 from .fp8_layouts import KEY_GROUP, shared_rows8
 from .fp8_pass import float8_kernel
@@ -74,8 +75,8 @@ def float8_launch(
         "group": problem.group,
         "section": section_of(problem),
         "tiles": tiles,
-        "left": min(options.window_left, WIDEST),
-        "right": min(options.window_right, WIDEST),
+        "left": as_kernel_number(options.window_left),
+        "right": as_kernel_number(options.window_right),
         "scale": options.softmax_scale,
         "softcap": options.softcap,
         "cfg": config,

@@ -10,10 +10,11 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
+from ...masks import as_kernel_number
 from ...problem import AttentionProblem, Operands, lse_shape
 from ..kernel_keys import settle
 from ..repeat import ALIGNMENT, run_all
-from .arguments import WIDEST, Pointers, Sequences
+from .arguments import Pointers, Sequences
 from .forward_pass import forward_kernel
 from .layouts import shared_rows
 from .plan import CONSUMER_ROWS, KernelConfig, plan, section_of
@@ -101,9 +102,9 @@ def forward_launch(
         "group": problem.group,
         "section": section_of(problem),
         "tiles": tiles,
-        "left": min(options.window_left, WIDEST),
-        "right": min(options.window_right, WIDEST),
-        "chunk": min(options.attention_chunk, WIDEST),
+        "left": as_kernel_number(options.window_left),
+        "right": as_kernel_number(options.window_right),
+        "chunk": as_kernel_number(options.attention_chunk),
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         "scale": options.softmax_scale,
         "softcap": options.softcap,

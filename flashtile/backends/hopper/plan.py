@@ -97,7 +97,7 @@ def tile_of(problem: AttentionProblem) -> Tile:
     """The tile that a problem runs with."""
     options, head_dims = problem.options, (padded(problem.D), padded(problem.Dv))
     of_mask: dict[tuple[int, int], Tile] = {}
-    if options.window_left < 0 and options.window_right < 0 and options.attention_chunk == 0:
+    if not problem.facts:
         of_mask = UNMASKED_TILES
     elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
         of_mask = SHORT_CAUSAL_TILES
@@ -169,6 +169,7 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         "probabilities": problem.wants_probabilities,
         "pages": problem.page_size > 0,
         "float8 keys and values": problem.has_float8_keys,
+        "a negative window side": _has_negative_side(problem),
         "a cache behind packed queries": problem.layout == "packed_queries",
         "left pads or rows of a cache": problem.has_cache_rows,
         "gradients of a dense batch with lengths": problem.layout == "dense"
@@ -176,6 +177,12 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         and problem.needs_grad,
     }
     return [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
+
+
+def _has_negative_side(problem: AttentionProblem) -> bool:
+    """Whether a query may see no key although its own position is among the keys."""
+    sides = (problem.options.window_left, problem.options.window_right)
+    return any(side is not None and side < 0 for side in sides)
 
 
 @lru_cache(maxsize=4096)
@@ -202,8 +209,8 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         TAKES_TURNS=tile.takes_turns,
         WAITS=tile.waits,
         IS_LINEAR=not has_softcap and not problem.has_alibi and options.softmax_scale > 0,
-        HAS_LEFT=options.window_left >= 0,
-        HAS_RIGHT=options.window_right >= 0,
+        HAS_LEFT=options.window_left is not None,
+        HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
         HAS_SOFTCAP=has_softcap,
         HAS_ALIBI=problem.has_alibi,
@@ -219,7 +226,7 @@ def section_of(problem: AttentionProblem) -> int:
     second-level cache holds.
     """
     options = problem.options
-    if options.window_right < 0 and options.attention_chunk == 0:
+    if options.window_right is None and options.attention_chunk == 0:
         return 1
     of_a_head = problem.N * (problem.D + problem.Dv) * 2
     return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SECTION)

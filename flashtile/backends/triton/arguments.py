@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from ...dropout import keep_threshold
+from ...masks import as_kernel_number
 from ...problem import AttentionProblem, Operands
-
-# Wider windows than this are open; keeps position arithmetic inside 32 bits.
-WIDEST = 2**30
 
 
 class Rows(NamedTuple):
@@ -158,9 +156,9 @@ def numbers_of(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
         "total_q": operands.q.shape[0],
         "total_k": operands.k.shape[0],
         "page_columns": 0 if page_table is None else page_table.shape[1],
-        "left": min(options.window_left, WIDEST),
-        "right": min(options.window_right, WIDEST),
-        "chunk": min(options.attention_chunk, WIDEST),
+        "left": as_kernel_number(options.window_left),
+        "right": as_kernel_number(options.window_right),
+        "chunk": as_kernel_number(options.attention_chunk),
         "heads": problem.Hq,
         "mask_rows": 0 if kinds is None else kinds.shape[2],
         "mask_columns": 0 if kinds is None else kinds.shape[3],

@@ -70,7 +70,7 @@ def fastest_splits(programs: int, steps: int, processors: int, most: int = MAX_S
 def _longest_walk(problem: AttentionProblem) -> int:
     """Keys that the tile of queries may see at most."""
     longest, options = problem.N, problem.options
-    if options.window_left >= 0 and options.window_right >= 0:
+    if options.window_left is not None and options.window_right is not None:
         longest = min(longest, options.window_left + options.window_right + problem.M)
     if options.attention_chunk > 0:
         longest = min(longest, options.attention_chunk + problem.M)
