@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .autocast import without_autocast
 from .problem import Operands
 
 
+@without_autocast
 def absorb(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys whose product is q k + qv v."""
     if _are_neighbours(v, k):  # as DeepSeek's cache has them: values, then rotated keys

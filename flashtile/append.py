@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autocast import without_autocast
 from .layers.rotary import apply_rotary_emb
 from .problem import FLOAT8
 
@@ -57,6 +58,7 @@ _library.define(
 )
 
 
+@without_autocast
 def _append(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -112,6 +114,7 @@ def _stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None, sequence: Ten
     return x.clamp(-largest, largest).to(dtype)
 
 
+@without_autocast
 def _rotate_and_append(
     q: Tensor,
     k_cache: Tensor,
@@ -144,6 +147,7 @@ def _rotate_and_append(
     return turned, used
 
 
+@without_autocast
 def append_on_gpu(k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
     """The same by a Triton kernel, which waits for nothing."""
     from .backends.triton.append import append_to_cache
@@ -153,6 +157,7 @@ def append_on_gpu(k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
     return used
 
 
+@without_autocast
 def rotate_and_append_on_gpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:

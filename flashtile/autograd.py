@@ -98,7 +98,7 @@ def attend(
     # Nobody would see the ops, which cost as much time as all that is above.
     if problem.needs_grad:
         return UnwatchedAttention.apply(problem, operands, *operands[:DIFFERENTIABLE])
-    return backends.load(options.backend).forward(problem, operands)
+    return backends.forward(problem, operands)
 
 
 def _is_transformed() -> bool:
@@ -144,7 +144,7 @@ def _told_apart(operands: Operands) -> Operands:
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)
-    return backends.load(options.backend).forward(problem, operands)
+    return backends.forward(problem, operands)
 
 
 def _backward(
@@ -157,7 +157,7 @@ def _backward(
 ) -> Any:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)._replace(bias_needs_grad=bias_needs_grad)
-    gradients = backends.load(options.backend).backward(problem, operands, out, lse, dout, dlse)
+    gradients = backends.backward(problem, operands, out, lse, dout, dlse)
     # An op returns tensors, never None: an empty one stands for "no such operand".
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
@@ -165,7 +165,7 @@ def _backward(
 def _probabilities(*args: Any) -> Tensor:
     operands, lse, options = Operands(*args[:_INPUTS]), args[_INPUTS], Options(*args[_INPUTS + 1 :])
     problem = AttentionProblem.of(operands, options)
-    return backends.load(options.backend).probabilities(problem, operands, lse)
+    return backends.probabilities(problem, operands, lse)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -262,7 +262,7 @@ class UnwatchedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, problem: AttentionProblem, operands: Operands, *differentiable: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = backends.load(problem.options.backend).forward(problem, operands)
+        out, lse = backends.forward(problem, operands)
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         ctx.save_for_backward(out, lse, *operands)
@@ -285,8 +285,7 @@ class UnwatchedAttention(torch.autograd.Function):
         ):
             given = (dout, dlse, out, lse, problem.bias_needs_grad, *operands, *problem.options)
             return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])
-        backend = backends.load(problem.options.backend)
-        return None, None, *backend.backward(problem, operands, out, lse, dout, dlse)
+        return None, None, *backends.backward(problem, operands, out, lse, dout, dlse)
 
 
 class AttentionBackwardFunction(torch.autograd.Function):

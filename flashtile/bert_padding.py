@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autocast import autocast_off
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Take rows: input (rows, ...), indices (n,) int -> (n, ...)."""
@@ -31,7 +33,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
             f"got shape {tuple(indices.shape)}"
         )
     rows = values.new_zeros((first_axis_dim, *values.shape[1:]))
-    return rows.index_copy(0, indices.long(), values)
+    with autocast_off(values):  # which on a CPU refuses 16 bits other than its own
+        return rows.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import checks, dispatch, recall
 from .absorbed import absorb_operands
+from .autocast import cast_input, cast_inputs, is_autocasting
 from .masks import BlockMask
 from .problem import FLOAT8, AttentionProblem, Operands, Options
 
@@ -61,7 +62,7 @@ class Packed(NamedTuple):
 
 def dense_call(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[Operands, Options]:
     """Check and describe a call of `attention`."""
-    q, k, v, qv = _autocast(q, k, v, arguments.qv)
+    q, k, v, qv = cast_inputs(q, k, v, arguments.qv)
     checks.dense(q, k, v)
     checks.absorbed(qv, q, v)
     operands = absorb_operands(Operands(q, k, v), qv)
@@ -72,7 +73,7 @@ def packed_call(
     q: Tensor, k: Tensor, v: Tensor, layout: Packed, arguments: Arguments
 ) -> tuple[Operands, Options]:
     """Check and describe a call of `attention_varlen`."""
-    q, k, v, qv = _autocast(q, k, v, arguments.qv)
+    q, k, v, qv = cast_inputs(q, k, v, arguments.qv)
     cu_seqlens_q, cu_seqlens_k, M, N, page_table = layout
     checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
     checks.absorbed(qv, q, v)
@@ -168,7 +169,7 @@ def decided(
     has_pages = layout is not None and layout.page_table is not None
     key = None
     # Autocast, pages and qv change the operands, and `out` is looked at each time.
-    changed = has_pages or arguments.qv is not None or _is_autocasting(qkv[0])
+    changed = has_pages or arguments.qv is not None or is_autocasting(qkv[0])
     if not (changed or out is not None):
         given = (*qkv, *(layout or ()), *arguments, backend, wants_probabilities)
         key = recall.key_of(given)
@@ -214,38 +215,17 @@ def decide(
     return recall.Decision(problem._replace(options=options), options, has_extras)
 
 
-def _autocast(q: Tensor, *others: Any) -> tuple[Any, ...]:
-    """Under autocast, cast as SDPA does: every floating input but float64 to the autocast dtype."""
-    if not _is_autocasting(q):
-        return q, *others
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(_cast(x, dtype) for x in (q, *others))
-
-
 def autocast_to_cache(cache: Tensor, *tensors: Any) -> tuple[Any, ...]:
     """Under autocast, cast queries and new tokens to the cache's dtype; a cache never changes.
 
     To the dtype of autocast where the cache is float8.
     """
-    if not _is_autocasting(cache):
+    if not is_autocasting(cache):
         return tensors
     dtype = cache.dtype
     if dtype in FLOAT8:
         dtype = torch.get_autocast_dtype(cache.device.type)
-    return tuple(_cast(x, dtype) for x in tensors)
-
-
-def _is_autocasting(x: Any) -> bool:
-    """Whether autocast is on where `x` is; PyTorch raises when asked about other devices."""
-    if not torch._C._is_any_autocast_enabled():  # a fifth of what asking for a device costs
-        return False
-    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")
-    return known and torch.is_autocast_enabled(x.device.type)
-
-
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    castable = isinstance(x, Tensor) and x.is_floating_point()
-    return x.to(dtype) if castable and x.dtype not in (torch.float64, *FLOAT8) else x
+    return tuple(cast_input(x, dtype) for x in tensors)
 
 
 def _four_dimensional(bias: Any) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .autocast import without_autocast
+
 library = torch.library.Library("flashtile", "FRAGMENT")
 library.define(
     "combine(Tensor out_partial, Tensor lse_partial, ScalarType dtype) -> (Tensor, Tensor)"
@@ -99,6 +101,7 @@ def flash_attn_combine(
     return combined, lse
 
 
+@without_autocast
 def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(lse_partial, dim=0)
     pivot = lse.masked_fill(lse == -torch.inf, 0.0)

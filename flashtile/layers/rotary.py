@@ -23,12 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autocast import without_autocast
 from .rotary_checks import check_layout, check_positions, check_rotary_dim, check_tables
 from .rotary_kernel import KernelRotation, runs_as_kernel, turn_in_place
 
 _BEYOND_ANY_TABLE = 2**62
 
 
+@without_autocast
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     """Turn every pair (a, b) in the last dimension of x (..., R) by a quarter: (-b, a).
 
@@ -38,10 +40,11 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
         raise ValueError(f"x: the last dimension must be even, got shape {tuple(x.shape)}")
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
+@without_autocast
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
@@ -338,6 +341,7 @@ class _Rotation(torch.autograd.Function):
         return _turn(dx, cos, sin, ctx.interleaved) + F.pad(from_tables, (0, rest))
 
 
+@without_autocast
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (..., heads, head_dim); cos, sin (..., 1, rotary_dim / 2) in the dtype to compute in."""
     half = cos.shape[-1]

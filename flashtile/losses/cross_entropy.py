@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..autocast import autocast_off, cast_inputs
+
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -72,6 +74,10 @@ class CrossEntropyLoss(nn.Module):
             A scalar, or the shape of target with reduction "none", in float32 (float64 for
             float64); with return_z_loss also the z-loss.
         """
+        with autocast_off(input):
+            return self._loss(input, target)
+
+    def _loss(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         logits = _scaled(input, self.logit_scale).flatten(0, -2)
         targets = target.flatten()
         losses = F.cross_entropy(
@@ -137,16 +143,14 @@ def linear_cross_entropy(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: must be positive, got {chunk_tokens}")
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = cast_inputs(hidden, weight, bias)
     inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, bias, target.flatten(), loss, chunk_tokens, with_gradient
-    )
+    tokens = hidden.flatten(0, -2)
+    with autocast_off(hidden):
+        return _LinearCrossEntropy.apply(
+            tokens, weight, bias, target.flatten(), loss, chunk_tokens, with_gradient
+        )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing_extensions import Never
 
 from .. import call, checks
 from ..api import attention, attention_varlen
+from ..autocast import autocast_off, cast_inputs
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, default_scale
 from .rotation import rotation
 from .tensors import Quantized, Recipe, check, dequantized, layout_of, quantized, rows_of
@@ -72,6 +73,7 @@ def attention_fp8(
     if unknown:
         raise checks.unexpected_keywords(unknown, attention_fp8)
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    q, k, v = cast_inputs(q, k, v)
     check(q, k, v, layout, scales)
     if centre_k and softcap != 0.0:
         raise ValueError("centre_k: got True with a softcap, which scores less their mean miss")
@@ -88,7 +90,8 @@ def attention_fp8(
             layout = layout._replace(
                 cu_seqlens_q=layout.cu_seqlens_q.cpu(), cu_seqlens_k=layout.cu_seqlens_k.cpu()
             )
-    out, lse = _Float8Attention.apply(q, k, v, recipe, layout, options, backend)
+    with autocast_off(q):
+        out, lse = _Float8Attention.apply(q, k, v, recipe, layout, options, backend)
     out, lse = out.to(device), lse.to(device)
     return (out, lse) if return_lse else out
 
@@ -126,13 +129,19 @@ class _Float8Attention(torch.autograd.Function):
                 "flashtile: the second derivative of attention_fp8 is not implemented (the first "
                 "was asked for with create_graph=True)"
             )
+        with autocast_off(ctx.saved_tensors[0]):
+            return *_Float8Attention.gradients(ctx, dout, dlse), None, None, None, None
+
+    @staticmethod
+    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
+        """Those of q, k and v."""
         out, lse, *small = ctx.saved_tensors
         dq, dk, dv = in_16_bits(ctx, Quantized(*small), out, lse, dout, dlse)
         k_mean = small[-1]
         if k_mean is not None and dlse is not None:  # of the shift that `forward` adds to lse
             shift = shift_gradient(dlse, k_mean, small[0], ctx.layout)
             dq = dq + (shift * ctx.options["softmax_scale"]).to(dq.dtype)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv
 
 
 def attend(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..autocast import without_autocast
 from ..call import Packed
 from ..layers.rotary import apply_rotary_emb
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
@@ -160,6 +161,7 @@ def check_rotary(rotary: Rotary, q: Tensor, k: Tensor, layout: Packed | None) ->
         )
 
 
+@without_autocast
 def quantized(
     q: Tensor,
     k: Tensor,
