@@ -1,4 +1,5 @@
-"""What float8 costs in accuracy, and what each ingredient wins back: the table of docs/numerics.md.
+"""What float8 costs in accuracy, and what each ingredient wins back: the table of
+docs/log/float8.md.
 
     python benchmarks/fp8_accuracy.py                  # emulated on the CPU, ten minutes
     python benchmarks/fp8_accuracy.py --device cuda    # by the kernel

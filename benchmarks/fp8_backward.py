@@ -1,4 +1,4 @@
-"""What a backward pass in float8 would cost in accuracy: the experiment of docs/numerics.md.
+"""What a backward pass in float8 would cost in accuracy: the experiment of docs/log/float8.md.
 
     python benchmarks/fp8_backward.py gradients    # errors of dQ, dK and dV; two minutes
     python benchmarks/fp8_backward.py training     # a small GPT on Shakespeare; twenty minutes
