@@ -43,6 +43,9 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     deterministic: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
@@ -92,6 +95,9 @@ def attention(
             three for blocks of rows, (batch, heads, ceil(seq_q / 64)) and (batch, kv_heads,
             ceil(seq_k / 128)), as `quantize_qkv` makes them.
         deterministic: make the backward bitwise repeatable (the forward always is).
+        num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
+        pack_gqa, sm_margin: performance hints of FlashAttention-3. Like `num_splits` they change no
+            result beyond roundings; `explain` says whether a backend honours or ignores them.
         return_lse: return (out, lse).
         return_attn_probs: return (out, lse, probs). Quadratic in memory: probs is (batch, heads,
             seq_q, seq_k) in q's dtype, normalised, negative where dropout dropped, without
@@ -132,6 +138,9 @@ def attention(
         k_descale=k_descale,
         v_descale=v_descale,
         deterministic=deterministic,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
     )
     return _run((q, k, v), None, arguments, backend, return_lse, return_attn_probs, out)
 
@@ -163,6 +172,10 @@ def attention_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     deterministic: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    scheduler_metadata: Tensor | None = None,
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
@@ -188,6 +201,7 @@ def attention_varlen(
         seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
         page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
             `cu_seqlens_k` then says the lengths alone.
+        scheduler_metadata: int32, one more performance hint of FlashAttention-3.
         workspace: as in `attention_with_kvcache`; not while recording gradients.
 
     Returns:
@@ -217,6 +231,10 @@ def attention_varlen(
         k_descale=k_descale,
         v_descale=v_descale,
         deterministic=deterministic,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+        scheduler_metadata=scheduler_metadata,
         workspace=workspace,
     )
     layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table)
@@ -255,6 +273,9 @@ def attention_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    scheduler_metadata: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
@@ -292,7 +313,6 @@ def attention_with_kvcache(
             (GPT-NeoX).
         qv: shaped as q with the value head dim; read after the append, not rotated. Copies both
             caches, unless they are views of one latent buffer.
-        num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
         return_lse: return (out, lse).
         workspace: (bytes,) uint8, contiguous, at least `workspace_size` of them: memory for the
             partial results of split keys on a GPU, which the call else allocates. Holds nothing
@@ -328,6 +348,9 @@ def attention_with_kvcache(
         k_descale=k_descale,
         v_descale=v_descale,
         num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+        scheduler_metadata=scheduler_metadata,
         workspace=workspace,
     )
     queries = kvcache.Queries(q, cu_seqlens_q, max_seqlen_q)

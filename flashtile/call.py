@@ -47,6 +47,9 @@ class Arguments(NamedTuple):
     v_descale: Tensor | None = None
     deterministic: bool = False
     num_splits: int = 0
+    pack_gqa: bool | None = None
+    sm_margin: int = 0
+    scheduler_metadata: Tensor | None = None
     workspace: Tensor | None = None
 
 
@@ -97,6 +100,7 @@ def with_arguments(
     operands: Operands, M: int, N: int, arguments: Arguments
 ) -> tuple[Operands, Options]:
     """Operands with the optional tensors, and the checked numbers."""
+    checks.hints(arguments.pack_gqa, arguments.sm_margin, arguments.scheduler_metadata, operands.q)
     operands = with_tensors(operands, arguments)
     block_mask = _block_mask(arguments.block_mask)
     if block_mask is not None:

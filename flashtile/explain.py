@@ -25,6 +25,7 @@ class Explanation(NamedTuple):
     problem: AttentionProblem
     verdicts: list[Verdict]
     chosen: str | None
+    hints: tuple[str, ...] = ()  # the performance hints of the call, and what becomes of them
 
     def __str__(self) -> str:
         p = self.problem
@@ -40,6 +41,8 @@ class Explanation(NamedTuple):
             else:
                 lines.append(f"{mark} {verdict.backend}: yes")
                 lines.extend(f"      {line}" for line in verdict.plan.splitlines())
+        if self.hints:
+            lines.append("hints: " + "; ".join(self.hints))
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -69,7 +72,26 @@ def explain(
         operands, numbers = packed_call(q, k, v, Packed(**names), arguments)
     else:
         operands, numbers = dense_call(q, k, v, arguments)
-    return explain_operands(operands, numbers, backend, wants_probabilities)
+    explanation = explain_operands(operands, numbers, backend, wants_probabilities)
+    return explanation._replace(hints=_hints(arguments, explanation.chosen))
+
+
+def _hints(arguments: Arguments, chosen: str | None) -> tuple[str, ...]:
+    """Each hint that was given, and whether the chosen backend honours it."""
+    if chosen is None:
+        return ()
+    given = {
+        "num_splits": arguments.num_splits or None,
+        "pack_gqa": arguments.pack_gqa,
+        "sm_margin": arguments.sm_margin or None,
+        "scheduler_metadata": None if arguments.scheduler_metadata is None else "...",
+    }
+    honoured = backends.load(chosen).HINTS
+    return tuple(
+        f"{name}={value} {'honoured' if name in honoured else 'ignored'} by {chosen}"
+        for name, value in given.items()
+        if value is not None
+    )
 
 
 def explain_operands(

@@ -2,6 +2,7 @@
 
 A backend module offers
 
+- ``HINTS``: the performance hints that it honours;
 - ``unsupported_reasons(problem) -> list[str]``: plain sentences with the value and the limit; empty
   means yes;
 - ``describe_plan(problem) -> str``: what it would run, for `explain`;
@@ -33,6 +34,8 @@ class Gradients(NamedTuple):
 
 class Backend(Protocol):
     """What the module of a backend offers."""
+
+    HINTS: tuple[str, ...]
 
     def unsupported_reasons(self, problem: AttentionProblem) -> list[str]:
         """Why this backend cannot run `problem`."""

@@ -5,4 +5,6 @@ from __future__ import annotations
 from .launch import backward, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
 
-__all__ = ["backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
+HINTS = ()
+
+__all__ = ["HINTS", "backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]

@@ -15,12 +15,15 @@ from . import fp8_plan, plan
 from .backward_plan import describe_backward
 
 __all__ = [
+    "HINTS",
     "backward",
     "describe_plan",
     "forward",
     "probabilities",
     "unsupported_reasons",
 ]
+
+HINTS = ()
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:

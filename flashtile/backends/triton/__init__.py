@@ -16,7 +16,9 @@ from . import plan
 from .plan import TRITON_IS_INSTALLED, unsupported_reasons
 from .splits import processors, splits_of
 
-__all__ = ["backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
+__all__ = ["HINTS", "backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
+
+HINTS = ("num_splits",)
 
 
 def describe_plan(problem: AttentionProblem) -> str:
