@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Extras(TypedDict, total=False):
     """Keyword-only options of every training function beyond FlashAttention-2."""
 
+    qv: Tensor | None
     attention_chunk: int
     bias: Tensor | None
     sink: Tensor | None
@@ -30,6 +31,9 @@ class Extras(TypedDict, total=False):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    num_splits: int
+    pack_gqa: bool | None
+    sm_margin: int
     return_lse: bool
     out: Tensor | None
     backend: str | None
@@ -42,6 +46,7 @@ class CacheExtras(TypedDict, total=False):
     max_seqlen_q: int | None
     cu_seqlens_k_new: Tensor | None
     rotary_seqlens: Tensor | None
+    qv: Tensor | None
     attention_chunk: int
     bias: Tensor | None
     sink: Tensor | None
@@ -49,6 +54,9 @@ class CacheExtras(TypedDict, total=False):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    pack_gqa: bool | None
+    sm_margin: int
+    scheduler_metadata: Tensor | None
     out: Tensor | None
     workspace: Tensor | None
     backend: str | None

@@ -1,4 +1,4 @@
-"""Performance hints of FlashAttention-3 and -4: accepted, checked, honoured or said to be ignored."""
+"""Performance hints of FlashAttention-3: accepted, checked, honoured or said to be ignored."""
 
 from __future__ import annotations
 
@@ -86,3 +86,11 @@ def test_explain_names_the_hints_that_are_honoured(monkeypatch):
         report = str(flashtile.explain(q, k, k, num_splits=4, pack_gqa=False))
     assert "hints: num_splits=4 honoured by triton; pack_gqa=False ignored by triton" in report
     assert "keys split into 4 parts" in report
+
+
+def test_the_functions_of_flash_attn_take_hints():
+    q, k, v = qkv(generator(3), B=2, M=5, N=7, Hq=4, Hk=2, D=8)
+    hints = {"num_splits": 2, "pack_gqa": True, "sm_margin": 1}
+    assert torch.equal(flashtile.flash_attn_func(q, k, v, **hints), call("attention"))
+    cached = flashtile.flash_attn_with_kvcache(q, k, v, scheduler_metadata=METADATA, **hints)
+    assert torch.equal(cached, call("attention_with_kvcache"))
