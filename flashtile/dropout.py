@@ -49,11 +49,11 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def draw_rng_state(device: torch.device) -> Tensor:
-    """(seed, offset) as int64 (2,) from PyTorch's generator for `device`, so that
+def draw_rng_state(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """(seed, offset) as int64 (2,) from `generator`, or PyTorch's own for `device`, so that
     ``torch.manual_seed`` rules.
     """
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device, generator=generator)
 
 
 def philox_key(rng_state: Tensor) -> tuple[Tensor, Tensor]:

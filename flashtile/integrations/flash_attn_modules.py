@@ -52,9 +52,10 @@ FLASH_ATTN_2 = Package(
     marker="flash_attn.flash_attn_interface",
     modules={
         "flash_attn": Contents(
-            ("flash_attn_interface",), names=_SEVEN, constants=(("__version__", "2.8.4"),)
+            ("flash_attn_2_interface",), names=_SEVEN, constants=(("__version__", "2.8.4"),)
         ),
-        "flash_attn.flash_attn_interface": Contents(("flash_attn_interface",)),
+        "flash_attn.flash_attn_interface": Contents(("flash_attn_2_interface",)),
+        "flash_attn_2_cuda": Contents(("flash_attn_2_cuda",)),
         "flash_attn.bert_padding": Contents(("bert_padding",)),
         "flash_attn.flash_blocksparse_attn_interface": Contents(
             ("flash_blocksparse_attn_interface",)

@@ -1,0 +1,366 @@
+"""The functions of FlashAttention-2's compiled extension, which it imports as `flash_attn_gpu`:
+the same positions, results, and gradients written into given tensors; on every device.
+
+`flash_attn_2_interface` says the same with keywords. Nothing here records gradients. As everywhere
+in flashtile the log-sum-exp of a row without keys is -inf, and dropout goes with softcap.
+
+Source: FlashAttention 2.8.4, ``csrc/flash_attn/flash_api.cpp``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import autograd, dispatch, dropout
+from .api import attention_with_kvcache
+from .call import Arguments, Packed, decided
+from .problem import AttentionProblem, Operands, Options, lse_shape
+
+QKV = tuple[Tensor, Tensor, Tensor]
+BLOCK = 128  # lengths that the extension pads are padded to a multiple of this
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """[out, lse, S_dmask, rng_state] of q (batch, seq_q, heads, head_dim) over k and v (batch,
+    seq_k, kv_heads, head_dim).
+
+    Args:
+        out: where to write the result.
+        return_softmax: compute S_dmask, see `s_dmask`; otherwise it is empty.
+        generator: draws the dropout's rng_state; PyTorch's own for the device by default.
+
+    Returns:
+        rng_state is int64 (2,), for `bwd`; zeros without dropout.
+
+    Raises:
+        RuntimeError: `generator` is a tensor, as old versions had it.
+        ValueError, TypeError, NotImplementedError: as `flashtile.attention`.
+    """
+    arguments = Arguments(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+    )
+    return _forward((q, k, v), None, arguments, out, return_softmax, generator)
+
+
+def varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    zero_tensors: bool,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    generator: torch.Generator | None = None,
+    num_splits: int = 0,
+) -> list[Tensor]:
+    """`fwd` of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads,
+    head_dim), or (num_pages, page_size, kv_heads, head_dim) with `block_table`.
+
+    Args:
+        seqused_k: (batch,) int32, use the first so many keys of each sequence only.
+        leftpad_k: (batch,) int32, and of those not the first so many; not with pages.
+        zero_tensors: rows outside of every sequence are zeros either way.
+    """
+    if block_table is not None and num_splits > 1:
+        raise RuntimeError("num_splits > 1 is not supported for varlen paged KV")
+    if block_table is not None and leftpad_k is not None:
+        raise ValueError("leftpad_k: got it with block_table, want one of the two")
+    arguments = Arguments(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        seqused_k=seqused_k,
+        num_splits=num_splits,
+    )
+    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    return _forward((q, k, v), layout, arguments, out, return_softmax, generator, leftpad_k)
+
+
+def bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    generator: torch.Generator | None = None,
+    rng_state: Tensor | None = None,
+) -> list[Tensor]:
+    """[dq, dk, dv, softmax_d] from what `fwd` took and returned.
+
+    Args:
+        out, softmax_lse: of these keys, or, as ring attention has them, of these and others.
+        dq, dk, dv: where to write the gradients, strided as they may be.
+        generator: must be None; `rng_state` says what was drawn.
+        rng_state: of the forward; needed with dropout.
+
+    Returns:
+        softmax_d (batch, heads, seq_q rounded up to 128) float32: the row sums of dout * out.
+
+    Raises:
+        ValueError: a tensor has another shape than the forward gave it, or `rng_state` is missing.
+    """
+    arguments = Arguments(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+    _check_generator(generator)
+    results = (dout, out, softmax_lse)
+    return _backward((q, k, v), None, arguments, results, (dq, dk, dv), rng_state)
+
+
+def varlen_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    zero_tensors: bool,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    generator: torch.Generator | None = None,
+    rng_state: Tensor | None = None,
+) -> list[Tensor]:
+    """`bwd` of packed sequences; softmax_d is (heads, total_q + 128 * batch), where the rows of
+    sequence ``b`` begin at ``cu_seqlens_q[b] + 128 * b``.
+    """
+    arguments = Arguments(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+    _check_generator(generator)
+    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    results = (dout, out, softmax_lse)
+    return _backward((q, k, v), layout, arguments, results, (dq, dk, dv), rng_state)
+
+
+def fwd_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    rotary_interleaved: bool,
+    num_splits: int,
+) -> list[Tensor]:
+    """[out, lse] of `flashtile.attention_with_kvcache`."""
+    return list(
+        attention_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            page_table=block_table,
+            alibi_slopes=alibi_slopes,
+            out=out,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=(window_size_left, window_size_right),
+            softcap=softcap,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=num_splits,
+            return_lse=True,
+        )
+    )
+
+
+def s_dmask(probabilities: Tensor) -> Tensor:
+    """The probabilities of a call with `return_attn_probs` as FlashAttention-2 returns them.
+
+    (batch, heads, seq_q, seq_k) becomes (batch, heads, seq_q and seq_k rounded up to 128), divided
+    by the largest of each row: ``exp(score - largest score)``, negative where dropped.
+    """
+    M, N = probabilities.shape[-2:]
+    if M > 0 and N > 0:
+        largest = probabilities.abs().amax(-1, keepdim=True)
+        probabilities = probabilities / largest.masked_fill(largest == 0, 1)
+    return F.pad(probabilities, (0, -N % BLOCK, 0, -M % BLOCK))
+
+
+def _forward(
+    qkv: QKV,
+    layout: Packed | None,
+    arguments: Arguments,
+    out: Tensor | None,
+    return_softmax: bool,
+    generator: torch.Generator | None,
+    leftpad_k: Tensor | None = None,
+) -> list[Tensor]:
+    _check_generator(generator)
+    with torch.no_grad():
+        operands, (problem, options, _) = decided(qkv, layout, arguments, None, out, return_softmax)
+        if leftpad_k is not None:
+            operands = operands._replace(leftpad_k=leftpad_k)
+            problem, options = _chosen(AttentionProblem.of(operands, options), options)
+        device = operands.q.device
+        rng_state = torch.zeros(2, dtype=torch.int64, device=device)
+        if options.dropout_p > 0:
+            rng_state = dropout.draw_rng_state(device, generator)
+            operands = operands._replace(rng_state=rng_state)
+        result, lse = autograd.attend(problem, operands, options)
+        if out is not None:
+            result = out.copy_(result)
+        S_dmask = result.new_empty(0)
+        if return_softmax:
+            S_dmask = s_dmask(autograd.attention_probabilities(operands, options, lse))
+        return [result, lse, S_dmask, rng_state]
+
+
+def _backward(
+    qkv: QKV,
+    layout: Packed | None,
+    arguments: Arguments,
+    results: tuple[Tensor, Tensor, Tensor],
+    targets: tuple[Tensor | None, Tensor | None, Tensor | None],
+    rng_state: Tensor | None,
+) -> list[Tensor]:
+    dout, out, lse = results
+    with torch.no_grad():
+        operands, (problem, options, _) = decided(qkv, layout, arguments, None, None)
+        _, options = _chosen(problem._replace(needs_grad=True), options)
+        if options.dropout_p > 0:
+            if rng_state is None:
+                raise ValueError("rng_state: got None, want what the forward with dropout returned")
+            operands = operands._replace(rng_state=rng_state)
+        q, k, v = operands[:3]
+        _check_shape("dout", dout, (*q.shape[:-1], v.shape[-1]))
+        _check_shape("out", out, (*q.shape[:-1], v.shape[-1]))
+        _check_shape("softmax_lse", lse, lse_shape(operands))
+        for name, target, x in zip(("dq", "dk", "dv"), targets, (q, k, v), strict=True):
+            if target is not None:
+                _check_shape(name, target, tuple(x.shape))
+        gradients = torch.ops.flashtile.attention_backward(
+            dout, None, out, lse, False, *operands, *options
+        )
+        written = [
+            gradient if target is None else target.copy_(gradient)
+            for target, gradient in zip(targets, gradients, strict=False)
+        ]
+        return [*written, _softmax_d(dout, out, operands)]
+
+
+def _chosen(problem: AttentionProblem, options: Options) -> tuple[AttentionProblem, Options]:
+    """A problem that differs from the decided one, with the backend for it."""
+    options = options._replace(backend=dispatch.select(problem))
+    return problem._replace(options=options), options
+
+
+def _softmax_d(dout: Tensor, out: Tensor, operands: Operands) -> Tensor:
+    """Row sums of dout * out, in the extension's padded layout."""
+    sums = (dout.float() * out.float()).sum(-1)
+    cu_seqlens = operands.cu_seqlens_q
+    if cu_seqlens is None:
+        return F.pad(sums.transpose(1, 2), (0, -sums.shape[1] % BLOCK))
+    B, (total, heads) = cu_seqlens.shape[0] - 1, sums.shape
+    padded = sums.new_zeros(heads, total + BLOCK * B)
+    if B == 0:
+        return padded
+    rows = torch.arange(total, device=sums.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True).clamp(max=B - 1)
+    return padded.index_copy(1, rows + BLOCK * sequence, sums.t())
+
+
+def _check_generator(generator: Any) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise RuntimeError(
+            f"the `generator` argument is no longer supported as a {type(generator).__name__}; "
+            "want a torch.Generator or None"
+        )
+
+
+def _check_shape(name: str, x: Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(x.shape) != wanted:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, want {wanted}")

@@ -1,0 +1,310 @@
+"""``flash_attn.flash_attn_interface`` of FlashAttention-2, with everything that code in the wild
+takes from it.
+
+The private functions have its positional order, keywords and results; the public ones are those of
+`flash_attn_interface`, but for `return_attn_probs`, which returns S_dmask (`flash_attn_2_cuda.
+s_dmask`; empty without dropout) instead of probabilities. `flash_attn_2_cuda` says what differs.
+
+Source: FlashAttention 2.8.4, ``flash_attn/flash_attn_interface.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import flash_attn_2_cuda as flash_attn_gpu
+from . import flash_attn_interface as ours
+
+USE_TRITON_ROCM = False
+
+
+def maybe_contiguous(x: Tensor | None) -> Tensor | None:
+    """`x` with a contiguous last dimension."""
+    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
+
+
+def round_multiple(x: int, m: int) -> int:
+    """The first multiple of `m` from `x` on."""
+    return (x + m - 1) // m * m
+
+
+def _get_block_size_n(
+    device: torch.device | str, head_dim: int, is_dropout: bool, is_causal: bool
+) -> int:
+    """Keys of one block, over which S_dmask takes the largest score: here a whole row, always."""
+    return 2**31 - 1
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, ...]:
+    """(out, softmax_lse, S_dmask, rng_state) of `flash_attn_2_cuda.fwd`."""
+    return tuple(
+        flash_attn_gpu.fwd(
+            q,
+            k,
+            v,
+            None,
+            alibi_slopes,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size_left,
+            window_size_right,
+            softcap,
+            return_softmax,
+            generator,
+        )
+    )
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, ...]:
+    """(out, softmax_lse, S_dmask, rng_state) of `flash_attn_2_cuda.varlen_fwd`."""
+    return tuple(
+        flash_attn_gpu.varlen_fwd(
+            q,
+            k,
+            v,
+            None,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            leftpad_k,
+            block_table,
+            alibi_slopes,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            zero_tensors,
+            causal,
+            window_size_left,
+            window_size_right,
+            softcap,
+            return_softmax,
+            generator,
+            num_splits,
+        )
+    )
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Write the gradients into dq, dk and dv; returns softmax_d of `flash_attn_2_cuda.bwd`."""
+    return flash_attn_gpu.bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        alibi_slopes,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+        None,
+        rng_state,
+    )[3]
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """Write the gradients into dq, dk and dv; returns softmax_d of
+    `flash_attn_2_cuda.varlen_bwd`.
+    """
+    return flash_attn_gpu.varlen_bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        zero_tensors,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+        None,
+        rng_state,
+    )[3]
+
+
+flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _returning_s_dmask(function: Callable[..., Any]) -> Any:
+    """A function of `flash_attn_interface` with S_dmask in the place of its probabilities."""
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if not given.get("return_attn_probs", False):
+            return function(*args, **kwargs)
+        if given.get("dropout_p", 0.0) > 0.0:
+            out, lse, probabilities = function(*args, **kwargs)
+            return out, lse, flash_attn_gpu.s_dmask(probabilities)
+        out, lse = function(**{**given, "return_attn_probs": False, "return_lse": True})
+        return out, lse, out.new_empty(0)
+
+    return call
+
+
+flash_attn_func = _returning_s_dmask(ours.flash_attn_func)
+flash_attn_kvpacked_func = _returning_s_dmask(ours.flash_attn_kvpacked_func)
+flash_attn_qkvpacked_func = _returning_s_dmask(ours.flash_attn_qkvpacked_func)
+flash_attn_varlen_func = _returning_s_dmask(ours.flash_attn_varlen_func)
+flash_attn_varlen_kvpacked_func = _returning_s_dmask(ours.flash_attn_varlen_kvpacked_func)
+flash_attn_varlen_qkvpacked_func = _returning_s_dmask(ours.flash_attn_varlen_qkvpacked_func)
+flash_attn_with_kvcache = ours.flash_attn_with_kvcache
+
+
+def _applying(function: Callable[..., Any], parameters: int) -> Any:
+    """``apply`` of an autograd class: the function's parameters, then `is_grad_enabled`."""
+
+    def apply(*args: Any) -> Any:
+        is_grad_enabled = args[parameters] if len(args) > parameters else True
+        with torch.set_grad_enabled(is_grad_enabled and torch.is_grad_enabled()):
+            return function(*args[:parameters])
+
+    return staticmethod(apply)
+
+
+class FlashAttnFunc:
+    """`flash_attn_func`, called by ``apply`` and position. The autograd.Function is behind it."""
+
+    apply = _applying(flash_attn_func, 11)
+
+
+class FlashAttnKVPackedFunc:
+    """`flash_attn_kvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = _applying(flash_attn_kvpacked_func, 10)
+
+
+class FlashAttnQKVPackedFunc:
+    """`flash_attn_qkvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = _applying(flash_attn_qkvpacked_func, 9)
+
+
+class FlashAttnVarlenFunc:
+    """`flash_attn_varlen_func`, as `FlashAttnFunc`."""
+
+    apply = _applying(flash_attn_varlen_func, 16)
+
+
+class FlashAttnVarlenKVPackedFunc:
+    """`flash_attn_varlen_kvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = _applying(flash_attn_varlen_kvpacked_func, 14)
+
+
+class FlashAttnVarlenQKVPackedFunc:
+    """`flash_attn_varlen_qkvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = _applying(flash_attn_varlen_qkvpacked_func, 11)
