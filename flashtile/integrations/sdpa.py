@@ -6,7 +6,8 @@ flashtile.
     from flashtile.integrations import sdpa
 
     out = sdpa.scaled_dot_product_attention(query, key, value, is_causal=True)
-    with sdpa.install():  # every torch.nn.functional.scaled_dot_product_attention inside
+    sdpa.install()  # every torch.nn.functional.scaled_dot_product_attention from here on
+    with sdpa.install():  # or inside a block
         model(inputs)
 
 It differs from `flashtile.attention` as PyTorch does: the layout is (..., heads, seq, head_dim),
@@ -15,15 +16,19 @@ and the causal mask starts in the top-left corner.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention
+from . import bypasses, nested
 from .bool_masks import options_of
+from .shared_effects import SharedEffect
 
 
 def scaled_dot_product_attention(
@@ -41,10 +46,12 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., heads, seq_q, head_dim); the leading dimensions broadcast, and may be absent.
+            Or all three jagged nested tensors of (batch, heads, seq, head_dim).
         key: (..., heads, seq_k, head_dim).
         value: (..., heads, seq_k, value_head_dim).
         attn_mask: broadcasts to (..., heads, seq_q, seq_k). Bool: True where a query sees a key.
-            Floating: added to the scores; has a gradient.
+            Floating: added to the scores; has a gradient. Or ``torch.nn.attention.bias``'s
+            causal_upper_left or causal_lower_right.
         dropout_p: probability in [0, 1] of dropping a probability; applied in evaluation mode too.
         is_causal: query i sees the keys ``j <= i`` (top-left corner), whatever the lengths; not
             with `attn_mask`.
@@ -58,10 +65,17 @@ def scaled_dot_product_attention(
         ValueError, TypeError: an argument does not fit; the message names it.
         NotImplementedError: no backend can run the call; the message lists each with its reasons.
     """
+    _count_call()
+    if any(x.is_nested for x in (query, key, value)):
+        return nested.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want (..., seq, head_dim)")
     M = query.shape[-2]
+    if isinstance(attn_mask, CausalBias):
+        return _with_causal_bias(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
     if is_causal:  # no query sees a key past M, and without those M >= N
         key, value = key[..., :M, :], value[..., :M, :]
         attn_mask = None if attn_mask is None else attn_mask[..., :M]
@@ -78,21 +92,110 @@ def scaled_dot_product_attention(
     return torch.dropout(out, 1.0, True) if drop_all else out
 
 
-@contextmanager
-def install() -> Iterator[None]:
-    """Put this function in the place of PyTorch's, ``torch.nn.functional``, in a ``with`` block.
+def _with_causal_bias(
+    query: Tensor, key: Tensor, value: Tensor, bias: CausalBias, *options: Any
+) -> Tensor:
+    """With ``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right`` as the mask."""
+    dropout_p, is_causal, scale, enable_gqa = options
+    sizes = query.shape[-2], key.shape[-2]
+    if is_causal:
+        raise ValueError("attn_mask: got a CausalBias and is_causal=True, want one of them")
+    if sizes != (bias.seq_len_q, bias.seq_len_kv):
+        raise ValueError(
+            f"attn_mask: got a CausalBias of {(bias.seq_len_q, bias.seq_len_kv)}, want {sizes}"
+        )
+    upper_left = bias.variant == CausalVariant.UPPER_LEFT
+    mask = None if upper_left else bias._materialize(query.device)
+    return scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, upper_left, scale, enable_gqa
+    )
+
+
+class Installation:
+    """What `install` returns: in force until `uninstall`, or to the end of its ``with`` block.
+
+    Attributes:
+        calls: how many calls of `scaled_dot_product_attention` there have been since, in all
+            threads. Those inside a compiled graph are not counted.
+    """
+
+    def __init__(self, strict: bool) -> None:
+        self._effects = [_replaced, *([bypasses.refused] if strict else [])]
+        self.calls = 0
+        with _lock:
+            for effect in self._effects:
+                effect.start()
+            _installed.append(self)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        with _lock:
+            if self in _installed:
+                _installed.remove(self)
+                for effect in self._effects:
+                    effect.stop()
+
+
+_lock = threading.Lock()
+_installed: list[Installation] = []
+
+
+def install(*, strict: bool = False) -> Installation:
+    """Put this function in the place of PyTorch's, ``torch.nn.functional``.
+
+    ::
+
+        sdpa.install()  # from here on
+        with sdpa.install() as installation:  # or inside a block
+            model(inputs)
+        print(installation.calls)
 
     It reaches code that looks the function up there at each call, as models do; a name that was
-    imported from there before keeps its old value. Blocks nest. Afterwards the function is again
-    what it was before, also after an exception.
+    imported from there before keeps its old value. It also switches off the fast paths of
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``, which have an attention of their
+    own (``torch.backends.mha.set_fastpath_enabled``). Blocks nest, and afterwards everything is
+    again what it was before, also after an exception. It is in force in all threads.
+
+    Args:
+        strict: raise RuntimeError, naming the module, where a module that is an attention by its
+            name computes a softmax by itself instead of calling this function; for example
+            ``nn.MultiheadAttention`` with ``need_weights=True``. Not inside compiled graphs.
     """
-    functional = torch.nn.functional
-    previous = functional.scaled_dot_product_attention
+    return Installation(strict)
+
+
+def uninstall() -> None:
+    """Undo every `install` that is in force."""
+    for installation in list(_installed):
+        installation._remove()
+
+
+@contextmanager
+def _replacing() -> Iterator[None]:
+    functional, fast_paths = torch.nn.functional, torch.backends.mha
+    previous = functional.scaled_dot_product_attention, fast_paths.get_fastpath_enabled()
     functional.scaled_dot_product_attention = scaled_dot_product_attention
+    fast_paths.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = previous
+        functional.scaled_dot_product_attention = previous[0]
+        fast_paths.set_fastpath_enabled(previous[1])
+
+
+_replaced = SharedEffect(_replacing)
+
+
+def _count_call() -> None:
+    if _installed and not torch.compiler.is_compiling():
+        with _lock:
+            for installation in _installed:
+                installation.calls += 1
 
 
 def _four_dimensional(

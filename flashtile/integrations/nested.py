@@ -1,0 +1,127 @@
+"""Jagged nested tensors as packed sequences: their values and offsets are what
+`flashtile.attention_varlen` takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..api import attention_varlen
+
+
+class _Jagged(NamedTuple):
+    """A nested tensor (batch, heads, seq, head_dim), packed."""
+
+    values: Tensor  # (total, heads, head_dim)
+    offsets: Tensor  # (batch + 1,) int32
+    lengths: Tensor | None  # (batch,) int32, where sequences do not fill their part of the values
+    max_seqlen: int
+
+    def sizes(self) -> Tensor:
+        """(batch,): the length of each sequence."""
+        return self.offsets.diff() if self.lengths is None else self.lengths
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """`sdpa.scaled_dot_product_attention` of jagged nested tensors.
+
+    Args:
+        query: jagged, (batch, heads, seq_q, head_dim), as ``transpose(1, 2)`` leaves a nested
+            tensor of (batch, seq, heads, head_dim).
+        key, value: jagged, (batch, kv_heads, seq_k, head_dim), of the same lengths.
+        attn_mask: None; nested tensors take no other mask than `is_causal`.
+        dropout_p, is_causal, scale, enable_gqa: as there.
+
+    Returns:
+        jagged, (batch, heads, seq_q, value_head_dim), of the query's lengths.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        NotImplementedError: a mask, or `is_causal` where a sequence has more queries than keys.
+    """
+    if attn_mask is not None:
+        raise NotImplementedError(
+            "attn_mask: not with nested tensors; flashtile.attention_varlen takes bias and "
+            "block_mask"
+        )
+    q, k, v = _jagged("query", query), _jagged("key", key), _jagged("value", value)
+    _check_sizes(q, k, v)
+    heads = q.values.shape[1], k.values.shape[1], v.values.shape[1]
+    if not enable_gqa and len(set(heads)) > 1:
+        raise ValueError(
+            f"query, key, value: got {heads} heads, want equal numbers (or else enable_gqa=True)"
+        )
+    seqused_k = _causal_keys(q, k) if is_causal else k.lengths
+    drop_all = dropout_p == 1.0
+    out = attention_varlen(
+        q.values,
+        k.values,
+        v.values,
+        q.offsets,
+        k.offsets,
+        q.max_seqlen,
+        k.max_seqlen,
+        softmax_scale=scale,
+        causal=is_causal,
+        dropout_p=0.0 if drop_all else dropout_p,
+        seqused_q=q.lengths,
+        seqused_k=seqused_k,
+    )
+    out = torch.dropout(cast(Tensor, out), 1.0, True) if drop_all else cast(Tensor, out)
+    jagged: Any = query  # the methods of jagged tensors are not Tensor's
+    return torch.nested.nested_tensor_from_jagged(
+        out, jagged.offsets(), jagged.lengths(), min_seqlen=0, max_seqlen=q.max_seqlen
+    ).transpose(1, 2)
+
+
+def _jagged(name: str, x: Any) -> _Jagged:
+    if not x.is_nested:
+        raise TypeError(f"{name}: got a dense tensor beside nested ones, want all three jagged")
+    if x.layout != torch.jagged:
+        raise TypeError(
+            f"{name}: got a nested tensor of layout {x.layout}, want torch.jagged; for example "
+            "torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)"
+        )
+    if x.dim() != 4 or x._ragged_idx != 2:
+        raise ValueError(
+            f"{name}: got a jagged tensor of shape {tuple(x.shape)}, want (batch, heads, seq, "
+            "head_dim) with a ragged seq"
+        )
+    lengths = x.lengths()
+    return _Jagged(
+        x.values().transpose(0, 1),
+        x.offsets().int(),
+        None if lengths is None else lengths.int(),
+        int(x._get_max_seqlen()),
+    )
+
+
+def _check_sizes(q: _Jagged, k: _Jagged, v: _Jagged) -> None:
+    batch = [x.offsets.shape[0] - 1 for x in (q, k, v)]
+    if len(set(batch)) > 1:
+        raise ValueError(f"query, key, value: got batches of {batch} sequences, want one number")
+    same = k.offsets is v.offsets or torch.equal(k.offsets, v.offsets)
+    if not same or not torch.equal(k.sizes(), v.sizes()):
+        raise ValueError("value: got other sequence lengths than the key's, want the same")
+
+
+def _causal_keys(q: _Jagged, k: _Jagged) -> Tensor | None:
+    """As many keys of each sequence as it has queries: no query sees one past them, and the mask of
+    the rest is the same from either corner."""
+    M, N = q.sizes(), k.sizes()
+    if bool((M > N).any()):
+        raise NotImplementedError(
+            "is_causal: not with nested tensors of which a sequence has more queries than keys"
+        )
+    return k.lengths if torch.equal(M, N) else M

@@ -1,0 +1,33 @@
+"""A change of something global, in force while at least one user wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+
+class SharedEffect:
+    """The context that `make` makes: the first user enters it, the last one leaves it.
+
+    Callers hold a lock.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._users = 0
+        self._context: AbstractContextManager[None] | None = None
+
+    def start(self) -> None:
+        """One more user."""
+        if self._context is None:
+            context = self._make()
+            context.__enter__()
+            self._context = context
+        self._users += 1
+
+    def stop(self) -> None:
+        """One user less."""
+        self._users -= 1
+        if self._users == 0 and self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)

@@ -1,0 +1,292 @@
+"""`sdpa.install()`: effective at once, counted, undone; and what computes attention past it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flashtile.integrations import sdpa
+
+PYTORCH = F.scaled_dot_product_attention
+OURS = sdpa.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_installed():
+    yield
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is PYTORCH
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def qkv(length=5):
+    return torch.randn(3, 2, 4, length, 8).unbind()
+
+
+def test_a_call_without_with_is_effective_until_uninstall():
+    installation = sdpa.install()
+    assert F.scaled_dot_product_attention is OURS
+    F.scaled_dot_product_attention(*qkv())
+    assert installation.calls == 1
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is PYTORCH
+    sdpa.uninstall()  # nothing to do
+    F.scaled_dot_product_attention(*qkv())
+    assert installation.calls == 1
+
+
+def test_uninstall_undoes_all_also_inside_a_block():
+    sdpa.install()
+    with sdpa.install():
+        sdpa.install(strict=True)
+        sdpa.uninstall()
+        assert F.scaled_dot_product_attention is PYTORCH
+    assert F.scaled_dot_product_attention is PYTORCH
+
+
+def test_a_block_inside_of_a_call_without_with():
+    outer = sdpa.install()
+    with sdpa.install() as inner:
+        F.scaled_dot_product_attention(*qkv())
+    assert F.scaled_dot_product_attention is OURS
+    F.scaled_dot_product_attention(*qkv())
+    assert (outer.calls, inner.calls) == (2, 1)
+
+
+def test_blocks_of_two_threads_that_overlap():
+    """Entered first and left first: the other block's calls still come here."""
+    first_inside, second_inside, first_left = (threading.Event() for _ in range(3))
+    seen = []
+
+    def first():
+        with sdpa.install():
+            first_inside.set()
+            second_inside.wait(60)
+        first_left.set()
+
+    def second():
+        first_inside.wait(60)
+        with sdpa.install():
+            second_inside.set()
+            first_left.wait(60)
+            seen.append(F.scaled_dot_product_attention)
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [OURS]
+    assert F.scaled_dot_product_attention is PYTORCH
+
+
+def test_calls_of_all_threads_are_counted():
+    q, k, v = qkv(1)
+    with sdpa.install() as installation:
+        threads = [
+            threading.Thread(
+                target=lambda: [F.scaled_dot_product_attention(q, k, v) for _ in range(20)]
+            )
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert installation.calls == 80
+
+
+PADDING = torch.arange(9) >= torch.tensor([[9], [6]])
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(9)
+MASKS = {
+    "none": {},
+    "padding": {"key_padding_mask": PADDING},
+    "causal": {"attn_mask": CAUSAL, "is_causal": True},
+    "both": {"key_padding_mask": PADDING, "attn_mask": CAUSAL < 0},
+}
+
+
+def outputs_and_gradients(module, x, **masks):
+    x = x.clone().requires_grad_()
+    out = module(x, **masks)
+    out = out[0] if isinstance(out, tuple) else out
+    out = out if not masks else out * ~PADDING[..., None]  # padded rows are nobody's business
+    gradients = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+    return [out, *gradients]
+
+
+def assert_all_close(got, want):
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-8)
+
+
+class Attend(nn.MultiheadAttention):
+    def forward(self, x, **masks):
+        return super().forward(x, x, x, need_weights=False, **masks)
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_multihead_attention(masks, training, seed):
+    module = Attend(32, 4, batch_first=True, dtype=torch.float64).train(training)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    want = outputs_and_gradients(module, x, **masks)
+    with torch.no_grad():
+        want_without = module(x, **masks)[0]  # in evaluation this takes the fast path
+    with sdpa.install(strict=True) as installation:
+        got = outputs_and_gradients(module, x, **masks)
+        with torch.no_grad():
+            got_without = module(x, **masks)[0]
+    assert installation.calls == 2
+    assert_all_close(got, want)
+    rows = ~PADDING[..., None] if masks else True
+    torch.testing.assert_close(got_without * rows, want_without * rows, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_transformer_encoder_layer(masks, training, seed):
+    layer = nn.TransformerEncoderLayer(
+        32, 4, 48, dropout=0.0, batch_first=True, dtype=torch.float64
+    )
+    layer.train(training)
+    names = {"key_padding_mask": "src_key_padding_mask", "attn_mask": "src_mask"}
+    masks = {names.get(name, name): value for name, value in masks.items()}
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    want = outputs_and_gradients(layer, x, **masks)
+    with torch.no_grad():
+        want_without = layer(x, **masks)
+    with sdpa.install(strict=True) as installation:
+        got = outputs_and_gradients(layer, x, **masks)
+        with torch.no_grad():
+            got_without = layer(x, **masks)
+    assert installation.calls == 2
+    assert_all_close(got, want)
+    rows = ~PADDING[..., None] if masks else True
+    torch.testing.assert_close(got_without * rows, want_without * rows, atol=1e-10, rtol=1e-8)
+
+
+def test_transformer_encoder_in_evaluation_with_padding(seed):
+    """PyTorch turns the padded batch into a nested tensor for its fast path."""
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 9, 32)
+    rows = ~PADDING[..., None]
+    with torch.no_grad():
+        want = encoder(x, src_key_padding_mask=PADDING) * rows
+        with sdpa.install(strict=True) as installation:
+            got = encoder(x, src_key_padding_mask=PADDING) * rows
+    assert installation.calls == 2
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_training_drops_probabilities(seed):
+    module = Attend(32, 4, dropout=0.5, batch_first=True)
+    x = torch.randn(2, 9, 32)
+    with sdpa.install():
+        assert not torch.equal(module(x)[0], module(x)[0])
+        module.eval()
+        assert torch.equal(module(x)[0], module(x)[0])
+
+
+class OwnSoftmax(nn.Module):
+    """As older models spell it."""
+
+    def __init__(self, spelling):
+        super().__init__()
+        self.spelling = spelling
+        self.module = nn.Softmax(dim=-1)
+
+    def forward(self, x):
+        scores = x @ x.mT
+        return {
+            "method": lambda: scores.softmax(-1),
+            "torch": lambda: torch.softmax(scores, dim=-1),
+            "functional": lambda: F.softmax(scores, dim=-1),
+            "module": lambda: self.module(scores),
+        }[self.spelling]() @ x
+
+
+class WindowAttention(OwnSoftmax):
+    pass
+
+
+@pytest.mark.parametrize("spelling", ["method", "torch", "functional", "module"])
+def test_strict_names_the_module_that_bypasses(spelling):
+    model = nn.Sequential(nn.Identity(), nn.Sequential(WindowAttention(spelling)))
+    x = torch.randn(2, 5, 8)
+    want = model(x)
+    with sdpa.install():
+        assert torch.equal(model(x), want)
+    with (
+        sdpa.install(strict=True),
+        pytest.raises(RuntimeError, match=r"1\.0 \(WindowAttention\)"),
+    ):
+        model(x)
+    assert torch.equal(model(x), want)
+    assert "softmax" not in vars(torch.Tensor)
+
+
+def test_strict_knows_an_attention_by_its_name_in_the_model():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.self_attn, self.gate = OwnSoftmax("method"), OwnSoftmax("method")
+
+        def forward(self, name, x):
+            return getattr(self, name)(x)
+
+    block, x = Block(), torch.randn(2, 5, 8)
+    with sdpa.install(strict=True):
+        block("gate", x)  # a softmax that is no attention
+        torch.softmax(x, -1)
+        with pytest.raises(RuntimeError, match="self_attn"):
+            block("self_attn", x)
+
+
+def test_strict_refuses_multihead_attention_that_returns_weights():
+    module, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 5, 32)
+    with (
+        sdpa.install(strict=True),
+        pytest.raises(RuntimeError, match=r"MultiheadAttention.*need_weights=False"),
+    ):
+        module(x, x, x)
+
+
+def test_strict_ends_with_its_own_block():
+    model, x = WindowAttention("method"), torch.randn(2, 5, 8)
+    with sdpa.install() as outer:
+        with sdpa.install(strict=True), pytest.raises(RuntimeError):
+            model(x)
+        model(x)
+        F.scaled_dot_product_attention(*qkv())
+    assert outer.calls == 1
+
+
+def test_a_compiled_model():
+    module, x = Attend(32, 4, batch_first=True).eval(), torch.randn(2, 9, 32)
+    want = module(x)[0]
+    with sdpa.install(strict=True):
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x)[0], want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (6, 9), (9, 6)])
+@pytest.mark.parametrize("corner", ["upper_left", "lower_right"])
+def test_causal_bias(lengths, corner, seed):
+    make = getattr(torch.nn.attention.bias, f"causal_{corner}")
+    M, N = lengths
+    q, k, v = (torch.randn(2, 4, L, 8, dtype=torch.float64) for L in (M, N, N))
+    visible = torch.ones(M, N, dtype=torch.bool).tril(0 if corner == "upper_left" else N - M)
+    want = OURS(q, k, v, attn_mask=visible)
+    with sdpa.install():
+        got = F.scaled_dot_product_attention(q, k, v, attn_mask=make(M, N))
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+    with pytest.raises(ValueError, match="attn_mask"):
+        OURS(q, k, v, attn_mask=make(M, N + 1))
+    with pytest.raises(ValueError, match="is_causal"):
+        OURS(q, k, v, attn_mask=make(M, N), is_causal=True)

@@ -1,0 +1,60 @@
+"""timm's transformers under `sdpa.install()`: the same numbers, or the name of what bypasses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import vision_models
+
+from flashtile.integrations import sdpa
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+SWIN = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 24}
+SWIN |= {"depths": (1, 1), "num_heads": (2, 4)}
+
+
+def make(name, options):
+    model = vision_models.timm().create_model(name, num_classes=7, **options)
+    return model.double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+
+
+def logits_and_gradients(model, x):
+    logits = model.eval()(x)
+    return [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
+
+
+def assert_unchanged_by_install(model, x, attentions):
+    want = logits_and_gradients(model, x)
+    with sdpa.install(strict=True) as installation:
+        got = logits_and_gradients(model, x)
+    assert installation.calls == attentions
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"])
+def test_vision_transformers(name, seed):
+    assert_unchanged_by_install(*make(name, VIT), attentions=2)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
+def test_a_model_with_a_softmax_of_its_own_is_named(name, seed):
+    model, x = make(name, SWIN)
+    with sdpa.install() as installation:
+        model(x)
+    assert installation.calls == 0
+    with (
+        sdpa.install(strict=True),
+        pytest.raises(RuntimeError, match=r"layers\.0\.blocks\.0\.attn \(WindowAttention\)"),
+    ):
+        model(x)
+
+
+def test_swin_with_timms_experimental_fused_attention(seed):
+    layers = vision_models.timm().layers
+    layers.set_fused_attn(True, experimental=True)
+    try:
+        model, x = make("swin_tiny_patch4_window7_224", SWIN)
+    finally:
+        layers.set_fused_attn(True, experimental=False)
+    assert_unchanged_by_install(model, x, attentions=2)
