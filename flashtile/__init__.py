@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import lazy
 from .api import attention, attention_varlen, attention_with_kvcache
+from .combine import flash_attn_combine
 from .dispatch import backend
 from .explain import explain
 from .flash_attn_interface import (
@@ -19,7 +20,6 @@ from .flash_attn_interface import (
 )
 from .kvcache import workspace_size
 from .masks import BlockMask
-from .merge import flash_attn_combine
 from .quantize import Quantized, attention_fp8, quantize_qkv
 
 if TYPE_CHECKING:

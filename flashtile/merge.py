@@ -44,50 +44,13 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return out * torch.exp(lse - pivot).unsqueeze(-1), with_sink
 
 
-def flash_attn_combine(
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+def join_parts(
+    out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Combine the partial results of attention that was split over the keys.
+    """Join any number of parts: (splits, ..., D) and (splits, ...) floating, to out in `dtype`.
 
-    Args:
-        out_partial: (splits, batch, seq, heads, head_dim) or (splits, total, heads, head_dim),
-            floating.
-        lse_partial: (splits, batch, seq, heads) or (splits, total, heads), float32 or float64,
-            natural log.
-        out: where to write the result; its dtype wins over `out_dtype`.
-        out_dtype: dtype of the result; `out_partial`'s by default.
-
-    Returns:
-        out (batch, seq, heads, head_dim) or (total, heads, head_dim), and lse (batch, seq, heads)
-        or (total, heads). A row that no split saw has out 0 and lse -inf.
-
-    Raises:
-        ValueError: when the shapes do not belong together.
-        TypeError: when a dtype is not floating.
+    A row that no part saw has out 0 and lse -inf; what a part's `out` holds there does not matter.
     """
-    if out_partial.dim() not in (4, 5):
-        raise ValueError(
-            f"out_partial: got shape {tuple(out_partial.shape)}, want (splits, batch, seq, heads, "
-            "head_dim) "
-            "or (splits, total, heads, head_dim)"
-        )
-    if lse_partial.shape != out_partial.shape[:-1]:
-        raise ValueError(
-            f"lse_partial: got shape {tuple(lse_partial.shape)}, want "
-            f"{tuple(out_partial.shape[:-1])} "
-            "(out_partial without its last dimension)"
-        )
-    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, want a floating dtype")
-    if out_dtype is not None and not out_dtype.is_floating_point:
-        raise TypeError(f"out_dtype: got {out_dtype}, want a floating dtype")
-    if out is not None and out.shape != out_partial.shape[1:]:
-        raise ValueError(f"out: got shape {tuple(out.shape)}, want {tuple(out_partial.shape[1:])}")
-    dtype = out.dtype if out is not None else (out_dtype or out_partial.dtype)
     # The op is for GPUs, where a kernel reads each part once; it records no gradient.
     has_gradient = torch.is_grad_enabled() and (
         out_partial.requires_grad or lse_partial.requires_grad
@@ -95,10 +58,8 @@ def flash_attn_combine(
     by_op = out_partial.is_cuda and lse_partial.dtype == torch.float32 and not has_gradient
     by_op = by_op and torch.float64 not in (out_partial.dtype, dtype)
     combine = torch.ops.flashtile.combine if by_op else _combine
-    combined, lse = combine(out_partial, lse_partial, dtype)
-    if out is not None:
-        combined = out.copy_(combined)
-    return combined, lse
+    joined: tuple[Tensor, Tensor] = combine(out_partial, lse_partial, dtype)
+    return joined
 
 
 @without_autocast

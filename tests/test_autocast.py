@@ -18,6 +18,7 @@ from flashtile.bert_padding import (
     unpad_input,
     unpad_input_for_concatenated_sequences,
 )
+from flashtile.combine import flash_attn_combine
 from flashtile.flash_blocksparse_attn_interface import flash_blocksparse_attn_func
 from flashtile.integrations import sdpa
 from flashtile.layers.rotary import (
@@ -28,7 +29,6 @@ from flashtile.layers.rotary import (
     apply_rotary_emb_torch,
 )
 from flashtile.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
-from flashtile.merge import flash_attn_combine
 from flashtile.modules.block import Block
 from flashtile.modules.mha import MHA
 from flashtile.modules.mlp import Mlp

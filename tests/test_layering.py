@@ -34,6 +34,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
         "flash_blocksparse_attn_interface",
         "explain",
         "quantize",
+        "combine",
     ),
     ("api",),
     ("kvcache",),

@@ -180,6 +180,55 @@ class TestCombine:
         assert given is out
         assert torch.equal(out, cast)
 
+    def test_used_tokens_of_a_batch(self, seed):
+        g = generator(seed)
+        parts = normal(g, 3, 2, 7, 4, 8), normal(g, 3, 2, 7, 4)
+        wanted_out, wanted_lse = flashtile.flash_attn_combine(*parts)
+        wanted_out[0, 5:], wanted_lse[0, 5:] = 0, -torch.inf
+        wanted_out[1], wanted_lse[1] = 0, -torch.inf
+        parts[0][:, 1] = torch.nan  # what is not used may hold anything
+        order = torch.tensor([1, 0], dtype=torch.int32)
+        lengths = {"seqused": torch.tensor([5, 0], dtype=torch.int32), "virtual_batch_idx": order}
+        out, lse = flashtile.flash_attn_combine(*parts, **lengths)
+        assert torch.equal(out, wanted_out)
+        assert torch.equal(lse, wanted_lse)
+        given = torch.full_like(out, torch.nan)
+        _, nothing = flashtile.flash_attn_combine(*parts, given, **lengths, return_lse=False)
+        assert torch.equal(given, wanted_out)
+        assert nothing is None
+
+    def test_used_tokens_of_packed_sequences(self, seed):
+        g = generator(seed)
+        parts = normal(g, 3, 12, 4, 8), normal(g, 3, 12, 4)
+        whole_out, whole_lse = flashtile.flash_attn_combine(*parts)
+        cu = cu_seqlens([4, 0, 6])  # two tokens behind them
+        for seqused, used in (
+            (None, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+            ([1, 0, 9], [0, *range(4, 10)]),
+        ):
+            lengths = None if seqused is None else torch.tensor(seqused, dtype=torch.int32)
+            out, lse = flashtile.flash_attn_combine(*parts, cu_seqlens=cu, seqused=lengths)
+            wanted_out = torch.zeros_like(out)
+            wanted_lse = torch.full_like(lse, -torch.inf)
+            wanted_out[used], wanted_lse[used] = whole_out[used], whole_lse[used]
+            assert torch.equal(out, wanted_out)
+            assert torch.equal(lse, wanted_lse)
+
+    @pytest.mark.parametrize(
+        ("shape", "lengths", "message"),
+        [
+            ((2, 3, 5, 4, 8), {"seqused": [1, 2]}, "seqused: got shape"),
+            ((2, 3, 5, 4, 8), {"virtual_batch_idx": [1, 2]}, "virtual_batch_idx: got shape"),
+            ((2, 3, 5, 4, 8), {"cu_seqlens": [0, 5]}, "cu_seqlens: is for packed tokens"),
+            ((2, 5, 4, 8), {"seqused": [5]}, "seqused: needs cu_seqlens"),
+            ((2, 5, 4, 8), {"cu_seqlens": [0, 5], "seqused": [5, 5]}, "seqused: got shape"),
+        ],
+    )
+    def test_lengths_that_do_not_fit_are_refused(self, shape, lengths, message):
+        given = {name: torch.tensor(x, dtype=torch.int32) for name, x in lengths.items()}
+        with pytest.raises(ValueError, match=message):
+            flashtile.flash_attn_combine(torch.zeros(shape), torch.zeros(shape[:-1]), **given)
+
     def test_parts_of_the_keys_make_the_whole(self, backend, seed):
         q, k, v = qkv(generator(seed), M=9, N=40)
         parts = [
