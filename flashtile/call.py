@@ -68,6 +68,7 @@ def dense_call(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[O
     q, k, v, qv = cast_inputs(q, k, v, arguments.qv)
     checks.dense(q, k, v)
     checks.absorbed(qv, q, v)
+    checks.flex_mask_lengths(arguments.block_mask, q.shape[1], k.shape[1])
     operands = absorb_operands(Operands(q, k, v), qv)
     return with_arguments(operands, q.shape[1], k.shape[1], arguments)
 
@@ -104,6 +105,7 @@ def with_arguments(
     operands = with_tensors(operands, arguments)
     block_mask = _block_mask(arguments.block_mask)
     if block_mask is not None:
+        checks.block_mask_lengths(block_mask, M, N)
         operands = operands._replace(
             tile_kinds=block_mask.kinds,
             partial_index=block_mask.partial_index,

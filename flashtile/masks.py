@@ -131,8 +131,9 @@ class BlockMask:
     """Block-sparse mask: the score matrix cut into tiles, each empty, full or partial.
 
     Tile coordinates count from the first query and the first key of each sequence; they do not
-    shift when lengths differ. A mask with batch or head size 1 is shared over that dimension. It is
-    combined (AND) with every other mask option of the call.
+    shift when lengths differ: a call of fewer queries or keys than the mask is for takes its upper
+    left corner. A call of more is refused. A mask with batch or head size 1 is shared over that
+    dimension. It is combined (AND) with every other mask option of the call.
 
     Attributes:
         kinds: uint8 (batch or 1, heads or 1, ceil(M / BM), ceil(N / BN)); 0 empty, 1 full, 2
@@ -140,6 +141,7 @@ class BlockMask:
         partial_index: int32, same shape: where a partial tile stands in `partial_tiles`, -1
             elsewhere.
         partial_tiles: bool (number of partial tiles, BM, BN), True where visible.
+        lengths: (M, N), the queries and keys that the mask is for; the tiles reach at least as far.
 
     Source: FlashAttention (Dao et al. 2022), section 3.3, block-sparse FlashAttention.
     """
@@ -147,6 +149,7 @@ class BlockMask:
     kinds: Tensor
     partial_index: Tensor
     partial_tiles: Tensor
+    lengths: tuple[int, int]
 
     @property
     def tile_size(self) -> tuple[int, int]:
@@ -171,6 +174,7 @@ class BlockMask:
             kinds.to(torch.uint8),
             torch.full(kinds.shape, -1, dtype=torch.int32, device=kinds.device),
             torch.zeros(0, BM, BN, dtype=torch.bool, device=kinds.device),
+            (kinds.shape[2] * BM, kinds.shape[3] * BN),
         )
 
     @staticmethod
@@ -196,12 +200,12 @@ class BlockMask:
         any_visible = tiles(False).flatten(4).any(-1)
         all_visible = tiles(True).flatten(4).all(-1)
         kinds = any_visible.to(torch.uint8) * 2 - (any_visible & all_visible).to(torch.uint8)
-        return _with_partial_tiles(kinds, lambda where: tiles(False)[where])
+        return _with_partial_tiles(kinds, lambda where: tiles(False)[where], (M, N))
 
     @staticmethod
     def from_flex(flex_mask: Any) -> BlockMask:
-        """Take a FlexAttention ``BlockMask`` as it is; its ``mask_mod`` is evaluated on the partial
-        tiles alone.
+        """Take a FlexAttention ``BlockMask`` as it is, for the lengths that it was made for; its
+        ``mask_mod`` is evaluated only on the partial tiles.
 
         Args:
             flex_mask: ``torch.nn.attention.flex_attention.BlockMask``.
@@ -211,7 +215,9 @@ class BlockMask:
         """
         BM, BN = flex_mask.BLOCK_SIZE
         shape = flex_mask.kv_indices.shape  # (batch, heads, nM, nN)
-        M, N = getattr(flex_mask, "seq_lengths", (shape[2] * BM, shape[3] * BN))
+        # A mask of which tiles were cut off keeps the lengths that it had before.
+        M = min(flex_mask.seq_lengths[0], shape[2] * BM)
+        N = min(flex_mask.seq_lengths[1], shape[3] * BN)
         kinds = torch.zeros(shape, dtype=torch.uint8, device=flex_mask.kv_indices.device)
         _mark(kinds, flex_mask.kv_num_blocks, flex_mask.kv_indices, PARTIAL)
         if flex_mask.full_kv_num_blocks is not None:
@@ -232,17 +238,21 @@ class BlockMask:
                 return torch.zeros(0, BM, BN, dtype=torch.bool, device=device)
             return over_tiles(b, h, rows, keys).expand(-1, BM, BN).bool()
 
-        return _with_partial_tiles(kinds, evaluate)
+        return _with_partial_tiles(kinds, evaluate, (M, N))
 
     def to_dense(self, M: int, N: int) -> Tensor:
-        """The truth, by element: bool (batch or 1, heads or 1, M, N), True where visible."""
+        """The truth, by element: bool (batch or 1, heads or 1, M, N), True where visible.
+
+        Raises:
+            ValueError: when M or N is more than the mask is for.
+        """
+        if self.lengths[0] < M or self.lengths[1] < N:
+            raise ValueError(f"M, N: got {(M, N)}, want at most {self.lengths}")
         BM, BN = self.tile_size
         tiles = (self.kinds == FULL)[..., None, None].expand(-1, -1, -1, -1, BM, BN).clone()
         partial = self.kinds == PARTIAL
         tiles[partial] = self.partial_tiles[self.partial_index[partial].long()]
-        dense = tiles.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :M, :N]
-        missing = (0, N - dense.shape[3], 0, M - dense.shape[2])
-        return torch.nn.functional.pad(dense, missing, value=False)
+        return tiles.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :M, :N]
 
 
 def _four_dimensional(x: Tensor, name: str) -> Tensor:
@@ -268,11 +278,11 @@ def _mark(kinds: Tensor, counts: Tensor, indices: Tensor, kind: int) -> None:
 
 
 def _with_partial_tiles(
-    kinds: Tensor, evaluate: Callable[[tuple[Tensor, ...]], Tensor]
+    kinds: Tensor, evaluate: Callable[[tuple[Tensor, ...]], Tensor], lengths: tuple[int, int]
 ) -> BlockMask:
     """Number the partial tiles and ask `evaluate` for their elements."""
     where = (kinds == PARTIAL).nonzero(as_tuple=True)
     partial_index = torch.full(kinds.shape, -1, dtype=torch.int32, device=kinds.device)
     count = where[0].numel()
     partial_index[where] = torch.arange(count, dtype=torch.int32, device=kinds.device)
-    return BlockMask(kinds, partial_index, evaluate(where))
+    return BlockMask(kinds, partial_index, evaluate(where), lengths)

@@ -9,7 +9,13 @@ from .hints import hints
 from .keywords import unexpected_keywords
 from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qkv
 from .on_host import checking_values, cumulative_values, values
-from .optional_tensors import absorbed, extras, float8_forward_only
+from .optional_tensors import (
+    absorbed,
+    block_mask_lengths,
+    extras,
+    flex_mask_lengths,
+    float8_forward_only,
+)
 from .results import output, workspace
 from .scalars import length, number, options, splits
 from .tensors import (

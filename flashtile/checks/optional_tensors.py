@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..masks import BlockMask
 from ..problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, batch_size
 from .tensors import floating, per_sequence, same_device, shape, shape_of, tensor
 
@@ -32,7 +33,7 @@ def extras(operands: Operands, M: int, N: int) -> None:
                     f"(batch, heads, seq_q, seq_k) = {(B, Hq, M, N)}"
                 )
     if operands.tile_kinds is not None:
-        _block_mask(operands, B, Hq, M, N)
+        _block_mask(operands, B, Hq)
     _descales(operands, B, Hk, M, N)
 
 
@@ -66,21 +67,37 @@ def _alibi(slopes: Tensor, B: int, Hq: int) -> None:
         )
 
 
-def _block_mask(operands: Operands, B: int, Hq: int, M: int, N: int) -> None:
-    kinds, tiles = operands.tile_kinds, operands.partial_tiles
-    assert kinds is not None and tiles is not None
+def _block_mask(operands: Operands, B: int, Hq: int) -> None:
+    kinds = operands.tile_kinds
+    assert kinds is not None
     same_device("block_mask", kinds, operands.q)
-    batch, heads, rows, columns = kinds.shape
-    BM, BN = tiles.shape[1:]
+    batch, heads = kinds.shape[:2]
     if batch not in (1, B) or heads not in (1, Hq):
         raise ValueError(
             f"block_mask: is for batch {batch} and {heads} heads, want 1 or {B}, and 1 or {Hq} "
             "(query heads)"
         )
-    if rows * BM < M or columns * BN < N:
+
+
+def block_mask_lengths(block_mask: BlockMask, M: int, N: int) -> None:
+    """A block mask says something about each of up to `M` queries and `N` keys."""
+    queries, keys = block_mask.lengths
+    if queries < M or keys < N:
         raise ValueError(
-            f"block_mask: {rows} x {columns} tiles of {BM} x {BN} cover {rows * BM} queries and "
-            f"{columns * BN} keys, want at least {M} and {N}"
+            f"block_mask: is for {queries} queries and {keys} keys, want at least {M} and {N}"
+        )
+
+
+def flex_mask_lengths(block_mask: Any, M: int, N: int) -> None:
+    """A FlexAttention `BlockMask` was made for `M` queries and `N` keys, neither more nor fewer.
+
+    Its function may count from the last key, and then its corner is no mask of a shorter call.
+    """
+    lengths = getattr(block_mask, "seq_lengths", (M, N))
+    if lengths[0] != M or lengths[1] != N:
+        raise ValueError(
+            f"block_mask: was made for {lengths[0]} queries and {lengths[1]} keys, want {M} and "
+            f"{N}; for its upper left corner pass BlockMask.from_flex(block_mask)"
         )
 
 

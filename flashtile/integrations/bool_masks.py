@@ -48,6 +48,7 @@ def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
         one_row.kinds.expand(repeats).contiguous(),
         one_row.partial_index.expand(repeats).contiguous(),
         one_row.partial_tiles,
+        (M, N),
     )
 
 

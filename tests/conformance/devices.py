@@ -75,7 +75,7 @@ def _moved(value: Any, device: torch.device, memory: Memory) -> Any:
         value = BlockMask.from_flex(value)
     if isinstance(value, BlockMask):
         tensors = value.kinds, value.partial_index, value.partial_tiles
-        return BlockMask(*(x.to(device) for x in tensors))
+        return BlockMask(*(x.to(device) for x in tensors), value.lengths)
     return _Carry.apply(value, device, memory) if isinstance(value, Tensor) else value
 
 

@@ -84,6 +84,22 @@ class TestTiles:
         dense = dense_from_tiles(kinds, (16, 16), 45, 60)
         check(BlockMask.from_tiles(kinds, (16, 16)), dense, backend, seed)
 
+    @pytest.mark.parametrize("sizes", [(46, 60), (45, 61), (64, 64)], ids=str)
+    def test_a_mask_smaller_than_the_call_is_refused(self, sizes):
+        """Its tiles reach to 48 and 64, its elements to 45 and 60."""
+        M, N = sizes
+        mask = BlockMask.from_dense(torch.ones(45, 60).bool(), (16, 16))
+        q, k, v = qkv(generator(0), B=1, M=M, N=N, Hq=2, Hk=2, D=8)
+        starts = (cu_seqlens([M]), cu_seqlens([N]))
+        with pytest.raises(ValueError, match=f"block_mask: is for 45 .* at least {M} and {N}"):
+            flashtile.attention(q, k, v, block_mask=mask)
+        with pytest.raises(ValueError, match="block_mask: is for 45 queries and 60 keys"):
+            flashtile.attention_varlen(q[0], k[0], v[0], *starts, M, N, block_mask=mask)
+        with pytest.raises(ValueError, match="block_mask: is for 45 queries and 60 keys"):
+            flashtile.attention_with_kvcache(q, k, v, cache_seqlens=7, block_mask=mask)
+        with pytest.raises(ValueError, match="M, N"):
+            mask.to_dense(M, N)
+
     @pytest.mark.parametrize("shape", [(45, 60), (64, 64), (33, 80)], ids=str)
     def test_dense_and_tiles_agree(self, shape, seed):
         g = generator(seed)
@@ -140,6 +156,32 @@ class TestFlexAttention:
     def test_with_other_options(self, options, backend, seed):
         flex = create_block_mask(by_head, 2, 4, 100, 100, device="cpu", BLOCK_SIZE=32)
         check(flex, create_mask(by_head, 2, 4, 100, 100, device="cpu"), backend, seed, **options)
+
+    @pytest.mark.parametrize("lengths", [(256, 200), (200, 256), (256, 256), (100, 200), (200, 64)])
+    def test_a_mask_made_for_other_lengths_is_refused(self, lengths):
+        """FlexAttention's tiles reach to 256, its mask to 200."""
+        q, k, v = qkv(generator(0), M=lengths[0], N=lengths[1])
+        flex = create_block_mask(sliding, None, None, 200, 200, device="cpu", BLOCK_SIZE=128)
+        for _ in range(2):  # neither is it remembered that the call was refused
+            with pytest.raises(ValueError, match="block_mask: was made for 200 queries and 200"):
+                flashtile.attention(q, k, v, block_mask=flex)
+
+    def test_a_converted_mask_serves_shorter_calls(self, backend, seed):
+        flex = create_block_mask(sliding, None, None, 200, 200, device="cpu", BLOCK_SIZE=128)
+        mask = BlockMask.from_flex(flex)
+        assert mask.lengths == (200, 200)
+        check(mask, create_mask(sliding, 1, 1, 100, 64, device="cpu"), backend, seed)
+
+    def test_a_mask_of_some_rows_of_tiles(self, backend, seed):
+        """Slicing leaves the lengths of the whole, and the function to its user."""
+        flex = create_block_mask(sliding, None, None, 128, 128, device="cpu", BLOCK_SIZE=32)
+        part = flex[:, :, 1]
+        part.mask_mod = lambda b, h, i, j: sliding(b, h, i + 32, j)
+        mask = BlockMask.from_flex(part)
+        assert mask.lengths == (32, 128)
+        check(
+            mask, create_mask(sliding, 1, 1, 128, 128, device="cpu")[..., 32:64, :], backend, seed
+        )
 
     def test_agrees_with_flex_attention_itself(self, backend, seed):
         q, k, v = qkv(generator(seed), M=100, N=100)
