@@ -359,6 +359,7 @@ def attention_with_kvcache(
     )
     new = kvcache.NewTokens(k, v, cu_seqlens_k_new)
     rotary = kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    return_lse = checks.flag("return_lse", return_lse)
     with torch.no_grad():
         operands, lengths, (problem, options, _) = kvcache.decided(
             queries, cache, new, rotary, arguments, backend, out
@@ -381,6 +382,8 @@ def _run(
     out: Tensor | None,
 ) -> Result:
     """Check the call, choose the backend, run."""
+    return_lse = checks.flag("return_lse", return_lse)
+    return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
     operands, (problem, options, _) = decided(
         qkv, layout, arguments, backend, out, return_attn_probs
     )

@@ -63,7 +63,7 @@ def explain(
     Raises:
         ValueError, TypeError: as the call itself would.
     """
-    wants_probabilities = options.pop("return_attn_probs", False)
+    wants_probabilities = checks.flag("return_attn_probs", options.pop("return_attn_probs", False))
     names = {name: options.pop(name) for name in Packed._fields if name in options}
     if unknown := options.keys() - {*Arguments._fields}:
         raise checks.unexpected_keywords(sorted(unknown), Arguments)

@@ -283,6 +283,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewTokens, batch: int) -> None:
 
 def check_rotary(rotary: Rotary, operands: Operands, new: NewTokens) -> None:
     """The rotary tables fit the queries, and there are new tokens to rotate."""
+    checks.flag("rotary_interleaved", rotary.interleaved)
     if rotary.cos is None and rotary.sin is None:
         if rotary.seqlens is not None:
             raise ValueError("rotary_seqlens: needs rotary_cos and rotary_sin")

@@ -48,7 +48,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     # The words that all the rooms above share: a call described, its mask, its dropout, its parts.
     ("problem",),
     ("masks", "dropout", "merge", "flops", "lazy"),
-    ("autocast",),
+    ("autocast", "flags"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 

@@ -5,6 +5,7 @@ last check has passed. Checks that read tensor values need the host to wait for 
 run only with ``FLASHTILE_CHECK=1``.
 """
 
+from ..flags import flag
 from .hints import hints
 from .keywords import unexpected_keywords
 from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qkv

@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends.triton.splits import MAX_SPLITS
+from ..flags import flag
 from ..problem import Options, default_scale
 from .window import window
 
 
 def length(name: str, x: Any) -> Any:
     """A non-negative length given as an integer."""
-    if isinstance(x, (Tensor, bool)) or not isinstance(x, (int, torch.SymInt)):
+    if isinstance(x, (Tensor, bool)) or not isinstance(x, (int, torch.SymInt, Integral)):
         raise TypeError(f"{name}: got {type(x).__name__}, want an int")
     if x < 0:
         raise ValueError(f"{name}: got {x}, want a length of at least 0")
-    return x
+    return x if isinstance(x, (int, torch.SymInt)) else int(x)
 
 
 def number(name: str, x: Any, wanted: str) -> Any:
     """A finite real number."""
     if isinstance(x, bool) or not isinstance(x, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: got {type(x).__name__}, want {wanted}")
-    value: Any = x
+    try:
+        value = float(x)
+    except OverflowError:  # of an int past all floats
+        value = math.inf
     if not -math.inf < value < math.inf:  # False for NaN as well
         raise ValueError(f"{name}: got {x}, want {wanted}")
-    return float(value)
+    return value
 
 
-def splits(num_splits: Any) -> None:
+def splits(num_splits: Any) -> Any:
     """How many programs share a sequence's keys."""
-    if length("num_splits", num_splits) > MAX_SPLITS:
+    count = length("num_splits", num_splits)
+    if count > MAX_SPLITS:
         raise ValueError(f"num_splits: got {num_splits}, want 0 (chosen for you) to {MAX_SPLITS}")
+    return count
 
 
 def options(
@@ -65,8 +71,9 @@ def options(
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: got {dropout_p}, want a probability in [0, 1)")
     chunk = length("attention_chunk", 0 if attention_chunk is None else attention_chunk)
-    splits(num_splits)
-    left, right = window(window_size).under(causal)
+    num_splits = splits(num_splits)
+    left, right = window(window_size).under(flag("causal", causal))
+    deterministic = flag("deterministic", deterministic)
     return Options(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
@@ -77,5 +84,5 @@ def options(
         softcap=softcap,
         dropout_p=dropout_p,
         num_splits=num_splits,
-        deterministic=bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
     )

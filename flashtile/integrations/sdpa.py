@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention
+from ..flags import flag
 from . import bypasses, nested
 from .bool_masks import options_of
 from .shared_effects import SharedEffect
@@ -71,6 +72,7 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want (..., seq, head_dim)")
+    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     M = query.shape[-2]
     if isinstance(attn_mask, CausalBias):
         return _with_causal_bias(

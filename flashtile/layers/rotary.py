@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autocast import without_autocast
+from ..flags import flag
 from .rotary_checks import check_layout, check_positions, check_rotary_dim, check_tables
 from .rotary_kernel import KernelRotation, runs_as_kernel, turn_in_place
 
@@ -108,6 +109,7 @@ def apply_rotary_emb(
     """
     layout = "batch, seq, heads, head_dim" if cu_seqlens is None else "total, heads, head_dim"
     check_layout("x", x, layout)
+    interleaved, inplace = flag("interleaved", interleaved), flag("inplace", inplace)
     angles = _angles(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
         return _rotate(x, angles, interleaved)
@@ -141,6 +143,7 @@ def apply_rotary_emb_qkv_(
         qkv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
     """
     q, k = _q_and_k(qkv, num_heads_q)
+    interleaved = flag("interleaved", interleaved)
     angles = _angles(q, cos, sin, seqlen_offsets)
     if cos_k is None and sin_k is None:
         angles_k = angles
@@ -173,6 +176,7 @@ def apply_rotary_emb_kv_(
         kv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
     """
     check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
+    interleaved = flag("interleaved", interleaved)
     angles = _angles(kv[:, :, 0], cos, sin, seqlen_offsets)
     return _in_place(kv, lambda memory: _rotate_memory(memory[:, :, 0], angles, interleaved))
 

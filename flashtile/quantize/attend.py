@@ -74,16 +74,18 @@ def attention_fp8(
         raise checks.unexpected_keywords(unknown, attention_fp8)
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     q, k, v = cast_inputs(q, k, v)
-    check(q, k, v, layout, scales)
+    recipe = Recipe(scales, rotate, rotate_v, centre_k, seed)
+    check(q, k, v, layout, recipe)
+    return_lse, emulate = checks.flag("return_lse", return_lse), checks.flag("emulate", emulate)
     if centre_k and softcap != 0.0:
         raise ValueError("centre_k: got True with a softcap, which scores less their mean miss")
     options = {
         "softmax_scale": default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale,
-        "causal": causal,
+        "causal": checks.flag("causal", causal),
         "window_size": window_size,
         "softcap": softcap,
     }
-    recipe, device = Recipe(scales, rotate, rotate_v, centre_k, seed), q.device
+    device = q.device
     if emulate:
         q, k, v = q.cpu(), k.cpu(), v.cpu()
         if layout is not None:

@@ -119,12 +119,13 @@ def quantize_qkv(
         (Zhang et al. 2024).
     """
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check(q, k, v, layout, scales)
+    recipe = Recipe(scales, rotate, rotate_v, centre_k, seed)
+    check(q, k, v, layout, recipe)
     rotary = None
     if rotary_cos is not None or rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
         check_rotary(rotary, q, k, layout)
-    return quantized(q, k, v, Recipe(scales, rotate, rotate_v, centre_k, seed), layout, rotary)
+    return quantized(q, k, v, recipe, layout, rotary)
 
 
 def layout_of(*lengths: Any) -> Packed | None:
@@ -132,7 +133,7 @@ def layout_of(*lengths: Any) -> Packed | None:
     return None if all(x is None for x in lengths) else Packed(*lengths)
 
 
-def check(q: Any, k: Any, v: Any, layout: Packed | None, scales: Any) -> None:
+def check(q: Any, k: Any, v: Any, layout: Packed | None, recipe: Recipe) -> None:
     """The checks that `flashtile.attention` makes, and those of what is told here."""
     if layout is None:
         checks.dense(q, k, v)
@@ -142,8 +143,11 @@ def check(q: Any, k: Any, v: Any, layout: Packed | None, scales: Any) -> None:
         checks.length("max_seqlen_k", layout.max_seqlen_k)
     if q.dtype not in DTYPES:
         raise TypeError(f"q: got dtype {q.dtype}, want float16, bfloat16 or float32")
-    if scales not in SCALES:
-        raise ValueError(f"scales: got {scales!r}, want one of {', '.join(map(repr, SCALES))}")
+    if recipe.scales not in SCALES:
+        wanted = ", ".join(map(repr, SCALES))
+        raise ValueError(f"scales: got {recipe.scales!r}, want one of {wanted}")
+    for name in ("rotate", "rotate_v", "centre_k"):
+        checks.flag(name, getattr(recipe, name))
 
 
 def check_rotary(rotary: Rotary, q: Tensor, k: Tensor, layout: Packed | None) -> None:

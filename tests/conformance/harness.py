@@ -97,6 +97,7 @@ OPTIONS: dict[str, Make] = {
     "nothing": lambda g, s, t: {},
     "scale": lambda g, s, t: {"softmax_scale": 0.37},
     "negative scale": lambda g, s, t: {"softmax_scale": -0.2},
+    "scale of zero": lambda g, s, t: {"softmax_scale": 0.0},
     "causal": lambda g, s, t: {"causal": True},
     "window": lambda g, s, t: {"window_size": (6, 3)},
     "window to the left": lambda g, s, t: {"window_size": (5, -1)},

@@ -76,3 +76,11 @@ def test_option_over_several_tiles(option, backend, seed):
 def test_more_queries_than_keys_over_several_tiles(option, backend, seed):
     s = Sizes(B=1, M=547, N=301, Hq=2, Hk=1, D=16)
     check_dense(s, option, torch.float32, backend, seed)
+
+
+@pytest.mark.parametrize("scale", ["negative scale", "scale of zero"])
+@pytest.mark.parametrize("mask", ["causal", "causal + sink", "window to the left", "chunk"])
+@pytest.mark.parametrize("sizes", [Sizes(M=16, N=16), Sizes(B=1, M=550, N=600)], ids=str)
+def test_scales_that_are_not_positive(sizes, mask, scale, backend, seed):
+    """PyTorch's own kernel masks before it scales, and -inf times 0 is NaN."""
+    check_dense(sizes, f"{mask} + {scale}", torch.float32, backend, seed)

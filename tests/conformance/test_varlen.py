@@ -52,6 +52,7 @@ def test_dtypes(options, dtype, backend, seed):
 @pytest.mark.parametrize(
     "options",
     [
+        "causal + negative scale",
         "causal + sink",
         "causal + dropout + alibi",
         "window + bias",

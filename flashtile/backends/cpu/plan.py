@@ -113,6 +113,8 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
         (problem.has_float8_keys, "float8 keys and values"),
         (problem.has_descale, "scales of float8 numbers"),
         (problem.Dv != problem.D, f"value head_dim {problem.Dv} is not {problem.D}"),
+        # It masks before it scales, and -inf times a scale of 0 or less is not -inf.
+        (options.softmax_scale <= 0, f"softmax_scale {options.softmax_scale} is not positive"),
         (options.softcap > 0, "softcap"),
         (options.dropout_p > 0, "dropout"),
         (problem.has_alibi, "ALiBi"),
