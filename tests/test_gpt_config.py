@@ -91,6 +91,79 @@ def test_from_gpt2():
     )
 
 
+FLASH_ATTN = {
+    "nothing": ({}, {}),
+    "hints": ({"use_flash_attn": True, "fused_mlp": True, "fused_bias_fc": True}, {}),
+    "rotary": (
+        {"n_positions": 0, "rotary_emb_fraction": 0.5, "rotary_emb_base": 500.0},
+        {"position": "rotary", "rotary_fraction": 0.5, "rotary_base": 500.0},
+    ),
+    "interleaved": (
+        {"n_positions": 0, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": True},
+        {"position": "rotary", "rotary_interleaved": True},
+    ),
+    "alibi": ({"n_positions": 0, "use_alibi": True}, {"position": "alibi"}),
+    "no positions": ({"n_positions": 0}, {"position": "none"}),
+    "heads": ({"n_head_kv": 4, "head_dim": 32}, {"num_kv_heads": 4, "head_dim": 32}),
+    "norm": ({"rms_norm": True}, {"norm": "rms_norm"}),
+    "window": ({"window_size": (3, 0)}, {"window_size": (3, 0)}),
+    "parallel block": ({"parallel_block": True}, {"parallel_block": True}),
+    "biases": (
+        dict.fromkeys(("qkv_proj_bias", "out_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False),
+        {"attention_bias": False, "mlp_bias": False},
+    ),
+    "vocabulary": ({"pad_vocab_size_multiple": 64}, {"vocab_size": 50304}),
+    "fast gelu": ({"activation_function": "gelu_fast"}, {}),
+    "gated": (
+        {"activation_function": "swiglu", "n_inner": 100},
+        {"activation": "swiglu", "intermediate_size": 128},
+    ),
+    "gated in steps": (
+        {"activation_function": "geglu", "n_inner": 100, "mlp_multiple_of": 8},
+        {"activation": "geglu", "intermediate_size": 104},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLASH_ATTN)
+def test_from_flash_attn_s_gpt2(case):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    added, wanted = FLASH_ATTN[case]
+    plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPTConfig.from_transformers(transformers.GPT2Config(**plain, **added))
+    assert config == GPTConfig.gpt2(**wanted)
+
+
+@pytest.mark.parametrize("make", [GPTConfig.from_transformers, GPTLMHeadModel])
+@pytest.mark.parametrize(
+    ("added", "words"),
+    [
+        ({"prenorm": False}, "prenorm: got prenorm=False; this model has prenorm=True only"),
+        (
+            {"lm_head_bias": True, "mup_width_scale": 0.5},
+            "lm_head_bias, mup_width_scale: got lm_head_bias=True, mup_width_scale=0.5",
+        ),
+        ({"residual_in_fp32": True}, "residual_in_fp32"),
+        ({"rotary_emb_scale_base": 512}, "rotary_emb_scale_base"),
+        ({"parallel_block_tied_norm": True}, "parallel_block_tied_norm"),
+        ({"word_embed_proj_dim": 8}, "word_embed_proj_dim"),
+        ({"qkv_proj_bias": False}, "qkv_proj_bias, out_proj_bias: got False and True"),
+        ({"mlp_fc2_bias": False}, "mlp_fc1_bias, mlp_fc2_bias: got True and False"),
+        ({"rotary_emb_fraction": 0.5}, "n_positions, rotary_emb_fraction: got n_positions=1024"),
+        (
+            {"n_positions": 0, "use_alibi": True, "rotary_emb_fraction": 1.0},
+            "rotary_emb_fraction, use_alibi",
+        ),
+        ({"activation_function": "sqrelu"}, "activation_function: got 'sqrelu'"),
+        ({"n_head_kv": 5}, "num_kv_heads: 5 does not divide num_heads 12"),
+    ],
+)
+def test_additions_of_flash_attn_that_this_model_lacks(make, added, words):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    with pytest.raises(ValueError, match=words):
+        make(transformers.GPT2Config(n_layer=1, vocab_size=64, **added))
+
+
 def test_from_llama_and_mistral():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .flash_attn_config import added_fields
+
 POSITIONS = ("learned", "rotary", "alibi", "none")
 NORMS = ("layer_norm", "rms_norm")
 GATED = ("swiglu", "geglu")
@@ -94,6 +96,9 @@ class GPTConfig:
     @classmethod
     def from_transformers(cls, config: Any) -> GPTConfig:
         """The same model as a transformers GPT2Config, LlamaConfig or MistralConfig describes.
+
+        A GPT2Config may have flash-attn's additional attributes, such as `rotary_emb_fraction`,
+        `n_head_kv`, `rms_norm` and `parallel_block`.
 
         Raises:
             ValueError: another model, or an option that this one lacks; the message names it.
@@ -223,6 +228,13 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+# Those that only flash-attn has in a GPT2Config.
+_FLASH_ATTN_ACTIVATIONS = {
+    "gelu_fast": "gelu_tanh",
+    "gelu_approx": "gelu_tanh",
+    "swiglu": "swiglu",
+    "geglu": "geglu",
+}
 _GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 
 
@@ -231,15 +243,12 @@ def _from_gpt2(config: Any) -> dict[str, Any]:
     _want(config, "scale_attn_weights", True)
     _want(config, "scale_attn_by_inverse_layer_idx", False)
     _want(config, "add_cross_attention", False)
-    return {
-        "vocab_size": config.vocab_size,
+    activation = _lookup("activation_function", config, _ACTIVATIONS | _FLASH_ATTN_ACTIVATIONS)
+    return added_fields(config, activation, activation in GATED) | {
         "hidden_size": config.n_embd,
         "num_layers": config.n_layer,
         "num_heads": config.n_head,
-        "intermediate_size": config.n_inner,
-        "max_position_embeddings": config.n_positions,
         "norm_eps": config.layer_norm_epsilon,
-        "activation": _lookup("activation_function", config, _ACTIVATIONS),
         "tie_word_embeddings": config.tie_word_embeddings,
         "embedding_dropout": config.embd_pdrop,
         "residual_dropout": config.resid_pdrop,
