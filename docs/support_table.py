@@ -3,6 +3,7 @@
 ``python docs/support_table.py`` rewrites the lines between the two markers; with ``--check`` it
 only says whether they are current. Each row is an `AttentionProblem` made up for it, each cell the
 answer of a backend's `unsupported_reasons`, so the table cannot promise what a call would refuse.
+The reasons stand in footnotes below the table.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import sys
 from pathlib import Path
 
 import torch
+from generated import update
 
 from flashtile import dispatch
 from flashtile.problem import AttentionProblem, Options
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
 
 # Where each backend would run: device type, compute capability.
 HOMES = {"cpu": ("cpu", None), "triton": ("cuda", (8, 0)), "hopper": ("cuda", (9, 0))}
@@ -87,40 +88,41 @@ ROWS: dict[str, dict[str, object]] = {
     "head dim 1": {"D": 1, "Dv": 1},
     "head dim 256": {"D": 256, "Dv": 256},
     "head dim 512": {"D": 512, "Dv": 512},
-    "head dim 576, of values 512 (forward)": {"D": 576, "Dv": 512, "needs_grad": False},
+    "key head dim 576 with value head dim 512 (MLA; forward)": {
+        "D": 576,
+        "Dv": 512,
+        "needs_grad": False,
+    },
 }
 
 
+def reasons_of(name: str, changes: dict[str, object]) -> list[str]:
+    """Why a backend cannot run a row's problem."""
+    device_type, capability = HOMES[name]
+    problem = BASE._replace(device_type=device_type, capability=capability, **changes)
+    # What the machine that writes the table lacks is no limit of the backend.
+    reasons = dispatch.unsupported_reasons(name, problem)
+    return [reason for reason in reasons if "not installed" not in reason]
+
+
 def table() -> str:
-    """The table as Markdown."""
+    """The table as Markdown, and its footnotes."""
     lines = ["| | " + " | ".join(f"`{name}`" for name in dispatch.ORDER) + " |"]
     lines.append("|---" * (1 + len(dispatch.ORDER)) + "|")
+    notes: list[str] = []
     for row, changes in ROWS.items():
         cells = []
         for name in dispatch.ORDER:
-            device_type, capability = HOMES[name]
-            problem = BASE._replace(device_type=device_type, capability=capability, **changes)
-            reasons = dispatch.unsupported_reasons(name, problem)
-            # What the machine that writes the table lacks is no limit of the backend.
-            reasons = [reason for reason in reasons if "not installed" not in reason]
-            cells.append("; ".join(reasons) if reasons else "yes")
+            numbers = []
+            for reason in reasons_of(name, changes):
+                if reason not in notes:
+                    notes.append(reason)
+                numbers.append(str(notes.index(reason) + 1))
+            cells.append(f"no <sup>{', '.join(numbers)}</sup>" if numbers else "yes")
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def rendered(text: str) -> str:
-    """`text` with the lines between the markers replaced."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
-
-
-def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    if "--check" in sys.argv:
-        return int(rendered(text) != text)
-    README.write_text(rendered(text), encoding="utf-8")
-    return 0
+    footnotes = ". ".join(f"<sup>{i}</sup> {note}" for i, note in enumerate(notes, start=1))
+    return "\n".join(lines) + f"\n\n<sub>{footnotes}.</sub>"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update({README: {"support table": table()}}))

@@ -1,20 +1,46 @@
-"""The README's table and example are what the package says and does."""
+"""The README's tables, pictures and examples are what the package says and does."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def test_the_support_table_is_current():
-    command = [sys.executable, str(REPOSITORY / "docs" / "support_table.py"), "--check"]
-    assert subprocess.run(command, check=False).returncode == 0, (
-        "README.md is behind the backends: run `python docs/support_table.py`"
+@pytest.mark.parametrize("script", ["support_table.py", "performance.py"])
+def test_the_generated_tables_are_current(script):
+    """They say what the backends and the measurements say."""
+    command = [sys.executable, str(REPOSITORY / "docs" / script), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0, f"run `python docs/{script}`"
+
+
+@pytest.mark.parametrize("name", ["speed", "memory"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_pictures_are_current(name, theme, monkeypatch):
+    """They show what the measurements say."""
+    picture = REPOSITORY / "docs" / "_static" / f"{name}-{theme}.svg"
+    committed = picture.read_text()
+    if f"Matplotlib v{matplotlib.__version__}," not in committed:
+        pytest.skip(f"drawn by another Matplotlib than {matplotlib.__version__}")
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    assert importlib.import_module("plots").drawn(name, theme) == committed, (
+        "run `python docs/plots.py`"
     )
+
+
+def test_links_lead_to_files():
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = (REPOSITORY / page).read_text()
+        for target in re.findall(r"\]\(([^)#:]+)[)#]|(?:src|srcset)=\"([^\"]+)\"", text):
+            path = "".join(target)
+            assert (REPOSITORY / path).exists(), f"{page} links to {path}"
 
 
 def test_the_python_examples_run():

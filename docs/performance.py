@@ -1,0 +1,245 @@
+"""Writes the tables of performance.md and of README.md from the committed measurements.
+
+``python docs/performance.py`` rewrites them; with ``--check`` it only says whether they are
+current. Every number comes from a CSV file in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+
+from generated import markdown_table, update
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+NAMES = {
+    "flashtile": "flashtile",
+    "flashtile-triton": "flashtile (Triton)",
+    "fa2": "FlashAttention-2",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "sdpa": "PyTorch SDPA",
+    "standard": "standard attention",
+}
+PEERS = ("flashtile", "flashtile-triton", "fa2", "fa3", "fa4", "cudnn")
+DENSE = ("dense-64", "dense-128", "dense-256")
+
+Row = dict[str, str]
+Key = tuple[str, ...]
+
+
+def read(*names: str) -> list[Row]:
+    """The measured lines of some CSV files; a call that a library refused has no line."""
+    rows: list[Row] = []
+    for name in names:
+        with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
+            rows += [row for row in csv.DictReader(file) if row["median_ms"]]
+    return rows
+
+
+def h200(*names: str) -> list[Row]:
+    """The same, of the H200."""
+    return read(*(f"h200/{name}" for name in names))
+
+
+def by_case(rows: Iterable[Row], column: str, *keys: str) -> dict[Key, dict[str, float]]:
+    """The numbers of `column`, by what was measured (`keys`) and then by library."""
+    cases: dict[Key, dict[str, float]] = {}
+    for row in rows:
+        if row[column]:
+            case = cases.setdefault(tuple(row[key] for key in keys), {})
+            case[row["provider"]] = float(row[column])
+    return cases
+
+
+def number(value: float | None) -> str:
+    """Three digits, or a dash where a library has no such call."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def mask(causal: str) -> str:
+    return "causal" if causal == "True" else "full"
+
+
+def line(title: str, values: list[float | None], best: Callable[..., float]) -> list[str]:
+    """A line of a table, whose best number is bold."""
+    top = best(value for value in values if value is not None)
+    return [title, *(f"**{number(x)}**" if x == top else number(x) for x in values)]
+
+
+def speed_table(direction: str) -> str:
+    """TFLOP/s of plain attention, by head dim, mask and length."""
+    rows = [row for row in h200(*DENSE) if row["pass"] == direction]
+    cases = by_case(rows, "tflops", "head_dim", "causal", "seqlen_q")
+    peers = [peer for peer in PEERS if any(peer in case for case in cases.values())]
+    lines = [
+        line(
+            f"{head_dim}, {mask(causal)}, {int(length):,}", [case.get(peer) for peer in peers], max
+        )
+        for (head_dim, causal, length), case in cases.items()
+        if int(length) in (1024, 4096, 16384)
+    ]
+    return markdown_table(["head dim, mask, length", *(NAMES[peer] for peer in peers)], lines)
+
+
+def variants_table(direction: str) -> str:
+    """TFLOP/s of other head dims, grouped heads, packed sequences and a window."""
+    rows = h200("hopper-96", "hopper-192", "hopper-128")
+    rows = [row for row in rows if row["pass"] == direction]
+    cases = by_case(rows, "tflops", "head_dim", "variant", "causal", "seqlen_q")
+    peers = [peer for peer in PEERS if any(peer in case for case in cases.values())]
+    lines = [
+        line(
+            f"{head_dim}, {variant.replace('dense', 'plain')}, {mask(causal)}, {int(length):,}",
+            [case.get(peer) for peer in peers],
+            max,
+        )
+        for (head_dim, variant, causal, length), case in cases.items()
+    ]
+    return markdown_table(["head dim, kind, mask, length", *(NAMES[p] for p in peers)], lines)
+
+
+def decode_table() -> str:
+    """Microseconds of one decoding step."""
+    keys = ("variant", "batch", "heads_q", "heads_kv", "seqlen_k")
+    cases = by_case(h200("decode"), "median_ms", *keys)
+    peers = ("flashtile", "fa2", "fa3")
+    lines = []
+    for (variant, batch, heads, kv_heads, length), case in cases.items():
+        kind = variant.removeprefix("decode").removeprefix(", ") or "plain cache"
+        times = [case[peer] * 1000 if peer in case else None for peer in peers]
+        lines.append(
+            line(
+                f"{kind}; batch {batch}, heads {heads}:{kv_heads}, {int(length):,} keys", times, min
+            )
+        )
+    return markdown_table(["cache", *(NAMES[peer] for peer in peers)], lines)
+
+
+def float8_table() -> str:
+    """TFLOP/s of the forward in float8."""
+    cases = by_case(h200("float8"), "tflops", "head_dim", "causal", "seqlen_q")
+    columns = {
+        "flashtile": "flashtile, bfloat16",
+        "flashtile-float8": "flashtile, float8, per-block scales",
+        "flashtile-float8-head": "flashtile, float8, per-head scales",
+        "fa3": "FlashAttention-3, float8",
+    }
+    lines = [
+        line(
+            f"{head_dim}, {mask(causal)}, {int(length):,}",
+            [case.get(column) for column in columns],
+            max,
+        )
+        for (head_dim, causal, length), case in cases.items()
+    ]
+    return markdown_table(["head dim, mask, length", *columns.values()], lines)
+
+
+def memory_table() -> str:
+    """MiB above the inputs."""
+    cases = by_case(h200("memory"), "peak_mib", "seqlen_q")
+    peers = ("standard", "fa2", "flashtile", "flashtile-triton")
+    lines = [
+        [f"{int(length):,}"] + [number(case.get(peer)) for peer in peers]
+        for (length,), case in cases.items()
+    ]
+    return markdown_table(["length", *(NAMES[peer] for peer in peers)], lines)
+
+
+def host_table() -> str:
+    """Microseconds for which a call keeps the host."""
+    cases = by_case(h200("host"), "host_us", "pass", "seqlen_q")
+    peers = ("flashtile", "flashtile-triton", "sdpa", "fa3")
+    titles = {"forward": "forward", "both": "forward and backward"}
+    lines = [
+        [f"{titles[direction]}, {length} tokens"] + [number(case.get(peer)) for peer in peers]
+        for (direction, length), case in cases.items()
+    ]
+    return markdown_table(["call", *(NAMES[peer] for peer in peers)], lines)
+
+
+def cpu_table() -> str:
+    """Times on a CPU over those of PyTorch's attention with the same causality."""
+    rows = [row for row in read("cpu/cpu-targets") if row["seqlen_q"] == row["seqlen_k"] == "4096"]
+    native = {
+        (row["dtype"], row["pass"], row["causal"]): float(row["median_ms"])
+        for row in rows
+        if row["provider"] == "sdpa"
+    }
+    columns = [(dtype, way) for dtype in ("float32", "bfloat16") for way in ("forward", "backward")]
+    lines: dict[str, dict[tuple[str, str], str]] = {}
+    for row in rows:
+        if row["provider"] == "flashtile":
+            column = row["dtype"], row["pass"]
+            title = row["variant"].replace("dense", "no further option")
+            ratio = float(row["median_ms"]) / native[(*column, row["causal"])]
+            lines.setdefault(f"{mask(row['causal'])}; {title}", {})[column] = f"{ratio:.2f}"
+    return markdown_table(
+        ["mask; option", *(f"{dtype} {way}" for dtype, way in columns)],
+        [[title, *(cells[column] for column in columns)] for title, cells in lines.items()],
+    )
+
+
+def speedups(ours: str, peer: str, direction: str) -> list[float]:
+    """How many times the speed of `peer`, in every case of DENSE."""
+    rows = [row for row in h200(*DENSE) if row["pass"] == direction]
+    cases = by_case(rows, "tflops", "head_dim", "causal", "seqlen_q")
+    return [case[ours] / case[peer] for case in cases.values()]
+
+
+def times(ratios: list[float]) -> list[str]:
+    """The middle and the range of ratios."""
+    return [f"**{median(ratios):.2f}×**", f"{min(ratios):.2f}× to {max(ratios):.2f}×"]
+
+
+def summary_table() -> str:
+    """The speed next to each library, in one line each."""
+    lines = []
+    for ours, way, peers in (
+        ("flashtile", "forward", ("fa2", "fa3", "fa4", "cudnn")),
+        ("flashtile", "backward", ("fa2", "fa4", "cudnn")),
+        ("flashtile-triton", "forward", ("fa2",)),
+        ("flashtile-triton", "backward", ("fa2",)),
+    ):
+        kernels = "Triton" if ours == "flashtile-triton" else "Hopper"
+        for peer in peers:
+            ratios = speedups(ours, peer, way)
+            lines.append([f"{kernels} kernels, {way}, next to {NAMES[peer]}", *times(ratios)])
+    keys = ("variant", "batch", "heads_q", "heads_kv", "seqlen_k")
+    decoding = by_case(h200("decode"), "median_ms", *keys).values()
+    ratios = [case["fa3"] / case["flashtile"] for case in decoding if "fa3" in case]
+    lines.append([f"decoding, next to {NAMES['fa3']}", *times(ratios)])
+    return markdown_table(["H200, bfloat16", "median speed", "range"], lines)
+
+
+def main() -> int:
+    return update(
+        {
+            REPOSITORY / "README.md": {"speed": summary_table()},
+            REPOSITORY / "docs" / "performance.md": {
+                "summary": summary_table(),
+                "forward": speed_table("forward"),
+                "backward": speed_table("backward"),
+                "forward variants": variants_table("forward"),
+                "backward variants": variants_table("backward"),
+                "decode": decode_table(),
+                "float8": float8_table(),
+                "memory": memory_table(),
+                "host": host_table(),
+                "cpu": cpu_table(),
+            },
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
