@@ -6,6 +6,6 @@ from typing import TYPE_CHECKING
 from .. import lazy
 
 if TYPE_CHECKING:
-    from . import sdpa, transformers
+    from . import sdpa, torch_registry, transformers
 else:
-    __getattr__, __dir__ = lazy.submodules(__name__, "sdpa", "transformers")
+    __getattr__, __dir__ = lazy.submodules(__name__, "sdpa", "torch_registry", "transformers")

@@ -12,9 +12,9 @@ calls are added up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,23 @@ from ...masks import Window
 from ...merge import add_sink, merge
 from .segments import KeyRun, SegmentMask
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_Kernel = Callable[..., Any]
+_forward: _Kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward: _Kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 INFINITY = float("inf")
 KERNEL_KEYS = 512  # the kernel skips masked keys in blocks of this many
+
+
+def kernels() -> tuple[_Kernel, _Kernel]:
+    """PyTorch's forward and backward, as they are called here."""
+    return _forward, _backward
+
+
+def use_kernels(forward: _Kernel, backward: _Kernel) -> None:
+    """Call PyTorch's kernels in this way: whoever replaces the operators keeps the old ones."""
+    global _forward, _backward
+    _forward, _backward = forward, backward
 
 
 class Piece(NamedTuple):
