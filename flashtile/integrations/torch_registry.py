@@ -172,18 +172,26 @@ def _flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """``aten::_flash_attention_backward``."""
-    results = (grad_out, query, key, value, out, logsumexp, None, None, None)
-    tail = (_side(window_size_left), _side(window_size_right), 0.0)  # 0.0: softcap
-    tail += (torch.are_deterministic_algorithms_enabled(), None)
-    state = rng_state.view(torch.int64) if dropout_p > 0 else None
+    options: dict[str, Any] = {
+        "alibi_slopes": None,
+        "dropout_p": dropout_p,
+        "softmax_scale": scale,
+        "causal": is_causal,
+        "window_size_left": _side(window_size_left),
+        "window_size_right": _side(window_size_right),
+        "softcap": 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "rng_state": rng_state.view(torch.int64) if dropout_p > 0 else None,
+        "dq": None,
+        "dk": None,
+        "dv": None,
+    }
     if cum_seq_q is None or cum_seq_k is None:
-        gradients = flash.bwd(*results, None, dropout_p, scale, is_causal, *tail, state)
+        gradients = flash.bwd(grad_out, query, key, value, out, logsumexp, **options)
     else:
-        offsets = (cum_seq_q.int(), cum_seq_k.int())
-        lengths = (max_q, max_k)
-        gradients = flash.varlen_bwd(
-            *results, *offsets, None, *lengths, dropout_p, scale, False, is_causal, *tail, state
-        )
+        options |= {"cu_seqlens_q": cum_seq_q.int(), "cu_seqlens_k": cum_seq_k.int()}
+        options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k, "zero_tensors": False}
+        gradients = flash.varlen_bwd(grad_out, query, key, value, out, logsumexp, **options)
     return tuple(gradients[:3])
 
 
@@ -232,12 +240,34 @@ def _sdpa_flash_backward(
     logsumexp: Tensor,
     cum_seq_q: Tensor | None,
     cum_seq_k: Tensor | None,
-    *args: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
-    dense = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    gradients = _flash_backward(*dense, logsumexp, None, None, *args, scale=scale)
+    dout, q, k, v, result = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    gradients = _flash_backward(
+        dout,
+        q,
+        k,
+        v,
+        result,
+        logsumexp,
+        None,
+        None,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        philox_seed,
+        philox_offset,
+        scale=scale,
+    )
     return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
 
@@ -258,7 +288,7 @@ def _sdpa_cpu(
     """
     q, k, v, options = _cpu_call(query, key, value, dropout_p, is_causal, attn_mask)
     with torch.no_grad():
-        out, lse = attention(q, k, v, softmax_scale=scale, return_lse=True, **options)
+        out, lse, *_ = attention(q, k, v, softmax_scale=scale, return_lse=True, **options)
     result = torch.empty_like(query) if query.shape[-1] == value.shape[-1] else out.transpose(1, 2)
     result = result.copy_(out.transpose(1, 2))
     return result, lse.transpose(1, 2).contiguous().transpose(1, 2)
