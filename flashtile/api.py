@@ -12,11 +12,11 @@ from . import autograd, checks, dropout, kvcache
 from .absorbed import absorb_operands
 from .call import (
     Arguments,
-    Packed,
     WindowSize,
     autocast_to_cache,
     decided,
 )
+from .packing import Layout, Packed, as_batch, as_packed, tokens
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -149,10 +149,10 @@ def attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     *,
     qv: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -186,27 +186,32 @@ def attention_varlen(
     """Attention over sequences of different lengths packed back to back, each with itself alone.
 
     Sequence ``b`` owns the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and likewise the keys;
-    it may be empty on either side. Every other option means what it means in `attention`, counted
-    within the sequence.
+    it may be empty on either side. Without its cumulative lengths a side is padded: sequence ``b``
+    owns the first ``seqused[b]`` tokens of its row, or all of them. Every other option means what
+    it means in `attention`, counted within the sequence.
 
     Args:
-        q: (total_q, heads, head_dim).
-        k, v: (total_k, kv_heads, head_dim) and (..., value_head_dim); with `page_table`
-            (num_pages, page_size, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first.
+        q: (total_q, heads, head_dim), or padded (batch, seq_q, heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim) and (..., value_head_dim), or padded (batch, seq_k,
+            kv_heads, head_dim); with `page_table` (num_pages, page_size, kv_heads, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first; None for a
+            padded side, and for pages whose lengths `seqused_k` says.
         qv: (total_q, heads, value_head_dim).
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; tokens past them are ignored.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; tokens past them are ignored. Of a
+            padded side by default its dimension. Otherwise None is the longest length, read from
+            the cumulative lengths: the host waits for the GPU, as it does to read a tensor that
+            is given here. Under torch.compile they must be ints.
         bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's
             start.
         seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
         page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
-            `cu_seqlens_k` then says the lengths alone.
+            `cu_seqlens_k`, if given, then says the lengths alone.
         scheduler_metadata: int32, one more performance hint of FlashAttention-3.
         workspace: as in `attention_with_kvcache`; not while recording gradients.
 
     Returns:
-        out (total_q, heads, value_head_dim), and on request lse (heads, total_q) and probs (batch,
-        heads, max_seqlen_q, max_seqlen_k).
+        out (total_q, heads, value_head_dim), and on request lse (heads, total_q), both shaped as in
+        `attention` for padded queries, and probs (batch, heads, max_seqlen_q, max_seqlen_k).
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `attention`.
@@ -237,8 +242,11 @@ def attention_varlen(
         scheduler_metadata=scheduler_metadata,
         workspace=workspace,
     )
-    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table)
-    return _run((q, k, v), layout, arguments, backend, return_lse, return_attn_probs, out)
+    layout = Layout(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table)
+    call = as_packed(q, k, v, qv, layout)
+    arguments = arguments._replace(qv=call.qv)
+    outputs = (return_lse, return_attn_probs, out)
+    return _run(call[:3], call.layout, arguments, backend, *outputs, call.padded)
 
 
 def attention_with_kvcache(
@@ -255,7 +263,7 @@ def attention_with_kvcache(
     cache_leftpad: Tensor | None = None,
     page_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    max_seqlen_q: int | Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = True,
@@ -308,7 +316,8 @@ def attention_with_kvcache(
         page_table: (batch, pages per sequence) int32, or (rows, pages per sequence) with
             `cache_batch_idx`. Pages may have any size.
         cu_seqlens_q, max_seqlen_q: packed queries, as in `attention_varlen`.
-        rotary_seqlens: (batch,) int32, positions for the rotation instead of `cache_seqlens`.
+        rotary_seqlens: (batch,) int32, positions for the rotation instead of `cache_seqlens`;
+            without tables it says nothing.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves
             (GPT-NeoX).
         qv: shaped as q with the value head dim; read after the append, not rotated. Copies both
@@ -380,18 +389,29 @@ def _run(
     return_lse: bool,
     return_attn_probs: bool,
     out: Tensor | None,
+    padded: tuple[int, int] | None = None,
 ) -> Result:
-    """Check the call, choose the backend, run."""
+    """Check the call, choose the backend, run.
+
+    Args:
+        padded: batch and length that packed queries and their results have outside of here.
+    """
     return_lse = checks.flag("return_lse", return_lse)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
+    wanted = out if padded is None else tokens("out", out)
     operands, (problem, options, _) = decided(
-        qkv, layout, arguments, backend, out, return_attn_probs
+        qkv, layout, arguments, backend, wanted, return_attn_probs
     )
     if options.dropout_p > 0:
         operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device))
     result, lse = autograd.attend(problem, operands, options)
+    probs = None
+    if return_attn_probs:
+        probs = autograd.attention_probabilities(operands, options, lse.detach())
+    if padded is not None:
+        result, lse = as_batch(result, lse, *padded)
     if out is not None:
         result = out.copy_(result)
-    if return_attn_probs:
-        return result, lse, autograd.attention_probabilities(operands, options, lse.detach())
+    if probs is not None:
+        return result, lse, probs
     return (result, lse) if return_lse else result

@@ -12,6 +12,7 @@ from . import checks, dispatch, recall
 from .absorbed import absorb_operands
 from .autocast import cast_input, cast_inputs, is_autocasting
 from .masks import BlockMask
+from .packing import Packed
 from .problem import FLOAT8, AttentionProblem, Operands, Options
 
 
@@ -51,16 +52,6 @@ class Arguments(NamedTuple):
     sm_margin: int = 0
     scheduler_metadata: Tensor | None = None
     workspace: Tensor | None = None
-
-
-class Packed(NamedTuple):
-    """How sequences lie in packed tensors."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    page_table: Tensor | None = None
 
 
 def dense_call(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[Operands, Options]:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import backends, checks, dispatch
-from .call import Arguments, Packed, dense_call, packed_call
+from .call import Arguments, dense_call, packed_call
+from .packing import Layout, as_packed
 from .problem import AttentionProblem, Operands, Options, dtype_name
 
 
@@ -64,12 +65,14 @@ def explain(
         ValueError, TypeError: as the call itself would.
     """
     wants_probabilities = checks.flag("return_attn_probs", options.pop("return_attn_probs", False))
-    names = {name: options.pop(name) for name in Packed._fields if name in options}
+    names = {name: options.pop(name) for name in Layout._fields if name in options}
     if unknown := options.keys() - {*Arguments._fields}:
         raise checks.unexpected_keywords(sorted(unknown), Arguments)
     arguments = Arguments(**options)
     if names:
-        operands, numbers = packed_call(q, k, v, Packed(**names), arguments)
+        call = as_packed(q, k, v, arguments.qv, Layout(**names))
+        arguments = arguments._replace(qv=call.qv)
+        operands, numbers = packed_call(*call[:3], call.layout, arguments)
     else:
         operands, numbers = dense_call(q, k, v, arguments)
     explanation = explain_operands(operands, numbers, backend, wants_probabilities)

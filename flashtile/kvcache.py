@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import append, autograd, checks, prefill, recall
+from . import append, autograd, checks, packing, prefill, recall
 from .absorbed import described_operands
 from .backends.triton import splits
 from .call import Arguments, decide, with_arguments, with_numbers_read, with_tensors
@@ -61,7 +61,7 @@ class Queries(NamedTuple):
 
     q: Tensor
     cu_seqlens: Tensor | None
-    max_seqlen: int | None
+    max_seqlen: int | Tensor | None
 
 
 class Rotary(NamedTuple):
@@ -122,6 +122,7 @@ def decided(
         before the append, int32 (batch,), None for the whole cache; what is decided.
     """
     arguments = with_numbers_read(arguments)
+    queries = _with_longest(queries)
     key = None
     checking = checks.checking_values()
     if not checking:
@@ -193,6 +194,15 @@ def _described(
     return operands, lengths
 
 
+def _with_longest(queries: Queries) -> Queries:
+    """Packed queries with the longest length as a number."""
+    q, cu_seqlens, longest = queries
+    if cu_seqlens is None or type(longest) is int:
+        return queries
+    longest = packing.longest("max_seqlen_q", longest, "cu_seqlens_q", cu_seqlens, q)
+    return queries._replace(max_seqlen=longest)
+
+
 def _check_queries(queries: Queries, cache: Cache) -> tuple[int, int]:
     """Batch and longest query."""
     names = "q k_cache v_cache"
@@ -204,10 +214,6 @@ def _check_queries(queries: Queries, cache: Cache) -> tuple[int, int]:
     layout = "total_q, heads, head_dim"
     checks.qkv(queries.q, cache.k, cache.v, layout, keys, names, takes_float8_keys=True)
     checks.cumulative("cu_seqlens_q", queries.cu_seqlens, queries.q)
-    if queries.max_seqlen is None:
-        raise ValueError(
-            "max_seqlen_q: got None, want the longest query's length with cu_seqlens_q"
-        )
     batch = queries.cu_seqlens.shape[0] - 1
     return batch, checks.length("max_seqlen_q", queries.max_seqlen)
 
@@ -285,8 +291,6 @@ def check_rotary(rotary: Rotary, operands: Operands, new: NewTokens) -> None:
     """The rotary tables fit the queries, and there are new tokens to rotate."""
     checks.flag("rotary_interleaved", rotary.interleaved)
     if rotary.cos is None and rotary.sin is None:
-        if rotary.seqlens is not None:
-            raise ValueError("rotary_seqlens: needs rotary_cos and rotary_sin")
         return
     if new.k is None:
         raise ValueError(
@@ -351,7 +355,7 @@ def attend(
     out, lse = autograd.attend(problem, prefill.as_packed(operands, problem), options)
     if operands.cu_seqlens_q is not None:
         return out, lse
-    return prefill.as_batch(out, lse, problem)
+    return packing.as_batch(out, lse, problem.B, problem.M)
 
 
 def rotate_and_append(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from .packing import starts
 from .problem import AttentionProblem, Operands
 
 # Queries that read one key head, of all the heads that share it, from which on the copy pays.
@@ -53,23 +54,15 @@ def as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
     assert used is not None
     if operands.page_table is not None:
         k, v = torch.ops.flashtile.gather_pages(k, v, operands.page_table, used)
-    sequences = torch.arange(problem.B + 1, dtype=torch.int32, device=q.device)
-    starts = operands.cu_seqlens_q
+    given = operands.cu_seqlens_q
     return operands._replace(
-        q=q if starts is not None else q.flatten(0, 1),
+        q=q if given is not None else q.flatten(0, 1),
         k=k.flatten(0, 1),
         v=v.flatten(0, 1),
-        cu_seqlens_q=sequences * problem.M if starts is None else starts,
-        cu_seqlens_k=sequences * problem.N,
+        cu_seqlens_q=starts(problem.B, problem.M, q.device) if given is None else given,
+        cu_seqlens_k=starts(problem.B, problem.N, q.device),
         page_table=None,
     )
-
-
-def as_batch(out: Tensor, lse: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """The results of packed queries of equal lengths as those of a batch: (batch, seq, heads,
-    head_dim) and (batch, heads, seq)."""
-    by_sequence = lse.unflatten(1, (problem.B, problem.M))
-    return out.unflatten(0, (problem.B, problem.M)), by_sequence.transpose(0, 1).contiguous()
 
 
 def _gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:

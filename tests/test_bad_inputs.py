@@ -134,7 +134,7 @@ PACKED = {
     "cu_seqlens of two batches": ("cu_seqlens_k", {"cu_seqlens_k": cu_seqlens([4, 2, 1])}),
     "max_seqlen_q below 0": ("max_seqlen_q", {"max_seqlen_q": -1}),
     "max_seqlen_k is a float": ("max_seqlen_k", {"max_seqlen_k": 4.0}),
-    "max_seqlen_k is None": ("max_seqlen_k", {"max_seqlen_k": None}),
+    "max_seqlen_k is text": ("max_seqlen_k", {"max_seqlen_k": "7"}),
     "bias for other lengths": ("bias", {"bias": zeros(2, 4, 5, 7)}),
     "page_table of floats": ("page_table", {"page_table": zeros(2, 1), "paged": 4}),
     "page_table for 3 sequences": (
@@ -224,9 +224,9 @@ CACHE = {
         "page_table",
         {"page_table": torch.zeros(2, 2, dtype=torch.int8)},
     ),
-    "packed queries without their bound": (
+    "packed queries with a bound of floats": (
         "max_seqlen_q",
-        {"q": zeros(4, 4, 8), "cu_seqlens_q": tensor(0, 2, 4)},
+        {"q": zeros(4, 4, 8), "cu_seqlens_q": tensor(0, 2, 4), "max_seqlen_q": torch.tensor(2.0)},
     ),
     "cu_seqlens_q of rank 2": (
         "cu_seqlens_q",

@@ -212,15 +212,17 @@ TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
-LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+# FlashAttention-2 has no defaults for these; ours are those of FlashAttention-4.
+BOUNDS = "max_seqlen_q=None, max_seqlen_k=None"
+LENGTHS = f"cu_seqlens_q=None, cu_seqlens_k=None, {BOUNDS}"
 
 SIGNATURES = {
     "flash_attn_func": f"q, k, v, {TAIL}",
     "flash_attn_kvpacked_func": f"q, kv, {TAIL}",
     "flash_attn_qkvpacked_func": f"qkv, {TAIL}",
     "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {TAIL}, block_table=None",
-    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {TAIL}",
-    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TAIL}",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, cu_seqlens_q, cu_seqlens_k, {BOUNDS}, {TAIL}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen=None, {TAIL}",
     "flash_attn_with_kvcache": (
         "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
         "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "

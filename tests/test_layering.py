@@ -40,6 +40,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("kvcache",),
     ("append", "prefill"),
     ("call",),
+    ("packing",),
     ("checks", "recall", "absorbed"),
     ("bert_padding", "layers"),
     ("dispatch",),

@@ -18,9 +18,10 @@ from .optional_tensors import (
     float8_forward_only,
 )
 from .results import output, workspace
-from .scalars import length, number, options, splits
+from .scalars import integer, length, number, options, splits
 from .tensors import (
     index_tensor,
+    is_readable,
     per_sequence,
     rank,
     same_device,

@@ -12,7 +12,16 @@ from torch import Tensor
 from ..backends.triton.splits import MAX_SPLITS
 from ..flags import flag
 from ..problem import Options, default_scale
+from .tensors import INTEGERS, as_python
 from .window import window
+
+
+def integer(name: str, x: Any) -> Any:
+    """An integer given as one, or as a tensor or a NumPy object that holds one."""
+    number = x if isinstance(x, INTEGERS) else as_python(name, x)
+    if isinstance(number, bool) or not isinstance(number, INTEGERS):
+        raise TypeError(f"{name}: got {x!r}, want an int")
+    return number
 
 
 def length(name: str, x: Any) -> Any:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..problem import FLOAT8
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+INTEGERS = (int, torch.SymInt)
 
 
 def shape_of(x: Tensor) -> str:
@@ -76,12 +77,23 @@ def unpacked(name: str, x: Any, count: int, layout: str) -> tuple[Tensor, ...]:
     return x.unbind(-3)
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether `x` has values that the host can read now."""
+    return not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta)
+
+
 def read_on_host(name: str, x: Tensor) -> Any:
     """The values of `x` as Python numbers; waits for the device."""
-    unreadable = torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta
-    if unreadable:
+    if not is_readable(x):
         raise TypeError(
             f"{name}: got a tensor whose values cannot be read here (torch.compile, a fake or a "
             "meta tensor), want plain ints"
         )
     return x.tolist()
+
+
+def as_python(name: str, x: Any) -> Any:
+    """What a tensor or a NumPy object holds, as Python numbers; anything else as it is."""
+    if isinstance(x, Tensor):
+        return read_on_host(name, x)
+    return x.tolist() if hasattr(x, "tolist") else x

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..masks import Window
-from .tensors import read_on_host
+from .tensors import INTEGERS, as_python
 
 WANTED = "a pair (left, right) of ints, with -1 or None for an unbounded side"
-
-INTEGERS = (int, torch.SymInt)
 
 
 def window(window_size: Any) -> Window:
@@ -23,7 +18,7 @@ def window(window_size: Any) -> Window:
     """
     if window_size is None:
         return Window(None, None)
-    sides = _as_python("window_size", window_size)
+    sides = as_python("window_size", window_size)
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise ValueError(f"window_size: got {window_size!r}, want {WANTED}")
     left, right = (_side(side, window_size) for side in sides)
@@ -34,14 +29,7 @@ def _side(side: Any, window_size: Any) -> Any:
     if side is None:
         return None
     if not isinstance(side, INTEGERS):
-        side = _as_python("window_size", side)
+        side = as_python("window_size", side)
     if isinstance(side, bool) or not isinstance(side, INTEGERS):
         raise TypeError(f"window_size: got {window_size!r}, want {WANTED}")
     return None if side == -1 and not isinstance(window_size, Window) else side
-
-
-def _as_python(name: str, x: Any) -> Any:
-    """What a tensor or a NumPy object holds, as Python numbers; anything else as it is."""
-    if isinstance(x, Tensor):
-        return read_on_host(name, x)
-    return x.tolist() if hasattr(x, "tolist") else x

@@ -11,6 +11,7 @@ from typing_extensions import Never
 from .. import call, checks
 from ..api import attention, attention_varlen
 from ..autocast import autocast_off, cast_inputs
+from ..packing import Packed
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, default_scale
 from .rotation import rotation
 from .tensors import Quantized, Recipe, check, dequantized, layout_of, quantized, rows_of
@@ -108,7 +109,7 @@ class _Float8Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         recipe: Recipe,
-        layout: call.Packed | None,
+        layout: Packed | None,
         options: Options,
         backend: str | None,
     ) -> tuple[Tensor, Tensor]:
@@ -147,7 +148,7 @@ class _Float8Attention(torch.autograd.Function):
 
 
 def attend(
-    small: Quantized, layout: call.Packed | None, options: Options, backend: str | None
+    small: Quantized, layout: Packed | None, options: Options, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of what is in float8."""
     q, k, v, *descales, _ = small
@@ -161,18 +162,18 @@ def attend(
     return found
 
 
-def shift_of(q: Tensor, k_mean: Tensor, layout: call.Packed | None) -> Tensor:
+def shift_of(q: Tensor, k_mean: Tensor, layout: Packed | None) -> Tensor:
     """q_i . k_mean, laid out as the log-sum-exp."""
     means = means_of_queries(q, k_mean, layout)
     return (q.float() * means).sum(-1).transpose(-1, -2)
 
 
-def shift_gradient(dlse: Tensor, k_mean: Tensor, q: Tensor, layout: call.Packed | None) -> Tensor:
+def shift_gradient(dlse: Tensor, k_mean: Tensor, q: Tensor, layout: Packed | None) -> Tensor:
     """Gradient of `shift_of` for q."""
     return dlse.transpose(-1, -2)[..., None] * means_of_queries(q, k_mean, layout)
 
 
-def means_of_queries(q: Tensor, k_mean: Tensor, layout: call.Packed | None) -> Tensor:
+def means_of_queries(q: Tensor, k_mean: Tensor, layout: Packed | None) -> Tensor:
     """The mean of the keys of every query's sequence, which broadcasts to q's shape."""
     means = k_mean.repeat_interleave(q.shape[-2] // k_mean.shape[1], dim=1)
     if layout is None:
@@ -208,7 +209,7 @@ def in_16_bits(
 
 
 def backward_call(
-    q: Tensor, k: Tensor, v: Tensor, layout: call.Packed | None, given: Options
+    q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, given: Options
 ) -> tuple[Operands, Any]:
     """The call in 16 bits whose backward is to run."""
     arguments = call.Arguments(**given)

@@ -146,7 +146,7 @@ def attention_varlen_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
+    cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -160,18 +160,18 @@ def attention_varlen_reference(
     """Packed attention: unpack to padded batches, attend, pack again.
 
     q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv). With `page_table` (B, pages) int32,
-    k and v are pages (num_pages, page_size, Hk, D or Dv).
+    k and v are pages (num_pages, page_size, Hk, D or Dv). Without cumulative lengths a side is
+    padded already, (B, length, heads, head_dim).
     """
-    lengths_q = cu_seqlens_q.diff().long()
-    lengths_k = None if cu_seqlens_k is None else cu_seqlens_k.diff().long()
+    lengths_q = _lengths(q, cu_seqlens_q)
+    lengths_k = _lengths(k, cu_seqlens_k)
     used_q = lengths_q if seqused_q is None else torch.minimum(lengths_q, seqused_q.long())
     if page_table is not None:
         k, v = (x[page_table.long()].flatten(1, 2) for x in (k, v))
+        lengths_k = lengths_k if cu_seqlens_k is not None else _lengths(k, None)
         used_k = lengths_k if seqused_k is None else seqused_k.long()
         k, v = (_resize(x, max_seqlen_k) for x in (k, v))
     else:
-        assert cu_seqlens_k is not None
-        assert lengths_k is not None
         used_k = lengths_k if seqused_k is None else torch.minimum(lengths_k, seqused_k.long())
         k, v = (_unpack(x, cu_seqlens_k, max_seqlen_k) for x in (k, v))
     padded = attention_reference(
@@ -183,6 +183,8 @@ def attention_varlen_reference(
         seqused_k=used_k,
         **options,
     )
+    if cu_seqlens_q is None:
+        return padded
     rows = range(len(lengths_q))
     out = torch.cat([padded.out[b, : lengths_q[b]] for b in rows])
     lse = torch.cat([padded.lse[b, :, : lengths_q[b]] for b in rows], dim=-1)
@@ -339,6 +341,10 @@ def _resize(x: Tensor, length: int) -> Tensor:
     return F.pad(x[:, :length], (0, 0, 0, 0, 0, max(0, length - x.shape[1])))
 
 
+def _lengths(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return torch.full((len(x),), x.shape[1]) if cu_seqlens is None else cu_seqlens.diff().long()
+
+
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
     if cu_seqlens is None:
         return list(x.unbind(0))
@@ -350,7 +356,7 @@ def _padded(rows: list[Tensor], length: int) -> Tensor:
     return torch.stack([_resize(x[None], length)[0] for x in rows])
 
 
-def _unpack(x: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
+def _unpack(x: Tensor, cu_seqlens: Tensor | None, length: int) -> Tensor:
     return _padded(_sequences(x, cu_seqlens), length)
 
 
