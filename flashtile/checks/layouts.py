@@ -103,7 +103,7 @@ def paged(page_table: Any, k: Tensor, batch: int, has_rows: bool) -> None:
     """page_table (batch, pages per sequence) of integers; of any number of rows where others say
     which row is whose (`has_rows`). Pages of at least one token."""
     index_tensor("page_table", page_table, k)
-    rows = "rows" if has_rows else str(batch)
+    rows = "rows" if has_rows else batch
     enough = page_table.dim() == 2 and (page_table.shape[0] > 0 or batch == 0)
     if not enough or (not has_rows and page_table.shape[0] != batch):
         raise ValueError(

@@ -94,7 +94,8 @@ def apply_rotary_emb(
         cos, sin: (table_len, rotary_dim / 2) of any floating dtype, rotary_dim <= head_dim.
         interleaved: a pair is (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         inplace: write into the memory of x. Go on with the returned tensor: if x is a leaf that
-            requires a gradient, only the returned one knows that it was rotated.
+            requires a gradient, only the returned one knows that it was rotated. Out of a compiled
+            graph it then is a second tensor, with memory of its own.
         seqlen_offsets: the position of each sequence's first row: int, or (batch,) int32 or int64.
         cu_seqlens: (batch + 1,) int32 or int64: where each packed sequence starts, and the end.
         max_seqlen: upper bound of the packed lengths, needed with cu_seqlens.
@@ -388,15 +389,17 @@ def _in_place(x: Tensor, rotate: Callable[[Tensor], None]) -> Tensor:
     """Let `rotate` change x, also where PyTorch forbids it: on a leaf that requires a gradient.
 
     There the history goes to a second tensor on the same memory. A compiled graph cannot return
-    such an alias (it would lose the history), so PyTorch's own error stands.
+    such an alias, so its second tensor has memory of its own.
     """
-    leaf = x.is_leaf and x.requires_grad and torch.is_grad_enabled()
-    if leaf and not torch.compiler.is_compiling():
-        rotated = x.clone()
-        rotate(rotated)
-        return x.detach().copy_(rotated)
-    rotate(x)
-    return x
+    if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
+        rotate(x)
+        return x
+    rotated = x.clone()
+    rotate(rotated)
+    if torch.compiler.is_compiling():
+        x.detach().copy_(rotated.detach())
+        return rotated
+    return x.detach().copy_(rotated)
 
 
 class _Angles(NamedTuple):
