@@ -161,7 +161,7 @@ def bwd(
     )
     _check_generator(generator)
     results = (dout, out, softmax_lse)
-    return _backward((q, k, v), None, arguments, results, (dq, dk, dv), rng_state)
+    return backward((q, k, v), None, arguments, results, (dq, dk, dv), rng_state)
 
 
 def varlen_bwd(
@@ -205,7 +205,7 @@ def varlen_bwd(
     _check_generator(generator)
     layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     results = (dout, out, softmax_lse)
-    return _backward((q, k, v), layout, arguments, results, (dq, dk, dv), rng_state)
+    return backward((q, k, v), layout, arguments, results, (dq, dk, dv), rng_state)
 
 
 def fwd_kvcache(
@@ -299,14 +299,35 @@ def _forward(
         return [result, lse, S_dmask, rng_state]
 
 
-def _backward(
+def backward(
     qkv: QKV,
     layout: Packed | None,
     arguments: Arguments,
     results: tuple[Tensor, Tensor, Tensor],
     targets: tuple[Tensor | None, Tensor | None, Tensor | None],
-    rng_state: Tensor | None,
+    rng_state: Tensor | None = None,
 ) -> list[Tensor]:
+    """[dq, dk, dv, softmax_d] of `bwd` or, with a layout, `varlen_bwd`.
+
+    Args:
+        results: (dout, out, softmax_lse).
+        targets: where to write dq, dk and dv.
+    """
+    operands, found = gradients(qkv, layout, arguments, results, targets, rng_state)
+    dout, out, _ = results
+    return [*found[:3], _softmax_d(dout, out, operands)]
+
+
+def gradients(
+    qkv: QKV,
+    layout: Packed | None,
+    arguments: Arguments,
+    results: tuple[Tensor, Tensor, Tensor],
+    targets: tuple[Tensor | None, Tensor | None, Tensor | None],
+    rng_state: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> tuple[Operands, list[Tensor]]:
+    """The operands of `backward`, and dq, dk, dv, dbias and dsink."""
     dout, out, lse = results
     with torch.no_grad():
         operands, (problem, options, _) = decided(qkv, layout, arguments, None, None)
@@ -322,14 +343,14 @@ def _backward(
         for name, target, x in zip(("dq", "dk", "dv"), targets, (q, k, v), strict=True):
             if target is not None:
                 _check_shape(name, target, tuple(x.shape))
-        gradients = torch.ops.flashtile.attention_backward(
-            dout, None, out, lse, False, *operands, *options
+        found = torch.ops.flashtile.attention_backward(
+            dout, dlse, out, lse, False, *operands, *options
         )
         written = [
             gradient if target is None else target.copy_(gradient)
-            for target, gradient in zip(targets, gradients, strict=False)
+            for target, gradient in zip(targets, found, strict=False)
         ]
-        return [*written, _softmax_d(dout, out, operands)]
+        return operands, [*written, *found[3:]]
 
 
 def _chosen(problem: AttentionProblem, options: Options) -> tuple[AttentionProblem, Options]:

@@ -1,0 +1,453 @@
+"""``flash_attn_interface`` of FlashAttention-3: its names, positional order, defaults and results.
+
+The options mean what they mean in `flashtile.attention`, which also says what they accept; so any
+head dim, page size and device works, and `attention_chunk` has gradients. Two results differ from
+FlashAttention-3's: the log-sum-exp of a query that sees no key is -inf also where there are no keys
+at all, and the parts of split keys, which `flash_attn_with_kvcache` returns behind it, are empty.
+
+Source: FlashAttention commit 0251105a, ``hopper/flash_attn_interface.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, combine, flash_attn_2_cuda
+from .api import attention, attention_varlen, attention_with_kvcache
+from .call import Arguments, Packed, WindowSize
+from .flash_attn_2_interface import maybe_contiguous, round_multiple
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+    "maybe_contiguous",
+    "round_multiple",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flashtile.attention`; with `return_attn_probs` it returns (out, lse)."""
+    return attention(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flashtile.attention_varlen`; with `return_attn_probs` it returns (out, lse)."""
+    return attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of qkv (batch, seq, 3, heads, head_dim); or, where keys have fewer heads,
+    (batch, seq, num_heads_q + 2 * kv_heads, head_dim).
+    """
+    q, k, v = _unpacked(qkv, num_heads_q)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """`flashtile.attention_with_kvcache`; with `return_softmax_lse` it returns (out, lse,
+    out_accum, lse_accum), of which the last two are empty.
+    """
+    result = attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        qv=qv,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        max_seqlen_q=max_seqlen_q,
+        rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        rotary_interleaved=rotary_interleaved,
+        scheduler_metadata=scheduler_metadata,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+        return_lse=return_softmax_lse,
+    )
+    return (*result, *_no_parts(q)) if return_softmax_lse else result
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `flashtile.flash_attn_combine`."""
+    return combine.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """What `scheduler_metadata` takes: int32, empty, for flashtile plans from sizes, which need no
+    preparation. On the device of `cache_seqlens`.
+
+    Raises:
+        ValueError, TypeError: `cache_seqlens` or a hint is not what the call would take.
+    """
+    checks.tensor("cache_seqlens", cache_seqlens)
+    checks.per_sequence("cache_seqlens", cache_seqlens, cache_seqlens, batch_size)
+    checks.splits(num_splits)
+    checks.hints(pack_gqa, sm_margin, None, cache_seqlens)
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, softmax_lse, out_accum, softmax_lse_accum), of which the last two are empty.
+
+    With an argument that only caches have it is `flashtile.attention_with_kvcache`, which records
+    no gradient; else `flashtile.attention`, or with `cu_seqlens_k` `flashtile.attention_varlen`.
+    """
+    shared: dict[str, Any] = {
+        "qv": qv,
+        "out": out_,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": (window_size_left, window_size_right),
+        "attention_chunk": attention_chunk,
+        "softcap": softcap,
+        "num_splits": num_splits,
+        "pack_gqa": pack_gqa,
+        "sm_margin": sm_margin,
+        "return_lse": True,
+    }
+    of_caches = {
+        "k_new": k_new,
+        "v_new": v_new,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "page_table": page_table,
+        "kv_batch_idx": kv_batch_idx,
+        "leftpad_k": leftpad_k,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "seqlens_rotary": seqlens_rotary,
+    }
+    given = [name for name, x in of_caches.items() if x is not None]
+    result: Any
+    if cu_seqlens_k is not None:
+        if given:
+            raise ValueError(f"{given[0]}: goes with a cache, not with cu_seqlens_k")
+        packing: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        shared |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+        result = attention_varlen(q, k, v, *packing, **shared)
+    elif cu_seqlens_q is None and not given:
+        result = attention(q, k, v, seqused_q=seqused_q, seqused_k=seqused_k, **shared)
+    elif seqused_q is not None:
+        raise NotImplementedError("seqused_q: does not go with a cache; shorten cu_seqlens_q")
+    else:
+        shared |= {_NAMES_OF_CACHES.get(name, name): x for name, x in of_caches.items()}
+        result = attention_with_kvcache(
+            q,
+            k,
+            v,
+            **shared,
+            rotary_interleaved=rotary_interleaved,
+            scheduler_metadata=scheduler_metadata,
+            cache_seqlens=seqused_k,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+        )
+    return (*result, *_no_parts(q))
+
+
+# Arguments of `_flash_attn_forward` that `attention_with_kvcache` calls otherwise.
+_NAMES_OF_CACHES = {
+    "k_new": "k",
+    "v_new": "v",
+    "kv_batch_idx": "cache_batch_idx",
+    "leftpad_k": "cache_leftpad",
+    "seqlens_rotary": "rotary_seqlens",
+}
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Write the gradients into dq, dk and dv; returns softmax_d of `flash_attn_2_cuda.bwd` or, with
+    `cu_seqlens_q`, `varlen_bwd`. (`sequed_q` and `sequed_k` are FlashAttention-3's own names.)
+    """
+    arguments = Arguments(
+        softmax_scale=softmax_scale,
+        causal=is_causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        seqused_q=sequed_q,
+        seqused_k=sequed_k,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+    )
+    layout: Any = None
+    if cu_seqlens_q is not None:
+        layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)  # type: ignore[arg-type]
+    results = (dout, out, softmax_lse)
+    return flash_attn_2_cuda.backward((q, k, v), layout, arguments, results, (dq, dk, dv))[3]
+
+
+def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """q, k and v in one tensor: on top of each other, or their heads behind each other."""
+    checks.tensor("qkv", qkv)
+    if qkv.dim() == 5:
+        return checks.unpacked("qkv", qkv, 3, "batch, seq, 3, heads, head_dim")
+    checks.rank("qkv", qkv, "batch, seq, num_heads_q + 2 * kv_heads, head_dim")
+    if num_heads_q is None:
+        raise ValueError("num_heads_q: got None, want the number of query heads in a 4-dim qkv")
+    heads = qkv.shape[2] - checks.length("num_heads_q", num_heads_q)
+    if heads < 2 or heads % 2:
+        raise ValueError(
+            f"num_heads_q: got {num_heads_q} of {qkv.shape[2]} heads, want an even number of heads "
+            "left for keys and values"
+        )
+    return qkv.split([num_heads_q, heads // 2, heads // 2], dim=2)
+
+
+def _no_parts(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out_accum and lse_accum where there are none."""
+    empty = torch.empty(0, device=q.device)
+    return empty, empty.clone()

@@ -1,0 +1,412 @@
+"""``flash_attn.cute`` of FlashAttention-4: its names, positional order, defaults and results.
+
+The functions always return (out, lse). lse is None where nobody wants it; with `qv` its heads are
+last, as FlashAttention-4 has it. A window side is unbounded when it is None, and -1 is an offset
+like any other. Queries may be padded, (batch, seq, ...), with packed keys, and the reverse. What
+needs the functions of its domain-specific language (`score_mod`, `mask_mod`), its block-sparse
+tensors or `gather_kv_indices` raises NotImplementedError by name.
+
+Source: FlashAttention commit 0251105a, ``flash_attn/cute/interface.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks, flash_attn_2_cuda
+from .call import Arguments, Packed
+from .combine import flash_attn_combine
+from .flash_attn_4_layouts import Layout, Tensors, attend
+from .masks import Window
+
+__all__ = [
+    "SchedulerMetadataTensorsTorch",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+]
+
+WindowSize = tuple[int | None, int | None]
+Result = tuple[Tensor, Tensor | None]
+
+# Head dim at which FlashAttention-4 takes a tensor that is both keys and values for latent keys.
+SHARED_HEAD_DIM = 512
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> Result:
+    """(out, lse) of `flashtile.attention`; `learnable_sink` is its `sink`."""
+    _refuse(
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    )
+    return _forward(
+        Tensors(q, k, v, qv),
+        Layout(),
+        return_lse,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=Window(*window_size),
+        sink=learnable_sink,
+        softcap=softcap,
+        num_splits=max(num_splits, 0),
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> Result:
+    """(out, lse) of `flashtile.attention_varlen`; `learnable_sink` is its `sink`.
+
+    Args:
+        q, qv: (total_q, heads, head dim) with `cu_seqlens_q`, else (batch, seq_q, heads, head dim).
+        k, v: likewise; with `page_table` (num_pages, page_size, kv_heads, head dim).
+        max_seqlen_q, max_seqlen_k: by default all the tokens, an upper bound that reads nothing.
+        page_table: goes with `seqused_k`, the tokens in each sequence's pages; by default all.
+        min_seqlen_k, scheduler_metadata, disable_scheduler_metadata: hints, which are ignored.
+    """
+    _refuse(
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        seqlen_k_per_split=seqlen_k_per_split,
+    )
+    _check_metadata(scheduler_metadata)
+    layout = Layout(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table
+    )
+    return _forward(
+        Tensors(q, k, v, qv),
+        layout,
+        return_lse,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=Window(*window_size),
+        sink=learnable_sink,
+        softcap=softcap,
+        num_splits=max(num_splits, 0),
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+    )
+
+
+class SchedulerMetadataTensorsTorch(NamedTuple):
+    """What `get_scheduler_metadata` returns: nothing, under FlashAttention-4's names."""
+
+    num_m_blocks_ptr: Tensor | None = None
+    num_splits_dynamic_ptr: Tensor | None = None
+    virtual_batch_idx_ptr: Tensor | None = None
+    num_nheads_in_l2_ptr: Tensor | None = None
+    tile_count_semaphore: Tensor | None = None
+    cu_total_m_blocks: Tensor | None = None
+    cu_total_splits_m_blocks: Tensor | None = None
+    blocks_to_batch_idx: Tensor | None = None
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: bool | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
+) -> SchedulerMetadataTensorsTorch:
+    """What `scheduler_metadata` takes: nothing, for flashtile plans from sizes."""
+    _refuse(seqlen_k_per_split=seqlen_k_per_split)
+    if all(x is None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
+        raise ValueError("cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: want one of them")
+    return SchedulerMetadataTensorsTorch()
+
+
+def _flash_attn_fwd(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    learnable_sink: Tensor | None = None,
+    tile_mn: tuple[int, int] | None = None,
+    mma_pv_is_rs: bool | None = None,
+    intra_wg_overlap: bool | None = None,
+    num_threads: int = 384,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    _arch: int | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """(out, lse, None, None) of the functions above, without recording gradients.
+
+    q and k may be None, for queries `qv` of keys that are the values. `tile_mn`, `mma_pv_is_rs`,
+    `intra_wg_overlap`, `num_threads` and `_arch` tune FlashAttention-4's kernels and are ignored.
+    """
+    _refuse(
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        seqlen_k_per_split=seqlen_k_per_split,
+    )
+    wants_lse = return_lse or any(
+        x is not None and x.requires_grad for x in (q, k, v, qv, learnable_sink)
+    )
+    heads_last = qv is not None
+    if q is None or k is None:
+        if qv is None or k is not q:
+            raise ValueError("q, k: got one of them None, want both or, with qv, neither")
+        q, k, qv = qv, v, None
+    _check_metadata(scheduler_metadata)
+    layout = Layout(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table
+    )
+    with torch.no_grad():
+        found, found_lse = attend(
+            Tensors(q, k, v, qv),
+            layout,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=Window(window_size_left, window_size_right),
+            sink=learnable_sink,
+            softcap=softcap,
+            num_splits=max(num_splits, 0),
+            pack_gqa=pack_gqa,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
+        if heads_last:
+            found_lse = found_lse.transpose(-1, -2).contiguous()
+        if out is not None:
+            checks.shape("out", out, tuple(found.shape), "q's shape with v's head dim")
+            found = out.copy_(found)
+        if lse is not None:
+            checks.shape("lse", lse, tuple(found_lse.shape), "one number for each query and head")
+            found_lse, wants_lse = lse.copy_(found_lse), True
+    return found, found_lse if wants_lse else None, None, None
+
+
+def _flash_attn_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    m_block_size: int = 64,
+    n_block_size: int = 128,
+    num_threads: int = 256,
+    pack_gqa: bool = False,
+    num_stages_Q: int = 2,
+    num_stages_dO: int = 2,
+    SdP_swapAB: bool = False,
+    dKV_swapAB: bool = False,
+    dQ_swapAB: bool = False,
+    AtomLayoutMSdP: int = 2,
+    AtomLayoutNdKV: int = 2,
+    AtomLayoutMdQ: int = 2,
+    V_in_regs: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = False,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    dlse: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv), with `learnable_sink` its gradient too; both sides padded, or both packed.
+
+    The block sizes, stages, swaps and layouts tune FlashAttention-4's kernels and are ignored.
+    """
+    _refuse(
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+    )
+    arguments = Arguments(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=Window(window_size_left, window_size_right),
+        softcap=softcap,
+        sink=learnable_sink,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        deterministic=deterministic,
+        pack_gqa=pack_gqa,
+    )
+    layout = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        M = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+        N = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+        layout = Packed(cu_seqlens_q, cu_seqlens_k, M, N)
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise NotImplementedError("cu_seqlens_q, cu_seqlens_k: got one of them, want both or none")
+    _, found = flash_attn_2_cuda.gradients(
+        (q, k, v), layout, arguments, (dout, out, lse), (dq, dk, dv), dlse=dlse
+    )
+    return tuple(found[:3]) if learnable_sink is None else (*found[:3], found[4])
+
+
+def _forward(tensors: Tensors, layout: Layout, return_lse: bool, **options: Any) -> Result:
+    """(out, lse) with FlashAttention-4's layout of lse, None where nobody wants it."""
+    q, k, v, qv = tensors
+    out, lse = attend(tensors, layout, **options)
+    if qv is not None or (k is v and v.shape[-1] == SHARED_HEAD_DIM):
+        lse = lse.transpose(-1, -2).contiguous()
+    if return_lse:
+        return out, lse
+    given = (q, k, v, qv, options["sink"])
+    has_gradient = any(x is not None and x.requires_grad for x in given)
+    return out, lse.detach() if has_gradient else None
+
+
+def _check_metadata(given: Any) -> None:
+    if given is not None and not isinstance(given, SchedulerMetadataTensorsTorch):
+        got = type(given).__name__
+        raise TypeError(f"scheduler_metadata: got {got}, want what get_scheduler_metadata returns")
+
+
+_WHY = {
+    "gather_kv_indices": "top-k keys are not supported; pass them as a block_mask to "
+    "flashtile.attention",
+    "score_mod": "functions of the scores are not supported; flashtile.attention has softcap, "
+    "alibi_slopes and bias",
+    "mask_mod": "functions of the mask are not supported; flashtile.attention takes a block_mask",
+    "block_sparse_tensors": "not supported; flashtile.attention takes a block_mask",
+    "seqlen_k_per_split": "parts of a given size are not supported; num_splits=1 makes a sequence "
+    "independent of the batch",
+}
+
+
+def _refuse(**given: Any) -> None:
+    """Raise for what is given of the arguments that nothing here can honour."""
+    for name, value in given.items():
+        if value is not None:
+            why = _WHY.get(name.removesuffix("_bwd"), "belongs to score_mod and mask_mod")
+            raise NotImplementedError(f"{name}: {why}")
