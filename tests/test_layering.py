@@ -64,7 +64,7 @@ REQUIRED = {"torch", "typing_extensions"}
 OPTIONAL = {
     "bench": {"rich", "matplotlib"},
     "cli": {"rich", "matplotlib", "transformers", "gguf", "triton"},
-    "integrations": {"transformers"},
+    "integrations": {"diffusers", "transformers"},
     "backends": {"triton"},
 }
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from .. import lazy
 
 if TYPE_CHECKING:
-    from . import sdpa, torch_registry, transformers
+    from . import diffusers, sdpa, torch_registry, transformers
 else:
-    __getattr__, __dir__ = lazy.submodules(__name__, "sdpa", "torch_registry", "transformers")
+    __getattr__, __dir__ = lazy.submodules(
+        __name__, "diffusers", "sdpa", "torch_registry", "transformers"
+    )

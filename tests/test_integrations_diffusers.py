@@ -1,0 +1,134 @@
+"""Tiny transformers of diffusers: the same output and gradients on its native backend and ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile.integrations import diffusers as flashtile_diffusers
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11 or newer")
+
+
+@pytest.fixture(autouse=True)
+def native_backend_before_and_after(monkeypatch):
+    """Choosing a model's backend sets diffusers' default, too."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    native = AttentionBackendName.NATIVE
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", native)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of our attention."""
+    found = []
+    function = flashtile_diffusers.scaled_dot_product_attention
+    monkeypatch.setattr(
+        flashtile_diffusers,
+        "scaled_dot_product_attention",
+        lambda *arguments: found.append(1) or function(*arguments),
+    )
+    return found
+
+
+def flux():
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 9, 4),
+        "encoder_hidden_states": torch.randn(2, 5, 32),
+        "pooled_projections": torch.randn(2, 32),
+        "timestep": torch.tensor([1.0, 0.3]),
+        "img_ids": torch.randint(0, 9, (9, 3)),
+        "txt_ids": torch.zeros(5, 3),
+    }
+    return model, inputs, 2
+
+
+def wan():
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=1,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 2, 6, 6),
+        "timestep": torch.tensor([3, 5]),
+        "encoder_hidden_states": torch.randn(2, 7, 16),
+    }
+    return model, inputs, 2
+
+
+@pytest.mark.parametrize("make", [flux, wan])
+def test_a_model_with_gradients(make, calls, seed):
+    model, inputs, attentions = make()
+    for parameter in model.parameters():  # some are zero at first, which would hide attention
+        torch.nn.init.normal_(parameter, std=0.2)
+
+    def output_and_gradients():
+        out = model(**inputs, return_dict=False)[0]
+        return [out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))]
+
+    want = output_and_gradients()
+    assert not calls
+    model.set_attention_backend(flashtile_diffusers.register())
+    got = output_and_gradients()
+    assert len(calls) == attentions
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-3)
+    model.set_attention_backend("native")
+    assert torch.equal(output_and_gradients()[0], want[0])
+    assert len(calls) == attentions
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (3, 1, 1, 8), (3, 2, 5, 8)])
+@pytest.mark.parametrize("checks", [False, True])
+def test_masks(shape, checks, calls, seed, monkeypatch):
+    """(batch, seq_k) is a padding mask."""
+    from diffusers.models import attention_dispatch
+
+    monkeypatch.setattr(attention_dispatch._AttentionBackendRegistry, "_checks_enabled", checks)
+    q = torch.randn(3, 5, 2, 8)
+    k, v = torch.randn(2, 3, 8, 2, 8).unbind()
+    mask = torch.rand(shape) > 0.4
+    mask[..., 0] = True
+    want = attention_dispatch.dispatch_attention_fn(q, k, v, mask)
+    with diffusers.attention_backend(flashtile_diffusers.register()):
+        got = attention_dispatch.dispatch_attention_fn(q, k, v, mask)
+    assert len(calls) == 1
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_registering_again_changes_nothing():
+    name = flashtile_diffusers.register()
+    names = list(diffusers.models.attention_dispatch.AttentionBackendName)
+    assert flashtile_diffusers.register() == name == "flashtile"
+    assert list(diffusers.models.attention_dispatch.AttentionBackendName) == names
+    assert names.count(name) == 1
+
+
+def test_what_is_refused():
+    q = torch.randn(1, 5, 2, 8)
+    with pytest.raises(NotImplementedError, match="return_lse"):
+        flashtile_diffusers.attend(q, q, q, return_lse=True)
+    with pytest.raises(NotImplementedError, match="parallel"):
+        flashtile_diffusers.attend(q, q, q, _parallel_config=object())
