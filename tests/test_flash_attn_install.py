@@ -182,3 +182,21 @@ def test_as_flash_attn_runs_scripts_and_modules(tmp_path, as_module):
 def test_as_flash_attn_says_how_to_call_it(arguments):
     with pytest.raises(SystemExit, match="usage: "):
         as_flash_attn.main(arguments)
+
+
+def test_flash_attention_3_and_4():
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    wanted, wanted_lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
+    with flash_attn.install():
+        from flash_attn.cute import flash_attn_func as fa4_func
+        from flash_attn.cute.interface import _flash_attn_fwd
+        from flash_attn_3.flash_attn_interface import flash_attn_with_kvcache
+        from flash_attn_interface import flash_attn_func as fa3_func
+
+        assert torch.equal(fa3_func(q, k, v, None, True), wanted)
+        assert torch.equal(fa4_func(q, k, v, causal=True)[0], wanted)
+        assert torch.equal(_flash_attn_fwd(q, k, v, causal=True, return_lse=True)[1], wanted_lse)
+        assert len(flash_attn_with_kvcache(q, k, v, return_softmax_lse=True)) == 4
+        owners = importlib.metadata.packages_distributions()
+        assert "flash_attn_3" in owners["flash_attn_interface"]
+        assert {"flash-attn", "flash-attn-4"} <= set(owners["flash_attn"])

@@ -74,6 +74,31 @@ FLASH_ATTN_2 = Package(
     },
 )
 
-# FlashAttention-4 lives inside of the name flash_attn, as flash_attn.cute; a package whose roots
-# lie under another's is looked at first.
-PACKAGES: tuple[Package, ...] = (FLASH_ATTN_2,)
+FLASH_ATTN_3 = Package(
+    distribution="flash_attn_3",
+    version="3.0.0",
+    marker="flash_attn_interface",
+    modules={
+        "flash_attn_interface": Contents(("flash_attn_3_interface",)),
+        "flash_attn_3": Contents(constants=(("__version__", "3.0.0"),)),
+        "flash_attn_3.flash_attn_interface": Contents(("flash_attn_3_interface",)),
+    },
+)
+
+# FlashAttention-4 lives inside of the name flash_attn; a package whose roots lie under another's is
+# looked at first.
+FLASH_ATTN_4 = Package(
+    distribution="flash-attn-4",
+    version="4.0.0",
+    marker="flash_attn.cute.interface",
+    modules={
+        "flash_attn.cute": Contents(
+            ("flash_attn_4_interface",),
+            names=("flash_attn_func", "flash_attn_varlen_func"),
+            constants=(("__version__", "4.0.0"),),
+        ),
+        "flash_attn.cute.interface": Contents(("flash_attn_4_interface",)),
+    },
+)
+
+PACKAGES: tuple[Package, ...] = (FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4)
