@@ -10,6 +10,7 @@ from typing_extensions import Never
 
 from . import autograd, checks, dropout, kvcache
 from .absorbed import absorb_operands
+from .attn_mask import with_masks
 from .call import (
     Arguments,
     WindowSize,
@@ -36,6 +37,8 @@ def attention(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     block_mask: Any = None,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -88,6 +91,12 @@ def attention(
         sink: (heads,), a logit that takes part in the softmax's denominator with value 0; has a
             gradient.
         block_mask: `BlockMask`, or FlexAttention's; tiles it leaves empty are not touched.
+        attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
+            where a query sees a key; it is cut into tiles, for which the host waits for a GPU.
+            Floating: added to the scores as `bias` is, with a gradient.
+        key_padding_mask: (batch, seq_k) bool, True for the keys that take part, as in flash_attn's
+            modules (PyTorch's `nn.MultiheadAttention` means the opposite). Positions do not
+            shift: left and right padding and holes are alike.
         dropout_p: probability in [0, 1) with which a probability is dropped; the rest scale by ``1
             / (1 - p)``.
         seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
@@ -120,6 +129,8 @@ def attention(
     """
     if unknown:
         raise checks.unexpected_keywords(unknown, attention)
+    if attn_mask is not None or key_padding_mask is not None:
+        bias, block_mask = with_masks(q, k, attn_mask, key_padding_mask, bias, block_mask)
     arguments = Arguments(
         qv=qv,
         softmax_scale=softmax_scale,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import backends, checks, dispatch
+from .attn_mask import with_masks
 from .call import Arguments, dense_call, packed_call
 from .packing import Layout, as_packed
 from .problem import AttentionProblem, Operands, Options, dtype_name
@@ -50,6 +51,9 @@ class Explanation(NamedTuple):
         return str(self)
 
 
+MASKS = ("attn_mask", "key_padding_mask")  # arguments of `attention` that become others
+
+
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **options: Any
 ) -> Explanation:
@@ -66,6 +70,12 @@ def explain(
     """
     wants_probabilities = checks.flag("return_attn_probs", options.pop("return_attn_probs", False))
     names = {name: options.pop(name) for name in Layout._fields if name in options}
+    masks = {name: options.pop(name) for name in MASKS if name in options and not names}
+    if any(mask is not None for mask in masks.values()):
+        attn_mask, key_padding_mask = (masks.get(name) for name in MASKS)
+        others = options.get("bias"), options.get("block_mask")
+        bias, block_mask = with_masks(q, k, attn_mask, key_padding_mask, *others)
+        options |= {"bias": bias, "block_mask": block_mask}
     if unknown := options.keys() - {*Arguments._fields}:
         raise checks.unexpected_keywords(sorted(unknown), Arguments)
     arguments = Arguments(**options)

@@ -42,7 +42,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("kvcache",),
     ("append", "prefill"),
     ("call",),
-    ("packing",),
+    ("packing", "attn_mask"),
     ("checks", "recall", "absorbed"),
     ("bert_padding", "layers"),
     ("dispatch",),

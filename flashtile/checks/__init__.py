@@ -12,10 +12,13 @@ from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qk
 from .on_host import checking_values, cumulative_values, values
 from .optional_tensors import (
     absorbed,
+    attn_mask,
     block_mask_lengths,
+    broadcastable,
     extras,
     flex_mask_lengths,
     float8_forward_only,
+    key_padding_mask,
 )
 from .results import output, workspace
 from .scalars import integer, length, number, options, splits

@@ -18,7 +18,6 @@ def extras(operands: Operands, M: int, N: int) -> None:
     B, Hq, Hk = batch_size(operands), q.shape[-2], k.shape[-2]
     per_sequence("seqused_q", operands.seqused_q, q, B)
     per_sequence("seqused_k", operands.seqused_k, q, B)
-    floating("bias", operands.bias, q)
     floating("sink", operands.sink, q)
     floating("alibi_slopes", operands.alibi_slopes, q)
     if operands.sink is not None:
@@ -26,15 +25,52 @@ def extras(operands: Operands, M: int, N: int) -> None:
     if operands.alibi_slopes is not None:
         _alibi(operands.alibi_slopes, B, Hq)
     if operands.bias is not None:
-        for size, full in zip(operands.bias.shape, (B, Hq, M, N), strict=True):
-            if size not in (1, full):
-                raise ValueError(
-                    f"bias: got shape {shape_of(operands.bias)}, want one that broadcasts to "
-                    f"(batch, heads, seq_q, seq_k) = {(B, Hq, M, N)}"
-                )
+        broadcastable("bias", operands.bias, q, (B, Hq, M, N))
     if operands.tile_kinds is not None:
         _block_mask(operands, B, Hq)
     _descales(operands, B, Hk, M, N)
+
+
+def broadcastable(name: str, x: Any, q: Tensor, sizes: tuple[int, ...]) -> None:
+    """A floating tensor that broadcasts to `sizes`, (batch, heads, seq_q, seq_k)."""
+    floating(name, x, q)
+    _broadcasts(name, x, sizes)
+
+
+def attn_mask(x: Any, q: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """A bool or a floating tensor that broadcasts to `sizes`, with four dimensions."""
+    tensor("attn_mask", x)
+    if x.dtype != torch.bool and (not x.is_floating_point() or x.dtype in FLOAT8):
+        raise TypeError(
+            f"attn_mask: got dtype {x.dtype}, want torch.bool (True: the query sees the key) or a "
+            "floating dtype (added to the scores)"
+        )
+    same_device("attn_mask", x, q)
+    _broadcasts("attn_mask", x, sizes)
+    return x[(None,) * (4 - x.dim())]
+
+
+def key_padding_mask(x: Any, q: Tensor, sizes: tuple[int, int]) -> None:
+    """A bool tensor (batch, seq_k)."""
+    tensor("key_padding_mask", x)
+    if x.dtype != torch.bool:
+        raise TypeError(
+            f"key_padding_mask: got dtype {x.dtype}, want torch.bool, True for the keys that take "
+            "part"
+        )
+    same_device("key_padding_mask", x, q)
+    shape("key_padding_mask", x, sizes, "(batch, seq_k)")
+
+
+def _broadcasts(name: str, x: Tensor, sizes: tuple[int, ...]) -> None:
+    aligned = sizes[max(0, len(sizes) - x.dim()) :]
+    if x.dim() > 4 or any(
+        size not in (1, full) for size, full in zip(x.shape, aligned, strict=True)
+    ):
+        raise ValueError(
+            f"{name}: got shape {shape_of(x)}, want one that broadcasts to (batch, heads, seq_q, "
+            f"seq_k) = {sizes}"
+        )
 
 
 def absorbed(qv: Any, q: Tensor, v: Tensor) -> None:

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention
+from ..attn_mask import options_of
 from ..flags import flag
 from . import bypasses, nested
-from .bool_masks import options_of
 from .shared_effects import SharedEffect
 
 

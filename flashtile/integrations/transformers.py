@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
 from ..api import attention, attention_varlen, attention_with_kvcache
-from .bool_masks import options_of
+from ..attn_mask import options_of
 from .transformers_loader import DoorChangedError, open_door
 from .transformers_masks import (
     Packing,

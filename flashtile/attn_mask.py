@@ -1,0 +1,103 @@
+"""`attn_mask` and `key_padding_mask` as the options that cost least: a `BlockMask` or a bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .masks import BlockMask
+
+# On a CPU a tile is a handful of library calls, whose overhead wants larger tiles than a GPU's
+# shared memory.
+CPU_TILE, GPU_TILE = (256, 256), (128, 128)
+
+
+def with_masks(
+    q: Any, k: Any, attn_mask: Any, key_padding_mask: Any, bias: Any, block_mask: Any
+) -> tuple[Any, Any]:
+    """`bias` and `block_mask` of a call of `attention` that has these masks as well.
+
+    Raises:
+        ValueError, TypeError: a mask does not fit q (batch, seq_q, heads, head_dim) and k (batch,
+            seq_k, kv_heads, head_dim).
+    """
+    checks.rank("q", q, "batch, seq_q, heads, head_dim")
+    checks.rank("k", k, "batch, seq_k, kv_heads, head_dim")
+    (B, M, Hq), N = q.shape[:3], k.shape[1]
+    visible = None
+    if attn_mask is not None:
+        attn_mask = checks.attn_mask(attn_mask, q, (B, Hq, M, N))
+        if attn_mask.dtype == torch.bool:
+            visible = attn_mask
+        else:
+            bias = _sum(bias, attn_mask, q, (B, Hq, M, N))
+    if key_padding_mask is not None:
+        checks.key_padding_mask(key_padding_mask, q, (B, N))
+        kept = key_padding_mask[:, None, None]
+        visible = kept if visible is None else visible & kept
+    if visible is None:
+        return bias, block_mask
+    if block_mask is not None:  # of which a call takes one
+        return _sum(bias, additive(visible), q, (B, Hq, M, N)), block_mask
+    options = options_of(visible, M, N)
+    if "bias" in options:
+        return _sum(bias, options["bias"], q, (B, Hq, M, N)), None
+    return bias, options["block_mask"]
+
+
+def _sum(bias: Any, other: Tensor, q: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    if bias is None:
+        return other
+    checks.broadcastable("bias", bias, q, sizes)
+    return bias + other
+
+
+def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
+    """The keyword argument of `flashtile.attention` that applies a bool mask exactly.
+
+    Args:
+        mask: bool, broadcasts to (batch, heads, M, N); True where visible.
+        M, N: number of queries and of keys.
+
+    Returns:
+        ``{"block_mask": ...}``, which skips the tiles that the mask empties and does not mask those
+        it leaves full; while tracing, when the number of such tiles cannot be read, ``{"bias":
+        ...}`` with 0 and -inf.
+    """
+    transforms = torch._C._are_functorch_transforms_active()
+    if transforms or M == 1 or not checks.is_readable(mask):  # one row has no tiles worth finding
+        return {"bias": additive(mask)}
+    return {"block_mask": block_mask(mask, M, N)}
+
+
+def additive(mask: Tensor) -> Tensor:
+    """0 where a bool mask is True, -inf elsewhere."""
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+
+
+def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
+    """Cut `mask` into tiles.
+
+    A dimension that `mask` broadcasts is stored once: a mask of keys takes linear memory.
+    """
+    BM, BN = CPU_TILE if mask.device.type == "cpu" else GPU_TILE
+    BM, BN = min(BM, _power_of_two(M)), min(BN, _power_of_two(N))
+    batch, heads, rows, _ = mask.shape
+    if rows == M:
+        return BlockMask.from_dense(mask.expand(batch, heads, M, N), (BM, BN))
+    one_row = BlockMask.from_dense(mask.expand(batch, heads, BM, N), (BM, BN))
+    repeats = (batch, heads, -(-M // BM), one_row.kinds.shape[3])
+    return BlockMask(
+        one_row.kinds.expand(repeats).contiguous(),
+        one_row.partial_index.expand(repeats).contiguous(),
+        one_row.partial_tiles,
+        (M, N),
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`, and at least 16."""
+    return max(16, 1 << (n - 1).bit_length())

@@ -1,0 +1,116 @@
+"""`attn_mask` and `key_padding_mask` around the backends: PyTorch, errors, `explain`, tracers."""
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing import attention_reference, generator, normal, qkv
+
+
+@pytest.fixture
+def call():
+    return dict(zip("qkv", qkv(generator(0), B=2, M=9, N=11, Hq=4, Hk=4, D=8), strict=True))
+
+
+MATRIX = torch.rand(9, 11, generator=generator(1)) < 0.5
+KEEP = torch.arange(11) < torch.tensor([[4], [11]])
+
+
+@pytest.mark.parametrize("mask", [MATRIX, MATRIX.float()], ids=["bool", "floating"])
+def test_means_what_it_means_in_pytorch(mask, call):
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in call.values()), attn_mask=mask
+    )
+    torch.testing.assert_close(flashtile.attention(**call, attn_mask=mask).transpose(1, 2), wanted)
+
+
+BAD = {
+    "attn_mask of integers": ("attn_mask", MATRIX.int()),
+    "attn_mask of float8": ("attn_mask", torch.zeros(9, 11).to(torch.float8_e4m3fn)),
+    "attn_mask of other lengths": ("attn_mask", MATRIX[:, :7]),
+    "attn_mask of rank 5": ("attn_mask", torch.zeros(1, 1, 1, 9, 11)),
+    "attn_mask is a list": ("attn_mask", [True]),
+    "attn_mask on meta": ("attn_mask", MATRIX.to("meta")),
+    "key_padding_mask of integers": ("key_padding_mask", KEEP.int()),
+    "key_padding_mask of floats": ("key_padding_mask", KEEP.float()),
+    "key_padding_mask without a batch": ("key_padding_mask", KEEP[0]),
+    "key_padding_mask of other lengths": ("key_padding_mask", KEEP[:, :5]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused(case, call):
+    name, mask = BAD[case]
+    with pytest.raises((TypeError, ValueError), match=f"{name}: "):
+        flashtile.attention(**call, **{name: mask})
+    with pytest.raises((TypeError, ValueError), match=f"{name}: "):
+        flashtile.explain(**call, **{name: mask})
+
+
+def test_a_bad_bias_is_named(call):
+    with pytest.raises(ValueError, match="bias: got shape"):
+        flashtile.attention(**call, bias=torch.zeros(9, 10), attn_mask=MATRIX.float())
+    with pytest.raises(ValueError, match="q: got shape"):
+        flashtile.attention(call["q"][0], call["k"], call["v"], attn_mask=MATRIX)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_the_other_functions_say_what_to_use(name, call):
+    packed = {n: x.flatten(0, 1) for n, x in call.items()}
+    with pytest.raises(TypeError, match=f"attention_varlen.*{name}.*want .*(bias|seqused_k)"):
+        flashtile.attention_varlen(**packed, **{name: MATRIX})
+    cache = {"q": call["q"], "k_cache": call["k"], "v_cache": call["v"]}
+    with pytest.raises(TypeError, match=f"attention_with_kvcache.*{name}.*want .*(bias|seqlens)"):
+        flashtile.attention_with_kvcache(**cache, **{name: MATRIX})
+    with pytest.raises(TypeError, match=name):
+        flashtile.explain(**packed, cu_seqlens_q=torch.tensor([0, 18]), **{name: MATRIX})
+
+
+def test_explain_sees_the_masks(call):
+    assert flashtile.explain(**call, attn_mask=MATRIX).problem.block_tile is not None
+    assert flashtile.explain(**call, key_padding_mask=KEEP).problem.block_tile is not None
+    problem = flashtile.explain(**call, attn_mask=MATRIX.float().requires_grad_()).problem
+    assert problem.has_bias
+    assert problem.bias_needs_grad
+    assert not flashtile.explain(**call, attn_mask=None, key_padding_mask=None).problem.has_bias
+
+
+def test_repeated_calls_take_the_new_masks(call):
+    for seed in range(3):
+        scores = normal(generator(seed), 9, 11)
+        wanted = attention_reference(**call, bias=scores).out
+        torch.testing.assert_close(flashtile.attention(**call, attn_mask=scores), wanted.float())
+        keep = torch.rand(2, 11, generator=generator(seed)) < 0.5
+        wanted = attention_reference(**call, block_mask=keep[:, None, None]).out
+        got = flashtile.attention(**call, key_padding_mask=keep)
+        torch.testing.assert_close(got, wanted.float())
+
+
+@pytest.mark.parametrize("mask", [MATRIX, MATRIX.float()], ids=["bool", "floating"])
+def test_compiled_with_gradients(mask, call):
+    leaves = [x.requires_grad_() for x in call.values()]
+    if mask.is_floating_point():
+        leaves.append(mask := mask.clone().requires_grad_())
+
+    def run(function):
+        out, lse = function(
+            **call, attn_mask=mask, key_padding_mask=KEEP, causal=True, return_lse=True
+        )
+        seen = lse.isfinite()
+        return out, lse, *torch.autograd.grad(out.sum() + lse[seen].sum(), leaves)
+
+    compiled = torch.compile(flashtile.attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for got, wanted in zip(run(compiled), run(flashtile.attention), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_fake_tensors_and_vmap(call):
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) for name, x in call.items()}
+        mask, keep = mode.from_tensor(MATRIX), mode.from_tensor(KEEP)
+        out = flashtile.attention(**fake, attn_mask=mask, key_padding_mask=keep)
+        assert out.shape == (2, 9, 4, 8)
+    masks = torch.rand(3, 9, 11, generator=generator(2)) < 0.5
+    got = torch.vmap(lambda mask: flashtile.attention(**call, attn_mask=mask))(masks)
+    wanted = torch.stack([flashtile.attention(**call, attn_mask=mask) for mask in masks])
+    torch.testing.assert_close(got, wanted)
