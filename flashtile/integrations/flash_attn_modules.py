@@ -63,7 +63,9 @@ FLASH_ATTN_2 = Package(
         "flash_attn.layers": Contents(),
         "flash_attn.layers.rotary": Contents(("layers.rotary",)),
         "flash_attn.losses": Contents(),
-        "flash_attn.losses.cross_entropy": Contents(("losses.cross_entropy",)),
+        "flash_attn.losses.cross_entropy": Contents(
+            ("losses.token_losses", "losses.cross_entropy")
+        ),
         "flash_attn.models": Contents(),
         "flash_attn.models.gpt": Contents(("models.gpt",)),
         "flash_attn.modules": Contents(),
@@ -71,6 +73,9 @@ FLASH_ATTN_2 = Package(
         "flash_attn.modules.embedding": Contents(("modules.embedding",)),
         "flash_attn.modules.mha": Contents(("modules.alibi", "modules.mha")),
         "flash_attn.modules.mlp": Contents(("modules.mlp",)),
+        "flash_attn.ops": Contents(),
+        "flash_attn.ops.triton": Contents(),
+        "flash_attn.ops.triton.cross_entropy": Contents(("losses.token_losses",)),
     },
 )
 

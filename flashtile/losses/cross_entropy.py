@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autocast import autocast_off, cast_inputs
+from .token_losses import cross_entropy_loss, scaled
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -32,6 +33,9 @@ class CrossEntropyLoss(nn.Module):
         label_smoothing: in [0, 1).
         logit_scale: the logits are multiplied by it first.
         lse_square_scale: weight of the z-loss.
+        inplace_backward: let the backward write the gradient over the logits.
+        process_group: of torch.distributed; each process has the logits of its part of the
+            vocabulary, as in `cross_entropy_loss`.
         return_z_loss: return (loss, z_loss): the part of the loss that is z-loss, reduced in the
             same way and without gradient.
 
@@ -46,7 +50,8 @@ class CrossEntropyLoss(nn.Module):
         label_smoothing: float = 0.0,
         logit_scale: float = 1.0,
         lse_square_scale: float = 0.0,
-        *,
+        inplace_backward: bool = False,
+        process_group: Any = None,
         return_z_loss: bool = False,
     ) -> None:
         super().__init__()
@@ -61,40 +66,39 @@ class CrossEntropyLoss(nn.Module):
         self.label_smoothing = label_smoothing
         self.logit_scale = logit_scale
         self.lse_square_scale = lse_square_scale
+        self.inplace_backward = inplace_backward
+        self.process_group = process_group
         self.return_z_loss = return_z_loss
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The loss.
 
         Args:
             input: (..., vocab) logits of any floating dtype.
             target: (...) int64, in [0, vocab) or ignore_index.
+            precomputed_lse: (...), the log-sum-exp of `input` if it is known, as in
+                `cross_entropy_loss`.
 
         Returns:
             A scalar, or the shape of target with reduction "none", in float32 (float64 for
             float64); with return_z_loss also the z-loss.
         """
-        with autocast_off(input):
-            return self._loss(input, target)
-
-    def _loss(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        logits = _scaled(input, self.logit_scale).flatten(0, -2)
-        targets = target.flatten()
-        losses = F.cross_entropy(
-            logits,
-            targets,
-            ignore_index=self.ignore_index,
-            reduction="none",
-            label_smoothing=self.label_smoothing,
+        counts = target.flatten() != self.ignore_index
+        losses, z_losses = cross_entropy_loss(
+            input.flatten(0, -2),
+            target.flatten(),
+            None if precomputed_lse is None else precomputed_lse.flatten(),
+            self.label_smoothing,
+            self.logit_scale,
+            self.lse_square_scale,
+            self.ignore_index,
+            self.inplace_backward,
+            self.process_group,
         )
-        counts = targets != self.ignore_index
-        z_losses = torch.zeros_like(losses)
-        if self.lse_square_scale > 0.0:
-            lse = logits.logsumexp(dim=-1)
-            z_losses = self.lse_square_scale * lse.square() * counts
-            losses = losses + z_losses
         loss, z_loss = (self._reduced(x, counts, target.shape) for x in (losses, z_losses))
-        return (loss, z_loss.detach()) if self.return_z_loss else loss
+        return (loss, z_loss) if self.return_z_loss else loss
 
     def _reduced(self, losses: Tensor, counts: Tensor, shape: torch.Size) -> Tensor:
         if self.reduction == "none":
@@ -120,8 +124,8 @@ def linear_cross_entropy(
         hidden: (..., features).
         weight: (vocab, features).
         target: (...) int64, in [0, vocab) or ignore_index.
-        loss: with reduction "mean" or "sum", and without return_z_loss; ``CrossEntropyLoss()`` by
-            default.
+        loss: with reduction "mean" or "sum", without return_z_loss and process_group;
+            ``CrossEntropyLoss()`` by default.
         bias: (vocab,).
         chunk_tokens: tokens whose logits are in memory at one time.
 
@@ -137,6 +141,8 @@ def linear_cross_entropy(
             "loss: must reduce to one number; got "
             f"reduction={loss.reduction!r}, return_z_loss={loss.return_z_loss}"
         )
+    if loss.process_group is not None:
+        raise ValueError("loss: got a process_group, want a loss of the whole vocabulary")
     if hidden.shape[:-1] != target.shape:
         raise ValueError(
             f"target: expected shape {tuple(hidden.shape[:-1])}, got {tuple(target.shape)}"
@@ -177,7 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if bias is not None:
             dbias = torch.zeros_like(bias, dtype=exact)
         for h, t in zip(hidden.split(chunk_tokens), target.split(chunk_tokens), strict=True):
-            logits = _scaled(F.linear(h, weight, bias), loss.logit_scale)
+            logits = scaled(F.linear(h, weight, bias), loss.logit_scale)
             chunk_loss, dlogits = _sum_and_gradient(logits, t, loss)
             total += share * chunk_loss
             if not with_gradient:
@@ -217,9 +223,3 @@ def _sum_and_gradient(
         gradient -= smoothing / logits.shape[-1]
     gradient.scatter_add_(-1, target, (smoothing - 1) * torch.ones_like(lse))
     return losses.where(counts, 0).sum(), gradient.masked_fill_(~counts, 0)
-
-
-def _scaled(logits: Tensor, scale: float) -> Tensor:
-    """Logits times scale in the dtype to compute in."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if scale == 1.0 else logits * scale

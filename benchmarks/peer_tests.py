@@ -1,0 +1,150 @@
+"""FlashAttention's own tests, unmodified, with flashtile in the place of flash_attn.
+
+    git clone https://github.com/Dao-AILab/flash-attention
+    python benchmarks/peer_tests.py flash-attention tests/test_flash_attn.py --cases 500
+
+A random sample of the file's cases runs under pytest; `--seed` repeats it. Where there is no CUDA
+device, the device "cuda" in the file becomes "cpu" and the questions that it asks `torch.cuda` get
+the answers of an A100. A case that takes longer than `--case-seconds` is stopped, and after
+`--seconds` no new one begins; neither counts as passed. The tests need `einops`, some Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.integrations import flash_attn
+
+
+class TookTooLong(BaseException):
+    """Raised inside a case; no `except Exception` of a test may catch it."""
+
+
+class Sample:
+    """The pytest plugin that draws the cases, watches the clock and counts."""
+
+    def __init__(self, cases: int, seed: int, case_seconds: int, seconds: float) -> None:
+        self.cases, self.seed, self.case_seconds = cases, seed, case_seconds
+        self.seconds, self.end = seconds, float("inf")
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        print(f"{len(items)} cases collected")
+        if self.cases < len(items):
+            items[:] = random.Random(self.seed).sample(items, self.cases)
+        self.end = time.monotonic() + self.seconds
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        signal.signal(signal.SIGALRM, self._stop)
+        signal.alarm(self.case_seconds)
+        try:
+            return (yield)
+        except TookTooLong:
+            self.counts["stopped"] += 1
+            pytest.skip(f"stopped after {self.case_seconds} s")
+        finally:
+            signal.alarm(0)
+
+    def _stop(self, *_: Any) -> None:
+        raise TookTooLong
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome == "skipped":
+            reason = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else "")
+            self.reasons[reason.removeprefix("Skipped: ") or "the test gives no reason"] += 1
+            self.counts["skipped"] += not reason.startswith("Skipped: stopped")
+        elif report.when == "call" or report.outcome == "failed":
+            self.counts[report.outcome] += 1
+        if report.when == "teardown" and sum(self.counts.values()) % 10 == 0:
+            print(f"\n{self.summary()}", flush=True)
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
+        if time.monotonic() > self.end:
+            pytest.exit("out of time", returncode=0)
+
+    def summary(self) -> str:
+        """The counts of the cases so far."""
+        return ", ".join(
+            f"{self.counts[outcome]} {outcome}"
+            for outcome in ("passed", "failed", "skipped", "stopped")
+        )
+
+
+def on_cpu(source: str) -> str:
+    """A test file whose device "cuda" is "cpu"."""
+    source = re.sub(r"""(['"])cuda(:\d+)?\1""", r"\1cpu\1", source)
+    return source.replace(".cuda()", ".cpu()")
+
+
+@contextlib.contextmanager
+def cuda_answers() -> Iterator[None]:
+    """`torch.cuda` with the answers of an A100 to what tests ask it."""
+    answers: dict[str, Any] = {
+        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_properties": lambda device=None: types.SimpleNamespace(
+            total_memory=80 * 2**30, multi_processor_count=108
+        ),
+        "synchronize": lambda device=None: None,
+        "is_bf16_supported": lambda: True,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, answer)
+        yield
+
+
+def main() -> int:
+    """Run the sample; the exit code is pytest's."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="a checkout of flash-attention")
+    parser.add_argument("file", type=Path, help="a test file, from the checkout's root")
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case-seconds", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("-k", default="", help="as in pytest")
+    arguments = parser.parse_args()
+
+    sample = Sample(arguments.cases, arguments.seed, arguments.case_seconds, arguments.seconds)
+    source = (arguments.checkout / arguments.file).read_text()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not torch.cuda.is_available():
+            source = on_cpu(source)
+            stack.enter_context(cuda_answers())
+        (folder / arguments.file.name).write_text(source)
+        stack.enter_context(flash_attn.install(force=True))
+        options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={folder}"]
+        if arguments.k:
+            options += ["-k", arguments.k]
+        code = pytest.main([*options, str(folder / arguments.file.name)], plugins=[sample])
+    for reason, count in sample.reasons.most_common():
+        print(f"{count} not run: {reason}")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"{arguments.file}, flashtile {flashtile.__version__}, torch {torch.__version__}, {device}"
+    )
+    print(sample.summary())
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
