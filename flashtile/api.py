@@ -318,7 +318,7 @@ def attention_with_kvcache(
             that.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions
             ``cache_seqlens + t``, and queries there too when the mask is causal or a window, else
-            all at ``cache_seqlens``.
+            all at ``cache_seqlens``. Float8 is rotated in float32 and rounded to float8 again.
         cache_seqlens: tokens in each sequence's cache before the append, an int or (batch,) int32;
             counts the left pad. By default the whole cache.
         cache_batch_idx: (batch,) int32, the cache row of each sequence, or its row of the

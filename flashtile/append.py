@@ -41,8 +41,17 @@ def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None, own: bool) ->
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     tokens = x.reshape(-1, 1, *x.shape[-2:])  # each token a sequence of one, at its own offset
+    if x.dtype in FLOAT8:
+        tokens = tokens.float()
     rotated = apply_rotary_emb(tokens, cos, sin, interleaved=interleaved, seqlen_offsets=positions)
-    return rotated.reshape(x.shape)
+    return _rounded(rotated, x.dtype).reshape(x.shape)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; in float8 as large as can be at most."""
+    if dtype in FLOAT8:
+        x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return x.to(dtype)
 
 
 _library.define(
@@ -110,8 +119,7 @@ def _stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None, sequence: Ten
         return x
     if descale is not None:
         x = x.float() / descale[sequence][..., None]
-    largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
+    return _rounded(x, dtype)
 
 
 @without_autocast

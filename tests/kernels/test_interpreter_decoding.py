@@ -18,9 +18,9 @@ from torch import Tensor
 
 import flashtile.kvcache  # noqa: F401  (defines the ops)
 from flashtile import append
+from flashtile.combine import flash_attn_combine
 from flashtile.layers import rotary as formula
 from flashtile.layers import rotary_kernel
-from flashtile.merge import flash_attn_combine
 from flashtile.problem import AttentionProblem
 from flashtile.testing import assert_close, cu_seqlens, generator, normal, rotary_tables
 
@@ -242,6 +242,27 @@ def test_rotate_and_append(layout: str, own: bool, dtype: torch.dtype, seed: int
     for x, wanted, before in zip(got[1:], truth[1:], cache, strict=True):
         kept = wanted == before.double()
         assert torch.equal(x[kept], before[kept])
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+def test_rotate_and_append_in_float8(interleaved: bool, seed: int):
+    """As large as float8 can be at most. The sums are its numbers: the interpreter may round others
+    to half of what they are."""
+    g = generator(seed)
+    shapes = ((2, 3, 4, 20), (2, 8, 2, 20), (2, 8, 2, 7), (2, 3, 2, 20), (2, 3, 2, 7))
+    given = [(2.0 ** torch.randint(7, 9, s, generator=g)).to(torch.float8_e4m3fn) for s in shapes]
+    lengths = torch.tensor([0, 6], dtype=torch.int32)
+    tables = [torch.randint(-1, 2, (10, 8), generator=g).float() for _ in range(2)]
+    rest = (*tables, lengths, lengths, *[None] * 6, interleaved, True)
+
+    def run(call: Any) -> list[Tensor]:
+        q, k_cache, v_cache, k, v = (x.clone() for x in given)
+        return [call(q, k_cache, v_cache, k, v, *rest)[0], k_cache, v_cache]
+
+    got, wanted = run(rotate_and_append), run(torch.ops.flashtile.kvcache_rotate_append)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a.float(), b.float())
+    assert got[0].float().max() == 448
 
 
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
