@@ -208,10 +208,10 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first; None for a
             padded side, and for pages whose lengths `seqused_k` says.
         qv: (total_q, heads, value_head_dim).
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; tokens past them are ignored. Of a
-            padded side by default its dimension. Otherwise None is the longest length, read from
-            the cumulative lengths: the host waits for the GPU, as it does to read a tensor that
-            is given here. Under torch.compile they must be ints.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; tokens past them are an error on a
+            CPU and ignored on a GPU. Of a padded side by default its dimension. Otherwise None is
+            the longest length, read from the cumulative lengths: the host waits for the GPU, as it
+            does to read a tensor that is given here. Under torch.compile they must be ints.
         bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's
             start.
         seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
@@ -314,8 +314,8 @@ def attention_with_kvcache(
             `k_descale` and values divided by `v_descale`.
         k, v: (batch, seq_new, kv_heads, head_dim) or, with `cu_seqlens_k_new`, (total_new,
             kv_heads, head_dim), in q's dtype: written into the cache at `cache_seqlens` before
-            attending. Tokens past the capacity are dropped; numbers past float8's largest become
-            that.
+            attending. Tokens past the capacity are refused on a CPU and dropped on a GPU; numbers
+            past float8's largest become that.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions
             ``cache_seqlens + t``, and queries there too when the mask is causal or a window, else
             all at ``cache_seqlens``. Float8 is rotated in float32 and rounded to float8 again.

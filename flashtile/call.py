@@ -79,6 +79,10 @@ def packed_call(
     # The pages say where the keys are; cu_seqlens_k only how many each sequence has.
     lengths, used = cu_seqlens_k.diff(), arguments.seqused_k
     checks.per_sequence("seqused_k", used, q, lengths.shape[0])
+    if checks.checking_values((q, cu_seqlens_k, used, page_table)):
+        counts = checks.packed_lengths("k", cu_seqlens_k, used, None, N)
+        name = "cu_seqlens_k" if used is None else "seqused_k"
+        checks.lengths_in_pages(name, counts, page_table, k.shape[1])
     arguments = arguments._replace(
         seqused_k=lengths if used is None else torch.minimum(used, lengths)
     )

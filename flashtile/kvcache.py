@@ -123,15 +123,17 @@ def decided(
     """
     arguments = with_numbers_read(arguments)
     queries = _with_longest(queries)
-    key = None
-    checking = checks.checking_values()
-    if not checking:
-        given = ("cache", *queries, *cache, *new, *rotary, *arguments, backend)
-        key = recall.key_of((*given, *_strides(cache)))
+    given = ("cache", *queries, *cache, *new, *rotary, *arguments, backend)
+    checking = checks.checking_values(given)
+    key = recall.key_of((*given, *_strides(cache)))
     decision = recall.recall(key)
     if decision is not None:
         operands, lengths = _described(queries, cache, new, checking)
+        if checking:
+            check_values(cache, lengths, new, rotary)
         operands = with_tensors(operands, arguments)
+        if checking:
+            checks.values(operands, decision.options)
         checks.output(out, operands)
         checks.workspace(operands, decision.options)
         return operands, lengths, decision
@@ -141,7 +143,8 @@ def decided(
     check_rotary(rotary, operands, new)
     operands = described_operands(operands, arguments.qv)
     operands, options = with_arguments(operands, M, cache.capacity, arguments)
-    check_values(options, lengths, new, rotary)
+    if checking:
+        check_values(cache, lengths, new, rotary)
     decision = decide(operands, options, backend, out)
     packed = prefill.packed_problem(decision.problem, operands, backend)
     if packed is not None:
@@ -315,21 +318,28 @@ def check_rotary(rotary: Rotary, operands: Operands, new: NewTokens) -> None:
         checks.per_sequence("rotary_seqlens", rotary.seqlens, operands.q, batch)
 
 
-def check_values(options: Options, lengths: Tensor | None, new: NewTokens, rotary: Rotary) -> None:
-    """Checks that read lengths on the host; only with ``FLASHTILE_CHECK=1`` in the environment."""
-    if not checks.checking_values() or lengths is None:
+def check_values(cache: Cache, lengths: Tensor | None, new: NewTokens, rotary: Rotary) -> None:
+    """Checks that read rows and lengths on the host; see `checks.checking_values`."""
+    if cache.batch_idx is not None:
+        rows = cache.k if cache.page_table is None else cache.page_table
+        checks.within("cache_batch_idx", cache.batch_idx, rows.shape[0])
+    if lengths is None:
         return
     if new.k is not None and new.cu_seqlens is not None:
         total = new.k.shape[0]
-        checks.cumulative_values("cu_seqlens_k_new", new.cu_seqlens, total, total, "k")
-    added, capacity = _added(new), options.max_seqlen_k
-    if bool((lengths < 0).any()) or bool((lengths + added > capacity).any()):
-        count = added if isinstance(added, int) else added.tolist()
+        checks.cumulative_values("cu_seqlens_k_new", new.cu_seqlens, total, "k")
+    added = _added(new)
+    before, after = lengths.tolist(), (lengths + added).tolist()
+    if cache.page_table is not None:
+        page_size = cache.k.shape[1] if cache.k.shape[0] > 0 else 0
+        with_new = "cache_seqlens" if new.k is None else "cache_seqlens with the new tokens"
+        checks.lengths_in_pages(with_new, after, cache.page_table, page_size)
+    if min(before, default=0) < 0 or max(after, default=0) > cache.capacity:
         raise ValueError(
-            f"cache_seqlens: got {lengths.tolist()} with {count} new tokens, want at least 0 and, "
-            f"with them, at most {capacity}, what the cache holds"
+            f"cache_seqlens: got {before}, {after} with the new tokens, want at least 0 and at "
+            f"most {cache.capacity}, what the cache holds"
         )
-    if rotary.cos is not None and lengths.numel():
+    if rotary.cos is not None and before:
         base = lengths if rotary.seqlens is None else rotary.seqlens
         needed = int((base + added).max())
         if needed > rotary.cos.shape[0]:

@@ -6,14 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 from bad_calls import cache, packed, refuse, tensor, zeros
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
+from flashtile import checks
 from flashtile.testing import rotary_tables
 
 COS, SIN = rotary_tables(32, 8)
 ROWS = {"cache_batch_idx": tensor(0, 1)}
 
-# These need to look at values, which waits for the device: only with FLASHTILE_CHECK=1.
+# Checks that look at values: by default of tensors on a CPU, with FLASHTILE_CHECK=1 on a GPU too.
 PACKED_VALUES = {
     "cu_seqlens_q decreases": ("cu_seqlens_q", {"cu_seqlens_q": tensor(0, 6, 5)}),
     "cu_seqlens_q starts at 1": ("cu_seqlens_q", {"cu_seqlens_q": tensor(1, 3, 5)}),
@@ -23,20 +25,31 @@ PACKED_VALUES = {
     "max_seqlen_k is too small": ("max_seqlen_k", {"max_seqlen_k": 3}),
     "seqused_k is more than there is": ("seqused_k", {"seqused_k": tensor(5, 3)}),
     "seqused_q is negative": ("seqused_q", {"seqused_q": tensor(-1, 2)}),
+    "lengths for cu_seqlens_q": ("cu_seqlens_q", {"cu_seqlens_q": tensor(3, 2, 0)}),
 }
+WITHOUT_AND_WITH_ASKING = pytest.mark.parametrize("asked", [None, "1"], ids=["default", "asked"])
 
 
+def ask(monkeypatch, asked):
+    if asked is None:
+        monkeypatch.delenv("FLASHTILE_CHECK", raising=False)
+    else:
+        monkeypatch.setenv("FLASHTILE_CHECK", asked)
+
+
+@WITHOUT_AND_WITH_ASKING
 @pytest.mark.parametrize("case", PACKED_VALUES)
-def test_packed_values(case, monkeypatch):
-    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+def test_packed_values(case, asked, monkeypatch):
+    ask(monkeypatch, asked)
     argument, change = PACKED_VALUES[case]
     call = packed() | change
     refuse(flashtile.attention_varlen, call, argument, [call["out"]])
 
 
 @pytest.mark.parametrize("case", PACKED_VALUES)
-def test_packed_values_unchecked_stay_in_bounds(case):
+def test_packed_values_unchecked_stay_in_bounds(case, monkeypatch):
     """Without the check the call runs, and reads and writes inside its tensors alone."""
+    ask(monkeypatch, "0")
     _, change = PACKED_VALUES[case]
     call = packed() | change
     whole = torch.full((9, 4, 8), torch.nan)
@@ -47,9 +60,9 @@ def test_packed_values_unchecked_stay_in_bounds(case):
     assert call["out"].isfinite().all()
 
 
-@pytest.mark.parametrize("check", ["1", "0"])
+@pytest.mark.parametrize("check", [None, "1", "0"])
 def test_the_check_lets_good_calls_pass(check, monkeypatch):
-    monkeypatch.setenv("FLASHTILE_CHECK", check)
+    ask(monkeypatch, check)
     assert flashtile.attention_varlen(**packed()).isfinite().all()
     call = cache() | {"page_table": tensor([0, 1], [2, 3])}
     assert flashtile.attention_with_kvcache(**call).isfinite().all()
@@ -60,6 +73,11 @@ CACHE_VALUES = {
     "page_table is negative": ("page_table", {"page_table": tensor([0, 1], [-1, 3])}),
     "cache_batch_idx out of range": ("cache_batch_idx", {"cache_batch_idx": tensor(0, 4)}),
     "cache_batch_idx is negative": ("cache_batch_idx", {"cache_batch_idx": tensor(-1, 2)}),
+    "cache_batch_idx past the page_table": (
+        "cache_batch_idx",
+        {"page_table": tensor([0, 1], [2, 3]), "cache_batch_idx": tensor(1, 2)},
+    ),
+    "cache_leftpad past the length": ("cache_leftpad", ROWS | {"cache_leftpad": tensor(9, 0)}),
     "cache_leftpad is negative": ("cache_leftpad", ROWS | {"cache_leftpad": tensor(-1, 0)}),
     "cache_seqlens past the capacity": ("cache_seqlens", ROWS | {"cache_seqlens": tensor(5, 15)}),
     "cache_seqlens is negative": ("cache_seqlens", ROWS | {"cache_seqlens": tensor(-4, 5)}),
@@ -74,9 +92,10 @@ CACHE_VALUES = {
 }
 
 
+@WITHOUT_AND_WITH_ASKING
 @pytest.mark.parametrize("case", CACHE_VALUES)
-def test_cache_values(case, monkeypatch):
-    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+def test_cache_values(case, asked, monkeypatch):
+    ask(monkeypatch, asked)
     argument, change = CACHE_VALUES[case]
     call = cache() | change
     if "page_table" in change:
@@ -86,8 +105,9 @@ def test_cache_values(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", [c for c in CACHE_VALUES if "rotary" not in c])
-def test_cache_values_unchecked_stay_in_bounds(case):
+def test_cache_values_unchecked_stay_in_bounds(case, monkeypatch):
     """Without the check, wrong values write inside the cache alone."""
+    ask(monkeypatch, "0")
     _, change = CACHE_VALUES[case]
     call = cache() | change
     store = torch.zeros(6, 16, 2, 8)
@@ -100,3 +120,88 @@ def test_cache_values_unchecked_stay_in_bounds(case):
         whole = call[name]._base
         assert (whole[0] == 0).all()
         assert (whole[5] == 0).all()
+
+
+PAGES = tensor([0, 1], [2, 3])  # of 16 tokens
+
+
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+@pytest.mark.parametrize("k", ["new", "none"])
+def test_lengths_beyond_the_page_table(name, k):
+    call = cache() | {"cache_seqlens": tensor(33, 9), name: PAGES}
+    if k == "none":
+        call |= {"k": None, "v": None}
+    before = call["k_cache"].clone()
+    with pytest.raises(RuntimeError, match=rf"{name}.* 2 pages of 16 hold 32"):
+        flashtile.flash_attn_with_kvcache(**call)
+    assert torch.equal(call["k_cache"], before)
+    assert call["out"].isnan().all()
+
+
+def test_packed_lengths_beyond_the_page_table():
+    pages = zeros(4, 2, 2, 8)
+    call = packed() | {"k": pages, "v": pages, "block_table": tensor([0], [1])}
+    for name in ("dropout_p", "out"):
+        del call[name]
+    with pytest.raises(RuntimeError, match=r"block_table.*cu_seqlens_k says lengths \[4, 3\]"):
+        flashtile.flash_attn_varlen_func(**call)
+    call["block_table"] = tensor([0, 1], [2, 3])
+    assert flashtile.flash_attn_varlen_func(**call).isfinite().all()
+    with pytest.raises(ValueError, match=r"cu_seqlens_k: got .0, 4, 3."):
+        flashtile.flash_attn_varlen_func(**call | {"cu_seqlens_k": tensor(0, 4, 3)})
+    with pytest.raises(ValueError, match="max_seqlen_k: got 3"):
+        flashtile.flash_attn_varlen_func(**call | {"max_seqlen_k": 3})
+
+
+def test_max_seqlen_bounds_what_is_used():
+    """Of a longer allocation too: packed, padded, in pages."""
+    used = {"seqused_k": tensor(2, 3), "max_seqlen_k": 3}
+    call = packed() | used
+    assert flashtile.attention_varlen(**call).isfinite().all()
+    with pytest.raises(ValueError, match="max_seqlen_k: got 2, but seqused_k has a sequence of 3"):
+        flashtile.attention_varlen(**call | {"max_seqlen_k": 2})
+    for table, keys in ((None, zeros(2, 9, 2, 8)), (PAGES, zeros(4, 5, 2, 8))):
+        call |= {"k": keys, "v": keys, "cu_seqlens_k": None, "page_table": table}
+        assert flashtile.attention_varlen(**call).isfinite().all()
+        with pytest.raises(ValueError, match="max_seqlen_k: got 2, but seqused_k has a sequence"):
+            flashtile.attention_varlen(**call | {"max_seqlen_k": 2})
+
+
+def test_values_changed_in_place_are_checked_again():
+    """The decision about a call is remembered, not what its tensors held."""
+    call = packed()
+    del call["out"]
+    for _ in range(2):
+        flashtile.attention_varlen(**call)
+    call["cu_seqlens_k"][1] = 8
+    with pytest.raises(ValueError, match=r"cu_seqlens_k: got .0, 8, 7."):
+        flashtile.attention_varlen(**call)
+    call = cache() | ROWS
+    del call["out"]
+    for _ in range(2):
+        flashtile.attention_with_kvcache(**call)
+    call["cache_seqlens"] += 8
+    with pytest.raises(ValueError, match=r"cache_seqlens: got .13, 17."):
+        flashtile.attention_with_kvcache(**call)
+    call["cache_seqlens"] -= 8
+    call["cache_batch_idx"][0] = 4
+    with pytest.raises(ValueError, match="cache_batch_idx: got values from 1 to 4"):
+        flashtile.attention_with_kvcache(**call)
+
+
+def test_nothing_is_read_where_there_are_no_values(monkeypatch):
+    """Under fake tensors, on meta tensors and in torch.func, even if asked to."""
+    ask(monkeypatch, "1")
+    call = packed() | {"cu_seqlens_k": tensor(0, 9, 7), "dropout_p": 0.0}
+    out = call.pop("out")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert flashtile.attention_varlen(**call).shape == out.shape
+    fake = FakeTensorMode()
+    moved = {n: fake.from_tensor(x) if torch.is_tensor(x) else x for n, x in call.items()}
+    assert flashtile.attention_varlen(**moved).shape == out.shape
+    assert not checks.checking_values([x.to("meta") for x in (call["q"], call["cu_seqlens_k"])])
+
+    def attend(q):
+        return flashtile.attention_varlen(**call | {"q": q})
+
+    assert torch.vmap(attend)(call["q"][None]).shape == (1, *out.shape)

@@ -1,15 +1,22 @@
 """The only place that rejects user input.
 
 Every message names the argument, what was given and what is expected. Nothing is written before the
-last check has passed. Checks that read tensor values need the host to wait for the device, so they
-run only with ``FLASHTILE_CHECK=1``.
+last check has passed. Checks that read tensor values need the host to wait for the device, so on a
+GPU they run only with ``FLASHTILE_CHECK=1``.
 """
 
 from ..flags import flag
 from .hints import hints
 from .keywords import unexpected_keywords
 from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qkv
-from .on_host import checking_values, cumulative_values, values
+from .on_host import (
+    checking_values,
+    cumulative_values,
+    lengths_in_pages,
+    packed_lengths,
+    values,
+    within,
+)
 from .optional_tensors import (
     absorbed,
     attn_mask,

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..problem import Operands, Options
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 
-def checking_values() -> bool:
-    """Whether to make the checks that read tensor values and so wait for the device."""
+
+def checking_values(given: Iterable[Any]) -> bool:
+    """Whether to make the checks that read values of the tensors among `given`.
+
+    ``FLASHTILE_CHECK=1`` asks for them everywhere and ``FLASHTILE_CHECK=0`` nowhere; by default
+    they are made for tensors of the CPU, which nobody waits for. Never where there are no values:
+    under a tracer, on fake and meta tensors, in a transform of torch.func.
+    """
     if torch.compiler.is_compiling():
         return False
-    return os.environ.get("FLASHTILE_CHECK", "0") not in ("", "0")
+    asked = os.environ.get("FLASHTILE_CHECK", "")
+    if asked == "0" or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
+        return False
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    devices = ("cpu", "cuda") if asked else ("cpu",)
+    return all(type(x) in _PLAIN and x.device.type in devices for x in tensors)
 
 
 def values(operands: Operands, options: Options) -> None:
-    """Checks that read tensor values; only with ``FLASHTILE_CHECK=1`` in the environment."""
-    if not checking_values():
+    """Lengths, rows, pages and factors inside of their tensors; see `checking_values`."""
+    if not checking_values(operands):
         return
     limits = (
         ("q", operands.cu_seqlens_q, operands.seqused_q, operands.q, options.max_seqlen_q),
@@ -27,14 +44,9 @@ def values(operands: Operands, options: Options) -> None:
     )
     for side, cu_seqlens, used, x, longest in limits:
         if cu_seqlens is not None:
-            cumulative_values(f"cu_seqlens_{side}", cu_seqlens, x.shape[0], longest, side)
-        if used is not None:
-            bounds = cu_seqlens.diff() if cu_seqlens is not None else torch.full_like(used, longest)
-            if bool((used < 0).any()) or bool((used > bounds).any()):
-                raise ValueError(
-                    f"seqused_{side}: got {used.tolist()}, want between 0 and the lengths "
-                    f"{bounds.tolist()}"
-                )
+            packed_lengths(side, cu_seqlens, used, x.shape[0], longest)
+        elif used is not None:
+            _used(side, used, [longest] * used.shape[0])
     for name in ("q_descale", "k_descale", "v_descale"):
         x = getattr(operands, name)
         if x is not None and not bool(((x > 0) & x.isfinite()).all()):
@@ -42,19 +54,27 @@ def values(operands: Operands, options: Options) -> None:
                 f"{name}: got factors from {float(x.min())} to {float(x.max())}, want finite ones "
                 "above zero"
             )
-    if operands.leftpad_k is not None:
-        _within("cache_leftpad", operands.leftpad_k, options.max_seqlen_k + 1)
     if operands.cache_batch_idx is not None:
-        _within("cache_batch_idx", operands.cache_batch_idx, operands.k.shape[0])
+        within("cache_batch_idx", operands.cache_batch_idx, operands.k.shape[0])
+    if operands.leftpad_k is not None:
+        _left_pads(operands.leftpad_k, operands.seqused_k)
     if operands.page_table is not None:
         _page_values(operands)
 
 
-def _within(name: str, x: Tensor, size: int) -> None:
+def within(name: str, x: Tensor, size: int) -> None:
+    """Numbers of rows or pages, of which there are `size`."""
     if x.numel() and (int(x.min()) < 0 or int(x.max()) >= size):
         raise ValueError(
             f"{name}: got values from {int(x.min())} to {int(x.max())}, want 0 to {size - 1}"
         )
+
+
+def _left_pads(leftpad: Tensor, used: Tensor | None) -> None:
+    assert used is not None
+    pads, lengths = leftpad.tolist(), used.tolist()
+    if any(not 0 <= pad <= n for pad, n in zip(pads, lengths, strict=True)):
+        raise ValueError(f"cache_leftpad: got {pads}, want between 0 and the lengths {lengths}")
 
 
 def _page_values(operands: Operands) -> None:
@@ -62,18 +82,55 @@ def _page_values(operands: Operands) -> None:
     assert table is not None and operands.seqused_k is not None
     pages_used = (operands.seqused_k + k.shape[1] - 1) // k.shape[1]
     slots = torch.arange(table.shape[1], device=table.device)
-    _within("page_table", table[slots < pages_used[:, None]], k.shape[0])
+    within("page_table (block_table)", table[slots < pages_used[:, None]], k.shape[0])
 
 
-def cumulative_values(name: str, cu_seqlens: Tensor, total: int, longest: int, side: str) -> None:
-    """The values of cumulative lengths: 0 first, no decrease, inside the tensor, none too long."""
-    lengths = cu_seqlens.diff()
-    if int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
-        raise ValueError(f"{name}: got {cu_seqlens.tolist()}, want 0 first and no decrease")
-    if int(cu_seqlens[-1]) > total:
-        raise ValueError(f"{name}: ends at {int(cu_seqlens[-1])}, but {side} has {total} tokens")
-    if lengths.numel() and int(lengths.max()) > longest:
-        raise ValueError(
-            f"max_seqlen_{side}: got {longest}, but {name} has a sequence of {int(lengths.max())} "
-            "tokens"
+def lengths_in_pages(name: str, lengths: list[int], page_table: Tensor, page_size: int) -> None:
+    """Lengths of sequences, given as `name`, whose rows of the page table have room for them."""
+    capacity = page_table.shape[1] * page_size
+    if max(lengths, default=0) > capacity:
+        raise RuntimeError(
+            f"page_table (block_table): {name} says lengths {lengths}, but {page_table.shape[1]} "
+            f"pages of {page_size} hold {capacity}"
         )
+
+
+def packed_lengths(
+    side: str, cu_seqlens: Tensor, used: Tensor | None, total: int | None, longest: int
+) -> list[int]:
+    """The lengths of the sequences of a side, "q" or "k", or how much of each is `used`.
+
+    Args:
+        total: tokens of the packed tensor; None for pages.
+        longest: `max_seqlen` of the side, which none may exceed.
+    """
+    name = f"cu_seqlens_{side}"
+    lengths = cumulative_values(name, cu_seqlens, total, side)
+    if used is not None:
+        name, lengths = f"seqused_{side}", _used(side, used, lengths)
+    if max(lengths, default=0) > longest:
+        raise ValueError(
+            f"max_seqlen_{side}: got {longest}, but {name} has a sequence of {max(lengths)} tokens"
+        )
+    return lengths
+
+
+def _used(side: str, used: Tensor, bounds: list[int]) -> list[int]:
+    lengths: list[int] = used.tolist()
+    if any(not 0 <= n <= most for n, most in zip(lengths, bounds, strict=True)):
+        raise ValueError(f"seqused_{side}: got {lengths}, want between 0 and the lengths {bounds}")
+    return lengths
+
+
+def cumulative_values(name: str, cu_seqlens: Tensor, total: int | None, side: str) -> list[int]:
+    """The lengths that cumulative lengths say: 0 first, no decrease, inside the tensor."""
+    starts = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    if starts[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"{name}: got {starts}, want 0 first and no decrease: the sums of the lengths before "
+            "each sequence, and of all"
+        )
+    if total is not None and starts[-1] > total:
+        raise ValueError(f"{name}: ends at {starts[-1]}, but {side} has {total} tokens")
+    return lengths

@@ -117,6 +117,6 @@ def as_text(found: dict[str, Any]) -> str:
         )
     check = found["environment"]["FLASHTILE_CHECK"]
     meaning = "checks that read tensor values (cu_seqlens, page tables)"
-    state = "on" if check not in (None, "", "0") else "off"
+    state = {None: "on for the CPU", "": "on for the CPU", "0": "off"}.get(check, "on")
     lines.append(f"{'environment':<14}FLASHTILE_CHECK={check or ''}: {meaning} are {state}")
     return "\n".join(lines)

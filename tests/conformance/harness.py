@@ -322,7 +322,11 @@ def check_varlen(
         "k": layout(normal(g, total_k, s.Hk, s.D, dtype=dtype)),
         "v": layout(normal(g, total_k, s.Hk, s.value_dim, dtype=dtype)),
     }
-    options, for_reference, extra = split_options(resolve(names, g, s, dtype))
+    given = resolve(names, g, s, dtype)
+    for name, lengths in (("seqused_q", lengths_q), ("seqused_k", lengths_k)):
+        if name in given:
+            given[name] = torch.minimum(given[name], torch.tensor(lengths, dtype=torch.int32))
+    options, for_reference, extra = split_options(given)
     keep = dropout_keep(seed, options.get("dropout_p", 0.0), s, backend)
     packing = {
         "cu_seqlens_q": cu_seqlens(lengths_q),
