@@ -390,6 +390,31 @@ def test_old_transformers(monkeypatch):
         integration.register("late")
 
 
+@pytest.mark.parametrize(
+    ("package", "message"),
+    [
+        (None, "needs transformers 5.17 or newer: pip install 'transformers>=5.17'"),
+        (
+            "__version__ = '4.40.2'",
+            "transformers: got 4.40.2, want 5.17 or newer: pip install --up",
+        ),
+    ],
+)
+def test_transformers_absent_or_too_old_to_import(package, message, tmp_path):
+    (tmp_path / "transformers").mkdir()
+    if package is None:
+        package = "raise ModuleNotFoundError('No module named transformers')"
+    (tmp_path / "transformers" / "__init__.py").write_text(package)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "try:\n    import flashtile.integrations.transformers\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert run.stdout.startswith("TransformersRequired")
+    assert message in run.stdout
+
+
 def test_other_flash_names_are_left_alone():
     """The wrapped loader passes every other implementation on."""
     model = build("llama")

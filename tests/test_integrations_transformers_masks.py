@@ -25,11 +25,13 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("family", ["pegasus_x", "nllb_moe"])
+@pytest.mark.parametrize("family", ["pegasus_x", "nllb_moe", "bigbird_pegasus"])
 @torch.no_grad()
 def test_decoder_whose_layers_say_they_are_not_causal(family):
+    """The last one also has layers in its encoder that add the mask to scores of their own."""
     model = build(family, SEQ2SEQ)
     inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(length=9, seed=5)}
+    inputs["attention_mask"] = padding("right")
     assert_same(run(model, NAME, **inputs), run(model, "eager", **inputs))
 
 

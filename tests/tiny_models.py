@@ -131,6 +131,7 @@ CONFIGS = {
         "PegasusXConfig",
         {**SEQ2SEQ, "block_size": 8, "num_global_tokens": 4, "bos_token_id": 1},
     ),
+    "bigbird_pegasus": ("BigBirdPegasusConfig", {**SEQ2SEQ, "bos_token_id": 1}),
     "nllb_moe": (
         "NllbMoeConfig",
         {**SEQ2SEQ, "num_experts": 2, "expert_capacity": 64, "router_ignore_padding_tokens": True},

@@ -19,30 +19,34 @@ import warnings
 from typing import Any, NamedTuple, cast
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils import logging
 
 from ..api import attention, attention_varlen, attention_with_kvcache
 from ..attn_mask import options_of
-from .transformers_loader import DoorChangedError, open_door
-from .transformers_masks import (
-    Packing,
-    Pattern,
-    chosen_keys,
-    is_padding,
-    is_whole,
-    left_padding,
-    once,
-    packing,
-    remembered,
-    restarting_positions,
-    short_form,
-)
-from .transformers_masks import attention_mask as mask_function
+from .transformers_version import requirement, too_old
 
-MINIMUM_VERSION = (5, 17)
+try:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.utils import logging
+
+    from .transformers_loader import DoorChangedError, open_door
+    from .transformers_masks import (
+        Packing,
+        Pattern,
+        chosen_keys,
+        is_padding,
+        is_whole,
+        left_padding,
+        once,
+        packing,
+        remembered,
+        restarting_positions,
+        short_form,
+    )
+    from .transformers_masks import attention_mask as mask_function
+except ImportError as error:
+    raise requirement() or error from error
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # What models hand through to every layer, and what no attention depends on: bookkeeping of the
@@ -81,12 +85,12 @@ def register(name: str = "flashtile") -> str:
         warning), `name` with its "flash" written "Flash", which transformers lets alone.
 
     Raises:
-        ImportError: transformers is older than 5.17.
+        TransformersRequired: an ImportError; transformers is older than 5.17.
         ValueError: `name` is taken, or contains one of ``| / : @``.
     """
-    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < MINIMUM_VERSION:
-        wanted = ".".join(map(str, MINIMUM_VERSION))
-        raise ImportError(f"transformers: got {transformers.__version__}, want {wanted} or newer")
+    problem = too_old(transformers.__version__)
+    if problem is not None:
+        raise problem
     if not name or any(character in name for character in "|/:@"):
         raise ValueError(f"name: got {name!r}, want a plain word")
     if name in _registered:
@@ -143,7 +147,8 @@ def attention_forward(
     """The attention function that `register` gives to transformers.
 
     Args:
-        module: the attention layer; its `is_causal` counts when neither argument nor mask says it.
+        module: the attention layer; the `is_causal` of a layer that is not transformers' own counts
+            when neither argument nor mask says it.
         query: (batch, heads, seq_q, head_dim).
         key, value: (batch, kv_heads, seq_k, head_dim or value_head_dim).
         attention_mask: what `transformers_masks.attention_mask` returned; (batch, keys) bool or
@@ -188,7 +193,7 @@ def attention_forward(
                 f"{name}: got {type(options[name]).__name__}, but flashtile's attention_forward "
                 "has no such keyword; use attn_implementation='eager' for this model"
             )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = _says_causal(module) if is_causal is None else is_causal
     # Transformers counts the query itself.
     side = -1 if sliding_window is None else sliding_window - 1
     q, k, v = _inputs(query, key, value)
@@ -209,6 +214,18 @@ def attention_forward(
         },
     )
     return _attend(call, attention_mask, options), None
+
+
+def _says_causal(module: torch.nn.Module) -> bool:
+    """Whether a layer that gets no mask is causal.
+
+    Layers of transformers get one whenever they are, and see everything without, as in eager
+    attention, whatever they say (BridgeTower's image stream). Those of others may rely on what they
+    say, as with flash attention.
+    """
+    if type(module).__module__.startswith("transformers."):
+        return False
+    return bool(getattr(module, "is_causal", True))
 
 
 def _continuous_batching(

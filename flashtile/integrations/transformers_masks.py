@@ -148,6 +148,8 @@ _READERS_OF_MASKS = {
     "hy_v4",
     "mistral_large4",
 }
+# Model types some of whose layers add the mask to scores of their own, as eager attention does.
+_ADDERS_OF_MASKS = {"bigbird_pegasus", "gemma4_audio"}
 
 
 def attention_mask(
@@ -174,11 +176,14 @@ def attention_mask(
         options: what transformers passes besides, for other implementations.
 
     Returns:
-        None, when one query sees every key; or (batch, keys) bool, False at padding; or (batch,
+        None, when every query sees every key; or (batch, keys) bool, False at padding; or (batch,
         keys) integers, one from 1 up for each packed sequence; or (batch, 1, q_length, kv_length)
-        bool, the exact mask. The 2-D ones remember their `Pattern`; keys past their width are slots
-        of a cache not yet written. A 4-D one may remember its 2-D form.
+        bool, the exact mask, additive for models that add it themselves. The 2-D ones remember
+        their `Pattern`; keys past their width are slots of a cache not yet written. A 4-D one may
+        remember its 2-D form.
     """
+    if attention_mask is not None and remembered(attention_mask) is not None:
+        return attention_mask  # `generate` made it in advance, and what it shows is settled
     exact = partial(
         _exact,
         batch_size,
@@ -199,7 +204,8 @@ def attention_mask(
     allowed = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
     # Transformers forbids it for all packed sequences, whose 4-D mask would take quadratic memory.
     is_read = not allowed and pattern.segments is None
-    if getattr(options.get("config"), "model_type", None) in _READERS_OF_MASKS:
+    model_type = getattr(options.get("config"), "model_type", None)
+    if model_type in _READERS_OF_MASKS or model_type in _ADDERS_OF_MASKS:
         is_read = True
     if is_read and tracing:
         return exact()
@@ -220,9 +226,8 @@ def attention_mask(
         mask = remember(pattern.segments.int() + 1, pattern)
     elif mask is not None:
         mask = remember(mask, pattern)
-    elif keys < kv_length or q_length > 1 or pattern.hides(keys) or is_read:
-        # Not every layer that gets a causal mask says itself that it is causal, or the other way
-        # round.
+    elif keys < kv_length or (pattern.causal and q_length > 1) or pattern.hides(keys) or is_read:
+        # Layers do not always say themselves that they are causal.
         mask = torch.ones(batch_size, keys, dtype=torch.bool, device=options.get("device"))
         mask = remember(mask, pattern, whole=True)
     return with_short_form(exact(), mask) if is_read and mask is not None else mask
@@ -239,7 +244,7 @@ def _exact(
     options: dict[str, Any],
 ) -> Tensor:
     """The 4-D mask, element by element, made by transformers."""
-    mask = masking_utils.sdpa_mask(
+    visible = masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -249,7 +254,11 @@ def _exact(
         attention_mask=attention_mask,
         **{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
     )
-    return cast(Tensor, mask)
+    mask = cast(Tensor, visible)
+    if getattr(options.get("config"), "model_type", None) in _ADDERS_OF_MASKS:
+        dtype = options.get("dtype", torch.float32)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask
 
 
 def has_holes(mask: Tensor) -> bool:

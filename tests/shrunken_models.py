@@ -1,0 +1,263 @@
+"""A tiny random model of any transformers family: its configuration shrunken field by field, and
+inputs made from the signature of its forward function."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+LENGTH = 12
+VOCABULARY = 99
+SPECIAL_TOKENS = 30  # token ids below are for padding, images and the like
+
+# The first pattern that matches a field's whole name gives its value; None takes the default.
+SIZES = (
+    (r"(text_)?vocab_size|unpadded_vocab_size|vocab_size_per_layer_input|vocab_sizes?", VOCABULARY),
+    (r"(swa_|encoder_|decoder_|t2u_(en|de)coder_|speech_encoder_|cross_|index_)?"
+     r"(num_)?(attention_heads|attn_heads)|n(um)?_heads?|n_head|decoder_cross_attention_heads"
+     r"|index_n_heads|encoder_attention_heads|num_head", 4),
+    (r"(swa_|cross_|num_|n_)?(num_)?(key_value|kv)_heads", 2),
+    (r"(swa_|global_|cross_)?head_dim|d_kv|v_head_dim|qk_nope_head_dim|qk_rope_head_dim|dim_head"
+     r"|index_head_dim|attention_head_dim|linear_(key|value)_head_dim|attention_key_value_head_dim",
+     16),
+    (r"(q|kv|o)_lora_rank", 32),
+    (r"linear_num_key_heads|linear_num_value_heads", 4),
+    (r"index_topk", 5),
+    (r"(num_)?(hidden_|encoder_|decoder_|speech_encoder_|t2u_(en|de)coder_|text_)?(num_)?layers"
+     r"|n_layers?|depth|num_hidden_groups|num_decoder_layers|num_encoder_layers|layers", 2),
+    (r"((moe_|shared_|dense_|speech_encoder_|expert_|shared_experts?_|prefix_)*intermediate_size)"
+     r"|(encoder_|decoder_|t2u_(en|de)coder_)?ffn_dim|d_ff|d_inner|mlp_dim|n_inner|ffn_hidden_size"
+     r"|(encoder_|decoder_)?intermediate_size|dim_feedforward|encoder_feedforward_dim|dff", 96),
+    (r"((en|de)coder_)?hidden_(size|dim)|d_model|n_embd|embed_dim|dim|emb_dim|text_hidden_size"
+     r"|out_hidden_size|projection_dim|encoder_hidden_size|output_dim|image_text_hidden_size"
+     r"|projector_hidden_size|mm_hidden_size|vision_output_dim|text_embed_dim|lm_hidden_size"
+     r"|cross_hidden_size|backbone_hidden_size|model_in_dim|word_embed_proj_dim", 64),
+    (r"embedding_size", 32),
+    (r"rotary_dim", 8),
+    (r"prediction_length", 6),
+    (r"max_position_embeddings|n_positions|max_source_positions|max_target_positions|n_ctx"
+     r"|max_sequence_length|max_seq_len|t2u_max_position_embeddings|max_length", 64),
+    (r"(num_local_experts|n_routed_experts|num_experts|moe_num_experts|n_experts)", 4),
+    (r"(num_experts_per_tok|moe_k|top_k_experts|num_selected_experts|moe_topk|top_k|topk_group"
+     r"|n_group|n_shared_experts|num_expert_group)", 1),
+    (r"sliding_window(_size)?|attention_chunk_size|window_size", 7),
+    (r"image_size|input_size|pretrain_image_size|crop_size", 32),
+    (r"patch_size", 8),
+    (r"num_mel_bins", 16),
+)  # fmt: skip
+# The least that is shrunken where the whole of the table yields no model.
+FEW_SIZES = tuple(
+    (pattern, size) for pattern, size in SIZES if size in (VOCABULARY, 2) or "experts" in pattern
+)
+
+
+def families() -> list[str]:
+    """Every model type in transformers' mappings from a configuration to a model."""
+    names = [name for name in dir(modeling_auto) if re.fullmatch(r"MODEL_\w*NAMES", name)]
+    known = {family for name in names for family in getattr(modeling_auto, name)}
+    return sorted(known & set(CONFIG_MAPPING.keys()))
+
+
+def model_classes(family: str) -> list[type]:
+    """The classes of a family, the ones with the most abilities first; at most one per mapping."""
+    preferred = [
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+        "MODEL_FOR_MASKED_LM_MAPPING",
+        "MODEL_FOR_CAUSAL_LM_MAPPING",
+        "MODEL_MAPPING",
+    ]
+    others = [name for name in dir(modeling_auto) if re.fullmatch(r"MODEL_\w*MAPPING", name)]
+    classes = {}
+    for name in dict.fromkeys(preferred + others):
+        mapping = getattr(modeling_auto, name)
+        if CONFIG_MAPPING[family] in mapping:
+            found = mapping[CONFIG_MAPPING[family]]
+            classes[found[0] if isinstance(found, tuple) else found] = None
+    return list(classes)[:3]
+
+
+def shrunken(config_class: type, sizes=SIZES, special=None):
+    """A configuration with small sizes, and with token ids that fit the small vocabulary."""
+    special = iter(range(3, SPECIAL_TOKENS)) if special is None else special
+    parts = part_classes(config_class)
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    arguments = {}
+    for field in dataclasses.fields(config_class):
+        if field.name in parts:
+            arguments[field.name] = shrunken(parts[field.name], sizes, special)
+        else:
+            size = small(field, sizes, special)
+            if size is not None:
+                arguments[field.name] = size
+    if defaults.get("num_key_value_heads", 0) == defaults.get("num_attention_heads"):
+        arguments["num_key_value_heads"] = arguments.get("num_attention_heads")
+    try:
+        config = config_class(**arguments)
+    except (TypeError, ValueError):  # some take their parts as dictionaries only
+        plain = {n: x.to_dict() if n in parts else x for n, x in arguments.items()}
+        config = config_class(**plain)
+    fit_rotary_sections(config)
+    return config
+
+
+def fit_rotary_sections(config):
+    """Multi-axis rotary embedding splits half of a head between time, height and width."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    heads = getattr(config, "num_attention_heads", None)
+    known = "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
+    for parameters in (rope, *rope.values()):
+        if not isinstance(parameters, dict) or not heads:
+            continue
+        if "mrope_section" in parameters or (known and parameters is rope):
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            half = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
+            parameters["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+
+
+def part_classes(config_class: type) -> dict[str, type]:
+    """The classes of a configuration's parts, by the names of their fields."""
+    names = getattr(config_class, "sub_configs", {})
+    try:
+        whole = config_class()
+        parts = {name: type(getattr(whole, name, None)) for name in names}
+    except Exception:  # some have to be told all of their parts
+        parts = dict(names)
+    return {n: kind for n, kind in parts.items() if issubclass(kind, PreTrainedConfig)}
+
+
+def small(field: dataclasses.Field, sizes, special):
+    default = field.default
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    if field.name in tokens:
+        return tokens[field.name]
+    if not isinstance(default, int) or isinstance(default, bool):
+        return None
+    if re.fullmatch(r"\w*token_(id|index)", field.name):
+        return next(special) if default >= VOCABULARY else None
+    for pattern, size in sizes:
+        if re.fullmatch(pattern, field.name):
+            return size if default > size else None
+    return None
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights of which every one counts, under which attention is far from uniform."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                fan_in = parameter[0].numel()
+                sharper = 3 if re.search(r"q_proj|query|c_attn|qkv|q_b_proj", name) else 1
+                parameter.normal_(0, min(1.0, sharper * fan_in**-0.5))
+            elif not parameter.any() or "sink" in name:
+                parameter.normal_(0, 0.3)
+
+
+def tokens(length=LENGTH, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(SPECIAL_TOKENS, VOCABULARY, (2, length), generator=generator)
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def first(config, *names, default):
+    """The first of the attributes that a configuration or one of its parts has."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for owner in (config, *parts):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+            if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+                return value[-1]
+    return default
+
+
+def images(config):
+    size = first(config, "image_size", "input_size", default=32)
+    return normal(
+        2, first(config, "num_channels", "in_channels", "in_chans", default=3), size, size
+    )
+
+
+def videos(config):
+    frames = first(config, "num_frames", "frames_per_clip", default=4)
+    return images(config)[:, None].expand(-1, frames, -1, -1, -1).contiguous()
+
+
+def patches(config):
+    """Patches of two images in one row, as the vision towers of Qwen's family have them."""
+    channels = first(config, "in_channels", "num_channels", "in_chans", default=3)
+    size = first(config, "patch_size", default=8)
+    return normal(
+        4 * 6 + 8 * 4, channels * first(config, "temporal_patch_size", default=1) * size**2
+    )
+
+
+GRID = torch.tensor([[1, 4, 6], [1, 8, 4]])  # time, height, width in patches
+
+MAKERS = {
+    "input_ids": lambda config: tokens(),
+    "decoder_input_ids": lambda config: tokens(9, seed=5),
+    "pixel_values": images,
+    "pixel_values_videos": videos,
+    "input_features": lambda config: normal(
+        2, first(config, "num_mel_bins", "feature_size", "input_feat_per_channel", default=16), 64
+    ),
+    "input_values": lambda config: normal(2, 1600),
+    "audio_values": lambda config: normal(2, 1600),
+    "bbox": lambda config: torch.arange(2 * LENGTH * 4).view(2, LENGTH, 4) % 50,
+    "hidden_states": lambda config: normal(2, LENGTH, first(config, "hidden_size", default=64)),
+    "inputs_embeds": lambda config: normal(2, LENGTH, first(config, "hidden_size", default=64)),
+    "past_values": lambda config: normal(
+        2,
+        first(config, "context_length", default=64),
+        first(config, "num_input_channels", default=1),
+    ),
+    "grid_thw": lambda config: GRID,
+    "image_grid_thw": lambda config: GRID,
+}
+
+
+def candidates(model):
+    """Keyword arguments to try in turn until the model's forward function takes them."""
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if "grid_thw" in parameters:
+        rows = next(name for name in parameters if name in ("hidden_states", "pixel_values"))
+        yield {rows: patches(config), "grid_thw": GRID}
+    main = [name for name in (model.main_input_name,) if name in parameters]
+    decoder = [name for name in ("decoder_input_ids",) if name in parameters]
+    extras = [n for n in ("pixel_values", "bbox", "input_features") if n in parameters]
+    for names in (
+        main + decoder,
+        main + required + decoder,
+        main + required + decoder + extras,
+        ["input_ids", *extras, *decoder] if "input_ids" in parameters else extras,
+    ):
+        if names and all(name in MAKERS for name in names):
+            yield {name: MAKERS[name](config) for name in dict.fromkeys(names)}
+    if "input_features" in parameters:
+        for length in (3000, 128, 32):
+            mel = first(config, "num_mel_bins", "feature_size", default=16)
+            for shape in ((2, mel, length), (2, length, mel)):
+                yield {"input_features": normal(*shape)} | {d: MAKERS[d](config) for d in decoder}
+    if "pixel_values" in parameters:
+        yield {"pixel_values": videos(config)}
+        yield {"pixel_values": images(config)[:, None]}
+        yield {"pixel_values": normal(2, 3, 64, 64)}
+        yield {"pixel_values": normal(2, 3, 224, 224)}

@@ -1,0 +1,68 @@
+"""A sample of the sweep over transformers' families, and what the sweep itself says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sweep = pytest.importorskip("sweep_transformers")
+
+SAMPLE = [
+    "bigbird_pegasus",  # layers that add the mask themselves, decoders that deny being causal
+    "bridgetower",  # a mask of one query, layers that claim to be causal
+    "deepseek_v32",  # reads the mask and chooses keys
+    "doge",
+    "encoder-decoder",  # a mask with fewer keys than the cache
+    "gemma3",  # images that see themselves both ways
+    "inkling2_text",  # a sink of every query
+    "llama4",  # chunks
+    "moshi",  # a mask made in advance
+    "pegasus_x",
+    "t5",  # position bias
+    "whisper",
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_family_is_equal(family):
+    verdict, details = sweep.compare(family)
+    assert verdict == sweep.EQUAL, details
+
+
+def test_a_wrong_attention_differs(monkeypatch):
+    """The sweep finds a layer that leaves its mask out."""
+    right = sweep.integration.attention_forward
+
+    def wrong(module, query, key, value, attention_mask, **options):
+        return right(module, query, key, value, None, **options)
+
+    monkeypatch.setattr(sweep.integration, "attention_forward", wrong)
+    verdict, details = sweep.compare("llama")
+    assert verdict == sweep.DIFFERS
+    assert "outputs: error" in details
+
+
+def test_command_line():
+    script = Path(sweep.__file__)
+    run = subprocess.run(
+        [sys.executable, script, "--seconds", "300", "gpt2", "no_such_family"],
+        capture_output=True,
+        text=True,
+        cwd=script.parents[1],
+    )
+    assert run.returncode == 0, run.stderr
+    assert "1 equal" in run.stdout
+    assert "1 not built" in run.stdout
