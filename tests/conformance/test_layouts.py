@@ -137,7 +137,7 @@ def test_out_and_probabilities_of_padded_queries(backend, seed):
     ],
     ids=["omitted", "int64 tensor", "int32 tensor", "NumPy"],
 )
-def test_longest_lengths(given, backend, seed):
+def test_longest_lengths(given, backend, seed, monkeypatch):
     g = generator(seed)
     leaves, layout = call_of(g, "packed", "packed")
     wanted = flashtile.attention_varlen(
@@ -148,7 +148,8 @@ def test_longest_lengths(given, backend, seed):
     assert torch.equal(got, wanted)
     got = flashtile.flash_attn_varlen_func(**leaves, **layout, **given_lengths)
     torch.testing.assert_close(got, wanted)
-    if given(4) is not None:  # a smaller bound of the same form hides tokens
+    if given(4) is not None:  # a smaller bound of the same form hides tokens, where it may
+        monkeypatch.setenv("FLASHTILE_CHECK", "0")
         short = {"max_seqlen_q": given(4), "max_seqlen_k": given(12)}
         got = flashtile.attention_varlen(**leaves, **layout, **short, backend=backend)
         assert (got[4:9] == 0).all()
