@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from .. import lazy
 
 if TYPE_CHECKING:
-    from . import diffusers, sdpa, torch_registry, transformers
+    from . import diffusers, dtensor, sdpa, torch_registry, transformers
 else:
     __getattr__, __dir__ = lazy.submodules(
-        __name__, "diffusers", "sdpa", "torch_registry", "transformers"
+        __name__, "diffusers", "dtensor", "sdpa", "torch_registry", "transformers"
     )
