@@ -63,10 +63,12 @@ $(TRITONS:%=interpret-triton-%): interpret-triton-%: $(VENV)/triton-%/.installed
 $(TRITONS:%=compile-triton-%): compile-triton-%: $(VENV)/triton-%/.installed
 	$(WITH_TRITON) $(PYTEST) tests/kernels tests/hopper_kernels $(EMULATED:%=--ignore=%) $(ARGS)
 
-lint: $(VENV)/.dev  ## ruff (rules and format) and mypy
+lint: $(VENV)/.dev  ## ruff (rules and format), mypy, and both type checkers over a user's file
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy --strict --cache-dir .mypy_cache/user tests/typing/user.py
+	$(PY) -m basedpyright --pythonpath $(PY)
 
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .

@@ -2,8 +2,6 @@
 machine.
 """
 
-from typing import TYPE_CHECKING
-
 from . import lazy
 from .api import attention, attention_varlen, attention_with_kvcache
 from .combine import flash_attn_combine
@@ -22,29 +20,18 @@ from .kvcache import workspace_size
 from .masks import BlockMask
 from .quantize import Quantized, attention_fp8, quantize_qkv
 
-if TYPE_CHECKING:
-    from . import (
-        bert_padding,
-        flash_blocksparse_attn_interface,
-        integrations,
-        layers,
-        losses,
-        models,
-        modules,
-        testing,
-    )
-else:
-    __getattr__, __dir__ = lazy.submodules(
-        __name__,
-        "bert_padding",
-        "flash_blocksparse_attn_interface",
-        "integrations",
-        "layers",
-        "losses",
-        "models",
-        "modules",
-        "testing",
-    )
+# Type checkers read __init__.pyi instead of this file.
+_SUBMODULES = (
+    "bert_padding",
+    "flash_blocksparse_attn_interface",
+    "integrations",
+    "layers",
+    "losses",
+    "models",
+    "modules",
+    "testing",
+)
+__getattr__, __dir__ = lazy.submodules(__name__, *_SUBMODULES)
 
 __version__ = "0.1.0"
 

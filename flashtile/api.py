@@ -17,6 +17,7 @@ from .call import (
     autocast_to_cache,
     decided,
 )
+from .dispatch import BackendName
 from .packing import Layout, Packed, as_batch, as_packed, tokens
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
@@ -52,7 +53,7 @@ def attention(
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **unknown: Never,
 ) -> Result:
     """Exact attention, ``softmax(scale * q k^T + ...) v``, without the (seq_q, seq_k) matrix in
@@ -191,7 +192,7 @@ def attention_varlen(
     return_attn_probs: bool = False,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **unknown: Never,
 ) -> Result:
     """Attention over sequences of different lengths packed back to back, each with itself alone.
@@ -298,7 +299,7 @@ def attention_with_kvcache(
     return_lse: bool = False,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **unknown: Never,
 ) -> Result:
     """Attention of new queries against a key-value cache, which new keys and values are first

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
 import torch
 
 from . import backends
 from .problem import AttentionProblem
 
-# In order of preference. Names of folders in `backends/`.
-ORDER: tuple[str, ...] = (
+BackendName = Literal["cpu", "hopper", "triton"]  # the folders in `backends/`
+
+# In order of preference.
+ORDER: tuple[BackendName, ...] = (
     "cpu",  # every option, on every machine; the tensors must be on the CPU
     "hopper",  # the common options, on an H100 or H200, at the speed of that machine
     "triton",  # every option but float64 and float8, on any CUDA GPU from sm_80 on
@@ -56,7 +59,7 @@ class backend:
         ValueError: when there is no backend of that name.
     """
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: BackendName | None) -> None:
         if name is not None:
             check_name(name)
         self.name = name

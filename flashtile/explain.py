@@ -9,6 +9,7 @@ from torch import Tensor
 from . import backends, checks, dispatch
 from .attn_mask import with_masks
 from .call import Arguments, dense_call, packed_call
+from .dispatch import BackendName
 from .packing import Layout, as_packed
 from .problem import AttentionProblem, Operands, Options, dtype_name
 
@@ -55,7 +56,7 @@ MASKS = ("attn_mask", "key_padding_mask")  # arguments of `attention` that becom
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, backend: BackendName | None = None, **options: Any
 ) -> Explanation:
     """Every backend with its reasons and its plan for a call that is not made.
 

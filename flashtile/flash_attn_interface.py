@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import checks
 from .api import Result, WindowSize, attention, attention_varlen, attention_with_kvcache
+from .dispatch import BackendName
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,7 +37,7 @@ class Extras(TypedDict, total=False):
     sm_margin: int
     return_lse: bool
     out: Tensor | None
-    backend: str | None
+    backend: BackendName | None
 
 
 class CacheExtras(TypedDict, total=False):
@@ -59,7 +60,7 @@ class CacheExtras(TypedDict, total=False):
     scheduler_metadata: Tensor | None
     out: Tensor | None
     workspace: Tensor | None
-    backend: str | None
+    backend: BackendName | None
 
 
 def flash_attn_func(

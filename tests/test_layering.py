@@ -90,16 +90,10 @@ def exists(module: Module, package: Path) -> bool:
 
 
 def imports_of(path: Path, package: Path) -> Iterator[tuple[int, Module | None, str]]:
-    """(line, module of ours or None, absolute name) of every import, in functions too.
-
-    Except what the package itself imports for type checkers only: it imports those rooms lazily.
-    """
+    """(line, module of ours or None, absolute name) of every import, in functions too."""
     module = module_of(path, package)
     parent = module if path.name == "__init__.py" else module[:-1]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if not module:
-        tree.body = [node for node in tree.body if not for_type_checkers(node)]
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, None, alias.name
@@ -111,11 +105,6 @@ def imports_of(path: Path, package: Path) -> Iterator[tuple[int, Module | None, 
             for alias in node.names:
                 child = (*base, alias.name)
                 yield node.lineno, child if exists(child, package) else base, ""
-
-
-def for_type_checkers(node: ast.stmt) -> bool:
-    """Whether a statement is `if TYPE_CHECKING: ...`."""
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def room_of(module: Module) -> str:

@@ -11,6 +11,8 @@ from typing_extensions import Never
 from .. import call, checks
 from ..api import attention, attention_varlen
 from ..autocast import autocast_off, cast_inputs
+from ..call import WindowSize
+from ..dispatch import BackendName
 from ..packing import Packed
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, default_scale
 from .rotation import rotation
@@ -26,7 +28,7 @@ def attention_fp8(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: call.WindowSize = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     scales: str = "block",
     rotate: bool = True,
@@ -39,7 +41,7 @@ def attention_fp8(
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
     emulate: bool = False,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention whose products are made in float8 e4m3: `quantize_qkv`, then `attention`.
@@ -111,7 +113,7 @@ class _Float8Attention(torch.autograd.Function):
         recipe: Recipe,
         layout: Packed | None,
         options: Options,
-        backend: str | None,
+        backend: BackendName | None,
     ) -> tuple[Tensor, Tensor]:
         small = quantized(q, k, v, recipe, layout)
         out, lse = attend(small, layout, options, backend)
@@ -148,7 +150,7 @@ class _Float8Attention(torch.autograd.Function):
 
 
 def attend(
-    small: Quantized, layout: Packed | None, options: Options, backend: str | None
+    small: Quantized, layout: Packed | None, options: Options, backend: BackendName | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of what is in float8."""
     q, k, v, *descales, _ = small
