@@ -229,7 +229,10 @@ SIGNATURES = {
         "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
         "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
     ),
-    "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "flash_attn_combine": (
+        "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, "
+        "virtual_batch_idx=None, return_lse=True"
+    ),
     "bert_padding.unpad_input": "hidden_states, attention_mask, unused_mask=None",
     "bert_padding.unpad_input_for_concatenated_sequences": (
         "hidden_states, attention_mask_in_length"
