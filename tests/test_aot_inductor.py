@@ -1,0 +1,59 @@
+"""A module that calls attention, exported, and compiled ahead of time by AOTInductor."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import flashtile
+
+
+class Attend(torch.nn.Module):
+    """Projections around one call with options of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 96)
+        self.sink = torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(2)
+        out = flashtile.attention(q, k, v, causal=True, window_size=(5, 0), sink=self.sink)
+        return out.flatten(2).relu()
+
+
+@pytest.fixture
+def exported(seed):
+    module = Attend().eval()
+    length = torch.export.Dim("length", min=2, max=512)
+    with torch.no_grad():
+        program = torch.export.export(
+            module, (torch.randn(2, 9, 32),), dynamic_shapes=({1: length},)
+        )
+    return module, program
+
+
+def assert_same_at_other_lengths(module, run):
+    for length in (9, 2, 40):
+        x = torch.randn(2, length, 32)
+        torch.testing.assert_close(run(x), module(x).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_export_with_a_dynamic_length(exported, tmp_path):
+    module, program = exported
+    assert_same_at_other_lengths(module, program.module())
+    torch.export.save(program, tmp_path / "attend.pt2")
+    loaded = torch.export.load(tmp_path / "attend.pt2")
+    assert_same_at_other_lengths(module, loaded.module())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_aot_inductor(exported, tmp_path):
+    module, program = exported
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "attend.pt2")
+    )
+    assert_same_at_other_lengths(module, torch._inductor.aoti_load_package(package))
