@@ -89,7 +89,8 @@ def attend(
         _refuse_forward_mode(operands)
     if transforms:  # which wants nothing written in place
         operands = operands._replace(workspace=None)
-    if transforms or is_watched(operands):
+    # Of a meta tensor the op makes sizes and dtypes.
+    if transforms or operands.q.is_meta or is_watched(operands):
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
         if operands.workspace is not None:

@@ -155,12 +155,15 @@ def decided(
 
 def _strides(cache: Cache) -> tuple[int, ...]:
     """How the caches lie, which decides whether they are packed sequences as they are."""
-    caches = (x for x in (cache.k, cache.v) if isinstance(x, Tensor))
+    caches = (x for x in (cache.k, cache.v) if isinstance(x, Tensor) and not x.is_nested)
     return tuple(stride for x in caches for stride in x.stride())
 
 
 def check(queries: Queries, cache: Cache, new: NewTokens) -> int:
     """Check how queries, cache and new tokens fit; the longest query."""
+    for name, x in (("k", new.k), ("v", new.v)):
+        if x is not None:
+            checks.tensor(name, x)
     if (new.k is None) != (new.v is None):
         missing, given = ("k", "v") if new.k is None else ("v", "k")
         raise ValueError(f"{missing}: got None with {given} given, want both or neither")

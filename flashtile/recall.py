@@ -55,7 +55,9 @@ def key_of(given: tuple[Any, ...]) -> Any:
     ]
     for place in places.tensors:
         x = given[place]
-        facts += (x.shape, x.dtype, x.device, x.requires_grad)
+        if x.is_nested:  # which have no shape, and are refused
+            return None
+        facts += (x.shape, x.dtype, x.device, x.requires_grad, x.layout)
     for place in places.tuples:
         parts = tuple(map(type, given[place]))
         if not _PLAIN.issuperset(parts):

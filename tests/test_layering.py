@@ -43,15 +43,15 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("append", "prefill"),
     ("call",),
     ("packing", "attn_mask"),
-    ("checks", "recall", "absorbed"),
     ("bert_padding", "layers"),
+    ("checks", "recall", "absorbed"),
     ("dispatch",),
     ("autograd",),
     ("backends",),
     # The words that all the rooms above share: a call described, its mask, its dropout, its parts.
     ("problem",),
     ("masks", "dropout", "merge", "flops", "lazy"),
-    ("autocast", "flags"),
+    ("autocast",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 

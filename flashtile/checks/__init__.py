@@ -5,7 +5,6 @@ last check has passed. Checks that read tensor values need the host to wait for 
 GPU they run only with ``FLASHTILE_CHECK=1``.
 """
 
-from ..flags import flag
 from .hints import hints
 from .keywords import unexpected_keywords
 from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qkv
@@ -28,7 +27,7 @@ from .optional_tensors import (
     key_padding_mask,
 )
 from .results import output, workspace
-from .scalars import integer, length, number, options, splits
+from .scalars import flag, integer, length, number, options, splits
 from .tensors import (
     index_tensor,
     is_readable,

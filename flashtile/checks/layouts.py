@@ -12,6 +12,7 @@ from .tensors import index_tensor, rank, same_device, shape, shape_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8[:1])
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+DEVICES = ("cpu", "cuda", "meta")  # of a meta tensor there are sizes and dtypes to make
 PAGES = "num_pages, page_size, kv_heads, head_dim"
 
 
@@ -32,6 +33,8 @@ def qkv(
     rank(name_q, q, layout_q)
     rank(name_k, k, layout_k)
     rank(name_v, v, layout_k)
+    if q.device.type not in DEVICES:
+        raise NotImplementedError(f"{name_q}: is on {q.device}, want a cpu or cuda device")
     for name, x in ((name_q, q), (name_k, k), (name_v, v)):
         if x.dtype not in DTYPES:
             wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..backends.triton.splits import MAX_SPLITS
-from ..flags import flag
 from ..problem import Options, default_scale
 from .tensors import INTEGERS, as_python
 from .window import window
@@ -44,6 +43,22 @@ def number(name: str, x: Any, wanted: str) -> Any:
     if not -math.inf < value < math.inf:  # False for NaN as well
         raise ValueError(f"{name}: got {x}, want {wanted}")
     return value
+
+
+def flag(name: str, x: Any) -> bool:
+    """`x` as a bool: itself, 0 or 1.
+
+    Raises:
+        TypeError, ValueError: for anything else, whose truth may not be what the caller meant:
+            "no" is true, and a tensor on a GPU is only known after waiting for it.
+    """
+    if isinstance(x, (bool, torch.SymBool)):
+        return bool(x)
+    if not isinstance(x, int):
+        raise TypeError(f"{name}: got {type(x).__name__}, want True or False")
+    if x not in (0, 1):
+        raise ValueError(f"{name}: got {x}, want True or False")
+    return x == 1
 
 
 def splits(num_splits: Any) -> Any:

@@ -20,9 +20,17 @@ def shape_of(x: Tensor) -> str:
 
 
 def tensor(name: str, x: Any) -> None:
-    """Raise TypeError unless `x` is a tensor."""
+    """Raise unless `x` is a tensor that has a shape and strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, want a torch.Tensor")
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: got a nested tensor, want a plain one; for jagged tensors call "
+            "attention_varlen(q.values(), k.values(), v.values(), q.offsets(), k.offsets(), ...), "
+            "or integrations.sdpa.scaled_dot_product_attention"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {x.layout}, want torch.strided")
 
 
 def shape(name: str, x: Tensor, wanted: tuple[int, ...], meaning: str) -> None:

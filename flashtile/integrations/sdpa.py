@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from .. import checks
 from ..api import attention
 from ..attn_mask import options_of
-from ..flags import flag
 from . import bypasses, nested
 from .shared_effects import SharedEffect
 
@@ -72,7 +72,10 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want (..., seq, head_dim)")
-    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
+    if attn_mask is not None:
+        checks.tensor("attn_mask", attn_mask)
+    is_causal = checks.flag("is_causal", is_causal)
+    enable_gqa = checks.flag("enable_gqa", enable_gqa)
     M = query.shape[-2]
     if isinstance(attn_mask, CausalBias):
         return _with_causal_bias(

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import checks
 from ..autocast import without_autocast
-from ..flags import flag
 from .rotary_checks import check_layout, check_positions, check_rotary_dim, check_tables
 from .rotary_kernel import KernelRotation, runs_as_kernel, turn_in_place
 
@@ -110,7 +110,7 @@ def apply_rotary_emb(
     """
     layout = "batch, seq, heads, head_dim" if cu_seqlens is None else "total, heads, head_dim"
     check_layout("x", x, layout)
-    interleaved, inplace = flag("interleaved", interleaved), flag("inplace", inplace)
+    interleaved, inplace = checks.flag("interleaved", interleaved), checks.flag("inplace", inplace)
     angles = _angles(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
         return _rotate(x, angles, interleaved)
@@ -144,7 +144,7 @@ def apply_rotary_emb_qkv_(
         qkv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
     """
     q, k = _q_and_k(qkv, num_heads_q)
-    interleaved = flag("interleaved", interleaved)
+    interleaved = checks.flag("interleaved", interleaved)
     angles = _angles(q, cos, sin, seqlen_offsets)
     if cos_k is None and sin_k is None:
         angles_k = angles
@@ -177,7 +177,7 @@ def apply_rotary_emb_kv_(
         kv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
     """
     check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
-    interleaved = flag("interleaved", interleaved)
+    interleaved = checks.flag("interleaved", interleaved)
     angles = _angles(kv[:, :, 0], cos, sin, seqlen_offsets)
     return _in_place(kv, lambda memory: _rotate_memory(memory[:, :, 0], angles, interleaved))
 
@@ -462,6 +462,7 @@ def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | Non
 
 def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
     """Views of q and k in qkv, (batch, seq, heads, head_dim)."""
+    checks.tensor("qkv", qkv)
     if qkv.dim() != 4:
         check_layout("qkv", qkv, "batch, seq, 3, heads, head_dim")
         return qkv[:, :, 0], qkv[:, :, 1]

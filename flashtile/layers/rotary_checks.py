@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import checks
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 
 
 def check_layout(name: str, x: Tensor, layout: str) -> None:
+    checks.tensor(name, x)
     sizes = layout.split(", ")
     fixed = [(i, int(size)) for i, size in enumerate(sizes) if size.isdigit()]
     if x.dim() != len(sizes) or any(x.shape[i] != size for i, size in fixed):
@@ -19,6 +22,7 @@ def check_layout(name: str, x: Tensor, layout: str) -> None:
 
 def check_tables(x: Tensor, cos: Tensor, sin: Tensor, suffix: str) -> None:
     for name, table in ((f"cos{suffix}", cos), (f"sin{suffix}", sin)):
+        checks.tensor(name, table)
         if table.dim() != 2 or table.shape != cos.shape:
             wanted = "(table_len, rotary_dim / 2), the same for cos and sin"
             raise ValueError(f"{name}: expected shape {wanted}, got {tuple(table.shape)}")

@@ -26,7 +26,7 @@ def rotation(head_dim: int, seed: int = 0, device: torch.device | str | None = N
         (head_dim, head_dim) float32. Its entries are 0 or plus or minus one number.
     """
     g = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (head_dim,), generator=g).to(torch.float32) * 2 - 1
+    signs = torch.randint(0, 2, (head_dim,), generator=g, device="cpu").to(torch.float32) * 2 - 1
     power = head_dim & -head_dim
     block = hadamard(power) * power**-0.5
     whole = torch.block_diag(*[block] * (head_dim // power))
@@ -35,7 +35,8 @@ def rotation(head_dim: int, seed: int = 0, device: torch.device | str | None = N
 
 def hadamard(size: int) -> Tensor:
     """Sylvester's Hadamard matrix of a power of two, entries plus or minus 1."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, device="cpu")
+    twice = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu")
     while matrix.shape[0] < size:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        matrix = torch.kron(twice, matrix)
     return matrix

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why the CPU backend cannot run `problem`; empty when it can."""
     reasons = []
-    if problem.device_type != "cpu":
+    if problem.device_type not in ("cpu", "meta"):  # meta tensors have sizes only
         reasons.append(f"tensors are on {problem.device_type} (this backend: cpu)")
     return reasons + head_dim_reasons(problem, MAX_HEAD_DIM)
 
