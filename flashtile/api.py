@@ -256,7 +256,8 @@ def attention_varlen(
     )
     layout = Layout(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table)
     call = as_packed(q, k, v, qv, layout)
-    arguments = arguments._replace(qv=call.qv)
+    if call.padded is not None:
+        arguments = arguments._replace(qv=call.qv)
     outputs = (return_lse, return_attn_probs, out)
     return _run(call[:3], call.layout, arguments, backend, *outputs, call.padded)
 
