@@ -16,7 +16,7 @@ BackendName = Literal["cpu", "hopper", "triton"]  # the folders in `backends/`
 ORDER: tuple[BackendName, ...] = (
     "cpu",  # every option, on every machine; the tensors must be on the CPU
     "hopper",  # the common options, on an H100 or H200, at the speed of that machine
-    "triton",  # every option but float64 and float8, on any CUDA GPU from sm_80 on
+    "triton",  # every option but float64, on any CUDA GPU from sm_80 on
 )
 
 # Here and not on first use: a tracer that walks through `select` cannot import. This imports what

@@ -89,6 +89,7 @@ class AttentionProblem(NamedTuple):
     wants_probabilities: bool = False
     has_float8_keys: bool = False  # and values, under queries of 16 bits: a cache
     has_cache_rows: bool = False  # cache_batch_idx or leftpad_k
+    has_block_descale: bool = False  # a scale of float8 for each block of rows, not for each head
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:
@@ -147,6 +148,7 @@ class AttentionProblem(NamedTuple):
             bias_needs_grad=bias_needs_grad,
             has_float8_keys=k.dtype in FLOAT8 and q.dtype not in FLOAT8,
             has_cache_rows=operands.cache_batch_idx is not None or operands.leftpad_k is not None,
+            has_block_descale=operands.k_descale is not None and operands.k_descale.dim() == 3,
         )
 
 

@@ -62,12 +62,11 @@ def _carried(function: Callable[..., Any], device: torch.device) -> Callable[...
 
 
 def _leave_out_dtypes(dtype: torch.dtype) -> None:
-    """float64 is for the CPU, where gradients are checked; float8 has no portable kernel."""
+    """float64 is for the CPU, where gradients are checked; float8 has tests of its own on a GPU."""
     if dtype == torch.float64 or dtype in FLOAT8:
         if hypothesis.currently_in_test_context():
             hypothesis.reject()
-        # The suite runs them on the CPU; the GPU backend says no to them in `unsupported_reasons`.
-        pytest.skip(f"the portable GPU backend takes no {dtype}")
+        pytest.skip(f"the suite runs {dtype} on the CPU")
 
 
 def _moved(value: Any, device: torch.device, memory: Memory) -> Any:

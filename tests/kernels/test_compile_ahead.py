@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
+from flashtile.backends.triton.float8 import with_wide_queries
 from flashtile.backends.triton.launch import Launch
 from flashtile.call import Arguments, dense_call
 from flashtile.masks import BlockMask
@@ -123,6 +124,19 @@ def test_latent_decoding_kernels_fit(device: str, name: str):
             assert found.shared <= DEVICES[device].shared, found
             allowed, reason = ALLOWED_IN_DECODING.get((device, 576, name), (0, "not in the list"))
             assert found.spilled <= allowed, f"{heads} heads: {found}, allowed {allowed} ({reason})"
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_float8_kernels_fit(head_dim: int):
+    """Many float8 queries in what Hopper's own float8 kernel does not do: a chunk."""
+    tensors = qkv(generator(0), B=1, M=256, N=256, Hq=2, Hk=2, D=head_dim)
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in tensors)
+    arguments = Arguments(causal=True, attention_chunk=100, q_descale=torch.ones(1, 2))
+    operands, options = dense_call(q, k, v, arguments)
+    operands = with_wide_queries(operands)
+    for launch in launches(operands, options, "sm_90", backward=False):
+        found = report(launch, "sm_90")
+        assert found.shared <= DEVICES["sm_90"].shared, found
 
 
 def decoding(device: str, head_dim: int, name: str, float8: bool = False) -> list[Launch]:

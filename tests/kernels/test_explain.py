@@ -99,3 +99,30 @@ def test_float8_goes_to_hopper(monkeypatch: pytest.MonkeyPatch, head_dim: int):
         report = str(flashtile.explain(q, q, q, causal=True))
     assert "-> hopper: yes" in report
     assert "forward in float8: tiles of" in report
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "options", "chosen"),
+    [
+        (300, {}, "hopper"),
+        (300, {"attention_chunk": 64}, "triton"),
+        (300, {"seqused_k": 1}, "triton"),
+        (1, {}, "triton"),
+    ],
+    ids=["plain", "chunk", "lengths", "one query"],
+)
+def test_float8_runs_by_one_kernel_or_the_other(
+    monkeypatch: pytest.MonkeyPatch, seq_q: int, options: dict[str, Any], chosen: str
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(plan, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
+    with FakeTensorMode(), torch.no_grad():
+        made = {"dtype": torch.float8_e4m3fn, "device": "cuda"}
+        q, k = (torch.empty(1, n, 4, 64, **made) for n in (seq_q, 400))
+        given = dict(options)
+        if "seqused_k" in given:
+            given["seqused_k"] = torch.ones(1, dtype=torch.int32, device="cuda")
+        report = str(flashtile.explain(q, k, k, **given))
+    assert f"-> {chosen}: yes" in report
+    assert "queries and weights in 16 bits over float8 keys and values" in report

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ... import merge
-from ...problem import AttentionProblem, Operands
+from ...problem import FLOAT8, AttentionProblem, Operands
 from .. import Gradients
-from . import plan
-from .plan import TRITON_IS_INSTALLED, unsupported_reasons
+from . import float8, plan
+from .plan import TRITON_IS_INSTALLED
 from .splits import processors, splits_of
 
 __all__ = ["HINTS", "backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
@@ -21,8 +21,18 @@ __all__ = ["HINTS", "backward", "describe_plan", "forward", "probabilities", "un
 HINTS = ("num_splits",)
 
 
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Why this backend cannot run `problem`; empty when it can."""
+    if problem.dtype in FLOAT8:
+        return float8.unsupported_reasons(problem)
+    return plan.unsupported_reasons(problem)
+
+
 def describe_plan(problem: AttentionProblem) -> str:
     """The plan in words, for `explain`."""
+    if problem.dtype in FLOAT8:
+        forward_plan = describe_plan(float8.over_float8_keys(problem)).splitlines()[0]
+        return f"{forward_plan}, queries and weights in 16 bits over float8 keys and values"
     config = plan.plan(problem, True).split.config
     count = processors(torch.device(problem.device_type))
     splits = splits_of(problem, config, count, problem.B * problem.M)
@@ -33,6 +43,8 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     """(out, lse) of a problem."""
     from . import launch
 
+    if problem.dtype in FLOAT8:
+        problem, operands = float8.over_float8_keys(problem), float8.with_wide_queries(operands)
     return launch.forward(problem, operands)
 
 

@@ -1,0 +1,121 @@
+"""Float8 queries, keys and values by the Triton kernel, in its interpreter: what the float8 kernel
+for Hopper does not do, against the float64 reference by the rule for float8."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends import triton as backend
+from flashtile.call import Arguments, dense_call, packed_call
+from flashtile.packing import Packed
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import (
+    alibi_slopes,
+    assert_close,
+    attention_reference,
+    attention_varlen_reference,
+    cu_seqlens,
+    generator,
+    normal,
+    packed_qkv,
+    paged,
+    qkv,
+)
+
+E4M3 = torch.float8_e4m3fn
+
+
+def small(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.to(E4M3) for x in tensors)
+
+
+def descales(g: torch.Generator, B: int, Hk: int) -> dict[str, Tensor]:
+    names = ("q_descale", "k_descale", "v_descale")
+    return {name: 0.5 + torch.rand(B, Hk, generator=g) for name in names}
+
+
+def check(call: tuple[Operands, Options], reference: Any, seed: int, splits: int = 0) -> None:
+    """(out, lse) of the backend by the rule; `reference(**how)` in any precision."""
+    operands, options = call
+    problem = AttentionProblem.of(operands, options._replace(num_splits=splits))
+    described = problem._replace(device_type="cuda", capability=(9, 0))
+    assert not backend.unsupported_reasons(described)
+    assert "over float8 keys" in backend.describe_plan(described)
+    out, lse = backend.forward(problem, operands)
+    assert out.dtype == torch.bfloat16
+    truth, plain = reference(), reference(compute_dtype=torch.float32, weights=E4M3)
+    assert_close("out", out, truth.out, plain.out, dtype=torch.bfloat16, seed=seed)
+    # As on the tensor cores, sums are in float32 and in an order of their own.
+    assert_close("lse", lse, truth.lse, plain.lse, dtype=torch.bfloat16, seed=seed)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "chunk": {"attention_chunk": 24, "causal": True},
+    "lengths": {"seqused_q": [5, 9], "seqused_k": [61, 17]},
+    "alibi and sink": {"causal": True, "alibi_slopes": True, "sink": True},
+}
+
+
+@pytest.mark.parametrize("M", [1, 9])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_dense(option: str, M: int, seed: int):
+    g = generator(seed)
+    given: dict[str, Any] = dict(OPTIONS[option])
+    for name in ("seqused_q", "seqused_k"):
+        if name in given:
+            given[name] = torch.tensor(given[name], dtype=torch.int32).clamp(max=max(M, 61))
+    if "seqused_q" in given:
+        given["seqused_q"].clamp_(max=M)
+    if "sink" in given:
+        given |= {"sink": normal(g, 4), "alibi_slopes": alibi_slopes(g, 4)}
+    tensors = small(*qkv(g, B=2, M=M, N=61, Hq=4, Hk=2, D=32, Dv=16))
+    given |= descales(g, 2, 2)
+    call = dense_call(*tensors, Arguments(**given))
+    check(call, lambda **how: attention_reference(*tensors, **given, **how), seed)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page_size", [0, 16, 3])
+def test_packed_and_pages(page_size: int, splits: int, seed: int):
+    g = generator(seed)
+    lengths_q, lengths_k = [3, 0, 1], [40, 7, 64]
+    starts = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    given: dict[str, Any] = {"causal": True} | descales(g, 3, 2)
+    table = None
+    if page_size == 0:
+        q, k, v = packed_qkv(g, lengths_q, lengths_k, Hq=4, Hk=2, D=32)
+    else:
+        q = normal(g, 4, 4, 32)
+        rows = [normal(g, 3, 64, 2, 32) for _ in "kv"]
+        (k, table), (v, _) = (paged(generator(seed), x, page_size) for x in rows)
+    tensors = small(q, k, v)
+    call = packed_call(*tensors, Packed(*starts, 3, 64, table), Arguments(**given))
+
+    def reference(**how: Any) -> Any:
+        return attention_varlen_reference(
+            *tensors, *starts, 3, 64, page_table=table, **given, **how
+        )
+
+    check(call, reference, seed, splits)
+
+
+def test_what_it_does_not_do():
+    tensors = small(*qkv(generator(0), B=1, M=1, N=200, Hq=2, Hk=2, D=32))
+    shapes = {"q_descale": (1, 2, 1), "k_descale": (1, 2, 2), "v_descale": (1, 2, 2)}
+    blocks = {name: torch.ones(shape) for name, shape in shapes.items()}
+    operands, options = dense_call(*tensors, Arguments(**blocks))
+    problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(device_type="cuda", capability=(9, 0))
+    assert backend.unsupported_reasons(problem) == ["scales of blocks of rows (not in float8)"]
+    problem = problem._replace(has_block_descale=False, capability=(8, 0))
+    assert "float8 keys and values on sm_80" in backend.unsupported_reasons(problem)[0]
