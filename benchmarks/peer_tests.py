@@ -1,12 +1,13 @@
 """FlashAttention's own tests, unmodified, with flashtile in the place of flash_attn.
 
     git clone https://github.com/Dao-AILab/flash-attention
+    pip install einops
     python benchmarks/peer_tests.py flash-attention tests/test_flash_attn.py --cases 500
 
 A random sample of the file's cases runs under pytest; `--seed` repeats it. Where there is no CUDA
 device, the device "cuda" in the file becomes "cpu" and the questions that it asks `torch.cuda` get
 the answers of an A100. A case that takes longer than `--case-seconds` is stopped, and after
-`--seconds` no new one begins; neither counts as passed. The tests need `einops`, some Triton.
+`--seconds` no new one begins; neither counts as passed.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def main() -> int:
     """Run the sample; the exit code is pytest's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkout", type=Path, help="a checkout of flash-attention")
-    parser.add_argument("file", type=Path, help="a test file, from the checkout's root")
+    parser.add_argument("file", help="a test file, from the checkout's root; ::test for one test")
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case-seconds", type=int, default=60)
@@ -124,18 +125,21 @@ def main() -> int:
     arguments = parser.parse_args()
 
     sample = Sample(arguments.cases, arguments.seed, arguments.case_seconds, arguments.seconds)
-    source = (arguments.checkout / arguments.file).read_text()
+    name, _, test = arguments.file.partition("::")
+    source = (arguments.checkout / name).read_text()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if not torch.cuda.is_available():
             source = on_cpu(source)
             stack.enter_context(cuda_answers())
-        (folder / arguments.file.name).write_text(source)
+        file = folder / Path(name).name
+        file.write_text(source)
         stack.enter_context(flash_attn.install(force=True))
-        options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={folder}"]
+        options = ["-q", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider"]
+        options += [f"--rootdir={folder}", f"{file}::{test}" if test else str(file)]
         if arguments.k:
             options += ["-k", arguments.k]
-        code = pytest.main([*options, str(folder / arguments.file.name)], plugins=[sample])
+        code = pytest.main(options, plugins=[sample])
     for reason, count in sample.reasons.most_common():
         print(f"{count} not run: {reason}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

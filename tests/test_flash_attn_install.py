@@ -100,6 +100,29 @@ def test_metadata_names_flashtile(package):
         importlib.metadata.version(package.distribution)
 
 
+def test_modules_beside_attention_compute(seed):
+    x, cos, sin = torch.randn(2, 5, 3, 8), torch.randn(7, 4), torch.randn(7, 4)
+    with flash_attn.install():
+        from flash_attn.losses.cross_entropy import CrossEntropyLoss, cross_entropy_loss
+        from flash_attn.modules.mha import MHA, get_alibi_slopes
+        from flash_attn.ops.triton.rotary import apply_rotary
+        from flash_attn.utils.generation import InferenceParams
+
+        turned = apply_rotary(x, cos, sin, 2, interleaved=True)
+        wanted = flashtile.layers.rotary.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=2)
+        assert torch.equal(turned, wanted)
+        lengths = (cos.square() + sin.square())[2:, None].repeat_interleave(2, dim=-1)
+        back = apply_rotary(turned, cos, sin, 2, interleaved=True, inplace=True, conjugate=True)
+        assert back is turned
+        torch.testing.assert_close(back, x * lengths)
+        logits, labels = torch.randn(4, 9), torch.arange(4)
+        losses, _ = cross_entropy_loss(logits, labels)
+        torch.testing.assert_close(CrossEntropyLoss()(logits, labels), losses.mean())
+        assert len(get_alibi_slopes(4)) == 4
+        mixer = MHA(16, 4, causal=True, layer_idx=0)
+        assert mixer(torch.randn(1, 3, 16), inference_params=InferenceParams(8, 1)).shape[1] == 3
+
+
 def test_what_is_lacking_is_named():
     with flash_attn.install():
         module = importlib.import_module("flash_attn.flash_attn_interface")

@@ -76,6 +76,11 @@ FLASH_ATTN_2 = Package(
         "flash_attn.ops": Contents(),
         "flash_attn.ops.triton": Contents(),
         "flash_attn.ops.triton.cross_entropy": Contents(("losses.token_losses",)),
+        "flash_attn.ops.triton.rotary": Contents(("layers.apply_rotary",)),
+        "flash_attn.utils": Contents(),
+        "flash_attn.utils.generation": Contents(
+            ("models.generation",), names=("InferenceParams", "sample")
+        ),
     },
 )
 

@@ -1,0 +1,35 @@
+"""``flash_attn.ops.triton.rotary``: the rotation without gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .rotary import apply_rotary_emb
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """`apply_rotary_emb` without recording gradients; backwards with `conjugate`, as its gradient
+    is.
+    """
+    with torch.no_grad():
+        return apply_rotary_emb(
+            x,
+            cos,
+            -sin if conjugate else sin,
+            interleaved=interleaved,
+            inplace=inplace,
+            seqlen_offsets=seqlen_offsets,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
