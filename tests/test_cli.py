@@ -21,14 +21,15 @@ def _python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
+        cli.main([flag])
     assert stop.value.code == 0
     assert capsys.readouterr().out.strip() == f"flashtile {__version__}"
 
 
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["info", "--unknown"]])
+@pytest.mark.parametrize("argv", [["unknown"], ["info", "--unknown"]])
 def test_a_wrong_command_line_stops_with_usage(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,6 +37,39 @@ def test_a_wrong_command_line_stops_with_usage(
         cli.main(argv)
     assert stop.value.code == 2
     assert "usage: flashtile" in capsys.readouterr().err
+
+
+def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: flashtile")
+    assert "``" not in printed  # markup of docstrings
+
+
+def test_help_keeps_names_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "--help"])
+    assert "the Triton backend on this GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--seq-len", "abc", "got abc, want an integer of at least 1"),
+        ("--batch-size", "0", "got 0, want an integer of at least 1"),
+        ("--device", "gpu", "want cpu or cuda:N"),
+        ("--device", "cuda:99", "CUDA device"),
+    ],
+)
+def test_bench_says_what_is_wrong_in_one_line(
+    option: str, value: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["bench", option, value])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The command ``flashtile``: show it, look at the machine, measure it."""
+"""Inspect, benchmark and tune flashtile."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``flashtile`` with `argv` (by default the command line); returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="flashtile", description=__doc__)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument(
+        "-V", "--version", action=_Version, nargs=0, help="print the version and stop"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     asked = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        description = f"{summary[0].upper()}{summary[1:]}."
+        command = commands.add_parser(name, help=summary, description=description)
         if name == asked:
             module = import_module(f".{name}", __name__)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(argv, argparse.Namespace(command_line=argv))
+    if args.command is None:
+        parser.print_help()
+        return 0
     return args.run(args)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from textwrap import fill
 
 import torch
 
@@ -65,7 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report", type=Path, metavar="DIR", help="measure nothing: a page and pictures of its CSV"
     )
     what = parser.add_argument_group("what to measure")
-    what.add_argument("--functions", nargs="+", choices=VARIANTS, default=["dense"], metavar="NAME")
+    what.add_argument(
+        "--functions",
+        nargs="+",
+        choices=VARIANTS,
+        default=["dense"],
+        metavar="NAME",
+        help="kinds of attention, listed below; dense by default",
+    )
     what.add_argument("--seq-len", nargs="+", type=_positive, metavar="N", help="1024 2048 4096")
     what.add_argument("--batch-size", nargs="+", type=_positive, metavar="N", default=[1])
     what.add_argument("--num-heads", nargs="+", type=_positive, metavar="N", default=[8])
@@ -74,7 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--head-dim", nargs="+", type=_positive, metavar="N", help="64")
     what.add_argument("--use-causal", nargs="?", const="true", choices=CAUSAL, help="false")
-    what.add_argument("--dtype", nargs="+", type=_dtype, metavar="DTYPE")
+    what.add_argument(
+        "--dtype",
+        nargs="+",
+        type=_dtype,
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)}; by default float32 on a CPU, bfloat16 on a GPU",
+    )
     what.add_argument(
         "--pass",
         dest="passes",
@@ -82,7 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="both: forward and backward apart; step: the two as one call; all: all three",
     )
     who = parser.add_argument_group("who, where and how long")
-    who.add_argument("--peers", nargs="+", choices=PEERS, metavar="NAME")
+    who.add_argument(
+        "--peers", nargs="+", choices=PEERS, metavar="NAME", help="libraries, listed below"
+    )
     who.add_argument("--device", help="cpu or cuda:N; by default a GPU if there is one")
     who.add_argument("--seconds", type=float, help="of timing, each peer and pass (0.5)")
     who.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
@@ -93,8 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--csv", type=Path, metavar="FILE", help="written case by case")
     out.add_argument("--json", type=Path, metavar="FILE")
     out.add_argument("--output", type=Path, metavar="DIR", help="CSV, JSON and pictures, in here")
-    sets = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
-    parser.epilog = f"functions: {', '.join(VARIANTS)}. peers: {', '.join(PEERS)}. presets: {sets}."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of these lists
+    parser.epilog = _names()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,6 +126,9 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.preset in PRESETS and device == "cpu" and not args.device:
         print(f"--preset {args.preset} wants a GPU; --device cpu insists", file=sys.stderr)
+        return 2
+    if missing := _missing(device):
+        print(f"--device {device}: {missing}", file=sys.stderr)
         return 2
     origin = provenance(device, shlex.join(["flashtile", *map(_without_folder, args.command_line)]))
     print(f"{origin['device']}, torch {origin['torch']}")
@@ -266,11 +285,35 @@ def _is_asked_for(case: Case, args: argparse.Namespace) -> bool:
     )
 
 
+def _names() -> str:
+    """The choices of the flags that have many."""
+    return "\n".join(
+        [
+            fill(f"functions: {', '.join(VARIANTS)}", subsequent_indent="  "),
+            fill(f"peers: {', '.join(PEERS)}", subsequent_indent="  "),
+            "presets:",
+            *(f"  {name:<20} {preset.about}" for name, preset in PRESETS.items()),
+        ]
+    )
+
+
+def _missing(device: str) -> str | None:
+    """Why there is no such device here, or None."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        return "no such device, want cpu or cuda:N"
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device here"
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        return f"there are {torch.cuda.device_count()} CUDA devices"
+    return None if wanted.type in ("cpu", "cuda") else "want cpu or cuda:N"
+
+
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, want at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, want an integer of at least 1")
+    return int(text)
 
 
 def _dtype(text: str) -> str:

@@ -45,7 +45,9 @@ def collect() -> dict[str, Any]:
         },
         "transformers": transformers_state(),
         "caches": caches(),
-        "environment": {"FLASHTILE_CHECK": os.environ.get("FLASHTILE_CHECK")},
+        "environment": {
+            name: os.environ.get(name) for name in ("FLASHTILE_CHECK", "FLASHTILE_CACHE")
+        },
     }
 
 
@@ -96,7 +98,11 @@ def as_text(found: dict[str, Any]) -> str:
     cpu = found["cpu"]
     features = ", ".join(name for name, there in cpu["features"].items() if there)
     absent = ", ".join(name for name, there in cpu["features"].items() if not there)
-    lines = [f"{name:<14}{value or 'none'}" for name, value in found["versions"].items()]
+    lines = [
+        f"{name:<14}{value or 'not installed'}"
+        for name, value in found["versions"].items()
+        if name != "commit" or value  # a wheel has none
+    ]
     lines += ["", f"{'cpu':<14}{cpu['model']}, {cpu['threads']} threads, {cpu['vectors']}"]
     lines += [f"{'':<14}has {features or 'none of the listed features'}; lacks {absent or 'none'}"]
     for gpu in found["gpus"]:
@@ -115,8 +121,17 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(
             f"{name + ' cache':<14}{cache['folder']}: {cache['files']} files, {cache['mib']} MiB"
         )
-    check = found["environment"]["FLASHTILE_CHECK"]
-    meaning = "checks that read tensor values (cu_seqlens, page tables)"
-    state = {None: "on for the CPU", "": "on for the CPU", "0": "off"}.get(check, "on")
-    lines.append(f"{'environment':<14}FLASHTILE_CHECK={check or ''}: {meaning} are {state}")
+    lines += [f"{'environment':<14}{text}" for text in _environment(found["environment"])]
     return "\n".join(lines)
+
+
+def _environment(values: dict[str, str | None]) -> list[str]:
+    """What the environment variables are and do."""
+    check, cache = values["FLASHTILE_CHECK"], values["FLASHTILE_CACHE"]
+    where = {None: "only for CPU tensors", "": "only for CPU tensors", "0": "never"}
+    return [
+        f"FLASHTILE_CHECK{f'={check}' if check else ' is not set'}: "
+        f"the values in cu_seqlens, page tables, ... are checked {where.get(check, 'always')}",
+        f"FLASHTILE_CACHE{f'={cache}' if cache else ' is not set'}: "
+        "the folder of tuned tile sizes" + ("" if cache else " is the default one"),
+    ]
