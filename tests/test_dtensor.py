@@ -1,4 +1,4 @@
-"""DTensors, sharded over batch or heads: in two processes over gloo, and planned on a mesh of four."""
+"""DTensors, sharded over batch or heads: two processes over gloo, and four that are imagined."""
 
 from __future__ import annotations
 
