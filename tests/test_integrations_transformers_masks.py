@@ -171,6 +171,13 @@ def test_keywords_nobody_knows_are_refused_by_name():
     torch.testing.assert_close(got, attention_forward(layer(), q, k, v, None)[0])
 
 
+@torch.no_grad()
+def test_keywords_that_eager_attention_ignores_pass_through():
+    model = build("llama")
+    inputs = {"input_ids": tokens(), "image_sizes": torch.ones(3, 2)}
+    assert_same(run(model, NAME, **inputs), run(model, "eager", **inputs))
+
+
 def additive(visible):
     return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, float("-inf"))
 

@@ -14,7 +14,9 @@ batching. GPT-J, GPT-Neo, Falcon and Bark have attention of their own that no ot
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 import warnings
 from typing import Any, NamedTuple, cast
 
@@ -52,6 +54,7 @@ _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # What models hand through to every layer, and what no attention depends on: bookkeeping of the
 # loss, of the outputs and of the cache, and `seq_idx` of the layers that are not attention.
 _HARMLESS = {
+    "logits_to_keep",
     "num_items_in_batch",
     "output_attentions",
     "output_hidden_states",
@@ -172,7 +175,8 @@ def attention_forward(
         stored.
 
     Raises:
-        TypeError: a keyword that is not known to be without bearing on attention.
+        TypeError: a keyword that is not known to be without bearing on attention, and that the
+            eager attention of the same layer does not ignore.
         ValueError: `indices` or `block_indices` of a wrong shape.
     """
     if options.get("output_attentions"):
@@ -188,7 +192,7 @@ def attention_forward(
             )
         return _continuous_batching(module, query, key, value, **options)
     for name in options.keys() - _HONOURED - _HARMLESS:
-        if options[name] is not None:
+        if options[name] is not None and not _eager_ignores(module, name):
             raise TypeError(
                 f"{name}: got {type(options[name]).__name__}, but flashtile's attention_forward "
                 "has no such keyword; use attn_implementation='eager' for this model"
@@ -214,6 +218,15 @@ def attention_forward(
         },
     )
     return _attend(call, attention_mask, options), None
+
+
+def _eager_ignores(module: torch.nn.Module, keyword: str) -> bool:
+    """Whether the eager attention beside a layer has no such keyword.
+
+    Transformers hands whatever a user passes to a model to every layer (sizes of images, say).
+    """
+    eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    return eager is not None and keyword not in inspect.signature(eager).parameters
 
 
 def _says_causal(module: torch.nn.Module) -> bool:

@@ -1,0 +1,84 @@
+"""Transformers' own flash_attention_2 and flash_attention_3, with flashtile in flash_attn's place.
+
+Transformers asks for a CUDA device before it takes flash_attn; the calls it then makes run on a CPU
+as well. So the model runs in a process of its own, where `torch.cuda` claims a device while
+transformers asks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+PROGRAM = """
+import sys
+from unittest import mock
+
+import torch
+
+from flashtile.integrations import flash_attn
+
+flash_attn.install()
+
+from transformers.utils import import_utils
+
+from tiny_models import assert_same, build, padding, run, tokens
+
+torch.set_num_threads(1)
+name = sys.argv[1]
+calls = []
+
+
+def choose(model):
+    device = {"is_available": lambda: True, "get_device_capability": lambda device=None: (9, 0)}
+    with mock.patch.multiple(torch.cuda, **device):
+        for question in dir(import_utils):  # the answers it gave before, when it was imported
+            getattr(getattr(import_utils, question), "cache_clear", lambda: None)()
+        model.set_attn_implementation(name)
+    return model
+
+
+def compare(model, real=None, **inputs):
+    want = run(model, "eager", **inputs)
+    got = choose(model)(**inputs).logits
+    assert_same(got, want, real)
+
+
+with torch.no_grad():
+    model = build("llama")
+    compare(model, input_ids=tokens())
+    for side in ("left", "right"):
+        compare(model, padding(side), input_ids=tokens(), attention_mask=padding(side))
+    compare(build("mistral"), padding("left"), input_ids=tokens(), attention_mask=padding("left"))
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 10, 8)])[None]
+    compare(model, input_ids=tokens(1), position_ids=positions, use_cache=False)
+    written = []
+    for select in (lambda: model.set_attn_implementation("eager"), lambda: choose(model)):
+        select()
+        written.append(
+            model.generate(
+                input_ids=tokens(), attention_mask=padding("left"), max_new_tokens=8, do_sample=False
+            )
+        )
+    assert torch.equal(*written)
+
+import transformers.modeling_flash_attention_utils as door
+
+functions = door._flash_fn, door._flash_varlen_fn
+assert all(f.__module__.startswith("flashtile") for f in functions), functions
+"""
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
+def test_logits_and_generation_are_as_in_eager_attention(name):
+    tests = Path(__file__).parent
+    program = f"import sys; sys.path.insert(0, {str(tests)!r})\n{PROGRAM}"
+    run = subprocess.run(
+        [sys.executable, "-c", program, name], capture_output=True, text=True, cwd=tests.parent
+    )
+    assert run.returncode == 0, run.stderr
