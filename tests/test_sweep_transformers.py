@@ -19,6 +19,7 @@ SAMPLE = [
     "doge",
     "encoder-decoder",  # a mask with fewer keys than the cache
     "gemma3",  # images that see themselves both ways
+    "git",  # text layers that add the mask themselves, under a vision tower that does not
     "inkling2_text",  # a sink of every query
     "llama4",  # chunks
     "moshi",  # a mask made in advance

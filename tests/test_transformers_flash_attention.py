@@ -62,7 +62,7 @@ with torch.no_grad():
         select()
         written.append(
             model.generate(
-                input_ids=tokens(), attention_mask=padding("left"), max_new_tokens=8, do_sample=False
+                tokens(), attention_mask=padding("left"), max_new_tokens=8, do_sample=False
             )
         )
     assert torch.equal(*written)

@@ -149,7 +149,7 @@ _READERS_OF_MASKS = {
     "mistral_large4",
 }
 # Model types some of whose layers add the mask to scores of their own, as eager attention does.
-_ADDERS_OF_MASKS = {"bigbird_pegasus", "gemma4_audio"}
+_ADDERS_OF_MASKS = {"bigbird_pegasus", "gemma4_audio", "git"}
 
 
 def attention_mask(
