@@ -77,9 +77,41 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """Attention of q (batch, seq_q, heads, head_dim) over k, v (batch, seq_k, kv_heads, head_dim).
+    """Attention of each query over the keys, ``softmax(softmax_scale * q k^T) v``, differentiable.
 
-    Options, errors and results are those of `flashtile.attention`.
+    Masks are aligned to the bottom-right corner. With ``causal=True``, a 1 is a visible key::
+
+        seq_q = 2, seq_k = 5        seq_q = 5, seq_k = 2
+            1 1 1 1 0                       0 0
+            1 1 1 1 1                       0 0
+                                            0 0
+                                            1 0
+                                            1 1
+
+    A query that sees no key gets 0. Query head ``h`` reads key head ``h // (heads / kv_heads)``.
+
+    Args:
+        q: (batch, seq_q, heads, head_dim); float16, bfloat16, float32, float64 or float8.
+        k: (batch, seq_k, kv_heads, head_dim); kv_heads divides heads.
+        v: (batch, seq_k, kv_heads, value_head_dim).
+        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        causal: hide the keys after each query.
+        window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
+        softcap: bound on the scores' magnitude, ``softcap * tanh(s / softcap)``; 0 is off.
+        alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
+        deterministic: make the backward bitwise repeatable (the forward always is).
+        return_attn_probs: also return the log-sum-exp and the probabilities, quadratic in memory.
+        extras: keyword options beyond FlashAttention-2, as `flashtile.attention` describes them.
+
+    Returns:
+        out (batch, seq_q, heads, value_head_dim); with `return_lse` (out, lse), with
+        `return_attn_probs` (out, lse, probs): lse (batch, heads, seq_q) float32, differentiable;
+        probs (batch, heads, seq_q, seq_k), negative where dropout dropped.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        NotImplementedError: no backend can run the call; the message gives the reasons of each.
     """
     return attention(
         q,
@@ -110,8 +142,26 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_func` with keys and values in one tensor, kv (batch, seq_k, 2, kv_heads,
-    head_dim).
+    """`flash_attn_func` with keys and values in one tensor; its masks, heads and options.
+
+    Args:
+        q: (batch, seq_q, heads, head_dim).
+        kv: (batch, seq_k, 2, kv_heads, head_dim).
+        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        causal: hide the keys after each query.
+        window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
+        softcap: bound on the scores' magnitude, ``softcap * tanh(s / softcap)``; 0 is off.
+        alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
+        deterministic: make the backward bitwise repeatable (the forward always is).
+        return_attn_probs: also return the log-sum-exp and the probabilities, quadratic in memory.
+        extras: as in `flash_attn_func`.
+
+    Returns:
+        out (batch, seq_q, heads, head_dim) and, on request, lse and probs, as `flash_attn_func`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `flash_attn_func`.
     """
     k, v = checks.unpacked("kv", kv, 2, "batch, seq_k, 2, kv_heads, head_dim")
     return flash_attn_func(
@@ -142,7 +192,26 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_func` with everything in one tensor, qkv (batch, seq, 3, heads, head_dim)."""
+    """`flash_attn_func` with everything in one tensor; its masks and options.
+
+    Args:
+        qkv: (batch, seq, 3, heads, head_dim).
+        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        causal: hide the keys after each query.
+        window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
+        softcap: bound on the scores' magnitude, ``softcap * tanh(s / softcap)``; 0 is off.
+        alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
+        deterministic: make the backward bitwise repeatable (the forward always is).
+        return_attn_probs: also return the log-sum-exp and the probabilities, quadratic in memory.
+        extras: as in `flash_attn_func`.
+
+    Returns:
+        out (batch, seq, heads, head_dim) and, on request, lse and probs, as `flash_attn_func`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `flash_attn_func`.
+    """
     q, k, v = checks.unpacked("qkv", qkv, 3, "batch, seq, 3, heads, head_dim")
     return flash_attn_func(
         q,
@@ -182,11 +251,33 @@ def flash_attn_varlen_func(
     workspace: Tensor | None = None,
     **extras: Unpack[Extras],
 ) -> Result:
-    """Attention over packed sequences: q (total_q, heads, head_dim), k, v (total_k, kv_heads,
-    head_dim).
+    """`flash_attn_func` over sequences packed back to back, each of which sees only itself.
 
-    `block_table` and `page_table` are two names of one thing. Options, errors and results are those
-    of `flashtile.attention_varlen`.
+    Args:
+        q: (total_q, heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim) and (total_k, kv_heads, value_head_dim), or pages:
+            (num_pages, page_size, kv_heads, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths that begin with 0.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
+        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        causal: hide the keys after each query.
+        window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
+        softcap: bound on the scores' magnitude, ``softcap * tanh(s / softcap)``; 0 is off.
+        alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
+        deterministic: make the backward bitwise repeatable (the forward always is).
+        return_attn_probs: also return the log-sum-exp and the probabilities, quadratic in memory.
+        block_table, page_table: two names of (batch, pages per sequence) int32.
+        workspace: memory for partial results, as in `flashtile.attention_with_kvcache`.
+        extras: keyword options beyond FlashAttention-2, as `flashtile.attention` describes them.
+
+    Returns:
+        out (total_q, heads, value_head_dim), on request lse (heads, total_q) and probs (batch,
+        heads, max_seqlen_q, max_seqlen_k).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        NotImplementedError: no backend can run the call; the message gives the reasons of each.
     """
     return attention_varlen(
         q,
@@ -227,8 +318,28 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_varlen_func` with keys and values in one tensor, kv (total_k, 2, kv_heads,
-    head_dim).
+    """`flash_attn_varlen_func` with keys and values in one tensor; its masks and options.
+
+    Args:
+        q: (total_q, heads, head_dim).
+        kv: (total_k, 2, kv_heads, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths that begin with 0.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
+        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        causal: hide the keys after each query.
+        window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
+        softcap: bound on the scores' magnitude, ``softcap * tanh(s / softcap)``; 0 is off.
+        alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
+        deterministic: make the backward bitwise repeatable (the forward always is).
+        return_attn_probs: also return the log-sum-exp and the probabilities, quadratic in memory.
+        extras: as in `flash_attn_varlen_func`.
+
+    Returns:
+        out (total_q, heads, head_dim) and, on request, lse and probs, as `flash_attn_varlen_func`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `flash_attn_varlen_func`.
     """
     k, v = checks.unpacked("kv", kv, 2, "total_k, 2, kv_heads, head_dim")
     return flash_attn_varlen_func(
@@ -265,7 +376,28 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_varlen_func` with everything in one tensor, qkv (total, 3, heads, head_dim)."""
+    """`flash_attn_varlen_func` with everything in one tensor; its masks and options.
+
+    Args:
+        qkv: (total, 3, heads, head_dim).
+        cu_seqlens: (batch + 1,) int32, cumulative lengths that begin with 0.
+        max_seqlen: upper bound of the lengths.
+        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        causal: hide the keys after each query.
+        window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
+        softcap: bound on the scores' magnitude, ``softcap * tanh(s / softcap)``; 0 is off.
+        alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
+        deterministic: make the backward bitwise repeatable (the forward always is).
+        return_attn_probs: also return the log-sum-exp and the probabilities, quadratic in memory.
+        extras: as in `flash_attn_varlen_func`.
+
+    Returns:
+        out (total, heads, head_dim) and, on request, lse and probs, as `flash_attn_varlen_func`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `flash_attn_varlen_func`.
+    """
     q, k, v = checks.unpacked("qkv", qkv, 3, "total, 3, heads, head_dim")
     return flash_attn_varlen_func(
         q,
@@ -311,11 +443,37 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     **extras: Unpack[CacheExtras],
 ) -> Result:
-    """Attention against a key-value cache, with an append of new keys and values in place; no
-    gradient.
+    """Attention of new queries over a key-value cache, to which `k` and `v` are appended first.
 
-    `block_table` and `page_table` are two names of one thing. Options, errors and results are those
-    of `flashtile.attention_with_kvcache`.
+    For inference: no gradient is recorded, the cache is written in place. Masks are aligned to the
+    bottom-right corner of each sequence's own length, as in `flash_attn_func`.
+
+    Args:
+        q: (batch, seq_q, heads, head_dim).
+        k_cache, v_cache: (cache rows, capacity, kv_heads, head_dim), or pages: (num_pages,
+            page_size, kv_heads, head_dim).
+        k, v: (batch, seq_new, kv_heads, head_dim), written at `cache_seqlens`.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate the new keys and the queries.
+        cache_seqlens: an int or (batch,) int32, tokens in each cache before the append.
+        cache_batch_idx: (batch,) int32, the cache row of each sequence.
+        cache_leftpad: (batch,) int32, where each sequence starts in its cache row.
+        block_table, page_table: two names of (batch, pages per sequence) int32.
+        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        causal: hide the keys after each query.
+        window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
+        softcap: bound on the scores' magnitude, ``softcap * tanh(s / softcap)``; 0 is off.
+        alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
+        rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of the two halves.
+        num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
+        return_softmax_lse: return (out, lse).
+        extras: keyword options as `flashtile.attention_with_kvcache` describes them.
+
+    Returns:
+        out (batch, seq_q, heads, value_head_dim), on request lse (batch, heads, seq_q) float32.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        NotImplementedError: no backend can run the call; the message gives the reasons of each.
     """
     return attention_with_kvcache(
         q,
