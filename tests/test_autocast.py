@@ -100,6 +100,12 @@ ATTENTION: dict[str, tuple[Entry, tuple[tuple[int, ...], ...]]] = {
     "sink": (dense(sink=torch.tensor([0.1, -1.0, 2.0, 0.0]), attention_chunk=16), BATCH),
     "dropout": (dense(dropout_p=0.3), BATCH),
     "block mask": (dense(block_mask=BlockMask.from_tiles(TILES, (16, 32))), BATCH),
+    "float attn_mask": (dense(attn_mask=torch.linspace(-2, 2, 2000).view(40, 50)), BATCH),
+    "bool attn_mask": (dense(attn_mask=torch.ones(40, 50, dtype=torch.bool).tril(3)), BATCH),
+    "key_padding_mask": (
+        dense(key_padding_mask=torch.arange(50) < torch.tensor([[50], [21]]), softcap=1.0),
+        BATCH,
+    ),
     "probabilities": (
         lambda q, k, v: flashtile.attention(q, k, v, causal=True, return_attn_probs=True),
         BATCH,
@@ -246,6 +252,10 @@ EXACT: dict[str, tuple[Entry, tuple[tuple[int, ...], ...]]] = {
     "combine": (
         lambda out, lse: flash_attn_combine(out, lse.float()),
         ((3, 2, 40, 4, 24), (3, 2, 40, 4)),
+    ),
+    "combine of packed sequences": (
+        lambda out, lse: flash_attn_combine(out, lse.float(), cu_seqlens=CU),
+        ((3, 40, 4, 24), (3, 40, 4)),
     ),
     "bert_padding": (padded, ((2, 16, 24),)),
     "cross-entropy": (
