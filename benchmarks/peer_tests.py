@@ -4,16 +4,18 @@
     pip install einops
     python benchmarks/peer_tests.py flash-attention tests/test_flash_attn.py --cases 500
 
-A random sample of the file's cases runs under pytest; `--seed` repeats it. Where there is no CUDA
-device, the device "cuda" in the file becomes "cpu" and the questions that it asks `torch.cuda` get
-the answers of an A100. A case that takes longer than `--case-seconds` is stopped, and after
-`--seconds` no new one begins; neither counts as passed.
+Likewise FlashAttention-3's `hopper/test_flash_attn.py` and FlashAttention-4's
+`tests/cute/test_flash_attn.py`. A random sample of the file's cases runs under pytest; `--seed`
+repeats it. Where there is no CUDA device, the device "cuda" in the file becomes "cpu" and the
+questions that it asks `torch.cuda` get the answers of an A100. A case that takes longer than
+`--case-seconds` is stopped, and after `--seconds` no new one begins; neither counts as passed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import random
 import re
 import signal
@@ -46,6 +48,7 @@ class Sample:
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
 
+    @pytest.hookimpl(trylast=True)  # of what `-k` has left
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         print(f"{len(items)} cases collected")
         if self.cases < len(items):
@@ -105,11 +108,27 @@ def cuda_answers() -> Iterator[None]:
         ),
         "synchronize": lambda device=None: None,
         "is_bf16_supported": lambda: True,
+        "empty_cache": lambda: None,
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
         yield
+
+
+def lend_cute_modules(checkout: Path, is_on_cpu: bool) -> None:
+    """What FlashAttention-4's tests import beside its functions: its reference, from the checkout,
+    and two names that cases for its own kernels use."""
+    source = (checkout / "flash_attn/cute/testing.py").read_text()
+    testing = types.ModuleType("flash_attn.cute.testing")
+    exec(on_cpu(source) if is_on_cpu else source, vars(testing))
+    cache_utils = types.ModuleType("flash_attn.cute.cache_utils")
+    vars(cache_utils)["JITCache"] = dict
+    interface = importlib.import_module("flash_attn.cute.interface")
+    vars(interface)["_flash_attn_bwd_sparse_mla"] = None
+    for module in (testing, cache_utils):
+        sys.modules[module.__name__] = module
+        setattr(sys.modules["flash_attn.cute"], module.__name__.rpartition(".")[2], module)
 
 
 def main() -> int:
@@ -135,6 +154,10 @@ def main() -> int:
         file = folder / Path(name).name
         file.write_text(source)
         stack.enter_context(flash_attn.install(force=True))
+        beside = (arguments.checkout / name).parent  # where the file has its own modules
+        sys.path.append(str(beside))
+        if beside.name == "cute":
+            lend_cute_modules(arguments.checkout, not torch.cuda.is_available())
         options = ["-q", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider"]
         options += [f"--rootdir={folder}", f"{file}::{test}" if test else str(file)]
         if arguments.k:
