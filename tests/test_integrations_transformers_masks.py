@@ -213,3 +213,16 @@ def test_rows_that_an_additive_mask_hides_with_the_smallest_number():
     got, _ = attention_forward(layer(), q, k, v, mask)
     scores = q @ k.mT / 4 + mask
     torch.testing.assert_close(got, (scores.softmax(-1) @ v).transpose(1, 2))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_a_model_with_its_own_attention_stays_eager(batch):
+    """Loaded under our name, its layers still get the masks that they add to their scores."""
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+    load = transformers.AutoModelForCausalLM.from_config
+    eager = load(config, attn_implementation="eager").eval()
+    ours = load(config, attn_implementation=NAME).eval()
+    assert ours.config._attn_implementation == "eager"
+    ours.load_state_dict(eager.state_dict())
+    torch.testing.assert_close(ours(tokens()[:batch]).logits, eager(tokens()[:batch]).logits)

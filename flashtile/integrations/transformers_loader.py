@@ -17,8 +17,11 @@ from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..api import attention, attention_varlen, attention_with_kvcache
+
+_logger = logging.get_logger(__name__)
 
 
 class DoorChangedError(RuntimeError):
@@ -59,6 +62,12 @@ def open_door(name: str) -> None:
         # Some models list the kernels that can do what they need; flashtile is not on the list,
         # and can.
         if attn_implementation in ours:
+            if _attends_by_itself(self):
+                _logger.warning(
+                    f"{type(self).__name__} computes attention in its own layers, which no "
+                    f"attn_implementation replaces: it runs with 'eager' instead of {name!r}"
+                )
+                return "eager"
             door.lazy_import_flash_attention(attn_implementation)
             return attn_implementation
         return original_check(self, attn_implementation, *args, **kwargs)
@@ -76,6 +85,13 @@ def open_door(name: str) -> None:
     except Exception as error:  # whatever a changed loader raises
         patch(original_imports, original_check)
         raise DoorChangedError(str(error)) from error
+
+
+def _attends_by_itself(model: PreTrainedModel) -> bool:
+    """Whether the layers of a model of transformers ignore `attn_implementation`. Such layers want
+    the masks of eager attention; without them, they would see every key."""
+    own_code = type(model).__module__.startswith("transformers.")
+    return own_code and not model._can_set_attn_implementation()
 
 
 # Transformers reads in these signatures which options a kernel has, by the names that flash_attn
