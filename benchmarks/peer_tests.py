@@ -77,6 +77,8 @@ class Sample:
             self.counts["skipped"] += not reason.startswith("Skipped: stopped")
         elif report.when == "call" or report.outcome == "failed":
             self.counts[report.outcome] += 1
+        if report.outcome == "failed":  # at once, for the run may be stopped before its end
+            print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)
         if report.when == "teardown" and sum(self.counts.values()) % 10 == 0:
             print(f"\n{self.summary()}", flush=True)
 
@@ -158,7 +160,7 @@ def main() -> int:
         sys.path.append(str(beside))
         if beside.name == "cute":
             lend_cute_modules(arguments.checkout, not torch.cuda.is_available())
-        options = ["-q", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider"]
+        options = ["-q", "-s", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider"]
         options += [f"--rootdir={folder}", f"{file}::{test}" if test else str(file)]
         if arguments.k:
             options += ["-k", arguments.k]

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def test_takes_effect_without_a_block_and_ends_once():
         installation.uninstall()
         installation.uninstall()
     assert importlib.util.find_spec("flash_attn") is None
+
+
+def test_a_stub_that_answers_for_every_name_is_put_back():
+    """Its submodule is in ``sys.modules``, and no attribute of it that could be deleted."""
+    stub = types.ModuleType("flash_attn")
+    vars(stub)["__getattr__"] = lambda name: None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn", stub)
+        patch.setitem(sys.modules, "flash_attn.bert_padding", types.ModuleType("bert_padding"))
+        with flash_attn.install(force=True):
+            assert importlib.import_module("flash_attn") is not stub
+        assert sys.modules["flash_attn"] is stub
 
 
 def test_blocks_nest_and_end_after_an_error():

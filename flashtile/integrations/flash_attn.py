@@ -89,8 +89,8 @@ class Installation:
         names = [name for name in sys.modules if self._replaces(name)]
         for name in names:
             parent, _, child = name.rpartition(".")
-            if hasattr(sys.modules.get(parent), child):
-                delattr(sys.modules[parent], child)
+            if parent in sys.modules:
+                vars(sys.modules[parent]).pop(child, None)
         return {name: sys.modules.pop(name) for name in names}
 
     def _replaces(self, name: str) -> bool:
