@@ -224,7 +224,7 @@ def _tuple_maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
 
 
 def _descriptor_maker(argument: Any, number: int) -> Make:
-    """Of a tensor described for the copy engine: the same description, without Triton's checks."""
+    """Of a tensor described for TMA: the same description, without Triton's checks."""
     kind = type(argument)
     fields = {**vars(argument), "base": None}
 

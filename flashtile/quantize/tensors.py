@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 
-# The copy engine wants rows at multiples of 16 bytes.
+# TMA wants rows at multiples of 16 bytes.
 ROW_STEP = 16
 
 

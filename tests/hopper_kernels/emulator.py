@@ -216,7 +216,7 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Any]) -> Any:
 
 
 class Descriptor:
-    """A tensor as the copy engine sees it."""
+    """A tensor as TMA sees it."""
 
     def __init__(self, described: Any) -> None:
         self.tensor = described.base.as_strided(described.shape, described.strides)

@@ -24,7 +24,7 @@ class Pointers(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A tensor of head rows as the copy engine sees it, in tiles of its first columns and, where
+    """A tensor of head rows as TMA sees it, in tiles of its first columns and, where
     the head dim is no power of two, of the rest of them."""
 
     tiles: Any

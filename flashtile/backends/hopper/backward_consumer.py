@@ -388,7 +388,7 @@ def clear_tail(x, count, cfg: gl.constexpr):
 def store_gradient(
     ME: gl.constexpr, x, channel, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
 ):  # fmt: skip
-    """This consumer's part of dK or dV, through the ring of `channel`: by the copy engine, which
+    """This consumer's part of dK or dV, through the ring of `channel`: by TMA, which
     clips at the end of the tensor, or, where the next sequence follows at once, by the threads."""
     COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_D
     dtype: gl.constexpr = channel.tiles.dtype

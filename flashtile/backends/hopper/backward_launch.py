@@ -222,7 +222,7 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def staged_pieces(made: Buffers, config: BackwardConfig) -> TensorDescriptor:
-    """The workspace in what one addition of the copy engine takes: a pair of pieces, or one."""
+    """The workspace in what one addition of TMA takes: a pair of pieces, or one."""
     return plain_descriptor(made.workspace, 2 * PIECE_ROWS.value // config.ADDERS)
 
 

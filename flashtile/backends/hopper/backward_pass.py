@@ -38,7 +38,7 @@ class Channels(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the copy engine reads."""
+    """What TMA reads."""
 
     q: Any
     k: Any
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where the results go: by the copy engine, or by the threads."""
+    """Where the results go: by TMA, or by the threads."""
 
     dk: Any
     dv: Any

@@ -1,4 +1,4 @@
-"""The producer of the backward: one warp that keeps the copy engine busy."""
+"""The producer of the backward: one warp that keeps TMA busy."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .verbs import aggregate, arrive_alone
 
 @aggregate
 class Channel:
-    """A ring of tiles that the copy engine fills."""
+    """A ring of tiles that TMA fills."""
 
     tiles: gl.shared_memory_descriptor  # (SLOTS, ...)
     rests: gl.shared_memory_descriptor  # the same as `tiles` where there is no rest

@@ -378,12 +378,12 @@ def store_output(
     ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, COLUMNS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Columns from COLUMN on of the output, through shared memory: by the copy engine, which clips
+    """Columns from COLUMN on of the output, through shared memory: by TMA, which clips
     at the end of the tensor, or, where a sequence can end before it, by the threads."""
     row = work.m0 + ME * CONSUMER_ROWS
     tile = tiles.index(ME)
     tile.reshape([CONSUMER_ROWS, COLUMNS]).store(o.to(tiles.dtype))
-    fence_async_shared()  # the copy engine reads it, or writes the next queries over it
+    fence_async_shared()  # TMA reads it, or writes the next queries over it
     if cfg.IS_RAGGED:
         LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
         x = tile.reshape([CONSUMER_ROWS, COLUMNS]).load(LAYOUT)
@@ -393,7 +393,7 @@ def store_output(
         places = (work.start_q + offs).to(gl.int64) * strides[1] + work.h.to(gl.int64) * strides[2]
         if not cfg.IS_PACKED:
             places += work.b.to(gl.int64) * strides[0]
-        # Rows start at multiples of 16 bytes, as the copy engine wants them.
+        # Rows start at multiples of 16 bytes, as TMA wants them.
         places = gl.multiple_of(places, [1, 8])
         gl.store(output.ptr + places + dims, x, mask=(offs < work.M) & (dims < cfg.DV))
     elif COLUMN == 0:

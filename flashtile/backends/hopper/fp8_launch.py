@@ -87,7 +87,7 @@ def float8_launch(
 def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
     """K (batch, rows, heads, columns) in whole groups of rows, or a copy that has them.
 
-    The copy engine takes rows of all heads as one long row, so nothing but zeros may follow on a
+    TMA takes rows of all heads as one long row, so nothing but zeros may follow on a
     row of a head; every sequence starts a group.
     """
     if cu_seqlens is not None:
@@ -135,7 +135,7 @@ def readable_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """V (batch, rows, heads, dim) with its keys adjacent, rows of them at multiples of 16 bytes, or
     a copy.
 
-    The copy engine also starts at multiples of 16 bytes alone, so every sequence starts a group.
+    TMA also starts at multiples of 16 bytes alone, so every sequence starts a group.
     """
     if cu_seqlens is not None:
         v = in_groups(v, cu_seqlens, v.shape[-1])

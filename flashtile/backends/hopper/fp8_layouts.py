@@ -3,7 +3,7 @@
 The left operand of a float8 product and the accumulator of the product before it do not agree: of
 16 columns a thread has 2t, 2t + 1, 2t + 8 and 2t + 9 as accumulator, and 4t to 4t + 3 as operand.
 Keys are therefore laid down in shared memory so that the former columns of S belong to the latter
-keys. The copy engine does that: it takes 16 rows of K as (a, t, b), row 2a + 4t + b, in this order.
+keys. TMA does that: it takes 16 rows of K as (a, t, b), row 2a + 4t + b, in this order.
 Then a thread's weights already are its part of P, with the keys of V in their own order.
 """
 
@@ -36,7 +36,7 @@ def row_values8(columns):
 
 @gluon.constexpr_function
 def shared_rows8(columns, rank):
-    """A tile of float8 rows of `columns` that the copy engine writes and wgmma reads."""
+    """A tile of float8 rows of `columns` that TMA writes and wgmma reads."""
     return gl.NVMMASharedLayout(min(128, columns), element_bitwidth=8, rank=rank)
 
 

@@ -13,7 +13,7 @@ from .plan import CONSUMER_ROWS, KernelConfig, Tile, plan, unsupported_reasons
 
 DTYPE = torch.float8_e4m3fn
 
-# The copy engine wants rows at multiples of 16 bytes.
+# TMA wants rows at multiples of 16 bytes.
 HEAD_DIM_STEP = 16
 
 # Head dim, key's and value's, rounded up. Q lies as `plan.PLACES_OF_Q` says, never as once or held.

@@ -14,7 +14,7 @@ from .verbs import copy_to_shared
 
 
 class Keys(NamedTuple):
-    """K as the copy engine sees it: groups of rows (group, 2, 4, 2, all heads side by side)."""
+    """K as TMA sees it: groups of rows (group, 2, 4, 2, all heads side by side)."""
 
     groups: Any
     batch_groups: Any  # from one batch to the next; sequences have one more than they fill, packed

@@ -114,14 +114,14 @@ def forward_launch(
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the copy engine can read `x`: rows at multiples of 16 bytes, elements contiguous."""
+    """Whether TMA can read `x`: rows at multiples of 16 bytes, elements contiguous."""
     *outer, dim = x.stride()
     step = ALIGNMENT // x.element_size()
     return dim == 1 and x.data_ptr() % ALIGNMENT == 0 and not any(s % step or s == 0 for s in outer)
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x`, or a copy that the copy engine can read."""
+    """`x`, or a copy that TMA can read."""
     if x.shape[0] == 0:  # it reads from no empty tensor
         x = x.new_zeros((1, *x.shape[1:]))
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)

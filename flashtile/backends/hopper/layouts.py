@@ -48,7 +48,7 @@ def one_value(warps):
 
 @gluon.constexpr_function
 def shared_rows(columns):
-    """A tile (1, rows, 1, columns) of 16-bit head rows that the copy engine writes and wgmma
+    """A tile (1, rows, 1, columns) of 16-bit head rows that TMA writes and wgmma
     reads."""
     return gl.NVMMASharedLayout(min(128, 2 * columns), element_bitwidth=16, rank=4)
 

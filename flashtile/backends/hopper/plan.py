@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 
-# The copy engine wants rows at multiples of 16 bytes.
+# TMA wants rows at multiples of 16 bytes.
 HEAD_DIM_STEP = 8
 
 # Fewer queries leave most of a tile empty.

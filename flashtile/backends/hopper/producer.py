@@ -1,4 +1,4 @@
-"""The producer: one warp that hands out tiles and keeps the copy engine busy."""
+"""The producer: one warp that hands out tiles and keeps TMA busy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """dQ on its way to memory: tiles of keys add to one float32 workspace, a second kernel rounds it.
 
 A piece is 64 queries by 64 columns, 16 KiB, in the order in which the registers of a consumer hold
-it: both the stores to shared memory and the addition, one contiguous transfer of the copy engine,
+it: both the stores to shared memory and the addition, one contiguous transfer of TMA,
 then run at full speed. The kernel that rounds puts the elements back into their places.
 
 Up to 128 columns a consumer makes one piece a step. Those of both lie side by side in a slot of the

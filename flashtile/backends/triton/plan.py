@@ -144,7 +144,7 @@ ARCHITECTURES: dict[tuple[int, int], str] = {
     (12, 0): "sm_86",
     (12, 1): "sm_86",
 }
-# Rows of `HALF` whose tiles come through descriptors. (sm_120 has the copy engine too, but less
+# Rows of `HALF` whose tiles come through descriptors. (sm_120 has TMA too, but less
 # shared memory: its rows are sm_86's, which leave room for pointers.)
 FOR_DESCRIPTORS = ("sm_90", "sm_100")
 # Run and measured; every other architecture has only been compiled for.
@@ -179,7 +179,7 @@ class KernelConfig:
     SECTION: int
     HAS_FLOAT8_KEYS: bool  # and values, under queries of 16 bits
     PAIR: int  # numbers of K and V that come as one: 2 of float8 (`tiles.pairs_apart`), else 1
-    HAS_DESCRIPTORS: bool  # tiles come through Hopper's copy engine
+    HAS_DESCRIPTORS: bool  # tiles come through Hopper's TMA
     IS_SPLIT: bool  # several programs share the walk over the keys
     IS_CHAINED: bool  # launched early behind an append, as what joins the parts is behind it
 

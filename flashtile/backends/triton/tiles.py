@@ -427,7 +427,7 @@ def tile_source(
     BLOCK_DIM: tl.constexpr,
 ):
     """What `load_tile` reads `count` rows behind `base` through: the pointer, or a descriptor of
-    Hopper's copy engine.
+    Hopper's TMA.
 
     The engine moves whole tiles without a register and writes zeros past the last row and past DIM.
     """
