@@ -179,7 +179,9 @@ def cells(axes: Axes, visible: Tensor, title: str) -> None:
     axes.set_title(title)
 
 
-def mask(M: int, N: int, left: int = -1, right: int = -1, chunk: int = 0) -> Tensor:
+def mask(
+    M: int, N: int, left: int | None = None, right: int | None = None, chunk: int = 0
+) -> Tensor:
     """The dense mask of the structural options, as the package has it."""
     return Visibility(structure(left, right, chunk), M, N).dense()
 
@@ -235,9 +237,9 @@ def classified() -> Figure:
     for panel, (title, options) in zip(
         axes,
         (
-            ("causal", (-1, 0, 0)),
+            ("causal", (None, 0, 0)),
             ("causal, window (20, 0)", (20, 0, 0)),
-            ("causal, chunk 32", (-1, 0, 32)),
+            ("causal, chunk 32", (None, 0, 32)),
         ),
         strict=True,
     ):

@@ -11,6 +11,7 @@ from conformance.harness import (
     dropout_keep,
     judge_outputs,
     resolve,
+    resolve_packed,
     split_options,
 )
 
@@ -72,7 +73,9 @@ def test_packed(names, backend, seed):
     lengths_q, lengths_k = [5, 0, 9, 1], [7, 3, 11, 0]
     s = Sizes(B=4, M=9, N=11)
     inputs = packed_qkv(g, lengths_q, lengths_k)
-    options, for_reference, leaves = split_options(resolve(names, g, s, torch.float32))
+    options, for_reference, leaves = split_options(
+        resolve_packed(names, g, s, torch.float32, lengths_q, lengths_k)
+    )
     keep = dropout_keep(seed, options.get("dropout_p", 0.0), s, backend)
     call = (cu_seqlens(lengths_q), cu_seqlens(lengths_k), s.M, s.N)
     torch.manual_seed(seed)

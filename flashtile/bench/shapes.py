@@ -88,7 +88,7 @@ class Case:
 
     def visibility(self, M: int, N: int) -> Visibility:
         """The structural mask of a sequence of M queries and N keys."""
-        left, right = self.window
+        left, right = (None if side < 0 else side for side in self.window)
         return Visibility(structure(left, 0 if self.causal else right, self.chunk), M, N)
 
 

@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 from .. import lazy
 
 if TYPE_CHECKING:
-    from . import rotary
+    from . import apply_rotary, rotary
 else:
-    __getattr__, __dir__ = lazy.submodules(__name__, "rotary")
+    __getattr__, __dir__ = lazy.submodules(__name__, "apply_rotary", "rotary")

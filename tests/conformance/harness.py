@@ -303,6 +303,22 @@ def check_dense(
     )
 
 
+def resolve_packed(
+    names: Options,
+    g: torch.Generator,
+    s: Sizes,
+    dtype: torch.dtype,
+    lengths_q: list[int],
+    lengths_k: list[int],
+) -> dict[str, Any]:
+    """`resolve` for packed sequences, none of which uses more tokens than it has."""
+    given = resolve(names, g, s, dtype)
+    for name, lengths in (("seqused_q", lengths_q), ("seqused_k", lengths_k)):
+        if name in given:
+            given[name] = torch.minimum(given[name], torch.tensor(lengths, dtype=torch.int32))
+    return given
+
+
 def check_varlen(
     lengths_q: list[int],
     lengths_k: list[int],
@@ -322,10 +338,7 @@ def check_varlen(
         "k": layout(normal(g, total_k, s.Hk, s.D, dtype=dtype)),
         "v": layout(normal(g, total_k, s.Hk, s.value_dim, dtype=dtype)),
     }
-    given = resolve(names, g, s, dtype)
-    for name, lengths in (("seqused_q", lengths_q), ("seqused_k", lengths_k)):
-        if name in given:
-            given[name] = torch.minimum(given[name], torch.tensor(lengths, dtype=torch.int32))
+    given = resolve_packed(names, g, s, dtype, lengths_q, lengths_k)
     options, for_reference, extra = split_options(given)
     keep = dropout_keep(seed, options.get("dropout_p", 0.0), s, backend)
     packing = {
