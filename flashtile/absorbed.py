@@ -1,8 +1,8 @@
 """Absorbed multi-head latent attention: scores that read the values too (DeepSeek-V2, 2.1.2).
 
-``scale * (q k + qv v)`` is one product, of q beside qv with k beside v. So every backend runs it as
-attention whose keys have head_dim + value_head_dim columns. Where k and v are views of one latent
-buffer, that buffer is the keys and nothing is copied.
+``scale * (q k + qv v)`` is one product: q and qv concatenated, times k and v concatenated. So every
+backend runs it as attention whose keys have head_dim + value_head_dim columns. Where k and v are
+views of one latent buffer, the keys are a view of that buffer and nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .problem import Operands
 @without_autocast
 def absorb(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys whose product is q k + qv v."""
-    if _are_neighbours(v, k):  # as DeepSeek's cache has them: values, then rotated keys
+    if _are_neighbours(v, k):  # DeepSeek's cache: values, then rotated keys
         return torch.cat((qv, q), dim=-1), _buffer(v, k)
     if _are_neighbours(k, v):
         return torch.cat((q, qv), dim=-1), _buffer(k, v)
@@ -33,8 +33,8 @@ def absorb_operands(operands: Operands, qv: Tensor | None) -> Operands:
 
 
 def described_operands(operands: Operands, qv: Tensor | None) -> Operands:
-    """What `absorb_operands` will make, in shape, dtype and device, without its numbers: enough to
-    check and decide a call before new keys are in the cache."""
+    """Stand-ins with the shape, dtype and device of what `absorb_operands` will return: enough to
+    check a call and choose its backend before new keys are in the cache."""
     if qv is None:
         return operands
     columns = operands.q.shape[-1] + qv.shape[-1]
@@ -43,9 +43,9 @@ def described_operands(operands: Operands, qv: Tensor | None) -> Operands:
 
 
 def _are_neighbours(left: Tensor, right: Tensor) -> bool:
-    """Whether every row of `right` lies behind that of `left` in one buffer."""
+    """Whether every row of `right` directly follows that of `left` in one buffer."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False  # which know tensors by their values, not by where these lie
+        return False  # tracers do not know where the values of a tensor lie in memory
     if type(left) is not Tensor or type(right) is not Tensor:
         return False
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
@@ -59,6 +59,6 @@ def _are_neighbours(left: Tensor, right: Tensor) -> bool:
 
 
 def _buffer(left: Tensor, right: Tensor) -> Tensor:
-    """The neighbours as one tensor."""
+    """The two neighbours viewed as one tensor."""
     columns = left.shape[-1] + right.shape[-1]
     return left.as_strided((*left.shape[:-1], columns), left.stride())

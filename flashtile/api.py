@@ -70,40 +70,41 @@ def attention(
         k: (batch, seq_k, kv_heads, head_dim); kv_heads divides heads.
         v: (batch, seq_k, kv_heads, value_head_dim).
         qv: (batch, seq_q, heads, value_head_dim), the absorbed form of multi-head latent attention
-            (DeepSeek-V2): a score is ``softmax_scale * (q_i . k_j + qv_i . v_j)``. Keys and values
-            are copied beside each other, unless they are views of one latent buffer and record no
-            gradient. Not with float8.
+            (DeepSeek-V2): a score is ``softmax_scale * (q_i . k_j + qv_i . v_j)``. The call copies
+            keys and values into one tensor, unless they are views of one latent buffer and record
+            no gradient. Not with float8.
         softmax_scale: factor on the scores; by default ``head_dim ** -0.5``, with `qv` ``(head_dim
             + value_head_dim) ** -0.5``.
         causal: key j is visible to query i when ``j <= i + seq_k - seq_q``; sets the window's right
             side to 0.
         window_size: (left, right), a pair of ints in any form: key j is visible to query i when
             ``p - left <= j <= p + right`` at ``p = i + seq_k - seq_q``. -1 or None is unbounded.
-            Other negative sides put the window after the query (left) or before it (right); a
-            window without a key, ``left + right < 0``, is none, as in FlashAttention-4. A tensor
-            is read on the host, which waits for a GPU.
-        attention_chunk: keys of the query's own chunk of this many positions alone (Llama 4); 0 is
-            off.
+            Other negative sides put the window after the query (left) or before it (right). A
+            window without any key, ``left + right < 0``, is ignored, as in FlashAttention-4. The
+            host reads a tensor, and waits for the GPU to do so.
+        attention_chunk: a query sees only the keys of its own chunk of this many positions (Llama
+            4); 0 is off.
         softcap: bound on the scores' magnitude; 0 is off.
         alibi_slopes: (heads,) or (batch, heads); adds ``-slope * |i + seq_k - seq_q - j|``. No
             gradient.
         bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores; its gradient is
             summed over broadcast dimensions.
-        sink: (heads,), a logit that takes part in the softmax's denominator with value 0; has a
+        sink: (heads,), an additional logit in the softmax's denominator, whose value is 0; has a
             gradient.
-        block_mask: `BlockMask`, or FlexAttention's; tiles it leaves empty are not touched.
+        block_mask: `BlockMask`, or FlexAttention's; its empty tiles are skipped.
         attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
-            where a query sees a key; it is cut into tiles, for which the host waits for a GPU.
-            Floating: added to the scores as `bias` is, with a gradient.
+            where a query sees a key; the call cuts it into tiles, and the host waits for the GPU to
+            do so. Floating: added to the scores like `bias`, with a gradient.
         key_padding_mask: (batch, seq_k) bool, True for the keys that take part, as in flash_attn's
-            modules (PyTorch's `nn.MultiheadAttention` means the opposite). Positions do not
-            shift: left and right padding and holes are alike.
+            modules (PyTorch's `nn.MultiheadAttention` means the opposite). Padding may be on the
+            left, on the right or in between; it does not shift positions.
         dropout_p: probability in [0, 1) with which a probability is dropped; the rest scale by ``1
             / (1 - p)``.
-        seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
+        seqused_q, seqused_k: (batch,) int32, how many tokens of each sequence to use, from its
+            start.
         q_descale, k_descale, v_descale: (batch, kv_heads) float32, factors of float8 inputs; or all
-            three for blocks of rows, (batch, heads, ceil(seq_q / 64)) and (batch, kv_heads,
-            ceil(seq_k / 128)), as `quantize_qkv` makes them.
+            three with a factor for each block of rows, (batch, heads, ceil(seq_q / 64)) and (batch,
+            kv_heads, ceil(seq_k / 128)), as `quantize_qkv` makes them.
         deterministic: make the backward bitwise repeatable (the forward always is).
         num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
         pack_gqa, sm_margin: performance hints of FlashAttention-3. Like `num_splits` they change no
@@ -195,35 +196,37 @@ def attention_varlen(
     backend: BackendName | None = None,
     **unknown: Never,
 ) -> Result:
-    """Attention over sequences of different lengths packed back to back, each with itself alone.
+    """Attention inside each of several sequences of different lengths, packed back to back.
 
-    Sequence ``b`` owns the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and likewise the keys;
-    it may be empty on either side. Without its cumulative lengths a side is padded: sequence ``b``
-    owns the first ``seqused[b]`` tokens of its row, or all of them. Every other option means what
-    it means in `attention`, counted within the sequence.
+    Sequence ``b`` owns the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]``, and likewise the
+    keys; it may have no queries or no keys. Queries or keys without cumulative lengths are padded:
+    sequence ``b`` owns the first ``seqused[b]`` tokens of its row, or all of them. Every other
+    option has the meaning that it has in `attention`, counted within the sequence.
 
     Args:
         q: (total_q, heads, head_dim), or padded (batch, seq_q, heads, head_dim).
         k, v: (total_k, kv_heads, head_dim) and (..., value_head_dim), or padded (batch, seq_k,
             kv_heads, head_dim); with `page_table` (num_pages, page_size, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first; None for a
-            padded side, and for pages whose lengths `seqused_k` says.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first; None for padded
+            queries or keys, and for pages whose lengths are in `seqused_k`.
         qv: (total_q, heads, value_head_dim).
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths; tokens past them are an error on a
-            CPU and ignored on a GPU. Of a padded side by default its dimension. Otherwise None is
-            the longest length, read from the cumulative lengths: the host waits for the GPU, as it
-            does to read a tensor that is given here. Under torch.compile they must be ints.
+            CPU and ignored on a GPU. None stands for the size of the padded dimension, or for the
+            longest length, which the host reads from the cumulative lengths. To read it, or a
+            tensor given here, the host waits for the GPU. Under torch.compile they must be ints.
         bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's
             start.
-        seqused_q, seqused_k: (batch,) int32, use the first so many tokens of each sequence alone.
+        seqused_q, seqused_k: (batch,) int32, how many tokens of each sequence to use, from its
+            start.
         page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
-            `cu_seqlens_k`, if given, then says the lengths alone.
-        scheduler_metadata: int32, one more performance hint of FlashAttention-3.
+            `cu_seqlens_k`, if given, then only says the lengths.
+        scheduler_metadata: int32, another performance hint of FlashAttention-3.
         workspace: as in `attention_with_kvcache`; not while recording gradients.
 
     Returns:
-        out (total_q, heads, value_head_dim), and on request lse (heads, total_q), both shaped as in
-        `attention` for padded queries, and probs (batch, heads, max_seqlen_q, max_seqlen_k).
+        out (total_q, heads, value_head_dim), and on request lse (heads, total_q); for padded
+        queries both are shaped as in `attention`. Also on request probs (batch, heads,
+        max_seqlen_q, max_seqlen_k).
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `attention`.
@@ -303,26 +306,27 @@ def attention_with_kvcache(
     backend: BackendName | None = None,
     **unknown: Never,
 ) -> Result:
-    """Attention of new queries against a key-value cache, which new keys and values are first
-    appended to.
+    """Append new keys and values to a key-value cache, then attend to it.
 
-    For inference: no gradient is recorded. In place and without reading lengths on the host.
+    For inference: it records no gradient. It appends in place and, on a GPU, does not read lengths
+    on the host.
 
     Args:
         q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`.
         k_cache, v_cache: (cache rows, capacity, kv_heads, head_dim), or with `page_table`
             (num_pages, page_size, kv_heads, head_dim); the value head dim may differ. In q's dtype,
-            or both float8_e4m3fn under a q of float16 or bfloat16: they then hold keys divided by
+            or both float8_e4m3fn with a q of float16 or bfloat16: they then hold keys divided by
             `k_descale` and values divided by `v_descale`.
         k, v: (batch, seq_new, kv_heads, head_dim) or, with `cu_seqlens_k_new`, (total_new,
             kv_heads, head_dim), in q's dtype: written into the cache at `cache_seqlens` before
-            attending. Tokens past the capacity are refused on a CPU and dropped on a GPU; numbers
-            past float8's largest become that.
+            attending. Tokens past the capacity are an error on a CPU and dropped on a GPU; numbers
+            above float8's largest number become that number.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions
-            ``cache_seqlens + t``, and queries there too when the mask is causal or a window, else
-            all at ``cache_seqlens``. Float8 is rotated in float32 and rounded to float8 again.
+            ``cache_seqlens + t``. Queries are rotated at the same positions when the mask is causal
+            or a window, otherwise all at ``cache_seqlens``. Float8 is rotated in float32 and
+            rounded to float8 again.
         cache_seqlens: tokens in each sequence's cache before the append, an int or (batch,) int32;
-            counts the left pad. By default the whole cache.
+            includes the left pad. By default the whole cache.
         cache_batch_idx: (batch,) int32, the cache row of each sequence, or its row of the
             page table.
         cache_leftpad: (batch,) int32, where each sequence starts in its cache row.
@@ -330,15 +334,16 @@ def attention_with_kvcache(
             `cache_batch_idx`. Pages may have any size.
         cu_seqlens_q, max_seqlen_q: packed queries, as in `attention_varlen`.
         rotary_seqlens: (batch,) int32, positions for the rotation instead of `cache_seqlens`;
-            without tables it says nothing.
+            without rotary tables it has no effect.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves
             (GPT-NeoX).
         qv: shaped as q with the value head dim; read after the append, not rotated. Copies both
             caches, unless they are views of one latent buffer.
         return_lse: return (out, lse).
         workspace: (bytes,) uint8, contiguous, at least `workspace_size` of them: memory for the
-            partial results of split keys on a GPU, which the call else allocates. Holds nothing
-            between calls, so that all calls of one stream can share it. Changes no result.
+            partial results of split keys on a GPU, which the call otherwise allocates. It holds
+            nothing between calls, so all calls of one stream can share it, and it changes no
+            result.
 
     Other arguments are those of `attention`.
 
@@ -407,7 +412,7 @@ def _run(
     """Check the call, choose the backend, run.
 
     Args:
-        padded: batch and length that packed queries and their results have outside of here.
+        padded: batch and length of the caller's queries and results, if they are padded.
     """
     return_lse = checks.flag("return_lse", return_lse)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)

@@ -1,8 +1,8 @@
-"""``python -m flashtile.as_flash_attn script.py args...``: a script written for flash_attn, run
-unchanged.
+"""``python -m flashtile.as_flash_attn script.py args...`` runs a script that was written for
+flash_attn, without changing it.
 
-``-m module args...`` runs a module, as Python's own ``-m`` does. `--force` before either takes the
-place of an installed flash-attn.
+``-m module args...`` runs a module, as Python's own ``-m`` does. With `--force` before either,
+flashtile also replaces an installed flash-attn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ USAGE = "usage: python -m flashtile.as_flash_attn [--force] (script.py | -m modu
 
 
 def main(arguments: list[str]) -> None:
-    """Run what the arguments name, with the rest of them as its ``sys.argv``."""
+    """Run the script or module that the arguments name, with the rest as its ``sys.argv``."""
     force = arguments[:1] == ["--force"]
     arguments = arguments[force:]
     is_module = arguments[:1] == ["-m"]

@@ -1,4 +1,4 @@
-"""`attn_mask` and `key_padding_mask` as the options that cost least: a `BlockMask` or a bias."""
+"""Convert `attn_mask` and `key_padding_mask` to a `BlockMask` or a bias, whichever is cheaper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from . import checks
 from .masks import BlockMask
 
-# On a CPU a tile is a handful of library calls, whose overhead wants larger tiles than a GPU's
+# On a CPU each tile costs several library calls, so tiles are larger than those that fit a GPU's
 # shared memory.
 CPU_TILE, GPU_TILE = (256, 256), (128, 128)
 
@@ -18,7 +18,7 @@ CPU_TILE, GPU_TILE = (256, 256), (128, 128)
 def with_masks(
     q: Any, k: Any, attn_mask: Any, key_padding_mask: Any, bias: Any, block_mask: Any
 ) -> tuple[Any, Any]:
-    """`bias` and `block_mask` of a call of `attention` that has these masks as well.
+    """The `bias` and `block_mask` that also apply the two other masks.
 
     Raises:
         ValueError, TypeError: a mask does not fit q (batch, seq_q, heads, head_dim) and k (batch,
@@ -40,7 +40,7 @@ def with_masks(
         visible = kept if visible is None else visible & kept
     if visible is None:
         return bias, block_mask
-    if block_mask is not None:  # of which a call takes one
+    if block_mask is not None:  # a call takes only one block mask
         return _sum(bias, additive(visible), q, (B, Hq, M, N)), block_mask
     options = options_of(visible, M, N)
     if "bias" in options:
@@ -63,12 +63,12 @@ def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
         M, N: number of queries and of keys.
 
     Returns:
-        ``{"block_mask": ...}``, which skips the tiles that the mask empties and does not mask those
-        it leaves full; while tracing, when the number of such tiles cannot be read, ``{"bias":
-        ...}`` with 0 and -inf.
+        ``{"block_mask": ...}``, which skips empty tiles and does not mask full ones. For a single
+        query, and while tracing, when the number of such tiles cannot be read, ``{"bias": ...}``
+        with 0 and -inf.
     """
     transforms = torch._C._are_functorch_transforms_active()
-    if transforms or M == 1 or not checks.is_readable(mask):  # one row has no tiles worth finding
+    if transforms or M == 1 or not checks.is_readable(mask):  # tiles do not pay for one row
         return {"bias": additive(mask)}
     return {"block_mask": block_mask(mask, M, N)}
 
@@ -81,7 +81,7 @@ def additive(mask: Tensor) -> Tensor:
 def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
     """Cut `mask` into tiles.
 
-    A dimension that `mask` broadcasts is stored once: a mask of keys takes linear memory.
+    A broadcast dimension of `mask` is stored once, so a mask of keys takes linear memory.
     """
     BM, BN = CPU_TILE if mask.device.type == "cpu" else GPU_TILE
     BM, BN = min(BM, _power_of_two(M)), min(BN, _power_of_two(N))

@@ -1,8 +1,8 @@
-"""Autocast at the boundary: entrances cast their inputs as it says, and inside it is off.
+"""Autocast: public functions cast their inputs as it requires, and turn it off inside.
 
 PyTorch casts the inputs of single operations: under autocast ``x @ y`` of float32 tensors is a
-product in 16 bits, wherever it is written. An algorithm that says in which dtype each product runs
-turns autocast off around itself.
+product in 16 bits, even inside our algorithms. An algorithm that prescribes the dtype of each
+product therefore turns autocast off.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_autocasting(x: Any) -> bool:
-    """Whether autocast is on where `x` is; PyTorch raises when asked about other devices."""
-    if not torch._C._is_any_autocast_enabled():  # a fifth of what asking for a device costs
+    """Whether autocast is on for the device of `x`; False for devices other than CPU and CUDA."""
+    if not torch._C._is_any_autocast_enabled():  # five times cheaper than to ask for one device
         return False
-    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")
+    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")  # PyTorch raises for others
     return known and torch.is_autocast_enabled(x.device.type)
 
 
@@ -48,8 +48,8 @@ def without_autocast(function: _Function) -> _Function:
 
 
 def cast_inputs(*inputs: Any) -> tuple[Any, ...]:
-    """Under autocast on the device of the first input, cast as PyTorch's own operations do: every
-    tensor of float16, bfloat16 or float32 to the dtype of autocast."""
+    """Cast as PyTorch's own operations do: if autocast is on for the device of the first input,
+    every tensor of float16, bfloat16 or float32 becomes one of the autocast dtype."""
     if not is_autocasting(inputs[0]):
         return inputs
     dtype = torch.get_autocast_dtype(inputs[0].device.type)

@@ -1,4 +1,4 @@
-"""`flash_attn_combine`: partial results of attention, joined."""
+"""`flash_attn_combine`: merge partial results of attention."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def flash_attn_combine(
             floating.
         lse_partial: (splits, batch, seq, heads) or (splits, total, heads), float32 or float64,
             natural log.
-        out: where to write the result; its dtype wins over `out_dtype`.
+        out: where to write the result; its dtype overrides `out_dtype`.
         out_dtype: dtype of the result; `out_partial`'s by default.
         cu_seqlens: (batch + 1,) int32, where each sequence starts among the packed tokens.
-        seqused: (batch,) int32, combine only the first so many tokens of each sequence.
-        virtual_batch_idx: (batch,) int32, the order in which FlashAttention-4 takes the batch: a
-            hint, which changes no result and is ignored.
+        seqused: (batch,) int32, how many tokens of each sequence to combine, from its start.
+        virtual_batch_idx: (batch,) int32, the order in which FlashAttention-4 processes the batch.
+            A hint, which is ignored; it changes no result.
         return_lse: False returns None in place of the log-sum-exp.
 
     Returns:
         out (batch, seq, heads, head_dim) or (total, heads, head_dim), and lse (batch, seq, heads)
-        or (total, heads). A row that no split saw, or that belongs to no sequence's used tokens,
-        has out 0 and lse -inf.
+        or (total, heads). A row that no split saw, or that is not one of a sequence's used
+        tokens, has out 0 and lse -inf.
 
     Raises:
-        ValueError: when the shapes do not belong together.
-        TypeError: when a dtype is not floating, or one of the lengths not integer.
+        ValueError: the shapes do not fit together.
+        TypeError: a dtype is not floating, or lengths are not integers.
 
     Source: FlashAttention-2 (Dao 2023), section 3.1; the signature is FlashAttention-4's.
     """

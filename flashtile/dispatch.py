@@ -1,4 +1,4 @@
-"""Which backend runs a problem: one ordered tuple, first one without objections wins."""
+"""Choose the backend for a problem: the first one in an ordered tuple that supports it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ORDER: tuple[BackendName, ...] = (
     "triton",  # every option but float64, on any CUDA GPU from sm_80 on
 )
 
-# Here and not on first use: a tracer that walks through `select` cannot import. This imports what
-# answers for a backend, not its kernels nor what compiles them.
+# Import them here and not on first use, because `select` cannot import while it is traced. This
+# imports only the code that decides what a backend supports, not kernels or their compiler.
 for _name in ORDER:
     backends.load(_name)
 
@@ -29,7 +29,7 @@ _CACHE_SIZE = 4096
 
 
 class _ThisThread(threading.local):
-    """The backends that the ``with`` blocks around the running code ask for, innermost last."""
+    """The backends of the ``with`` blocks around the running code, innermost last."""
 
     # Not a ContextVar, which torch.compile can neither trace nor guard on.
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class backend:
     ``backend=`` over all of them. A forced backend never falls back to another one.
 
     Args:
-        name: a backend, or None for the choice that flashtile makes by itself.
+        name: a backend, or None for flashtile's own choice.
 
     Raises:
         ValueError: when there is no backend of that name.
@@ -66,7 +66,7 @@ class backend:
         _process_wide.append(self)
 
     def __enter__(self) -> None:
-        # Only now is it known that this is a block: it is this thread's, and no other's.
+        # Only a ``with`` block gets here, and a block applies to this thread only.
         if self in _process_wide:
             _process_wide.remove(self)
         _this_thread.blocks.append(self.name)
@@ -89,7 +89,7 @@ def check_name(name: str) -> None:
 
 
 def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
-    """Why backend `name` cannot run `problem`, in plain sentences; empty when it can."""
+    """The reasons why backend `name` cannot run `problem`, as sentences; empty when it can."""
     return backends.load(name).unsupported_reasons(problem)
 
 

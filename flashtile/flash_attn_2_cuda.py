@@ -1,8 +1,9 @@
-"""The functions of FlashAttention-2's compiled extension, which it imports as `flash_attn_gpu`:
-the same positions, results, and gradients written into given tensors; on every device.
+"""The functions of FlashAttention-2's compiled extension, which it imports as `flash_attn_gpu`.
 
-`flash_attn_2_interface` says the same with keywords. Nothing here records gradients. As everywhere
-in flashtile the log-sum-exp of a row without keys is -inf, and dropout goes with softcap.
+They have the same positional order and results, write gradients into given tensors, and run on
+every device. `flash_attn_2_interface` has the same functions with keywords. Nothing here records
+gradients. As everywhere in flashtile, the log-sum-exp of a row without keys is -inf, and dropout
+works together with softcap.
 
 Source: FlashAttention 2.8.4, ``csrc/flash_attn/flash_api.cpp``.
 """
@@ -21,7 +22,7 @@ from .call import Arguments, Packed, decided
 from .problem import AttentionProblem, Operands, Options, lse_shape
 
 QKV = tuple[Tensor, Tensor, Tensor]
-BLOCK = 128  # lengths that the extension pads are padded to a multiple of this
+BLOCK = 128  # the extension pads lengths to a multiple of this
 
 
 def fwd(
@@ -45,13 +46,13 @@ def fwd(
     Args:
         out: where to write the result.
         return_softmax: compute S_dmask, see `s_dmask`; otherwise it is empty.
-        generator: draws the dropout's rng_state; PyTorch's own for the device by default.
+        generator: draws the dropout's rng_state; by default PyTorch's generator of the device.
 
     Returns:
-        rng_state is int64 (2,), for `bwd`; zeros without dropout.
+        Four tensors; rng_state is int64 (2,), for `bwd`, and zeros without dropout.
 
     Raises:
-        RuntimeError: `generator` is a tensor, as old versions had it.
+        RuntimeError: `generator` is a tensor, as in old versions.
         ValueError, TypeError, NotImplementedError: as `flashtile.attention`.
     """
     arguments = Arguments(
@@ -89,13 +90,13 @@ def varlen_fwd(
     generator: torch.Generator | None = None,
     num_splits: int = 0,
 ) -> list[Tensor]:
-    """`fwd` of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads,
+    """`fwd` for packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads,
     head_dim), or (num_pages, page_size, kv_heads, head_dim) with `block_table`.
 
     Args:
-        seqused_k: (batch,) int32, use the first so many keys of each sequence only.
-        leftpad_k: (batch,) int32, and of those not the first so many; not with pages.
-        zero_tensors: rows outside of every sequence are zeros either way.
+        seqused_k: (batch,) int32, how many keys of each sequence to use, from its start.
+        leftpad_k: (batch,) int32, how many of those keys to skip at the start; not with pages.
+        zero_tensors: ignored; rows outside of every sequence are always zeros.
     """
     if block_table is not None and num_splits > 1:
         raise RuntimeError("num_splits > 1 is not supported for varlen paged KV")
@@ -136,19 +137,19 @@ def bwd(
     generator: torch.Generator | None = None,
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
-    """[dq, dk, dv, softmax_d] from what `fwd` took and returned.
+    """[dq, dk, dv, softmax_d] from the inputs and the results of `fwd`.
 
     Args:
-        out, softmax_lse: of these keys, or, as ring attention has them, of these and others.
-        dq, dk, dv: where to write the gradients, strided as they may be.
-        generator: must be None; `rng_state` says what was drawn.
-        rng_state: of the forward; needed with dropout.
+        out, softmax_lse: the result over these keys or, in ring attention, over these and others.
+        dq, dk, dv: where to write the gradients; may have any strides.
+        generator: ignored; `rng_state` determines the dropout.
+        rng_state: from the forward; needed with dropout.
 
     Returns:
         softmax_d (batch, heads, seq_q rounded up to 128) float32: the row sums of dout * out.
 
     Raises:
-        ValueError: a tensor has another shape than the forward gave it, or `rng_state` is missing.
+        ValueError: a tensor has another shape than in the forward, or `rng_state` is missing.
     """
     arguments = Arguments(
         softmax_scale=softmax_scale,
@@ -190,7 +191,7 @@ def varlen_bwd(
     generator: torch.Generator | None = None,
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
-    """`bwd` of packed sequences; softmax_d is (heads, total_q + 128 * batch), where the rows of
+    """`bwd` for packed sequences; softmax_d is (heads, total_q + 128 * batch), where the rows of
     sequence ``b`` begin at ``cu_seqlens_q[b] + 128 * b``.
     """
     arguments = Arguments(
@@ -258,10 +259,10 @@ def fwd_kvcache(
 
 
 def s_dmask(probabilities: Tensor) -> Tensor:
-    """The probabilities of a call with `return_attn_probs` as FlashAttention-2 returns them.
+    """Convert the probabilities of a call with `return_attn_probs` to FlashAttention-2's S_dmask.
 
-    (batch, heads, seq_q, seq_k) becomes (batch, heads, seq_q and seq_k rounded up to 128), divided
-    by the largest of each row: ``exp(score - largest score)``, negative where dropped.
+    (batch, heads, seq_q, seq_k) becomes (batch, heads, seq_q and seq_k rounded up to 128). Each row
+    is divided by its largest probability: ``exp(score - largest score)``, negative where dropped.
     """
     M, N = probabilities.shape[-2:]
     if M > 0 and N > 0:
@@ -354,7 +355,7 @@ def gradients(
 
 
 def _chosen(problem: AttentionProblem, options: Options) -> tuple[AttentionProblem, Options]:
-    """A problem that differs from the decided one, with the backend for it."""
+    """A changed problem, with the backend chosen for it again."""
     options = options._replace(backend=dispatch.select(problem))
     return problem._replace(options=options), options
 

@@ -1,9 +1,10 @@
-"""``flash_attn.flash_attn_interface`` of FlashAttention-2, with everything that code in the wild
-takes from it.
+"""``flash_attn.flash_attn_interface`` of FlashAttention-2, with all names that other projects
+import from it.
 
-The private functions have its positional order, keywords and results; the public ones are those of
-`flash_attn_interface`, but for `return_attn_probs`, which returns S_dmask (`flash_attn_2_cuda.
-s_dmask`; empty without dropout) instead of probabilities. `flash_attn_2_cuda` says what differs.
+The private functions have FlashAttention-2's positional order, keywords and results. The public
+ones are those of `flash_attn_interface`, except that `return_attn_probs` returns S_dmask
+(`flash_attn_2_cuda.s_dmask`; empty without dropout) instead of probabilities. `flash_attn_2_cuda`
+lists the differences from FlashAttention-2.
 
 Source: FlashAttention 2.8.4, ``flash_attn/flash_attn_interface.py``.
 """
@@ -30,14 +31,14 @@ def maybe_contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def round_multiple(x: int, m: int) -> int:
-    """The first multiple of `m` from `x` on."""
+    """The smallest multiple of `m` that is at least `x`."""
     return (x + m - 1) // m * m
 
 
 def _get_block_size_n(
     device: torch.device | str, head_dim: int, is_dropout: bool, is_causal: bool
 ) -> int:
-    """Keys of one block, over which S_dmask takes the largest score: here a whole row, always."""
+    """The keys over which S_dmask takes the largest score: in flashtile always the whole row."""
     return 2**31 - 1
 
 
@@ -237,7 +238,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def _returning_s_dmask(function: Callable[..., Any]) -> Any:
-    """A function of `flash_attn_interface` with S_dmask in the place of its probabilities."""
+    """A function of `flash_attn_interface` that returns S_dmask instead of probabilities."""
     names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -264,7 +265,7 @@ flash_attn_with_kvcache = ours.flash_attn_with_kvcache
 
 
 def _applying(function: Callable[..., Any], parameters: int) -> Any:
-    """``apply`` of an autograd class: the function's parameters, then `is_grad_enabled`."""
+    """``apply`` of an autograd class: takes the function's parameters, then `is_grad_enabled`."""
 
     def apply(*args: Any) -> Any:
         is_grad_enabled = args[parameters] if len(args) > parameters else True
@@ -275,7 +276,7 @@ def _applying(function: Callable[..., Any], parameters: int) -> Any:
 
 
 class FlashAttnFunc:
-    """`flash_attn_func`, called by ``apply`` and position. The autograd.Function is behind it."""
+    """`flash_attn_func` with positional arguments, as ``apply``."""
 
     apply = _applying(flash_attn_func, 11)
 

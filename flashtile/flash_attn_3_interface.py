@@ -1,9 +1,9 @@
 """``flash_attn_interface`` of FlashAttention-3: its names, positional order, defaults and results.
 
-The options mean what they mean in `flashtile.attention`, which also says what they accept; so any
-head dim, page size and device works, and `attention_chunk` has gradients. Two results differ from
-FlashAttention-3's: the log-sum-exp of a query that sees no key is -inf also where there are no keys
-at all, and the parts of split keys, which `flash_attn_with_kvcache` returns behind it, are empty.
+The options have the meaning and the accepted values of `flashtile.attention`; so any head dim, page
+size and device works, and `attention_chunk` has gradients. Two results differ from
+FlashAttention-3's. The log-sum-exp of a query that sees no key is -inf even if there are no keys at
+all. `flash_attn_with_kvcache` returns empty tensors for the partial results of split keys.
 
 Source: FlashAttention commit 0251105a, ``hopper/flash_attn_interface.py``.
 """
@@ -141,8 +141,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of qkv (batch, seq, 3, heads, head_dim); or, where keys have fewer heads,
-    (batch, seq, num_heads_q + 2 * kv_heads, head_dim).
+    """`flash_attn_func` of qkv (batch, seq, 3, heads, head_dim) or, if keys have fewer heads than
+    queries, (batch, seq, num_heads_q + 2 * kv_heads, head_dim).
     """
     q, k, v = _unpacked(qkv, num_heads_q)
     return flash_attn_func(
@@ -197,7 +197,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """`flashtile.attention_with_kvcache`; with `return_softmax_lse` it returns (out, lse,
-    out_accum, lse_accum), of which the last two are empty.
+    out_accum, lse_accum), where the last two are empty.
     """
     result = attention_with_kvcache(
         q,
@@ -267,11 +267,11 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """What `scheduler_metadata` takes: int32, empty, for flashtile plans from sizes, which need no
-    preparation. On the device of `cache_seqlens`.
+    """An empty int32 tensor on the device of `cache_seqlens`, which `scheduler_metadata` accepts.
+    flashtile needs no preparation, because it plans from sizes only.
 
     Raises:
-        ValueError, TypeError: `cache_seqlens` or a hint is not what the call would take.
+        ValueError, TypeError: `cache_seqlens` or a hint is not valid for the call.
     """
     checks.tensor("cache_seqlens", cache_seqlens)
     checks.per_sequence("cache_seqlens", cache_seqlens, cache_seqlens, batch_size)
@@ -316,10 +316,10 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, out_accum, softmax_lse_accum), of which the last two are empty.
+    """(out, softmax_lse, out_accum, softmax_lse_accum), where the last two are empty.
 
-    With an argument that only caches have it is `flashtile.attention_with_kvcache`, which records
-    no gradient; else `flashtile.attention`, or with `cu_seqlens_k` `flashtile.attention_varlen`.
+    It calls `flashtile.attention_varlen` with `cu_seqlens_k`, `flashtile.attention_with_kvcache`,
+    which records no gradient, with an argument that only caches have, else `flashtile.attention`.
     """
     shared: dict[str, Any] = {
         "qv": qv,
@@ -376,7 +376,7 @@ def _flash_attn_forward(
     return (*result, *_no_parts(q))
 
 
-# Arguments of `_flash_attn_forward` that `attention_with_kvcache` calls otherwise.
+# Arguments of `_flash_attn_forward` that have another name in `attention_with_kvcache`.
 _NAMES_OF_CACHES = {
     "k_new": "k",
     "v_new": "v",
@@ -431,7 +431,7 @@ def _flash_attn_backward(
 
 
 def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
-    """q, k and v in one tensor: on top of each other, or their heads behind each other."""
+    """Split qkv into q, k and v: along a dimension of 3, or along the heads."""
     checks.tensor("qkv", qkv)
     if qkv.dim() == 5:
         return checks.unpacked("qkv", qkv, 3, "batch, seq, 3, heads, head_dim")
@@ -448,6 +448,6 @@ def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
 
 
 def _no_parts(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out_accum and lse_accum where there are none."""
+    """Empty out_accum and lse_accum."""
     empty = torch.empty(0, device=q.device)
     return empty, empty.clone()

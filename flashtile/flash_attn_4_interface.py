@@ -1,10 +1,11 @@
 """``flash_attn.cute`` of FlashAttention-4: its names, positional order, defaults and results.
 
-The functions always return (out, lse). lse is None where nobody wants it; with `qv` its heads are
-last, as FlashAttention-4 has it. A window side is unbounded when it is None, and -1 is an offset
-like any other. Queries may be padded, (batch, seq, ...), with packed keys, and the reverse. What
-needs the functions of its domain-specific language (`score_mod`, `mask_mod`), its block-sparse
-tensors or `gather_kv_indices` raises NotImplementedError by name.
+The functions always return (out, lse). lse is None if it is neither requested nor needed for a
+gradient; with `qv` its heads are last, as in FlashAttention-4. A window side is unbounded when it
+is None, and -1 is an offset like any other. Queries may be padded, (batch, seq, ...), with packed
+keys, and the reverse. Functions in FlashAttention-4's domain-specific language (`score_mod`,
+`mask_mod`), its block-sparse tensors and `gather_kv_indices` raise a NotImplementedError that names
+the argument.
 
 Source: FlashAttention commit 0251105a, ``flash_attn/cute/interface.py``.
 """
@@ -33,7 +34,7 @@ __all__ = [
 WindowSize = tuple[int | None, int | None]
 Result = tuple[Tensor, Tensor | None]
 
-# Head dim at which FlashAttention-4 takes a tensor that is both keys and values for latent keys.
+# At this head dim, FlashAttention-4 treats a tensor that is both keys and values as latent keys.
 SHARED_HEAD_DIM = 512
 
 
@@ -124,8 +125,10 @@ def flash_attn_varlen_func(
     Args:
         q, qv: (total_q, heads, head dim) with `cu_seqlens_q`, else (batch, seq_q, heads, head dim).
         k, v: likewise; with `page_table` (num_pages, page_size, kv_heads, head dim).
-        max_seqlen_q, max_seqlen_k: by default all the tokens, an upper bound that reads nothing.
-        page_table: goes with `seqused_k`, the tokens in each sequence's pages; by default all.
+        max_seqlen_q, max_seqlen_k: by default the number of all tokens, an upper bound that needs
+            no reading on the host.
+        page_table: `seqused_k` is then the number of tokens in each sequence's pages; by default
+            the pages are full.
         min_seqlen_k, scheduler_metadata, disable_scheduler_metadata: hints, which are ignored.
     """
     _refuse(
@@ -158,7 +161,7 @@ def flash_attn_varlen_func(
 
 
 class SchedulerMetadataTensorsTorch(NamedTuple):
-    """What `get_scheduler_metadata` returns: nothing, under FlashAttention-4's names."""
+    """The result of `get_scheduler_metadata`: FlashAttention-4's fields, all None."""
 
     num_m_blocks_ptr: Tensor | None = None
     num_splits_dynamic_ptr: Tensor | None = None
@@ -192,7 +195,7 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> SchedulerMetadataTensorsTorch:
-    """What `scheduler_metadata` takes: nothing, for flashtile plans from sizes."""
+    """Empty metadata, which `scheduler_metadata` accepts; flashtile plans from sizes only."""
     _refuse(seqlen_k_per_split=seqlen_k_per_split)
     if all(x is None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
         raise ValueError("cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: want one of them")
@@ -243,8 +246,9 @@ def _flash_attn_fwd(
 ) -> tuple[Tensor, Tensor | None, None, None]:
     """(out, lse, None, None) of the functions above, without recording gradients.
 
-    q and k may be None, for queries `qv` of keys that are the values. `tile_mn`, `mma_pv_is_rs`,
-    `intra_wg_overlap`, `num_threads` and `_arch` tune FlashAttention-4's kernels and are ignored.
+    q and k may both be None; the queries are then `qv`, and the values serve as keys. `tile_mn`,
+    `mma_pv_is_rs`, `intra_wg_overlap`, `num_threads` and `_arch` tune FlashAttention-4's kernels
+    and are ignored.
     """
     _refuse(
         gather_kv_indices=gather_kv_indices,
@@ -337,7 +341,8 @@ def _flash_attn_bwd(
     dlse: Tensor | None = None,
     learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), with `learnable_sink` its gradient too; both sides padded, or both packed.
+    """(dq, dk, dv), and the gradient of `learnable_sink` if given. Queries and keys must be either
+    both padded or both packed.
 
     The block sizes, stages, swaps and layouts tune FlashAttention-4's kernels and are ignored.
     """
@@ -374,7 +379,7 @@ def _flash_attn_bwd(
 
 
 def _forward(tensors: Tensors, layout: Layout, return_lse: bool, **options: Any) -> Result:
-    """(out, lse) with FlashAttention-4's layout of lse, None where nobody wants it."""
+    """(out, lse) with FlashAttention-4's layout of lse; lse is None if it is not needed."""
     q, k, v, qv = tensors
     out, lse = attend(tensors, layout, **options)
     if qv is not None or (k is v and v.shape[-1] == SHARED_HEAD_DIM):
@@ -405,7 +410,7 @@ _WHY = {
 
 
 def _refuse(**given: Any) -> None:
-    """Raise for what is given of the arguments that nothing here can honour."""
+    """Raise if any of these unsupported arguments is given."""
     for name, value in given.items():
         if value is not None:
             why = _WHY.get(name.removesuffix("_bwd"), "belongs to score_mod and mask_mod")

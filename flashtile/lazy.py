@@ -11,7 +11,7 @@ from types import ModuleType
 def submodules(
     package: str, *names: str
 ) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` (PEP 562) for a package with the submodules `names`.
+    """Return `__getattr__` and `__dir__` (PEP 562) for a package with the submodules `names`.
 
     After the first use a submodule is an ordinary attribute: the import system sets it.
     """

@@ -1,8 +1,8 @@
-"""The layouts of `attention_varlen` as one: sequences packed back to back.
+"""Convert every layout of `attention_varlen` to one: sequences packed back to back.
 
-Either side may be packed, (total, heads, head_dim) with cumulative lengths, or padded,
-(batch, seq, heads, head_dim); keys may lie in pages. A padded side is a packed one whose sequences
-all have the length of the dimension, so it is viewed as that, and the results are viewed back.
+Queries and keys may each be packed, (total, heads, head_dim) with cumulative lengths, or padded,
+(batch, seq, heads, head_dim); keys may lie in pages. A padded tensor is viewed as a packed one
+whose sequences all have the length of the dimension, and the results are viewed back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import checks
 
 
 class Layout(NamedTuple):
-    """What the caller says of the layout."""
+    """The layout as the caller describes it."""
 
     cu_seqlens_q: Tensor | None = None  # None: padded queries
     cu_seqlens_k: Tensor | None = None  # None: padded keys, or pages
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """How sequences lie in packed tensors."""
+    """Where sequences start and end in packed tensors."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -43,14 +43,14 @@ class PackedCall(NamedTuple):
     v: Tensor
     qv: Tensor | None
     layout: Packed
-    padded: tuple[int, int] | None  # batch and length of what were padded queries
+    padded: tuple[int, int] | None  # batch and length, if the queries were padded
 
 
 def as_packed(q: Any, k: Any, v: Any, qv: Any, layout: Layout) -> PackedCall:
-    """A call with any layout as one over packed sequences.
+    """Convert a call with any layout to a call over packed sequences.
 
     Raises:
-        ValueError, TypeError: the sides are of different batches, or a length cannot be read.
+        ValueError, TypeError: queries and keys have different batches, or a length cannot be read.
     """
     cu_seqlens_q, cu_seqlens_k, M, N, page_table = layout
     padded = None
@@ -81,7 +81,7 @@ def starts(batch: int, length: int, device: torch.device) -> Tensor:
 
 
 def tokens(name: str, x: Any) -> Any:
-    """A padded tensor (batch, seq_q, heads, value_head_dim) as packed, if there is one."""
+    """A padded tensor (batch, seq_q, heads, value_head_dim) viewed as packed; None stays None."""
     if x is None:
         return None
     checks.rank(name, x, "batch, seq_q, heads, value_head_dim")
@@ -89,7 +89,7 @@ def tokens(name: str, x: Any) -> Any:
 
 
 def as_batch(out: Tensor, lse: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """The results of packed queries of equal lengths as those of a batch: (batch, seq, heads,
+    """View the results of packed queries of equal lengths as a batch: (batch, seq, heads,
     head_dim) and (batch, heads, seq)."""
     by_sequence = lse.unflatten(1, (batch, length))
     return out.unflatten(0, (batch, length)), by_sequence.transpose(0, 1).contiguous()
@@ -112,7 +112,7 @@ def longest(name: str, given: Any, name_of_starts: str, cu_seqlens: Any, q: Any)
 
 
 def _check_padded(q: Any, k: Any, v: Any, qv: Any, layout: Layout) -> int:
-    """The batch of a call of which a side has no cumulative lengths."""
+    """The batch size of a call whose queries or keys have no cumulative lengths."""
     cu_seqlens_q, cu_seqlens_k, _, _, page_table = layout
     batches = {}
     if cu_seqlens_q is None:
@@ -144,7 +144,7 @@ def _check_padded(q: Any, k: Any, v: Any, qv: Any, layout: Layout) -> int:
 
 
 def _rank(name: str, x: Any, meaning: str) -> None:
-    """Raise unless `x` is padded as `meaning` says."""
+    """Raise unless `x` is padded, with the dimensions that `meaning` lists."""
     if isinstance(x, Tensor) and x.dim() == 3:
         raise ValueError(
             f"cu_seqlens_{name}: got None with {name} of shape {checks.shape_of(x)}, want "

@@ -1,7 +1,7 @@
-"""The only place that rejects user input.
+"""The checks that reject invalid user input.
 
-Every message names the argument, what was given and what is expected. Nothing is written before the
-last check has passed. Checks that read tensor values need the host to wait for the device, so on a
+Every message names the argument, the given value and the expected one. Nothing is written before
+the last check has passed. Checks that read tensor values make the host wait for the device, so on a
 GPU they run only with ``FLASHTILE_CHECK=1``.
 """
 

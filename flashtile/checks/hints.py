@@ -11,7 +11,7 @@ from .tensors import same_device, tensor
 
 
 def hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> None:
-    """The hints of FlashAttention-3 and -4 besides `num_splits`, which is a number of the call."""
+    """Check the hints of FlashAttention-3 and -4 except `num_splits`, which `scalars` checks."""
     if pack_gqa is not None and not isinstance(pack_gqa, bool):
         raise TypeError(f"pack_gqa: got {type(pack_gqa).__name__}, want True, False or None")
     if isinstance(sm_margin, bool) or not isinstance(sm_margin, (int, torch.SymInt)):

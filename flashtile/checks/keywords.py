@@ -1,4 +1,4 @@
-"""The TypeError for a keyword that a function does not have: it suggests the one that was meant.
+"""The TypeError for an unknown keyword, which suggests the keyword that was probably meant.
 
 Every public function ends with ``**unknown: Never``, so that its signature stays explicit and type
 checkers still refuse the keyword.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# What other libraries call an argument, and the arguments that do the same here.
+# Names of arguments in other libraries, and the arguments with the same purpose in flashtile.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "attention_bias": ("bias",),
     "attention_mask": ("attn_mask", "bias", "block_mask"),
@@ -38,7 +38,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "window": ("window_size",),
 }
 
-# What the new name does not say.
+# Differences that the new name does not show.
 REMARKS = {
     "enable_gqa": "not needed, the numbers of heads say it",
     "is_causal": "it aligns to the bottom-right corner, PyTorch's to the top-left",
@@ -50,8 +50,8 @@ REMARKS = {
 def unexpected_keywords(unknown: Iterable[str], function: Callable[..., Any]) -> TypeError:
     """The error to raise for the keywords `unknown`, which `function` does not have.
 
-    It names the function that the user called: the outermost one of this package that is running,
-    since `flash_attn_func` and others pass their keywords on.
+    It names the function that the user called. That is the outermost running function of this
+    package, because `flash_attn_func` and others pass their keywords on.
     """
     accepted = list(inspect.signature(function).parameters)
     return TypeError(

@@ -12,7 +12,7 @@ from .tensors import index_tensor, rank, same_device, shape, shape_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8[:1])
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-DEVICES = ("cpu", "cuda", "meta")  # of a meta tensor there are sizes and dtypes to make
+DEVICES = ("cpu", "cuda", "meta")  # meta tensors: only sizes and dtypes are computed
 PAGES = "num_pages, page_size, kv_heads, head_dim"
 
 
@@ -25,9 +25,9 @@ def qkv(
     names: str = "q k v",
     takes_float8_keys: bool = False,
 ) -> None:
-    """Ranks, dtypes, devices, heads and head dims of the three main tensors.
+    """Check ranks, dtypes, devices, heads and head dims of the three main tensors.
 
-    `takes_float8_keys`: under queries of 16 bits keys and values may both be float8.
+    `takes_float8_keys`: keys and values may both be float8 when queries have 16 bits.
     """
     name_q, name_k, name_v = names.split()
     rank(name_q, q, layout_q)
@@ -103,8 +103,8 @@ def cumulative(name: str, x: Any, q: Tensor) -> None:
 
 
 def paged(page_table: Any, k: Tensor, batch: int, has_rows: bool) -> None:
-    """page_table (batch, pages per sequence) of integers; of any number of rows where others say
-    which row is whose (`has_rows`). Pages of at least one token."""
+    """page_table (batch, pages per sequence) of integers, and pages of at least one token. With
+    `has_rows` the table may have any number of rows, since each sequence has a row index."""
     index_tensor("page_table", page_table, k)
     rows = "rows" if has_rows else batch
     enough = page_table.dim() == 2 and (page_table.shape[0] > 0 or batch == 0)
@@ -117,7 +117,7 @@ def paged(page_table: Any, k: Tensor, batch: int, has_rows: bool) -> None:
 
 
 def one_page_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
-    """The page table, whichever of its two names the caller used."""
+    """The page table, which the caller may pass under either of two names."""
     if block_table is not None and page_table is not None:
         raise ValueError("block_table: is another name of page_table; pass one of them")
     return page_table if block_table is None else block_table

@@ -1,4 +1,4 @@
-"""Checks that read the values of tensors, for which the host waits for the device."""
+"""Checks that read the values of tensors; the host waits for the device to do so."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def checking_values(given: Iterable[Any]) -> bool:
-    """Whether to make the checks that read values of the tensors among `given`.
+    """Whether to check the values of the tensors among `given`.
 
-    ``FLASHTILE_CHECK=1`` asks for them everywhere and ``FLASHTILE_CHECK=0`` nowhere; by default
-    they are made for tensors of the CPU, which nobody waits for. Never where there are no values:
-    under a tracer, on fake and meta tensors, in a transform of torch.func.
+    ``FLASHTILE_CHECK=1`` enables the checks everywhere, and ``FLASHTILE_CHECK=0`` disables them. By
+    default they run for CPU tensors, which need no waiting. They never run where there are no
+    values: under a tracer, on fake and meta tensors, in a transform of torch.func.
     """
     if torch.compiler.is_compiling():
         return False
@@ -35,7 +35,7 @@ def checking_values(given: Iterable[Any]) -> bool:
 
 
 def values(operands: Operands, options: Options) -> None:
-    """Lengths, rows, pages and factors inside of their tensors; see `checking_values`."""
+    """Check that lengths, rows and pages stay inside their tensors, and that scales are valid."""
     if not checking_values(operands):
         return
     limits = (
@@ -63,7 +63,7 @@ def values(operands: Operands, options: Options) -> None:
 
 
 def within(name: str, x: Tensor, size: int) -> None:
-    """Numbers of rows or pages, of which there are `size`."""
+    """Check indices of rows or pages: from 0 to `size` - 1."""
     if x.numel() and (int(x.min()) < 0 or int(x.max()) >= size):
         raise ValueError(
             f"{name}: got values from {int(x.min())} to {int(x.max())}, want 0 to {size - 1}"
@@ -86,7 +86,7 @@ def _page_values(operands: Operands) -> None:
 
 
 def lengths_in_pages(name: str, lengths: list[int], page_table: Tensor, page_size: int) -> None:
-    """Lengths of sequences, given as `name`, whose rows of the page table have room for them."""
+    """Check that each row of the page table has room for the length of its sequence."""
     capacity = page_table.shape[1] * page_size
     if max(lengths, default=0) > capacity:
         raise RuntimeError(
@@ -98,11 +98,12 @@ def lengths_in_pages(name: str, lengths: list[int], page_table: Tensor, page_siz
 def packed_lengths(
     side: str, cu_seqlens: Tensor, used: Tensor | None, total: int | None, longest: int
 ) -> list[int]:
-    """The lengths of the sequences of a side, "q" or "k", or how much of each is `used`.
+    """Check and return the lengths of all sequences, or the `used` lengths.
 
     Args:
-        total: tokens of the packed tensor; None for pages.
-        longest: `max_seqlen` of the side, which none may exceed.
+        side: "q" for queries or "k" for keys.
+        total: number of tokens in the packed tensor; None for pages.
+        longest: `max_seqlen` of the side, which no length may exceed.
     """
     name = f"cu_seqlens_{side}"
     lengths = cumulative_values(name, cu_seqlens, total, side)
@@ -123,7 +124,8 @@ def _used(side: str, used: Tensor, bounds: list[int]) -> list[int]:
 
 
 def cumulative_values(name: str, cu_seqlens: Tensor, total: int | None, side: str) -> list[int]:
-    """The lengths that cumulative lengths say: 0 first, no decrease, inside the tensor."""
+    """The lengths, after a check that `cu_seqlens` starts with 0, never decreases, and ends inside
+    the tensor."""
     starts = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(starts)]
     if starts[0] != 0 or min(lengths, default=0) < 0:

@@ -1,4 +1,4 @@
-"""Checks of the tensors that a call may have beside queries, keys and values."""
+"""Checks of the optional tensors of a call: all except queries, keys and values."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _block_mask(operands: Operands, B: int, Hq: int) -> None:
 
 
 def block_mask_lengths(block_mask: BlockMask, M: int, N: int) -> None:
-    """A block mask says something about each of up to `M` queries and `N` keys."""
+    """A block mask must cover at least `M` queries and `N` keys."""
     queries, keys = block_mask.lengths
     if queries < M or keys < N:
         raise ValueError(
@@ -125,9 +125,10 @@ def block_mask_lengths(block_mask: BlockMask, M: int, N: int) -> None:
 
 
 def flex_mask_lengths(block_mask: Any, M: int, N: int) -> None:
-    """A FlexAttention `BlockMask` was made for `M` queries and `N` keys, neither more nor fewer.
+    """A FlexAttention `BlockMask` must be made for exactly `M` queries and `N` keys.
 
-    Its function may count from the last key, and then its corner is no mask of a shorter call.
+    Its function may count from the last key, so a corner of the mask can be wrong for a shorter
+    call.
     """
     lengths = getattr(block_mask, "seq_lengths", (M, N))
     if lengths[0] != M or lengths[1] != N:
@@ -156,7 +157,7 @@ def _descales(operands: Operands, B: int, Hk: int, M: int, N: int) -> None:
 
 
 def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: int) -> None:
-    """A factor for each block of rows; all three tensors have them, or none."""
+    """A factor for each block of rows; either all three tensors have per-block factors, or none."""
     of_queries = name == "q_descale"
     block = FLOAT8_QUERY_BLOCK if of_queries else FLOAT8_KEY_BLOCK
     heads, length = (operands.q.shape[-2], M) if of_queries else (operands.k.shape[-2], N)

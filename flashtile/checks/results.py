@@ -30,7 +30,7 @@ def output(out: Any, operands: Operands) -> None:
 
 
 def workspace(operands: Operands, options: Options) -> None:
-    """Memory to work in: bytes in a row, enough of them for the call."""
+    """A workspace must be contiguous bytes, and large enough for the call."""
     given, q = operands.workspace, operands.q
     if given is None:
         return
@@ -39,7 +39,7 @@ def workspace(operands: Operands, options: Options) -> None:
         raise TypeError(f"workspace: got dtype {given.dtype}, want torch.uint8, bytes")
     same_device("workspace", given, q)
     _not_recording("workspace", operands[:DIFFERENTIABLE])
-    if torch.compiler.is_compiling():  # which asks for neither an offset nor a GPU
+    if torch.compiler.is_compiling():  # a tracer knows neither the offset nor the GPU
         return
     if not given.is_contiguous() or given.storage_offset() % 16:
         raise ValueError(

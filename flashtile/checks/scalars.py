@@ -38,7 +38,7 @@ def number(name: str, x: Any, wanted: str) -> Any:
         raise TypeError(f"{name}: got {type(x).__name__}, want {wanted}")
     try:
         value = float(x)
-    except OverflowError:  # of an int past all floats
+    except OverflowError:  # an int larger than every float
         value = math.inf
     if not -math.inf < value < math.inf:  # False for NaN as well
         raise ValueError(f"{name}: got {x}, want {wanted}")
@@ -49,8 +49,8 @@ def flag(name: str, x: Any) -> bool:
     """`x` as a bool: itself, 0 or 1.
 
     Raises:
-        TypeError, ValueError: for anything else, whose truth may not be what the caller meant:
-            "no" is true, and a tensor on a GPU is only known after waiting for it.
+        TypeError, ValueError: for anything else, because its truth value may not be what the caller
+            meant ("no" is true), and reading a tensor on a GPU makes the host wait.
     """
     if isinstance(x, (bool, torch.SymBool)):
         return bool(x)
@@ -62,7 +62,7 @@ def flag(name: str, x: Any) -> bool:
 
 
 def splits(num_splits: Any) -> Any:
-    """How many programs share a sequence's keys."""
+    """The checked number of programs that share a sequence's keys."""
     count = length("num_splits", num_splits)
     if count > MAX_SPLITS:
         raise ValueError(f"num_splits: got {num_splits}, want 0 (chosen for you) to {MAX_SPLITS}")

@@ -34,7 +34,7 @@ def tensor(name: str, x: Any) -> None:
 
 
 def shape(name: str, x: Tensor, wanted: tuple[int, ...], meaning: str) -> None:
-    """Raise ValueError unless `x` has the shape `wanted`, which reads `meaning`."""
+    """Raise ValueError unless `x` has the shape `wanted`; `meaning` explains that shape."""
     if tuple(x.shape) != wanted:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want {wanted}, {meaning}")
 
@@ -78,7 +78,7 @@ def per_sequence(name: str, x: Any, q: Tensor, batch: int) -> None:
 
 
 def unpacked(name: str, x: Any, count: int, layout: str) -> tuple[Tensor, ...]:
-    """The `count` tensors that stand side by side in the third dimension from the end of `x`."""
+    """The `count` tensors stacked along the third dimension from the end of `x`."""
     rank(name, x, layout)
     if x.shape[-3] != count:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want ({layout})")
@@ -101,7 +101,7 @@ def read_on_host(name: str, x: Tensor) -> Any:
 
 
 def as_python(name: str, x: Any) -> Any:
-    """What a tensor or a NumPy object holds, as Python numbers; anything else as it is."""
+    """The content of a tensor or a NumPy object as Python numbers; anything else unchanged."""
     if isinstance(x, Tensor):
         return read_on_host(name, x)
     return x.tolist() if hasattr(x, "tolist") else x

@@ -13,7 +13,7 @@ WANTED = "a pair (left, right) of ints, with -1 or None for an unbounded side"
 def window(window_size: Any) -> Window:
     """The two sides, None where unbounded.
 
-    In a `Window` only None is unbounded: -1 is one position past the query's own, as in
+    In a `Window` only None is unbounded; -1 is an offset of one position, as in
     FlashAttention-4.
     """
     if window_size is None:

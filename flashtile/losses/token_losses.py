@@ -1,7 +1,7 @@
 """The cross-entropy of each token, as ``flash_attn.ops.triton.cross_entropy`` names it.
 
-Of logits in any dtype, with the gradient in their place where wanted, and of a vocabulary that
-several processes share.
+Logits may have any floating dtype, the gradient may overwrite them, and several processes may share
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..autocast import autocast_off
 
-# Logits that are in float32 at one time: 128 MiB of them.
+# The number of logits that are in float32 at one time: 128 MiB.
 CHUNK = 2**25
 
 
@@ -34,22 +34,22 @@ def cross_entropy_loss(
     Args:
         logits: (tokens, vocab) of any floating dtype.
         labels: (tokens,) int64, in [0, vocab) or ignore_index.
-        precomputed_lse: (tokens,), the log-sum-exp of each row of `logits`, if it is known. Without
-            gradient. Computed anew where `logit_scale` changes it.
-        inplace_backward: let the backward write the gradient over `logits`, which saves their
-            memory; nothing may read them afterwards.
-        process_group: of torch.distributed; the vocabulary is cut into as many equal parts as it
-            has processes. Each has its part's `logits` and `precomputed_lse`, and all `labels`; all
-            get the losses of the whole.
+        precomputed_lse: (tokens,), the log-sum-exp of each row of `logits`, if it is known. It gets
+            no gradient, and is ignored if `logit_scale` is not 1.
+        inplace_backward: let the backward write the gradient over `logits`, which saves that much
+            memory; nothing may read the logits afterwards.
+        process_group: of torch.distributed; its processes share the vocabulary in equal parts. Each
+            process passes the `logits` and `precomputed_lse` of its part and all `labels`, and gets
+            the losses over the whole vocabulary.
 
     Returns:
-        Two (tokens,) tensors in float32 (float64 for float64), 0 for tokens to ignore; the second
-        is the z-loss in the first, without gradient.
+        Two (tokens,) tensors in float32 (float64 for float64), 0 for ignored tokens. The first
+        includes the z-loss; the second is the z-loss by itself, without gradient.
 
     Raises:
         ValueError: an argument does not fit.
-        IndexError: a label is out of range; on a CUDA device without a process group PyTorch's
-            assertion.
+        IndexError: a label is out of range; on a CUDA device without a process group, PyTorch's
+            assertion fails instead.
     """
     _check(logits, labels, precomputed_lse)
     vocab = logits.shape[-1]
@@ -94,7 +94,8 @@ def _check(logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None) -> No
 
 
 def _over_processes(lse: Tensor, score: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Of the whole vocabulary what each process has of its part; each differentiates its own."""
+    """Combine the parts of all processes to the lse and score of the whole vocabulary; each process
+    differentiates only its own part."""
     parts = [torch.empty_like(lse) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, lse.detach(), group=group)
     parts[torch.distributed.get_rank(group)] = lse
@@ -106,7 +107,7 @@ def _over_processes(lse: Tensor, score: Tensor, group: Any) -> tuple[Tensor, Ten
 class _Statistics(torch.autograd.Function):
     """(lse, score) of each row of ``scale * logits``.
 
-    score = weight * logit of the target, if it is here, + share * sum of the logits.
+    score = weight * logit of the target, if this process has it, + share * sum of the logits.
     """
 
     generate_vmap_rule = True
@@ -139,7 +140,7 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, dlse: Tensor, dscore: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, is_here, lse = ctx.saved_tensors
         scale, weight, share, in_place = ctx.numbers
-        # While the derivative is recorded its inputs must stay.
+        # While a second derivative is recorded, the logits must not be overwritten.
         in_place = in_place and not torch.is_grad_enabled()
         gradient = logits.detach() if in_place else torch.empty_like(logits)
         for rows in _chunks(logits):
@@ -153,7 +154,7 @@ class _Statistics(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Rows of `logits` to have in float32 at one time."""
+    """Slices of the rows of `logits` that are converted to float32 together."""
     tokens, vocab = logits.shape
     step = max(1, CHUNK // max(1, vocab))
     if tokens <= step:
@@ -164,6 +165,6 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def scaled(logits: Tensor, scale: float) -> Tensor:
-    """Logits times scale in the dtype to compute in."""
+    """Logits times scale, in the dtype of the computation."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if scale == 1.0 else logits * scale
