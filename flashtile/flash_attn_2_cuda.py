@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import autograd, dispatch, dropout
+from . import autograd, checks, dispatch, dropout
 from .api import attention_with_kvcache
 from .call import Arguments, Packed, decided
-from .problem import AttentionProblem, Operands, Options, lse_shape
+from .problem import AttentionProblem, Operands, Options, batch_size, lse_shape
 
 QKV = tuple[Tensor, Tensor, Tensor]
 BLOCK = 128  # the extension pads lengths to a multiple of this
@@ -284,7 +284,9 @@ def _forward(
     with torch.no_grad():
         operands, (problem, options, _) = decided(qkv, layout, arguments, None, out, return_softmax)
         if leftpad_k is not None:
+            checks.per_sequence("leftpad_k", leftpad_k, operands.q, batch_size(operands))
             operands = operands._replace(leftpad_k=leftpad_k)
+            checks.values(operands, options)
             problem, options = _chosen(AttentionProblem.of(operands, options), options)
         device = operands.q.device
         rng_state = torch.zeros(2, dtype=torch.int64, device=device)

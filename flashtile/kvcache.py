@@ -344,6 +344,8 @@ def check_values(cache: Cache, lengths: Tensor | None, new: NewTokens, rotary: R
         )
     if rotary.cos is not None and before:
         base = lengths if rotary.seqlens is None else rotary.seqlens
+        if int(base.min()) < 0:
+            raise ValueError(f"rotary_seqlens: got {base.tolist()}, want positions, 0 or more")
         needed = int((base + added).max())
         if needed > rotary.cos.shape[0]:
             raise ValueError(

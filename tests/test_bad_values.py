@@ -89,6 +89,10 @@ CACHE_VALUES = {
         "rotary_cos",
         ROWS | {"rotary_cos": COS[:6], "rotary_sin": SIN[:6]},
     ),
+    "rotary_seqlens is negative": (
+        "rotary_seqlens",
+        ROWS | {"rotary_cos": COS, "rotary_sin": SIN, "rotary_seqlens": tensor(-1, 5)},
+    ),
 }
 
 

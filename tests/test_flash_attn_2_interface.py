@@ -227,6 +227,16 @@ def test_packed_keys_behind_a_left_pad_and_in_pages(seed):
         )
 
 
+@pytest.mark.parametrize("pad", [[1, 2], [6, 4, 0], [-1, 0, 0]], ids=["short", "past", "negative"])
+def test_wrong_left_pads_are_refused(pad, seed):
+    q, k, v = packed_qkv(generator(seed), *LENGTHS)
+    options = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": True}
+    with pytest.raises(ValueError, match="leftpad_k"):
+        _flash_attn_varlen_forward(
+            q, k, v, **packing(), **options, leftpad_k=torch.tensor(pad).int()
+        )
+
+
 def test_wrong_gradients_are_refused_before_anything_is_written(seed):
     q, k, v = qkv(generator(seed))
     rest = (0.0, None, False, -1, -1, 0.0, None)

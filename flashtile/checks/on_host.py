@@ -57,7 +57,7 @@ def values(operands: Operands, options: Options) -> None:
     if operands.cache_batch_idx is not None:
         within("cache_batch_idx", operands.cache_batch_idx, operands.k.shape[0])
     if operands.leftpad_k is not None:
-        _left_pads(operands.leftpad_k, operands.seqused_k)
+        _left_pads(operands.leftpad_k, operands)
     if operands.page_table is not None:
         _page_values(operands)
 
@@ -70,11 +70,16 @@ def within(name: str, x: Tensor, size: int) -> None:
         )
 
 
-def _left_pads(leftpad: Tensor, used: Tensor | None) -> None:
-    assert used is not None
+def _left_pads(leftpad: Tensor, operands: Operands) -> None:
+    used = operands.seqused_k
+    if used is None:
+        assert operands.cu_seqlens_k is not None
+        used = operands.cu_seqlens_k.diff()
     pads, lengths = leftpad.tolist(), used.tolist()
     if any(not 0 <= pad <= n for pad, n in zip(pads, lengths, strict=True)):
-        raise ValueError(f"cache_leftpad: got {pads}, want between 0 and the lengths {lengths}")
+        raise ValueError(
+            f"cache_leftpad (leftpad_k): got {pads}, want between 0 and the lengths {lengths}"
+        )
 
 
 def _page_values(operands: Operands) -> None:
