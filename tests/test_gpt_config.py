@@ -122,6 +122,10 @@ FLASH_ATTN = {
         {"activation_function": "geglu", "n_inner": 100, "mlp_multiple_of": 8},
         {"activation": "geglu", "intermediate_size": 104},
     ),
+    "gated in steps, of the default width": (
+        {"activation_function": "swiglu", "mlp_multiple_of": 1000},  # 8 / 3 * 768 = 2048
+        {"activation": "swiglu", "intermediate_size": 3000},
+    ),
 }
 
 

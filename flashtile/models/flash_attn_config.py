@@ -50,9 +50,10 @@ def added_fields(config: Any, activation: str, gated: bool) -> dict[str, Any]:
         raise ValueError(f"{', '.join(refused)}: got {values}; this model has {neutral} only")
     multiple = getattr(config, "pad_vocab_size_multiple", 1)
     width = config.n_inner
-    if gated and width is not None:
+    if gated:
         step = getattr(config, "mlp_multiple_of", _GATED_MULTIPLE)
-        width = -(-width // step) * step
+        wanted = 8 * config.hidden_size // 3 if width is None else width
+        width = -(-wanted // step) * step
     fields = {
         "vocab_size": -(-config.vocab_size // multiple) * multiple,
         "num_kv_heads": getattr(config, "n_head_kv", None),
