@@ -1,14 +1,13 @@
-"""Which keys a query may see: small frozen facts that compose.
+"""Which keys a query may see: small frozen rules that can be combined.
 
-A query at row ``i`` of ``M`` sits at the position ``p = i + N - M`` among the ``N`` keys
-(bottom-right alignment, as FlashAttention has it since 2.1). Every structural fact turns ``p`` into
-one interval of visible keys; several facts intersect. Both ends of an interval never move left as
-``p`` grows, so four integers tell whether a whole tile of the
-score matrix is empty, full or partial: tiles that are empty are never touched, full tiles are never
-    masked.
+A query at row ``i`` of ``M`` has the position ``p = i + N - M`` among the ``N`` keys (bottom-right
+alignment, as in FlashAttention since 2.1). Every rule turns ``p`` into one interval of visible
+keys; several rules intersect. Neither end of an interval moves left as ``p`` grows, so four
+integers tell whether a whole tile of the score matrix is empty, full or partial. Empty tiles are
+skipped, and full tiles are not masked.
 
-A `BlockMask` is the one fact that is data instead of a rule: tiles of the score matrix marked
-    empty, full or partial.
+A `BlockMask` is data instead of a rule: it marks tiles of the score matrix as empty, full or
+partial.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ EMPTY, FULL, PARTIAL = 0, 1, 2
 
 
 class Window(NamedTuple):
-    """Keys ``p - left <= j <= p + right``; ``None`` leaves a side open, and a negative side moves
-    the window past the query's own position. Causal attention is ``Window(None, 0)``.
+    """Keys ``p - left <= j <= p + right``; ``None`` makes a side unbounded, and a negative side
+    moves the window past the query's own position. Causal attention is ``Window(None, 0)``.
     """
 
     left: int | None
@@ -40,8 +39,8 @@ class Window(NamedTuple):
         return start, stop
 
     def under(self, causal: bool) -> Window:
-        """This window in a call that is causal or not: causal sets the right side to 0, and a
-        window without a key (``left + right < 0``) is no window, as in FlashAttention-4.
+        """This window in a call that is causal or not: `causal` sets the right side to 0, and a
+        window without any key (``left + right < 0``) is ignored, as in FlashAttention-4.
         """
         left, right = self.left, 0 if causal else self.right
         if left is not None and right is not None and left + right < 0:
@@ -54,7 +53,8 @@ WIDEST = 2**30
 
 
 def as_kernel_number(size: int | None) -> int:
-    """A window side or a chunk as kernels take it; they do not look at an open side."""
+    """A window side or a chunk as an integer for kernels, which ignore the value of an unbounded
+    side."""
     return 0 if size is None else max(-WIDEST, min(size, WIDEST))
 
 

@@ -1,5 +1,5 @@
-"""Bridges to other libraries. Importing flashtile imports none of them; each acts on the user's own
-call alone."""
+"""Integrations with other libraries. Importing flashtile imports none of them; each takes effect
+only when the user calls it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Modules that compute attention by a softmax of their own, past `scaled_dot_product_attention`.
+"""Detect modules that compute attention without `scaled_dot_product_attention`.
 
-While `refused` is in force, a softmax inside of such a module raises. A module is an attention when
-the name of its class, or its own name in the model, says so.
+While `refused` is active, a softmax that such a module calls raises an error. A module counts as
+attention if the name of its class, or its own name in the model, says so.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ HINTS: dict[type[nn.Module], str] = {nn.MultiheadAttention: "; call it with need
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Every way to spell softmax checks its caller first."""
+    """Make every softmax function of PyTorch check its caller first."""
     functional = torch.nn.functional
     previous = functional.softmax, torch.softmax
     functional.softmax = _checking(previous[0])
     torch.softmax = _checking(previous[1])
-    # PyTorch's class inherits the method, so that deleting ours brings it back.
+    # torch.Tensor inherits the method, so deleting our attribute restores it.
     torch.Tensor.softmax = _checking(torch.Tensor.softmax)  # type: ignore[method-assign]
     try:
         yield

@@ -1,4 +1,4 @@
-"""flashtile as an attention backend of diffusers.
+"""Make flashtile an attention backend of diffusers.
 
 ::
 
@@ -24,11 +24,11 @@ def register() -> str:
     """Make flashtile a backend of ``diffusers.models.attention_dispatch``.
 
     Returns:
-        The name for ``set_attention_backend`` and ``attention_backend``, "flashtile". No model uses
-        it before that.
+        "flashtile", the name to pass to ``set_attention_backend`` or ``attention_backend``. No
+        model uses flashtile before one of these calls.
 
     Raises:
-        ImportError: diffusers is missing, or has no dispatcher of attention backends.
+        ImportError: diffusers is missing, or this version cannot choose attention backends.
     """
     try:
         from diffusers.models import attention_dispatch
@@ -59,12 +59,12 @@ def attend(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """What diffusers calls; the arguments are those of its native backend.
+    """The function that diffusers calls, with the arguments of its native backend.
 
     Args:
         query: (batch, seq_q, heads, head_dim).
         key, value: (batch, seq_k, kv_heads, head_dim).
-        attn_mask: as `sdpa.scaled_dot_product_attention` takes it, or (batch, seq_k).
+        attn_mask: as in `sdpa.scaled_dot_product_attention`, or (batch, seq_k).
 
     Returns:
         (batch, seq_q, heads, head_dim).
@@ -87,8 +87,8 @@ def attend(
 
 
 def _add_member(names: Any) -> None:
-    """One more member of the enumeration by which diffusers knows its backends; it has no other
-    place for a new name."""
+    """Add a member to diffusers' enumeration of backends; diffusers offers no other way to add a
+    name."""
     member = str.__new__(names, NAME)
     member._name_, member._value_ = NAME.upper(), NAME
     names._member_map_[member._name_] = member

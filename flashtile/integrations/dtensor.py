@@ -1,4 +1,4 @@
-"""How attention is sharded: DTensors in and out of `flashtile.attention`.
+"""Let `flashtile.attention` take and return DTensors.
 
 ::
 
@@ -7,9 +7,9 @@
     dtensor.register()
     out = flashtile.attention(q, k, v, causal=True)  # DTensors, sharded over batch or heads
 
-Each process attends over its own sequences or heads, without communication. Inputs that are sharded
-otherwise are redistributed. Gradients of what all processes share, such as a sink over sharded
-sequences, are partial sums.
+Each process computes attention for its own sequences or heads, without communication. Inputs with
+any other sharding are redistributed. If all processes share an input, such as a sink with sharded
+sequences, its gradients are partial sums.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..problem import DIFFERENTIABLE, Operands
 _INPUTS = len(Operands._fields)
 _Sharding = tuple[list[Placement | None], list[Placement | None]]
 
-# The dimension of each operand of a dense call that counts sequences, or heads. An operand that is
-# not named allows no sharding; a dimension of size 1 is shared by all.
+# The batch dimension, or head dimension, of each operand of a dense call. A call with an operand
+# that is not listed cannot be sharded; a dimension of size 1 is replicated.
 _BATCH = {"q": 0, "k": 0, "v": 0, "bias": 0, "seqused_q": 0, "seqused_k": 0}
 _HEADS = {"q": 2, "k": 2, "v": 2, "bias": 1, "sink": 0}
 
 
 def register() -> None:
-    """Tell DTensor how flashtile's operators are sharded; again does no harm.
+    """Tell DTensor how to shard flashtile's operators; a second call does nothing more.
 
-    Dropout needs plain tensors: its mask is a function of the position in the whole tensor.
+    Dropout needs plain tensors, because its mask depends on the position in the whole tensor.
     """
     ops = torch.ops.flashtile
     register_sharding(ops.attention_forward.default)(_forward)
@@ -70,13 +70,13 @@ def _backward(*args: Any) -> list[_Sharding]:
 
 
 def _replicated(outputs: int, args: tuple[Any, ...]) -> _Sharding:
-    """Everything whole, everywhere."""
+    """The placement in which every process holds all tensors completely."""
     inputs = [Replicate() if _is_tensor(x) else None for x in args]
     return [Replicate()] * outputs, inputs  # type: ignore[return-value]
 
 
 def _placements(operands: Operands) -> list[tuple[int, int, list[Placement | None]]]:
-    """(dimension of out, of lse, placements of the operands) of each sharding there is."""
+    """(sharded dimension of out, of lse, placements of the operands) for each possible sharding."""
     found = []
     for dim, lse_dim, dims in ((0, 0, _batch_dims(operands)), (2, 1, _head_dims(operands))):
         if dims is not None:
@@ -93,7 +93,7 @@ def _placement(x: Any, dim: int | None) -> Placement:
 
 
 def _batch_dims(operands: Operands) -> dict[str, int | None] | None:
-    """The dimension of each operand that counts sequences; None where they cannot be sharded."""
+    """The batch dimension of each operand, or None if the call cannot be sharded over it."""
     slopes = operands.alibi_slopes
     per_sequence = slopes is not None and len(slopes.shape) == 2
     dims = {**_BATCH, "sink": None, "alibi_slopes": 0 if per_sequence else None}
@@ -101,19 +101,19 @@ def _batch_dims(operands: Operands) -> dict[str, int | None] | None:
 
 
 def _head_dims(operands: Operands) -> dict[str, int | None] | None:
-    """The dimension of each operand that counts heads; None where they cannot be sharded."""
+    """The head dimension of each operand, or None if the call cannot be sharded over it."""
     slopes = operands.alibi_slopes
     slopes_dim = None if slopes is None else len(slopes.shape) - 1
     dims = {**_HEADS, "seqused_q": None, "seqused_k": None, "alibi_slopes": slopes_dim}
     if not _is_dense(operands):
         return None
-    # Shards of unequal size would part query heads from the key heads that they read.
+    # Shards of unequal size would separate query heads from the key heads that they read.
     heads = operands.k.shape[2]
     return dims if heads > 1 and heads % _processes_over_heads(operands) == 0 else None
 
 
 def _processes_over_heads(operands: Operands) -> int:
-    """Over how many processes the heads are spread already; over one mesh dimension at least."""
+    """The number of processes over which the heads are sharded already, or of the whole mesh."""
     specs: list[Any] = [operands.q, operands.k, operands.v]
     mesh = specs[0].mesh
     spread = {
@@ -127,7 +127,7 @@ def _processes_over_heads(operands: Operands) -> int:
 
 
 def _is_dense(operands: Operands) -> bool:
-    """Whether only operands are there that a sharding is known for."""
+    """Whether a sharding is known for every given operand."""
     known = {*_BATCH, *_HEADS, "alibi_slopes"}
     return all(
         x is None or name in known for name, x in zip(Operands._fields, operands, strict=True)

@@ -1,16 +1,16 @@
-"""Code written for flash_attn, run as it is: ``import flash_attn`` finds flashtile.
+"""Run code written for flash_attn without changing it: ``import flash_attn`` finds flashtile.
 
 ::
 
     from flashtile.integrations import flash_attn
 
-    flash_attn.install()  # before the code, and before transformers, looks for flash_attn
+    flash_attn.install()  # before the code, or transformers, looks for flash_attn
 
-    with flash_attn.install():  # or for a while
+    with flash_attn.install():  # or inside a block only
         from flash_attn import flash_attn_func
 
-``python -m flashtile.as_flash_attn script.py`` runs a script in this way. The modules are those of
-`flash_attn_modules`; importing anything else of flash_attn raises an ImportError that says so.
+``python -m flashtile.as_flash_attn script.py`` runs a script in this way. `flash_attn_modules`
+lists the modules; importing any other module of flash_attn raises an ImportError that names it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _OWN_NAME = __name__.split(".")[0]
 def install(force: bool = False) -> Installation:
     """Let ``import flash_attn`` find flashtile, from now on or in a ``with`` block.
 
-    Each distribution of the FlashAttention project that is installed keeps its place, so that
-    code which has the real one runs on that. Blocks nest; leaving the outermost one makes
-    ``sys.modules`` and ``sys.meta_path`` what they were, also after an exception.
+    If a distribution of the FlashAttention project is really installed, imports continue to find
+    it. Blocks nest; leaving the outermost one restores ``sys.modules`` and ``sys.meta_path``, also
+    after an exception.
 
     Args:
-        force: take the place of installed ones, too.
+        force: replace installed distributions, too.
 
     Returns:
         The installation, a context manager, with a method `uninstall`.
@@ -48,7 +48,7 @@ def install(force: bool = False) -> Installation:
 
 
 class Installation:
-    """What one call of `install` has put in place."""
+    """The effect of one call of `install`."""
 
     def __init__(self, force: bool = False) -> None:
         served = [package for finder in _finders() for package in finder.packages]
@@ -74,7 +74,7 @@ class Installation:
         self.uninstall()
 
     def uninstall(self) -> None:
-        """Make everything what it was before. A second call does nothing."""
+        """Restore the state before `install`. A second call does nothing."""
         if self._finder is None:
             return
         sys.meta_path.remove(self._finder)
@@ -85,7 +85,7 @@ class Installation:
             _bind_in_parent(name, module)
 
     def _take_modules(self) -> dict[str, ModuleType]:
-        """The modules under our names, removed from where imports look first."""
+        """Remove the modules with our names from ``sys.modules``, and return them."""
         names = [name for name in sys.modules if self._replaces(name)]
         for name in names:
             parent, _, child = name.rpartition(".")
@@ -94,7 +94,7 @@ class Installation:
         return {name: sys.modules.pop(name) for name in names}
 
     def _replaces(self, name: str) -> bool:
-        """Whether `name` is ours while this is installed; by force, with all that is below it."""
+        """Whether this installation provides `name`; with `force`, all submodules count as well."""
         package = _owner(name)
         if package is None or package not in self.packages:
             return False
@@ -102,7 +102,7 @@ class Installation:
 
 
 def is_installed(package: Package) -> bool:
-    """Whether the real distribution can be imported; asks without importing it."""
+    """Whether the real distribution can be imported; does not import it."""
     name, path = "", None
     for part in package.marker.split("."):
         name = f"{name}.{part}" if name else part
@@ -114,7 +114,7 @@ def is_installed(package: Package) -> bool:
 
 
 def _real_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Where others than us find a module."""
+    """The spec of a module according to the other finders."""
     for finder in sys.meta_path:
         if isinstance(finder, _Finder):
             continue
@@ -125,7 +125,7 @@ def _real_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def _owner(name: str) -> Package | None:
-    """The package that a module belongs to; the innermost, where one lies inside another."""
+    """The package that a module belongs to; the innermost one if packages are nested."""
     owners = [package for package in PACKAGES if package.owns(name)]
     return max(owners, key=lambda package: len(package.marker.rpartition(".")[0]), default=None)
 
@@ -149,23 +149,25 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of ours. Importing what we lack raises, looking for it does not."""
+        """The spec of a module that we provide. To import a missing one raises an error;
+        `importlib.util.find_spec` returns None for it."""
         package = _owner(fullname)
         if package is None or package not in self.packages:
             return None
         contents = package.modules.get(fullname)
         if contents is not None:
             loader = _Loader(contents)
-            # All are packages, so that ``from module import name`` asks here for what it lacks.
+            # Every module is a package, so ``from module import name`` asks this finder for a name
+            # that the module lacks.
             spec = ModuleSpec(fullname, loader, origin=_OWN_NAME, is_package=True)
-            # Namespace packages of others, FlashAttention-4's, stay visible through the path.
+            # The path keeps other namespace packages visible, such as FlashAttention-4's.
             real = None if "." in fullname else _real_spec(fullname, None)
             if real is not None and real.loader is None and real.submodule_search_locations:
                 spec.submodule_search_locations = list(real.submodule_search_locations)
             return spec
         if _real_spec(fullname, path) is not None or _is_probe(sys._getframe(1)):
             return None
-        # Without the argument `name`, by which ``from`` would take it for its own error.
+        # Without the argument `name`: with it, ``from`` would replace the error by its own.
         raise ModuleNotFoundError(f"{_OWN_NAME} has no {fullname}")
 
     def find_distributions(
@@ -183,7 +185,7 @@ def _normalized(distribution: str) -> str:
 
 
 def _is_probe(frame: FrameType | None) -> bool:
-    """Whether `importlib.util.find_spec` asks, which answers None for what is not there."""
+    """Whether the caller is `importlib.util.find_spec`, which returns None for missing modules."""
     probe: CodeType = importlib.util.find_spec.__code__
     for _ in range(3):
         if frame is None:
@@ -195,7 +197,7 @@ def _is_probe(frame: FrameType | None) -> bool:
 
 
 class _Loader(Loader):
-    """Makes a module that shows the names of flashtile's."""
+    """Makes a module with the names of flashtile's modules."""
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
@@ -215,7 +217,7 @@ class _Loader(Loader):
 
 def _missing_from(module: str) -> Any:
     def __getattr__(name: str) -> Any:
-        child = sys.modules.get(f"{module}.{name}")  # of a namespace package that we stand in
+        child = sys.modules.get(f"{module}.{name}")  # a submodule of a namespace package
         if child is not None:
             return child
         raise AttributeError(f"{_OWN_NAME} has no {module}.{name}")
@@ -224,7 +226,7 @@ def _missing_from(module: str) -> Any:
 
 
 class _Metadata(Distribution):
-    """The metadata that pip would have written for a package."""
+    """Metadata like that which pip writes for an installed package."""
 
     def __init__(self, package: Package) -> None:
         self._package = package
@@ -242,5 +244,5 @@ class _Metadata(Distribution):
         return None
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
-        """No file stands behind this metadata."""
+        """Raise FileNotFoundError: this metadata has no files."""
         raise FileNotFoundError(f"{path}: {_OWN_NAME} stands in for {self._package.distribution}")

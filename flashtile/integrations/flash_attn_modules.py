@@ -1,7 +1,7 @@
-"""What stands under each name of flash_attn: the table that `flash_attn.install` serves from.
+"""The table of modules that `flash_attn.install` provides.
 
-A `Package` is what one distribution of the FlashAttention project installs. Its modules map the
-names that users import to the modules of flashtile whose contents they show.
+A `Package` describes one distribution of the FlashAttention project. Its `modules` map each name
+that users import to the modules of flashtile that provide the contents.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Contents(NamedTuple):
-    """What a module shows."""
+    """The contents of a module."""
 
     sources: tuple[str, ...] = ()  # modules of flashtile, without "flashtile."; all their names
     names: tuple[str, ...] | None = None  # these only
@@ -22,17 +22,17 @@ class Package(NamedTuple):
 
     distribution: str
     version: str
-    # Where a real one is found: if this can be imported from elsewhere, the real one is installed.
+    # If this module can be imported from elsewhere, the real distribution is installed.
     marker: str
     modules: dict[str, Contents]
 
     def owns(self, name: str) -> bool:
-        """Whether a module of that name would be a part of this distribution."""
+        """Whether a module of that name belongs to this distribution."""
         return any(name == root or name.startswith(f"{root}.") for root in self.roots)
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """The names that no other module of the package stands above."""
+        """The topmost modules: those whose parent is not a module of the package."""
         return tuple(name for name in self.modules if name.rpartition(".")[0] not in self.modules)
 
 
@@ -95,8 +95,7 @@ FLASH_ATTN_3 = Package(
     },
 )
 
-# FlashAttention-4 lives inside of the name flash_attn; a package whose roots lie under another's is
-# looked at first.
+# FlashAttention-4 is inside the package flash_attn; `_owner` prefers such an inner package.
 FLASH_ATTN_4 = Package(
     distribution="flash-attn-4",
     version="4.0.0",

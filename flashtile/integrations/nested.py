@@ -1,5 +1,5 @@
-"""Jagged nested tensors as packed sequences: their values and offsets are what
-`flashtile.attention_varlen` takes."""
+"""Attention over jagged nested tensors: `flashtile.attention_varlen` takes their values and offsets
+as packed sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Jagged(NamedTuple):
 
     values: Tensor  # (total, heads, head_dim)
     offsets: Tensor  # (batch + 1,) int32
-    lengths: Tensor | None  # (batch,) int32, where sequences do not fill their part of the values
+    lengths: Tensor | None  # (batch,) int32, if sequences do not fill their part of the values
     max_seqlen: int
 
     def sizes(self) -> Tensor:
@@ -34,17 +34,17 @@ def attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """`sdpa.scaled_dot_product_attention` of jagged nested tensors.
+    """`sdpa.scaled_dot_product_attention` for jagged nested tensors.
 
     Args:
-        query: jagged, (batch, heads, seq_q, head_dim), as ``transpose(1, 2)`` leaves a nested
-            tensor of (batch, seq, heads, head_dim).
-        key, value: jagged, (batch, kv_heads, seq_k, head_dim), of the same lengths.
-        attn_mask: None; nested tensors take no other mask than `is_causal`.
-        dropout_p, is_causal, scale, enable_gqa: as there.
+        query: jagged, (batch, heads, seq_q, head_dim), as ``transpose(1, 2)`` makes it from a
+            nested tensor (batch, seq, heads, head_dim).
+        key, value: jagged, (batch, kv_heads, seq_k, head_dim), with the same lengths.
+        attn_mask: must be None; the only mask for nested tensors is `is_causal`.
+        dropout_p, is_causal, scale, enable_gqa: as in that function.
 
     Returns:
-        jagged, (batch, heads, seq_q, value_head_dim), of the query's lengths.
+        jagged, (batch, heads, seq_q, value_head_dim), with the query's lengths.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -117,8 +117,8 @@ def _check_sizes(q: _Jagged, k: _Jagged, v: _Jagged) -> None:
 
 
 def _causal_keys(q: _Jagged, k: _Jagged) -> Tensor | None:
-    """As many keys of each sequence as it has queries: no query sees one past them, and the mask of
-    the rest is the same from either corner."""
+    """Use as many keys of each sequence as it has queries. No query sees a later key, and with
+    equal lengths the causal mask is the same from either corner."""
     M, N = q.sizes(), k.sizes()
     if bool((M > N).any()):
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""PyTorch's ``scaled_dot_product_attention``, same signature and same meaning, computed by
+"""PyTorch's ``scaled_dot_product_attention`` with the same signature and meaning, computed by
 flashtile.
 
 ::
@@ -10,7 +10,7 @@ flashtile.
     with sdpa.install():  # or inside a block
         model(inputs)
 
-It differs from `flashtile.attention` as PyTorch does: the layout is (..., heads, seq, head_dim),
+As in PyTorch, and other than in `flashtile.attention`, the layout is (..., heads, seq, head_dim)
 and the causal mask starts in the top-left corner.
 """
 
@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., heads, seq_q, head_dim); the leading dimensions broadcast, and may be absent.
-            Or all three jagged nested tensors of (batch, heads, seq, head_dim).
+            Or all three are jagged nested tensors (batch, heads, seq, head_dim).
         key: (..., heads, seq_k, head_dim).
         value: (..., heads, seq_k, value_head_dim).
         attn_mask: broadcasts to (..., heads, seq_q, seq_k). Bool: True where a query sees a key.
@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
         is_causal: query i sees the keys ``j <= i`` (top-left corner), whatever the lengths; not
             with `attn_mask`.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
-        enable_gqa: key and value may have fewer heads, a number that divides the query's.
+        enable_gqa: key and value may have fewer heads; their number divides the query's.
 
     Returns:
         (..., heads, seq_q, value_head_dim) in the query's dtype. A query that sees no key gets 0.
@@ -81,7 +81,7 @@ def scaled_dot_product_attention(
         return _with_causal_bias(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
-    if is_causal:  # no query sees a key past M, and without those M >= N
+    if is_causal:  # no query sees keys after M; without them M >= N
         key, value = key[..., :M, :], value[..., :M, :]
         attn_mask = None if attn_mask is None else attn_mask[..., :M]
     N = key.shape[-2]
@@ -117,11 +117,11 @@ def _with_causal_bias(
 
 
 class Installation:
-    """What `install` returns: in force until `uninstall`, or to the end of its ``with`` block.
+    """The result of `install`: active until `uninstall`, or until the end of its ``with`` block.
 
     Attributes:
-        calls: how many calls of `scaled_dot_product_attention` there have been since, in all
-            threads. Those inside a compiled graph are not counted.
+        calls: the number of calls of `scaled_dot_product_attention` since `install`, in all
+            threads. Calls inside a compiled graph are not counted.
     """
 
     def __init__(self, strict: bool) -> None:
@@ -151,7 +151,7 @@ _installed: list[Installation] = []
 
 
 def install(*, strict: bool = False) -> Installation:
-    """Put this function in the place of PyTorch's, ``torch.nn.functional``.
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by this module's function.
 
     ::
 
@@ -160,22 +160,22 @@ def install(*, strict: bool = False) -> Installation:
             model(inputs)
         print(installation.calls)
 
-    It reaches code that looks the function up there at each call, as models do; a name that was
-    imported from there before keeps its old value. It also switches off the fast paths of
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``, which have an attention of their
-    own (``torch.backends.mha.set_fastpath_enabled``). Blocks nest, and afterwards everything is
-    again what it was before, also after an exception. It is in force in all threads.
+    It affects code that looks the function up in that module at each call, as models do. A name
+    that was imported from there before keeps its old value. It also switches off the fast paths of
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``, which do not call the function
+    (``torch.backends.mha.set_fastpath_enabled``). It applies to all threads. Blocks nest, and
+    leaving the outermost one restores the previous state, also after an exception.
 
     Args:
-        strict: raise RuntimeError, naming the module, where a module that is an attention by its
-            name computes a softmax by itself instead of calling this function; for example
-            ``nn.MultiheadAttention`` with ``need_weights=True``. Not inside compiled graphs.
+        strict: raise a RuntimeError that names the module when an attention module computes a
+            softmax itself instead of calling this function; for example ``nn.MultiheadAttention``
+            with ``need_weights=True``. Compiled graphs are not checked.
     """
     return Installation(strict)
 
 
 def uninstall() -> None:
-    """Undo every `install` that is in force."""
+    """Undo every active `install`."""
     for installation in list(_installed):
         installation._remove()
 
@@ -228,7 +228,7 @@ def _four_dimensional(
 
 
 def _with_heads(x: Tensor, H: int) -> Tensor:
-    """`x` (..., seq, head_dim) with `H` heads, each of its own repeated as often as that takes."""
+    """`x` (..., seq, head_dim) with `H` heads; each head is repeated as often as needed."""
     x = x if x.dim() > 2 else x[None]
     return x if x.shape[-3] == H else x.repeat_interleave(H // x.shape[-3], dim=-3)
 
@@ -240,7 +240,7 @@ def _folded(x: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 
 def _mask_options(attn_mask: Tensor, leading: tuple[int, ...], M: int, N: int) -> dict[str, Any]:
-    """`attn_mask` as an option of `attention`, folded to four dimensions as the inputs are."""
+    """`attn_mask` as an option of `attention`, folded to four dimensions like the inputs."""
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(
             f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool or a floating dtype"

@@ -1,4 +1,4 @@
-"""A change of something global, in force while at least one user wants it."""
+"""A change of global state that is active while at least one user needs it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 
 
 class SharedEffect:
-    """The context that `make` makes: the first user enters it, the last one leaves it.
+    """A context made by `make`, which the first user enters and the last one leaves.
 
-    Callers hold a lock.
+    Callers must hold a lock.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
@@ -18,7 +18,7 @@ class SharedEffect:
         self._context: AbstractContextManager[None] | None = None
 
     def start(self) -> None:
-        """One more user."""
+        """Add a user."""
         if self._context is None:
             context = self._make()
             context.__enter__()
@@ -26,7 +26,7 @@ class SharedEffect:
         self._users += 1
 
     def stop(self) -> None:
-        """One user less."""
+        """Remove a user."""
         self._users -= 1
         if self._users == 0 and self._context is not None:
             context, self._context = self._context, None

@@ -1,4 +1,4 @@
-"""flashtile as an implementation in PyTorch's own registry of flash attention.
+"""Add flashtile to PyTorch's registry of flash attention implementations.
 
 ::
 
@@ -7,12 +7,12 @@
 
     activate_flash_attention_impl(torch_registry.register())
 
-From then on ``scaled_dot_product_attention`` computes by flashtile wherever PyTorch chooses its
-flash kernel, and ``torch.nn.attention.varlen.varlen_attn`` always, on CUDA and on the CPU, where
-PyTorch has no kernel for the latter. ``restore_flash_attention_impl`` undoes it.
+From then on ``scaled_dot_product_attention`` uses flashtile wherever PyTorch chooses its flash
+kernel. ``torch.nn.attention.varlen.varlen_attn`` always uses flashtile, on CUDA and on the CPU,
+for which PyTorch has no kernel. ``restore_flash_attention_impl`` undoes both.
 
-`sdpa.install` reaches more: every mask, dtype and head dim, and dropout on the CPU. This reaches
-code that calls PyTorch's operators and not ``torch.nn.functional``.
+`sdpa.install` covers more: every mask, dtype and head dim, and dropout on the CPU. The registry
+also affects code that calls PyTorch's operators instead of ``torch.nn.functional``.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ NAME = "flashtile"
 
 
 def register() -> str:
-    """Make flashtile known to ``torch.nn.attention.activate_flash_attention_impl``.
+    """Register flashtile for ``torch.nn.attention.activate_flash_attention_impl``.
 
     Returns:
-        The name to activate, "flashtile". Nothing changes before that.
+        "flashtile", the name to activate. Nothing changes before its activation.
 
     Raises:
         ImportError: this PyTorch has no registry of flash attention.
@@ -55,7 +55,7 @@ def register() -> str:
 
 
 class _Activation:
-    """Our kernels in PyTorch's dispatcher, from now until `remove`; what the registry keeps."""
+    """Puts our kernels into PyTorch's dispatcher until `remove`. The registry keeps this object."""
 
     def __init__(self) -> None:
         self._native = native.kernels()
@@ -74,8 +74,8 @@ class _Activation:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    """PyTorch's own CPU kernel of an operator: our CPU backend computes with it, and must not come
-    back here."""
+    """PyTorch's own CPU kernel of an operator. Our CPU backend calls it directly, since the
+    operator would call flashtile again."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -107,7 +107,7 @@ def _flash_forward(
     num_splits: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """``aten::_flash_attention_forward``: FlashAttention-2's, causal from the bottom right."""
+    """``aten::_flash_attention_forward``, FlashAttention-2's forward; causal is bottom-right."""
     window = (_side(window_size_left), _side(window_size_right))
     tail = (0.0, return_debug_mask)  # softcap
     if cum_seq_q is None:
@@ -143,7 +143,7 @@ def _flash_forward(
 
 
 def _flash_forward_inplace(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``aten::_flash_attention_forward_no_dropout_inplace``: the log-sum-exp, and `out` written."""
+    """``aten::_flash_attention_forward_no_dropout_inplace``: writes `out`, returns the lse."""
     dropout_p = args[7]  # after q, k, v, offsets and lengths
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p: got {dropout_p}, want 0.0 where the output is given")
@@ -207,8 +207,8 @@ def _sdpa_flash(
 ) -> tuple[Any, ...]:
     """``aten::_scaled_dot_product_flash_attention``, (batch, heads, seq, head_dim).
 
-    Causal from the bottom right, as PyTorch's kernel: SDPA calls it with equal lengths only, and
-    ``causal_lower_right`` with others.
+    Causal is bottom-right, as in PyTorch's kernel: SDPA calls it with equal lengths only, and
+    ``causal_lower_right`` calls it with others.
     """
     M, N = query.shape[2], key.shape[2]
     out = query.new_empty(*query.shape[:3], value.shape[3])
@@ -282,9 +282,9 @@ def _sdpa_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``, causal from the top left.
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``; causal is top-left.
 
-    The log-sum-exp has the strides of PyTorch's, (batch, seq, heads) in memory.
+    As in PyTorch, the log-sum-exp is stored as (batch, seq, heads) in memory.
     """
     q, k, v, options = _cpu_call(query, key, value, dropout_p, is_causal, attn_mask)
     with torch.no_grad():
@@ -331,14 +331,14 @@ def _cpu_call(
     attn_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """q, k, v as (batch, seq, heads, head_dim), and the options of `attention`."""
-    if dropout_p != 0.0:  # the operator has no place for the random numbers of its backward
+    if dropout_p != 0.0:  # the operator cannot pass the random state to its backward
         raise NotImplementedError(
             f"dropout_p: got {dropout_p}, want 0.0; the CPU operator has no dropout, use "
             "flashtile.integrations.sdpa"
         )
     options: dict[str, Any] = {}
     M = query.shape[2]
-    if is_causal:  # top-left: no query sees a key past M, and without those M >= N
+    if is_causal:  # top-left: no query sees keys after M; without them M >= N
         key, value = key[:, :, :M], value[:, :, :M]
         attn_mask = None if attn_mask is None else attn_mask[..., :M]
         options["window_size"] = (-1, M - key.shape[2])
@@ -356,7 +356,7 @@ def _side(window_size: int | None) -> int:
 
 
 def _key_offsets(cum_seq_k: Tensor | None, seqused_k: Tensor | None) -> Tensor:
-    """Offsets of the keys; with pages their lengths may say it all."""
+    """Offsets of the keys; with pages they may come from the lengths only."""
     if cum_seq_k is not None:
         return cum_seq_k.int()
     if seqused_k is None:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers on flashtile: one call, then any model.
+"""Run Hugging Face transformers models with flashtile.
 
 ::
 
@@ -6,10 +6,11 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())
 
-What a model asks of its attention, it gets, exactly: padding on either side, packed sequences,
-sliding windows, chunks, softcap, sinks, additive position biases with their gradient, grouped
-heads, a value head dim of its own, dropout, custom 4-D masks, key-value caches, continuous
-batching. GPT-J, GPT-Neo, Falcon and Bark have attention of their own that no other can replace.
+Everything that models use is supported exactly: padding on either side, packed sequences, sliding
+windows, chunks, softcap, sinks, additive position biases with their gradient, grouped heads, value
+head dims that differ from the key's, dropout, custom 4-D masks, key-value caches, continuous
+batching. GPT-J, GPT-Neo, Falcon and Bark have attention layers of their own, which cannot be
+replaced.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ except ImportError as error:
     raise requirement() or error from error
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# What models hand through to every layer, and what no attention depends on: bookkeeping of the
-# loss, of the outputs and of the cache, and `seq_idx` of the layers that are not attention.
+# Keywords that models pass to every layer and that do not affect attention: bookkeeping of the
+# loss, of the outputs and of the cache, and `seq_idx` for layers other than attention.
 _HARMLESS = {
     "logits_to_keep",
     "num_items_in_batch",
@@ -74,21 +75,21 @@ _logger = logging.get_logger(__name__)
 def register(name: str = "flashtile") -> str:
     """Make ``attn_implementation=name`` mean flashtile in every transformers model.
 
-    A name with "flash" in it goes through a private function of transformers, and gets what
-    transformers keeps for flash attention: images packed without padding, continuous batching. When
-    that function has changed, or when the name has no "flash" in it, public functions do everything
-    else. Models that attend in chunks (Llama 4) need such a name: transformers refuses them the
-    others. Calling it again is harmless.
+    For a name that contains "flash", `register` patches a private function of transformers. Such a
+    name gets what transformers reserves for flash attention: images packed without padding, and
+    continuous batching. Without "flash" in the name, or when that private function has changed,
+    public functions provide everything else. Models with chunked attention (Llama 4) need a name
+    without "flash", because transformers rejects the others. A second call does nothing more.
 
     Args:
-        name: how to call it; not the name of another implementation.
+        name: the name of the implementation; must not be that of another implementation.
 
     Returns:
-        The name to pass on: `name`, or, when transformers' private function has changed (with a
-        warning), `name` with its "flash" written "Flash", which transformers lets alone.
+        The name to pass to transformers. This is `name`; or, with a warning, `name` with "Flash"
+        instead of "flash" if transformers' private function has changed.
 
     Raises:
-        TransformersRequired: an ImportError; transformers is older than 5.17.
+        TransformersRequired: transformers is older than 5.17; it is an ImportError.
         ValueError: `name` is taken, or contains one of ``| / : @``.
     """
     problem = too_old(transformers.__version__)
@@ -120,7 +121,7 @@ def register(name: str = "flashtile") -> str:
 
 
 def _register_paged(name: str) -> None:
-    """The second name under which transformers up to 5.22 looks for continuous batching."""
+    """Register the second name, which transformers up to 5.22 uses for continuous batching."""
     try:
         from transformers.integrations.flash_paged import paged_attention_forward
     except ImportError:  # later versions ask for the plain name
@@ -147,37 +148,36 @@ def attention_forward(
     block_indices: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that `register` gives to transformers.
+    """The attention function that `register` passes to transformers.
 
     Args:
-        module: the attention layer; the `is_causal` of a layer that is not transformers' own counts
-            when neither argument nor mask says it.
+        module: the attention layer. Its `is_causal` counts if neither argument nor mask says
+            whether attention is causal, and if the layer is not defined in transformers.
         query: (batch, heads, seq_q, head_dim).
         key, value: (batch, kv_heads, seq_k, head_dim or value_head_dim).
         attention_mask: what `transformers_masks.attention_mask` returned; (batch, keys) bool or
             integers, 0 at padding; a mask that broadcasts to (batch, heads, seq_q, seq_k), bool or
             additive; or FlexAttention's BlockMask.
-        dropout, scaling, softcap: as `flashtile.attention` has them.
-        sliding_window: tokens that a query sees, itself included.
+        dropout, scaling, softcap: as in `flashtile.attention`.
+        sliding_window: number of tokens that a query sees, itself included.
         s_aux: (heads,) sinks.
         position_bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores.
-        cache: continuous batching's paged cache.
+        cache: the paged cache of continuous batching.
         sinks: (batch, heads, seq_q, 1), a sink for every query.
-        indices: (batch, seq_q, chosen) numbers of the only keys that a query may see.
-        block_indices: (batch, groups of heads, seq_q, chosen) numbers of the only blocks of
-            ``module.indexer.block_size`` keys that a query may see, -1 for none.
+        indices: (batch, seq_q, chosen), the indices of the keys that a query may see.
+        block_indices: (batch, groups of heads, seq_q, chosen), the indices of the blocks of
+            ``module.indexer.block_size`` keys that a query may see; -1 stands for no block.
         options: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` of packed
-            sequences, `position_ids`, `deterministic`; what has no bearing on attention; and, with
-            a `cache`, what transformers passes to itself.
+            sequences, `position_ids`, `deterministic`; keywords that do not affect attention; and,
+            with a `cache`, keywords that transformers passes through to its own functions.
 
     Returns:
-        (batch, seq_q, heads, value_head_dim), and None for the probabilities, which are never
-        stored.
+        (batch, seq_q, heads, value_head_dim), and None instead of the probabilities, which are
+        never stored.
 
     Raises:
-        TypeError: a keyword that is not known to be without bearing on attention, and that the
-            eager attention of the same layer does not ignore.
-        ValueError: `indices` or `block_indices` of a wrong shape.
+        TypeError: an unknown keyword, unless the eager attention of the same layer ignores it.
+        ValueError: `indices` or `block_indices` have a wrong shape.
     """
     if options.get("output_attentions"):
         _logger.warning_once(
@@ -221,9 +221,9 @@ def attention_forward(
 
 
 def _eager_ignores(module: torch.nn.Module, keyword: str) -> bool:
-    """Whether the eager attention beside a layer has no such keyword.
+    """Whether the eager attention function in the layer's module has no such keyword.
 
-    Transformers hands whatever a user passes to a model to every layer (sizes of images, say).
+    Transformers passes every keyword of a model's call to every layer, such as sizes of images.
     """
     eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     return eager is not None and keyword not in inspect.signature(eager).parameters
@@ -232,9 +232,9 @@ def _eager_ignores(module: torch.nn.Module, keyword: str) -> bool:
 def _says_causal(module: torch.nn.Module) -> bool:
     """Whether a layer that gets no mask is causal.
 
-    Layers of transformers get one whenever they are, and see everything without, as in eager
-    attention, whatever they say (BridgeTower's image stream). Those of others may rely on what they
-    say, as with flash attention.
+    A causal layer that is defined in transformers always gets a mask. Without one it sees every
+    key, as in eager attention, whatever its `is_causal` says (BridgeTower's image stream). Layers
+    defined elsewhere may rely on their `is_causal`, as with flash attention.
     """
     if type(module).__module__.startswith("transformers."):
         return False
@@ -246,8 +246,8 @@ def _continuous_batching(
 ) -> tuple[Tensor, None]:
     """Attention over transformers' paged cache.
 
-    Transformers updates the cache, then comes back through the functions of `transformers_loader`.
-    The lengths that it passes along say all that a mask would.
+    Transformers updates the cache, then calls the functions of `transformers_loader`. The lengths
+    that it passes replace the mask.
     """
     from transformers.integrations.flash_attention import flash_attention_forward
 
@@ -255,31 +255,31 @@ def _continuous_batching(
 
 
 class _Call(NamedTuple):
-    """One call of an attention layer, apart from its mask."""
+    """One call of an attention layer, without its mask."""
 
     q: Tensor  # (batch, seq_q, heads, head_dim)
     k: Tensor  # (batch, seq_k, kv_heads, head_dim)
     v: Tensor  # (batch, seq_k, kv_heads, value_head_dim)
     pattern: Pattern
     bias: Tensor | None
-    chosen: Tensor | None  # bool, broadcasts to (batch, heads, seq_q, seq_k): keys not ruled out
+    chosen: Tensor | None  # bool, broadcasts to (batch, heads, seq_q, seq_k): allowed keys
     sinks: Tensor | None  # (batch, heads, seq_q, 1)
     numbers: dict[str, Any]  # the other arguments of `flashtile.attention`
 
     @property
     def is_plain(self) -> bool:
-        """Whether no argument addresses single queries and keys, so that tokens may be packed."""
+        """Whether tokens may be packed, because no argument refers to single queries and keys."""
         return self.bias is None and self.chosen is None and self.sinks is None
 
 
 def _attend(call: _Call, mask: Any, options: dict[str, Any]) -> Tensor:
-    """The call of flashtile that applies `mask`, whatever its form, at the least cost."""
+    """Call flashtile in the cheapest way that applies `mask`, which may have any form."""
     if isinstance(mask, Tensor):
         mask = short_form(mask)
         pattern = remembered(mask)
         if pattern is None and not is_padding(mask, call.k.shape[0], call.k.shape[1]):
             return _with_exact_mask(call, mask)
-        N = mask.shape[1]  # keys past it are slots of a cache that are not yet written
+        N = mask.shape[1]  # later keys are cache slots that are not written yet
         call = call._replace(k=call.k[:, :N], v=call.v[:, :N], pattern=pattern or call.pattern)
         if call.pattern.segments is not None:
             return _with_sequences(call, mask)
@@ -300,7 +300,7 @@ def _attend(call: _Call, mask: Any, options: dict[str, Any]) -> Tensor:
 
 
 def _dense(call: _Call, block_mask: Any = None, bias: Tensor | None = None) -> Tensor:
-    """Every query and key of every row; `block_mask` and `bias` apply on top of the pattern."""
+    """Attention without packing; `block_mask` and `bias` apply in addition to the pattern."""
     M, N = call.q.shape[1], call.k.shape[1]
     position_bias = None if call.bias is None else call.bias[..., :N]
     if bias is None or position_bias is None:
@@ -328,8 +328,8 @@ def _dense(call: _Call, block_mask: Any = None, bias: Tensor | None = None) -> T
 
 
 def _with_exact_mask(call: _Call, mask: Any) -> Tensor:
-    """A mask of single queries and keys, bool or additive, or FlexAttention's: it says all,
-    causality included."""
+    """Attention with a mask for single queries and keys, bool, additive or FlexAttention's. It
+    includes causality."""
     call = call._replace(pattern=Pattern())
     if not isinstance(mask, Tensor):
         return _dense(call, block_mask=mask)
@@ -352,7 +352,7 @@ def _with_lengths(
     max_q: int | Tensor,
     max_k: int | Tensor,
 ) -> Tensor:
-    """Packed sequences whose lengths the caller knows."""
+    """Attention over packed sequences whose lengths the caller passes."""
     if not call.is_plain:
         raise NotImplementedError(
             "cu_seq_lens_q: not with position_bias, sinks, indices or block_indices, which have no "
@@ -366,21 +366,21 @@ def _with_lengths(
 
 
 def _with_padding(call: _Call, mask: Tensor) -> Tensor:
-    """A (batch, keys) bool mask, False at padding."""
+    """Attention with a (batch, keys) bool mask, False at padding."""
     M, N = call.q.shape[1], call.k.shape[1]
     if not call.is_plain or torch.compiler.is_compiling():
         return _where_visible(call, mask[:, None, None, :])
     leftpad = once(mask, left_padding) if M < N and not _trains(call) else None
     if leftpad is not None:
         return _against_cache(call, leftpad)
-    # Where positions do not count, the keys may be another sequence's than the queries' (cross
-    # attention), and the padding says nothing about the queries: all are kept.
+    # Without positions, this may be cross attention. The keys are then another sequence than the
+    # queries, and their padding does not apply to queries, so all queries are kept.
     pack_queries = call.pattern.causal or call.pattern.has_positions
     return _packed(call, once(mask, packing, M, pack_queries))
 
 
 def _with_sequences(call: _Call, numbers: Tensor) -> Tensor:
-    """Packed sequences, numbered from 1 up in a (batch, seq) tensor; 0 is padding."""
+    """Attention over packed sequences; a (batch, seq) tensor numbers them from 1, 0 is padding."""
     if not call.is_plain or torch.compiler.is_compiling():
         same = numbers[:, None, :, None] == numbers[:, None, None, :]
         return _where_visible(call, same & (numbers > 0)[:, None, None, :])
@@ -388,7 +388,7 @@ def _with_sequences(call: _Call, numbers: Tensor) -> Tensor:
 
 
 def _where_visible(call: _Call, visible: Tensor) -> Tensor:
-    """Every query and key of every row, where a 4-D bool mask allows it."""
+    """Attention without packing, with a 4-D bool mask."""
     M, N = call.q.shape[1], call.k.shape[1]
     if call.chosen is not None:
         return _dense(call._replace(chosen=call.chosen[..., :N] & visible))
@@ -396,7 +396,7 @@ def _where_visible(call: _Call, visible: Tensor) -> Tensor:
 
 
 def _packed(call: _Call, packing: Packing) -> Tensor:
-    """The real tokens back to back, each sequence with itself; queries that were left out get 0."""
+    """Attention over the packed real tokens, inside each sequence; the other queries get 0."""
     batch, M = call.q.shape[:2]
     k, v = (x.flatten(0, 1).index_select(0, packing.key_index) for x in (call.k, call.v))
     out = attention_varlen(
@@ -416,14 +416,14 @@ def _packed(call: _Call, packing: Packing) -> Tensor:
 
 
 def _trains(call: _Call) -> bool:
-    """Whether the call needs what attention over a cache lacks: gradients or dropout."""
+    """Whether the call needs gradients or dropout, which attention over a cache lacks."""
     inputs = (call.q, call.k, call.v, call.numbers["sink"])
     records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return records or call.numbers["dropout_p"] > 0
 
 
 def _against_cache(call: _Call, leftpad: Tensor) -> Tensor:
-    """A few new queries against padded keys, which stay where they are."""
+    """Attention of a few new queries over padded keys, without copying the keys."""
     numbers = {
         name: x for name, x in call.numbers.items() if name not in ("dropout_p", "deterministic")
     }
@@ -435,8 +435,8 @@ def _against_cache(call: _Call, leftpad: Tensor) -> Tensor:
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in flashtile's layout, of one dtype and one batch size."""
-    # Adapters leave norms, and so queries and keys, in float32 while the values are in the model's
-    # dtype.
+    # With adapters, norms and so queries and keys can be in float32 while the values are in the
+    # model's dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if query.shape[0] != key.shape[0]:  # learned queries, shared by the batch
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -444,5 +444,5 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _deterministic(asked: bool | None) -> bool:
-    """As transformers' flash attention has it: the argument, or else the environment."""
+    """The argument or, as in transformers' flash attention, the environment variable."""
     return os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1" if asked is None else asked

@@ -1,12 +1,12 @@
-"""The private door of transformers that an implementation name with "flash" in it goes through.
+"""Patch the private loader of transformers that serves implementation names with "flash".
 
-Transformers takes every attention implementation whose name contains "flash" for a kernel package,
-which its private `_lazy_imports` must find. `open_door` makes that function return flashtile's for
-our names. In exchange such names get what transformers reserves for flash attention: images of a
-batch packed without padding, continuous batching.
+If the name of an attention implementation contains "flash", transformers looks for a kernel package
+of that name with its private function `_lazy_imports`. `open_door` makes that function return
+flashtile's functions for our names. Such names get what transformers reserves for flash attention:
+images of a batch packed without padding, and continuous batching.
 
-Everything is checked before it is relied on. When transformers has changed, `DoorChangedError` says
-so and nothing stays patched.
+The patch is checked before it is used. If transformers has changed, `open_door` raises
+`DoorChangedError` and removes the patch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def open_door(name: str) -> None:
     """Make transformers find flashtile's functions when it looks for the kernel package `name`.
 
     Raises:
-        DoorChangedError: transformers no longer asks in the known way; then nothing stays patched.
+        DoorChangedError: transformers' private functions have changed; nothing stays patched.
     """
     try:
         door = importlib.import_module("transformers.modeling_flash_attention_utils")
@@ -59,8 +59,8 @@ def open_door(name: str) -> None:
     def check(
         self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> Any:
-        # Some models list the kernels that can do what they need; flashtile is not on the list,
-        # and can.
+        # Some models list the kernels that support what they need. flashtile is not on these lists,
+        # but supports it.
         if attn_implementation in ours:
             if _attends_by_itself(self):
                 _logger.warning(
@@ -73,7 +73,7 @@ def open_door(name: str) -> None:
         return original_check(self, attn_implementation, *args, **kwargs)
 
     def patch(imports: Any, check: Any) -> None:
-        # Private functions, replaced on purpose: no type allows it.
+        # These are private functions, replaced on purpose, which no type annotation allows.
         door._lazy_imports = imports  # type: ignore[attr-defined]
         PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
 
@@ -82,20 +82,20 @@ def open_door(name: str) -> None:
         found = door.lazy_import_flash_attention(name)[0]
         if tuple(found[:2]) != functions[:2]:
             raise DoorChangedError("lazy_import_flash_attention does not return what it is given")
-    except Exception as error:  # whatever a changed loader raises
+    except Exception as error:  # a changed loader may raise anything
         patch(original_imports, original_check)
         raise DoorChangedError(str(error)) from error
 
 
 def _attends_by_itself(model: PreTrainedModel) -> bool:
-    """Whether the layers of a model of transformers ignore `attn_implementation`. Such layers want
-    the masks of eager attention; without them, they would see every key."""
+    """Whether the layers of a transformers model ignore `attn_implementation`. Such layers need the
+    masks of eager attention; without masks they would see every key."""
     own_code = type(model).__module__.startswith("transformers.")
     return own_code and not model._can_set_attn_implementation()
 
 
-# Transformers reads in these signatures which options a kernel has, by the names that flash_attn
-# and its forks use.
+# Transformers inspects these signatures to see which options a kernel has, under the names that
+# flash_attn and its forks use.
 
 
 def flash_attn_func(
@@ -146,8 +146,8 @@ def flash_attn_varlen_func(
     """`flashtile.attention_varlen`.
 
     Raises:
-        ValueError: a sequence longer than all queries together, the mark of lengths summed from the
-            numbers of packed sequences by a model that does its own packing.
+        ValueError: `max_seqlen_q` exceeds the number of all queries. This happens when a model that
+            does its own packing sums the numbers of packed sequences as if they were lengths.
     """
     if int(max_seqlen_q) > q.shape[0]:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Transformers' attention masks in the form that costs flashtile least, without ever losing one.
+"""Convert transformers' attention masks to the cheapest exact form for flashtile.
 
-Transformers describes a mask as a function of four indices and lets each attention implementation
-turn it into what that one needs. `attention_mask` recognises the functions that transformers itself
+Transformers describes a mask as a function of four indices, and each attention implementation
+converts it to the form it needs. `attention_mask` recognises the functions that transformers itself
 composes (causal, sliding window, chunk, packed sequences), so that the usual mask is a 2-D tensor
-of padding; any other function becomes the exact 4-D mask. A model that reads its mask gets the 4-D
-one, too, which remembers the 2-D one until it is changed.
+of padding. Any other function becomes the exact 4-D mask. A model that reads its mask also gets the
+4-D mask, which keeps the 2-D one as an attribute; it is valid until the mask is changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Pattern(NamedTuple):
-    """What a mask shows, padding apart, in the arguments of `flashtile.attention`."""
+    """What a mask shows, except padding, as arguments of `flashtile.attention`."""
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -32,7 +32,7 @@ class Pattern(NamedTuple):
 
     @property
     def has_positions(self) -> bool:
-        """Whether it matters how many tokens stand between a query and a key."""
+        """Whether the mask depends on the distance between a query and a key."""
         return self.window_size != (-1, -1) or self.attention_chunk > 0
 
     def hides(self, keys: int) -> bool:
@@ -56,7 +56,7 @@ def recognise(mask_function: MaskFunction) -> Pattern | None:
         return Pattern(causal=True)
     if mask_function is masking_utils.bidirectional_mask_function:
         return Pattern()
-    if torch.compiler.is_compiling():  # closures cannot be looked into there
+    if torch.compiler.is_compiling():  # a tracer cannot inspect closures
         return None
     read = _READERS.get(getattr(mask_function, "__code__", None))
     return None if read is None else read(**inspect.getclosurevars(mask_function).nonlocals)
@@ -108,8 +108,8 @@ def _packed_positions(mask_function: MaskFunction, position_ids: Tensor) -> Patt
 
 
 def _reader_table() -> dict[Any, Callable[..., Pattern | None]]:
-    """Reader of the captured variables, by the code of the closure that each factory of
-    transformers returns."""
+    """Map the code of each closure that transformers' factories return to a function that converts
+    its captured variables to a pattern."""
     index = torch.zeros(1, 1, dtype=torch.long)
     closures: list[tuple[str, tuple[Any, ...], Callable[..., Pattern | None]]] = [
         ("and_masks", (), _all_of),
@@ -127,7 +127,7 @@ def _reader_table() -> dict[Any, Callable[..., Pattern | None]]:
     for factory, arguments, reader in closures:
         if hasattr(masking_utils, factory):
             closure = getattr(masking_utils, factory)(*arguments)
-            # A closure that captures other variables is another function: then it stays
+            # A closure that captures other variables is a different function and stays
             # unrecognised.
             if set(closure.__code__.co_freevars) == set(inspect.signature(reader).parameters):
                 table[closure.__code__] = reader
@@ -137,7 +137,7 @@ def _reader_table() -> dict[Any, Callable[..., Pattern | None]]:
 _READERS = _reader_table()
 
 
-# Model types whose layers read the mask, some of which do not tell with `allow_is_causal_skip`.
+# Model types whose layers read the mask; some of them do not say so by `allow_is_causal_skip`.
 _READERS_OF_MASKS = {
     "axk2",
     "deepseek_v32",
@@ -148,7 +148,7 @@ _READERS_OF_MASKS = {
     "hy_v4",
     "mistral_large4",
 }
-# Model types some of whose layers add the mask to scores of their own, as eager attention does.
+# Model types with layers that add the mask to their own scores, as eager attention does.
 _ADDERS_OF_MASKS = {"bigbird_pegasus", "gemma4_audio", "git"}
 
 
@@ -164,7 +164,7 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = True,
     **options: Any,
 ) -> Tensor | None:
-    """The mask function that `register` gives to transformers.
+    """The mask function that `register` passes to transformers.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask; query i has the position ``q_offset +
@@ -173,17 +173,17 @@ def attention_mask(
         attention_mask: (batch, tokens) bool, False at padding, indexed by position.
         allow_is_causal_skip, allow_is_bidirectional_skip: False when the model will read a causal
             mask, or one that looks both ways, and so needs it in 4-D.
-        options: what transformers passes besides, for other implementations.
+        options: other arguments of transformers, for other implementations.
 
     Returns:
         None, when every query sees every key; or (batch, keys) bool, False at padding; or (batch,
         keys) integers, one from 1 up for each packed sequence; or (batch, 1, q_length, kv_length)
-        bool, the exact mask, additive for models that add it themselves. The 2-D ones remember
-        their `Pattern`; keys past their width are slots of a cache not yet written. A 4-D one may
-        remember its 2-D form.
+        bool, the exact mask, additive for models that add it themselves. A 2-D mask carries its
+        `Pattern` as an attribute; keys past its width are cache slots that are not written yet. A
+        4-D mask may carry its 2-D form.
     """
     if attention_mask is not None and remembered(attention_mask) is not None:
-        return attention_mask  # `generate` made it in advance, and what it shows is settled
+        return attention_mask  # `generate` made it in advance, and it is already complete
     exact = partial(
         _exact,
         batch_size,
@@ -199,10 +199,11 @@ def attention_mask(
     pattern = recognise(mask_function)
     if pattern is None or (pattern.attention_chunk and kv_offset):
         return exact()
-    if tracing and isinstance(q_offset, Tensor):  # how much of a static cache is written is data
+    if tracing and isinstance(q_offset, Tensor):  # the filled length of a static cache is data
         return exact()
     allowed = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
-    # Transformers forbids it for all packed sequences, whose 4-D mask would take quadratic memory.
+    # For packed sequences transformers never allows the skip, but their 4-D mask would take
+    # quadratic memory.
     is_read = not allowed and pattern.segments is None
     model_type = getattr(options.get("config"), "model_type", None)
     if model_type in _READERS_OF_MASKS or model_type in _ADDERS_OF_MASKS:
@@ -221,13 +222,13 @@ def attention_mask(
     if pattern.segments is not None and (mask is not None or q_length != keys):
         return exact()
     if mask is not None and pattern.has_positions and has_holes(mask):
-        return exact()  # a distance counts the padding in between
+        return exact()  # distances include the padding in between
     if pattern.segments is not None:
         mask = remember(pattern.segments.int() + 1, pattern)
     elif mask is not None:
         mask = remember(mask, pattern)
     elif keys < kv_length or (pattern.causal and q_length > 1) or pattern.hides(keys) or is_read:
-        # Layers do not always say themselves that they are causal.
+        # Not every causal layer says that it is causal.
         mask = torch.ones(batch_size, keys, dtype=torch.bool, device=options.get("device"))
         mask = remember(mask, pattern, whole=True)
     return with_short_form(exact(), mask) if is_read and mask is not None else mask
@@ -243,7 +244,7 @@ def _exact(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """The 4-D mask, element by element, made by transformers."""
+    """The exact 4-D mask, made by transformers."""
     visible = masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -267,16 +268,17 @@ def has_holes(mask: Tensor) -> bool:
     return bool((starts.sum(1) + mask[:, :1].sum(1) > 1).any())
 
 
-# The attributes below are our own. Tensors take them, and so does `torch.compile`; their type does
-# not say so. Each belongs to one version of the tensor's values, so that a change in place ends it.
+# The functions below set our own attributes on tensors. Tensors and `torch.compile` allow this,
+# although the type does not say so. An attribute is valid for one version of the tensor's values; a
+# change in place invalidates it.
 
 
 def remember(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tensor:
-    """Tie `pattern` to this very tensor object, which transformers hands to every layer.
+    """Attach `pattern` to this tensor object, which transformers passes to every layer.
 
     Args:
         mask: (batch, keys), padding or numbers of sequences.
-        pattern: what it shows, padding apart.
+        pattern: what it shows, except padding.
         whole: the mask has no padding.
     """
     mask.flashtile_pattern = pattern  # type: ignore[attr-defined]
@@ -286,18 +288,18 @@ def remember(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tensor:
 
 
 def remembered(mask: Tensor) -> Pattern | None:
-    """The pattern tied to `mask`, if it is still the object that `attention_mask` returned."""
+    """The pattern attached to `mask`, if it is the object that `attention_mask` returned."""
     return getattr(mask, "flashtile_pattern", None)
 
 
 def with_short_form(exact: Tensor, short: Tensor) -> Tensor:
-    """Tie the 2-D form of a 4-D mask to it."""
+    """Attach its 2-D form to a 4-D mask."""
     exact.flashtile_short = (_version(exact), short)  # type: ignore[attr-defined]
     return exact
 
 
 def short_form(mask: Tensor) -> Tensor:
-    """The 2-D form of a 4-D mask that is still as `attention_mask` returned it, else `mask`."""
+    """The 2-D form of a 4-D mask that is unchanged since `attention_mask`, else `mask`."""
     version, short = getattr(mask, "flashtile_short", (None, mask))
     return short if version is not None and version == _version(mask) else mask
 
@@ -337,9 +339,9 @@ def once(mask: Tensor, make: Callable[..., T], *arguments: Any) -> T:
 
 
 def is_padding(mask: Tensor, batch: int, keys: int) -> bool:
-    """Whether a mask of unknown origin tells padding from tokens, as for flash attention.
+    """Whether a mask of unknown origin marks padding, as masks for flash attention do.
 
-    Numbers that are not integers are added to the scores, and any other shape belongs to queries.
+    Floating masks are added to the scores instead, and masks of other shapes depend on the query.
     """
     return (
         mask.dim() == 2
@@ -356,13 +358,13 @@ def chosen_keys(
     indices: Tensor | None,
     block_indices: Tensor | None,
 ) -> Tensor | None:
-    """The keys that a sparse attention chose, bool, broadcasts to (batch, heads, seq_q, seq_k).
+    """The keys that sparse attention selects: bool, broadcasts to (batch, heads, seq_q, seq_k).
 
     Args:
-        module: the attention layer, whose `indexer` knows the size of its blocks.
+        module: the attention layer, whose `indexer` has the size of its blocks.
         q: (batch, seq_q, heads, head_dim).
         k: (batch, seq_k, kv_heads, head_dim).
-        indices, block_indices: as `attention_forward` has them.
+        indices, block_indices: as in `attention_forward`.
 
     Raises:
         ValueError: one of them has a shape that does not fit `q` and `k`.
@@ -387,14 +389,14 @@ def chosen_keys(
 
 
 def _marked(numbers: Tensor, size: int) -> Tensor:
-    """(..., size) bool, True at the numbers in the last dimension; negative ones mark nothing."""
+    """(..., size) bool, True at the indices in the last dimension; negative ones are ignored."""
     numbers = numbers.long()
     marked = torch.zeros(*numbers.shape[:-1], size + 1, dtype=torch.bool, device=numbers.device)
     return marked.scatter(-1, numbers.masked_fill(numbers < 0, size), True)[..., :size]
 
 
 class Packing(NamedTuple):
-    """Where the real tokens of a padded batch stand, and how they split into sequences."""
+    """The indices of the real tokens of a padded batch, and their sequences."""
 
     query_index: Tensor  # (total_q,) into the flattened (batch * q_length)
     key_index: Tensor  # (total_k,) into the flattened (batch * keys)

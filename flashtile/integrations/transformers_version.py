@@ -1,4 +1,4 @@
-"""Which transformers the integration needs, in one sentence."""
+"""Check the version of transformers, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TransformersRequired(ImportError):
 
 
 def requirement() -> TransformersRequired | None:
-    """What is wrong with the transformers that ``import`` finds; None if nothing is."""
+    """The error for a missing or too old transformers; None if the installed one is fine."""
     try:
         return too_old(importlib.import_module("transformers").__version__)
     except ImportError:
@@ -24,7 +24,7 @@ def requirement() -> TransformersRequired | None:
 
 
 def too_old(version: str) -> TransformersRequired | None:
-    """What is wrong with that version of transformers; None if nothing is."""
+    """The error for a version of transformers that is too old, else None."""
     if tuple(int(part) for part in version.split(".")[:2]) >= MINIMUM_VERSION:
         return None
     return TransformersRequired(
