@@ -155,3 +155,11 @@ def test_chunks_of_hidden_states_want_the_whole_vocabulary():
     loss = CrossEntropyLoss(process_group=object())
     with pytest.raises(ValueError, match="process_group"):
         linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3).long(), loss)
+
+
+def test_a_target_elsewhere_reads_no_logit_here():
+    """Not even one of -inf, as of a token that a model never says."""
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0]]).expand(2, 3)
+    nowhere = torch.zeros(2, dtype=torch.int64), torch.tensor([False, False])
+    _, score = token_losses._Statistics.apply(logits, *nowhere, None, 1.0, 1.0, 0.0, False)
+    assert torch.equal(score, torch.zeros(2))

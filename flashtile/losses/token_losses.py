@@ -126,7 +126,8 @@ class _Statistics(torch.autograd.Function):
         lses, scores = [], []
         for rows in _chunks(logits):
             x = scaled(logits[rows], scale)
-            score = weight * x.gather(-1, target[rows, None]).squeeze(-1) * is_here[rows]
+            score = weight * x.gather(-1, target[rows, None]).squeeze(-1)
+            score = score.where(is_here[rows], 0.0)  # not times 0: a logit may be -inf
             scores.append(score + share * x.sum(-1) if share else score)
             lses.append(x.logsumexp(-1) if known_lse is None else known_lse[rows].to(x.dtype))
         return torch.cat(lses), torch.cat(scores)
