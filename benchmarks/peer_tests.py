@@ -1,13 +1,13 @@
-"""FlashAttention's own tests, unmodified, with flashtile in the place of flash_attn.
+"""Run FlashAttention's own tests, unmodified, with flashtile instead of flash_attn.
 
     git clone https://github.com/Dao-AILab/flash-attention
     pip install einops
     python benchmarks/peer_tests.py flash-attention tests/test_flash_attn.py --cases 500
 
-Likewise FlashAttention-3's `hopper/test_flash_attn.py` and FlashAttention-4's
-`tests/cute/test_flash_attn.py`. A random sample of the file's cases runs under pytest; `--seed`
-repeats it. Where there is no CUDA device, the device "cuda" in the file becomes "cpu" and the
-questions that it asks `torch.cuda` get the answers of an A100. A case that takes longer than
+FlashAttention-3's `hopper/test_flash_attn.py` and FlashAttention-4's
+`tests/cute/test_flash_attn.py` work in the same way. A random sample of the file's cases runs
+under pytest; `--seed` repeats it. Where there is no CUDA device, the device "cuda" in the file
+becomes "cpu", and `torch.cuda` reports the properties of an A100. A case that takes longer than
 `--case-seconds` is stopped, and after `--seconds` no new one begins; neither counts as passed.
 """
 

@@ -253,10 +253,11 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
 
 
 class UnwatchedAttention(torch.autograd.Function):
-    """`AttentionFunction` where nobody watches: the backend is called without the ops.
+    """`AttentionFunction` without the registered ops: it calls the backend directly.
 
-    (problem, operands, the differentiable ones of them) -> (out, lse). A step of training at small
-    sizes is as long as its Python. Whoever begins to watch before the backward sees its op.
+    (problem, operands, the differentiable ones of them) -> (out, lse). It is used
+    when no tracer or dispatch mode is active, because at small sizes the host limits the speed of
+    training. If one becomes active before the backward, the backward calls its op.
     """
 
     @staticmethod

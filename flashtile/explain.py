@@ -1,4 +1,4 @@
-"""Which backend a call would take, how, and why the others not."""
+"""Explain which backend would run a call, how, and why the others would not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .problem import AttentionProblem, Operands, Options, dtype_name
 
 
 class Verdict(NamedTuple):
-    """What one backend says of a problem."""
+    """The answer of one backend for a problem."""
 
     backend: str
     reasons: list[str]  # empty: it can run it

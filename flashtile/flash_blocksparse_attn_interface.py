@@ -62,7 +62,7 @@ def flash_blocksparse_attn_func(
     return_attn_probs: bool = False,
     convert_mask: bool = True,
 ) -> Result:
-    """Packed self-attention that visits the tiles of `blockmask` alone.
+    """Packed self-attention that computes only the tiles of `blockmask`.
 
     Args:
         qkv: (total, 3, heads, head_dim).

@@ -1,8 +1,7 @@
-"""Key-value caches, contiguous or paged: what a call over one means, checked and described.
+"""Calls over a key-value cache, contiguous or paged: their checks and their description.
 
-A cache row holds one sequence: the token at position ``p`` stands at ``cache[row, p]``, or, when
-the cache is cut into pages, at ``cache[page_table[b, p // page_size], p % page_size]``. Lengths
-stay on the device throughout.
+A cache row holds one sequence. The token at position ``p`` is ``cache[row, p]`` or, in a paged
+cache, ``cache[page_table[b, p // page_size], p % page_size]``. Lengths stay on the device.
 """
 
 from __future__ import annotations
@@ -384,8 +383,8 @@ def rotate_and_append(
     """Rotate queries and new keys, write keys and values into the cache.
 
     Args:
-        options: under a causal mask, a window or a chunk every query has a position of its own;
-            else all are rotated as the first, as FlashAttention-2 does.
+        options: with a causal mask, a window or a chunk every query has its own position;
+            otherwise all are rotated like the first one, as in FlashAttention-2.
         lengths: int32 (batch,), where each sequence's new tokens go.
     """
     k, v = new.k, new.v
@@ -410,7 +409,7 @@ def rotate_and_append(
 
 
 def _appending(operands: Operands, cache: Cache, k: Tensor, v: Tensor) -> tuple[Any, Any]:
-    """The two ops, or on a GPU, where nobody would see them, what they do."""
+    """Call the two ops or, on a GPU without a tracer or dispatch mode, their functions directly."""
     tensors = (*operands, k, v)
     transforms = torch._C._are_functorch_transforms_active()
     if not cache.k.is_cuda or transforms or autograd.is_watched(tensors):

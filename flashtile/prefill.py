@@ -1,9 +1,9 @@
-"""Many queries onto a cache, as when a prompt comes in pieces: the same call over packed sequences.
+"""Chunked prefill: convert a call with many queries over a cache to a call over packed sequences.
 
-The fastest kernels for many queries read packed sequences, neither pages nor the used part of a
-cache's rows. Rows that lie behind each other are packed sequences already, each with more room than
-it uses. Pages are copied side by side first, which takes a few per cent of the time that so many
-queries take.
+The fastest kernels for many queries read packed sequences; they read neither pages nor the used
+part of cache rows. Adjacent cache rows are packed sequences already, each with more room than it
+uses. Pages are first copied into one tensor, which takes a few per cent of the time of so many
+queries.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from . import dispatch
 from .packing import starts
 from .problem import AttentionProblem, Operands
 
-# Queries that read one key head, of all the heads that share it, from which on the copy pays.
+# The copy pays from this many queries for one key head, over all query heads that share it.
 FEWEST_QUERIES = 2048
-# Bytes of a copy at most, which has room for every sequence at its longest.
+# The largest copy, in bytes; it has room for the longest possible sequences.
 LARGEST_COPY = 2**30
 
 _library = torch.library.Library("flashtile", "FRAGMENT")

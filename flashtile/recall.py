@@ -1,8 +1,8 @@
-"""What was decided for an earlier call like this one.
+"""A memo of the decisions for earlier calls.
 
-The checks, the description of the problem and the choice of a backend look at shapes, dtypes,
-devices and numbers, never at values. A call that agrees with an earlier one in all of them passes
-as that one did. Short calls on a GPU take less time than those checks.
+The checks, the description of the problem and the choice of a backend depend on shapes, dtypes,
+devices and numbers, never on the values of tensors. If a call agrees with an earlier one in all of
+these, it reuses that decision, because short calls on a GPU take less time than the checks.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Every transformers family as a tiny random model: eager attention against flashtile.
+"""Compare flashtile with eager attention on a tiny random model of every transformers family.
 
     python tests/sweep_transformers.py                    # all families
     python tests/sweep_transformers.py llama t5 whisper   # some of them
     python tests/sweep_transformers.py --jobs 2 --seconds 600 --piece 1/4
 
-Each family runs in a process of its own, with a limit of time and memory. It compares what the
-model returns without padding, with padding on the left and on the right; all gradients; and what
-it generates from a padded batch with a dynamic and with a static cache. Every part of a composite
+Each family runs in its own process, with a limit of time and memory. It compares the outputs
+without padding, with padding on the left and on the right; all gradients; and the
+generation from a padded batch with a dynamic and with a static cache. Every part of a composite
 model that is a model itself (a vision tower, an audio encoder) is compared, too.
 
-The rule is that of every other test: the reference is eager attention in float64, and flashtile in
-float32 may err by twice what eager attention errs in float32, plus one rounding. After many layers
-errors are a matter of luck in single numbers, so they are compared in the norm of a whole result.
+The rule is that of every other test: the reference is eager attention in float64, and the error of
+flashtile in float32 may be twice that of eager attention in float32, plus one rounding. After many
+layers errors of single numbers are a matter of luck, so the norm of a whole result is compared.
 The exit status is 0 only when no family DIFFERS.
 """
 

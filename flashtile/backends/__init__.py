@@ -28,7 +28,7 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None  # also None where nobody wants it (`problem.bias_needs_grad`)
+    dbias: Tensor | None  # None too if it is not needed (`problem.bias_needs_grad`)
     dsink: Tensor | None
 
 

@@ -5,7 +5,7 @@ Each pair of features (a, b) of the token at position m is turned by the angle m
     a' = a cos(m theta) - b sin(m theta)
     b' = a sin(m theta) + b cos(m theta)
 
-so that a query at m and a key at n meet at an angle that depends on m - n alone (RoFormer, Su et
+so that a query at m and a key at n meet at an angle that depends only on m - n (RoFormer, Su et
 al. 2021, https://arxiv.org/abs/2104.09864, equation 34). A pair is one feature from each half of
 the rotated dimensions (GPT-NeoX style), or two neighbours if ``interleaved`` (GPT-J style).
 
@@ -86,16 +86,16 @@ def apply_rotary_emb(
     """Rotate the first rotary_dim features of x by the angles of their positions.
 
     Row t of sequence b is at position t + seqlen_offsets[b]. A row whose position is outside the
-    table, which only tensors of offsets or lengths can bring about, stays as it is; so do rows of a
-    packed x that lie behind its last sequence.
+    table stays unchanged; this can happen only with tensors of offsets or lengths. Rows of a packed
+    x after its last sequence stay unchanged, too.
 
     Args:
         x: (batch, seq, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
         cos, sin: (table_len, rotary_dim / 2) of any floating dtype, rotary_dim <= head_dim.
         interleaved: a pair is (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
-        inplace: write into the memory of x. Go on with the returned tensor: if x is a leaf that
-            requires a gradient, only the returned one knows that it was rotated. Out of a compiled
-            graph it then is a second tensor, with memory of its own.
+        inplace: write into the memory of x. Use the returned tensor afterwards: if x is a leaf
+            that requires a gradient, only the returned tensor records the rotation. A compiled
+            graph then returns a second tensor with its own memory.
         seqlen_offsets: the position of each sequence's first row: int, or (batch,) int32 or int64.
         cu_seqlens: (batch + 1,) int32 or int64: where each packed sequence starts, and the end.
         max_seqlen: upper bound of the packed lengths, needed with cu_seqlens.

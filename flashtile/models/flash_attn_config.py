@@ -1,16 +1,17 @@
 """flash-attn's additions to a transformers ``GPT2Config``, as fields of a `GPTConfig`.
 
-``flash_attn.models.gpt`` reads attributes that transformers' class does not declare. Those that
-change the model are honoured or refused. Those that only choose a kernel (``use_flash_attn``,
-``fused_mlp``, ``fused_bias_fc``, ``fused_dropout_add_ln``, ``mlp_checkpoint_lvl``) or share the
-work between processes (``sequence_parallel``) change no result and are not read.
+``flash_attn.models.gpt`` reads attributes that transformers' class does not declare. Attributes
+that change the model are honoured or raise an error. Those that only choose a kernel
+(``use_flash_attn``, ``fused_mlp``, ``fused_bias_fc``, ``fused_dropout_add_ln``,
+``mlp_checkpoint_lvl``) or share the work between processes (``sequence_parallel``) change no
+result and are not read.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# What changes the model and has no field here, with the value that changes nothing.
+# Attributes that change the model but have no field here, with the value that changes nothing.
 _NOT_HERE: dict[str, Any] = {
     "attn_dwconv": False,
     "lm_head_bias": False,
@@ -37,7 +38,7 @@ def added_fields(config: Any, activation: str, gated: bool) -> dict[str, Any]:
         gated: whether that activation is gated.
 
     Raises:
-        ValueError: an attribute asks for what a `GPTModel` lacks; the message names it.
+        ValueError: a `GPTModel` lacks what an attribute asks for; the message names the attribute.
     """
     refused = {
         name: getattr(config, name, neutral)

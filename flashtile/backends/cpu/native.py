@@ -37,7 +37,8 @@ def kernels() -> tuple[_Kernel, _Kernel]:
 
 
 def use_kernels(forward: _Kernel, backward: _Kernel) -> None:
-    """Call PyTorch's kernels in this way: whoever replaces the operators keeps the old ones."""
+    """Use these functions to call PyTorch's kernels. Code that replaces the operators passes the
+    original kernels here."""
     global _forward, _backward
     _forward, _backward = forward, backward
 

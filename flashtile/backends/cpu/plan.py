@@ -142,8 +142,8 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
     )
     if not (native and one_piece and problem.dtype == torch.bfloat16):
         return torch.float32
-    # AVX512-BF16 without AMX pays in the backward of many rows alone: a fifth less time on Zen 4,
-    # but twice as much at 100 rows.
+    # AVX512-BF16 without AMX is faster only in the backward of many rows: it takes a fifth less
+    # time on Zen 4, but twice as much at 100 rows.
     fast = torch.cpu._is_amx_tile_supported() or (
         direction == "backward"
         and problem.M >= NATIVE_LARGE_BLOCKS
