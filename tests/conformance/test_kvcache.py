@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.problem import FLOAT8
 from flashtile.testing import (
     DTYPES,
     cu_seqlens,
@@ -94,6 +95,18 @@ def test_without_cache_seqlens_the_whole_cache_counts(backend, seed):
 def test_append_up_to_the_capacity(backend, seed):
     c = Cache(seed, filled=(CAPACITY - 3, 0, 1))
     c.check(backend, **c.new_tokens(), causal=True)
+
+
+@pytest.mark.parametrize("storage", ["contiguous", "paged"])
+@pytest.mark.parametrize("new", [False, True], ids=["read", "append"])
+def test_a_left_pad_as_long_as_the_sequence_leaves_nothing_to_see(new, storage, backend, seed):
+    """Among them one as long as the whole cache: out is 0 and LSE is -inf, without any key."""
+    count = 3 if new else 0
+    c = Cache(seed, filled=(5, 0, CAPACITY - count))
+    if storage == "paged":
+        c.to_pages(4)
+    c.call["cache_leftpad"] = c.seqlens + count
+    c.check(backend, **(c.new_tokens() if new else {}), options="causal")
 
 
 def test_grouped_heads_and_another_value_head_dim(backend, seed):
@@ -276,12 +289,54 @@ class TestFloat8:
         new["v"][0, 0] *= 1000
         c.check(backend, **new, causal=True)
 
+    @pytest.mark.parametrize("rotary", [False, True], ids=["as they are", "rotary"])
+    def test_append_saturates(self, rotary, dtype, backend, seed):
+        """Keys and values too large for the cache become its largest number, of either sign. The
+        scale counts first: what the division makes fit stays as it is."""
+        c = Cache(seed, dtype)
+        c.to_float8(factors=False)
+        c.call |= dict.fromkeys(("k_descale", "v_descale"), torch.full((B, c.Hk), 4.0))
+        new = c.new_tokens()
+        if rotary:  # by no angle
+            tables = torch.ones(CAPACITY + 3, 8), torch.zeros(CAPACITY + 3, 8)
+            new["rotary_cos"], new["rotary_sin"] = (x.to(dtype) for x in tables)
+        for name in "kv":
+            new[name][0, 0, 0] = 2 * 4 * 448
+            new[name][1, 2, 1] = -3 * 4 * 448
+            new[name][2, 1, 0] = 4 * 416
+        caches = [c.k_cache.clone(), c.v_cache.clone()]
+        flashtile.attention_with_kvcache(
+            c.q, *caches, **new, **c.call, cache_seqlens=c.seqlens, backend=backend
+        )
+        for cache in caches:
+            assert (cache[0, 5, 0].float() == 448).all()
+            assert (cache[1, 2, 1].float() == -448).all()
+            assert (cache[2, 21, 0].float() == 416).all()
+
     def test_rotary_turns_before_it_rounds(self, dtype, backend, seed):
         """By angles of no turn and of half a turn, which round nothing themselves."""
         c = Cache(seed, dtype)
         c.to_float8()
         cos = 1 - 2 * (torch.arange(CAPACITY + 3) % 2).to(dtype)[:, None].expand(-1, 8)
         c.check(backend, **c.new_tokens(), rotary_cos=cos, rotary_sin=0 * cos, causal=True)
+
+
+@pytest.mark.parametrize("stored", FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_op_saturates_whatever_a_cast_does(dtype, stored):
+    """PyTorch's cast to e4m3 saturates in new releases and gives NaN in old ones; to e5m2 it gives
+    infinity in all of them. The op clamps both, and NaN stays NaN."""
+    given = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.0], dtype=dtype)
+    largest = torch.finfo(stored).max
+    new = given.expand(1, 1, 1, 4)
+    caches = [torch.zeros(1, 2, 1, 4).to(stored) for _ in "kv"]
+    torch.ops.flashtile.kvcache_append(*caches, new, new, torch.tensor([1]).int(), *[None] * 5)
+    for cache in caches:
+        got = cache.float()
+        assert got[0, 1, 0].tolist() == pytest.approx(
+            [largest, -largest, torch.nan, 3], nan_ok=True
+        )
+        assert not got[0, 0].any()
 
 
 class TestLatentKeys:

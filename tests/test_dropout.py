@@ -1,0 +1,99 @@
+"""Dropout against answers from outside: Random123's vectors, and Philox written in plain integers.
+
+The conformance suite gives the reference the mask that `keep_mask` draws, so an error in it would
+agree with itself there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile.dropout import draw_rng_state, keep_mask, keep_threshold, philox4x32, philox_key
+from flashtile.testing import generator
+
+# Random123 (Salmon et al. 2011), tests/kat_vectors, the lines "philox4x32 10":
+# four counter words, two key words, four result words. The last counter is the digits of pi.
+KNOWN_ANSWERS = [
+    "00000000 00000000 00000000 00000000 00000000 00000000 6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    "ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6 6d5451fd",
+    "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1",
+]
+
+# (1 - p) 2^32, rounded: worked out in decimal.
+THRESHOLDS = {
+    0.0: 4294967296,
+    0.5: 2147483648,
+    0.25: 3221225472,
+    0.1: 3865470566,  # ...566.4
+    0.3: 3006477107,  # ...107.2
+    0.17: 3564822856,  # ...855.68
+    2.0**-32: 4294967295,
+    1 - 2.0**-32: 1,
+}
+
+
+def plain_philox(counter, key):
+    """One block of Philox4x32-10 in Python's integers, as section 4.1 of the paper defines it."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+@pytest.mark.parametrize("line", KNOWN_ANSWERS)
+def test_philox_gives_the_published_answers(line):
+    words = [int(word, 16) for word in line.split()]
+    counter, key, answer = words[:4], words[4:6], tuple(words[6:])
+    as_tensors = (tuple(torch.tensor(word) for word in part) for part in (counter, key))
+    assert tuple(int(word) for word in philox4x32(*as_tensors)) == answer
+    assert plain_philox(counter, key) == answer
+
+
+@pytest.mark.parametrize("p", THRESHOLDS)
+def test_threshold(p):
+    assert keep_threshold(p) == THRESHOLDS[p]
+
+
+def test_key_is_a_block_of_seed_and_offset():
+    seed, offset = 0x299F31D0A4093822, 0x05A308D3243F6A88
+    key = philox_key(torch.tensor([seed, offset]))
+    counter = (0x243F6A88, 0x05A308D3, 0, 0)
+    wanted = plain_philox(counter, (0xA4093822, 0x299F31D0))
+    assert tuple(int(word) for word in key) == wanted[:2]
+
+
+@pytest.mark.parametrize(("n0", "n1"), [(0, 8), (0, 1), (3, 4), (5, 18), (8, 11), (7, 7)])
+def test_mask_is_a_function_of_the_coordinates(n0, n1, seed):
+    """Every element by hand: the word of (key // 4, query, head, batch), lane key % 4."""
+    p = 0.3
+    state = draw_rng_state(torch.device("cpu"), generator(seed))
+    key = plain_philox(
+        (int(state[1]) % 2**32, int(state[1]) >> 32, 0, 0),
+        (int(state[0]) % 2**32, int(state[0]) >> 32),
+    )[:2]
+    batch, heads, queries = torch.tensor([4, 0]), torch.tensor([2, 70_000]), torch.tensor([0, 9, 1])
+    mask = keep_mask(state, p, batch, heads, queries, n0, n1)
+    assert mask.shape == (2, 2, 3, n1 - n0)
+    for ib, b in enumerate(batch.tolist()):
+        for ih, h in enumerate(heads.tolist()):
+            for iq, q in enumerate(queries.tolist()):
+                words = [plain_philox((n // 4, q, h, b), key)[n % 4] for n in range(n0, n1)]
+                assert mask[ib, ih, iq].tolist() == [word < THRESHOLDS[p] for word in words]
+
+
+def test_state_comes_from_the_generator_and_fills_both_words():
+    """`torch.manual_seed` rules, each draw moves on, and neither half of a word is constant."""
+    torch.manual_seed(5)
+    first, second = (draw_rng_state(torch.device("cpu")) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(draw_rng_state(torch.device("cpu")), first)
+    assert not torch.equal(first, second)
+    states = torch.stack([draw_rng_state(torch.device("cpu")) for _ in range(64)])
+    assert states.dtype == torch.int64
+    assert states.min() >= 0
+    for half in (states & 0xFFFFFFFF, states >> 32):
+        assert half.unique().numel() == half.numel()
