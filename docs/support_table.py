@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from generated import update
 
-from flashtile import dispatch
+from flashtile.call import dispatch
 from flashtile.problem import AttentionProblem, Options
 
 README = Path(__file__).resolve().parents[1] / "README.md"

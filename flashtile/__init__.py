@@ -4,9 +4,10 @@ machine.
 
 from . import lazy
 from .api import attention, attention_varlen, attention_with_kvcache
+from .call.dispatch import backend
+from .call.explain import explain
+from .call.kvcache import workspace_size
 from .combine import flash_attn_combine
-from .dispatch import backend
-from .explain import explain
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -16,7 +17,6 @@ from .flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from .kvcache import workspace_size
 from .masks import BlockMask
 from .quantize import Quantized, attention_fp8, quantize_qkv
 

@@ -13,11 +13,11 @@ from . import losses as losses
 from . import models as models
 from . import modules as modules
 from . import testing as testing
-from .call import WindowSize
-from .dispatch import BackendName
-from .dispatch import backend as backend
-from .explain import explain as explain
-from .kvcache import workspace_size as workspace_size
+from .call.dispatch import BackendName
+from .call.dispatch import backend as backend
+from .call.explain import explain as explain
+from .call.kvcache import workspace_size as workspace_size
+from .call.prepare import WindowSize
 from .masks import BlockMask as BlockMask
 from .quantize.tensors import Quantized as Quantized
 from .quantize.tensors import quantize_qkv as quantize_qkv

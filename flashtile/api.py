@@ -8,17 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Never
 
-from . import autograd, checks, dropout, kvcache
-from .absorbed import absorb_operands
-from .attn_mask import with_masks
-from .call import (
-    Arguments,
-    WindowSize,
-    autocast_to_cache,
-    decided,
-)
-from .dispatch import BackendName
-from .packing import Layout, Packed, as_batch, as_packed, tokens
+from . import autograd, dropout
+from .call import checks, kvcache
+from .call.absorbed import absorb_operands
+from .call.attn_mask import with_masks
+from .call.dispatch import BackendName
+from .call.layouts import Layout, Packed, as_batch, as_packed, tokens
+from .call.prepare import Arguments, WindowSize, autocast_to_cache, decided
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 

@@ -7,7 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import checks, merge
+from . import merge
+from .call import checks
 
 
 @overload

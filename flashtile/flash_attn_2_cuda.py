@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import autograd, checks, dispatch, dropout
+from . import autograd, dropout
 from .api import attention_with_kvcache
-from .call import Arguments, Packed, decided
+from .call import checks, dispatch
+from .call.prepare import Arguments, Packed, decided
 from .problem import AttentionProblem, Operands, Options, batch_size, lse_shape
 
 QKV = tuple[Tensor, Tensor, Tensor]

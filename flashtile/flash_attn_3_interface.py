@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, combine, flash_attn_2_cuda
+from . import combine, flash_attn_2_cuda
 from .api import attention, attention_varlen, attention_with_kvcache
-from .call import Arguments, Packed, WindowSize
+from .call import checks
+from .call.prepare import Arguments, Packed, WindowSize
 from .flash_attn_2_interface import maybe_contiguous, round_multiple
 
 __all__ = [

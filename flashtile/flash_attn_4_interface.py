@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, flash_attn_2_cuda
-from .call import Arguments, Packed
+from . import flash_attn_2_cuda
+from .call import checks
+from .call.prepare import Arguments, Packed
 from .combine import flash_attn_combine
 from .flash_attn_4_layouts import Layout, Tensors, attend
 from .masks import Window

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
-from . import checks
 from .api import Result, WindowSize, attention, attention_varlen, attention_with_kvcache
-from .dispatch import BackendName
+from .call import checks
+from .call.dispatch import BackendName
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import checks
 from .api import Result, attention_varlen
+from .call import checks
 from .masks import BlockMask
 
 TILE_SIZE = (16, 256)  # queries, keys: FlashAttention 1's

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import dispatch
+from flashtile.call import dispatch
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from bad_calls import cache, packed, refuse, tensor, zeros
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
-from flashtile import checks
+from flashtile.call import checks
 from flashtile.testing import rotary_tables
 
 COS, SIN = rotary_tables(32, 8)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtile import __version__, cli, dispatch
+from flashtile import __version__, cli
+from flashtile.call import dispatch
 from flashtile.cli import bench, info
 
 

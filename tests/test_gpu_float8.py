@@ -20,7 +20,7 @@ from float8_numbers import descales
 from torch import Tensor
 
 import flashtile
-from flashtile.call import Packed
+from flashtile.call.prepare import Packed
 from flashtile.quantize.tensors import E4M3, Quantized, Recipe, quantized
 from flashtile.testing import (
     assert_close,

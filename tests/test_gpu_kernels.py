@@ -19,9 +19,9 @@ from kernels.decoding import CASES as DECODING
 from kernels.decoding import FLOAT8_CASES, assert_decoding
 
 import flashtile
-from flashtile import recall
 from flashtile.backends import repeat, triton
 from flashtile.backends.triton import plan
+from flashtile.call import memo
 from flashtile.testing import generator, normal, paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers")]
@@ -90,6 +90,6 @@ def test_a_prompt_in_pieces(storage, seed):
     for _ in range(2):
         got = flashtile.attention_with_kvcache(*args, **call).float()
         assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
-    chosen = {d.options.backend for d in recall._decisions.values() if d.problem.M == 700}
+    chosen = {d.options.backend for d in memo._decisions.values() if d.problem.M == 700}
     if torch.cuda.get_device_capability() == (9, 0):
         assert "hopper" in chosen

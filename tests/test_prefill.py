@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import backends, dispatch, prefill, recall
+from flashtile import backends
 from flashtile.backends import cpu
+from flashtile.call import dispatch, memo, prefill
 from flashtile.testing import cu_seqlens, generator, normal, paged
 
 B, M, CAPACITY, HQ, HK, D, DV = 3, 6, 32, 4, 2, 16, 8
@@ -32,7 +33,7 @@ def calls(monkeypatch):
     monkeypatch.setitem(backends._loaded, "twin", twin)
     monkeypatch.setattr(dispatch, "ORDER", ("twin", "cpu"))
     monkeypatch.setattr(dispatch, "_selected", {})
-    monkeypatch.setattr(recall, "_decisions", {})
+    monkeypatch.setattr(memo, "_decisions", {})
     monkeypatch.setattr(prefill, "FEWEST_QUERIES", M * HQ // HK)
     return seen
 

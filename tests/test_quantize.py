@@ -14,8 +14,8 @@ from float8_numbers import descales, factors, unscaled
 from torch import Tensor
 
 import flashtile
-from flashtile import dispatch
-from flashtile.call import Arguments, dense_call
+from flashtile.call import dispatch
+from flashtile.call.prepare import Arguments, dense_call
 from flashtile.layers.rotary import apply_rotary_emb
 from flashtile.problem import AttentionProblem
 from flashtile.quantize import Quantized, attention_fp8, quantize_qkv, rotation

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import autograd, call, checks, recall
+from flashtile import autograd
+from flashtile.call import checks, memo, prepare
 
 
 def qkv(**changes):
@@ -71,7 +72,7 @@ def test_a_repeated_cache_call_is_not_checked_again_and_uses_the_new_tensors(che
         out = flashtile.attention_with_kvcache(**call)
         assert len(checked) == 1
         with monkeypatch.context() as patch:
-            patch.setattr(recall, "_decisions", {})
+            patch.setattr(memo, "_decisions", {})
             fresh = flashtile.attention_with_kvcache(**copy)
         assert len(checked) == 2
         assert torch.equal(out, fresh)
@@ -184,10 +185,10 @@ def test_a_forced_backend_is_noticed():
 
 def test_deterministic_mode_is_noticed():
     q, k, v = qkv()
-    _, before = call.decided((q, k, v), None, call.Arguments(), None, None)
+    _, before = prepare.decided((q, k, v), None, prepare.Arguments(), None, None)
     torch.use_deterministic_algorithms(True)
     try:
-        _, after = call.decided((q, k, v), None, call.Arguments(), None, None)
+        _, after = prepare.decided((q, k, v), None, prepare.Arguments(), None, None)
     finally:
         torch.use_deterministic_algorithms(False)
     assert (before.options.deterministic, after.options.deterministic) == (False, True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import checks
+from flashtile.call import checks
 from flashtile.masks import Window
 from flashtile.testing import attention_reference, cu_seqlens, generator, qkv
 

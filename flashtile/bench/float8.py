@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..explain import explain
+from ..call.explain import explain
 from ..quantize import Quantized, quantize_qkv
 from .prepared import Prepared, Skip, cuda_package, output_alone, refuse
 from .shapes import Case, Inputs, quantized_bytes

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import api, dispatch
-from ..explain import explain
+from .. import api
+from ..call import dispatch
+from ..call.explain import explain
 from ..masks import BlockMask
 from . import float8
 from .prepared import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import dispatch
 from ..bench import machine
+from ..call import dispatch
 from ..problem import AttentionProblem, Operands, Options, default_scale
 
 # A backend is asked about a plain causal call with gradients, in each of these.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends.triton import plan
-from ..call import Arguments, dense_call
+from ..call.prepare import Arguments, dense_call
 from ..problem import AttentionProblem
 
 HEAD_DIMS = (64, 128, 256)

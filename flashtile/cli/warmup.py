@@ -12,9 +12,9 @@ import time
 
 import torch
 
-from .. import dispatch
 from ..backends import load
-from ..call import Arguments, dense_call
+from ..call import dispatch
+from ..call.prepare import Arguments, dense_call
 from ..problem import AttentionProblem
 
 LENGTH = 256  # any will do: lengths are not compiled in

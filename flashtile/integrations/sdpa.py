@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .. import checks
 from ..api import attention
-from ..attn_mask import options_of
+from ..call import checks
+from ..call.attn_mask import options_of
 from . import bypasses, nested
 from .shared_effects import SharedEffect
 

@@ -28,7 +28,7 @@ from .. import flash_attn_2_cuda as flash
 from ..api import attention
 from ..autocast import without_autocast
 from ..backends.cpu import native
-from ..call import Arguments, decided
+from ..call.prepare import Arguments, decided
 
 NAME = "flashtile"
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen, attention_with_kvcache
-from ..attn_mask import options_of
+from ..call.attn_mask import options_of
 from .transformers_version import requirement, too_old
 
 try:

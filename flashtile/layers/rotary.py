@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks
 from ..autocast import without_autocast
+from ..call import checks
 from .rotary_checks import check_layout, check_positions, check_rotary_dim, check_tables
 from .rotary_kernel import KernelRotation, runs_as_kernel, turn_in_place
 

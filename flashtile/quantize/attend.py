@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Never
 
-from .. import call, checks
 from ..api import attention, attention_varlen
 from ..autocast import autocast_off, cast_inputs
-from ..call import WindowSize
-from ..dispatch import BackendName
-from ..packing import Packed
+from ..call import checks, prepare
+from ..call.dispatch import BackendName
+from ..call.layouts import Packed
+from ..call.prepare import WindowSize
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, default_scale
 from .rotation import rotation
 from .tensors import Quantized, Recipe, check, dequantized, layout_of, quantized, rows_of
@@ -214,12 +214,12 @@ def backward_call(
     q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, given: Options
 ) -> tuple[Operands, Any]:
     """The call in 16 bits whose backward is to run."""
-    arguments = call.Arguments(**given)
+    arguments = prepare.Arguments(**given)
     with torch.enable_grad():  # so that the backend is chosen for its backward
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         if layout is None:
-            operands, options = call.dense_call(q, k, v, arguments)
+            operands, options = prepare.dense_call(q, k, v, arguments)
         else:
-            operands, options = call.packed_call(q, k, v, layout, arguments)
-        options = call.decide(operands, options, None, None).options
+            operands, options = prepare.packed_call(q, k, v, layout, arguments)
+        options = prepare.decide(operands, options, None, None).options
     return operands, options

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends.triton.plan import TRITON_IS_INSTALLED
-from ..packing import Packed
+from ..call.layouts import Packed
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from .rotation import rotation
 from .rows import Rows

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks
 from ..autocast import without_autocast
+from ..call import checks
+from ..call.layouts import Packed
 from ..layers.rotary import apply_rotary_emb
-from ..packing import Packed
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from .rotation import rotation
 from .rows import Rows, per_block

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.checks import results
+from flashtile.call.checks import results
 from flashtile.testing import cu_seqlens, generator, normal, paged
 
 from .calls import cache_call, flat

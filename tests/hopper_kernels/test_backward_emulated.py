@@ -20,7 +20,7 @@ from flashtile.backends.hopper.backward_launch import (
 )
 from flashtile.backends.hopper.backward_plan import leaves_keys_unseen
 from flashtile.backends.hopper.launch import readable
-from flashtile.call import Arguments, Packed, dense_call, packed_call
+from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,

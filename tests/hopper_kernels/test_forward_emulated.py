@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends.hopper.launch import forward_launch, outputs
 from flashtile.backends.hopper.plan import plan
-from flashtile.call import Arguments, Packed, dense_call, packed_call
+from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,

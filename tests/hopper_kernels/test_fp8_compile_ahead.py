@@ -25,7 +25,7 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
 
 from flashtile.backends.hopper.fp8_launch import float8_launch
 from flashtile.backends.hopper.launch import Launch
-from flashtile.call import Arguments, Packed, dense_call, packed_call
+from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.quantize import Quantized, quantize_qkv
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv

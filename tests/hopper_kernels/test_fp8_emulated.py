@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import flashtile
 from flashtile.backends.hopper.fp8_launch import float8_launch
-from flashtile.call import Arguments, Packed, dense_call, packed_call
+from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.quantize import Quantized, quantize_qkv
 from flashtile.testing import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import cpu
-from flashtile.call import Arguments, dense_call, packed_call
-from flashtile.call import Packed as PackedLayout
+from flashtile.call.prepare import Arguments, dense_call, packed_call
+from flashtile.call.prepare import Packed as PackedLayout
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (

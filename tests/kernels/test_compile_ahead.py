@@ -24,7 +24,7 @@ from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 from flashtile.backends.triton.float8 import with_wide_queries
 from flashtile.backends.triton.launch import Launch
-from flashtile.call import Arguments, dense_call
+from flashtile.call.prepare import Arguments, dense_call
 from flashtile.masks import BlockMask
 from flashtile.testing import alibi_slopes, generator, normal, qkv
 

@@ -67,7 +67,7 @@ def test_probabilities(name: str, seed: int):
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "rows", "pages"])
 def test_append(layout: str):
-    import flashtile.kvcache  # noqa: F401  (defines the op)
+    import flashtile.call.kvcache  # noqa: F401  (defines the op)
     from flashtile.backends.triton.append import append_to_cache
 
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ import torch
 from configurations import in_turn
 from torch import Tensor
 
-import flashtile.kvcache  # noqa: F401  (defines the ops)
+import flashtile.call.kvcache  # noqa: F401  (defines the ops)
 from flashtile import append
 from flashtile.combine import flash_attn_combine
 from flashtile.layers import rotary as formula

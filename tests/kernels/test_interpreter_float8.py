@@ -15,8 +15,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.call import Arguments, dense_call, packed_call
-from flashtile.packing import Packed
+from flashtile.call.layouts import Packed
+from flashtile.call.prepare import Arguments, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,

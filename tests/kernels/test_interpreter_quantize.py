@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     # Triton decides at import whether to interpret.
     pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
 
-from flashtile.call import Packed
+from flashtile.call.prepare import Packed
 from flashtile.quantize.on_gpu import quantized_on_gpu
 from flashtile.quantize.tensors import Quantized, Recipe, Rotary, quantized
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, rotary_tables, strided

@@ -109,7 +109,11 @@ def stub() -> str:
             imported.append(f"from {relative(thing)} import {name} as {name}")
     lines = [f"from . import {name} as {name}" for name in flashtile._SUBMODULES]
     lines += sorted(
-        [*imported, "from .call import WindowSize", "from .dispatch import BackendName"]
+        [
+            *imported,
+            "from .call.dispatch import BackendName",
+            "from .call.prepare import WindowSize",
+        ]
     )
     names = "".join(f'    "{name}",\n' for name in flashtile.__all__)
     body = "\n".join(lines) + f"\n\n__version__: str\n\n__all__ = [\n{names}]\n\n"

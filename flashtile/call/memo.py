@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..masks import Window
+from ..problem import AttentionProblem, Options
 from . import dispatch
-from .masks import Window
-from .problem import AttentionProblem, Options
 
 
 class Decision(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from . import backends
-from .problem import AttentionProblem
+from .. import backends
+from ..problem import AttentionProblem
 
 BackendName = Literal["cpu", "hopper", "triton"]  # the folders in `backends/`
 

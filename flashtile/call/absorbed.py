@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .autocast import without_autocast
-from .problem import Operands
+from ..autocast import without_autocast
+from ..problem import Operands
 
 
 @without_autocast

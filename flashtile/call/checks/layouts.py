@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import FLOAT8
+from ...problem import FLOAT8
 from .tensors import index_tensor, rank, same_device, shape, shape_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8[:1])

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import append, autograd, checks, packing, prefill, recall
+from .. import append, autograd
+from ..backends.triton import splits
+from ..masks import structure
+from ..problem import FLOAT8, AttentionProblem, Operands, Options
+from . import checks, layouts, memo, prefill
 from .absorbed import described_operands
-from .backends.triton import splits
-from .call import Arguments, decide, with_arguments, with_numbers_read, with_tensors
-from .masks import structure
-from .problem import FLOAT8, AttentionProblem, Operands, Options
+from .prepare import Arguments, decide, with_arguments, with_numbers_read, with_tensors
 
 
 class Cache(NamedTuple):
@@ -113,7 +114,7 @@ def decided(
     arguments: Arguments,
     backend: str | None,
     out: Tensor | None,
-) -> tuple[Operands, Tensor | None, recall.Decision]:
+) -> tuple[Operands, Tensor | None, memo.Decision]:
     """A call checked and decided, from memory where nothing new came.
 
     Returns:
@@ -124,8 +125,8 @@ def decided(
     queries = _with_longest(queries)
     given = ("cache", *queries, *cache, *new, *rotary, *arguments, backend)
     checking = checks.checking_values(given)
-    key = recall.key_of((*given, *_strides(cache)))
-    decision = recall.recall(key)
+    key = memo.key_of((*given, *_strides(cache)))
+    decision = memo.recall(key)
     if decision is not None:
         operands, lengths = _described(queries, cache, new, checking)
         if checking:
@@ -147,8 +148,8 @@ def decided(
     decision = decide(operands, options, backend, out)
     packed = prefill.packed_problem(decision.problem, operands, backend)
     if packed is not None:
-        decision = recall.Decision(packed, packed.options)
-    recall.remember(key, decision)
+        decision = memo.Decision(packed, packed.options)
+    memo.remember(key, decision)
     return operands._replace(q=queries.q, k=cache.k), lengths, decision
 
 
@@ -204,7 +205,7 @@ def _with_longest(queries: Queries) -> Queries:
     q, cu_seqlens, longest = queries
     if cu_seqlens is None or type(longest) is int:
         return queries
-    longest = packing.longest("max_seqlen_q", longest, "cu_seqlens_q", cu_seqlens, q)
+    longest = layouts.longest("max_seqlen_q", longest, "cu_seqlens_q", cu_seqlens, q)
     return queries._replace(max_seqlen=longest)
 
 
@@ -369,7 +370,7 @@ def attend(
     out, lse = autograd.attend(problem, prefill.as_packed(operands, problem), options)
     if operands.cu_seqlens_q is not None:
         return out, lse
-    return packing.as_batch(out, lse, problem.B, problem.M)
+    return layouts.as_batch(out, lse, problem.B, problem.M)
 
 
 def rotate_and_append(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..masks import BlockMask
 from . import checks
-from .masks import BlockMask
 
 # On a CPU each tile costs several library calls, so tiles are larger than those that fit a GPU's
 # shared memory.

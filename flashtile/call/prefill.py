@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..problem import AttentionProblem, Operands
 from . import dispatch
-from .packing import starts
-from .problem import AttentionProblem, Operands
+from .layouts import starts
 
 # The copy pays from this many queries for one key head, over all query heads that share it.
 FEWEST_QUERIES = 2048
@@ -74,7 +74,7 @@ def _gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tup
 
 def _gather_pages_on_gpu(*args: Tensor) -> tuple[Tensor, Tensor]:
     """The same, but what lies behind the used tokens is not read."""
-    from .backends.triton.gather import gather_pages
+    from ..backends.triton.gather import gather_pages
 
     return gather_pages(*args)
 

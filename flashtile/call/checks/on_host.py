@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Operands, Options
+from ...problem import Operands, Options
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

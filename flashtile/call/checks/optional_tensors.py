@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks import BlockMask
-from ..problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, batch_size
+from ...masks import BlockMask
+from ...problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, batch_size
 from .tensors import floating, per_sequence, same_device, shape, shape_of, tensor
 
 

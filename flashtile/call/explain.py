@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import backends, checks, dispatch
+from .. import backends
+from ..problem import AttentionProblem, Operands, Options, dtype_name
+from . import checks, dispatch
 from .attn_mask import with_masks
-from .call import Arguments, dense_call, packed_call
 from .dispatch import BackendName
-from .packing import Layout, as_packed
-from .problem import AttentionProblem, Operands, Options, dtype_name
+from .layouts import Layout, as_packed
+from .prepare import Arguments, dense_call, packed_call
 
 
 class Verdict(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from . import checks, dispatch, recall
+from ..autocast import cast_input, cast_inputs, is_autocasting
+from ..masks import BlockMask
+from ..problem import FLOAT8, AttentionProblem, Operands, Options
+from . import checks, dispatch, memo
 from .absorbed import absorb_operands
-from .autocast import cast_input, cast_inputs, is_autocasting
-from .masks import BlockMask
-from .packing import Packed
-from .problem import FLOAT8, AttentionProblem, Operands, Options
+from .layouts import Packed
 
 
 class HasToList(Protocol):
@@ -164,7 +164,7 @@ def decided(
     backend: str | None,
     out: Tensor | None,
     wants_probabilities: bool = False,
-) -> tuple[Operands, recall.Decision]:
+) -> tuple[Operands, memo.Decision]:
     """The operands of a call and what is decided about it, from memory where nothing new came."""
     arguments = with_numbers_read(arguments)
     has_pages = layout is not None and layout.page_table is not None
@@ -173,8 +173,8 @@ def decided(
     changed = has_pages or arguments.qv is not None or is_autocasting(qkv[0])
     if not (changed or out is not None):
         given = (*qkv, *(layout or ()), *arguments, backend, wants_probabilities)
-        key = recall.key_of(given)
-    decision = recall.recall(key)
+        key = memo.key_of(given)
+    decision = memo.recall(key)
     if decision is not None:
         operands = Operands(*qkv)
         if not decision.has_extras:
@@ -190,7 +190,7 @@ def decided(
     else:
         operands, options = packed_call(*qkv, layout, arguments)
     decision = decide(operands, options, backend, out, wants_probabilities)
-    recall.remember(key, decision)
+    memo.remember(key, decision)
     return operands, decision
 
 
@@ -200,7 +200,7 @@ def decide(
     backend: str | None,
     out: Tensor | None,
     wants_probabilities: bool = False,
-) -> recall.Decision:
+) -> memo.Decision:
     """The last checks of a call, and the choice of the backend."""
     checks.extras(operands, options.max_seqlen_q, options.max_seqlen_k)
     checks.float8_forward_only(operands)
@@ -213,7 +213,7 @@ def decide(
     problem = problem._replace(wants_probabilities=wants_probabilities)
     options = options._replace(backend=dispatch.select(problem, backend))
     has_extras = any(x is not None for x in operands[3:])
-    return recall.Decision(problem._replace(options=options), options, has_extras)
+    return memo.Decision(problem._replace(options=options), options, has_extras)
 
 
 def autocast_to_cache(cache: Tensor, *tensors: Any) -> tuple[Any, ...]:

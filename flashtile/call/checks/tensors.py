@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..problem import FLOAT8
+from ...problem import FLOAT8
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 INTEGERS = (int, torch.SymInt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..masks import Window
+from ...masks import Window
 from .tensors import INTEGERS, as_python
 
 WANTED = "a pair (left, right) of ints, with -1 or None for an unbounded side"
