@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
-import docutils.nodes
-from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
-from sphinx.writers.html5 import HTML5Translator
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS))  # for the two modules beside this file
+sys.path.insert(0, str(DOCS))  # for the modules beside this file
 
 # E402: these can only be found after the path has been set.
 import figures  # noqa: E402
@@ -24,15 +23,31 @@ author = "The flashtile authors"
 copyright = "2026, the flashtile authors"
 release = flashtile.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "formulas",
+]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-# The equations become MathML when the site is built, so pages need no script and no network.
-html_math_renderer = "mathml"
+html_math_renderer = "svg"
+
+# Links into other manuals. The build reads the few names it needs from committed inventories (text,
+# Sphinx's version 1), so it needs no network and no link appears or vanishes with a server.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3/", "inventories/python.txt"),
+    "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.txt"),
+}
+copybutton_exclude = ".linenos, .gp, .go"  # neither the prompt of a console nor its output
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings give shapes and dtypes, which say more
+autodoc_typehints = "signature"  # the docstrings add shapes, dtypes and units
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 napoleon_google_docstring = True
@@ -49,25 +64,28 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 
-def visit_inline_math(writer: HTML5Translator, node: docutils.nodes.math) -> None:
-    """Write $...$ as MathML."""
-    writer.body.append(tex2mathml(node.astext()))
-    raise docutils.nodes.SkipNode
-
-
-def visit_display_math(writer: HTML5Translator, node: docutils.nodes.math_block) -> None:
-    """Write $$...$$ as MathML."""
-    writer.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
-    raise docutils.nodes.SkipNode
-
-
 def run_examples(app: Sphinx, page: str, source: list[str]) -> None:
     """Execute the code of a page as it is read."""
     source[0] = snippets.with_output(source[0], page)
 
 
+def without_catch_all(
+    app: Sphinx,
+    kind: str,
+    name: str,
+    object_: Any,
+    options: Any,
+    signature: str | None,
+    returns: Any,
+) -> tuple[str, Any] | None:
+    """Leave out the `**unknown: Never` that gives unknown keywords a better message."""
+    if signature is None:
+        return None
+    return re.sub(r",\s*\*\*unknown: [~\w.]*Never", "", signature), returns
+
+
 def setup(app: Sphinx) -> None:
-    """Draw the pictures, register the runner of examples and the writer of equations."""
+    """Draw the pictures, register the runner of examples and the filter of signatures."""
     app.connect("source-read", run_examples)
-    app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_display_math, None))
+    app.connect("autodoc-process-signature", without_catch_all)
     figures.draw_all(DOCS / "figures")
