@@ -143,7 +143,7 @@ def backend_of(module: Module, package: Path) -> str | None:
 
 def stage(module: Module) -> str:
     """What a file of a backend is for: a key of STAGES."""
-    name = module[2].removeprefix("backward_").removeprefix("fp8_") if len(module) > 2 else ""
+    name = module[-1] if len(module) > 2 else ""
     return name if name in STAGES else "kernel"
 
 

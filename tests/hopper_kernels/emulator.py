@@ -487,7 +487,7 @@ def run(launch: Any, seed: int) -> list[tuple[int, int]]:
     additions.clear()
     tickets.clear()
     with emulated() as load_file:
-        file = launch.kernel.fn.__module__.rsplit(".", 1)[1]
+        file = launch.kernel.fn.__module__.split(".hopper.")[1]
         kernel = getattr(load_file(file), launch.kernel.fn.__name__)
         arguments = {name: argument(x) for name, x in launch.arguments.items()}
         programs = [()]

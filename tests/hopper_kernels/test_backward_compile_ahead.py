@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     # Triton decides at import; these tests read what its compiler makes.
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
-from flashtile.backends.hopper.plan import OLDEST_TRITON, TRITON_VERSION
+from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
@@ -27,8 +27,8 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     # The backend refuses it too, with this reason.
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
-from flashtile.backends.hopper.backward_launch import backward_launches, buffers
-from flashtile.backends.hopper.launch import Launch
+from flashtile.backends.hopper.backward.launch import backward_launches, buffers
+from flashtile.backends.hopper.forward.launch import Launch
 
 from .compile_ahead import CAPABILITY, report, specialize
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward_launch import (
+from flashtile.backends.hopper.backward.launch import (
     backward,
     backward_launches,
     buffers,
     sink_gradient,
 )
-from flashtile.backends.hopper.backward_plan import leaves_keys_unseen
-from flashtile.backends.hopper.launch import readable
+from flashtile.backends.hopper.backward.plan import leaves_keys_unseen
+from flashtile.backends.hopper.forward.launch import readable
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     # Triton decides at import; these tests read what its compiler makes.
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
-from flashtile.backends.hopper.plan import OLDEST_TRITON, TRITON_VERSION
+from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv

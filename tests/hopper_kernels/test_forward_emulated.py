@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.launch import forward_launch, outputs
-from flashtile.backends.hopper.plan import plan
+from flashtile.backends.hopper.forward.launch import forward_launch, outputs
+from flashtile.backends.hopper.forward.plan import plan
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
@@ -251,7 +251,7 @@ def test_sections_of_heads(heads: int, section: int):
     """Every tile comes once, and the last section, whose end nothing follows, is a whole one."""
     m_tiles, width = 7, min(section, heads)
     with emulator.emulated() as load_file:
-        order = load_file("schedule").section_order
+        order = load_file("shared.schedule").section_order
         numbers = map(emulator.tile, range(m_tiles * heads))
         found = [tuple(map(int, order(n, m_tiles, heads, section))) for n in numbers]
     assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 KERNELS = (
-    "hopper.forward_pass.forward_kernel",
-    "hopper.backward_pass.backward_kernel",
-    "hopper.query_gradient.round_kernel",
-    "hopper.fp8_pass.float8_kernel",
+    "hopper.forward.kernel.forward_kernel",
+    "hopper.backward.kernel.backward_kernel",
+    "hopper.backward.query_gradient.round_kernel",
+    "hopper.float8.kernel.float8_kernel",
     "triton.forward_pass.forward_kernel",
     "triton.backward_pass.key_gradient_kernel",
     "triton.backward_pass.query_gradient_kernel",

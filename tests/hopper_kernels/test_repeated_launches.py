@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import Gradients, hopper, repeat
-from flashtile.backends.hopper.launch import Launch
+from flashtile.backends.hopper.forward.launch import Launch
 from flashtile.backends.repeat import run_all
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
-from flashtile.backends.hopper import plan as hopper_plan
+from flashtile.backends.hopper.forward import plan as hopper_plan
 from flashtile.backends.triton import plan
 from flashtile.problem import AttentionProblem, Operands, Options
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, Operands
 from .. import Gradients
-from . import fp8_plan, plan
-from .backward_plan import describe_backward
+from .backward.plan import describe_backward
+from .float8 import plan as float8
+from .forward import plan
 
 __all__ = [
     "HINTS",
@@ -28,25 +29,25 @@ HINTS = ()
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why this backend cannot run `problem`; empty when it can."""
-    if problem.dtype == fp8_plan.DTYPE:
-        return fp8_plan.float8_reasons(problem)
+    if problem.dtype == float8.DTYPE:
+        return float8.float8_reasons(problem)
     return plan.unsupported_reasons(problem)
 
 
 def describe_plan(problem: AttentionProblem) -> str:
     """The plan in words, for `explain`."""
-    if problem.dtype == fp8_plan.DTYPE:
-        return fp8_plan.describe_float8(problem)
+    if problem.dtype == float8.DTYPE:
+        return float8.describe_float8(problem)
     return f"{plan.describe_forward(problem)}\n{describe_backward(problem)}"
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem."""
-    if problem.dtype == fp8_plan.DTYPE:
-        from . import fp8_launch
+    if problem.dtype == float8.DTYPE:
+        from .float8 import launch as float8_launch
 
-        return fp8_launch.forward(problem, operands)
-    from . import launch
+        return float8_launch.forward(problem, operands)
+    from .forward import launch
 
     return launch.forward(problem, operands)
 
@@ -60,9 +61,9 @@ def backward(
     dlse: Tensor | None,
 ) -> Gradients:
     """Gradients of a problem."""
-    from . import backward_launch
+    from .backward import launch
 
-    return backward_launch.backward(problem, operands, out, lse, dout, dlse)
+    return launch.backward(problem, operands, out, lse, dout, dlse)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

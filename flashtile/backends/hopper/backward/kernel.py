@@ -1,0 +1,176 @@
+"""The backward kernel: shared memory, and who does what.
+
+FlashAttention-2's algorithm 2 (Dao 2023) with the roles of FlashAttention-3: a program owns a tile
+of keys, so that dK and dV stay in registers, summed over the query heads of a group; dQ is added to
+memory. `backward_producer.py`, `backward_consumer.py` and `backward_writer.py` hold the roles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..shared.arguments import NUMBERS, Mask, Score
+from ..shared.channels import Channel, make_channel
+from ..shared.layouts import shared_rows
+from .consumer import consumer
+from .producer import producer
+from .query_gradient import make_staging
+from .writer import writer
+
+OF_CONSUMERS = gl.constexpr(240)  # registers a thread
+OF_OTHERS = gl.constexpr(24)
+
+
+class Channels(NamedTuple):
+    """Everything in shared memory."""
+
+    q: Any  # with the log-sum-exp of its rows
+    dout: Any  # with -delta
+    k: Any  # one tile, as v
+    v: Any
+    p: Any  # P^T (2, BLOCK_N, BLOCK_M), where it passes through shared memory
+    ds: Any  # dS^T: a ring, or as P^T
+    staging: Any  # dQ on its way out, if that leads through here: see `make_staging`
+
+
+class Inputs(NamedTuple):
+    """What TMA reads."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+class Outputs(NamedTuple):
+    """Where the results go: by TMA, or by the threads."""
+
+    dk: Any
+    dv: Any
+    workspace: Any  # plain memory where the consumers add from their registers
+    plain: Any  # KeyGradients
+    turns: Any
+
+
+class KeyGradients(NamedTuple):
+    """dk and dv as plain memory, for packed sequences."""
+
+    dk: Any
+    dv: Any
+
+
+class KeySizes(NamedTuple):
+    """Bounds of all sequences, and the order of the tiles of keys."""
+
+    B: Any
+    M: Any
+    N: Any
+    total_q: Any
+    total_k: Any
+    heads: Any  # key heads
+    group: Any
+    section: Any
+    blocks: Any  # of the workspace, a head
+
+
+@gluon.jit
+def make_rows(
+    dtype: gl.constexpr, statistic, SLOTS: gl.constexpr, RELEASES: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """A ring of blocks of rows; the rest of a slot is one number for each."""
+    shape: gl.constexpr = [SLOTS, 1, cfg.BLOCK_M, 1, cfg.BLOCK_D]
+    tiles = gl.allocate_shared_memory(dtype, shape, shared_rows(cfg.BLOCK_D))
+    numbers = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, cfg.BLOCK_M], statistic.layout)
+    return make_channel(tiles, numbers, SLOTS, RELEASES)
+
+
+@gluon.jit
+def make_keys(dtype: gl.constexpr, cfg: gl.constexpr):
+    """A tile of K or V."""
+    shape: gl.constexpr = [1, 1, cfg.BLOCK_N, 1, cfg.BLOCK_D]
+    tiles = gl.allocate_shared_memory(dtype, shape, shared_rows(cfg.BLOCK_D))
+    return make_channel(tiles, tiles, 1, 1)
+
+
+@gluon.jit
+def make_exchange(tiles, SLOTS: gl.constexpr):
+    """A ring of tiles of which each consumer writes one half and reads both."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=2)
+    return Channel(tiles, tiles, full, empty, SLOTS)
+
+
+@gluon.jit
+def make_channels(inputs, workspace, cfg: gl.constexpr):
+    """Allocate the rings and set up their barriers."""
+    dtype: gl.constexpr = inputs.q.dtype
+    SCORES: gl.constexpr = [2, cfg.BLOCK_N, cfg.BLOCK_M]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
+    ds = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
+    p = ds
+    if cfg.SPLITS_COLUMNS:
+        p = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
+    else:
+        ds = make_exchange(ds, 2)
+    channels = Channels(
+        make_rows(dtype, inputs.lse, cfg.Q_STAGES, 2, cfg),
+        make_rows(dtype, inputs.delta, cfg.DO_STAGES, 2, cfg),
+        make_keys(dtype, cfg),
+        make_keys(dtype, cfg),
+        p,
+        ds,
+        make_staging(workspace, cfg),
+    )
+    fence_async_shared()
+    return channels
+
+
+@gluon.jit(do_not_specialize=[*NUMBERS, "blocks"])
+def backward_kernel(
+    q, k, v, dout, lse, delta, dk, dv, workspace, plain, turns, counter, at, pointers, B,
+    M, N, total_q, total_k, heads, group, section, blocks, left, right, chunk, alibi_batch, scale,
+    softcap, cfg: gl.constexpr,
+):  # fmt: skip
+    """dK, dV and the sum for dQ, one tile of keys a program."""
+    sizes = KeySizes(B, M, N, total_q, total_k, heads, group, section, blocks)
+    mask = Mask(left, right, chunk)
+    score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
+    inputs = Inputs(q, k, v, dout, lse, delta)
+    outputs = Outputs(dk, dv, workspace, plain, turns)
+    if cfg.IS_ORDERED:  # see `order.await_turn`
+        tile = gl.atomic_add(counter, 1, sem="relaxed")  # nothing in memory goes with it
+    else:
+        tile = gl.program_id(0)
+    channels = make_channels(inputs, workspace, cfg)
+    if cfg.WRITERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
+                (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+                (writer, (1, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+            ],
+            [4, 1, 1, 1],
+            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
+                (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+            ],
+            [4, 1, 1],
+            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS],
+        )

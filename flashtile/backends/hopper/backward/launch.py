@@ -1,0 +1,243 @@
+"""Runs the backward on the GPU: allocates, describes the tensors, launches three kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....masks import as_kernel_number
+from ....problem import AttentionProblem, Operands
+from ... import Gradients
+from ...repeat import run_all
+from ..forward.launch import Launch, descriptor, readable
+from ..forward.plan import CONSUMER_ROWS
+from ..shared.arguments import Pointers, Sequences
+from .delta import delta_kernel
+from .kernel import KeyGradients, backward_kernel
+from .plan import (
+    BackwardConfig,
+    backward_plan,
+    backward_section,
+    leaves_keys_unseen,
+)
+from .query_gradient import PIECE_ROWS, round_kernel
+
+
+def backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Gradients of a problem."""
+    if 0 in operands.q.shape:  # no query asks anything of any key
+        dsink = None if operands.sink is None else torch.zeros_like(operands.sink)
+        dq, dk, dv = map(torch.zeros_like, operands[:3])
+        return Gradients(dq, dk, dv, None, dsink)
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        *tensors, out, lse, dout, dlse = given
+        return backward_launches(problem, Operands(*tensors), out, lse, dout, dlse, Buffers(*made))
+
+    made = buffers(problem, operands)
+    given = (*operands, out, lse, readable(dout), dlse)
+    run_all("hopper backward", problem, given, made, describe, backward_plan(problem))
+    sink = operands.sink
+    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
+    return Gradients(made.dq, made.dk, made.dv, None, dsink)
+
+
+class Buffers(NamedTuple):
+    """What the kernels of a backward write to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    workspace: Tensor  # dq in float32
+    lse_log2: Tensor  # see `delta.py`
+    minus_delta: Tensor
+    turns: Tensor | None  # whose turn it is to add to a block of dq, where there is an order
+    counter: Tensor | None  # of the tiles that have started, likewise
+
+
+def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
+    """Memory for the gradients, and for what is kept between the kernels."""
+    config = backward_plan(problem)
+    q, k, v = operands[:3]
+    # Rows that belong to no sequence are written by no program.
+    dq = (torch.empty_like if problem.layout == "dense" else torch.zeros_like)(
+        q, memory_format=torch.contiguous_format
+    )
+    make = torch.zeros_like if leaves_keys_unseen(problem) else torch.empty_like
+    dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (k, v))
+    rows = problem.Hq * workspace_blocks(problem, operands, config)
+    lines = rows * config.BLOCK_M * config.BLOCK_D // 256
+    workspace = q.new_empty(lines, 256, dtype=torch.float32)
+    lse_log2 = q.new_empty(rows, config.BLOCK_M, dtype=torch.float32)
+    minus_delta = torch.empty_like(lse_log2)
+    if problem.layout != "dense" and operands.sink is not None:
+        lse_log2.fill_(torch.inf)  # rows of no sequence weigh nothing
+        minus_delta.zero_()
+    turns = counter = None
+    if config.IS_ORDERED:
+        turns = q.new_empty(rows * config.ADDERS, dtype=torch.int32)
+        counter = q.new_empty(1, dtype=torch.int32)
+    return Buffers(dq, dk, dv, workspace, lse_log2, minus_delta, turns, counter)
+
+
+def backward_launches(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    made: Buffers,
+) -> list[Launch]:
+    """The launches that fill the gradients; `dout` is readable."""
+    config = backward_plan(problem)
+    common = {
+        "at": Sequences(
+            operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
+        ),
+        "M": problem.M,
+        "total_q": operands.q.shape[0],
+        "blocks": workspace_blocks(problem, operands, config),
+        "cfg": config,
+    }
+    before = common | {"turns": made.turns, "counter": made.counter}
+    return [
+        delta_launch(problem, out, lse, dout, dlse, made, before),
+        key_launch(problem, operands, dout, made, before),
+        round_launch(problem, made, common),
+    ]
+
+
+def workspace_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
+    """Blocks of rows of one head; see `backward_schedule.places_before`."""
+    if problem.layout == "dense":
+        return problem.B * -(-problem.M // config.BLOCK_M)
+    return operands.q.shape[0] // config.BLOCK_M + problem.B
+
+
+def delta_launch(
+    problem: AttentionProblem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    made: Buffers,
+    common: dict[str, Any],
+) -> Launch:
+    """Statistics of all rows; the workspace cleared."""
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    arguments = {
+        "out": out,
+        "dout": dout,
+        **dict(zip(("o_batch", "o_row", "o_head"), row_strides(out), strict=True)),
+        **dict(zip(("do_batch", "do_row", "do_head"), row_strides(dout), strict=True)),
+        "lse_ptr": lse.contiguous(),
+        "dlse_ptr": None if dlse is None else dlse.contiguous(),
+        "lse_log2_ptr": made.lse_log2,
+        "minus_delta_ptr": made.minus_delta,
+        "workspace": made.workspace,
+        "heads": problem.Hq,
+        **common,
+    }
+    return Launch(delta_kernel, row_grid(problem, common["cfg"]), arguments)
+
+
+def key_launch(
+    problem: AttentionProblem,
+    operands: Operands,
+    dout: Tensor,
+    made: Buffers,
+    common: dict[str, Any],
+) -> Launch:
+    """dk, dv, and the sum for dq."""
+    config, options = common["cfg"], problem.options
+    columns = config.BLOCK_D // 2 if config.SPLITS_COLUMNS else config.BLOCK_D
+    slopes = operands.alibi_slopes
+    arguments = {
+        "q": descriptor(readable(operands.q), config.BLOCK_M, config.BLOCK_D),
+        "k": descriptor(readable(operands.k), config.BLOCK_N, config.BLOCK_D),
+        "v": descriptor(readable(operands.v), config.BLOCK_N, config.BLOCK_D),
+        "dout": descriptor(dout, config.BLOCK_M, config.BLOCK_D),
+        "lse": plain_descriptor(made.lse_log2, 1),
+        "delta": plain_descriptor(made.minus_delta, 1),
+        "dk": descriptor(readable(made.dk), CONSUMER_ROWS, columns),
+        "dv": descriptor(readable(made.dv), CONSUMER_ROWS, columns),
+        "workspace": made.workspace if config.FROM_REGISTERS else staged_pieces(made, config),
+        "plain": KeyGradients(made.dk, made.dv),
+        "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
+        "B": problem.B,
+        "N": problem.N,
+        "total_k": operands.k.shape[0],
+        "heads": problem.Hk,
+        "group": problem.group,
+        "section": backward_section(problem),
+        "left": as_kernel_number(options.window_left),
+        "right": as_kernel_number(options.window_right),
+        "chunk": as_kernel_number(options.attention_chunk),
+        "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
+        "scale": options.softmax_scale,
+        "softcap": options.softcap,
+        **common,
+    }
+    tiles = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
+    return Launch(backward_kernel, (tiles,), arguments)
+
+
+def round_launch(problem: AttentionProblem, made: Buffers, common: dict[str, Any]) -> Launch:
+    """dq out of the sum."""
+    batch, row, head = row_strides(made.dq)
+    arguments = {
+        "workspace": made.workspace,
+        "dq": made.dq,
+        "batch_stride": batch,
+        "row_stride": row,
+        "head_stride": head,
+        "heads": problem.Hq,
+        "scale": problem.options.softmax_scale,
+        **common,
+    }
+    return Launch(round_kernel, row_grid(problem, common["cfg"]), arguments)
+
+
+def row_grid(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, int]:
+    """A program for every block of rows of every head."""
+    return problem.B * problem.Hq, -(-problem.M // config.BLOCK_M)
+
+
+def row_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of (batch, row, head); packed rows have one batch."""
+    batch = x.stride(0) if x.dim() == 4 else 0
+    return batch, x.stride(-3), x.stride(-2)
+
+
+def staged_pieces(made: Buffers, config: BackwardConfig) -> TensorDescriptor:
+    """The workspace in what one addition of TMA takes: a pair of pieces, or one."""
+    return plain_descriptor(made.workspace, 2 * PIECE_ROWS.value // config.ADDERS)
+
+
+PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)
+
+
+def plain_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """float32 `x` (n, columns) in boxes of `rows` whole rows, as they are in memory."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], PLAIN)
+
+
+def sink_gradient(sink: Tensor, lse_log2: Tensor, minus_delta: Tensor) -> Tensor:
+    """(Hq,): the sink is a key with P = exp(sink - lse) and dP = 0; rows that saw nothing have P =
+    0."""
+    heads = sink.shape[0]
+    sink_log2 = sink.float()[:, None] * torch.log2(torch.tensor(torch.e)).item()
+    p = torch.exp2(sink_log2 - lse_log2.view(heads, -1))
+    return (p * minus_delta.view(heads, -1)).sum(1).to(sink.dtype)

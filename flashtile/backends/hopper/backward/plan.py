@@ -1,0 +1,156 @@
+"""Tiles of the backward pass for every head dim.
+
+Pure Python, as `plan.py` is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ....problem import AttentionProblem
+from ..forward.plan import CACHED_BYTES, WIDEST_SECTION
+
+
+class BackwardTile(NamedTuple):
+    """What a head dim runs with; two consumers always."""
+
+    BLOCK_M: int  # queries of a step
+    BLOCK_N: int  # keys of a program
+    q_stages: int  # blocks of Q in flight; 2 at least, for the next S^T starts before dK ends
+    do_stages: int  # and of dO
+    splits_columns: bool  # the consumers share keys and split columns, else they split keys
+
+
+# Columns of a tile. Two accumulators of (64, columns) fit the registers up to 128 columns; above,
+# each consumer keeps half the columns of both.
+TILES = {
+    64: BackwardTile(128, 128, 2, 2, False),
+    128: BackwardTile(64, 128, 2, 2, False),
+    256: BackwardTile(64, 64, 2, 1, True),
+}
+
+
+# Tiles that add to the same rows start one after the other then, so that fewer of them wait.
+WIDEST_ORDERED = 64
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """What the kernels of a backward are compiled for; no lengths, no strides."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    Q_STAGES: int
+    DO_STAGES: int
+    SPLITS_COLUMNS: bool
+    FILLED: int  # columns that are not all zero, in whole 64s; products leave the others out
+    ADDERS: int  # parts of a block that are added to memory: by a writer, or by the consumers
+    WRITERS: int  # warps, which take turns; those of the consumers' additions have nothing to do
+    FROM_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
+    CARRIES_LSE: bool  # to the next step, where registers allow
+    DQ_FIRST: bool  # the late dQ is made before dS is stored: more overlap, one more barrier
+    D: int
+    DV: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_CHUNK: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    IS_PACKED: bool
+    IS_ORDERED: bool  # tiles add to dQ in the order of their keys
+
+
+@lru_cache(maxsize=4096)
+def backward_plan(problem: AttentionProblem) -> BackwardConfig:
+    """What the kernels of a call are compiled for."""
+    options = problem.options
+    columns = padded_columns(problem)
+    tile = TILES[columns]
+    from_registers = adds_from_registers(problem, columns)
+    return BackwardConfig(
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_D=columns,
+        Q_STAGES=tile.q_stages,
+        DO_STAGES=tile.do_stages,
+        SPLITS_COLUMNS=tile.splits_columns,
+        FILLED=-(-max(problem.D, problem.Dv, columns // 2 + 1) // 64) * 64,
+        ADDERS=2 if tile.splits_columns or from_registers else 1,
+        WRITERS=2 if options.deterministic and not tile.splits_columns else 1,
+        FROM_REGISTERS=from_registers,
+        CARRIES_LSE=columns == 128 and (problem.layout == "dense" or from_registers),
+        DQ_FIRST=columns == 128,
+        D=problem.D,
+        DV=problem.Dv,
+        HAS_LEFT=options.window_left is not None,
+        HAS_RIGHT=options.window_right is not None,
+        HAS_CHUNK=options.attention_chunk > 0,
+        HAS_SOFTCAP=options.softcap > 0,
+        HAS_ALIBI=problem.has_alibi,
+        IS_PACKED=problem.layout != "dense",
+        IS_ORDERED=options.deterministic,
+    )
+
+
+def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
+    """Whether consumers add dQ straight from their registers, not through a writer: in packed
+    batches, which lack the registers that staging takes, and in short walks, which end sooner.
+
+    Not at 64 columns, where dense batches lost most by it, nor where there is an order: every
+    thread would wait for its additions before a turn could be passed on.
+    """
+    options = problem.options
+    is_short = options.window_left is not None or options.attention_chunk > 0
+    able = columns == 128 and not options.deterministic
+    return able and (is_short or problem.layout != "dense")
+
+
+def padded_columns(problem: AttentionProblem) -> int:
+    """Columns of the tiles. 128 queries of a step, as 64 columns have them, leave no registers for
+    the slope of softcap."""
+    fewest = 128 if problem.options.softcap > 0 else 64
+    return next(size for size in TILES if max(problem.D, problem.Dv, fewest) <= size)
+
+
+def is_uneven(problem: AttentionProblem) -> bool:
+    """Whether tiles of keys of a sequence differ in how many queries see them."""
+    options = problem.options
+    return options.window_right is not None or options.attention_chunk > 0
+
+
+def backward_section(problem: AttentionProblem) -> int:
+    """Key heads whose tiles run side by side; see `plan.section_of`. Per key head the queries of a
+    whole group stream through the cache."""
+    ordered = problem.options.deterministic
+    if not is_uneven(problem) and not ordered:
+        return 1
+    of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
+    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_ORDERED if ordered else WIDEST_SECTION)
+
+
+def leaves_keys_unseen(problem: AttentionProblem) -> bool:
+    """Whether a tile of keys may be seen by no query, so that no program writes its gradients.
+
+    Queries are the last ones of the sequence: without more keys than queries, each key has a query
+    of its own, which sees it under every mask.
+    """
+    options = problem.options
+    bounded = options.window_left is not None or options.attention_chunk > 0
+    return problem.layout != "dense" or (bounded and problem.N > problem.M)
+
+
+def describe_backward(problem: AttentionProblem) -> str:
+    """The plan of the backward in words, for `explain`."""
+    config = backward_plan(problem)
+    order = "in the order of the keys" if config.IS_ORDERED else "in the order of arrival"
+    others = "a producer warp"
+    if config.ADDERS == 1:
+        writers = ("a writer warp", "2 writer warps")[config.WRITERS - 1]
+        others = f"{others} and {writers}"
+    return (
+        f"backward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
+        f"{config.BLOCK_D}, 2 consumer warpgroups, {others}, dQ added up in float32 {order}"
+    )

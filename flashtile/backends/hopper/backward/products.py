@@ -1,0 +1,134 @@
+"""The products of the backward, and the parts of tiles that a consumer multiplies."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from ..shared.layouts import CONSUMER_ROWS, accumulator, shared_value
+from ..shared.softmax import nothing
+from .intrinsics import hidden_zero, recast
+
+# Columns
+
+
+@gluon.constexpr_function
+def own_columns(ME, cfg):
+    """Columns of dK and dV that a consumer adds up: all, or its half as far as it is filled."""
+    half = cfg.BLOCK_D // 2
+    return min(half, cfg.FILLED - ME * half) if cfg.SPLITS_COLUMNS else cfg.BLOCK_D
+
+
+@gluon.constexpr_function
+def products_along(cfg):
+    """Products that one along the columns takes, each of a power of two of them."""
+    return 1 if cfg.FILLED == cfg.BLOCK_D else 2
+
+
+# Parts of tiles
+
+
+@gluon.jit
+def rows_tile(channel, i, cfg: gl.constexpr):
+    """A block of Q or dO, (BLOCK_M, BLOCK_D)."""
+    slot = hidden_zero(i) if channel.SLOTS == 1 else i % channel.SLOTS
+    return channel.tiles.index(slot).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+
+
+@gluon.jit
+def half(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
+    """This consumer's columns of it."""
+    return rows_tile(channel, i, cfg).slice(ME * cfg.BLOCK_D // 2, own_columns(ME, cfg), dim=1)
+
+
+@gluon.jit
+def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
+    """The rows of it for which this consumer makes scores."""
+    HALF: gl.constexpr = cfg.BLOCK_M // 2
+    rows = rows_tile(channel, i, cfg)
+    if cfg.SPLITS_COLUMNS:
+        rows = rows.slice(ME * HALF, HALF)
+    return rows
+
+
+@gluon.jit
+def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
+    """The rows of K or V of which this consumer makes scores, (64, BLOCK_D)."""
+    rows = tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    if not cfg.SPLITS_COLUMNS:
+        rows = rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
+    return rows
+
+
+@gluon.jit
+def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
+    """This consumer's part of P^T or dS^T in shared memory, (BLOCK_N, BLOCK_M)."""
+    tile = tiles.index(i % 2)
+    if cfg.SPLITS_COLUMNS:
+        tile = tile.slice(ME * (cfg.BLOCK_M // 2), cfg.BLOCK_M // 2, dim=1)
+    else:
+        tile = tile.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
+    return tile
+
+
+@gluon.jit
+def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
+    """The number that came with each row of a block, one a column of the scores."""
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    numbers = recast(channel.rest(i), gl.float32, [cfg.BLOCK_M], shared_value())
+    if cfg.SPLITS_COLUMNS:
+        numbers = numbers.slice(ME * COLUMNS, COLUMNS)
+    return numbers.load(gl.SliceLayout(0, accumulator(COLUMNS)))
+
+
+# Products
+
+
+@gluon.jit
+def multiply_along(keys, rows, start, use_start: gl.constexpr, cfg: gl.constexpr):
+    """`keys` (64, BLOCK_D) times `rows` (., BLOCK_D) transposed, under way."""
+    if products_along(cfg) == 1:
+        x = warpgroup_mma(keys, rows.permute((1, 0)), start, use_acc=use_start, is_async=True)
+    else:
+        HALF: gl.constexpr = cfg.BLOCK_D // 2
+        REST: gl.constexpr = cfg.FILLED - HALF
+        first = rows.slice(0, HALF, dim=1).permute((1, 0))
+        rest = rows.slice(HALF, REST, dim=1).permute((1, 0))
+        keys_first = keys.slice(0, HALF, dim=1)
+        x = warpgroup_mma(keys_first, first, start, use_acc=use_start, is_async=True)
+        x = warpgroup_mma(keys.slice(HALF, REST, dim=1), rest, x, is_async=True)
+    return x
+
+
+@gluon.jit
+def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
+    """S^T = K Q^T of block i, under way."""
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    q = queries_of(ME, channels.q, i, cfg)
+    return multiply_along(keys_tile(ME, k, cfg), q, nothing(COLUMNS), False, cfg)
+
+
+@gluon.jit
+def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
+    """dP^T - delta = V dO^T - delta of block i, under way."""
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    minus_delta = statistic(ME, channels.dout, i, cfg)
+    start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, COLUMNS])
+    dout = queries_of(ME, channels.dout, i, cfg)
+    return multiply_along(keys_tile(ME, v, cfg), dout, start, True, cfg)
+
+
+@gluon.jit
+def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
+    """A piece (64, 64) of dQ = dS K, under way: rows or columns 64 PART and on. dS^T is in slot `i`
+    of `tiles`."""
+    FIRST: gl.constexpr = PART * CONSUMER_ROWS
+    k = k.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    ds = tiles.index(i % 2)
+    if cfg.BLOCK_M == 64:
+        k = k.slice(FIRST, CONSUMER_ROWS, dim=1)
+    else:
+        ds = ds.slice(FIRST, CONSUMER_ROWS, dim=1)
+    zero = nothing(CONSUMER_ROWS)
+    return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)

@@ -1,0 +1,131 @@
+"""Which tile of keys a program has, and which blocks of queries see it.
+
+The rows of the float32 workspace of dQ, and of the statistics of the rows, come in whole blocks of
+BLOCK_M: every sequence starts a new block, `places_before` counts those before it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..shared.intrinsics import aggregate
+from ..shared.schedule import floor_to, section_order, sequence
+
+
+@aggregate
+class KeyWork:
+    """A tile of keys of one key head, and the blocks of queries that see some key of it."""
+
+    b: gl.tensor
+    kv_head: gl.tensor
+    n: gl.tensor  # number of the tile in its sequence
+    n0: gl.tensor  # first key of the tile
+    start_q: gl.tensor  # first row of the sequence
+    M: gl.tensor
+    start_k: gl.tensor
+    N: gl.tensor
+    place: gl.tensor  # first block of the sequence in the workspace, of head 0
+    before: gl.tensor  # blocks [begin, end) of the tile before this one end here
+    begin: gl.tensor
+    full_begin: gl.tensor  # blocks [full_begin, full_end) see every key of the tile
+    full_end: gl.tensor
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, b, kv_head, n, n0, start_q, M, start_k, N, place, before, begin, full_begin,
+        full_end, end,
+    ):  # fmt: skip
+        self.b = b
+        self.kv_head = kv_head
+        self.n = n
+        self.n0 = n0
+        self.start_q = start_q
+        self.M = M
+        self.start_k = start_k
+        self.N = N
+        self.place = place
+        self.before = before
+        self.begin = begin
+        self.full_begin = full_begin
+        self.full_end = full_end
+        self.end = end
+
+
+@gluon.jit
+def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
+    """The work of a tile number; equal tiles of a section's heads follow each other, first keys
+    first (under a causal mask most queries see them)."""
+    n, bh = section_order(tile, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.section)
+    b = bh // sizes.heads
+    start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
+    start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
+    n0 = n * cfg.BLOCK_N
+    _, _, _, before = blocks_seeing(n0 - cfg.BLOCK_N, M, N, mask, cfg)
+    begin, full_begin, full_end, end = blocks_seeing(n0, M, N, mask, cfg)
+    return KeyWork(
+        b, bh % sizes.heads, n, n0, start_q, M, start_k, N,
+        places_before(b, start_q, sizes.M, at.cu_seqlens_q, cfg.BLOCK_M),
+        gl.where(n > 0, before, 0), begin, full_begin, full_end, end,
+    )  # fmt: skip
+
+
+@gluon.jit
+def places_before(b, start_q, M, cu_seqlens, BLOCK_M: gl.constexpr):
+    """Blocks of the workspace before sequence `b`. A packed one of `count` rows takes up to
+    ceil(count / BLOCK_M) blocks, and start_q // BLOCK_M + b grows by more than that."""
+    place = b * gl.cdiv(M, BLOCK_M)
+    if cu_seqlens is not None:
+        place = start_q // BLOCK_M + b
+    return place
+
+
+@gluon.jit
+def seeing_rows(key, rows, shift, mask, cfg: gl.constexpr):
+    """Rows [start, stop) of `rows` that see `key`: the inverse of `schedule.visible_keys`."""
+    start = key * 0
+    stop = start + rows
+    if cfg.HAS_RIGHT:
+        start = gl.maximum(start, key - mask.right - shift)
+    if cfg.HAS_LEFT:
+        stop = gl.minimum(stop, key + mask.left + 1 - shift)
+    if cfg.HAS_CHUNK:
+        chunk = floor_to(key, mask.chunk) - shift
+        start = gl.maximum(start, chunk)
+        stop = gl.minimum(stop, chunk + mask.chunk)
+    return start, stop
+
+
+@gluon.jit
+def rows_to_mask(M, cfg: gl.constexpr):
+    """Rows that need no mask for being past the end. Those of a dense tensor are zero there and
+    weigh nothing (their log-sum-exp is +inf); packed, they are another sequence's."""
+    rows = gl.cdiv(M, cfg.BLOCK_M) * cfg.BLOCK_M
+    if cfg.IS_PACKED:
+        rows = M
+    return rows
+
+
+@gluon.jit
+def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
+    """Blocks of queries [begin, end) that see a key of [n0, n0 + BLOCK_N), and [full_begin,
+    full_end) inside of them, which need no mask. All equal where no query sees a key.
+
+    begin and end never fall from a tile of keys to the next.
+    """
+    rows = rows_to_mask(M, cfg)
+    shift = N - M
+    start, first_stop = seeing_rows(n0, rows, shift, mask, cfg)
+    last_start, stop = seeing_rows(gl.minimum(n0 + cfg.BLOCK_N, N) - 1, rows, shift, mask, cfg)
+    seen = (n0 < N) & (start < stop)
+    begin = gl.where(seen, start // cfg.BLOCK_M, 0)
+    end = gl.where(seen, gl.cdiv(stop, cfg.BLOCK_M), 0)
+    full_begin = gl.minimum(gl.maximum(gl.cdiv(last_start, cfg.BLOCK_M), begin), end)
+    full_end = gl.minimum(gl.maximum(first_stop // cfg.BLOCK_M, full_begin), end)
+    past = n0 + cfg.BLOCK_N > N
+    return begin, gl.where(past, end, full_begin), gl.where(past, end, full_end), end
+
+
+@gluon.jit
+def visited_block(j, work):
+    """The block of step `j`, of each head: downwards, see `backward_order.py`."""
+    return work.end - 1 - j

@@ -1,0 +1,1 @@
+"""The forward for e4m3 inputs."""

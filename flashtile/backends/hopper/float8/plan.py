@@ -1,0 +1,91 @@
+"""Which float8 problems the Hopper backend takes, and with which tiles; pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+
+from ....problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, AttentionProblem, dtype_name
+from ...reasons import head_dim_step_reasons
+from ..forward.plan import CONSUMER_ROWS, KernelConfig, Tile, plan, unsupported_reasons
+
+DTYPE = torch.float8_e4m3fn
+
+# TMA wants rows at multiples of 16 bytes.
+HEAD_DIM_STEP = 16
+
+# Head dim, key's and value's, rounded up. Q lies as `plan.PLACES_OF_Q` says, never as once or held.
+TILES = {
+    64: Tile(3, FLOAT8_KEY_BLOCK, 3, False, "registers", "late"),
+    128: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "registers", "freely"),
+    256: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "apart", "freely"),
+}
+
+# Where one exponential in eight is a polynomial: with two consumers at head dim 128 both units are
+# busy. A third consumer fills the gaps, and 256 columns keep the tensor cores busy longer.
+POLYNOMIAL_HEAD_DIM = 128
+
+# The rows of a consumer share a scale.
+assert CONSUMER_ROWS == FLOAT8_QUERY_BLOCK
+
+
+@dataclass(frozen=True)
+class Float8Config(KernelConfig):
+    """What the float8 kernel is compiled for."""
+
+    BLOCK_SCALES: bool  # a scale for each block of rows, not one for each head
+    HAS_POLYNOMIAL: bool  # for one exponential in eight
+
+
+def float8_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the float8 kernel cannot run `problem`; empty when it can."""
+    reasons = unsupported_reasons(problem._replace(dtype=torch.bfloat16))
+    if problem.dtype != DTYPE:
+        name = dtype_name(problem.dtype)
+        reasons.append(f"dtype {name} (the float8 kernel: {dtype_name(DTYPE)})")
+    reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP, "float8: ")
+    not_here = {
+        "ALiBi": problem.has_alibi,
+        "sink": problem.has_sink,
+        "attention_chunk": problem.options.attention_chunk > 0,
+        "a dense batch with lengths": problem.layout == "dense" and problem.has_lengths,
+    }
+    where = "not in float8 on this backend"
+    return reasons + [f"{name} ({where})" for name, asked in not_here.items() if asked]
+
+
+@lru_cache(maxsize=4096)
+def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
+    """What the kernel of a call is compiled for."""
+    head_dim = next(size for size in TILES if max(problem.D, problem.Dv) <= size)
+    tile = TILES[head_dim]
+    whole = problem._replace(D=head_dim, Dv=head_dim)  # no rest of columns
+    options = asdict(plan(whole)) | {
+        "CONSUMERS": tile.consumers,
+        "BLOCK_M": tile.consumers * CONSUMER_ROWS,
+        "BLOCK_N": tile.BLOCK_N,
+        "STAGES": tile.stages,
+        "Q_SLOTS": tile.consumers * (2 if tile.q == "twice" else 1),
+        "Q_IN_REGISTERS": tile.q == "registers",
+        "O_REUSES_Q": False,
+        "TAKES_TURNS": tile.takes_turns,
+        "WAITS": tile.waits,
+        "DV": problem.Dv,
+    }
+    return Float8Config(
+        **options,
+        BLOCK_SCALES=block_scales,
+        HAS_POLYNOMIAL=head_dim == POLYNOMIAL_HEAD_DIM,
+    )
+
+
+def describe_float8(problem: AttentionProblem) -> str:
+    """The plan in words, for `explain`."""
+    config = float8_plan(problem, block_scales=False)
+    return (
+        f"forward in float8: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
+        f"{config.BLOCK_D}, {config.CONSUMERS} consumer warpgroups and a producer warp, "
+        f"{config.STAGES} stages"
+    )

@@ -1,0 +1,86 @@
+"""What a consumer of float8 tiles does between its two products, beside `softmax.py`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .intrinsics import four_to_float8, same_float8, some_by_polynomial
+from .layouts import accumulator8, left_operand8
+
+# Weights are rounded to e4m3 as 2**8 P: below its largest number, 448, and most of them far from
+# its subnormal ones.
+WEIGHT_LOG2 = gl.constexpr(8.0)
+
+# A row's maximum stays while scores exceed it by no more than this, in base 2: 2**8.75 is 431.
+# Nine in ten new maxima of random scores do not.
+SLACK8_LOG2 = gl.constexpr(0.75)
+
+
+@gluon.jit
+def nothing8(COLUMNS: gl.constexpr):
+    """An empty accumulator (64, COLUMNS)."""
+    return gl.zeros([64, COLUMNS], gl.float32, layout=accumulator8(COLUMNS))
+
+
+@gluon.jit
+def masked8(s, start, stop, n0, cfg: gl.constexpr):
+    """-inf where a key of the block from n0 on is outside of its row's [start, stop), both (64,).
+
+    A column 16 c + 8 a + 2 t + b holds key 16 c + 2 a + 4 t + b. As in `softmax.masked`, c and a
+    are constants of a register, and t and b are added to the row's side.
+    """
+    by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
+    LAYOUT: gl.constexpr = by_eights.type.layout
+    COUNT: gl.constexpr = cfg.BLOCK_N // 8
+    eight = gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    key = (eight // 2 * 16 + eight % 2 * 2)[None, :, None]
+    visible = key < bounds8(stop - n0, LAYOUT)
+    if cfg.HAS_LEFT:
+        visible = visible & (key >= bounds8(start - n0, LAYOUT))
+    by_eights = gl.where(visible, by_eights, -float("inf"))
+    return gl.convert_layout(by_eights.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def bounds8(bound, LAYOUT: gl.constexpr):
+    """A bound on keys (64,) as one on `key` of `masked8`: (64, 1, 8)."""
+    bound = gl.convert_layout(bound, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    place = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    return bound[:, None, None] - (place // 2 * 4 + place % 2)[None, None, :]
+
+
+@gluon.jit
+def raised8(row_max, seen):
+    """`softmax.raised` with the slack that e4m3 has."""
+    return gl.where(seen - row_max > SLACK8_LOG2, seen, row_max)
+
+
+@gluon.jit
+def exponentials(x, MASKED: gl.constexpr, cfg: gl.constexpr):
+    """2**x. Where the unit for exponentials is as busy as the tensor cores and the one for products
+    is not, one in eight is a polynomial, but for masked blocks."""
+    if cfg.HAS_POLYNOMIAL and not MASKED:
+        p = some_by_polynomial(x)
+    else:
+        p = gl.exp2(x)
+    return p
+
+
+@gluon.jit
+def packed_weights(p, COLUMNS: gl.constexpr):
+    """P (64, keys) in e4m3, four to an int32, in the registers of the operand of a product that
+    accumulates (64, COLUMNS). Of four neighbours in the result the first holds them all.
+
+    Between two steps of a loop the compiler would take float8 numbers apart, one a register.
+    """
+    KEYS: gl.constexpr = p.shape[1]
+    in_order = p.reshape([64, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, KEYS])
+    in_order = gl.convert_layout(in_order, left_operand8(COLUMNS), assert_trivial=True)
+    return four_to_float8(in_order)
+
+
+@gluon.jit
+def weights_operand(words):
+    """`packed_weights` as the product takes it."""
+    return same_float8(words)

@@ -1,0 +1,1 @@
+"""The 16-bit forward."""

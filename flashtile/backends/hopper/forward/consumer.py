@@ -1,0 +1,402 @@
+"""A consumer: one warpgroup with 64 rows of the tile of queries.
+
+FlashAttention-3 (Shah et al. 2024), algorithm 2: while the tensor cores make the scores of a block
+and the output of the block before it, this warpgroup waits for its turn; while another warpgroup
+has the tensor cores, it takes the exponentials.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..shared.intrinsics import FIRST_BARRIER, aggregate, copy_to_global, log2, pin, show_written
+from ..shared.layouts import (
+    CONSUMER_ROWS,
+    CONSUMER_WARPS,
+    left_operand,
+    row_values,
+    rows_of_heads,
+)
+from ..shared.ping_pong import first_turn, give_turn, last_turn, wait_for_turn
+from ..shared.schedule import full_blocks, own_blocks, read_work, visible_keys
+from ..shared.softmax import (
+    LN2,
+    LOG2E,
+    alibi_slope,
+    as_left_operand,
+    distances,
+    linear_scale,
+    masked,
+    nothing,
+    paired,
+    partial_row_sum,
+    pivot_of,
+    raised,
+    rescaled,
+    rescaled_where_needed,
+    scores_log2,
+    whole_row_sum,
+)
+
+
+@aggregate
+class Rows:
+    """What the rows of a consumer see."""
+
+    number: gl.tensor  # (64,) row in the sequence
+    start: gl.tensor  # (64,) visible keys [start, stop)
+    stop: gl.tensor
+    shift: gl.tensor  # position of row 0
+    slope: gl.tensor  # ALiBi, base 2
+
+    @gluon.constexpr_function
+    def __init__(self, number, start, stop, shift, slope):
+        self.number = number
+        self.start = start
+        self.stop = stop
+        self.shift = shift
+        self.slope = slope
+
+
+@aggregate
+class Progress:
+    """What a consumer carries from block to block."""
+
+    i: gl.tensor  # use of the rings: the last block whose scores are known
+    block: gl.tensor  # its number
+    p: gl.tensor  # (64, BLOCK_N / 2) its weights, `paired`
+    o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it
+    o_rest: gl.tensor
+    rescale: gl.tensor  # (64,) what that output is still to be multiplied with
+    row_max: gl.tensor  # (64,) or a little less, see `raised`
+    row_sum: gl.tensor  # (64, 4)
+
+    @gluon.constexpr_function
+    def __init__(self, i, block, p, o, o_rest, rescale, row_max, row_sum):
+        self.i = i
+        self.block = block
+        self.p = p
+        self.o = o
+        self.o_rest = o_rest
+        self.rescale = rescale
+        self.row_max = row_max
+        self.row_sum = row_sum
+
+
+@gluon.jit
+def consumer(
+    ME: gl.constexpr, output, channels, sizes, mask, score, cfg: gl.constexpr
+):  # fmt: skip
+    """Attend tile after tile, until the producer has no more."""
+    first_turn(ME, cfg)
+    count = 0  # tiles so far
+    i = 0  # blocks so far
+    channels.work.acquire(count)
+    work = read_work(channels.work, count, sizes, cfg)
+    while work.begin < work.end:
+        o, o_rest, done = attend(ME, count, i, channels, work, mask, score, cfg)
+        # again, for registers are scarce until here
+        work = read_work(channels.work, count, sizes, cfg)
+        scale, lse = normalisation(ME, done.row_max, done.row_sum, work, score.sink_ptr, cfg)
+        store_lse(ME, lse, output, work, sizes, cfg)
+        o, o_rest = finished_output(o, o_rest, cfg)
+        channels.v.release_operand(done.i)
+        i = pass_blocks(ME, done.i + 1, done.block - work.begin, channels, cfg)
+        tma.store_wait(0)
+        store_output(ME, rescaled(o, scale), channels.o, 0, output, work, cfg.BLOCK_DV, cfg)
+        if cfg.REST_DV > 0:
+            o_rest = rescaled(o_rest, scale)
+            store_output(ME, o_rest, channels.o_rest, cfg.BLOCK_DV, output, work, cfg.REST_DV, cfg)
+        if cfg.O_REUSES_Q:
+            tma.store_wait(0)
+            channels.q.release(count * cfg.CONSUMERS + ME)
+        channels.work.release(count)
+        count += 1
+        channels.work.acquire(count)
+        work = read_work(channels.work, count, sizes, cfg)
+    tma.store_wait(0)
+    last_turn(ME, cfg)
+
+
+@gluon.jit
+def attend(ME: gl.constexpr, count, i, channels, work, mask, score, cfg: gl.constexpr):
+    """Walk over the blocks of keys, from the last to the first: the output, its last product under
+    way, and how far it has come."""
+    first_row = work.m0 + ME * CONSUMER_ROWS
+    last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
+    begin, end = own_blocks(first_row, last_row, work, mask, cfg)
+    full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, mask, cfg)
+    rows = rows_of(ME, work, mask, score, cfg)
+    q_use = count * cfg.CONSUMERS + ME
+    q, q_rest = queries(q_use, channels, cfg)
+    i = pass_blocks(ME, i, work.end - end, channels, cfg)
+    now = first_block(ME, q, q_rest, i, end - 1, channels, rows, work, score, cfg)
+    if cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:  # a product has used them: they have arrived
+        channels.q.release_operand(q_use)
+    # Three phases: masked, full, masked.
+    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+        now = walk(ME, now, q, q_rest, full_end, channels, rows, score, True, cfg)
+    now = walk(ME, now, q, q_rest, full_begin, channels, rows, score, False, cfg)
+    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+        now = walk(ME, now, q, q_rest, begin, channels, rows, score, True, cfg)
+    if not cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:
+        channels.q.release_operand(q_use)
+    o, o_rest = issue_output(now, channels, cfg)
+    return o, o_rest, now
+
+
+@gluon.jit
+def queries(q_use, channels, cfg: gl.constexpr):
+    """Q, in registers or in shared memory, and the rest of its columns."""
+    channels.q.acquire(q_use)
+    q = channels.q.tile(q_use).reshape([CONSUMER_ROWS, cfg.BLOCK_D])
+    q_rest = q
+    if cfg.REST_D > 0:
+        q_rest = channels.q.rest(q_use).reshape([CONSUMER_ROWS, cfg.REST_D])
+    if cfg.Q_IN_REGISTERS:
+        q = q.load(left_operand(cfg.BLOCK_N))
+        q_rest = q_rest.load(left_operand(cfg.BLOCK_N)) if cfg.REST_D > 0 else q
+    return q, q_rest
+
+
+@gluon.jit
+def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
+    """Let `count` blocks go by that no row of this consumer sees, from use `i` on; the use after
+    them."""
+    for _ in range(count):
+        wait_for_turn(ME, cfg)
+        give_turn(ME, cfg)
+        channels.k.acquire(i)
+        channels.k.release(i)
+        channels.v.acquire(i)
+        channels.v.release(i)
+        i += 1
+    return i
+
+
+@gluon.jit
+def walk(
+    ME: gl.constexpr, now, q, q_rest, stop, channels, rows, score, MASKED: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Blocks before `now.block`, down to `stop`."""
+    for _ in range(now.block - stop):
+        now = next_block(ME, now, q, q_rest, channels, rows, score, MASKED, cfg)
+    return now
+
+
+@gluon.jit
+def rows_of(ME: gl.constexpr, work, mask, score, cfg: gl.constexpr):
+    """The rows of this consumer."""
+    number = work.m0 + ME * CONSUMER_ROWS
+    number += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
+    shift = work.N - work.M
+    start, stop = visible_keys(number + shift, work.N, mask, cfg)
+    return Rows(number, start, stop, shift, alibi_slope(work.b, work.h, score, cfg))
+
+
+@gluon.jit
+def issue_scores(q, q_rest, i, channels, cfg: gl.constexpr):
+    """S = Q K^T of block i, under way."""
+    k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
+    s = warpgroup_mma(q, k, nothing(cfg.BLOCK_N), use_acc=False, is_async=True)
+    if cfg.REST_D > 0:
+        k = channels.k.rest(i).reshape([cfg.BLOCK_N, cfg.REST_D]).permute((1, 0))
+        s = warpgroup_mma(q_rest, k, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def issue_output(now, channels, cfg: gl.constexpr):
+    """O += P V of block i, under way."""
+    dtype: gl.constexpr = channels.v.tiles.dtype
+    channels.v.acquire(now.i)
+    o, o_rest = rescaled_where_needed(now.o, now.rescale), now.o_rest
+    if cfg.REST_DV > 0:
+        o_rest = rescaled_where_needed(o_rest, now.rescale)
+    v = channels.v.tile(now.i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+    o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
+    if cfg.REST_DV > 0:
+        v = channels.v.rest(now.i).reshape([cfg.BLOCK_N, cfg.REST_DV])
+        p = as_left_operand(now.p, cfg.REST_DV, dtype)
+        o_rest = warpgroup_mma(p, v, o_rest, is_async=True)
+    return o, o_rest
+
+
+@gluon.jit
+def finished_output(o, o_rest, cfg: gl.constexpr):
+    """Wait for `issue_output`."""
+    if cfg.REST_DV > 0:
+        o, o_rest = warpgroup_mma_wait(0, deps=[o, o_rest])
+    else:
+        o = warpgroup_mma_wait(0, deps=[o])
+    return o, o_rest
+
+
+@gluon.jit
+def finished_scores(s, n0, rows, score, MASKED: gl.constexpr, cfg: gl.constexpr):
+    """From products to scores in base 2, less `linear_scale`; -inf where masked."""
+    distance = 0
+    if cfg.HAS_ALIBI:
+        distance = distances(rows.number + rows.shift, n0, s, cfg)
+    s = scores_log2(s, distance, rows.slope, score, cfg)
+    if MASKED:
+        s = masked(s, rows.start, rows.stop, n0, cfg)
+    return s
+
+
+@gluon.jit
+def first_block(
+    ME: gl.constexpr, q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr
+):
+    """The block that is visited first, which holds the last keys that its rows see."""
+    n0 = block * cfg.BLOCK_N
+    channels.k.acquire(i)
+    s = issue_scores(q, q_rest, i, channels, cfg)
+    if cfg.IS_RAGGED:
+        channels.v.acquire(i)
+        clear_tail(ME, channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
+        if cfg.REST_DV > 0:
+            clear_tail(ME, channels.v.rest(i), work.N - n0, cfg.REST_DV, cfg)
+    s = warpgroup_mma_wait(0, deps=[s])
+    channels.k.release_operand(i)
+    s = finished_scores(s, n0, rows, score, False, cfg)
+    if cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK:  # noqa: SIM114 -- known while compiling
+        s = masked(s, rows.start, rows.stop, n0, cfg)
+    elif n0 + cfg.BLOCK_N > work.N:
+        s = masked(s, rows.start, rows.stop, n0, cfg)
+    factor = linear_scale(score, cfg)
+    row_max = gl.max(s, 1) * factor
+    p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
+    return Progress(
+        i,
+        block,
+        paired(p, channels.v.tiles.dtype),
+        nothing(cfg.BLOCK_DV),
+        nothing(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0,
+        gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
+        row_max,
+        partial_row_sum(p),
+    )
+
+
+@gluon.jit
+def next_block(
+    ME: gl.constexpr, now, q, q_rest, channels, rows, score, MASKED: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Scores of the block before `now.block`, and the output of that one."""
+    VALUE_PRODUCTS: gl.constexpr = 1 if cfg.REST_DV == 0 else 2
+    i, block = now.i + 1, now.block - 1
+    channels.k.acquire(i)
+    wait_for_turn(ME, cfg)
+    s = issue_scores(q, q_rest, i, channels, cfg)
+    o, o_rest = issue_output(now, channels, cfg)
+    give_turn(ME, cfg)
+    s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
+    channels.k.release_operand(i)
+    s = finished_scores(s, block * cfg.BLOCK_N, rows, score, MASKED, cfg)
+    factor = linear_scale(score, cfg)
+    row_max = raised(now.row_max, gl.max(s, 1) * factor)
+    if cfg.WAITS == "early":
+        pin(row_max)
+        o, o_rest = finished_output(o, o_rest, cfg)
+        channels.v.release_operand(now.i)
+    pivot = pivot_of(row_max, MASKED)
+    rescale = gl.exp2(now.row_max - pivot)
+    p = gl.exp2(s * factor - pivot[:, None])
+    row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
+    if cfg.WAITS != "early":
+        if cfg.WAITS == "late":
+            pin(row_sum)
+        o, o_rest = finished_output(o, o_rest, cfg)
+        channels.v.release_operand(now.i)
+    p = paired(p, channels.v.tiles.dtype)
+    return Progress(i, block, p, o, o_rest, rescale, row_max, row_sum)
+
+
+@gluon.jit
+def clear_tail(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
+    """Zero the rows of a block of V from `count` on, which belong to another sequence or to none.
+
+    Their weight is zero, but what memory holds there may be infinite. All consumers write the same
+    values, so none waits for another.
+    """
+    STEP: gl.constexpr = 32
+    BLOCK: gl.constexpr = cfg.BLOCK_N
+    LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
+    v = v.reshape([BLOCK, COLUMNS])
+    if count < BLOCK:
+        row = gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
+        for first in gl.static_range(0, BLOCK, STEP):
+            part = v.slice(first, STEP)
+            x = part.load(LAYOUT)
+            part.store(gl.where((row + first < count)[:, None], x, gl.zeros_like(x)))
+        show_written(FIRST_BARRIER + cfg.CONSUMERS + ME)
+
+
+@gluon.jit
+def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.constexpr):
+    """What the output of every row is multiplied with, and its log-sum-exp; 0 and -inf for padding
+    rows and for those that saw no key."""
+    rows = work.m0 + ME * CONSUMER_ROWS
+    rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
+    row_sum = whole_row_sum(row_sum, cfg)
+    weight = 1.0
+    if sink_ptr is not None:  # a key of logit `sink` whose value is zero
+        sink = gl.load(sink_ptr + work.h).to(gl.float32) * LOG2E
+        with_sink = gl.maximum(row_max, sink)
+        pivot = pivot_of(with_sink, True)
+        weight = gl.exp2(row_max - pivot)
+        row_sum = row_sum * weight + gl.exp2(sink - pivot)
+        row_max = with_sink
+    seen = (row_sum > 0.0) & (rows < work.M)
+    safe_sum = gl.where(seen, row_sum, 1.0)
+    lse = gl.where(seen, (row_max + log2(safe_sum)) * LN2, -float("inf"))
+    return gl.where(seen, weight / safe_sum, 0.0), lse
+
+
+@gluon.jit
+def store_lse(ME: gl.constexpr, lse, output, work, sizes, cfg: gl.constexpr):
+    """(B, Hq, M) or, packed, (Hq, total_q)."""
+    rows = work.m0 + ME * CONSUMER_ROWS
+    rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
+    if not cfg.IS_PACKED:
+        place = (work.b * sizes.heads + work.h).to(gl.int64) * sizes.M
+    else:
+        place = work.h.to(gl.int64) * sizes.total_q + work.start_q
+    gl.store(output.lse_ptr + place + rows, lse, mask=rows < work.M)
+
+
+@gluon.jit
+def store_output(
+    ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, COLUMNS: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Columns from COLUMN on of the output, through shared memory: by TMA, which clips
+    at the end of the tensor, or, where a sequence can end before it, by the threads."""
+    row = work.m0 + ME * CONSUMER_ROWS
+    tile = tiles.index(ME)
+    tile.reshape([CONSUMER_ROWS, COLUMNS]).store(o.to(tiles.dtype))
+    fence_async_shared()  # TMA reads it, or writes the next queries over it
+    if cfg.IS_RAGGED:
+        LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
+        x = tile.reshape([CONSUMER_ROWS, COLUMNS]).load(LAYOUT)
+        offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+        dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        strides = output.desc.tiles.strides  # of (batch, row, head, dim)
+        places = (work.start_q + offs).to(gl.int64) * strides[1] + work.h.to(gl.int64) * strides[2]
+        if not cfg.IS_PACKED:
+            places += work.b.to(gl.int64) * strides[0]
+        # Rows start at multiples of 16 bytes, as TMA wants them.
+        places = gl.multiple_of(places, [1, 8])
+        gl.store(output.ptr + places + dims, x, mask=(offs < work.M) & (dims < cfg.DV))
+    elif COLUMN == 0:
+        copy_to_global(output.desc.tiles, [work.b, row, work.h, 0], tile)
+    else:
+        copy_to_global(output.desc.rests, [work.b, row, work.h, COLUMN], tile)

@@ -1,0 +1,179 @@
+"""Runs a problem on the GPU: allocates the outputs, describes the tensors and launches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+
+from ....masks import as_kernel_number
+from ....problem import AttentionProblem, Operands, lse_shape
+from ...kernel_keys import settle
+from ...repeat import ALIGNMENT, run_all
+from ..shared.arguments import Pointers, Sequences
+from ..shared.layouts import shared_rows
+from .kernel import forward_kernel
+from .plan import CONSUMER_ROWS, KernelConfig, plan, section_of
+
+
+class Launch(NamedTuple):
+    """One kernel launch."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int = 4
+
+    def run(self) -> Any:
+        """Launch on the current device; the compiled kernel."""
+        settle(self.kernel)
+        return self.kernel[self.grid](**self.arguments, num_warps=self.warps)
+
+    def launcher(self, compiled: Any) -> Any:
+        """What launches the compiled kernel on the arguments in order."""
+        return compiled[(*self.grid, 1, 1)[:3]]
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a problem."""
+    config = plan(problem)
+    out, lse = outputs(problem, operands, config)
+    if problem.M == 0 or 0 in operands.q.shape:
+        return out, lse
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        out, lse, counter = made
+        programs = _multiprocessors(out.device)
+        return [forward_launch(problem, Operands(*given), out, lse, programs, counter)]
+
+    made = out, lse, _counter(operands.q.device)
+    run_all("hopper forward", problem, operands, made, describe, config)
+    return out, lse
+
+
+def outputs(
+    problem: AttentionProblem, operands: Operands, config: KernelConfig
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) to write to."""
+    q = operands.q
+    shape = (*q.shape[:-1], problem.Dv)
+    if config.IS_RAGGED:  # rows that belong to no sequence are written by no program
+        lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
+        return q.new_zeros(shape), lse
+    # Sizes one by one: PyTorch takes half as long to read them as it takes for a tuple.
+    return q.new_empty(*shape), q.new_empty(*lse_shape(operands), dtype=torch.float32)
+
+
+def forward_launch(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    multiprocessors: int,
+    counter: Tensor,
+) -> Launch:
+    """The launch that fills `out` and `lse`; `counter` is two zeros."""
+    config, options = plan(problem), problem.options
+    q, k, v = (readable(x) for x in operands[:3])
+    tiles = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
+    slopes = operands.alibi_slopes
+    arguments = {
+        **descriptors(q, k, v, readable(out), config),
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "counter": counter,
+        "at": Sequences(
+            operands.cu_seqlens_q,
+            operands.cu_seqlens_k,
+            operands.seqused_q,
+            operands.seqused_k,
+        ),
+        "pointers": Pointers(None if slopes is None else slopes.contiguous(), operands.sink),
+        "B": problem.B,
+        "M": problem.M,
+        "N": problem.N,
+        "total_q": operands.q.shape[0],
+        "total_k": operands.k.shape[0],
+        "heads": problem.Hq,
+        "group": problem.group,
+        "section": section_of(problem),
+        "tiles": tiles,
+        "left": as_kernel_number(options.window_left),
+        "right": as_kernel_number(options.window_right),
+        "chunk": as_kernel_number(options.attention_chunk),
+        "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
+        "scale": options.softmax_scale,
+        "softcap": options.softcap,
+        "cfg": config,
+    }
+    return Launch(forward_kernel, (min(multiprocessors, tiles),), arguments)
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether TMA can read `x`: rows at multiples of 16 bytes, elements contiguous."""
+    *outer, dim = x.stride()
+    step = ALIGNMENT // x.element_size()
+    return dim == 1 and x.data_ptr() % ALIGNMENT == 0 and not any(s % step or s == 0 for s in outer)
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x`, or a copy that TMA can read."""
+    if x.shape[0] == 0:  # it reads from no empty tensor
+        x = x.new_zeros((1, *x.shape[1:]))
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def descriptors(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: KernelConfig
+) -> dict[str, TensorDescriptor | None]:
+    """The tensors in tiles of their first columns, and in tiles of the rest where there is one."""
+    of_keys = {"tiles": config.BLOCK_D, "rests": config.REST_D}
+    of_values = {"tiles": config.BLOCK_DV, "rests": config.REST_DV}
+    found = {}
+    for part in ("tiles", "rests"):
+        for name, x, rows, columns in (
+            ("q", q, CONSUMER_ROWS, of_keys[part]),
+            ("k", k, config.BLOCK_N, of_keys[part]),
+            ("v", v, config.BLOCK_N, of_values[part]),
+            ("o", out, CONSUMER_ROWS, of_values[part]),
+        ):
+            found[f"{name}_{part}"] = descriptor(x, rows, columns) if columns else None
+    return found
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """`x` (batch, row, head, dim), or packed (row, head, dim), in boxes of `rows` rows of one
+    head."""
+    shape, strides = list(x.shape), list(x.stride())
+    if x.dim() == 3:
+        shape, strides = [1, *shape], [shape[0] * strides[0], *strides]
+    return TensorDescriptor(x, shape, strides, [1, rows, 1, columns], _layout(columns))
+
+
+_layout = lru_cache(shared_rows)  # which takes longer to make than the rest of a descriptor
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Two zeros, which every launch leaves at zero; launches of one stream follow each other, so
+    they share."""
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _counter(device)
+    if torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device.index, driver.active.get_current_stream(device.index)
+    if key not in _counters:
+        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[key]

@@ -1,0 +1,247 @@
+"""Which problems the Hopper backend takes, and with which tiles.
+
+Pure Python: nothing here imports Triton, so that `explain` works where Triton is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+
+from ....problem import AttentionProblem
+from ...reasons import dotted, dtype_reasons, head_dim_reasons, head_dim_step_reasons
+
+CAPABILITY = (9, 0)
+DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+OLDEST_TRITON = (3, 6)
+
+# TMA wants rows at multiples of 16 bytes.
+HEAD_DIM_STEP = 8
+
+# Fewer queries leave most of a tile empty.
+FEWEST_QUERIES = 65
+
+CONSUMER_ROWS = 64
+
+# Bytes of keys and values that may lie in the second-level cache together.
+CACHED_BYTES = 32 * 2**20
+WIDEST_SECTION = 16
+
+
+def _triton_version() -> tuple[int, int] | None:
+    """(major, minor) of the installed Triton; asked once, because a tracer cannot ask."""
+    try:
+        major, minor, *_ = version("triton").split(".")
+    except PackageNotFoundError:
+        return None
+    return int(major), int(minor)
+
+
+TRITON_VERSION = _triton_version()
+
+
+class Tile(NamedTuple):
+    """What a head dim, key's and value's, runs with."""
+
+    consumers: int  # warpgroups, each with 64 rows of the tile
+    BLOCK_N: int  # keys of a block
+    stages: int  # blocks of K and of V in flight
+    takes_turns: bool  # consumers issue products one after the other (ping-pong)
+    q: str  # where a consumer's queries lie, see below
+    waits: str = "freely"  # where a consumer waits for the output of a block, see below
+
+
+# Where the queries lie while their tile runs.
+# registers: in those of the consumer; the next tile's arrive meanwhile.
+# twice: in shared memory, in two slots, for this tile and the next one.
+# once: in shared memory, in one slot that the output then passes through.
+# held: in registers, from such a slot, so that shared memory has room for more blocks.
+# apart: as once, but the output has shared memory of its own.
+PLACES_OF_Q = ("registers", "twice", "once", "held", "apart")
+
+# Where a consumer waits for O += P V of the last block.
+# early: before the exponentials of this block, during which others keep the tensor cores busy.
+# late: behind them.
+# freely: where the assembler puts it, which is among them.
+WAITS = ("early", "late", "freely")
+
+# Head dims that tiles come in: columns of a tile, a power of two, and the rest of them.
+HEAD_DIMS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+
+# (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
+TILES = {
+    (64, 64): Tile(3, 128, 4, True, "twice", "early"),
+    (96, 96): Tile(2, 128, 2, True, "registers"),
+    (128, 128): Tile(2, 128, 2, False, "registers"),
+    (192, 128): Tile(2, 64, 2, True, "apart"),
+    (192, 192): Tile(2, 64, 3, True, "held", "late"),
+    (256, 256): Tile(2, 64, 2, False, "once"),
+}
+UNLIKE = Tile(2, 64, 2, True, "apart")  # every other pair; fits the largest
+
+# Where every row walks over all keys, the consumers stay in step. Masks have no registers for it:
+# with Triton 3.9 they spill.
+UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
+
+# Where most walks end after a few blocks, fewer rows a tile waste less at the diagonal.
+SHORT_CAUSAL = 1024  # keys
+SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
+
+
+def tile_of(problem: AttentionProblem) -> Tile:
+    """The tile that a problem runs with."""
+    options, head_dims = problem.options, (padded(problem.D), padded(problem.Dv))
+    of_mask: dict[tuple[int, int], Tile] = {}
+    if not problem.facts:
+        of_mask = UNMASKED_TILES
+    elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
+        of_mask = SHORT_CAUSAL_TILES
+    return of_mask.get(head_dims) or TILES.get(head_dims, UNLIKE)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What the kernel is compiled for. Lengths and strides are not in here: they recompile
+    nothing, but that a short causal problem may have another tile."""
+
+    CONSUMERS: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int  # columns of a tile of keys; a second tile has the rest of them
+    REST_D: int
+    BLOCK_DV: int
+    REST_DV: int
+    DV: int
+    STAGES: int
+    Q_SLOTS: int
+    Q_IN_REGISTERS: bool
+    O_REUSES_Q: bool  # the output passes through the shared memory of the queries
+    TAKES_TURNS: bool
+    WAITS: str  # for the output of a block: `WAITS` above
+    IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_CHUNK: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    IS_PACKED: bool
+    IS_RAGGED: bool  # sequences can end before the tensors do
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the Hopper backend cannot run `problem`; empty when it can."""
+    reasons = _device_reasons(problem)
+    reasons += dtype_reasons(problem, DTYPES)
+    reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
+    reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
+    if problem.M < FEWEST_QUERIES:
+        reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
+    if problem.N == 0:
+        reasons.append("no keys (at least 1)")
+    return reasons + _option_reasons(problem)
+
+
+def _device_reasons(problem: AttentionProblem) -> list[str]:
+    reasons = []
+    if problem.device_type != "cuda":
+        reasons.append(f"tensors are on {problem.device_type} (this backend: cuda)")
+    elif torch.version.hip is not None:
+        reasons.append("ROCm (this backend: NVIDIA Hopper)")
+    elif problem.capability != CAPABILITY:
+        reasons.append(f"compute capability {dotted(problem.capability)} (this backend: 9.0)")
+    if TRITON_VERSION is None:
+        reasons.append("the package triton is not installed (pip install triton)")
+    elif TRITON_VERSION < OLDEST_TRITON:
+        reasons.append(f"Triton {dotted(TRITON_VERSION)} (at least {dotted(OLDEST_TRITON)})")
+    return reasons
+
+
+def _option_reasons(problem: AttentionProblem) -> list[str]:
+    not_here = {
+        "bias": problem.has_bias,
+        "dropout": problem.options.dropout_p > 0,
+        "block_mask": problem.block_tile is not None,
+        "probabilities": problem.wants_probabilities,
+        "pages": problem.page_size > 0,
+        "float8 keys and values": problem.has_float8_keys,
+        "a negative window side": _has_negative_side(problem),
+        "a cache behind packed queries": problem.layout == "packed_queries",
+        "left pads or rows of a cache": problem.has_cache_rows,
+        "gradients of a dense batch with lengths": problem.layout == "dense"
+        and problem.has_lengths
+        and problem.needs_grad,
+    }
+    return [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
+
+
+def _has_negative_side(problem: AttentionProblem) -> bool:
+    """Whether a query may see no key although its own position is among the keys."""
+    sides = (problem.options.window_left, problem.options.window_right)
+    return any(side is not None and side < 0 for side in sides)
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: AttentionProblem) -> KernelConfig:
+    """What the kernel of a call is compiled for."""
+    options = problem.options
+    head_dims = padded(problem.D), padded(problem.Dv)
+    (BLOCK_D, REST_D), (BLOCK_DV, REST_DV) = (HEAD_DIMS[size] for size in head_dims)
+    tile = tile_of(problem)
+    has_softcap, packed = options.softcap > 0, problem.layout != "dense"
+    return KernelConfig(
+        CONSUMERS=tile.consumers,
+        BLOCK_M=tile.consumers * CONSUMER_ROWS,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_D=BLOCK_D,
+        REST_D=REST_D,
+        BLOCK_DV=BLOCK_DV,
+        REST_DV=REST_DV,
+        DV=problem.Dv,
+        STAGES=tile.stages,
+        Q_SLOTS=tile.consumers * (2 if tile.q == "twice" else 1),
+        Q_IN_REGISTERS=tile.q in ("registers", "held"),
+        O_REUSES_Q=tile.q in ("once", "held"),
+        TAKES_TURNS=tile.takes_turns,
+        WAITS=tile.waits,
+        IS_LINEAR=not has_softcap and not problem.has_alibi and options.softmax_scale > 0,
+        HAS_LEFT=options.window_left is not None,
+        HAS_RIGHT=options.window_right is not None,
+        HAS_CHUNK=options.attention_chunk > 0,
+        HAS_SOFTCAP=has_softcap,
+        HAS_ALIBI=problem.has_alibi,
+        IS_PACKED=packed,
+        IS_RAGGED=packed or problem.has_lengths,
+    )
+
+
+def section_of(problem: AttentionProblem) -> int:
+    """Heads whose tiles run side by side.
+
+    Where tiles differ in length, equal ones of several heads run together, as many heads as the
+    second-level cache holds.
+    """
+    options = problem.options
+    if options.window_right is None and options.attention_chunk == 0:
+        return 1
+    of_a_head = problem.N * (problem.D + problem.Dv) * 2
+    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SECTION)
+
+
+def padded(head_dim: int) -> int:
+    """The head dim that the tiles have."""
+    return next(size for size in HEAD_DIMS if head_dim <= size)
+
+
+def describe_forward(problem: AttentionProblem) -> str:
+    """The plan of the forward in words, for `explain`."""
+    config = plan(problem)
+    return (
+        f"forward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
+        f"{config.BLOCK_D + config.REST_D}, {config.CONSUMERS} consumer warpgroups and a producer "
+        f"warp, {config.STAGES} stages"
+    )

@@ -1,0 +1,2 @@
+"""What the kernels of this backend share: layouts, intrinsics, ring buffers, the tile scheduler and
+the online softmax."""

@@ -1,0 +1,231 @@
+"""Which tile of queries comes next, and which keys it sees.
+
+Programs are persistent, one for each multiprocessor. The producer of a program takes the number of
+its next tile from a counter that all programs share, and tells its consumers where that tile lies:
+whoever is early takes more, so long and short tiles even out.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .channels import number_of, put
+from .intrinsics import aggregate
+from .layouts import CONSUMER_WARPS
+
+WORK_NUMBERS = gl.constexpr(8)  # fields of `Work`
+
+
+@aggregate
+class Work:
+    """A tile of queries of one head, and the blocks of keys that some row of it sees."""
+
+    b: gl.tensor
+    h: gl.tensor
+    m0: gl.tensor  # first row of the tile, counted in the sequence
+    start_q: gl.tensor  # first row of the sequence
+    M: gl.tensor  # queries of the sequence
+    N: gl.tensor
+    begin: gl.tensor  # first block of keys; at least one block is visited
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, b, h, m0, start_q, M, N, begin, end):
+        self.b = b
+        self.h = h
+        self.m0 = m0
+        self.start_q = start_q
+        self.M = M
+        self.N = N
+        self.begin = begin
+        self.end = end
+
+
+@aggregate
+class Place:
+    """How far the tiles of sequences of unlike lengths are counted."""
+
+    b: gl.tensor  # a sequence
+    first: gl.tensor  # number of its first tile
+
+    @gluon.constexpr_function
+    def __init__(self, b, first):
+        self.b = b
+        self.first = first
+
+
+@gluon.jit
+def section_order(tile, m_tiles, heads, section):
+    """(tile of queries, head): all tiles of `section` heads, heads fastest, then the next section.
+
+    The heads of a section share the cache, and equal tiles of all of them run together. Heads that
+    are left over come first: at the end their few long tiles would leave most programs idle.
+    """
+    missing = (section - heads % section) % section  # heads that the first section lacks
+    first = (tile + missing * m_tiles) // (m_tiles * section) * section - missing
+    width = section + gl.minimum(first, 0)
+    first = gl.maximum(first, 0)
+    rest = tile - first * m_tiles
+    return rest // width, first + rest % width
+
+
+@gluon.jit
+def sequence(b, cu_seqlens, seqused, total, bound):
+    """First row and number of rows of sequence `b`, kept inside the tensor."""
+    start = b * 0
+    count = start + bound
+    if cu_seqlens is not None:
+        start = gl.minimum(gl.maximum(gl.load(cu_seqlens + b), 0), total)
+        stop = gl.minimum(gl.load(cu_seqlens + b + 1), total)
+        count = gl.minimum(gl.maximum(stop - start, 0), count)
+    if seqused is not None:
+        count = gl.minimum(gl.maximum(gl.load(seqused + b), 0), count)
+    return start, count
+
+
+@gluon.jit
+def floor_to(x, size):
+    """`x` rounded down to a multiple of `size`, also below zero."""
+    rest = x % size
+    return x - gl.where(rest < 0, rest + size, rest)
+
+
+@gluon.jit
+def visible_keys(p, N, mask, cfg: gl.constexpr):
+    """Keys [start, stop) that a query at position `p` sees: `masks.Visibility.key_range`."""
+    start = p * 0
+    stop = start + N
+    if cfg.HAS_LEFT:
+        start = gl.maximum(start, p - mask.left)
+    if cfg.HAS_RIGHT:
+        stop = gl.minimum(stop, p + mask.right + 1)
+    if cfg.HAS_CHUNK:
+        chunk = floor_to(p, mask.chunk)
+        start = gl.maximum(start, chunk)
+        stop = gl.minimum(stop, chunk + mask.chunk)
+    return start, stop
+
+
+@gluon.jit
+def start_place():
+    """Where the search for tiles of sequences of unlike lengths starts."""
+    return Place(gl.program_id(0) * 0, gl.program_id(0) * 0)
+
+
+@gluon.jit
+def tiles_of(b, sizes, at, cfg: gl.constexpr):
+    """Tiles of a sequence, all heads."""
+    _, M = sequence(
+        gl.minimum(b, sizes.B - 1), at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M
+    )
+    return gl.cdiv(M, cfg.BLOCK_M) * sizes.heads
+
+
+@gluon.jit
+def place_of(tile, place, sizes, at, cfg: gl.constexpr):
+    """The sequence that holds `tile`, searched from `place` on; past the last if none does.
+
+    Numbers are given to tiles that exist, so what a program takes only grows.
+    """
+    stop = place.first + tiles_of(place.b, sizes, at, cfg)
+    while (place.b < sizes.B) & (tile >= stop):
+        place = Place(place.b + 1, stop)
+        stop += tiles_of(place.b, sizes, at, cfg)
+    return place
+
+
+@gluon.jit
+def work_of(tile, place, sizes, at, mask, cfg: gl.constexpr):
+    """The work of a tile number, without blocks of keys if there is no such tile; the first row of
+    its keys; and the place, for the next search."""
+    if cfg.IS_RAGGED:
+        place = place_of(tile, place, sizes, at, cfg)
+        exists = place.b < sizes.B
+        b = gl.minimum(place.b, sizes.B - 1)
+        start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
+        m_tiles = gl.maximum(gl.cdiv(M, cfg.BLOCK_M), 1)
+        number = gl.where(exists, tile - place.first, 0)
+        m, h = section_order(number, m_tiles, sizes.heads, sizes.section)
+    else:
+        exists = tile < sizes.tiles
+        m_tiles = gl.cdiv(sizes.M, cfg.BLOCK_M)
+        number = gl.where(exists, tile, 0)
+        m, bh = section_order(number, m_tiles, sizes.B * sizes.heads, sizes.section)
+        b, h = bh // sizes.heads, bh % sizes.heads
+        start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
+    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+        m = m_tiles - 1 - m  # the longest walks first
+    m0 = m * cfg.BLOCK_M
+    start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
+    begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
+    end = gl.where(exists, end, begin)
+    return Work(b, h, m0, start_q, M, N, begin, end), start_k, place
+
+
+@gluon.jit
+def put_work(queue, i, work):
+    """The producer tells the consumers their next tile, which takes divisions to find out."""
+    numbers = (work.b, work.h, work.m0, work.start_q, work.M, work.N, work.begin, work.end)
+    put(queue, i, numbers)
+
+
+@gluon.jit
+def read_work(queue, i, sizes, cfg: gl.constexpr):
+    """What `put_work` put; what the compiler can know stays out of the registers."""
+    W: gl.constexpr = CONSUMER_WARPS
+    begin, start_q, M, N = 0 * sizes.M, 0 * sizes.M, sizes.M, sizes.N
+    if cfg.IS_RAGGED:
+        start_q = number_of(queue, i, 3, W)
+        M = number_of(queue, i, 4, W)
+        N = number_of(queue, i, 5, W)
+    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+        begin = number_of(queue, i, 6, W)
+    b, h = number_of(queue, i, 0, W), number_of(queue, i, 1, W)
+    m0, end = number_of(queue, i, 2, W), number_of(queue, i, 7, W)
+    return Work(b, h, m0, start_q, M, N, begin, end)
+
+
+@gluon.jit
+def blocks_of(first, last, M, N, mask, cfg: gl.constexpr):
+    """Blocks of keys [begin, end) that a row of [first, last] sees; the first block if none."""
+    start, _ = visible_keys(first + N - M, N, mask, cfg)
+    _, stop = visible_keys(last + N - M, N, mask, cfg)
+    seen = (first <= last) & (start < stop)
+    begin = gl.where(seen, start // cfg.BLOCK_N, 0)
+    end = gl.where(seen, gl.cdiv(stop, cfg.BLOCK_N), 1)
+    return begin, end
+
+
+@gluon.jit
+def own_blocks(first, last, work, mask, cfg: gl.constexpr):
+    """Blocks of keys [begin, end) of the tile that a row of [first, last] sees; one of them if
+    none."""
+    begin, end = blocks_of(first, last, work.M, work.N, mask, cfg)
+    begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
+    end = gl.minimum(gl.maximum(end, begin + 1), work.end)
+    return begin, end
+
+
+@gluon.jit
+def full_blocks(first, last, begin, end, work, mask, cfg: gl.constexpr):
+    """Blocks of keys of [begin, end) that every row of [first, last] sees whole."""
+    shift = work.N - work.M
+    _, stop = visible_keys(first + shift, work.N, mask, cfg)
+    start, _ = visible_keys(last + shift, work.N, mask, cfg)
+    full_end = gl.minimum(gl.maximum(stop // cfg.BLOCK_N, begin), end)
+    full_begin = gl.minimum(gl.maximum(gl.cdiv(start, cfg.BLOCK_N), begin), full_end)
+    return full_begin, full_end
+
+
+@gluon.jit
+def next_number(counter):
+    """A tile number that no program has had; the first ones are the programs' own."""
+    return gl.atomic_add(counter, 1) + gl.num_programs(0)
+
+
+@gluon.jit
+def retire(counter):
+    """The last program to come here leaves both counters at zero for the next launch."""
+    done = gl.atomic_add(counter + 1, 1)
+    if done == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
