@@ -37,7 +37,7 @@ help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo $(PLAYS)  ## the main job: SmolLM2-135M on Shakespeare (ARGS=--quick)
-	$(VENV)/bin/flashtile demo $(ARGS)
+	$(PY) -m examples.demo $(ARGS)
 
 train: $(VENV)/.train $(PLAYS) $(BIBLE)  ## a small GPT learns Shakespeare (ARGS=data=bible)
 	$(PY) -m training.train data_dir=$(DATA) $(ARGS)
@@ -77,8 +77,8 @@ format: $(VENV)/.dev  ## let ruff rewrite what it can
 docs: $(VENV)/.docs  ## build docs/_build/html; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -E -b html docs docs/_build/html
 
-bench: $(VENV)/.demo  ## measure this machine (ARGS go to flashtile bench)
-	$(VENV)/bin/flashtile bench $(ARGS)
+bench: $(VENV)/.demo  ## measure this machine (ARGS are those of python -m benchmarks)
+	$(PY) -m benchmarks $(ARGS)
 
 clean:  ## remove the environment, the data and everything built
 	rm -rf $(VENV) $(DATA) docs/_build docs/figures

@@ -1,8 +1,8 @@
 """What float8 costs in accuracy, and what each ingredient wins back: the table of
 docs/log/float8.md.
 
-    python benchmarks/fp8_accuracy.py                  # emulated on the CPU, ten minutes
-    python benchmarks/fp8_accuracy.py --device cuda    # by the kernel
+    python -m benchmarks.fp8_accuracy                  # emulated on the CPU, ten minutes
+    python -m benchmarks.fp8_accuracy --device cuda    # by the kernel
 
 The inputs are those of table 3 of FlashAttention-3 (Shah et al. 2024): N(0, 1) + N(0, 100) *
 Bernoulli(0.001), in float16. An error is the root mean square over all elements of the output,
@@ -61,7 +61,7 @@ def rounding_alone(names: str) -> Attend:
             x8, descale = getattr(small, name), getattr(small, f"{name}_descale")
             x = dequantized(x8, descale, *blocks[name], torch.float64)
             operands[name] = x if name == "v" else x @ turned.mT
-        return attention_reference(**{name: x.cpu() for name, x in operands.items()}).out
+        return attention_reference(*(operands[name].cpu() for name in ("q", "k", "v"))).out
 
     return attend
 

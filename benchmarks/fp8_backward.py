@@ -1,7 +1,7 @@
 """What a backward pass in float8 would cost in accuracy: the experiment of docs/log/float8.md.
 
-    python benchmarks/fp8_backward.py gradients    # errors of dQ, dK and dV; two minutes
-    python benchmarks/fp8_backward.py training     # a small GPT on Shakespeare; twenty minutes
+    python -m benchmarks.fp8_backward gradients    # errors of dQ, dK and dV; two minutes
+    python -m benchmarks.fp8_backward training     # a small GPT on Shakespeare; twenty minutes
 
 Emulated on the CPU. The forward is that of `attention_fp8` with its default recipe. The backward
 multiplies what a kernel would hold: Q, K and V as they are in float8, and dO, P and dS rounded to
@@ -25,16 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_accuracy import inputs
 from torch import Tensor
 
 import flashtile
-from flashtile.cli.demo.inputs import find_play
+from examples.demo.inputs import find_play
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
 from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, default_scale
 from flashtile.quantize import attention_fp8, quantize_qkv, rotation
 from flashtile.quantize.tensors import dequantized, power_of_two, rows_of
 from flashtile.testing import generator, normal
+
+from .fp8_accuracy import inputs
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 WEIGHT = 2.0**8  # what P, at most 1, is multiplied with before it is rounded, as in the forward
@@ -207,7 +208,9 @@ def small_gpt(name: str) -> GPTLMHeadModel:
             return Emulated.apply(q, k, v, how, True)
         if name == "attention_fp8":
             q, k, v = (x.to(BF16) for x in (q, k, v))
-            return attention_fp8(q, k, v, causal=True).float()
+            out = attention_fp8(q, k, v, causal=True)
+            assert isinstance(out, Tensor)
+            return out.float()
         return flashtile.attention(q, k, v, causal=True)
 
     sizes = {"vocab_size": 256, "hidden_size": 128, "num_layers": 4, "num_heads": 2}
@@ -231,10 +234,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None, help="CSV file to write")
     chosen = parser.parse_args()
     if chosen.what == "gradients":
-        names = ("inputs", "head_dim", "scheme", "gradient", "rmse", "largest", "tokens", "seeds")
+        names = ["inputs", "head_dim", "scheme", "gradient", "rmse", "largest", "tokens", "seeds"]
         rows = gradient_rows(chosen.tokens, chosen.seeds)
     else:
-        names = ("scheme", "seed", "step", "loss", "held_out")
+        names = ["scheme", "seed", "step", "loss", "held_out"]
         rows = training_rows(chosen.data, chosen.steps, chosen.seeds)
     with open(chosen.output or os.devnull, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")

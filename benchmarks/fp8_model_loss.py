@@ -1,6 +1,6 @@
 """The loss of SmolLM2-135M on Shakespeare's Hamlet when every attention runs in float8.
 
-    python benchmarks/fp8_model_loss.py --output benchmarks/results/cpu/fp8-model-loss.csv
+    python -m benchmarks.fp8_model_loss --output benchmarks/results/cpu/fp8-model-loss.csv
 
 On the CPU, with the roundings of a GPU's float8 units emulated; weights and all but attention in
 float32. Model and text are those of `make demo`, which fetches them.
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import flashtile
-from flashtile.cli.demo.inputs import cut, find_model, find_play, load
+from examples.demo.inputs import cut, find_model, find_play, load
 
 Attend = Callable[..., Any]
 

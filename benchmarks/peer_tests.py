@@ -2,7 +2,7 @@
 
     git clone https://github.com/Dao-AILab/flash-attention
     pip install einops
-    python benchmarks/peer_tests.py flash-attention tests/test_flash_attn.py --cases 500
+    python -m benchmarks.peer_tests flash-attention tests/test_flash_attn.py --cases 500
 
 FlashAttention-3's `hopper/test_flash_attn.py` and FlashAttention-4's
 `tests/cute/test_flash_attn.py` work in the same way. A random sample of the file's cases runs

@@ -5,7 +5,7 @@
         --section SpeedOfLight --section LaunchStats --section SchedulerStats \
         --section WarpStateStats --section ComputeWorkloadAnalysis \
         --section MemoryWorkloadAnalysis --print-details all \
-        python benchmarks/profiled_call.py forward
+        python -m benchmarks.profiled_call forward
 
 and the same with `backward` twice. What it printed is in `results/h200/profiles`.
 """

@@ -1,6 +1,6 @@
 """Serve many requests at once from one paged cache: continuous batching, in a small file.
 
-    python examples/serve.py --quick
+    python -m examples.serve --quick
 
 Every slot of a fixed batch holds one request. All slots take a step together: one token each, whose
 key and value are rotated and written into pages by the same call that attends to them. A request
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.demo.inputs import MissingInputError, find_model, find_play, load
 from flashtile import attention_with_kvcache
-from flashtile.cli.demo.inputs import MissingInputError, find_model, find_play, load
 
 PAGE_SIZE = 16
 WASTE = 0  # the page that slots without a request write to

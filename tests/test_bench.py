@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench import machine, measure, peers, prepared, report, run, shapes
-from flashtile.bench.rows import Row
-from flashtile.bench.shapes import Case, vary
+from benchmarks import measure, peers, prepared, report, run, shapes
+from benchmarks.rows import Row
+from benchmarks.shapes import Case, vary
+from flashtile.cli import machine
 
 SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)
 QUICK = run.Settings(peers=("flashtile", "standard"), seconds=0, min_rounds=1)
@@ -466,7 +467,7 @@ def test_a_cache_has_no_backward() -> None:
 
 
 def test_provenance_says_where_from() -> None:
-    origin = machine.provenance("cpu", "flashtile bench --dtype fp32")
+    origin = machine.provenance("cpu", "python -m benchmarks --dtype fp32")
     assert origin["torch"] == torch.__version__
     assert origin["device"]
     assert set(origin) >= {"date", "commit", "flashtile", "triton", "python", "command"}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from flashtile.bench import peers, run, shapes
-from flashtile.bench.shapes import Case, vary
+from benchmarks import peers, run, shapes
+from benchmarks.shapes import Case, vary
 
 SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)
 QUICK = run.Settings(peers=("flashtile", "sdpa", "standard"), seconds=0, min_rounds=1)

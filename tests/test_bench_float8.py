@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench import float8, peers, presets, report, run, shapes
-from flashtile.bench.prepared import Skip
-from flashtile.bench.shapes import Case
+from benchmarks import float8, peers, presets, report, run, shapes
+from benchmarks.prepared import Skip
+from benchmarks.shapes import Case
 from flashtile.quantize.tensors import E4M3, Recipe
 
 SMALL = Case(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile.bench import measure, run
-from flashtile.bench.presets import PRESETS, preset_cases
-from flashtile.bench.shapes import Case, vary
+from benchmarks import measure, run
+from benchmarks.presets import PRESETS, preset_cases
+from benchmarks.shapes import Case, vary
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from flashtile.bench import gpu_targets, presets, shapes
-from flashtile.bench.gpu_targets import Outcome
-from flashtile.bench.rows import Row
-from flashtile.bench.shapes import Case
+from benchmarks import gpu_targets, presets, shapes
+from benchmarks.gpu_targets import Outcome
+from benchmarks.rows import Row
+from benchmarks.shapes import Case
 
 
 def _measured(case: Case, direction: str, speeds: dict[str, float]) -> list[Row]:

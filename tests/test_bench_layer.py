@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile.bench import layer, peers, prepared, run, shapes
-from flashtile.bench.shapes import Case, vary
+from benchmarks import layer, peers, prepared, run, shapes
+from benchmarks.shapes import Case, vary
 
 SMALL = Case(
     variant="layer", layer=True, causal=True, head_dim=8, head_dim_v=8, seqlen_q=40, seqlen_k=40

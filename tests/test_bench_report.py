@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from flashtile import cli
-from flashtile.bench import machine, markdown, peers, plots, prepared, presets, report, run, shapes
-from flashtile.bench import rows as saved
-from flashtile.bench.rows import Row
-from flashtile.bench.shapes import Case
-from flashtile.cli import bench
+from benchmarks import __main__ as command
+from benchmarks import markdown, peers, plots, prepared, presets, report, run, shapes
+from benchmarks import rows as saved
+from benchmarks.rows import Row
+from benchmarks.shapes import Case
+from flashtile.cli import machine
 
 PROVENANCE = {"command": "c", "date": "d", "commit": None, "device": "cpu", "torch": "2"}
 ORIGIN = {"command": "c", "date": "2026-01-02", "commit": "0123", "device": "GPU", "torch": "2"}
@@ -43,7 +43,7 @@ COLUMNS = {
 
 def test_csv_has_a_line_for_each_row(rows: list[Row], tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.csv"
-    saved.write_csv(path, rows, machine.provenance("cpu", "flashtile bench"))
+    saved.write_csv(path, rows, machine.provenance("cpu", "python -m benchmarks"))
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert set(lines[0]) >= COLUMNS
@@ -51,7 +51,7 @@ def test_csv_has_a_line_for_each_row(rows: list[Row], tmp_path: Path) -> None:
     for line, row in zip(lines, rows, strict=True):
         assert line["pass"] == row.direction
         assert line["skipped"] == row.skipped
-        assert line["command"] == "flashtile bench"
+        assert line["command"] == "python -m benchmarks"
         if row.skipped:
             assert line["median_ms"] == ""
         else:
@@ -98,7 +98,7 @@ def test_plain_columns_line_up() -> None:
 
 def test_pictures_are_drawn(rows: list[Row], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from flashtile.bench.plots import draw
+    from benchmarks.plots import draw
 
     causal = [replace(row, causal=True) for row in rows]
     paths = draw(tmp_path / "new", [*rows, *causal], PROVENANCE)
@@ -158,10 +158,10 @@ def test_a_cut_off_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.Monkey
             return rows
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "measure_case", stops_after_one)
-    argv = ["bench", "--seq-len", "32", "64", "--device", "cpu", "--csv", str(tmp_path / "x.csv")]
+    monkeypatch.setattr(command, "measure_case", stops_after_one)
+    argv = ["--seq-len", "32", "64", "--device", "cpu", "--csv", str(tmp_path / "x.csv")]
     with pytest.raises(KeyboardInterrupt):
-        cli.main(argv)
+        command.main(argv)
     ((row, origin),) = saved.read_csv(tmp_path / "x.csv")
     assert row.provider == "fa2"
     assert origin["command"].endswith("--csv x.csv")  # no folder of this machine
@@ -263,7 +263,7 @@ def test_masks_are_compared_with_full_attention() -> None:
 
 def test_pictures_of_memory_and_density(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from flashtile.bench.plots import draw
+    from benchmarks.plots import draw
 
     tall = [replace(SMALL, preset="p", seqlen_q=n, seqlen_k=n, batch=640 // n) for n in (160, 320)]
     sparse = replace(tall[0], variant="block-sparse 25%", block_density=0.25)
@@ -347,13 +347,13 @@ def test_sparse_cases_leave_what_their_name_says() -> None:
 
 def _asked(flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(flags.split())
 
 
 def test_flags_keep_a_part_of_a_preset() -> None:
     flags = "--preset gpu-dense --head-dim 64 256 --seq-len 512 16384 --use-causal"
-    cases = bench.cases(_asked(flags), "cuda")
+    cases = command.cases(_asked(flags), "cuda")
     assert [(case.head_dim, case.seqlen_k) for case in cases] == [
         (64, 512),
         (64, 16384),
@@ -364,23 +364,23 @@ def test_flags_keep_a_part_of_a_preset() -> None:
 
 
 def test_flags_change_how_a_preset_measures() -> None:
-    plain = bench._settings(_asked("--preset gpu-host"), "cuda")
+    plain = command._settings(_asked("--preset gpu-host"), "cuda")
     assert plain == presets.PRESETS["gpu-host"].settings
     flags = "--preset gpu-dense --pass step --peers fa4 flex --seconds 0 --no-accuracy --host"
-    found = bench._settings(_asked(flags), "cuda")
+    found = command._settings(_asked(flags), "cuda")
     assert (found.directions, found.peers, found.seconds) == (("both",), ("fa4", "flex"), 0)
     assert (found.accuracy, found.host) == (False, True)
-    assert bench._settings(_asked("--preset gpu-decode"), "cuda").cuda_graph
-    assert bench._settings(_asked("--preset gpu-dense --cuda-graph"), "cuda").cuda_graph
+    assert command._settings(_asked("--preset gpu-decode"), "cuda").cuda_graph
+    assert command._settings(_asked("--preset gpu-dense --cuda-graph"), "cuda").cuda_graph
 
 
 def test_a_gpu_preset_wants_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert cli.main(["bench", "--preset", "gpu-dense"]) == 2
+    assert command.main(["--preset", "gpu-dense"]) == 2
     assert "wants a GPU" in capsys.readouterr().err
-    assert cli.main(["bench", "--preset", "gpu-dense", "--device", "cpu", "--seq-len", "7"]) == 2
+    assert command.main(["--preset", "gpu-dense", "--device", "cpu", "--seq-len", "7"]) == 2
     assert "no case" in capsys.readouterr().err
 
 
@@ -391,18 +391,19 @@ def test_a_preset_runs_in_parts_and_is_reported(
     small = [replace(SMALL, seqlen_q=n, seqlen_k=n, batch=128 // n) for n in (32, 64)]
     monkeypatch.setitem(presets.PRESETS, "gpu-dense", presets.Preset("small", small, QUICK))
     for length in ("32", "64"):
-        argv = ["bench", "--preset", "gpu-dense", "--device", "cpu", "--pass", "all"]
-        assert cli.main([*argv, "--seq-len", length, "--csv", str(tmp_path / f"{length}.csv")]) == 0
+        argv = ["--preset", "gpu-dense", "--device", "cpu", "--pass", "all"]
+        argv += ["--seq-len", length, "--csv", str(tmp_path / f"{length}.csv")]
+        assert command.main(argv) == 0
     (tmp_path / "others.csv").write_text("pass,provider,seconds\nforward,someone,1\n")
     (tmp_path / "empty.csv").write_text("")
-    assert cli.main(["bench", "--report", str(tmp_path)]) == 0
+    assert command.main(["--report", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     for direction in ("forward", "backward", "both"):
         assert f"## gpu-dense: {direction}, TFLOP/s" in page
         assert (tmp_path / f"speed-gpu-dense-{direction}-float32-dense.png").exists()
     assert str(tmp_path) not in page
     assert "someone" not in page
-    assert cli.main(["bench", "--report", str(tmp_path / "nowhere")]) == 2
+    assert command.main(["--report", str(tmp_path / "nowhere")]) == 2
     assert "no CSV file" in capsys.readouterr().err
 
 
@@ -413,6 +414,6 @@ def test_a_failure_of_ours_is_an_exit_status(
         raise ValueError("a bug of ours")
 
     monkeypatch.setitem(peers.PEERS, "flashtile", broken)
-    argv = ["bench", "--seq-len", "32", "--device", "cpu", "--seconds", "0"]
-    assert cli.main([*argv, "--peers", "flashtile", "standard"]) == 1
+    argv = ["--seq-len", "32", "--device", "cpu", "--seconds", "0"]
+    assert command.main([*argv, "--peers", "flashtile", "standard"]) == 1
     assert "failed: a bug of ours" in capsys.readouterr().out

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flashtile.bench import targets
-from flashtile.bench.rows import Row
-from flashtile.bench.shapes import Case
+from benchmarks import targets
+from benchmarks.rows import Row
+from benchmarks.shapes import Case
 
 MIB = 2**20
 

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import cli
-from flashtile.cli import demo
-from flashtile.cli.demo import inputs
+from examples.demo import __main__ as demo
+from examples.demo import inputs
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from flashtile.cli.demo import layer, model_checks, show  # noqa: E402
+from examples.demo import layer, model_checks, show  # noqa: E402
 
 PLAY = "List of persons.\n\n" + "\n\n".join(
     ["Ham.\nTo be, or not to be, that is the question:\nWhether 'tis nobler"]
@@ -201,7 +200,7 @@ def test_cut():
 
 
 def test_command_line_without_the_inputs(tmp_path, capsys):
-    status = cli.main(["demo", "--quick", "--data", str(tmp_path), "--model", str(tmp_path / "no")])
+    status = demo.main(["--quick", "--data", str(tmp_path), "--model", str(tmp_path / "no")])
     assert status == 2
     assert "no file" in capsys.readouterr().out
 
@@ -209,9 +208,9 @@ def test_command_line_without_the_inputs(tmp_path, capsys):
 def test_missing_package(monkeypatch, capsys):
     import sys
 
-    monkeypatch.setitem(sys.modules, "flashtile.cli.demo.show", None)
+    monkeypatch.setitem(sys.modules, "examples.demo.show", None)
     assert demo.run(argparse.Namespace()) == 2
-    assert "pip install 'flashtile[demo]'" in capsys.readouterr().out
+    assert "pip install -e '.[demo]'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("works", [True, False])

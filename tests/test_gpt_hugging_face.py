@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_gpt import CONFIGS, build
 
-from flashtile.cli.demo import inputs
+from examples.demo import inputs
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
 from flashtile.models.hugging_face import state_dict_from_transformers, state_dict_to_transformers
 from flashtile.testing import assert_close

@@ -20,7 +20,7 @@ import matplotlib
 import torch
 from hydra import compose, initialize_config_dir
 
-from flashtile.bench.machine import provenance
+from flashtile.cli.machine import provenance
 
 from .metrics import NAN, peak_memory_mib
 from .settings import ATTENTIONS, Settings, read_settings

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from flashtile.bench.machine import provenance
+from flashtile.cli.machine import provenance
 from flashtile.losses.cross_entropy import CrossEntropyLoss
 from flashtile.models.gpt import GPTLMHeadModel
 

@@ -1,4 +1,4 @@
-"""Inspect, benchmark and tune flashtile."""
+"""Inspect and tune flashtile."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from importlib import import_module
 # Each is a module of this folder with `add_arguments(parser)` and `run(args) -> int`, imported
 # only when it is the one asked for: `flashtile info` must not wait for a model library.
 COMMANDS = {
-    "demo": "a real language model on real text, standard attention against flashtile",
     "info": "versions, devices, which backends work here and why the others do not",
-    "bench": "measure attention on this machine: time, memory, error",
     "tune": "measure tile sizes of the Triton backend on this GPU and keep the best",
     "warmup": "compile the Triton kernels before the first call that needs them",
 }

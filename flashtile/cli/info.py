@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..bench import machine
 from ..call import dispatch
 from ..problem import AttentionProblem, Operands, Options, default_scale
+from . import machine
 
 # A backend is asked about a plain causal call with gradients, in each of these.
 DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn")

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks import Visibility, structure
-from ..quantize.tensors import Recipe
-from ..testing import cu_seqlens, dense_from_tiles, generator, paged
+from flashtile.masks import Visibility, structure
+from flashtile.quantize.tensors import Recipe
+from flashtile.testing import cu_seqlens, dense_from_tiles, generator, paged
 
 BLOCK_TILE = 128  # rows and keys of a tile in the block-sparse cases
 LAYER_WEIGHTS = (

@@ -1,13 +1,25 @@
-"""``flashtile demo``: a real language model on real text, standard attention against flashtile."""
+"""``python -m examples.demo``: a language model on real text, standard attention and flashtile."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from .inputs import MissingInputError
 
 PICTURE = "flashtile-demo.png"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run with `argv` (by default the command line); returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo",
+        description="A real language model on real text, standard attention against flashtile.",
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +44,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         from .show import show
     except ImportError as error:
-        print(f"flashtile demo: {error}; pip install 'flashtile[demo]'")
+        print(f"demo: {error}; pip install -e '.[demo]'")
         return 2
     try:
         return show(args)
     except MissingInputError as error:
-        print(f"flashtile demo: {error}")
+        print(f"demo: {error}")
         return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,11 +1,11 @@
-"""``flashtile bench``: time, memory and error of attention on this machine."""
+"""``python -m benchmarks``: time, memory and error of attention on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,14 +13,15 @@ from textwrap import fill
 
 import torch
 
-from ..bench import targets
-from ..bench.machine import busy, provenance
-from ..bench.markdown import page
-from ..bench.peers import FAILED, PEERS
-from ..bench.plots import draw
-from ..bench.presets import PRESETS, preset_cases
-from ..bench.report import plain_table, print_table, show
-from ..bench.rows import (
+from flashtile.cli.machine import busy, provenance
+
+from . import targets
+from .markdown import page
+from .peers import FAILED, PEERS
+from .plots import draw
+from .presets import PRESETS, preset_cases
+from .report import plain_table, print_table, show
+from .rows import (
     Provenance,
     Row,
     append_csv,
@@ -29,8 +30,8 @@ from ..bench.rows import (
     write_csv,
     write_json,
 )
-from ..bench.run import Settings, measure_case, with_progress
-from ..bench.shapes import VARIANTS, Case, vary
+from .run import Settings, measure_case, with_progress
+from .shapes import VARIANTS, Case, vary
 
 CPU_TARGETS = "cpu-targets"
 DTYPES = {
@@ -52,6 +53,17 @@ PASSES = {
 }
 CAUSAL = {"true": (True,), "false": (False,), "both": (False, True)}
 LENGTHS, HEAD_DIMS = (1024, 2048, 4096), (64,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run with `argv` (by default the command line); returns the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure attention on this machine: time, memory, error.",
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv, argparse.Namespace(command_line=argv)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
     if missing := _missing(device):
         print(f"--device {device}: {missing}", file=sys.stderr)
         return 2
-    origin = provenance(device, shlex.join(["flashtile", *map(_without_folder, args.command_line)]))
+    flags = map(_without_folder, args.command_line)
+    origin = provenance(device, shlex.join(["python", "-m", "benchmarks", *flags]))
     print(f"{origin['device']}, torch {origin['torch']}")
     if warning := busy():
         print(warning)
@@ -195,7 +208,7 @@ def _report(folder: Path) -> int:
     """A page and pictures of all the CSV files in a folder, written beside them."""
     rows, origin = read_folder(folder)
     if not rows:
-        print(f"no CSV file of flashtile bench in {folder}", file=sys.stderr)
+        print(f"no CSV file of python -m benchmarks in {folder}", file=sys.stderr)
         return 2
     pictures = [path.name for path in _draw(folder, rows, origin)]
     path = folder / "report.md"
@@ -209,7 +222,7 @@ def _draw(folder: Path, rows: list[Row], origin: Provenance) -> list[Path]:
     try:
         pictures = draw(folder, rows, origin)
     except ImportError:
-        print("no pictures: matplotlib is not installed (pip install 'flashtile[bench]')")
+        print("no pictures: matplotlib is not installed (pip install -e '.[bench]')")
         return []
     for path in pictures:
         print(f"wrote {path}")
@@ -321,3 +334,7 @@ def _dtype(text: str) -> str:
     if name not in DTYPES.values():
         raise argparse.ArgumentTypeError(f"got {text}, want one of {', '.join(DTYPES)}")
     return name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ...bench.machine import device_name
-from ...bench.plots import COLOURS
+from benchmarks.plots import COLOURS
+from flashtile.cli.machine import device_name
+
 from . import layer, model_checks
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..quantize.tensors import Recipe
-from ..testing import generator
+from flashtile.quantize.tensors import Recipe
+from flashtile.testing import generator
+
 from .run import Settings
 from .shapes import BLOCK_TILE, Case
 

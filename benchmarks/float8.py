@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api
-from ..call.explain import explain
-from ..quantize import Quantized, quantize_qkv
+from flashtile import api
+from flashtile.call.explain import explain
+from flashtile.quantize import Quantized, quantize_qkv
+
 from .prepared import Prepared, Skip, cuda_package, output_alone, refuse
 from .shapes import Case, Inputs, quantized_bytes
 

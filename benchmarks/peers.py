@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import api
-from ..call import dispatch
-from ..call.explain import explain
-from ..masks import BlockMask
+from flashtile import api
+from flashtile.call import dispatch
+from flashtile.call.explain import explain
+from flashtile.masks import BlockMask
+
 from . import float8
 from .prepared import (
     Prepared,

@@ -12,8 +12,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ... import attention
-from ...bench.measure import peak_bytes, timer_for
+from benchmarks.measure import peak_bytes, timer_for
+from flashtile import attention
 
 HEADS, KEY_HEADS, HEAD_DIM = 9, 3, 64  # of SmolLM2-135M
 PASSES = ("forward", "forward + backward")

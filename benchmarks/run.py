@@ -12,10 +12,11 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from ..testing import attention_reference, attention_varlen_reference
+from flashtile.cli.machine import memory_bytes
+from flashtile.testing import attention_reference, attention_varlen_reference
+
 from .float8 import QUANTIZERS
 from .layer import in_layer
-from .machine import memory_bytes
 from .measure import (
     Call,
     Errors,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .machine import memory_bytes
+from flashtile.cli.machine import memory_bytes
+
 from .shapes import Case, Inputs
 
 DIFFERENTIATED = ("backward", "both")  # the passes that record gradients

@@ -16,10 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text as Words
 
-from ... import __version__, attention
-from ...bench.machine import busy, device_name
-from ...integrations.transformers import register
-from ...problem import dtype_name
+from flashtile import __version__, attention
+from flashtile.cli.machine import busy, device_name
+from flashtile.integrations.transformers import register
+from flashtile.problem import dtype_name
+
 from . import inputs, layer, model_checks
 from .picture import draw
 

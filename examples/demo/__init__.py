@@ -1,0 +1,1 @@
+"""The demo: `inputs` (model and text), `layer` and `model_checks` (what is compared), `show`."""

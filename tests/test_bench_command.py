@@ -1,0 +1,100 @@
+"""The command of the benchmarks: it refuses what it cannot do, and writes what it measured."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as command
+
+TINY = ["--seq-len", "32", "--num-heads", "2", "--head-dim", "8", "--seconds", "0"]
+
+
+def test_it_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*TINY, "--device", "cpu", "--pass", "both", "--use-causal", "both"]
+    argv += ["--dtype", "fp32", "bfloat16", "--peers", "flashtile", "standard", "fa3"]
+    argv += ["--output", str(tmp_path), "--csv", str(tmp_path / "other" / "x.csv")]
+    assert command.main(argv) == 0
+    captured = capsys.readouterr()
+    assert "flashtile (cpu)" in captured.out
+    assert "skipped fa3 (dense): runs on CUDA alone" in captured.out
+    assert "[4/4," in captured.err
+    with (tmp_path / "results.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 2 * 2 * 2 * 3  # dtypes, causal or not, passes, peers
+    assert {line["dtype"] for line in lines} == {"float32", "bfloat16"}
+    assert {line["causal"] for line in lines} == {"True", "False"}
+    assert lines[0]["command"].startswith("python -m benchmarks --seq-len 32")
+    assert (tmp_path / "other" / "x.csv").read_text() == (tmp_path / "results.csv").read_text()
+    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == len(lines)
+
+
+def test_it_without_matplotlib_still_writes_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    argv = [*TINY, "--device", "cpu", "--peers", "standard", "--output", str(tmp_path)]
+    assert command.main(argv) == 0
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"results.csv", "results.json"}
+
+
+def test_it_fails_when_nothing_could_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*TINY, "--device", "cpu", "--peers", "fa2"]) == 1
+    assert "skipped fa2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--seq-len", "0"], ["--dtype", "int4"], ["--peers", "nobody"], ["--functions", "none"]],
+)
+def test_it_refuses_wrong_values(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main([*wrong])
+    assert stop.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_it_wants_heads_that_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--num-heads", "8", "9", "--num-heads-kv", "4"]) == 2
+    assert "--num-heads-kv 4" in capsys.readouterr().err
+
+
+def test_it_measures_every_combination_of_its_flags() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    flags = "--functions dense window --seq-len 64 128 --num-heads 8 --num-heads-kv 2 --use-causal"
+    cases = command.cases(parser.parse_args(flags.split()), "cpu")
+    assert [(case.variant, case.seqlen_k) for case in cases] == [
+        ("dense", 64),
+        ("dense", 128),
+        ("window", 64),
+        ("window", 128),
+    ]
+    assert all(case.causal and case.heads_kv == 2 and case.dtype == "float32" for case in cases)
+    assert command.cases(parser.parse_args([]), "cuda")[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--seq-len", "abc", "got abc, want an integer of at least 1"),
+        ("--batch-size", "0", "got 0, want an integer of at least 1"),
+        ("--device", "gpu", "want cpu or cuda:N"),
+        ("--device", "cuda:99", "CUDA device"),
+    ],
+)
+def test_it_says_what_is_wrong_in_one_line(
+    option: str, value: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = command.main([option, value])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
