@@ -189,6 +189,16 @@ CACHE = {
         dict.fromkeys(("k_cache", "v_cache"), zeros(4, 16, 2, 8, dtype=FLOAT8)),
     ),
     "k_descale without float8": ("k_descale", {"k_descale": torch.ones(2, 2)}),
+    "per-block scales with a left pad": (
+        "q_descale",
+        {
+            **{name: zeros(2, 3, 4 if name == "q" else 2, 8, dtype=FLOAT8) for name in "qkv"},
+            **dict.fromkeys(("k_cache", "v_cache"), FLOAT8_CACHE),
+            **{f"{name}_descale": torch.ones(2, 4 if name == "q" else 2, 1) for name in "qkv"},
+            "cache_leftpad": tensor(0, 1),
+            "out": zeros(2, 3, 4, 8, dtype=torch.bfloat16),
+        },
+    ),
     "cache on another device": ("k_cache", {"k_cache": torch.zeros(4, 16, 2, 8, device="meta")}),
     "more rows than the batch": ("cache_batch_idx", {"cache_batch_idx": None}),
     "no rows to choose": (

@@ -13,6 +13,7 @@ from pkgutil import iter_modules
 import pytest
 import torch
 from configurations import FULL, in_turn, sample
+from float8_numbers import descales
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -26,6 +27,7 @@ from flashtile.backends.triton.float8 import with_wide_queries
 from flashtile.backends.triton.launch import Launch
 from flashtile.call.prepare import Arguments, dense_call
 from flashtile.masks import BlockMask
+from flashtile.quantize import quantize_qkv
 from flashtile.testing import alibi_slopes, generator, normal, qkv
 
 from .cases import Call, lengths, make_call
@@ -126,14 +128,16 @@ def test_latent_decoding_kernels_fit(device: str, name: str):
             assert found.spilled <= allowed, f"{heads} heads: {found}, allowed {allowed} ({reason})"
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_float8_kernels_fit(head_dim: int):
-    """Many float8 queries in what Hopper's own float8 kernel does not do: a chunk."""
-    tensors = qkv(generator(0), B=1, M=256, N=256, Hq=2, Hk=2, D=head_dim)
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in tensors)
-    arguments = Arguments(causal=True, attention_chunk=100, q_descale=torch.ones(1, 2))
-    operands, options = dense_call(q, k, v, arguments)
+@pytest.mark.parametrize("M", [1, 256])
+@pytest.mark.parametrize(("head_dim", "scales"), [(64, "block"), (256, "block"), (256, "head")])
+def test_float8_kernels_fit(head_dim: int, scales: str, M: int):
+    """Float8 queries in what Hopper's own float8 kernel does not do: few of them, and a chunk."""
+    tensors = qkv(generator(0), B=1, M=M, N=256, Hq=2, Hk=2, D=head_dim)
+    made = quantize_qkv(*tensors, scales=scales)
+    arguments = Arguments(causal=True, attention_chunk=100, **descales(made))
+    operands, options = dense_call(made.q, made.k, made.v, arguments)
     operands = with_wide_queries(operands)
+    options = options._replace(num_splits=4 if M == 1 else 1)
     for launch in launches(operands, options, "sm_90", backward=False):
         found = report(launch, "sm_90")
         assert found.shared <= DEVICES["sm_90"].shared, found

@@ -108,8 +108,9 @@ def test_float8_goes_to_hopper(monkeypatch: pytest.MonkeyPatch, head_dim: int):
         (300, {"attention_chunk": 64}, "triton"),
         (300, {"seqused_k": 1}, "triton"),
         (1, {}, "triton"),
+        (1, {"q_descale": (1, 4, 1), "k_descale": (1, 4, 4), "v_descale": (1, 4, 4)}, "triton"),
     ],
-    ids=["plain", "chunk", "lengths", "one query"],
+    ids=["plain", "chunk", "lengths", "one query", "per-block scales"],
 )
 def test_float8_runs_by_one_kernel_or_the_other(
     monkeypatch: pytest.MonkeyPatch, seq_q: int, options: dict[str, Any], chosen: str
@@ -123,6 +124,9 @@ def test_float8_runs_by_one_kernel_or_the_other(
         given = dict(options)
         if "seqused_k" in given:
             given["seqused_k"] = torch.ones(1, dtype=torch.int32, device="cuda")
+        for name, shape in options.items():
+            if name.endswith("_descale"):
+                given[name] = torch.ones(shape, device="cuda")
         report = str(flashtile.explain(q, k, k, **given))
     assert f"-> {chosen}: yes" in report
     assert "queries and weights in 16 bits over float8 keys and values" in report

@@ -68,8 +68,13 @@ class ScoreData(NamedTuple):
     drop_scale: float
     alibi_ptr: Tensor | None
     alibi_batch: int
-    k_descale: Tensor | None  # (B, Hk), as the next: factors of float8 keys and values
-    v_descale: Tensor | None
+    # Scales of float8 numbers, per head, (B, Hk), or per block: see `scales.py`.
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    q_block_descale: Tensor | None = None
+    k_block_descale: Tensor | None = None
+    v_block_descale: Tensor | None = None
 
 
 class BlockMaskData(NamedTuple):
@@ -211,14 +216,16 @@ def is_aligned(*tensors: Tensor) -> bool:
 def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
     """The numbers of the score rule."""
     slopes, options = operands.alibi_slopes, problem.options
+    scales = (operands.q_descale, operands.k_descale, operands.v_descale)
+    kind = "block_descale" if problem.has_block_descale else "descale"
+    descales = {f"{x}_{kind}": contiguous(scale) for x, scale in zip("qkv", scales, strict=True)}
     return ScoreData(
         scale=options.softmax_scale,
         softcap=options.softcap,
         drop_scale=1.0 / (1.0 - options.dropout_p),
         alibi_ptr=contiguous(slopes),
         alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
-        k_descale=contiguous(operands.k_descale),
-        v_descale=contiguous(operands.v_descale),
+        **descales,
     )
 
 

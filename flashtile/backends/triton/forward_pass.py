@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
 from .pages import load_keys, page_list
+from .scales import first_key_block, head_scale, key_block_scale, query_scales
 from .tiles import (
     LN2,
     LOG2E,
@@ -24,7 +25,6 @@ from .tiles import (
     dropout_key,
     in_block_mask,
     kept,
-    key_factor,
     key_row_of_batch,
     key_span,
     let_next_kernel_start,
@@ -48,7 +48,7 @@ from .tiles import (
 @triton.jit
 def attend_keys(
     acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-    start, stop, b, h, h_mask, shift, k_factor,
+    start, stop, b, h, h_mask, shift, qk_scale, scale_block,
     lengths, score, blocks, drop_threshold, drop_key, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the walk: the keys [n0, n0 + BLOCK_N) join the running maximum, sum and output
@@ -76,7 +76,10 @@ def attend_keys(
         )  # fmt: skip
         qk = tl.dot(q_rest, tl.trans(k_rest), qk, input_precision="ieee")
     if cfg.HAS_FLOAT8_KEYS:
-        qk *= k_factor
+        qk *= qk_scale
+        k_scale = key_block_scale(score.data.k_block_descale, scale_block, n0, BLOCK_N)
+        if k_scale is not None:
+            qk *= k_scale
     s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), shift, b, h, score, cfg)
     if MASKED:
         visible = between(keys, start, stop, cfg)
@@ -98,17 +101,28 @@ def attend_keys(
         v_source, v, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
         cfg.BLOCK_DV // cfg.PAIR,
     )  # fmt: skip
+    v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
     if cfg.PAIR == 2:
         even_tile, odd_tile = pairs_apart(v_tile)
-        even = tl.dot(p.to(tl.float16), even_tile, acc[0] * rescale[:, None])
-        odd = tl.dot(p.to(tl.float16), odd_tile, acc[1] * rescale[:, None])
+        even = weighted_sum(acc[0], rescale, p, even_tile, v_scale)
+        odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale)
         acc = even, odd
     else:
         if cfg.HAS_FLOAT8_KEYS:
             v_tile = v_tile.to(tl.float16)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+        acc = weighted_sum(acc, rescale, p, v_tile, v_scale)
     return acc, new_max, row_sum
+
+
+@triton.jit
+def weighted_sum(acc, rescale, p, v_tile, v_scale):
+    """The output so far, rescaled, plus P V; `v_scale`: of the values of a tile, or None."""
+    acc = acc * rescale[:, None]
+    if v_scale is None:
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+    else:
+        acc += tl.dot(p.to(v_tile.dtype), v_tile) * v_scale
+    return acc
 
 
 @triton.jit
@@ -213,13 +227,14 @@ def forward_kernel(
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     start, stop = visible_keys(rows + shift, N, mask, cfg)
-    k_factor = key_factor(score.data.k_descale, b, kv_head, heads, cfg)
+    qk_scale, scale_block = 1.0, 0
     if cfg.HAS_FLOAT8_KEYS:
         q_tile, q_factor = as_float16(q_tile)
-        k_factor *= q_factor
+        qk_scale = q_factor * query_scales(score, b, h, kv_head, rows, M, heads, lengths, cfg)
+        scale_block = first_key_block(b, kv_head, heads, lengths, cfg)
     if PAIR == 2:
         q_tile = tl.split(tl.reshape(q_tile, [BLOCK_M, BLOCK_D // 2, 2]))
-    v_factor = key_factor(score.data.v_descale, b, kv_head, heads, cfg)
+    v_scale = head_scale(score.data.v_descale, b, kv_head, heads, cfg)
 
     if cfg.MASK_TILE_M > 0:
         capacity = tl.cdiv(lengths.N, BLOCK_N)
@@ -245,7 +260,7 @@ def forward_kernel(
             n0 = (full_begin + i) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, b, h, h_mask, shift, k_factor, lengths, score, blocks,
+            rows, start, stop, b, h, h_mask, shift, qk_scale, scale_block, lengths, score, blocks,
             drop_threshold, drop_key, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
@@ -255,7 +270,7 @@ def forward_kernel(
             n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, b, h, h_mask, shift, k_factor, lengths, score, blocks,
+            rows, start, stop, b, h, h_mask, shift, qk_scale, scale_block, lengths, score, blocks,
             drop_threshold, drop_key, True, cfg,
         )  # fmt: skip
 
@@ -271,7 +286,7 @@ def forward_kernel(
     tl.store(lse_ptr + lse_place, lse, mask=rows < written)
     if PAIR == 2:
         acc = tl.interleave(acc[0], acc[1])
-    acc = acc * tl.where(seen, score.data.drop_scale * v_factor / safe_sum, 0.0)
+    acc = acc * tl.where(seen, score.data.drop_scale * v_scale / safe_sum, 0.0)
     out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
     if cfg.IS_SPLIT:
         out_base += tl.program_id(1) * stats_count(lengths, heads) * cfg.DV

@@ -282,15 +282,6 @@ def load_bias(bias, b, h, rows, keys, inside):
 
 
 @triton.jit
-def key_factor(descale, b, kv_head, heads, cfg: tl.constexpr):
-    """The factor of one head of a float8 cache, from (B, Hk); 1 without."""
-    factor = 1.0
-    if descale is not None:
-        factor = tl.load(descale + b * (heads // cfg.GROUP) + kv_head).to(tl.float32)
-    return factor
-
-
-@triton.jit
 def as_float16(q_tile):
     """Queries in float16, and what to multiply each row's products with: (BLOCK_M, 1).
 

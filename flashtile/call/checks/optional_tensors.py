@@ -163,6 +163,11 @@ def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: 
     heads, length = (operands.q.shape[-2], M) if of_queries else (operands.k.shape[-2], N)
     meaning = f"a factor for each batch, head and {block} rows"
     shape(name, x, (B, heads, -(-length // block)), meaning)
+    if operands.leftpad_k is not None:
+        raise ValueError(
+            f"{name}: got a factor for each block of rows with a left pad, which moves the blocks; "
+            "want a factor for each batch and key head"
+        )
     for other in ("q_descale", "k_descale", "v_descale"):
         y = getattr(operands, other)
         if y is None or y.dim() != 3:
