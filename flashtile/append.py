@@ -1,7 +1,7 @@
 """New tokens into a cache, in place: keys and values behind those that are there, rotated on their
 way if asked, and with them the queries.
 
-Two registered ops, in PyTorch for a CPU and by one kernel for a GPU (`backends/triton/append.py`).
+Two registered ops, in PyTorch for a CPU and by one kernel for a GPU (`ops/append/kernel.py`).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _rotate_and_append(
 @without_autocast
 def append_on_gpu(k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
     """The same by a Triton kernel, which waits for nothing."""
-    from .backends.triton.append import append_to_cache
+    from .ops.append.kernel import append_to_cache
 
     used = append_to_cache(k_cache, v_cache, *rest)
     _note_writing(k_cache, v_cache)
@@ -170,7 +170,7 @@ def rotate_and_append_on_gpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     """Both by one launch of that kernel."""
-    from .backends.triton.append import rotate_and_append
+    from .ops.append.kernel import rotate_and_append
 
     turned, used = rotate_and_append(q, k_cache, v_cache, *rest)
     _note_writing(k_cache, v_cache)

@@ -7,8 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import merge
 from .call import checks
+from .ops.merge.formula import join_parts
 
 
 @overload
@@ -75,7 +75,7 @@ def flash_attn_combine(
         used = _used_rows(out_partial, cu_seqlens, seqused)
         lse_partial = lse_partial.masked_fill(~used[..., None], -torch.inf)
     dtype = out.dtype if out is not None else (out_dtype or out_partial.dtype)
-    combined, lse = merge.join_parts(out_partial, lse_partial, dtype)
+    combined, lse = join_parts(out_partial, lse_partial, dtype)
     if out is not None:
         combined = out.copy_(combined)
     return combined, lse if return_lse else None

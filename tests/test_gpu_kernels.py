@@ -19,9 +19,10 @@ from kernels.decoding import CASES as DECODING
 from kernels.decoding import FLOAT8_CASES, assert_decoding
 
 import flashtile
-from flashtile.backends import repeat, triton
+from flashtile.backends import triton
 from flashtile.backends.triton import plan
 from flashtile.call import memo
+from flashtile.gpu import relaunch
 from flashtile.testing import generator, normal, paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers")]
@@ -35,8 +36,8 @@ def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
     Compiled kernels are remembered by the call, whose plan never changes otherwise.
     """
-    monkeypatch.setattr(repeat, "_repeats", {})
-    monkeypatch.setattr(repeat, "_compiled", {})
+    monkeypatch.setattr(relaunch, "_repeats", {})
+    monkeypatch.setattr(relaunch, "_compiled", {})
     if request.param == "descriptors":
         monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
     plan.plan.cache_clear()

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
-from flashtile.backends.triton import plan
+from flashtile.gpu import hardware
 from flashtile.testing import cu_seqlens, generator, normal, qkv
 
 METADATA = torch.zeros(3, dtype=torch.int32)
@@ -79,7 +79,7 @@ def test_explain_names_the_hints_that_are_ignored():
 
 def test_explain_names_the_hints_that_are_honoured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    monkeypatch.setattr(plan, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     with FakeTensorMode():
         q = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(1, 4096, 4, 64, dtype=torch.bfloat16, device="cuda")

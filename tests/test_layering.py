@@ -48,9 +48,11 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("call",),
     ("autograd",),
     ("backends",),
+    ("ops",),
+    ("gpu",),
     # The words that all the rooms above share: a call described, its mask, its dropout, its parts.
     ("problem",),
-    ("masks", "dropout", "merge", "flops", "lazy"),
+    ("masks", "dropout", "flops", "lazy"),
     ("autocast",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -65,6 +67,8 @@ OPTIONAL = {
     "cli": {"triton"},
     "integrations": {"diffusers", "transformers"},
     "backends": {"triton"},
+    "ops": {"triton"},
+    "gpu": {"triton"},
 }
 
 FORBIDDEN_NAMES = {"common", "helpers", "misc", "util", "utils"}

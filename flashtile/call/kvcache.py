@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import append, autograd
-from ..backends.triton import splits
+from ..gpu import workspace
 from ..masks import structure
 from ..problem import FLOAT8, AttentionProblem, Operands, Options
 from . import checks, layouts, memo, prefill
@@ -103,7 +103,7 @@ def workspace_size(
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {device}, want a cuda device or cpu")
-    return splits.workspace_size(batch * seq_q, heads, value_head_dim, num_splits, device)
+    return workspace.workspace_size(batch * seq_q, heads, value_head_dim, num_splits, device)
 
 
 def decided(

@@ -74,7 +74,7 @@ def _gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tup
 
 def _gather_pages_on_gpu(*args: Tensor) -> tuple[Tensor, Tensor]:
     """The same, but what lies behind the used tokens is not read."""
-    from ..backends.triton.gather import gather_pages
+    from ..ops.gather.kernel import gather_pages
 
     return gather_pages(*args)
 

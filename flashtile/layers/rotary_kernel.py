@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.triton.plan import OLDEST_CAPABILITY, TRITON_IS_INSTALLED
+from ..gpu.hardware import OLDEST_CAPABILITY, TRITON_IS_INSTALLED
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -94,7 +94,7 @@ def _turn(
 
 
 def _rotate_on_gpu(x: Tensor, out: Tensor, *rest: Any) -> None:
-    from ..backends.triton.rotary import rotate
+    from ..ops.rotary.kernel import rotate
 
     rotate(x, out, *rest)
 

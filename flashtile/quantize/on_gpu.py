@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.triton.plan import TRITON_IS_INSTALLED
 from ..call.layouts import Packed
+from ..gpu.hardware import TRITON_IS_INSTALLED
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from .rotation import rotation
 from .rows import Rows
@@ -77,7 +77,7 @@ def _quantize(
     x: Tensor, out: Tensor, block: int, rows: Rows, kv_heads: int, recipe: Recipe, how: Any
 ) -> Tensor:
     """Fill `out`; the scales."""
-    from ..backends.triton import quantize
+    from ..ops.quantize import kernel as quantize
 
     heads, dim = x.shape[-2:]
     rotates, rotary = how.pop("rotates"), how.pop("rotary", None)

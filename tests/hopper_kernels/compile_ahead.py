@@ -15,8 +15,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from flashtile.backends.hopper.forward.launch import Launch, forward_launch, outputs
+from flashtile.backends.hopper.forward.launch import forward_launch, outputs
 from flashtile.backends.hopper.forward.plan import plan
+from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
 
 CAPABILITY = (9, 0)

@@ -28,7 +28,7 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
 from flashtile.backends.hopper.backward.launch import backward_launches, buffers
-from flashtile.backends.hopper.forward.launch import Launch
+from flashtile.gpu.launch import Launch
 
 from .compile_ahead import CAPABILITY, report, specialize
 

@@ -24,8 +24,8 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
 from flashtile.backends.hopper.float8.launch import float8_launch
-from flashtile.backends.hopper.forward.launch import Launch
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.quantize import Quantized, quantize_qkv
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv

@@ -10,24 +10,24 @@ import pytest
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 KERNELS = (
-    "hopper.forward.kernel.forward_kernel",
-    "hopper.backward.kernel.backward_kernel",
-    "hopper.backward.query_gradient.round_kernel",
-    "hopper.float8.kernel.float8_kernel",
-    "triton.forward_pass.forward_kernel",
-    "triton.backward_pass.key_gradient_kernel",
-    "triton.backward_pass.query_gradient_kernel",
-    "triton.append.append_kernel",
+    "backends.hopper.forward.kernel.forward_kernel",
+    "backends.hopper.backward.kernel.backward_kernel",
+    "backends.hopper.backward.query_gradient.round_kernel",
+    "backends.hopper.float8.kernel.float8_kernel",
+    "backends.triton.forward_pass.forward_kernel",
+    "backends.triton.backward_pass.key_gradient_kernel",
+    "backends.triton.backward_pass.query_gradient_kernel",
+    "ops.append.kernel.append_kernel",
 )
 
 PROGRAM = """
 import sys
 from importlib import import_module
-from flashtile.backends.kernel_keys import settle
+from flashtile.gpu.kernel_keys import settle
 
 for name in sys.argv[1:]:
     module, function = name.rsplit(".", 1)
-    kernel = getattr(import_module(f"flashtile.backends.{module}"), function)
+    kernel = getattr(import_module(f"flashtile.{module}"), function)
     settle(kernel)
     print(name, kernel.cache_key)
 """

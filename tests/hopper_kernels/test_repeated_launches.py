@@ -12,10 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends import Gradients, hopper, repeat
-from flashtile.backends.hopper.forward.launch import Launch
-from flashtile.backends.repeat import run_all
+from flashtile.backends import Gradients, hopper
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.gpu import relaunch
+from flashtile.gpu.launch import Launch
+from flashtile.gpu.relaunch import run_all
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, generator, normal
 
@@ -25,8 +26,8 @@ from .inputs import dense_inputs, packed_inputs
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(repeat, "_repeats", {})
-    monkeypatch.setattr(repeat, "_compiled", {})
+    monkeypatch.setattr(relaunch, "_repeats", {})
+    monkeypatch.setattr(relaunch, "_compiled", {})
 
 
 class Pair(NamedTuple):
@@ -96,7 +97,7 @@ def test_nothing_keeps_the_tensors_of_an_earlier_call():
     kernel.repeated.clear()
     storages = [weakref.ref(t.untyped_storage()) for t in (x, y, z)]
     del x, y, z
-    assert repeat._repeats and all(storage() is None for storage in storages)
+    assert relaunch._repeats and all(storage() is None for storage in storages)
 
 
 def test_one_tensor_in_two_places_may_be_two_later():
@@ -225,7 +226,7 @@ def test_repeated_backwards(name: str, monkeypatch: pytest.MonkeyPatch):
     again = [gradients(seed) for seed in range(4)]
     assert made == 3  # kernels
     for seed, found in enumerate(again):
-        repeat._repeats.clear()
-        repeat._compiled.clear()
+        relaunch._repeats.clear()
+        relaunch._compiled.clear()
         for got, wanted in zip(found, gradients(seed), strict=True):
             assert (got is None and wanted is None) or torch.equal(got, wanted)

@@ -13,9 +13,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from flashtile.backends.triton.append import Appended, Turning, append_launch
-from flashtile.backends.triton.gather import gather_launch
-from flashtile.backends.triton.kernel_launch import Launch
 from flashtile.backends.triton.launch import (
     backward_buffers,
     backward_launches,
@@ -24,7 +21,10 @@ from flashtile.backends.triton.launch import (
     probabilities_launch,
 )
 from flashtile.backends.triton.plan import unsupported_reasons
-from flashtile.backends.triton.rotary import rotary_launch
+from flashtile.gpu.launch import Launch
+from flashtile.ops.append.kernel import Appended, Turning, append_launch
+from flashtile.ops.gather.kernel import gather_launch
+from flashtile.ops.rotary.kernel import rotary_launch
 from flashtile.problem import AttentionProblem, Operands, Options
 
 

@@ -21,11 +21,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITFunction
 
+from flashtile import ops
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 from flashtile.backends.triton.float8 import with_wide_queries
 from flashtile.backends.triton.launch import Launch
 from flashtile.call.prepare import Arguments, dense_call
+from flashtile.gpu import hardware
 from flashtile.masks import BlockMask
 from flashtile.quantize import quantize_qkv
 from flashtile.testing import alibi_slopes, generator, normal, qkv
@@ -65,7 +67,7 @@ def _as_on_the_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     """Plan as PyTorch for that device does, and take the call for a large or a small one."""
     given = getattr(request.node, "callspec", None)
     params = given.params if given else {}
-    monkeypatch.setattr(plan, "_is_rocm", lambda: params.get("device") == "gfx942")
+    monkeypatch.setattr(hardware, "is_rocm", lambda: params.get("device") == "gfx942")
     monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 2**62 if params.get("size") == "small" else 0)
     plan.plan.cache_clear()
 
@@ -201,9 +203,9 @@ def test_no_kernel_is_left_out():
     compiled = {launch.kernel.__name__ for make in OPTIONS.values() for launch in make("sm_80")}
     # It writes float8, which not every device has; a module of its own compiles it.
     compiled.add(quantize_launch(64, 64, of_values=False).kernel.__name__)
-    modules = [
-        import_module(f"{backend.__name__}.{m.name}") for m in iter_modules(backend.__path__)
-    ]
+    names = [f"{backend.__name__}.{m.name}" for m in iter_modules(backend.__path__)]
+    names += [f"{ops.__name__}.{m.name}.kernel" for m in iter_modules(ops.__path__)]
+    modules = [import_module(name) for name in names]
     functions = {
         f.__name__ for m in modules for f in vars(m).values() if isinstance(f, JITFunction)
     }

@@ -15,8 +15,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     # Triton decides at import; these tests read what its compiler makes.
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
-from flashtile.backends.triton import quantize
-from flashtile.backends.triton.kernel_launch import Launch
+from flashtile.gpu.launch import Launch
+from flashtile.ops.quantize import kernel as quantize
 from flashtile.quantize.tensors import keys_adjacent_like
 
 from .compile_ahead import DEVICES, ptx, report

@@ -11,12 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile.backends.hopper.forward import plan as hopper_plan
 from flashtile.backends.triton import plan
+from flashtile.gpu import hardware
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
 def explained(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> str:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(plan, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     plan.plan.cache_clear()
     with FakeTensorMode():  # tensors without memory: a device is only a name
         q = torch.empty(1, 128, 4, 64, dtype=torch.bfloat16, device="cuda")
@@ -49,7 +50,7 @@ def test_the_parts_of_a_cache_call(
 ):
     """Few queries against a long cache: the tile of the split walk, and its parts."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(plan, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(1, seq_q, 32, head_dims[0], dtype=torch.bfloat16, device="cuda")
         k, v = (torch.empty(1, 32768, 8, d, dtype=q.dtype, device="cuda") for d in head_dims)
@@ -72,7 +73,7 @@ def test_the_parts_of_a_cache_call(
 def test_latent_keys_are_for_the_forward_alone(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], wanted: list[str]
 ):
-    monkeypatch.setattr(plan, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     q = torch.empty(1, 128, 4, 576, dtype=torch.bfloat16, device="meta")
     problem = AttentionProblem.of(Operands(q, q, q[..., :512]), Options(128, 128, 0.1))
     problem = problem._replace(device_type="cuda", capability=(9, 0), **change)
@@ -81,7 +82,7 @@ def test_latent_keys_are_for_the_forward_alone(
 
 
 def test_an_amd_gpu_was_only_compiled_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan, "_is_rocm", lambda: True)
+    monkeypatch.setattr(hardware, "is_rocm", lambda: True)
     report = explained(monkeypatch, (9, 4))
     assert "this architecture (ROCm) has been compiled for, never run on" in report
 
@@ -116,7 +117,7 @@ def test_float8_runs_by_one_kernel_or_the_other(
     monkeypatch: pytest.MonkeyPatch, seq_q: int, options: dict[str, Any], chosen: str
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(plan, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
     with FakeTensorMode(), torch.no_grad():
         made = {"dtype": torch.float8_e4m3fn, "device": "cuda"}

@@ -68,7 +68,7 @@ def test_probabilities(name: str, seed: int):
 @pytest.mark.parametrize("layout", ["dense", "packed", "rows", "pages"])
 def test_append(layout: str):
     import flashtile.call.kvcache  # noqa: F401  (defines the op)
-    from flashtile.backends.triton.append import append_to_cache
+    from flashtile.ops.append.kernel import append_to_cache
 
     torch.manual_seed(0)
     cache = [torch.randn(5, 16, 2, 20), torch.randn(5, 16, 2, 7)]

@@ -29,11 +29,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.backends.triton.append import append_to_cache, rotate_and_append
-from flashtile.backends.triton.combine import combine
-from flashtile.backends.triton.gather import gather_pages
-from flashtile.backends.triton.rotary import rotate
 from flashtile.backends.triton.splits import fastest_splits
+from flashtile.ops.append.kernel import append_to_cache, rotate_and_append
+from flashtile.ops.gather.kernel import gather_pages
+from flashtile.ops.merge.kernel import combine
+from flashtile.ops.rotary.kernel import rotate
 
 from .decoding import CASES, FLOAT8_CASES, assert_decoding, make_decoding
 

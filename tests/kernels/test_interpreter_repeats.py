@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flashtile.call.kvcache  # noqa: F401  (defines the ops)
-from flashtile.backends import repeat
+from flashtile.gpu import relaunch
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import generator, normal, rotary_tables
 
@@ -25,8 +25,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.backends.triton.append import rotate_and_append
-from flashtile.backends.triton.kernel_launch import Launch
+from flashtile.gpu.launch import Launch
+from flashtile.ops.append.kernel import rotate_and_append
 
 from .cases import make_call
 from .compare import everything
@@ -57,14 +57,14 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         return AsCompiled(launch)
 
     monkeypatch.setattr(Launch, "_run", run)
-    monkeypatch.setattr(repeat, "_repeats", {})
-    monkeypatch.setattr(repeat, "_compiled", {})
+    monkeypatch.setattr(relaunch, "_repeats", {})
+    monkeypatch.setattr(relaunch, "_compiled", {})
     return made
 
 
 def assert_repeated() -> None:
     """The last call found launches to repeat."""
-    assert all(isinstance(launches, list) for launches in repeat._repeats.values())
+    assert all(isinstance(launches, list) for launches in relaunch._repeats.values())
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -82,8 +82,8 @@ def test_a_repeated_call_uses_the_new_tensors(
         got = backend.forward(problem, operands)
         assert len(repeats) == (1 if splits == 1 else 2)
     assert_repeated()
-    repeat._repeats.clear()
-    repeat._compiled.clear()
+    relaunch._repeats.clear()
+    relaunch._compiled.clear()
     wanted = backend.forward(problem, operands)
     assert len(repeats) == (2 if splits == 1 else 4)
     assert all(map(torch.equal, got, wanted))
@@ -130,8 +130,8 @@ def test_parts_lie_in_the_workspace(
         assert not workspace[used - 12 * rows : used].view(torch.float32).isnan().any()
         assert not workspace[: 12 * rows * problem.Dv].view(torch.float32).isnan().all()
     assert_repeated()
-    repeat._repeats.clear()
-    repeat._compiled.clear()
+    relaunch._repeats.clear()
+    relaunch._compiled.clear()
     wanted = backend.forward(problem, operands)
     assert all(map(torch.equal, got, wanted))
 
@@ -186,8 +186,8 @@ def test_repeated_training(name: str, launches: int, repeats: list[Launch], seed
 
     again = [results(turn) for turn in range(3)]
     assert len(repeats) == launches
-    repeat._repeats.clear()
-    repeat._compiled.clear()
+    relaunch._repeats.clear()
+    relaunch._compiled.clear()
     wanted = results(2)
     for field, x in again[2].items():
         assert torch.equal(x, wanted[field]), field

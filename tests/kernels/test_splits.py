@@ -10,11 +10,11 @@ import torch
 from flashtile import workspace_size
 from flashtile.backends.triton.plan import plan
 from flashtile.backends.triton.splits import (
-    MOST_PART_ROWS,
     fastest_splits,
-    processors,
     splits_of,
 )
+from flashtile.gpu.hardware import multiprocessors
+from flashtile.gpu.workspace import MOST_PART_ROWS
 from flashtile.problem import AttentionProblem, Operands, Options
 
 HERE = torch.device("cuda")
@@ -37,7 +37,7 @@ def test_a_workspace_of_the_size_asked_for_is_enough(num_splits: int):
         for batch, seq_q, seq_k in product(batches, queries, keys):
             problem = problem_of(batch, seq_q, seq_k, heads, num_splits=num_splits)
             config = plan(problem, False).split.config
-            splits = splits_of(problem, config, processors(HERE), batch * seq_q)
+            splits = splits_of(problem, config, multiprocessors(HERE), batch * seq_q)
             assert num_splits in (0, splits)
             if splits > 1:
                 assert 4 * splits * batch * seq_q * heads[0] * 65 <= enough
@@ -74,6 +74,6 @@ def test_a_packed_batch_without_tokens_is_not_split():
 
 def test_the_memory_of_parts_is_bounded():
     """However large the call: 35 MB at head dim 128 on a GPU of 132 multiprocessors."""
-    assert processors(HERE) == 132 or torch.cuda.is_available()
-    most = 4 * MOST_PART_ROWS * processors(HERE) * 129
+    assert multiprocessors(HERE) == 132 or torch.cuda.is_available()
+    most = 4 * MOST_PART_ROWS * multiprocessors(HERE) * 129
     assert workspace_size(10**6, 8, 64, 128) == most

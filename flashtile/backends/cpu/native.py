@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...masks import Window
-from ...merge import add_sink, merge
+from ...ops.merge.formula import add_sink, merge
 from .segments import KeyRun, SegmentMask
 
 _Kernel = Callable[..., Any]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import merge
+from ...gpu.hardware import TRITON_IS_INSTALLED, multiprocessors
+from ...ops.merge import formula as merge
 from ...problem import FLOAT8, AttentionProblem, Operands
 from .. import Gradients
 from . import float8, plan
-from .plan import TRITON_IS_INSTALLED
-from .splits import processors, splits_of
+from .splits import splits_of
 
 __all__ = ["HINTS", "backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
 
@@ -34,7 +34,7 @@ def describe_plan(problem: AttentionProblem) -> str:
         forward_plan = describe_plan(float8.over_float8_keys(problem)).splitlines()[0]
         return f"{forward_plan}, queries and weights in 16 bits over float8 keys and values"
     config = plan.plan(problem, True).split.config
-    count = processors(torch.device(problem.device_type))
+    count = multiprocessors(torch.device(problem.device_type))
     splits = splits_of(problem, config, count, problem.B * problem.M)
     return plan.describe_plan(problem, splits)
 
@@ -71,7 +71,7 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 
 def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    from .combine import combine
+    from ...ops.merge.kernel import combine
 
     return combine(out_partial, lse_partial, dtype)
 

@@ -13,29 +13,9 @@ import torch
 from torch import Tensor
 
 from ...dropout import keep_threshold
+from ...gpu.rows import contiguous
 from ...masks import as_kernel_number
 from ...problem import AttentionProblem, Operands
-
-
-class Rows(NamedTuple):
-    """A tensor of head rows: (batch, row, head, dim) strides; for pages the batch is the page."""
-
-    ptr: Tensor
-    batch: int
-    row: int
-    head: int
-    dim: int
-
-
-class Parts(NamedTuple):
-    """Head rows of every part of a split walk: strides as `Rows`, and between the parts."""
-
-    ptr: Tensor
-    part: int
-    batch: int
-    row: int
-    head: int
-    dim: int
 
 
 class Bias(NamedTuple):
@@ -195,24 +175,6 @@ def sequences_of(operands: Operands) -> Sequences:
     )
 
 
-def rows_of(x: Tensor) -> Rows:
-    """`x` (batch, row, head, dim), or packed (row, head, dim)."""
-    stride = x.stride()
-    if len(stride) == 4:
-        return Rows(x, *stride)
-    return Rows(x, 0, *stride)
-
-
-def is_aligned(*tensors: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes and its elements are contiguous."""
-    for x in tensors:
-        *outer, dim = x.stride()
-        units = 16 // x.element_size()
-        if dim != 1 or x.data_ptr() % 16 or any(s % units or s == 0 for s in outer):
-            return False
-    return True
-
-
 def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
     """The numbers of the score rule."""
     slopes, options = operands.alibi_slopes, problem.options
@@ -227,11 +189,6 @@ def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
         alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         **descales,
     )
-
-
-def contiguous(x: Tensor | None) -> Tensor | None:
-    """An optional tensor whose strides follow from its shape."""
-    return None if x is None else x.contiguous()
 
 
 def bias_of(bias: Tensor) -> Bias:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.intrinsics import LOG2E, rows_base
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
 from .tiles import (
-    LOG2E,
     between,
     dropout_key,
     in_block_mask,
@@ -24,7 +24,6 @@ from .tiles import (
     load_tile,
     masked_tile,
     query_span,
-    rows_base,
     score_slope,
     scores_log2,
     section_order,

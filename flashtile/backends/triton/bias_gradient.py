@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.intrinsics import rows_base
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
 from .backward_pass import drop, load_stats, recompute_p
 from .tiles import (
@@ -19,7 +20,6 @@ from .tiles import (
     key_span,
     load_rows,
     query_span,
-    rows_base,
     stats_start,
     visible_keys,
 )

@@ -14,12 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
 from .pages import load_keys, page_list
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
 from .tiles import (
-    LN2,
-    LOG2E,
     as_float16,
     between,
     dropout_key,
@@ -27,13 +26,11 @@ from .tiles import (
     kept,
     key_row_of_batch,
     key_span,
-    let_next_kernel_start,
     linear_scale,
     list_row,
     masked_tile,
     pairs_apart,
     query_span,
-    rows_base,
     scores_log2,
     section_order,
     stats_count,
@@ -41,7 +38,6 @@ from .tiles import (
     tile_phases,
     tile_source,
     visible_keys,
-    wait_for_earlier_kernels,
 )
 
 

@@ -1,6 +1,6 @@
 """Runs a problem on the GPU: allocates the outputs and launches the planned kernels.
 
-Each `*_launch` function describes one kernel launch without making it: see `kernel_launch.py`.
+Each `*_launch` function describes one kernel launch without making it: see `gpu/launch.py`.
 """
 
 from __future__ import annotations
@@ -12,29 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu.hardware import multiprocessors
+from ...gpu.launch import Launch, run
+from ...gpu.relaunch import run_all
+from ...gpu.rows import ALIGNMENT, Rows, contiguous, is_aligned, rows_of
+from ...ops.merge.kernel import combine_launch
 from ...problem import AttentionProblem, Operands, lse_shape
 from .. import Gradients
-from ..repeat import ALIGNMENT, run_all
-from .arguments import (
-    NO_LISTS,
-    NUMBERS,
-    Lists,
-    Rows,
-    bias_of,
-    common_of,
-    contiguous,
-    is_aligned,
-    rows_of,
-)
+from .arguments import NO_LISTS, NUMBERS, Lists, bias_of, common_of
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bias_gradient import bias_gradient_kernel
 from .block_lists import list_tiles_kernel
-from .combine import combine_launch
 from .forward_pass import forward_kernel
-from .kernel_launch import Launch, run
 from .plan import KernelPlan, plan
 from .score_matrix import probabilities_kernel
-from .splits import processors, splits_of
+from .splits import splits_of
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
@@ -109,7 +101,7 @@ def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tens
 
 @lru_cache(maxsize=4096)
 def _splits(problem: AttentionProblem, aligned: bool, device: torch.device, tokens: int) -> int:
-    return splits_of(problem, plan(problem, aligned).split.config, processors(device), tokens)
+    return splits_of(problem, plan(problem, aligned).split.config, multiprocessors(device), tokens)
 
 
 def forward_launches(

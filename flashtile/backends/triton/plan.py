@@ -12,24 +12,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ...gpu import hardware
 from ...problem import AttentionProblem
 from ..reasons import dotted, dtype_reasons, head_dim_reasons
-
-# Whether `import triton` would work, found out without importing it; asked once, here, because a
-# tracer that walks through dispatch cannot ask.
-TRITON_IS_INSTALLED = find_spec("triton") is not None
 
 MAX_HEAD_DIM = 512
 # Of queries and keys in a forward alone: the latent keys of DeepSeek's MLA, whose first 512 columns
 # are the values. What is behind the 512th column makes a narrow tile of its own.
 MAX_KEY_HEAD_DIM = 576
-OLDEST_CAPABILITY = (8, 0)
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -210,9 +205,9 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.device_type != "cuda":
         reasons.append(f"tensors are on {problem.device_type} (this backend: cuda)")
     elif _is_too_old(problem.capability):
-        oldest = dotted(OLDEST_CAPABILITY)
+        oldest = dotted(hardware.OLDEST_CAPABILITY)
         reasons.append(f"compute capability {dotted(problem.capability)} (at least {oldest})")
-    if not TRITON_IS_INSTALLED:
+    if not hardware.TRITON_IS_INSTALLED:
         reasons.append("the package triton is not installed (pip install triton)")
     reasons += dtype_reasons(problem, DTYPES)
     if problem.has_float8_keys and _lacks_float8(problem.capability):
@@ -241,11 +236,15 @@ def _forward_only_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def _is_too_old(capability: tuple[int, int] | None) -> bool:
-    return capability is not None and capability < OLDEST_CAPABILITY and not _is_rocm()
+    return (
+        capability is not None
+        and capability < hardware.OLDEST_CAPABILITY
+        and not hardware.is_rocm()
+    )
 
 
 def _lacks_float8(capability: tuple[int, int] | None) -> bool:
-    return _is_rocm() or (capability is not None and capability < OLDEST_FLOAT8_CAPABILITY)
+    return hardware.is_rocm() or (capability is not None and capability < OLDEST_FLOAT8_CAPABILITY)
 
 
 def _is_too_wide_to_train(problem: AttentionProblem) -> bool:
@@ -359,17 +358,12 @@ def tuned_folder() -> Path:
 
 def architecture(capability: tuple[int, int] | None) -> str:
     """The table's name for a device."""
-    if _is_rocm():
+    if hardware.is_rocm():
         return "gfx"
     if capability is None:
         return "sm_80"
     known = [c for c in ARCHITECTURES if c <= capability]
     return ARCHITECTURES[max(known)] if known else "sm_80"
-
-
-def has_copy_engine(capability: tuple[int, int] | None) -> bool:
-    """Whether tiles can come through tensor descriptors (the Tensor Memory Accelerator)."""
-    return capability is not None and capability >= (9, 0) and not _is_rocm()
 
 
 def _pays_descriptors(problem: AttentionProblem) -> bool:
@@ -380,7 +374,7 @@ def _pays_descriptors(problem: AttentionProblem) -> bool:
     work = problem.B * problem.Hq * problem.M * problem.N
     half = problem.dtype != torch.float32 and problem.page_size == 0
     half = half and not problem.has_float8_keys and problem.D <= MAX_HEAD_DIM
-    return half and has_copy_engine(problem.capability) and work >= DESCRIPTOR_WORK
+    return half and hardware.has_tma(problem.capability) and work >= DESCRIPTOR_WORK
 
 
 def describe_plan(problem: AttentionProblem, splits: int) -> str:
@@ -442,7 +436,7 @@ def _kernel_plan(
         PAIR=2 if paired and BLOCK_M <= 32 <= min(BLOCK_D, BLOCK_DV) else 1,
         HAS_DESCRIPTORS=described,
         IS_SPLIT=is_split,
-        IS_CHAINED=is_split and has_copy_engine(problem.capability),
+        IS_CHAINED=is_split and hardware.has_tma(problem.capability),
     )
     return KernelPlan(config, tile.warps, tile.stages)
 
@@ -486,15 +480,11 @@ def padded(head_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None
     At least 64 where tiles are multiplied out of shared memory (Hopper on, 16 bits): of narrower
     tiles Triton 3.6 reads keys past the sixteenth at wrong addresses, even outside of the tile.
     """
-    reads_shared = has_copy_engine(capability) and dtype != torch.float32
+    reads_shared = hardware.has_tma(capability) and dtype != torch.float32
     return max(64 if reads_shared else 16, 1 << (head_dim - 1).bit_length())
 
 
-def _is_rocm() -> bool:
-    return torch.version.hip is not None
-
-
 def _device(problem: AttentionProblem) -> str:
-    if _is_rocm() or problem.capability is None:
-        return "ROCm" if _is_rocm() else problem.device_type
+    if hardware.is_rocm() or problem.capability is None:
+        return "ROCm" if hardware.is_rocm() else problem.device_type
     return f"sm_{problem.capability[0]}{problem.capability[1]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.intrinsics import rows_base
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
 from .backward_pass import load_stats
 from .pages import load_keys, page_list
@@ -18,7 +19,6 @@ from .tiles import (
     linear_scale,
     load_rows,
     query_span,
-    rows_base,
     scores_log2,
     stats_start,
     visible_keys,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
-
+from ...gpu.workspace import MAX_SPLITS, MOST_PART_ROWS
 from ...problem import AttentionProblem
 from .plan import KernelConfig
 
@@ -20,13 +19,9 @@ ALONE = 1.08
 # In steps of a walk: starting a program; the launch that joins the parts, and reading 32 of them.
 START_STEPS = 1.5
 COMBINE_STEPS, COMBINE_STEPS_OF_32 = 3, 1
-MAX_SPLITS = 256
 # Queries, each of every head that shares a key head, up to which a call is decoding: latent keys
 # (DeepSeek's MLA) are shared by 128 heads.
 FEW_QUERIES = 128
-# Rows of partial results to a multiprocessor, one for each query, head and part: more would take
-# much memory for little time.
-MOST_PART_ROWS = 512
 
 
 def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int, tokens: int) -> int:
@@ -75,28 +70,3 @@ def _longest_walk(problem: AttentionProblem) -> int:
     if options.attention_chunk > 0:
         longest = min(longest, options.attention_chunk + problem.M)
     return longest
-
-
-def workspace_size(
-    tokens: int, heads: int, value_head_dim: int, num_splits: int, device: torch.device
-) -> int:
-    """Bytes that partial results take at most, in calls of so many query tokens or fewer."""
-    rows = tokens * heads
-    if device.type == "cpu" or num_splits == 1:
-        return 0
-    parts = num_splits * rows
-    if num_splits == 0:
-        parts = min(MAX_SPLITS * rows, MOST_PART_ROWS * processors(device))
-    return parts * (value_head_dim + 1) * torch.float32.itemsize
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, by default of the current one."""
-    if device.type == "cpu" or not torch.cuda.is_available():  # interpreting, or not here
-        return 132
-    return _processors(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@lru_cache(maxsize=64)
-def _processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count

@@ -14,26 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from ...gpu.intrinsics import LOG2E
+
 # The interpreter knows no assembly.
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-# When a kernel starts (Hopper's programmatic dependent launch). A kernel launched early has its
-# programs ready when the one before it ends, and reads and writes nothing before the wait.
-
-
-@triton.jit
-def wait_for_earlier_kernels():
-    """Until all that was launched before has ended and its writes are seen."""
-    tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def let_next_kernel_start():
-    """The kernel behind this one, if launched early, may take what room there is, and wait."""
-    tl.extra.cuda.gdc_launch_dependents()
 
 
 # Where a sequence lies
@@ -368,14 +352,6 @@ def kept(key, threshold, b, h, rows, n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 # Tiles of rows from memory
-
-
-@triton.jit
-def rows_base(x, batch, row, head):
-    """Pointer to one head of one row of `x`; 64-bit, for tensors may pass 2**31 elements."""
-    return (
-        x.ptr + batch.to(tl.int64) * x.batch + row.to(tl.int64) * x.row + head.to(tl.int64) * x.head
-    )
 
 
 @triton.jit

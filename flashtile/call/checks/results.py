@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.triton.splits import workspace_size
+from ...gpu.workspace import workspace_size
 from ...problem import DIFFERENTIABLE, Operands, Options, output_dtype
 from .tensors import rank, same_device, shape, tensor
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.triton.splits import MAX_SPLITS
+from ...gpu.workspace import MAX_SPLITS
 from ...problem import Options, default_scale
 from .tensors import INTEGERS, as_python
 from .window import window

@@ -9,11 +9,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....gpu.launch import Launch
+from ....gpu.relaunch import run_all
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ... import Gradients
-from ...repeat import run_all
-from ..forward.launch import Launch, descriptor, readable
+from ..forward.launch import descriptor, readable
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.arguments import Pointers, Sequences
 from .delta import delta_kernel

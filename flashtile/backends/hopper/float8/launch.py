@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....gpu.hardware import multiprocessors
+from ....gpu.launch import Launch
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
-from ..forward.launch import Launch, _counter, _multiprocessors, descriptor, readable
+from ..forward.launch import _counter, descriptor, readable
 from ..forward.plan import CONSUMER_ROWS, section_of
 from ..shared.arguments import Sequences
 from .consumer import Scales
@@ -27,7 +29,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     device = operands.q.device
     with torch.cuda.device(device):
         out, lse, launch = float8_launch(
-            problem, operands, _multiprocessors(device), _counter(device)
+            problem, operands, multiprocessors(device), _counter(device)
         )
         if launch.grid[0] > 0:
             launch.run()
@@ -35,7 +37,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
 
 
 def float8_launch(
-    problem: AttentionProblem, operands: Operands, multiprocessors: int, counter: Tensor
+    problem: AttentionProblem, operands: Operands, programs: int, counter: Tensor
 ) -> tuple[Tensor, Tensor, Launch]:
     """Outputs and the launch that fills them; `counter` is two zeros."""
     descales = (operands.q_descale, operands.k_descale, operands.v_descale)
@@ -81,7 +83,7 @@ def float8_launch(
         "softcap": options.softcap,
         "cfg": config,
     }
-    return out, lse, Launch(float8_kernel, (min(multiprocessors, tiles),), arguments)
+    return out, lse, Launch(float8_kernel, (min(programs, tiles),), arguments)
 
 
 def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:

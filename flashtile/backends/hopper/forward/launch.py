@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
+from ....gpu.hardware import multiprocessors
+from ....gpu.launch import Launch
+from ....gpu.relaunch import run_all
+from ....gpu.rows import is_aligned
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape
-from ...kernel_keys import settle
-from ...repeat import ALIGNMENT, run_all
 from ..shared.arguments import Pointers, Sequences
 from ..shared.layouts import shared_rows
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, section_of
-
-
-class Launch(NamedTuple):
-    """One kernel launch."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    warps: int = 4
-
-    def run(self) -> Any:
-        """Launch on the current device; the compiled kernel."""
-        settle(self.kernel)
-        return self.kernel[self.grid](**self.arguments, num_warps=self.warps)
-
-    def launcher(self, compiled: Any) -> Any:
-        """What launches the compiled kernel on the arguments in order."""
-        return compiled[(*self.grid, 1, 1)[:3]]
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -47,7 +31,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
 
     def describe(given: Any, made: Any) -> list[Launch]:
         out, lse, counter = made
-        programs = _multiprocessors(out.device)
+        programs = multiprocessors(out.device)
         return [forward_launch(problem, Operands(*given), out, lse, programs, counter)]
 
     made = out, lse, _counter(operands.q.device)
@@ -73,7 +57,7 @@ def forward_launch(
     operands: Operands,
     out: Tensor,
     lse: Tensor,
-    multiprocessors: int,
+    programs: int,
     counter: Tensor,
 ) -> Launch:
     """The launch that fills `out` and `lse`; `counter` is two zeros."""
@@ -110,21 +94,14 @@ def forward_launch(
         "softcap": options.softcap,
         "cfg": config,
     }
-    return Launch(forward_kernel, (min(multiprocessors, tiles),), arguments)
-
-
-def is_readable(x: Tensor) -> bool:
-    """Whether TMA can read `x`: rows at multiples of 16 bytes, elements contiguous."""
-    *outer, dim = x.stride()
-    step = ALIGNMENT // x.element_size()
-    return dim == 1 and x.data_ptr() % ALIGNMENT == 0 and not any(s % step or s == 0 for s in outer)
+    return Launch(forward_kernel, (min(programs, tiles),), arguments)
 
 
 def readable(x: Tensor) -> Tensor:
     """`x`, or a copy that TMA can read."""
     if x.shape[0] == 0:  # it reads from no empty tensor
         x = x.new_zeros((1, *x.shape[1:]))
-    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptors(
@@ -155,11 +132,6 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 _layout = lru_cache(shared_rows)  # which takes longer to make than the rest of a descriptor
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

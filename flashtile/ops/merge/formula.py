@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .autocast import without_autocast
+from ...autocast import without_autocast
 
 library = torch.library.Library("flashtile", "FRAGMENT")
 library.define(

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..repeat import run_all
-from .arguments import contiguous, rows_of
-from .kernel_launch import Launch
-from .plan import has_copy_engine
-from .rotary import Turn, as_stored, place_of_token, token_base, turn_heads, turn_of
-from .tiles import let_next_kernel_start
+from ...gpu.hardware import has_tma
+from ...gpu.intrinsics import let_next_kernel_start
+from ...gpu.launch import Launch
+from ...gpu.relaunch import run_all
+from ...gpu.rows import contiguous, rows_of
+from ..rotary.kernel import Turn, as_stored, place_of_token, token_base, turn_heads, turn_of
 
 # Features that one step of a program copies: all heads of a token, mostly, so that memory is waited
 # for once.
@@ -242,7 +242,7 @@ def append_launch(
         BLOCK=min(COPIED, triton.next_power_of_2(k.shape[-2] * max(k.shape[-1], v.shape[-1]))),
         HAS_OWN_POSITIONS=turning.own_positions,
         TURN=None if cos is None else turn_of(cos, k.shape[-1], turning.interleaved),
-        LETS_NEXT_START=has_copy_engine(capability),
+        LETS_NEXT_START=has_tma(capability),
     )
     arguments = {
         "k_cache": rows_of(given.k_cache),

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..kernel_keys import settle
+from .kernel_keys import settle
 
 
 class Launch(NamedTuple):
@@ -21,9 +21,9 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    warps: int
-    stages: int
-    is_early: bool = False  # starts while the kernel before it ends: see `tiles.py`
+    warps: int = 4
+    stages: int | None = None  # None for Gluon kernels, which pipeline by themselves
+    is_early: bool = False  # starts while the kernel before it ends: see `intrinsics.py`
 
     @property
     def needs_scratch(self) -> bool:
@@ -47,8 +47,12 @@ class Launch(NamedTuple):
     def _run(self) -> Any:
         settle(self.kernel)
         kernel = self.kernel[self.grid]
-        early = {"launch_pdl": True} if self.is_early else {}
-        return kernel(**self.arguments, num_warps=self.warps, num_stages=self.stages, **early)
+        options: dict[str, Any] = {"num_warps": self.warps}
+        if self.stages is not None:
+            options["num_stages"] = self.stages
+        if self.is_early:
+            options["launch_pdl"] = True
+        return kernel(**self.arguments, **options)
 
 
 def run(launches: list[Launch], x: Tensor) -> list[Any]:

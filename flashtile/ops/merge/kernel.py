@@ -7,14 +7,28 @@ section 3.1).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import Parts, Rows, rows_of
-from .kernel_launch import Launch, run
-from .tiles import LN2, LOG2E, rows_base, wait_for_earlier_kernels
+from ...gpu.intrinsics import LN2, LOG2E, rows_base, wait_for_earlier_kernels
+from ...gpu.launch import Launch, run
+from ...gpu.rows import Rows, rows_of
+
+
+class Parts(NamedTuple):
+    """Head rows of every part of a split walk: strides as `Rows`, and between the parts."""
+
+    ptr: Tensor
+    part: int
+    batch: int
+    row: int
+    head: int
+    dim: int
+
 
 # Numbers that one program joins: so many features of a head, for all parts together, make these.
 NUMBERS_A_PROGRAM = 4096

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes; Triton compiles other code for tensors that start elsewhere
+from .rows import ALIGNMENT  # Triton compiles other code for tensors that start elsewhere
 
 Tensors = tuple[Tensor | None, ...]
 Make = Callable[[Tensors], Any]

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import rows_of
-from .kernel_launch import Launch, run
+from ...gpu.launch import Launch, run
+from ...gpu.rows import rows_of
 
 # Programs that share a multiprocessor.
 PROGRAMS = 4

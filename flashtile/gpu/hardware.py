@@ -1,0 +1,36 @@
+"""Facts about the installed software and the GPU. Nothing here imports Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+# Whether `import triton` would work, without importing it. Evaluated once at import, because
+# torch.compile cannot trace the search.
+TRITON_IS_INSTALLED = find_spec("triton") is not None
+
+OLDEST_CAPABILITY = (8, 0)  # that the Triton kernels are compiled for
+
+
+def is_rocm() -> bool:
+    """Whether this PyTorch is built for AMD GPUs."""
+    return torch.version.hip is not None
+
+
+def has_tma(capability: tuple[int, int] | None) -> bool:
+    """Whether the GPU has the Tensor Memory Accelerator, which tensor descriptors need."""
+    return capability is not None and capability >= (9, 0) and not is_rocm()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors (SMs) of a GPU, by default of the current one."""
+    if device.type == "cpu" or not torch.cuda.is_available():  # under the interpreter
+        return 132
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

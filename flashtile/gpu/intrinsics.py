@@ -1,0 +1,33 @@
+"""Constants and small functions that Triton kernels share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+# Programmatic dependent launch (Hopper on): a kernel launched early has its programs ready when the
+# kernel before it ends. It reads and writes nothing before the wait.
+
+
+@triton.jit
+def wait_for_earlier_kernels():
+    """Wait until all earlier launches have ended and their writes are visible."""
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start():
+    """Let the next kernel, if launched early, take free multiprocessors and wait there."""
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def rows_base(x, batch, row, head):
+    """Pointer to one head of one row of `x`; 64-bit, for tensors may pass 2**31 elements."""
+    return (
+        x.ptr + batch.to(tl.int64) * x.batch + row.to(tl.int64) * x.row + head.to(tl.int64) * x.head
+    )

@@ -1,0 +1,1 @@
+"""New tokens written into a key-value cache."""

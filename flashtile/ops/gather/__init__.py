@@ -1,0 +1,1 @@
+"""Pages of a cache copied into contiguous rows."""

@@ -1,0 +1,1 @@
+"""Partial attention results merged by their log-sum-exp."""

@@ -1,0 +1,1 @@
+"""Tensors of 16 or 32 bits converted to float8."""
