@@ -17,6 +17,7 @@ from .flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .lru import clear_caches
 from .masks import BlockMask
 from .quantize import Quantized, attention_fp8, quantize_qkv
 
@@ -43,6 +44,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "backend",
+    "clear_caches",
     "explain",
     "flash_attn_combine",
     "flash_attn_func",

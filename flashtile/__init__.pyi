@@ -18,6 +18,7 @@ from .call.dispatch import backend as backend
 from .call.explain import explain as explain
 from .call.kvcache import workspace_size as workspace_size
 from .call.prepare import WindowSize
+from .lru import clear_caches as clear_caches
 from .masks import BlockMask as BlockMask
 from .quantize.tensors import Quantized as Quantized
 from .quantize.tensors import quantize_qkv as quantize_qkv
@@ -32,6 +33,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "backend",
+    "clear_caches",
     "explain",
     "flash_attn_combine",
     "flash_attn_func",

@@ -7,11 +7,13 @@ registered once somebody else has imported it, which a process that counts has.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+_lock = threading.Lock()
 _registered = False
 
 
@@ -20,7 +22,13 @@ def register_when_counting() -> None:
     global _registered
     if _registered or "torch.utils.flop_counter" not in sys.modules:
         return
-    _registered = True
+    with _lock:
+        if not _registered:
+            _register()
+            _registered = True
+
+
+def _register() -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from torch.utils.flop_counter import (
         flop_registry,

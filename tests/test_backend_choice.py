@@ -13,9 +13,8 @@ from flashtile.call import dispatch
 
 @pytest.fixture(autouse=True)
 def nothing_stays_forced():
-    before = list(dispatch._process_wide)
     yield
-    dispatch._process_wide[:] = before
+    flashtile.backend(None)
 
 
 def runs_on(name):
@@ -73,6 +72,45 @@ def test_a_block_can_be_entered_again():
                 assert dispatch.forced() == "triton"
             assert dispatch.forced() == "triton"
         assert dispatch.forced() is None
+
+
+def test_a_result_that_is_kept_forces_its_thread_only_until_it_is_dropped():
+    kept = flashtile.backend("triton")
+    assert runs_on("triton")
+    assert in_another_thread(dispatch.forced) is None
+    del kept
+    assert in_another_thread(dispatch.forced) == "triton"
+
+
+def test_no_other_thread_sees_a_block_before_it_is_entered():
+    flashtile.backend("hopper")
+    with flashtile.backend("triton") as entered:
+        assert entered is None
+    block = flashtile.backend("triton")
+    assert in_another_thread(dispatch.forced) == "hopper"
+    with block:
+        assert in_another_thread(dispatch.forced) == "hopper"
+    del block
+    assert in_another_thread(dispatch.forced) == "hopper"
+    assert dispatch.forced() == "hopper"
+
+
+def test_the_latest_call_counts_whatever_is_kept():
+    kept = flashtile.backend("triton")
+    flashtile.backend("cpu")
+    assert dispatch.forced() == "cpu"
+    del kept
+    assert dispatch.forced() == "cpu"
+    assert in_another_thread(dispatch.forced) == "cpu"
+
+
+def test_calls_without_with_keep_nothing():
+    for _ in range(3):
+        for name in ("cpu", "triton"):
+            flashtile.backend(name)
+    assert not dispatch._this_thread.held
+    assert not dispatch._this_thread.blocks
+    assert len(dispatch._everywhere) == 1
 
 
 def test_a_block_is_of_its_thread():

@@ -52,7 +52,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("gpu",),
     # The words that all the rooms above share: a call described, its mask, its dropout, its parts.
     ("problem",),
-    ("masks", "dropout", "flops", "lazy"),
+    ("masks", "dropout", "flops", "lazy", "lru"),
     ("autocast",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -10,7 +10,7 @@ import torch
 import flashtile
 from flashtile import backends
 from flashtile.backends import cpu
-from flashtile.call import dispatch, memo, prefill
+from flashtile.call import dispatch, prefill
 from flashtile.testing import cu_seqlens, generator, normal, paged
 
 B, M, CAPACITY, HQ, HK, D, DV = 3, 6, 32, 4, 2, 16, 8
@@ -32,10 +32,10 @@ def calls(monkeypatch):
     twin = SimpleNamespace(unsupported_reasons=unsupported_reasons, forward=forward)
     monkeypatch.setitem(backends._loaded, "twin", twin)
     monkeypatch.setattr(dispatch, "ORDER", ("twin", "cpu"))
-    monkeypatch.setattr(dispatch, "_selected", {})
-    monkeypatch.setattr(memo, "_decisions", {})
     monkeypatch.setattr(prefill, "FEWEST_QUERIES", M * HQ // HK)
-    return seen
+    flashtile.clear_caches()
+    yield seen
+    flashtile.clear_caches()
 
 
 def arguments(seed, storage):

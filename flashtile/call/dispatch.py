@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from .. import backends
+from ..lru import memoised
 from ..problem import AttentionProblem
 
 BackendName = Literal["cpu", "hopper", "triton"]  # the folders in `backends/`
@@ -24,20 +25,29 @@ ORDER: tuple[BackendName, ...] = (
 for _name in ORDER:
     backends.load(_name)
 
-_selected: dict[tuple[AttentionProblem, str | None], str] = {}
-_CACHE_SIZE = 4096
-
 
 class _ThisThread(threading.local):
-    """The backends of the ``with`` blocks around the running code, innermost last."""
+    """What is forced in this thread only; the last entry of a list counts."""
 
-    # Not a ContextVar, which torch.compile can neither trace nor guard on.
+    # A ContextVar would keep the tasks of an event loop apart, too. But torch.compile (up to 2.13)
+    # can neither trace `ContextVar.get` and `.set` nor guard on the value, and a copy that it can
+    # guard on would not follow a change of task, which nothing announces.
     def __init__(self) -> None:
-        self.blocks: list[str | None] = []
+        self.blocks: list[str | None] = []  # the ``with`` blocks around the running code
+        self.held: list[_Choice] = []  # results of `backend` that a ``with`` may yet enter
+
+
+class _Choice:
+    """What one call of `backend` forces, held until it is a block or until it cannot be one."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.held = _this_thread.held
+        self.held.append(self)
 
 
 _this_thread = _ThisThread()
-_process_wide: list[backend] = []  # calls of `backend` that are not ``with`` blocks, latest last
+_everywhere: list[str | None] = [None]  # of the last call of `backend` that no ``with`` can enter
 
 
 class backend:
@@ -52,6 +62,10 @@ class backend:
     An inner block wins over an outer one, a block over a call without ``with``, and an argument
     ``backend=`` over all of them. A forced backend never falls back to another one.
 
+    Do not keep the result of a call without ``with``: as long as it is kept, a ``with`` may enter
+    it, and the call applies to this thread only. A block around an ``await`` applies to the other
+    tasks of this thread as well.
+
     Args:
         name: a backend, or None for flashtile's own choice.
 
@@ -59,27 +73,40 @@ class backend:
         ValueError: when there is no backend of that name.
     """
 
+    _choice: _Choice | None = None  # which `__init__` makes unless it raises
+
     def __init__(self, name: BackendName | None) -> None:
         if name is not None:
             check_name(name)
         self.name = name
-        _process_wide.append(self)
+        self._choice = _Choice(name)
 
     def __enter__(self) -> None:
-        # Only a ``with`` block gets here, and a block applies to this thread only.
-        if self in _process_wide:
-            _process_wide.remove(self)
+        choice, self._choice = self._choice, None
+        if choice is not None and choice in choice.held:
+            choice.held.remove(choice)
         _this_thread.blocks.append(self.name)
 
     def __exit__(self, *exception: object) -> None:
         _this_thread.blocks.pop()
+
+    def __del__(self) -> None:
+        # Only now is it certain that this was a call without ``with``. If it already applied to
+        # all threads, then another thread's calls between `__init__` and `__enter__` of a block
+        # would run on the wrong backend.
+        choice = self._choice
+        if choice is not None and choice in choice.held:
+            _everywhere[0] = choice.name
+            del choice.held[: choice.held.index(choice) + 1]  # earlier calls count no more
 
 
 def forced() -> str | None:
     """The backend that the caller forces by `backend`, if any."""
     if _this_thread.blocks:
         return _this_thread.blocks[-1]
-    return _process_wide[-1].name if _process_wide else None
+    if _this_thread.held:
+        return _this_thread.held[-1].name
+    return _everywhere[0]
 
 
 def check_name(name: str) -> None:
@@ -103,14 +130,7 @@ def select(problem: AttentionProblem, name: str | None = None) -> str:
     name = name or forced()
     if torch.compiler.is_compiling():  # sizes are symbols there, which do not hash
         return _select(problem, name)
-    key = (problem, name)
-    chosen = _selected.get(key)
-    if chosen is None:
-        chosen = _select(problem, name)
-        if len(_selected) >= _CACHE_SIZE:
-            _selected.clear()
-        _selected[key] = chosen
-    return chosen
+    return _selected(problem, name)
 
 
 def _select(problem: AttentionProblem, name: str | None) -> str:
@@ -122,3 +142,6 @@ def _select(problem: AttentionProblem, name: str | None) -> str:
         refusals.append(f"  {candidate}: " + "; ".join(reasons))
     asked = f"backend {name!r} cannot" if name else "no backend can"
     raise NotImplementedError(f"{asked} run this call:\n" + "\n".join(refusals))
+
+
+_selected = memoised(4096)(_select)

@@ -7,13 +7,14 @@ these, it reuses that decision, because short calls on a GPU take less time than
 
 from __future__ import annotations
 
-from collections.abc import Set
-from functools import lru_cache
+from collections.abc import Callable, Set
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..lru import Memo, memoised
 from ..masks import Window
 from ..problem import AttentionProblem, Options
 from . import dispatch
@@ -30,8 +31,7 @@ class Decision(NamedTuple):
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TUPLES = frozenset((tuple, Window))
-_CACHE_SIZE = 4096
-_decisions: dict[Any, Decision] = {}
+_decisions: Memo[Any, Decision] = Memo(4096)
 
 
 def key_of(given: tuple[Any, ...]) -> Any:
@@ -51,7 +51,7 @@ def key_of(given: tuple[Any, ...]) -> Any:
         torch.are_deterministic_algorithms_enabled(),
         dispatch.forced(),
         kinds,
-        *[given[place] for place in places.plain],
+        places.plain(given),
     ]
     for place in places.tensors:
         x = given[place]
@@ -69,12 +69,12 @@ def key_of(given: tuple[Any, ...]) -> Any:
 class Places(NamedTuple):
     """Where arguments stand whose kind does not say all of them."""
 
-    plain: tuple[int, ...]
+    plain: Callable[[tuple[Any, ...]], Any]  # picks those whose value is what counts
     tensors: tuple[int, ...]
     tuples: tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)
+@memoised(1024)
 def _places(kinds: tuple[type, ...]) -> Places | None:
     """None where one is of another kind."""
 
@@ -83,7 +83,14 @@ def _places(kinds: tuple[type, ...]) -> Places | None:
 
     if not (_PLAIN | _TENSORS | _TUPLES).issuperset(kinds):
         return None
-    return Places(of(_PLAIN - {type(None)}), of(_TENSORS), of(_TUPLES))
+    plain = of(_PLAIN - {type(None)})
+    pick = itemgetter(*plain) if plain else _none
+    return Places(pick, of(_TENSORS), of(_TUPLES))
+
+
+def _none(given: tuple[Any, ...]) -> tuple[()]:
+    """What `itemgetter` picks of no arguments."""
+    return ()
 
 
 def recall(key: Any) -> Decision | None:
@@ -93,8 +100,5 @@ def recall(key: Any) -> Decision | None:
 
 def remember(key: Any, decision: Decision) -> None:
     """Keep a decision for `recall`."""
-    if key is None:
-        return
-    if len(_decisions) >= _CACHE_SIZE:
-        _decisions.clear()
-    _decisions[key] = decision
+    if key is not None:
+        _decisions[key] = decision

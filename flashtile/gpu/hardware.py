@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
+
+from ..lru import memoised
 
 # Whether `import triton` would work, without importing it. Evaluated once at import, because
 # torch.compile cannot trace the search.
@@ -31,6 +32,6 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@lru_cache(maxsize=64)
+@memoised(64)
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..lru import Memo
 from .rows import ALIGNMENT  # Triton compiles other code for tensors that start elsewhere
 
 Tensors = tuple[Tensor | None, ...]
@@ -65,9 +66,8 @@ class Repeat(NamedTuple):
 # second one decides whether its launches can be repeated: those that read copies cannot.
 NEVER, ONCE, IMPOSSIBLE = "never", "once", "impossible"
 
-_CACHE_SIZE = 1024
-_repeats: dict[Any, list[Repeat] | str] = {}
-_compiled: dict[Any, list[Any]] = {}
+_repeats: Memo[Any, list[Repeat] | str] = Memo(1024)
+_compiled: Memo[Any, list[Any]] = Memo(1024)
 
 
 def run_all(
@@ -114,7 +114,7 @@ def _run_all(
     kind = key if config is None else (name, config, *map(_kind_of, given))
     compiled = _launched(launches, kind)
     if known == NEVER:
-        _keep(_repeats, key, ONCE)
+        _repeats[key] = ONCE
     elif known == ONCE:
         _repeats[key] = _repeats_of(launches, compiled, tensors)
 
@@ -142,7 +142,7 @@ def _launched(launches: Sequence[Launch], kind: Any) -> list[Any]:
     if compiled is None:
         compiled = [launch.run() for launch in launches]
         if None not in compiled:
-            _keep(_compiled, kind, compiled)
+            _compiled[kind] = compiled
         return compiled
     for launch, kernel in zip(launches, compiled, strict=True):
         launch.launcher(kernel)(*ordered(launch))
@@ -235,9 +235,3 @@ def _descriptor_maker(argument: Any, number: int) -> Make:
         return fresh
 
     return make
-
-
-def _keep(store: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(store) >= _CACHE_SIZE:
-        store.clear()
-    store[key] = value

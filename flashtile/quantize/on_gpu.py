@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ..call.layouts import Packed
 from ..gpu.hardware import TRITON_IS_INSTALLED
+from ..lru import memoised
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from .rotation import rotation
 from .rows import Rows
@@ -113,7 +113,7 @@ def _quantize(
     return descale
 
 
-@lru_cache(maxsize=32)
+@memoised(32)
 def signs(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
     """`rotation` as a matrix of 0 and plus or minus 1, and the number that it is to be multiplied
     with."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from ...lru import memoised
 from ...problem import FLOAT8, FLOAT8_KEY_BLOCK, AttentionProblem, dtype_name
 from ..reasons import head_dim_reasons
 
@@ -78,7 +78,7 @@ def _describe(plan: Plan) -> str:
     )
 
 
-@lru_cache(maxsize=1024)
+@memoised(1024)
 def _plan(problem: AttentionProblem, direction: str, lse_has_grad: bool) -> Plan:
     if problem.dtype in FLOAT8 and direction == "forward":
         return Plan("float8", torch.float32, PLAIN_BLOCK_M, FLOAT8_KEY_BLOCK, ())

@@ -6,7 +6,6 @@ Each `*_launch` function describes one kernel launch without making it: see `gpu
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from ...gpu.hardware import multiprocessors
 from ...gpu.launch import Launch, run
 from ...gpu.relaunch import run_all
 from ...gpu.rows import ALIGNMENT, Rows, contiguous, is_aligned, rows_of
+from ...lru import memoised
 from ...ops.merge.kernel import combine_launch
 from ...problem import AttentionProblem, Operands, lse_shape
 from .. import Gradients
@@ -99,7 +99,7 @@ def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tens
     return results if splits == 1 else (*results, *_parts(problem, operands, splits))
 
 
-@lru_cache(maxsize=4096)
+@memoised(4096)
 def _splits(problem: AttentionProblem, aligned: bool, device: torch.device, tokens: int) -> int:
     return splits_of(problem, plan(problem, aligned).split.config, multiprocessors(device), tokens)
 

@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ...gpu import hardware
+from ...lru import clear_caches, memoised
 from ...problem import AttentionProblem
 from ..reasons import dotted, dtype_reasons, head_dim_reasons
 
@@ -126,6 +126,7 @@ SINGLE: dict[int, tuple[Tile, ...]] = {
     256: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
+_forced: dict[str, Tile] = {}  # by `forced_tile`, in all threads
 
 # Which rows of `HALF` an architecture takes; a newer one takes the last.
 ARCHITECTURES: dict[tuple[int, int], str] = {
@@ -253,7 +254,7 @@ def _is_too_wide_to_train(problem: AttentionProblem) -> bool:
     return wide and problem.needs_grad and architecture(problem.capability) == "sm_86"
 
 
-@lru_cache(maxsize=4096)
+@memoised(4096)
 def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     """Tiles and flags of every kernel that a call may need.
 
@@ -317,17 +318,15 @@ def passes_of(head_dim: int) -> tuple[str, ...]:
 
 @contextmanager
 def forced_tile(kernel: str, tile: Tile) -> Iterator[None]:
-    """One pass with one tile, for measuring it."""
-    _forced[kernel] = tile
-    plan.cache_clear()
+    """One pass with one tile, for measuring it: in all threads, inside the block."""
+    global _forced
+    before, _forced = _forced, _forced | {kernel: tile}
+    clear_caches()  # plans, and all that was made of them
     try:
         yield
     finally:
-        del _forced[kernel]
-        plan.cache_clear()
-
-
-_forced: dict[str, Tile] = {}
+        _forced = before
+        clear_caches()
 
 
 def column_of(head_dim: int) -> int:
@@ -335,7 +334,7 @@ def column_of(head_dim: int) -> int:
     return next(size for size in (64, 128, 256, 512) if head_dim <= size or size == MAX_HEAD_DIM)
 
 
-@lru_cache(maxsize=8)
+@memoised(8)
 def tuned(name: str) -> dict[str, dict[str, Sequence[int]]]:
     """What `flashtile tune` measured, {head dim: {pass: tile}}; the user's own results win."""
     found: dict[str, dict[str, Sequence[int]]] = {}

@@ -6,9 +6,8 @@ graph whose caches grow.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from ...gpu.workspace import MAX_SPLITS, MOST_PART_ROWS
+from ...lru import memoised
 from ...problem import AttentionProblem
 from .plan import KernelConfig
 
@@ -44,7 +43,7 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int, 
     return fastest_splits(programs, steps, processors, min(most, MAX_SPLITS))
 
 
-@lru_cache(maxsize=4096)
+@memoised(4096)
 def fastest_splits(programs: int, steps: int, processors: int, most: int = MAX_SPLITS) -> int:
     """The cheapest number of parts, up to `most`, for `programs` walks of `steps` steps.
 

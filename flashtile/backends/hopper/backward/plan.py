@@ -6,9 +6,9 @@ Pure Python, as `plan.py` is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
+from ....lru import memoised
 from ....problem import AttentionProblem
 from ..forward.plan import CACHED_BYTES, WIDEST_SECTION
 
@@ -63,7 +63,7 @@ class BackwardConfig:
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
 
 
-@lru_cache(maxsize=4096)
+@memoised(4096)
 def backward_plan(problem: AttentionProblem) -> BackwardConfig:
     """What the kernels of a call are compiled for."""
     options = problem.options

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 
 import torch
 
+from ....lru import memoised
 from ....problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, AttentionProblem, dtype_name
 from ...reasons import head_dim_step_reasons
 from ..forward.plan import CONSUMER_ROWS, KernelConfig, Tile, plan, unsupported_reasons
@@ -56,7 +56,7 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
     return reasons + [f"{name} ({where})" for name, asked in not_here.items() if asked]
 
 
-@lru_cache(maxsize=4096)
+@memoised(4096)
 def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
     """What the kernel of a call is compiled for."""
     head_dim = next(size for size in TILES if max(problem.D, problem.Dv) <= size)

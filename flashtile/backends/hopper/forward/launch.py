@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.relaunch import run_all
 from ....gpu.rows import is_aligned
+from ....lru import Memo, memoised
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape
 from ..shared.arguments import Pointers, Sequences
@@ -131,10 +131,10 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, strides, [1, rows, 1, columns], _layout(columns))
 
 
-_layout = lru_cache(shared_rows)  # which takes longer to make than the rest of a descriptor
+_layout = memoised(128)(shared_rows)  # which takes longer to make than the rest of a descriptor
 
 
-_counters: dict[tuple[int, int], Tensor] = {}
+_counters: Memo[tuple[int, int], Tensor] = Memo(256)
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -146,6 +146,7 @@ def _counter(device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = device.index, driver.active.get_current_stream(device.index)
-    if key not in _counters:
-        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _counters[key]
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counter

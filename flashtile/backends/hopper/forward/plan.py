@@ -6,12 +6,12 @@ Pure Python: nothing here imports Triton, so that `explain` works where Triton i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
 
+from ....lru import memoised
 from ....problem import AttentionProblem
 from ...reasons import dotted, dtype_reasons, head_dim_reasons, head_dim_step_reasons
 
@@ -185,7 +185,7 @@ def _has_negative_side(problem: AttentionProblem) -> bool:
     return any(side is not None and side < 0 for side in sides)
 
 
-@lru_cache(maxsize=4096)
+@memoised(4096)
 def plan(problem: AttentionProblem) -> KernelConfig:
     """What the kernel of a call is compiled for."""
     options = problem.options

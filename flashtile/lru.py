@@ -1,0 +1,69 @@
+"""Memo tables: what a call has worked out, kept for the calls like it.
+
+Every cache of the package is made here, so all of them are bounded, drop the entry that was used
+least recently, may be used by several threads at once and are emptied by `clear_caches`. A cache
+holds only what can be worked out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import _lru_cache_wrapper, lru_cache
+from typing import Any, Generic, TypeVar, overload
+
+K = TypeVar("K")
+V = TypeVar("V")
+Default = TypeVar("Default")
+
+_caches: list[_lru_cache_wrapper[Any]] = []
+
+
+def memoised(size: int) -> Callable[[Callable[..., V]], _lru_cache_wrapper[V]]:
+    """Decorate a function of hashable arguments: it keeps its last `size` results."""
+
+    def decorate(function: Callable[..., V]) -> _lru_cache_wrapper[V]:
+        cached = lru_cache(maxsize=size)(function)
+        _caches.append(cached)
+        return cached
+
+    return decorate
+
+
+class Memo(Generic[K, V]):
+    """The last `size` entries of a table, for values that a function of their key cannot make."""
+
+    # An lru_cache of cells, because it hashes a key once for each look-up, which is most of its
+    # cost. An ordered dict hashes it again to move it to the end, and needs a lock.
+
+    def __init__(self, size: int) -> None:
+        def empty_cell(key: K) -> list[V]:
+            return []
+
+        self._cell = memoised(size)(empty_cell)
+        self.clear = self._cell.cache_clear
+
+    @overload
+    def get(self, key: K) -> V | None: ...
+    @overload
+    def get(self, key: K, default: Default) -> V | Default: ...
+    def get(self, key: K, default: Any = None) -> Any:
+        """The value kept under `key`, or `default`."""
+        cell = self._cell(key)
+        return cell[0] if cell else default
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._cell(key)[:] = (value,)
+
+
+def clear_caches() -> None:
+    """Empty every cache of this process.
+
+    The caches hold decisions about earlier calls, plans, tiles that ``flashtile tune`` has found,
+    compiled kernels ready to launch, and small tensors on the GPU. Nothing depends on them but
+    time: later calls return the same results, and the first one of each kind takes longer. Any
+    thread may call this at any time.
+
+    Triton's own caches of compiled kernels stay as they are.
+    """
+    for cached in _caches:
+        cached.cache_clear()
