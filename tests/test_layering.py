@@ -60,6 +60,14 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # Inside one backend, from top to bottom; any other file of a backend is one of its kernels.
 STAGES = {"": 0, "launch": 1, "kernel": 2, "plan": 3}
 
+# The folders inside one backend: what each of them may import from.
+FOLDERS = {
+    "shared": {"shared"},
+    "forward": {"shared", "forward"},
+    "backward": {"shared", "forward", "backward"},
+    "float8": {"shared", "forward", "float8"},
+}
+
 # What may be imported besides the standard library: torch and what torch itself requires, and, in
 # some rooms alone, the optional packages.
 REQUIRED = {"torch", "typing_extensions"}
@@ -131,6 +139,9 @@ def complaint(importer: Module, imported: Module, package: Path) -> str | None:
         return None
     if ours != theirs:
         return f"{ours or 'backends'!r} imports backend {theirs!r}"
+    allowed = FOLDERS.get(importer[2], set()) if len(importer) > 3 < len(imported) else None
+    if allowed is not None and imported[2] not in allowed:
+        return f"{importer[2]!r} of a backend imports its {imported[2]!r}"
     if importer == imported or STAGES[stage(importer)] <= STAGES[stage(imported)]:
         return None
     return f"{stage(importer)!r} of a backend imports its {stage(imported) or '__init__'!r}"
@@ -223,6 +234,7 @@ def test_every_room_in_the_table_exists():
         ("backends/shared.py", "from .cpu import plan", "imports backend 'cpu'"),
         ("backends/cpu/plan.py", "from . import launch", "imports its 'launch'"),
         ("backends/cpu/tiles.py", "from .launch import run", "imports its 'launch'"),
+        ("backends/gpu/shared/x.py", "from ..forward.y import z", "imports its 'forward'"),
         ("api.py", "from .testing import reference", "does not stand below"),
         ("__init__.py", "from . import testing", "does not stand below"),
         ("api.py", "if TYPE_CHECKING:\n    from . import testing", "does not stand below"),
@@ -242,6 +254,7 @@ def test_the_check_catches_a_planted_violation(tmp_path, name, text, why):
     files |= {"backends/triton/plan.py": "", "backends/cpu/plan.py": ""}
     files |= {"backends/gradients.py": "from ..problem import X"}
     files |= {"backends/cpu/launch.py": "from .plan import plan\nfrom ..gradients import X"}
+    files |= {"backends/gpu/shared/x.py": "", "backends/gpu/forward/y.py": "from ..shared import x"}
     assert not import_violations(plant(tmp_path, files))
     found = import_violations(plant(tmp_path, {name: text}))
     assert len(found) == 1

@@ -19,7 +19,7 @@ from flashtile.backends.hopper.backward.launch import (
     sink_gradient,
 )
 from flashtile.backends.hopper.backward.plan import leaves_keys_unseen
-from flashtile.backends.hopper.forward.launch import readable
+from flashtile.backends.hopper.shared.launch import readable
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (

@@ -32,24 +32,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..shared.intrinsics import (
+    CONSUMER_ROWS,
+    CONSUMER_WARPS,
     FIRST_BARRIER,
     aggregate,
     arrive_alone,
     copy_to_global,
-    show_written,
-    wait_at_barrier,
-)
-from ..shared.layouts import (
-    CONSUMER_ROWS,
-    CONSUMER_WARPS,
+    hidden_zero,
+    hidden_zeros,
     left_operand,
+    meet,
+    recast,
     row_values,
     rows_of_heads,
     shared_rows,
+    show_written,
+    wait_at_barrier,
 )
 from ..shared.softmax import alibi_slope
-from .intrinsics import hidden_zero, hidden_zeros, meet, recast
-from .order import await_additions, await_turn, pass_turn
+from .dq import add_at_once, add_piece, await_additions, await_turn, pass_turn, put_piece
 from .products import (
     half,
     issue_dp,
@@ -57,14 +58,13 @@ from .products import (
     issue_scores,
     keys_tile,
     own_columns,
+    probabilities,
     products_along,
     rows_tile,
     shared_half,
     statistic,
 )
-from .query_gradient import add_at_once, add_piece, put_piece
 from .schedule import key_work, rows_to_mask, seeing_rows
-from .scores import probabilities
 
 NO_ROW = gl.constexpr(2**30)
 

@@ -2,7 +2,7 @@
 
 FlashAttention-2's algorithm 2 (Dao 2023) with the roles of FlashAttention-3: a program owns a tile
 of keys, so that dK and dV stay in registers, summed over the query heads of a group; dQ is added to
-memory. `backward_producer.py`, `backward_consumer.py` and `backward_writer.py` hold the roles.
+memory. The producer is in this file, the consumers in `consumer.py`, the writers in `dq.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..shared.arguments import NUMBERS, Mask, Score
 from ..shared.channels import Channel, make_channel
-from ..shared.layouts import shared_rows
+from ..shared.intrinsics import copy_to_shared, shared_rows
+from ..shared.schedule import NUMBERS, Mask, batch_of
+from ..shared.softmax import Score
 from .consumer import consumer
-from .producer import producer
-from .query_gradient import make_staging
-from .writer import writer
+from .dq import make_staging, writer
+from .schedule import key_work, visited_block
 
 OF_CONSUMERS = gl.constexpr(240)  # registers a thread
 OF_OTHERS = gl.constexpr(24)
@@ -134,6 +134,48 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
     return channels
 
 
+# The producer
+
+
+@gluon.jit
+def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
+    """Load the tile's keys and values once, and every block of queries that sees them, head after
+    head of the group."""
+    work = key_work(tile, sizes, at, mask, cfg)
+    batch_k, row_k = batch_of(work.b, at.cu_seqlens_k), work.start_k + work.n0
+    batch_q = batch_of(work.b, at.cu_seqlens_q)
+    i = 0  # blocks so far
+    count = work.end - work.begin
+    if count > 0:
+        load_tile(inputs.k, channels.k, batch_k, row_k, work.kv_head)
+        load_tile(inputs.v, channels.v, batch_k, row_k, work.kv_head)
+        for g in range(sizes.group):
+            h = work.kv_head * sizes.group + g
+            for j in range(count):
+                block = visited_block(j, work)
+                row = work.start_q + block * cfg.BLOCK_M
+                place = h * sizes.blocks + work.place + block
+                load_rows(inputs.q, inputs.lse, channels.q, i, batch_q, row, h, place)
+                load_rows(inputs.dout, inputs.delta, channels.dout, i, batch_q, row, h, place)
+                i += 1
+
+
+@gluon.jit
+def load_tile(x, channel, batch, row, head):
+    """Start the copy of a tile that is loaded once."""
+    full = channel.acquire_empty(0, x.block_type.nbytes)
+    copy_to_shared(x, [batch, row, head, 0], full, channel.tile(0))
+
+
+@gluon.jit
+def load_rows(x, statistic, channel, i, batch, row, head, place):
+    """Start the copies of a block of rows and of one number for each; rows past the end of the
+    tensor are zero."""
+    full = channel.acquire_empty(i, x.block_type.nbytes + statistic.block_type.nbytes)
+    copy_to_shared(x, [batch, row, head, 0], full, channel.tile(i))
+    copy_to_shared(statistic, [place, 0], full, channel.rest(i))
+
+
 @gluon.jit(do_not_specialize=[*NUMBERS, "blocks"])
 def backward_kernel(
     q, k, v, dout, lse, delta, dk, dv, workspace, plain, turns, counter, at, pointers, B,
@@ -146,7 +188,7 @@ def backward_kernel(
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     inputs = Inputs(q, k, v, dout, lse, delta)
     outputs = Outputs(dk, dv, workspace, plain, turns)
-    if cfg.IS_ORDERED:  # see `order.await_turn`
+    if cfg.IS_ORDERED:  # see `dq.await_turn`
         tile = gl.atomic_add(counter, 1, sem="relaxed")  # nothing in memory goes with it
     else:
         tile = gl.program_id(0)

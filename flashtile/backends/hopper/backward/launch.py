@@ -14,18 +14,14 @@ from ....gpu.relaunch import run_all
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ... import Gradients
-from ..forward.launch import descriptor, readable
 from ..forward.plan import CONSUMER_ROWS
-from ..shared.arguments import Pointers, Sequences
-from .delta import delta_kernel
+from ..shared.launch import descriptor, readable
+from ..shared.schedule import Sequences
+from ..shared.softmax import Pointers
+from .dq import PIECE_ROWS
 from .kernel import KeyGradients, backward_kernel
-from .plan import (
-    BackwardConfig,
-    backward_plan,
-    backward_section,
-    leaves_keys_unseen,
-)
-from .query_gradient import PIECE_ROWS, round_kernel
+from .plan import BackwardConfig, backward_plan, backward_section, leaves_keys_unseen
+from .row_kernels import delta_kernel, round_kernel
 
 
 def backward(
@@ -61,7 +57,7 @@ class Buffers(NamedTuple):
     dk: Tensor
     dv: Tensor
     workspace: Tensor  # dq in float32
-    lse_log2: Tensor  # see `delta.py`
+    lse_log2: Tensor  # see `delta_kernel`
     minus_delta: Tensor
     turns: Tensor | None  # whose turn it is to add to a block of dq, where there is an order
     counter: Tensor | None  # of the tiles that have started, likewise
@@ -121,7 +117,7 @@ def backward_launches(
 
 
 def workspace_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
-    """Blocks of rows of one head; see `backward_schedule.places_before`."""
+    """Blocks of rows of one head; see `schedule.places_before`."""
     if problem.layout == "dense":
         return problem.B * -(-problem.M // config.BLOCK_M)
     return operands.q.shape[0] // config.BLOCK_M + problem.B

@@ -127,5 +127,5 @@ def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def visited_block(j, work):
-    """The block of step `j`, of each head: downwards, see `backward_order.py`."""
+    """The block of step `j`, of each head: downwards, see `dq.py`."""
     return work.end - 1 - j

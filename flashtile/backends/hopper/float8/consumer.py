@@ -1,8 +1,8 @@
 """A consumer of float8 tiles: one warpgroup with 64 rows of the tile of queries.
 
-As `consumer.py`, but Q, K and V are e4m3 and so is P (FlashAttention-3, Shah et al. 2024, section
-3.3). Scales stand outside of the products: those of Q and K multiply S, and the output so far is
-kept in the unit of the block of V that was added last.
+As `forward/consumer.py`, but Q, K and V are e4m3 and so is P (FlashAttention-3, Shah et al. 2024,
+section 3.3). Scales stand outside of the products: those of Q and K multiply S, and the output so
+far is kept in the unit of the block of V that was added last.
 """
 
 from typing import Any, NamedTuple
@@ -16,12 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..forward.consumer import normalisation, pass_blocks, rows_of, store_lse, store_output
-from ..shared.arguments import Score
-from ..shared.intrinsics import FIRST_BARRIER, aggregate, pin, show_written
-from ..shared.layouts import CONSUMER_ROWS, CONSUMER_WARPS, row_values
-from ..shared.ping_pong import first_turn, give_turn, last_turn, wait_for_turn
+from ..shared.channels import first_turn, give_turn, last_turn, wait_for_turn
+from ..shared.intrinsics import (
+    CONSUMER_ROWS,
+    CONSUMER_WARPS,
+    FIRST_BARRIER,
+    aggregate,
+    pin,
+    row_values,
+    show_written,
+)
 from ..shared.schedule import full_blocks, own_blocks, read_work
 from ..shared.softmax import (
+    Score,
     linear_scale,
     partial_row_sum,
     pivot_of,
@@ -29,7 +36,6 @@ from ..shared.softmax import (
     rescaled_where_needed,
     scores_log2,
 )
-from .intrinsics import ratio
 from .layouts import bytes_of_values, left_operand8
 from .softmax import (
     WEIGHT_LOG2,
@@ -38,6 +44,7 @@ from .softmax import (
     nothing8,
     packed_weights,
     raised8,
+    ratio,
     weights_operand,
 )
 
@@ -211,7 +218,7 @@ def walk8(
 
 @gluon.jit
 def issue_scores8(q, i, channels, cfg: gl.constexpr):
-    """S = Q K^T of block i, under way; its columns in the order of `fp8_layouts`."""
+    """S = Q K^T of block i, under way; its columns in the order of `layouts.py`."""
     k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
     return warpgroup_mma(q, k, nothing8(cfg.BLOCK_N), use_acc=False, is_async=True)
 

@@ -1,20 +1,24 @@
-"""The float8 forward kernel: shared memory, and who does what; the roles are those of
-`forward_pass.py`."""
+"""The float8 forward kernel: shared memory, and the roles of `forward/kernel.py`.
+
+The producer copies K with its rows in the order of `layouts.py`, and V with adjacent keys.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..forward.kernel import OF_PRODUCER, OF_THREE, OF_TWO, Channels
-from ..shared.arguments import NUMBERS, Described, Mask, Output, Score, Sizes
-from ..shared.channels import make_channel, make_queue
-from ..shared.layouts import CONSUMER_ROWS, shared_rows
-from ..shared.schedule import WORK_NUMBERS
+from ..forward.consumer import Output
+from ..forward.kernel import OF_PRODUCER, OF_THREE, OF_TWO, Channels, load_tiles
+from ..shared.channels import Described, make_channel, make_queue
+from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
+from ..shared.schedule import NUMBERS, WORK_NUMBERS, Mask, Sizes, batch_of
+from ..shared.softmax import Score
 from .consumer import Scales, consumer8
 from .layouts import KEY_GROUP, shared_rows8
-from .producer import Keys, producer8
 
 
 @gluon.jit
@@ -42,13 +46,52 @@ def make_channels8(dtype: gl.constexpr, out_dtype: gl.constexpr, cfg: gl.constex
     return channels
 
 
+# The producer
+
+
+class Keys(NamedTuple):
+    """K as TMA sees it: groups of rows (group, 2, 4, 2, all heads side by side)."""
+
+    groups: Any
+    batch_groups: Any  # from one batch to the next; sequences have one more than they fill, packed
+    head_step: Any  # elements from one head to the next
+
+
+@gluon.jit
+def producer8(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.constexpr):
+    """Load tile after tile."""
+    load_tiles(load_blocks8, q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)
+
+
+@gluon.jit
+def load_blocks8(
+    keys, v_tiles, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr
+):
+    """Blocks [begin, end) of K and V, counted from the tile's last; the number of blocks so far."""
+    batch = batch_of(work.b, at.cu_seqlens_k)
+    head = work.h // group
+    first_group, first_key = work.b * keys.batch_groups, start_k
+    if at.cu_seqlens_k is not None:  # `launch.in_groups`
+        first_group = start_k // KEY_GROUP + work.b
+        first_key = first_group * KEY_GROUP
+    for j in range(begin, end):
+        row = (work.end - 1 - j) * cfg.BLOCK_N
+        full = channels.k.acquire_empty(i, keys.groups.block_type.nbytes)
+        place = [first_group + row // KEY_GROUP, 0, 0, 0, head * keys.head_step]
+        copy_to_shared(keys.groups, place, full, channels.k.tile(i))
+        full = channels.v.acquire_empty(i, v_tiles.block_type.nbytes)
+        copy_to_shared(v_tiles, [batch, head, 0, first_key + row], full, channels.v.tile(i))
+        i += 1
+    return i
+
+
 @gluon.jit(do_not_specialize=(*NUMBERS, "batch_groups", "head_step"))
 def float8_kernel(
     q_tiles, k_groups, v_tiles, o_tiles, out_ptr, lse_ptr, counter, at, scales, batch_groups,
     head_step, B, M, N, total_q, total_k, heads, group, section, tiles, left, right, scale,
     softcap, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of every tile; see `arguments.py` for what each argument holds."""
+    """Output and log-sum-exp of every tile."""
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, section, tiles)
     mask = Mask(left, right, 0)
     score = Score(scale, softcap, None, 0, None)

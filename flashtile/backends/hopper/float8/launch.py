@@ -13,9 +13,9 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
-from ..forward.launch import _counter, descriptor, readable
 from ..forward.plan import CONSUMER_ROWS, section_of
-from ..shared.arguments import Sequences
+from ..shared.launch import descriptor, readable, tile_counter
+from ..shared.schedule import Sequences
 from .consumer import Scales
 from .kernel import float8_kernel
 from .layouts import KEY_GROUP, shared_rows8
@@ -29,7 +29,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     device = operands.q.device
     with torch.cuda.device(device):
         out, lse, launch = float8_launch(
-            problem, operands, multiprocessors(device), _counter(device)
+            problem, operands, multiprocessors(device), tile_counter(device)
         )
         if launch.grid[0] > 0:
             launch.run()

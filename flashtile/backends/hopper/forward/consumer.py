@@ -5,6 +5,8 @@ and the output of the block before it, this warpgroup waits for its turn; while 
 has the tensor cores, it takes the exponentials.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -14,15 +16,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..shared.intrinsics import FIRST_BARRIER, aggregate, copy_to_global, log2, pin, show_written
-from ..shared.layouts import (
+from ..shared.channels import first_turn, give_turn, last_turn, wait_for_turn
+from ..shared.intrinsics import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
+    FIRST_BARRIER,
+    aggregate,
+    copy_to_global,
     left_operand,
+    log2,
+    nothing,
+    pin,
     row_values,
     rows_of_heads,
+    show_written,
 )
-from ..shared.ping_pong import first_turn, give_turn, last_turn, wait_for_turn
 from ..shared.schedule import full_blocks, own_blocks, read_work, visible_keys
 from ..shared.softmax import (
     LN2,
@@ -32,7 +40,6 @@ from ..shared.softmax import (
     distances,
     linear_scale,
     masked,
-    nothing,
     paired,
     partial_row_sum,
     pivot_of,
@@ -42,6 +49,14 @@ from ..shared.softmax import (
     scores_log2,
     whole_row_sum,
 )
+
+
+class Output(NamedTuple):
+    """Where the results go."""
+
+    desc: Any  # Described
+    ptr: Any
+    lse_ptr: Any
 
 
 @aggregate

@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
 
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.relaunch import run_all
-from ....gpu.rows import is_aligned
-from ....lru import Memo, memoised
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape
-from ..shared.arguments import Pointers, Sequences
-from ..shared.layouts import shared_rows
+from ..shared.launch import descriptor, readable, tile_counter
+from ..shared.schedule import Sequences
+from ..shared.softmax import Pointers
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, section_of
 
@@ -34,7 +32,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         programs = multiprocessors(out.device)
         return [forward_launch(problem, Operands(*given), out, lse, programs, counter)]
 
-    made = out, lse, _counter(operands.q.device)
+    made = out, lse, tile_counter(operands.q.device)
     run_all("hopper forward", problem, operands, made, describe, config)
     return out, lse
 
@@ -97,13 +95,6 @@ def forward_launch(
     return Launch(forward_kernel, (min(programs, tiles),), arguments)
 
 
-def readable(x: Tensor) -> Tensor:
-    """`x`, or a copy that TMA can read."""
-    if x.shape[0] == 0:  # it reads from no empty tensor
-        x = x.new_zeros((1, *x.shape[1:]))
-    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def descriptors(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: KernelConfig
 ) -> dict[str, TensorDescriptor | None]:
@@ -120,33 +111,3 @@ def descriptors(
         ):
             found[f"{name}_{part}"] = descriptor(x, rows, columns) if columns else None
     return found
-
-
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """`x` (batch, row, head, dim), or packed (row, head, dim), in boxes of `rows` rows of one
-    head."""
-    shape, strides = list(x.shape), list(x.stride())
-    if x.dim() == 3:
-        shape, strides = [1, *shape], [shape[0] * strides[0], *strides]
-    return TensorDescriptor(x, shape, strides, [1, rows, 1, columns], _layout(columns))
-
-
-_layout = memoised(128)(shared_rows)  # which takes longer to make than the rest of a descriptor
-
-
-_counters: Memo[tuple[int, int], Tensor] = Memo(256)
-
-
-def _counter(device: torch.device) -> Tensor:
-    """Two zeros, which every launch leaves at zero; launches of one stream follow each other, so
-    they share."""
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _counter(device)
-    if torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device.index, driver.active.get_current_stream(device.index)
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return counter

@@ -6,12 +6,29 @@ columns. It is full or empty; each has an mbarrier. Use number `i` of a ring is 
 sides count their uses, so nothing is sent along.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .intrinsics import aggregate, arrive_alone
-from .layouts import one_value, shared_value
+from .intrinsics import (
+    FIRST_BARRIER,
+    aggregate,
+    arrive_alone,
+    arrive_at_barrier,
+    one_value,
+    shared_value,
+    wait_at_barrier,
+)
+
+
+class Described(NamedTuple):
+    """A tensor of head rows as TMA sees it, in tiles of its first columns and, where
+    the head dim is no power of two, of the rest of them."""
+
+    tiles: Any
+    rests: Any
 
 
 @aggregate
@@ -105,3 +122,44 @@ def make_queue(SLOTS: gl.constexpr, COUNT: gl.constexpr, RELEASES: gl.constexpr)
     """A ring of COUNT numbers each."""
     numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * COUNT, 1], shared_value())
     return make_channel(numbers, numbers, SLOTS, RELEASES)
+
+
+# Consumers take turns at the tensor cores (ping-pong, FlashAttention-3, section 3.1).
+#
+# One issues its two products, then the next one does, while the first takes its exponentials. The
+# order is a ring of hardware barriers, one for each consumer: it waits at its own and comes to that
+# of the next. Every consumer has one turn for each block of a tile but the first, whether it sees
+# the block or lets it pass, so the rings stay in step.
+#
+
+
+# Threads of two consumers: the one that waits, and the one before it.
+PAIR = gl.constexpr(256)
+
+
+@gluon.jit
+def first_turn(ME: gl.constexpr, cfg: gl.constexpr):
+    """The first consumer starts: the last one gives it the turn."""
+    if cfg.TAKES_TURNS and ME == cfg.CONSUMERS - 1:
+        arrive_at_barrier(FIRST_BARRIER, PAIR)
+
+
+@gluon.jit
+def wait_for_turn(ME: gl.constexpr, cfg: gl.constexpr):
+    """Wait until the consumer before this one has issued its products."""
+    if cfg.TAKES_TURNS:
+        wait_at_barrier(FIRST_BARRIER + ME, PAIR)
+
+
+@gluon.jit
+def give_turn(ME: gl.constexpr, cfg: gl.constexpr):
+    """Let the next consumer issue."""
+    if cfg.TAKES_TURNS:
+        arrive_at_barrier(FIRST_BARRIER + (ME + 1) % cfg.CONSUMERS, PAIR)
+
+
+@gluon.jit
+def last_turn(ME: gl.constexpr, cfg: gl.constexpr):
+    """Take the turn that is left over, so that no barrier is left half full."""
+    if cfg.TAKES_TURNS and ME == 0:
+        wait_at_barrier(FIRST_BARRIER, PAIR)

@@ -1,9 +1,17 @@
-"""Words of Gluon whose names differ between Triton versions, and the few it has no word for."""
+"""What Hopper fixes: where its instructions want the elements of a tile, and the instructions that
+Gluon lacks or names differently between Triton versions.
+
+A consumer is one warpgroup (four warps) with 64 rows of the tile of queries. wgmma fixes what its
+threads hold: in an accumulator a thread has two rows and, of every eight columns, two neighbouring
+ones; four threads share a row. An accumulator of scores is, rounded to 16 bits, already the left
+operand of the next product, which is how P stays in registers.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate
 
@@ -14,6 +22,66 @@ copy_to_global = getattr(tma, "async_store", None) or tma.async_copy_shared_to_g
 
 # Hardware barriers below this number are Triton's own.
 FIRST_BARRIER = gl.constexpr(8)
+
+
+# Layouts
+
+
+CONSUMER_ROWS = gl.constexpr(64)
+CONSUMER_WARPS = gl.constexpr(4)
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """A float32 tile (64, columns) of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def left_operand(columns):
+    """A 16-bit left operand of a product that accumulates (64, columns)."""
+    return gl.DotOperandLayout(0, accumulator(columns), 2)
+
+
+@gluon.constexpr_function
+def row_values(columns):
+    """One value a row of `accumulator`, (64,)."""
+    return gl.SliceLayout(1, accumulator(columns))
+
+
+@gluon.constexpr_function
+def rows_of_heads(columns, warps):
+    """16-bit rows as memory likes them: 16 bytes a thread, neighbours side by side."""
+    across = min(32, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def one_value(warps):
+    """A tensor of one element, held by every thread."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.constexpr_function
+def shared_rows(columns):
+    """A tile (1, rows, 1, columns) of 16-bit head rows that TMA writes and wgmma
+    reads."""
+    return gl.NVMMASharedLayout(min(128, 2 * columns), element_bitwidth=16, rank=4)
+
+
+@gluon.constexpr_function
+def shared_value():
+    """A tensor of one element in shared memory."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.jit
+def nothing(COLUMNS: gl.constexpr):
+    """An empty accumulator (64, COLUMNS)."""
+    return gl.zeros([64, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
+
+
+# Instructions
 
 
 @gluon.constexpr_function
@@ -138,3 +206,46 @@ def halves(pairs, dtype: gl.constexpr):
         pack=1,
     )
     return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
+
+
+@builtin
+def recast(tile, dtype, shape, layout, _semantic=None):
+    """The same shared memory as another tile; the versions of Triton call it differently."""
+    dtype, shape, layout = (_unwrap_if_constexpr(x) for x in (dtype, shape, layout))
+    shape = [_unwrap_if_constexpr(size) for size in shape]
+    return _semantic.memdesc_reinterpret(tile, dtype, shape, layout)
+
+
+@builtin
+def _reduce_add(tensor_desc, coord, src, _semantic=None):
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+# Triton 3.6 has the operation, and no word for it.
+add_to_global = getattr(tma, "async_atomic_add", None) or _reduce_add
+
+
+# All warps of a role wait for each other, where the compiler knows it.
+meet = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def hidden_zero(i):
+    """Zero, which the compiler does not know: what is indexed with it inside of a loop is not
+    computed before the loop and kept in registers (48 of them)."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def hidden_zeros(COLUMNS: gl.constexpr):
+    """An accumulator (64, COLUMNS) of zeros that the compiler does not know to be zeros: it would
+    start the first product without them, and take the loop apart."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=f,f", [nothing(COLUMNS)], dtype=gl.float32, is_pure=False, pack=1
+    )

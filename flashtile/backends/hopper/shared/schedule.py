@@ -5,14 +5,54 @@ its next tile from a counter that all programs share, and tells its consumers wh
 whoever is early takes more, so long and short tiles even out.
 """
 
+from typing import Any, NamedTuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .channels import number_of, put
-from .intrinsics import aggregate
-from .layouts import CONSUMER_WARPS
+from .intrinsics import CONSUMER_WARPS, aggregate
 
 WORK_NUMBERS = gl.constexpr(8)  # fields of `Work`
+
+
+# Arguments that change with lengths: never specialised.
+NUMBERS = (
+    "B", "M", "N", "total_q", "total_k", "heads", "group", "section", "tiles", "left", "right",
+    "chunk", "alibi_batch",
+)  # fmt: skip
+
+
+class Sequences(NamedTuple):
+    """Where the sequences lie: the tensors that say more than the bounds in `Sizes`."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """Bounds of all sequences, and the order of the tiles."""
+
+    B: Any
+    M: Any
+    N: Any
+    total_q: Any  # rows of a packed q
+    total_k: Any
+    heads: Any
+    group: Any  # query heads that share a key head
+    section: Any  # heads whose tiles run side by side
+    tiles: Any
+
+
+class Mask(NamedTuple):
+    """The numbers of the structural mask; which of them hold is in the plan."""
+
+    left: Any
+    right: Any
+    chunk: Any
 
 
 @aggregate
@@ -229,3 +269,12 @@ def retire(counter):
     if done == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def batch_of(b, cu_seqlens):
+    """Where sequence `b` lies in the first dimension: packed sequences share one."""
+    batch = b
+    if cu_seqlens is not None:
+        batch = b * 0
+    return batch

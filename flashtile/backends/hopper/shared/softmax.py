@@ -7,11 +7,13 @@ share the row, (64, 4), until the tile is done.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .intrinsics import halves, multiply_unless_one, round_to_pair
-from .layouts import accumulator, left_operand, row_values
+from .intrinsics import halves, left_operand, multiply_unless_one, round_to_pair, row_values
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -19,6 +21,23 @@ LN2 = gl.constexpr(0.6931471805599453)
 # A row's maximum stays while scores exceed it by no more than this, in base 2. Weights are then up
 # to 2**8, far inside of float16; as fractions of the row sum they are rounded as before.
 SLACK_LOG2 = gl.constexpr(8.0)
+
+
+class Pointers(NamedTuple):
+    """Tensors that some calls have."""
+
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+
+
+class Score(NamedTuple):
+    """What turns a product into a score in base 2, and a score beside those of the keys."""
+
+    scale: Any
+    softcap: Any
+    alibi_ptr: Any
+    alibi_batch: Any
+    sink_ptr: Any
 
 
 @gluon.jit
@@ -175,9 +194,3 @@ def as_left_operand(pairs, COLUMNS: gl.constexpr, dtype: gl.constexpr):
 def whole_row_sum(row_sum, cfg: gl.constexpr):
     """(64, 4) -> (64,)."""
     return gl.convert_layout(gl.sum(row_sum, 1), row_values(cfg.BLOCK_N))
-
-
-@gluon.jit
-def nothing(COLUMNS: gl.constexpr):
-    """An empty accumulator (64, COLUMNS)."""
-    return gl.zeros([64, COLUMNS], gl.float32, layout=accumulator(COLUMNS))

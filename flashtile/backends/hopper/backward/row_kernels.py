@@ -1,4 +1,6 @@
-"""What the backward needs of every row before it starts, in one pass over O and dO.
+"""The kernels before and after that of the backward: row statistics, and dQ rounded.
+
+What the backward needs of every row before it starts takes one pass over O and dO.
 
 delta = rowsum(dO * O) (Dao et al. 2022, equation 4) less the cotangent of the log-sum-exp, which
 adds P * dlse to dS. The same pass clears what tiles of keys will add to.
@@ -9,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..shared.arguments import NUMBERS
-from .query_gradient import rows_of_sequence
+from ..shared.schedule import NUMBERS
+from .dq import PIECE
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -65,3 +67,49 @@ def delta_kernel(
         if cfg.IS_ORDERED:
             adders = tl.arange(0, ADDERS)
             tl.store(turns + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
+def round_kernel(
+    workspace, dq, batch_stride, row_stride, head_stride, at, M, total_q, heads, blocks, scale,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """dq = scale * workspace, one block of one head a program."""
+    BLOCK: tl.constexpr = cfg.BLOCK_M
+    PIECES: tl.constexpr = cfg.BLOCK_M * cfg.BLOCK_D // PIECE
+    b = tl.program_id(0) // heads
+    h = tl.program_id(0) % heads
+    m = tl.program_id(1)
+    start, count, place = rows_of_sequence(b, at, M, total_q, BLOCK)
+    if m * BLOCK < count:
+        batch = b if at.cu_seqlens_q is None else b * 0
+        base = dq + batch.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride
+        pieces = workspace + ((h * blocks + place + m).to(tl.int64) * PIECES) * PIECE
+        for piece in tl.static_range(PIECES):
+            x = tl.load(pieces + piece * PIECE + tl.arange(0, PIECE)) * scale
+            # Columns / 8, warp, row % 8, columns % 8 / 2, row / 8 % 2, columns % 2.
+            x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+            x = tl.reshape(x, [64, 64])
+            down, across = (piece % (BLOCK // 64)) * 64, (piece // (BLOCK // 64)) * 64
+            rows = m * BLOCK + down + tl.arange(0, 64)[:, None]
+            dims = across + tl.arange(0, 64)[None, :]
+            places = (start + rows).to(tl.int64) * row_stride + dims
+            inside = (rows < count) & (dims < cfg.D)
+            tl.store(base + places, x.to(dq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rows_of_sequence(b, at, M, total_q, BLOCK_M: tl.constexpr):
+    """First row, rows, and first block in the workspace of sequence `b`: `schedule.sequence` and
+    `places_before` for a kernel in plain Triton."""
+    start = b * 0
+    count = start + M
+    place = b * tl.cdiv(M, BLOCK_M)
+    if at.cu_seqlens_q is not None:
+        start = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + b), 0), total_q)
+        stop = tl.minimum(tl.load(at.cu_seqlens_q + b + 1), total_q)
+        count = tl.minimum(tl.maximum(stop - start, 0), count)
+        place = start // BLOCK_M + b
+    if at.seqused_q is not None:
+        count = tl.minimum(tl.maximum(tl.load(at.seqused_q + b), 0), count)
+    return start, count, place

@@ -1,0 +1,189 @@
+"""dQ on its way to memory: tiles of keys add to one float32 workspace, a second kernel rounds it.
+
+A piece is 64 queries by 64 columns, 16 KiB, in the order in which the registers of a consumer hold
+it: both the stores to shared memory and the addition, one contiguous transfer of TMA,
+then run at full speed. The kernel that rounds puts the elements back into their places.
+
+Up to 128 columns a consumer makes one piece a step. Those of both lie side by side in a slot of the
+staging ring, and a writer adds them with one transfer; or, for cfg.FROM_REGISTERS, each
+thread adds four neighbours at a time, without shared memory. Above, a consumer makes two pieces
+and adds them itself.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..shared.channels import Channel
+from ..shared.intrinsics import add_to_global, arrive_alone, meet, recast
+from .schedule import key_work, visited_block
+
+PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
+PAIRS = gl.constexpr(2)  # on their way to the writer
+PIECE = tl.constexpr(4096)
+
+
+@gluon.constexpr_function
+def piece_layout():
+    """The float32 tile (64, 64) of `layouts.accumulator`, register by register: four registers of a
+    thread, then the thread, then the other registers. No two threads share a bank."""
+    return gl.SharedLinearLayout(
+        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16],
+         [0, 32]]
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_staging(workspace, cfg: gl.constexpr):
+    """The ring of pairs of pieces: both consumers fill a slot, the writer empties it. Without a
+    writer, a piece of each consumer; for cfg.FROM_REGISTERS nothing but the workspace."""
+    SLOTS: gl.constexpr = PAIRS if cfg.ADDERS == 1 else 1
+    staging = workspace
+    if not cfg.FROM_REGISTERS:
+        staging = gl.allocate_shared_memory(
+            gl.float32, [2 * SLOTS, PIECE_ROWS, 256], workspace.layout
+        )
+    if cfg.ADDERS == 1:
+        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(SLOTS):
+            mbarrier.init(full.index(slot), count=2)
+            mbarrier.init(empty.index(slot), count=1)
+        staging = Channel(staging, staging, full, empty, SLOTS)
+    return staging
+
+
+@gluon.jit
+def put_piece(ME: gl.constexpr, dq, staging, i):
+    """Hand `dq` (64, 64), this consumer's half of pair `i`, to the writer."""
+    slot = i % staging.SLOTS
+    mbarrier.wait(staging.empty.index(slot), ((i // staging.SLOTS) & 1) ^ 1)
+    tile = staging.tiles.index(2 * slot + ME)
+    recast(tile, gl.float32, [64, 64], piece_layout()).store(dq)
+    fence_async_shared()
+    meet()
+    arrive_alone(staging.full.index(slot))
+
+
+@gluon.jit
+def add_at_once(dq, number, workspace):
+    """Add `dq` (64, 64) to piece `number` of `workspace`, plain memory, from the registers."""
+    # Rows: warp, row / 8 % 2, row % 8. Columns: columns / 8, columns % 8 / 2, columns % 2.
+    piece = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([PIECE])
+    start = workspace + number.to(gl.int64) * PIECE
+    gl.atomic_add(start + gl.arange(0, PIECE, layout=piece.type.layout), piece, sem="relaxed")
+
+
+@gluon.jit
+def add_piece(dq, tile, number, workspace):
+    """Start adding `dq` (64, 64) to piece `number`, through the staging tile of this consumer."""
+    recast(tile, gl.float32, [64, 64], piece_layout()).store(dq)
+    fence_async_shared()
+    add_to_global(workspace, [number * PIECE_ROWS, 0], tile)
+
+
+# The writer of the backward: a warp that adds dQ to memory, so that no consumer waits for that.
+#
+# Where there is an order, an addition takes longer than a step: the turn is awaited, the sum
+# goes to memory, the turn is passed on. So two writers take every other step each. Two steps of
+# a tile add to different blocks, and the order is one of the tiles that add to the same block.
+#
+# Where cfg.ADDERS is 2 it has nothing to do. With 256 columns shared memory has no room for a
+# second pair of pieces, and a consumer that adds its own waits less; or, for
+# cfg.FROM_REGISTERS, consumers add from their registers.
+
+
+@gluon.jit
+def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.constexpr):
+    """Add dQ of a tile of keys: every step, or every other one."""
+    if cfg.ADDERS == 1:
+        add_pairs(ME, outputs, staging, key_work(tile, sizes, at, mask, cfg), sizes, cfg)
+
+
+@gluon.jit
+def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr):
+    """Add what both consumers put into the staging ring, block after block of the tile's walk."""
+    count = work.end - work.begin
+    if ME == 0 and count > 0:  # the first one is nobody's
+        staging.acquire(0)
+        staging.release(0)
+    i = 1  # pairs so far
+    for g in range(sizes.group):
+        h = work.kv_head * sizes.group + g
+        for j in range(count):
+            block = visited_block(j, work)
+            place = h * sizes.blocks + work.place + block
+            if i % cfg.WRITERS == ME:
+                add_pair(outputs, staging, i, place, block, work, cfg)
+            i += 1
+
+
+@gluon.jit
+def add_pair(outputs, staging, i, place, block, work, cfg: gl.constexpr):
+    """Add pair `i` to block `place` of the workspace, `block` of its sequence."""
+    SHAPE: gl.constexpr = [staging.SLOTS, 2 * PIECE_ROWS, 256]
+    LAYOUT: gl.constexpr = outputs.workspace.layout
+    pairs = recast(staging.tiles, gl.float32, SHAPE, LAYOUT)
+    if cfg.IS_ORDERED:
+        await_turn(outputs.turns + place, work.n, work.before, block)
+    staging.acquire(i)
+    row = place * (2 * PIECE_ROWS)
+    add_to_global(outputs.workspace, [row, 0], pairs.index(i % staging.SLOTS))
+    tma.store_wait(0)
+    staging.release(i)
+    if cfg.IS_ORDERED:
+        await_additions()
+        pass_turn(outputs.turns + place, work.n)
+
+
+# dQ in a fixed order, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n -
+# 1.
+#
+# It learns that from a number in memory, the *turn* of the block and the adder: n + 1 once tile
+# n is done. All tiles walk down from the last row that sees them. So a tile comes to a block
+# later than the one before it, or, where both start at the same row, at the same time: it falls
+# behind once, by what an addition and its turn take, and waits no more.
+
+
+@gluon.jit
+def await_turn(turn, n, before_end, m):
+    """Wait until tile n - 1 has added to block m, if it does at all.
+
+    No deadlock: tiles are numbered in the order in which programs start, so that a program waits
+    for none but one that runs already, and the first of those that run waits for none.
+    """
+    if m < before_end:
+        # The additions before and after go through another path to memory than this load. Both are
+        # of global memory; a fence for all memory would wait for what this thread has stored, too.
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1];"
+            " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async.global; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [turn.to(gl.int64, bitcast=True), n],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
+def await_additions():
+    """Wait until what this role has added is in memory (one of its threads started that)."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    meet()
+
+
+@gluon.jit
+def pass_turn(turn, n):
+    """Let tile n + 1 add."""
+    gl.atomic_xchg(turn, n + 1, sem="release", scope="gpu")

@@ -1,0 +1,49 @@
+"""What all launches share: tensors that TMA can read, and the counter of tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+
+from ....gpu.rows import is_aligned
+from ....lru import Memo, memoised
+from .intrinsics import shared_rows
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x`, or a copy that TMA can read."""
+    if x.shape[0] == 0:  # it reads from no empty tensor
+        x = x.new_zeros((1, *x.shape[1:]))
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """`x` (batch, row, head, dim), or packed (row, head, dim), in boxes of `rows` rows of one
+    head."""
+    shape, strides = list(x.shape), list(x.stride())
+    if x.dim() == 3:
+        shape, strides = [1, *shape], [shape[0] * strides[0], *strides]
+    return TensorDescriptor(x, shape, strides, [1, rows, 1, columns], _layout(columns))
+
+
+_layout = memoised(128)(shared_rows)  # which takes longer to make than the rest of a descriptor
+
+
+_counters: Memo[tuple[int, int], Tensor] = Memo(256)
+
+
+def tile_counter(device: torch.device) -> Tensor:
+    """Two zeros, which every launch leaves at zero; launches of one stream follow each other, so
+    they share."""
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return tile_counter(device)
+    if torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device.index, driver.active.get_current_stream(device.index)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counter
