@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.demo.inputs import MissingInputError, find_model, find_play, load
 from flashtile import attention_with_kvcache
+
+from .inputs import MissingInputError, find_model, find_play, load
 
 PAGE_SIZE = 16
 WASTE = 0  # the page that slots without a request write to
@@ -169,8 +170,9 @@ class Server:
 
     def dismiss(self, slot: int) -> None:
         """Free a slot whose request has ended."""
-        _, pages = self.slots[slot]
-        self.free_pages.give_back(pages)
+        busy = self.slots[slot]
+        assert busy is not None, f"slot {slot} has no request"
+        self.free_pages.give_back(busy[1])
         self.page_table[slot] = WASTE
         self.lengths[slot] = self.is_live[slot] = 0
         self.slots[slot] = None
@@ -244,7 +246,7 @@ def timed(function: Any) -> float:
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]  # a docstring is there
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="six requests of up to 16 tokens")
     parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=128, help="default: %(default)s")
