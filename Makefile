@@ -29,7 +29,7 @@ EMULATED := $(wildcard tests/hopper_kernels/test_*_emulated.py)
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 \
 	$(if $(FLASHTILE_SEED),--hypothesis-seed=$(FLASHTILE_SEED))
 
-.PHONY: help demo train test test-full test-triton test-triton-full lint format docs bench clean \
+.PHONY: help demo train test test-full test-triton test-triton-full lint format notebooks docs bench clean \
 	$(TRITONS:%=interpret-triton-%) $(TRITONS:%=compile-triton-%)
 .DEFAULT_GOAL := help
 
@@ -74,6 +74,9 @@ format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+notebooks: $(VENV)/.docs  ## write the examples as Jupyter notebooks to docs/examples
+	$(PY) docs/notebooks.py
+
 docs: $(VENV)/.docs  ## build docs/_build/html; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -E -b html docs docs/_build/html
 
@@ -81,7 +84,7 @@ bench: $(VENV)/.demo  ## measure this machine (ARGS are those of python -m bench
 	$(PY) -m benchmarks $(ARGS)
 
 clean:  ## remove the environment, the data and everything built
-	rm -rf $(VENV) $(DATA) docs/_build docs/figures
+	rm -rf $(VENV) $(DATA) docs/_build docs/examples docs/figures
 
 # What the commands stand on.
 # A stamp is touched last: an interrupted install starts again, a finished one is not repeated.

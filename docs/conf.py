@@ -14,6 +14,7 @@ sys.path.insert(0, str(DOCS))  # for the modules beside this file
 
 # E402: these can only be found after the path has been set.
 import figures  # noqa: E402
+import notebooks  # noqa: E402
 import snippets  # noqa: E402
 
 import flashtile  # noqa: E402
@@ -85,7 +86,8 @@ def without_catch_all(
 
 
 def setup(app: Sphinx) -> None:
-    """Draw the pictures, register the runner of examples and the filter of signatures."""
+    """Connect the two functions above, draw the pictures and write the examples' pages."""
     app.connect("source-read", run_examples)
     app.connect("autodoc-process-signature", without_catch_all)
     figures.draw_all(DOCS / "figures")
+    notebooks.write_all(DOCS / "examples")

@@ -1,0 +1,38 @@
+"""The examples as pages of the manual and as Jupyter notebooks: `python docs/notebooks.py`.
+
+An example is a script whose cells begin with `# %%`. Editors run it cell by cell, Python runs it as
+a whole, and this module writes docs/examples/*.md, whose code the build executes, and
+docs/examples/*.ipynb, which the pages offer for download.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jupytext
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def page(cells: list[dict[str, str]], name: str) -> str:
+    """The cells of an example as Markdown, with its links below the title."""
+    parts = [
+        cell["source"] if cell["cell_type"] == "markdown" else f"```python\n{cell['source']}\n```"
+        for cell in cells
+    ]
+    links = f"`examples/{name}.py`, also {{download}}`as a notebook <{name}.ipynb>`."
+    title, newline, text = parts[0].partition("\n")
+    return "\n\n".join([title, links, text.lstrip(newline), *parts[1:]]) + "\n"
+
+
+def write_all(folder: Path) -> None:
+    """One page and one notebook for each numbered example."""
+    folder.mkdir(exist_ok=True)
+    for script in sorted((ROOT / "examples").glob("0*.py")):
+        notebook = jupytext.read(script)
+        (folder / f"{script.stem}.md").write_text(page(notebook.cells, script.stem), "utf-8")
+        jupytext.write(notebook, folder / f"{script.stem}.ipynb")
+
+
+if __name__ == "__main__":
+    write_all(ROOT / "docs" / "examples")

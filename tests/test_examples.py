@@ -1,0 +1,23 @@
+"""The numbered examples run. Each checks its claims against plain PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("0*.py"))
+
+
+def test_there_are_eight():
+    assert [path.name[:2] for path in EXAMPLES] == [f"0{i}" for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_runs(path, capsys):
+    if "transformers" in path.read_text() and not importlib.util.find_spec("transformers"):
+        pytest.skip("the package transformers is not installed")
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.count("\n") >= 3, "an example prints what it shows"
