@@ -89,6 +89,19 @@ CACHE_VALUES = {
         "rotary_cos",
         ROWS | {"rotary_cos": COS[:6], "rotary_sin": SIN[:6]},
     ),
+    "rotary_cos is too short for the queries": (
+        "rotary_cos",
+        ROWS
+        | {"q": zeros(2, 5, 4, 8), "out": zeros(2, 5, 4, 8)}
+        | {"rotary_cos": COS[:13], "rotary_sin": SIN[:13]},
+    ),
+    "rotary_cos is too short for packed queries": (
+        "rotary_cos",
+        ROWS
+        | {"q": zeros(6, 4, 8), "out": zeros(6, 4, 8)}
+        | {"cu_seqlens_q": tensor(0, 1, 6), "max_seqlen_q": 5}
+        | {"rotary_cos": COS[:13], "rotary_sin": SIN[:13]},
+    ),
     "rotary_seqlens is negative": (
         "rotary_seqlens",
         ROWS | {"rotary_cos": COS, "rotary_sin": SIN, "rotary_seqlens": tensor(-1, 5)},
@@ -209,3 +222,11 @@ def test_nothing_is_read_where_there_are_no_values(monkeypatch):
         return flashtile.attention_varlen(**call | {"q": q})
 
     assert torch.vmap(attend)(call["q"][None]).shape == (1, *out.shape)
+
+
+def test_queries_without_positions_of_their_own_need_one_row_of_the_tables():
+    """Neither causal nor local: all are rotated like the first one."""
+    tables = {"rotary_cos": COS[:12], "rotary_sin": SIN[:12]}  # the last new token stands at 11
+    call = cache() | tables | {"q": zeros(2, 5, 4, 8), "out": None, "causal": False}
+    call["cache_batch_idx"] = tensor(0, 1)
+    assert flashtile.attention_with_kvcache(**call).isfinite().all()

@@ -130,7 +130,7 @@ def decided(
     if decision is not None:
         operands, lengths = _described(queries, cache, new, checking)
         if checking:
-            check_values(cache, lengths, new, rotary)
+            check_values(queries, cache, lengths, new, rotary, decision.options)
         operands = with_tensors(operands, arguments)
         if checking:
             checks.values(operands, decision.options)
@@ -144,7 +144,7 @@ def decided(
     operands = described_operands(operands, arguments.qv)
     operands, options = with_arguments(operands, M, cache.capacity, arguments)
     if checking:
-        check_values(cache, lengths, new, rotary)
+        check_values(queries, cache, lengths, new, rotary, options)
     decision = decide(operands, options, backend, out)
     packed = prefill.packed_problem(decision.problem, operands, backend)
     if packed is not None:
@@ -321,7 +321,14 @@ def check_rotary(rotary: Rotary, operands: Operands, new: NewTokens) -> None:
         checks.per_sequence("rotary_seqlens", rotary.seqlens, operands.q, batch)
 
 
-def check_values(cache: Cache, lengths: Tensor | None, new: NewTokens, rotary: Rotary) -> None:
+def check_values(
+    queries: Queries,
+    cache: Cache,
+    lengths: Tensor | None,
+    new: NewTokens,
+    rotary: Rotary,
+    options: Options,
+) -> None:
     """Checks that read rows and lengths on the host; see `checks.checking_values`."""
     if cache.batch_idx is not None:
         rows = cache.k if cache.page_table is None else cache.page_table
@@ -346,12 +353,25 @@ def check_values(cache: Cache, lengths: Tensor | None, new: NewTokens, rotary: R
         base = lengths if rotary.seqlens is None else rotary.seqlens
         if int(base.min()) < 0:
             raise ValueError(f"rotary_seqlens: got {base.tolist()}, want positions, 0 or more")
-        needed = int((base + added).max())
+        rotated = torch.maximum(*(torch.as_tensor(n) for n in (added, _positions(queries, options))))
+        needed = int((base + rotated).max())
         if needed > rotary.cos.shape[0]:
             raise ValueError(
-                f"rotary_cos: got {rotary.cos.shape[0]} positions, want at least {needed}, where "
-                "the last new token stands"
+                f"rotary_cos: got {rotary.cos.shape[0]} positions, want at least {needed}, for the "
+                "last new token and the last query"
             )
+
+
+def _positions(queries: Queries, options: Options) -> int | Tensor:
+    """Positions from the first on at which each sequence's queries are rotated."""
+    starts = queries.cu_seqlens
+    count = queries.q.shape[1] if starts is None else starts.diff()
+    return count if _is_local(options) else count > 0
+
+
+def _is_local(options: Options) -> bool:
+    """Whether every query has a position of its own: with a causal mask, a window or a chunk."""
+    return bool(structure(options.window_left, options.window_right, options.attention_chunk))
 
 
 def _added(new: NewTokens) -> int | Tensor:
@@ -401,10 +421,9 @@ def rotate_and_append(
         used = store(cache.k, cache.v, k, v, lengths, *places)
         return operands._replace(seqused_k=used)
     base = lengths if rotary.seqlens is None else rotary.seqlens
-    local = len(structure(options.window_left, options.window_right, options.attention_chunk)) > 0
     q, used = turn_and_store(
         operands.q, cache.k, cache.v, k, v, cos, sin, lengths, base, operands.cu_seqlens_q,
-        *places, rotary.interleaved, local,
+        *places, rotary.interleaved, _is_local(options),
     )  # fmt: skip
     return operands._replace(q=q, seqused_k=used)
 
