@@ -319,8 +319,9 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, out_accum, softmax_lse_accum), where the last two are empty.
 
-    It calls `flashtile.attention_varlen` with `cu_seqlens_k`, `flashtile.attention_with_kvcache`,
-    which records no gradient, with an argument that only caches have, else `flashtile.attention`.
+    With an argument that only caches have it calls `flashtile.attention_with_kvcache`, which
+    records no gradient; else `flashtile.attention_varlen` with cumulative lengths on either side,
+    and `flashtile.attention` without.
     """
     shared: dict[str, Any] = {
         "qv": qv,
@@ -351,14 +352,15 @@ def _flash_attn_forward(
     }
     given = [name for name, x in of_caches.items() if x is not None]
     result: Any
-    if cu_seqlens_k is not None:
-        if given:
-            raise ValueError(f"{given[0]}: goes with a cache, not with cu_seqlens_k")
-        packing: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if given and cu_seqlens_k is not None:
+        raise ValueError(f"{given[0]}: goes with a cache, not with cu_seqlens_k")
+    if not given:
         shared |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
-        result = attention_varlen(q, k, v, *packing, **shared)
-    elif cu_seqlens_q is None and not given:
-        result = attention(q, k, v, seqused_q=seqused_q, seqused_k=seqused_k, **shared)
+        if cu_seqlens_q is None and cu_seqlens_k is None:
+            result = attention(q, k, v, **shared)
+        else:
+            packing: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            result = attention_varlen(q, k, v, *packing, **shared)
     elif seqused_q is not None:
         raise NotImplementedError("seqused_q: does not go with a cache; shorten cu_seqlens_q")
     else:

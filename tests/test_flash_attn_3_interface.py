@@ -152,6 +152,22 @@ def test_private_forward(tensors, seed):
         fa3._flash_attn_forward(*flat, **packing, **keys, leftpad_k=rows)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_private_forward_of_packed_queries_and_padded_keys_has_gradients(tensors, used):
+    q, k, v = (x.requires_grad_() for x in tensors)
+    given = {"cu_seqlens_q": cu_seqlens([6, 6]), "max_seqlen_q": 6}
+    if used:
+        given["seqused_k"] = torch.tensor([9, 4], dtype=torch.int32)
+    flat = q.flatten(0, 1)
+    out, lse, *_ = fa3._flash_attn_forward(flat, k, v, **given, causal=True)
+    wanted = flashtile.attention_varlen(flat, k, v, **given, causal=True, return_lse=True)
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])
+    got = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    want = torch.autograd.grad(wanted[0].sum() + wanted[1].sum(), (q, k, v))
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_private_backward(packed, seed):
     q, k, v = qkv(generator(seed), B=2, M=6, N=9, Hq=4, Hk=2, D=8)
