@@ -34,6 +34,35 @@ def by_pytorch(logits, labels, smoothing=0.0, scale=1.0, z=0.0):
     return losses + z_losses, z_losses
 
 
+@pytest.mark.parametrize("label", [VOCAB, -1])
+@pytest.mark.parametrize("check", [None, "1"])
+def test_labels_out_of_range(label, check, monkeypatch):
+    monkeypatch.delenv("FLASHTILE_CHECK", raising=False)
+    if check is not None:
+        monkeypatch.setenv("FLASHTILE_CHECK", check)
+    logits, labels = inputs()
+    labels[5] = label
+    message = rf"labels: got {label}, want \[0, {VOCAB}\) or ignore_index=-100"
+    with pytest.raises(IndexError, match=message):
+        cross_entropy_loss(logits, labels)
+    with pytest.raises(IndexError, match=message.replace("labels", "target")):
+        linear_cross_entropy(logits, torch.eye(VOCAB, dtype=logits.dtype), labels)
+    labels[labels == -100] = label
+    assert cross_entropy_loss(logits, labels, ignore_index=label)[0][5] == 0
+
+
+def test_labels_out_of_range_of_several_processes_are_not_silent_without_the_check(monkeypatch):
+    """On a GPU no value is read, and none of the processes has such a label."""
+    monkeypatch.setenv("FLASHTILE_CHECK", "0")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(token_losses, "_over_processes", lambda lse, score, group: (lse, score))
+    logits, labels = inputs()
+    labels[5] = 2 * VOCAB
+    losses, _ = cross_entropy_loss(logits, labels, process_group="two")
+    assert losses.isnan().nonzero().flatten().tolist() == [5]
+
+
 def test_positions_are_those_of_flash_attn():
     wanted = "logits labels precomputed_lse label_smoothing logit_scale lse_square_scale "
     wanted += "ignore_index inplace_backward process_group"

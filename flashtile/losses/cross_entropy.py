@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autocast import autocast_off, cast_inputs
-from .token_losses import cross_entropy_loss, scaled
+from .token_losses import check_labels, cross_entropy_loss, scaled
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -134,6 +134,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: an argument does not fit.
+        IndexError: a target is out of range, as in `cross_entropy_loss`.
     """
     loss = CrossEntropyLoss() if loss is None else loss
     if loss.reduction == "none" or loss.return_z_loss:
@@ -149,6 +150,7 @@ def linear_cross_entropy(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: must be positive, got {chunk_tokens}")
+    check_labels("target", target, weight.shape[0], loss.ignore_index)
     hidden, weight, bias = cast_inputs(hidden, weight, bias)
     inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

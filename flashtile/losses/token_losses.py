@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off
+from ..call import checks
 
 # The number of logits that are in float32 at one time: 128 MiB.
 CHUNK = 2**25
@@ -48,8 +49,8 @@ def cross_entropy_loss(
 
     Raises:
         ValueError: an argument does not fit.
-        IndexError: a label is out of range; on a CUDA device without a process group, PyTorch's
-            assertion fails instead.
+        IndexError: a label is out of range. On a CUDA device, without ``FLASHTILE_CHECK=1``,
+            PyTorch's assertion fails instead or, with a process group, the loss is NaN.
     """
     _check(logits, labels, precomputed_lse)
     vocab = logits.shape[-1]
@@ -57,11 +58,8 @@ def cross_entropy_loss(
     if process_group is not None:
         first = torch.distributed.get_rank(process_group) * vocab
         classes = torch.distributed.get_world_size(process_group) * vocab
+    check_labels("labels", labels, classes, ignore_index)
     counts = labels != ignore_index
-    if process_group is not None and labels.device.type == "cpu":
-        outside = counts & ((labels < 0) | (labels >= classes))
-        if bool(outside.any()):
-            raise IndexError(f"labels: want [0, {classes}) or ignore_index={ignore_index}")
     index = labels - first
     is_here = counts & (index >= 0) & (index < vocab) if process_group is not None else counts
     with autocast_off(logits):
@@ -77,9 +75,26 @@ def cross_entropy_loss(
         )
         if process_group is not None:
             lse, score = _over_processes(lse, score, process_group)
+            score = score.masked_fill(_outside(labels, classes, ignore_index), torch.nan)
         z_losses = (lse_square_scale * lse.square()).masked_fill(~counts, 0.0)
         losses = (lse - score).masked_fill(~counts, 0.0) + z_losses
     return losses, z_losses.detach()
+
+
+def check_labels(name: str, labels: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise an IndexError for a label that is out of range, where values are checked."""
+    if not checks.checking_values((labels,)):
+        return
+    outside = _outside(labels, classes, ignore_index)
+    if bool(outside.any()):
+        raise IndexError(
+            f"{name}: got {int(labels[outside][0])}, want [0, {classes}) or "
+            f"ignore_index={ignore_index}"
+        )
+
+
+def _outside(labels: Tensor, classes: int, ignore_index: int) -> Tensor:
+    return (labels != ignore_index) & ((labels < 0) | (labels >= classes))
 
 
 def _check(logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None) -> None:
