@@ -33,6 +33,20 @@ def assert_as_pytorch(q, k, v, **options):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.parametrize("width", [4, 9])
+def test_a_mask_of_another_width_is_refused_before_it_is_cut(width):
+    q, k, v = make((1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    mask = torch.ones(4, width, dtype=torch.bool)
+    with pytest.raises(ValueError, match=rf"attn_mask: got shape \(4, {width}\)"):
+        sdpa.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
+
+
+def test_values_of_another_length_are_refused_before_they_are_cut():
+    q, k, v = make((1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 7, 8))
+    with pytest.raises(ValueError, match="value: got 7 keys, want 6"):
+        sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 LENGTHS = [(33, 33), (20, 50), (50, 20), (1, 9), (9, 1), (300, 290), (290, 300), (5, 0), (0, 5)]
 
 

@@ -76,18 +76,22 @@ def scaled_dot_product_attention(
         checks.tensor("attn_mask", attn_mask)
     is_causal = checks.flag("is_causal", is_causal)
     enable_gqa = checks.flag("enable_gqa", enable_gqa)
-    M = query.shape[-2]
     if isinstance(attn_mask, CausalBias):
         return _with_causal_bias(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
+    M, N = query.shape[-2], key.shape[-2]
+    if value.shape[-2] != N:
+        raise ValueError(f"value: got {value.shape[-2]} keys, want {N}, as key")
+    sizes = M, N
     if is_causal:  # no query sees keys after M; without them M >= N
-        key, value = key[..., :M, :], value[..., :M, :]
-        attn_mask = None if attn_mask is None else attn_mask[..., :M]
-    N = key.shape[-2]
+        N = min(M, N)
+        key, value = key[..., :N, :], value[..., :N, :]
 
     leading, q, k, v = _four_dimensional(query, key, value, attn_mask, enable_gqa)
-    options: dict[str, Any] = {} if attn_mask is None else _mask_options(attn_mask, leading, M, N)
+    options: dict[str, Any] = {}
+    if attn_mask is not None:
+        options = _mask_options(attn_mask, leading, sizes, N)
     if is_causal:  # top-left, j <= i, where a window ends at i + N - M + right
         options["window_size"] = (-1, M - N)
     drop_all = dropout_p == 1.0  # PyTorch allows it: zeros, with zero gradients
@@ -239,19 +243,23 @@ def _folded(x: Tensor, batch: tuple[int, ...]) -> Tensor:
     return x.flatten(0, -4) if batch else x[None]
 
 
-def _mask_options(attn_mask: Tensor, leading: tuple[int, ...], M: int, N: int) -> dict[str, Any]:
-    """`attn_mask` as an option of `attention`, folded to four dimensions like the inputs."""
+def _mask_options(
+    attn_mask: Tensor, leading: tuple[int, ...], sizes: tuple[int, int], N: int
+) -> dict[str, Any]:
+    """The first `N` columns of `attn_mask`, which fits queries and keys of `sizes`, as an option of
+    `attention`, folded to four dimensions like the inputs."""
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(
             f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool or a floating dtype"
         )
-    wanted = (*(leading or (1,)), M, N)
+    wanted = (*(leading or (1,)), *sizes)
     mask = attn_mask[(None,) * max(0, 3 - attn_mask.dim())]
     aligned = wanted[len(wanted) - mask.dim() :]
     if any(size not in (1, full) for size, full in zip(mask.shape, aligned, strict=True)):
         raise ValueError(
             f"attn_mask: got shape {tuple(attn_mask.shape)}, want one that broadcasts to {wanted}"
         )
+    mask = mask[..., :N] if N < sizes[1] else mask
     shared = all(size == 1 for size in mask.shape[:-3])
     mask = mask.reshape(1, *mask.shape[-3:]) if shared else _folded(mask, leading[:-1])
-    return options_of(mask, M, N) if mask.dtype == torch.bool else {"bias": mask}
+    return options_of(mask, sizes[0], N) if mask.dtype == torch.bool else {"bias": mask}
