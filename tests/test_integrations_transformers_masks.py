@@ -9,6 +9,9 @@ transformers = pytest.importorskip("transformers")
 integration = pytest.importorskip("flashtile.integrations.transformers")
 
 from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402
+from transformers import masking_utils  # noqa: E402
+
+from flashtile.integrations import transformers_masks  # noqa: E402
 
 NAME = integration.register()
 attention_forward = integration.attention_forward
@@ -62,6 +65,18 @@ def test_models_that_read_the_mask_themselves(family, side):
         inputs["attention_mask"] = padding(side)
     real = inputs.get("attention_mask", torch.ones(3, 24))
     assert_same(run(model, NAME, **inputs), run(model, "eager", **inputs), real)
+
+
+def test_two_packed_masks_hide_what_either_hides():
+    """A pattern has room for one of them; two become the exact mask."""
+    first, second = (torch.tensor([[0] * n + [1] * (8 - n)]) for n in (3, 5))
+    packed = [masking_utils.packed_sequence_mask_function(x) for x in (first, second)]
+    both = masking_utils.and_masks(*packed, masking_utils.causal_mask_function)
+    mask = transformers_masks.attention_mask(1, 8, 8, mask_function=both)
+    want = (first[:, :, None] == first[:, None]) & (second[:, :, None] == second[:, None])
+    assert torch.equal(mask, want.tril()[:, None])
+    again = masking_utils.and_masks(packed[0], *packed[:1])
+    assert torch.equal(transformers_masks.recognise(again).segments, first)
 
 
 @pytest.mark.parametrize("family", ["doge", "hy_v4"])

@@ -353,8 +353,7 @@ def check_values(
         base = lengths if rotary.seqlens is None else rotary.seqlens
         if int(base.min()) < 0:
             raise ValueError(f"rotary_seqlens: got {base.tolist()}, want positions, 0 or more")
-        rotated = torch.maximum(*(torch.as_tensor(n) for n in (added, _positions(queries, options))))
-        needed = int((base + rotated).max())
+        needed = max(int((base + n).max()) for n in (added, _positions(queries, options)))
         if needed > rotary.cos.shape[0]:
             raise ValueError(
                 f"rotary_cos: got {rotary.cos.shape[0]} positions, want at least {needed}, for the "

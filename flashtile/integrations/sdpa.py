@@ -259,7 +259,7 @@ def _mask_options(
         raise ValueError(
             f"attn_mask: got shape {tuple(attn_mask.shape)}, want one that broadcasts to {wanted}"
         )
-    mask = mask[..., :N] if N < sizes[1] else mask
+    mask = mask[..., :N] if sizes[1] > N else mask
     shared = all(size == 1 for size in mask.shape[:-3])
     mask = mask.reshape(1, *mask.shape[-3:]) if shared else _folded(mask, leading[:-1])
     return options_of(mask, sizes[0], N) if mask.dtype == torch.bool else {"bias": mask}

@@ -73,6 +73,8 @@ def _all_of(mask_functions: tuple[MaskFunction, ...]) -> Pattern | None:
         left = _narrower(left, part.window_size[0])
         right = _narrower(right, part.window_size[1])
         chunk = chunk or part.attention_chunk
+        if segments is not None and part.segments is not None and part.segments is not segments:
+            return None
         segments = part.segments if segments is None else segments
     return Pattern(causal, (left, right), chunk, segments)
 
