@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .call import checks
-from .ops.merge.formula import join_parts
+from .ops.merge.op import merge_parts
 
 
 @overload
@@ -75,7 +75,7 @@ def flash_attn_combine(
         used = _used_rows(out_partial, cu_seqlens, seqused)
         lse_partial = lse_partial.masked_fill(~used[..., None], -torch.inf)
     dtype = out.dtype if out is not None else (out_dtype or out_partial.dtype)
-    combined, lse = join_parts(out_partial, lse_partial, dtype)
+    combined, lse = merge_parts(out_partial, lse_partial, dtype)
     if out is not None:
         combined = out.copy_(combined)
     return combined, lse if return_lse else None

@@ -39,7 +39,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("combine",),
     ("api",),
     ("call.kvcache", "call.explain"),
-    ("append", "call.prefill"),
+    ("call.prefill",),
     ("call.prepare",),
     ("call.layouts", "call.attn_mask"),
     ("bert_padding", "layers"),

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import append, autograd
+from .. import autograd
 from ..gpu import workspace
 from ..masks import structure
+from ..ops.append import op as append
 from ..problem import FLOAT8, AttentionProblem, Operands, Options
 from . import checks, layouts, memo, prefill
 from .absorbed import described_operands

@@ -8,9 +8,7 @@ queries.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from ..ops.gather.op import gather_pages
 from ..problem import AttentionProblem, Operands
 from . import dispatch
 from .layouts import starts
@@ -19,11 +17,6 @@ from .layouts import starts
 FEWEST_QUERIES = 2048
 # The largest copy, in bytes; it has room for the longest possible sequences.
 LARGEST_COPY = 2**30
-
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define(
-    "gather_pages(Tensor k, Tensor v, Tensor page_table, Tensor used) -> (Tensor, Tensor)"
-)
 
 
 def packed_problem(
@@ -53,7 +46,7 @@ def as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
     q, k, v, used = operands.q, operands.k, operands.v, operands.seqused_k
     assert used is not None
     if operands.page_table is not None:
-        k, v = torch.ops.flashtile.gather_pages(k, v, operands.page_table, used)
+        k, v = gather_pages(k, v, operands.page_table, used)
     given = operands.cu_seqlens_q
     return operands._replace(
         q=q if given is not None else q.flatten(0, 1),
@@ -63,30 +56,3 @@ def as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
         cu_seqlens_k=starts(problem.B, problem.N, q.device),
         page_table=None,
     )
-
-
-def _gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Pages (num_pages, page_size, kv_heads, ...) in the order of the table: (batch, pages per
-    sequence * page_size, kv_heads, ...). What lies behind the `used` tokens may be anything."""
-    pages = page_table.long().clamp(0, max(k.shape[0] - 1, 0))
-    return k[pages].flatten(1, 2), v[pages].flatten(1, 2)
-
-
-def _gather_pages_on_gpu(*args: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, but what lies behind the used tokens is not read."""
-    from ..ops.gather.kernel import gather_pages
-
-    return gather_pages(*args)
-
-
-def _fake_gather_pages(
-    k: Tensor, v: Tensor, page_table: Tensor, used: Tensor
-) -> tuple[Tensor, Tensor]:
-    batch, columns = page_table.shape
-    k_rows, v_rows = (x.new_empty(batch, columns * x.shape[1], *x.shape[2:]) for x in (k, v))
-    return k_rows, v_rows
-
-
-_library.impl("gather_pages", _gather_pages, "CPU")
-_library.impl("gather_pages", _gather_pages_on_gpu, "CUDA")
-torch.library.register_fake("flashtile::gather_pages", _fake_gather_pages, lib=_library)

@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE) and XPos, as ``flash_attn.layers.rotary`` names and calls them.
 
-Each pair of features (a, b) of the token at position m is turned by the angle m * theta:
+Each pair of features (a, b) of the token at position m is rotated by the angle m * theta:
 
     a' = a cos(m theta) - b sin(m theta)
     b' = a sin(m theta) + b cos(m theta)
@@ -9,31 +9,29 @@ so that a query at m and a key at n meet at an angle that depends only on m - n 
 al. 2021, https://arxiv.org/abs/2104.09864, equation 34). A pair is one feature from each half of
 the rotated dimensions (GPT-NeoX style), or two neighbours if ``interleaved`` (GPT-J style).
 
-In float16, bfloat16, float32 and float64; 16-bit inputs are rotated in float32. The formula is
-plain PyTorch; on a GPU one kernel does the same (`rotary_kernel.py`). Lengths and offsets that come
-as tensors are never read by the host.
+In float16, bfloat16, float32 and float64; 16-bit inputs are rotated in float32. `ops/rotary` holds
+the formula in plain PyTorch, and the kernel that computes it on a GPU. Lengths and offsets that
+come as tensors are never read by the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..autocast import without_autocast
 from ..call import checks
+from ..ops.rotary.formula import Angles
+from ..ops.rotary.op import rotate, rotate_in_place
 from .rotary_checks import check_layout, check_positions, check_rotary_dim, check_tables
-from .rotary_kernel import KernelRotation, runs_as_kernel, turn_in_place
-
-_BEYOND_ANY_TABLE = 2**62
 
 
 @without_autocast
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn every pair (a, b) in the last dimension of x (..., R) by a quarter: (-b, a).
+    """Rotate every pair (a, b) in the last dimension of x (..., R) by 90 degrees: (-b, a).
 
     A pair is (2i, 2i + 1) if interleaved, else (i, i + R / 2). ValueError if R is odd.
     """
@@ -66,11 +64,11 @@ def apply_rotary_emb_torch(
 
     def per_feature(table: Tensor) -> Tensor:
         pairs = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
-        return pairs.unsqueeze(-2)  # every head turns by the same angle
+        return pairs.unsqueeze(-2)  # every head is rotated by the same angle
 
-    turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    turned = turning * per_feature(cos) + rotate_half(turning, interleaved) * per_feature(sin)
-    return torch.cat((turned, rest), dim=-1)
+    head, tail = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotated = head * per_feature(cos) + rotate_half(head, interleaved) * per_feature(sin)
+    return torch.cat((rotated, tail), dim=-1)
 
 
 def apply_rotary_emb(
@@ -101,7 +99,7 @@ def apply_rotary_emb(
         max_seqlen: upper bound of the packed lengths, needed with cu_seqlens.
 
     Returns:
-        The shape and dtype of x. The backward turns by the opposite angle and keeps no copy of x.
+        The shape and dtype of x. The backward rotates by the opposite angle and keeps no copy of x.
         cos and sin get gradients too if they require them.
 
     Raises:
@@ -113,8 +111,8 @@ def apply_rotary_emb(
     interleaved, inplace = checks.flag("interleaved", interleaved), checks.flag("inplace", inplace)
     angles = _angles(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
-        return _rotate(x, angles, interleaved)
-    return _in_place(x, lambda memory: _rotate_memory(memory, angles, interleaved))
+        return rotate(x, angles, interleaved)
+    return _in_place(x, lambda memory: rotate_in_place(memory, angles, interleaved))
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -152,12 +150,12 @@ def apply_rotary_emb_qkv_(
         cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
         angles_k = _angles(k, cos_k, sin_k, seqlen_offsets, suffix="_k")
 
-    def rotate(memory: Tensor) -> None:
+    def rotate_q_and_k(memory: Tensor) -> None:
         q, k = _q_and_k(memory, num_heads_q)
-        _rotate_memory(q, angles, interleaved)
-        _rotate_memory(k, angles_k, interleaved)
+        rotate_in_place(q, angles, interleaved)
+        rotate_in_place(k, angles_k, interleaved)
 
-    return _in_place(qkv, rotate)
+    return _in_place(qkv, rotate_q_and_k)
 
 
 def apply_rotary_emb_kv_(
@@ -179,7 +177,7 @@ def apply_rotary_emb_kv_(
     check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
     interleaved = checks.flag("interleaved", interleaved)
     angles = _angles(kv[:, :, 0], cos, sin, seqlen_offsets)
-    return _in_place(kv, lambda memory: _rotate_memory(memory[:, :, 0], angles, interleaved))
+    return _in_place(kv, lambda memory: rotate_in_place(memory[:, :, 0], angles, interleaved))
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -313,117 +311,26 @@ class RotaryEmbedding(torch.nn.Module):
             cos, sin = cos_k, sin_k
         angles_k = _angles(kv[:, :, 0], cos, sin, seqlen_offset)
         return (
-            _in_place(qkv, lambda q: _rotate_memory(q, angles_q, self.interleaved)),
-            _in_place(kv, lambda kv: _rotate_memory(kv[:, :, 0], angles_k, self.interleaved)),
+            _in_place(qkv, lambda q: rotate_in_place(q, angles_q, self.interleaved)),
+            _in_place(kv, lambda kv: rotate_in_place(kv[:, :, 0], angles_k, self.interleaved)),
         )
 
 
-class _Rotation(torch.autograd.Function):
-    """`_turn` with its derivatives spelled out: linear in x, and in (cos, sin)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        return _turn(x, cos, sin, interleaved)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, cos, sin, ctx.interleaved = inputs
-        ctx.save_for_backward(cos, sin)
-        ctx.save_for_forward(x, cos, sin)  # freed as soon as the forward pass has used it
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate_by_formula(grad, cos, -sin, ctx.interleaved), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, dcos: Tensor, dsin: Tensor, _: None) -> Tensor:
-        x, cos, sin = ctx.saved_tensors
-        rest = x.shape[-1] - 2 * cos.shape[-1]
-        from_tables = _turn(x.narrow(-1, 0, 2 * cos.shape[-1]), dcos, dsin, ctx.interleaved)
-        return _turn(dx, cos, sin, ctx.interleaved) + F.pad(from_tables, (0, rest))
-
-
-@without_autocast
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x (..., heads, head_dim); cos, sin (..., 1, rotary_dim / 2) in the dtype to compute in."""
-    half = cos.shape[-1]
-    turning = x.narrow(-1, 0, 2 * half).to(cos.dtype)
-    if interleaved:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-    else:
-        a, b = turning[..., :half], turning[..., half:]
-    pair = (a * cos - b * sin, a * sin + b * cos)
-    turned = torch.stack(pair, dim=-1 if interleaved else -2).reshape(turning.shape).to(x.dtype)
-    if 2 * half == x.shape[-1]:
-        return turned
-    return torch.cat((turned, x[..., 2 * half :]), dim=-1)
-
-
-def _rotate_by_formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    # Compilers derive a lean backward from the formula and cannot trace the Function's jvp. Tables
-    # that are learned need x for their gradients, which the Function does not keep.
-    if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
-        return _turn(x, cos, sin, interleaved)
-    return _Rotation.apply(x, cos, sin, interleaved)
-
-
-def _rotate(x: Tensor, angles: _Angles, interleaved: bool) -> Tensor:
-    if runs_as_kernel(x, angles.cos, angles.sin):
-        return KernelRotation.apply(x, *angles, interleaved, False)
-    return _rotate_by_formula(x, *angles.of_rows(x), interleaved)
-
-
-def _rotate_memory(x: Tensor, angles: _Angles, interleaved: bool) -> None:
-    recorded = torch.is_grad_enabled() and x.requires_grad
-    if not recorded and runs_as_kernel(x, angles.cos, angles.sin):
-        turn_in_place(x, *angles, interleaved)
-        return
-    turning = x[..., : 2 * angles.cos.shape[-1]]
-    turning.copy_(_rotate(turning, angles, interleaved))
-
-
-def _in_place(x: Tensor, rotate: Callable[[Tensor], None]) -> Tensor:
-    """Let `rotate` change x, also where PyTorch forbids it: on a leaf that requires a gradient.
+def _in_place(x: Tensor, change: Callable[[Tensor], None]) -> Tensor:
+    """Let `change` write to x, also where PyTorch forbids it: on a leaf that requires a gradient.
 
     There the history goes to a second tensor on the same memory. A compiled graph cannot return
     such an alias, so its second tensor has memory of its own.
     """
     if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
-        rotate(x)
+        change(x)
         return x
     rotated = x.clone()
-    rotate(rotated)
+    change(rotated)
     if torch.compiler.is_compiling():
         x.detach().copy_(rotated.detach())
         return rotated
     return x.detach().copy_(rotated)
-
-
-class _Angles(NamedTuple):
-    """Where each row of a tensor finds its angles; checked by `_angles`."""
-
-    cos: Tensor  # (table_len, rotary_dim / 2)
-    sin: Tensor
-    seqlen_offsets: int | Tensor
-    cu_seqlens: Tensor | None
-
-    def of_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., seq, 1, rotary_dim / 2) for x's tokens, in the dtype to compute in."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin, seqlen_offsets, cu_seqlens = self
-        if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
-            rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
-            return cos[rows].to(dtype).unsqueeze(-2), sin[rows].to(dtype).unsqueeze(-2)
-
-        positions = _positions(x, seqlen_offsets, cu_seqlens)
-        in_table = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
-        nearest = positions.clamp(0, cos.shape[0] - 1)
-        cos = torch.where(in_table, cos[nearest].to(dtype), 1.0)
-        sin = torch.where(in_table, sin[nearest].to(dtype), 0.0)
-        return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
 def _angles(
@@ -434,7 +341,7 @@ def _angles(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     suffix: str = "",
-) -> _Angles:
+) -> Angles:
     check_tables(x, cos, sin, suffix)
     seqlen = check_positions(x, seqlen_offsets, cu_seqlens, max_seqlen)
     first = 0 if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
@@ -443,21 +350,7 @@ def _angles(
             f"cos{suffix}: {cos.shape[0]} rows do not reach {seqlen} positions from {first} on; "
             f"wanted at least {first + seqlen} rows"
         )
-    return _Angles(cos, sin, seqlen_offsets, cu_seqlens)
-
-
-def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Position of each row of x: (batch, seq), or (total,) if packed."""
-    if cu_seqlens is None:
-        assert isinstance(seqlen_offsets, Tensor)
-        return torch.arange(x.shape[1], device=x.device) + seqlen_offsets.unsqueeze(-1)
-    row = torch.arange(x.shape[0], device=x.device)
-    cu_seqlens = cu_seqlens.long()
-    # Rows behind the last sequence find the extra entry and so a position beyond the table.
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
-    nowhere = cu_seqlens.new_full((1,), -_BEYOND_ANY_TABLE)
-    row_of_position_0 = torch.cat((cu_seqlens[:-1] - seqlen_offsets, nowhere))
-    return row - row_of_position_0[sequence]
+    return Angles(cos, sin, seqlen_offsets, cu_seqlens)
 
 
 def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:

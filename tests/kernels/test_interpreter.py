@@ -67,8 +67,8 @@ def test_probabilities(name: str, seed: int):
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "rows", "pages"])
 def test_append(layout: str):
-    import flashtile.call.kvcache  # noqa: F401  (defines the op)
-    from flashtile.ops.append.kernel import append_to_cache
+    import flashtile.ops.append.op  # noqa: F401  (defines the op)
+    from flashtile.ops.append.kernel import append
 
     torch.manual_seed(0)
     cache = [torch.randn(5, 16, 2, 20), torch.randn(5, 16, 2, 7)]
@@ -86,5 +86,5 @@ def test_append(layout: str):
     expected = [x.clone() for x in cache]
     rest = (*new, lengths, cu_seqlens, page_table, cache_rows, None, None)
     torch.ops.flashtile.kvcache_append(*expected, *rest)
-    append_to_cache(*cache, *rest)
+    append(*cache, *rest)
     assert all(torch.equal(*pair) for pair in zip(cache, expected, strict=True))

@@ -16,11 +16,11 @@ import torch
 from configurations import in_turn
 from torch import Tensor
 
-import flashtile.call.kvcache  # noqa: F401  (defines the ops)
-from flashtile import append
+import flashtile.ops.gather.op  # noqa: F401  (defines the op)
 from flashtile.combine import flash_attn_combine
-from flashtile.layers import rotary as formula
-from flashtile.layers import rotary_kernel
+from flashtile.layers import rotary
+from flashtile.ops.append import op as append_op
+from flashtile.ops.rotary import op as rotary_op
 from flashtile.problem import AttentionProblem
 from flashtile.testing import assert_close, cu_seqlens, generator, normal, rotary_tables
 
@@ -30,9 +30,9 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
 from flashtile.backends.triton.splits import fastest_splits
-from flashtile.ops.append.kernel import append_to_cache, rotate_and_append
+from flashtile.ops.append.kernel import append, rotate_and_append
 from flashtile.ops.gather.kernel import gather_pages
-from flashtile.ops.merge.kernel import combine
+from flashtile.ops.merge.kernel import merge_parts
 from flashtile.ops.rotary.kernel import rotate
 
 from .decoding import CASES, FLOAT8_CASES, assert_decoding, make_decoding
@@ -113,7 +113,7 @@ def test_combine(shape: tuple[int, ...], dtype: torch.dtype, seed: int):
     unseen = torch.rand(lse.shape, generator=g) < 0.3
     unseen[:, 0, ..., 0] = True
     lse[unseen], parts[unseen] = -torch.inf, torch.nan
-    got = combine(parts, lse, dtype)
+    got = merge_parts(parts, lse, dtype)
     truth = flash_attn_combine(parts.double(), lse.double())
     for i, name in enumerate(("out", "lse")):
         # Other orders of the parts are other orders of the sum.
@@ -136,7 +136,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Calls take the kernel, which here is interpreted on the CPU."""
     library = torch.library.Library("flashtile", "IMPL")
     library.impl("rotate_tokens", lambda x, out, *rest: rotate(x, out, *rest), "CPU")
-    monkeypatch.setattr(formula, "runs_as_kernel", lambda *args: True)
+    monkeypatch.setattr(rotary_op, "runs_as_kernel", lambda *args: True)
     yield
     library._destroy()
 
@@ -170,21 +170,21 @@ def test_rotary(offsets: str, interleaved: bool, dtype: torch.dtype, by_kernel: 
         out = call(x, *tables, **how)
         return [out.detach(), *torch.autograd.grad(out, x, grad.to(x.dtype))]
 
-    got = run(formula.apply_rotary_emb, x, cos, sin)
+    got = run(rotary.apply_rotary_emb, x, cos, sin)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formula, "runs_as_kernel", lambda *args: False)
-        truth = run(formula.apply_rotary_emb, x.double(), cos.double(), sin.double())
-        plain = run(formula.apply_rotary_emb, x, cos, sin)
+        patch.setattr(rotary_op, "runs_as_kernel", lambda *args: False)
+        truth = run(rotary.apply_rotary_emb, x.double(), cos.double(), sin.double())
+        plain = run(rotary.apply_rotary_emb, x, cos, sin)
     for name, *results in zip(("out", "dx"), got, truth, plain, strict=True):
         assert_close(name, *results, seed=seed)
     inside = x.clone()
-    assert formula.apply_rotary_emb(inside, cos, sin, inplace=True, **how) is inside
+    assert rotary.apply_rotary_emb(inside, cos, sin, inplace=True, **how) is inside
     assert torch.equal(inside, got[0])
     with torch.no_grad():
         saved = torch.ones(x.shape, dtype=dtype, requires_grad=True)
         with torch.enable_grad():
             product = saved * inside
-        formula.apply_rotary_emb(inside, cos, sin, inplace=True, **how)
+        rotary.apply_rotary_emb(inside, cos, sin, inplace=True, **how)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
@@ -192,14 +192,14 @@ def test_rotary(offsets: str, interleaved: bool, dtype: torch.dtype, by_kernel: 
 def test_rotary_of_a_packed_qkv_leaves_v(by_kernel: Any, seed: int):
     qkv = normal(generator(seed), 2, 5, 3, 4, 16)
     cos, sin = rotary_tables(8, 16)
-    wanted = [formula.apply_rotary_emb(qkv[:, :, i], cos, sin) for i in (0, 1)]
-    got = formula.apply_rotary_emb_qkv_(qkv.clone(), cos, sin)
+    wanted = [rotary.apply_rotary_emb(qkv[:, :, i], cos, sin) for i in (0, 1)]
+    got = rotary.apply_rotary_emb_qkv_(qkv.clone(), cos, sin)
     assert torch.equal(got, torch.stack([*wanted, qkv[:, :, 2]], 2))
 
 
 def test_the_kernel_is_for_a_gpu():
     x = torch.zeros(1, 1, 1, 2)
-    assert not rotary_kernel.runs_as_kernel(x, *rotary_tables(1, 2))
+    assert not rotary_op.runs_as_kernel(x, *rotary_tables(1, 2))
 
 
 @each_dtype
@@ -274,9 +274,9 @@ def test_a_backward_that_saved_a_cache_notices_an_append(turned: bool, cache: st
     def write(caches: list[Tensor]) -> None:
         if turned:
             rest = (*rotary_tables(4, 16), lengths, lengths, *[None] * 6, True, True)
-            append.rotate_and_append_on_gpu(new[0], *caches, *new, *rest)
+            append_op.rotate_and_append_on_gpu(new[0], *caches, *new, *rest)
         else:
-            append.append_on_gpu(*caches, *new, lengths, *[None] * 5)
+            append_op.append_on_gpu(*caches, *new, lengths, *[None] * 5)
 
     caches = [torch.zeros(1, 4, 1, 16) for _ in range(2)]
     saved = caches[cache == "v_cache"]
@@ -305,7 +305,7 @@ def test_append_to_a_float8_cache(dtype: torch.dtype, seed: int):
     lengths = torch.tensor([0, 14, 7], dtype=torch.int32)
     factors = torch.exp2(-torch.randint(0, 3, (3, 2), generator=g).float())
     rest = (lengths, None, None, None, factors, None)
-    append_to_cache(*cache, *new, *rest)
+    append(*cache, *new, *rest)
     torch.ops.flashtile.kvcache_append(*wanted, *new, *rest)
     for x, y in zip(cache, wanted, strict=True):
         assert torch.equal(x.float(), y.float())

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import flashtile.call.kvcache  # noqa: F401  (defines the ops)
+import flashtile.ops.append.op  # noqa: F401  (defines the ops)
 from flashtile.gpu import relaunch
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import generator, normal, rotary_tables

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...gpu.hardware import TRITON_IS_INSTALLED, multiprocessors
-from ...ops.merge import formula as merge
+from ...gpu.hardware import multiprocessors
 from ...problem import FLOAT8, AttentionProblem, Operands
 from .. import Gradients
 from . import float8, plan
@@ -68,13 +67,3 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     from . import launch
 
     return launch.probabilities(problem, operands, lse)
-
-
-def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    from ...ops.merge.kernel import combine
-
-    return combine(out_partial, lse_partial, dtype)
-
-
-if TRITON_IS_INSTALLED:
-    merge.library.impl("combine", _combine, "CUDA")

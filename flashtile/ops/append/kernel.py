@@ -276,7 +276,7 @@ def append_launch(
     return Launch(append_kernel, grid, arguments, 4, 1)
 
 
-def append(given: Appended, turning: Turning) -> None:
+def _launch(given: Appended, turning: Turning) -> None:
     """Launch `append_launch`."""
 
     def describe(given: Any, made: Any) -> list[Launch]:
@@ -287,7 +287,7 @@ def append(given: Appended, turning: Turning) -> None:
     run_all("append", turning, given, (), describe)
 
 
-def append_to_cache(
+def append(
     k_cache: Tensor,
     v_cache: Tensor,
     k: Tensor,
@@ -297,7 +297,7 @@ def append_to_cache(
 ) -> Tensor:
     """The op ``flashtile::kvcache_append``: the lengths with the new tokens."""
     used = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
-    append(Appended(k_cache, v_cache, k, v, lengths, used, *places), Turning())
+    _launch(Appended(k_cache, v_cache, k, v, lengths, used, *places), Turning())
     return used
 
 
@@ -327,5 +327,5 @@ def rotate_and_append(
     places = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)
     rotary = (q, q_turned, cos, sin, base, cu_seqlens_q)
     given = Appended(k_cache, v_cache, k, v, lengths, used, *places, *rotary)
-    append(given, Turning(interleaved, own_positions))
+    _launch(given, Turning(interleaved, own_positions))
     return q_turned, used

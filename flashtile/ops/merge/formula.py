@@ -1,8 +1,7 @@
-"""Joining partial attention results that saw different keys of the same queries.
+"""Merging partial attention results over different keys of the same queries, in plain PyTorch.
 
-Each part carries its log-sum-exp, so the joined output is the parts' mean weighted by
-``exp(lse_part - lse)`` (FlashAttention-2, section 3.1; flash-decoding). Split-KV decoding, native
-tiles and ring attention all merge here.
+Each part has its log-sum-exp, so the merged output is the parts' mean weighted by
+``exp(lse_part - lse)`` (FlashAttention-2, section 3.1; flash-decoding).
 """
 
 from __future__ import annotations
@@ -12,14 +11,9 @@ from torch import Tensor
 
 from ...autocast import without_autocast
 
-library = torch.library.Library("flashtile", "FRAGMENT")
-library.define(
-    "combine(Tensor out_partial, Tensor lse_partial, ScalarType dtype) -> (Tensor, Tensor)"
-)
-
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join two parts.
+    """Merge two parts.
 
     Args:
         out_a, out_b: (..., D), each normalised over its own keys.
@@ -44,40 +38,24 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return out * torch.exp(lse - pivot).unsqueeze(-1), with_sink
 
 
-def join_parts(
+@without_autocast
+def merge_parts(
     out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Join any number of parts: (splits, ..., D) and (splits, ...) floating, to out in `dtype`.
+    """Merge any number of parts.
 
-    A row that no part saw has out 0 and lse -inf; what a part's `out` holds there does not matter.
+    Args:
+        out_partial: (splits, ..., D), floating; whatever it holds in rows whose lse is -inf has no
+            effect.
+        lse_partial: (splits, ...), floating, natural log.
+        dtype: of the result.
+
+    Returns:
+        out (..., D) in `dtype` and lse (...); a row that no part saw has out 0 and lse -inf.
     """
-    # The op is for GPUs, where a kernel reads each part once; it records no gradient.
-    has_gradient = torch.is_grad_enabled() and (
-        out_partial.requires_grad or lse_partial.requires_grad
-    )
-    by_op = out_partial.is_cuda and lse_partial.dtype == torch.float32 and not has_gradient
-    by_op = by_op and torch.float64 not in (out_partial.dtype, dtype)
-    combine = torch.ops.flashtile.combine if by_op else _combine
-    joined: tuple[Tensor, Tensor] = combine(out_partial, lse_partial, dtype)
-    return joined
-
-
-@without_autocast
-def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(lse_partial, dim=0)
     pivot = lse.masked_fill(lse == -torch.inf, 0.0)
     weight = torch.exp(lse_partial - pivot).unsqueeze(-1)
-    # A split that saw nothing may carry anything in its out: weight 0 must win even over NaN.
+    # A part that saw no key may hold NaN: weight 0 must win over it.
     parts = out_partial.to(lse.dtype).masked_fill(weight == 0, 0.0)
     return (parts * weight).sum(0).to(dtype), lse
-
-
-def _fake_combine(
-    out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype)
-    return out, lse_partial.new_empty(lse_partial.shape[1:])
-
-
-library.impl("combine", _combine, "CompositeExplicitAutograd")  # where no backend has a kernel
-torch.library.register_fake("flashtile::combine", _fake_combine, lib=library)

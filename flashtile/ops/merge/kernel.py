@@ -125,9 +125,8 @@ def combine_launch(
     return Launch(combine_kernel, grid, arguments, 4, 1, is_early)
 
 
-def combine(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`merge.flash_attn_combine` of checked tensors, whose log-sum-exps are (parts, ..., rows,
-    heads)."""
+def merge_parts(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`formula.merge_parts` of float32 log-sum-exps (parts, ..., rows, heads)."""
     out = torch.empty(out_parts.shape[1:], dtype=dtype, device=out_parts.device)
     lse = torch.empty(lse_parts.shape[1:], dtype=torch.float32, device=out_parts.device)
     launch = combine_launch(out_parts, lse_parts.transpose(-1, -2), out, lse.transpose(-1, -2))

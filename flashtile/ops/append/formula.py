@@ -1,0 +1,136 @@
+"""New tokens appended to a key-value cache in place, with or without rotary embedding, in plain
+PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...autocast import without_autocast
+from ...problem import FLOAT8
+from ..rotary import formula as rotary
+
+
+def _token_coordinates(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> tuple[Tensor, Tensor]:
+    """The sequence of every token of `x`, dense or packed, and its index in that sequence.
+
+    Both are (tokens,) int64. Tokens after the last sequence of a packed tensor get the sequence
+    number `batch`.
+    """
+    if cu_seqlens is None:
+        rows, seq = x.shape[:2]
+        sequence = torch.arange(rows, device=x.device).repeat_interleave(seq)
+        return sequence, torch.arange(seq, device=x.device).repeat(rows)
+    tokens = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)
+    return sequence, tokens - cu_seqlens.long()[sequence]
+
+
+def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None, own: bool) -> Tensor:
+    """Rotary position of every token: its sequence's `base`, plus its own index if `own`."""
+    sequence, index = _token_coordinates(x, cu_seqlens, base.shape[0])
+    start = base.long()[sequence.clamp(max=base.shape[0] - 1)]
+    return start + index if own else start
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    tokens = x.reshape(-1, 1, *x.shape[-2:])  # each token a sequence of one, at its own offset
+    if x.dtype in FLOAT8:
+        tokens = tokens.float()
+    rotated = rotary.rotate(tokens, rotary.Angles(cos, sin, positions, None), interleaved)
+    return _rounded(rotated, x.dtype).reshape(x.shape)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; float8 saturates at its largest number."""
+    if dtype in FLOAT8:
+        x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return x.to(dtype)
+
+
+@without_autocast
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    cu_seqlens_k_new: Tensor | None,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> Tensor:
+    """Write `k` and `v` after the first `lengths` tokens of each sequence; drop what does not fit.
+
+    Args:
+        k_descale, v_descale: (batch, kv_heads), by which tokens of 16 bits are divided before they
+            are stored in float8, which saturates.
+
+    Returns:
+        int32 (batch,), the lengths with the new tokens.
+    """
+    batch = lengths.shape[0]
+    sequence, index = _token_coordinates(k, cu_seqlens_k_new, batch)
+    inside = sequence < batch
+    sequence = sequence.clamp(max=batch - 1)
+    position = lengths.long()[sequence] + index
+    if page_table is None:
+        row = sequence if cache_batch_idx is None else cache_batch_idx.long()[sequence]
+        slot = position
+        inside &= (position >= 0) & (position < k_cache.shape[1])
+    else:
+        page_size = k_cache.shape[1]
+        inside &= (position >= 0) & (position < page_table.shape[1] * page_size)
+        column = (position // page_size).clamp(0, page_table.shape[1] - 1)
+        row, slot = page_table.long()[sequence, column], position % page_size
+    inside &= (row >= 0) & (row < k_cache.shape[0])
+    where = (row[inside], slot[inside])
+    for store, tokens, descale in ((k_cache, k, k_descale), (v_cache, v, v_descale)):
+        rows = tokens.reshape(-1, *tokens.shape[-2:])[inside]
+        store[where] = _stored(rows, store.dtype, descale, sequence[inside])
+    added = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+    return (lengths + added).int()
+
+
+def _stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None, sequence: Tensor) -> Tensor:
+    """Tokens (tokens, kv_heads, head_dim) of the sequences (tokens,), as a cache of `dtype` stores
+    them."""
+    if dtype not in FLOAT8 or x.dtype in FLOAT8:
+        return x
+    if descale is not None:
+        x = x.float() / descale[sequence][..., None]
+    return _rounded(x, dtype)
+
+
+@without_autocast
+def rotate_and_append(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    lengths: Tensor,
+    base: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    interleaved: bool,
+    own_positions: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rotated queries, and `append` of rotated keys and values.
+
+    Args:
+        base: (batch,), the position of each sequence's first new token.
+        own_positions: each query has a position of its own; else all have their sequence's `base`.
+    """
+    k = _rotate(k, cos, sin, _positions(k, base, cu_seqlens_k_new, own=True), interleaved)
+    where = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)
+    used = append(k_cache, v_cache, k, v, lengths, *where)
+    rotated = _rotate(q, cos, sin, _positions(q, base, cu_seqlens_q, own_positions), interleaved)
+    return rotated, used

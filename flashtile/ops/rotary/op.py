@@ -1,0 +1,108 @@
+"""The rotation of a tensor's tokens, and its registered op ``flashtile::rotate_tokens``.
+
+One kernel launch rotates a tensor on a GPU in eager mode. The formula runs everywhere else: a
+compiler fuses it, and function transforms and learned tables differentiate it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...gpu.hardware import OLDEST_CAPABILITY, TRITON_IS_INSTALLED
+from . import formula
+from .formula import Angles
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_library = torch.library.Library("flashtile", "FRAGMENT")
+# `out` may be `x`. `offset` applies where `offsets` is None.
+_library.define(
+    "rotate_tokens(Tensor x, Tensor(a!) out, Tensor cos, Tensor sin, Tensor? offsets, "
+    "SymInt offset, Tensor? cu_seqlens, bool interleaved, bool backward) -> ()"
+)
+
+
+def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
+    """`x` (batch, seq, heads, head_dim), or packed (total, heads, head_dim), rotated."""
+    if runs_as_kernel(x, angles.cos, angles.sin):
+        return _KernelRotation.apply(x, *angles, interleaved, False)
+    return formula.rotate(x, angles, interleaved)
+
+
+def rotate_in_place(x: Tensor, angles: Angles, interleaved: bool) -> None:
+    """Rotate `x` where it lies."""
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    if not recorded and runs_as_kernel(x, angles.cos, angles.sin):
+        _rotate_tokens(x, x, angles, interleaved, False)
+        if not x.is_inference():  # a backward that saved `x` must notice, as of any write in place
+            torch.autograd.graph.increment_version(x)
+        return
+    head = x[..., : 2 * angles.cos.shape[-1]]
+    head.copy_(rotate(head, angles, interleaved))
+
+
+def runs_as_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernel can rotate `x` here and now."""
+    if not x.is_cuda or x.dtype not in _KERNEL_DTYPES or not TRITON_IS_INSTALLED:
+        return False
+    transformed = (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
+    )
+    return not transformed and torch.cuda.get_device_capability(x.device) >= OLDEST_CAPABILITY
+
+
+class _KernelRotation(torch.autograd.Function):
+    """The rotation into a new tensor; its derivative rotates by the opposite angle."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        offsets: int | Tensor,
+        cu_seqlens: Tensor | None,
+        interleaved: bool,
+        backward: bool,
+    ) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _rotate_tokens(x, out, Angles(cos, sin, offsets, cu_seqlens), interleaved, backward)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, cos, sin, ctx.offsets, cu_seqlens, ctx.interleaved, ctx.is_backward = inputs
+        ctx.save_for_backward(cos, sin, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        cos, sin, cu_seqlens = ctx.saved_tensors
+        how = (ctx.offsets, cu_seqlens, ctx.interleaved, not ctx.is_backward)
+        return _KernelRotation.apply(grad, cos, sin, *how), *(None,) * 6
+
+
+def _rotate_tokens(
+    x: Tensor, out: Tensor, angles: Angles, interleaved: bool, backward: bool
+) -> None:
+    cos, sin, offsets, cu_seqlens = angles
+    given = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
+    torch.ops.flashtile.rotate_tokens(x, out, cos, sin, *given, cu_seqlens, interleaved, backward)
+
+
+def _rotate_tokens_on_gpu(x: Tensor, out: Tensor, *args: Any) -> None:
+    from . import kernel
+
+    kernel.rotate(x, out, *args)
+
+
+def _fake_rotate_tokens(*args: Any) -> None:
+    return None
+
+
+_library.impl("rotate_tokens", _rotate_tokens_on_gpu, "CUDA")
+torch.library.register_fake("flashtile::rotate_tokens", _fake_rotate_tokens, lib=_library)
