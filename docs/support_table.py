@@ -1,4 +1,4 @@
-"""Writes the support table into README.md, from what the backends themselves say.
+"""Writes the support table into docs/hardware.md, from what the backends themselves say.
 
 ``python docs/support_table.py`` rewrites the lines between the two markers; with ``--check`` it
 only says whether they are current. Each row is an `AttentionProblem` made up for it, each cell the
@@ -17,7 +17,7 @@ from generated import update
 from flashtile.call import dispatch
 from flashtile.problem import AttentionProblem, Options
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).parent / "hardware.md"
 
 # Where each backend would run: device type, compute capability.
 HOMES = {"cpu": ("cpu", None), "triton": ("cuda", (8, 0)), "hopper": ("cuda", (9, 0))}
@@ -125,4 +125,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(update({README: {"support table": table()}}))
+    sys.exit(update({PAGE: {"support table": table()}}))
