@@ -41,8 +41,9 @@ def launch_of(operands: Operands, options: Options) -> Launch:
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(capability=CAPABILITY, device_type="cuda")
     counter = torch.zeros(2, dtype=torch.int32)
-    out, lse = outputs(problem, operands, plan(problem))
-    return forward_launch(problem, operands, out, lse, MULTIPROCESSORS, counter)
+    config = plan(problem)
+    out, lse = outputs(operands, config)
+    return forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter)
 
 
 def specialize(launch: Launch) -> tuple[ASTSource, dict[str, object]]:

@@ -23,7 +23,8 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     # The backend refuses it too, with this reason.
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
-from flashtile.backends.hopper.float8.launch import float8_launch
+from flashtile.backends.hopper.float8.launch import config_of, float8_launch
+from flashtile.backends.hopper.forward.launch import outputs
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -41,7 +42,10 @@ INSTRUCTIONS = {64: 440, 128: 500, 256: 530}
 def launch_of(call: tuple[Operands, Options]) -> Launch:
     """The launch that the call would make on the device."""
     problem = AttentionProblem.of(*call)._replace(capability=CAPABILITY, device_type="cuda")
-    return float8_launch(problem, call[0], MULTIPROCESSORS, torch.zeros(2, dtype=torch.int32))[2]
+    config = config_of(problem, call[0])
+    counter = torch.zeros(2, dtype=torch.int32)
+    out, lse = outputs(call[0], config)
+    return float8_launch(problem, config, call[0], out, lse, MULTIPROCESSORS, counter)
 
 
 def scales_of(small: Quantized) -> dict[str, Any]:

@@ -13,8 +13,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import flashtile
-from flashtile.backends.hopper.float8.launch import float8_launch
+from flashtile.backends import hopper
+from flashtile.backends.hopper.float8 import launch as float8_path
+from flashtile.backends.hopper.float8.launch import config_of, float8_launch
+from flashtile.backends.hopper.forward import launch as forward_path
+from flashtile.backends.hopper.forward.launch import outputs
 from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.gpu import relaunch
+from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.quantize import Quantized, quantize_qkv
 from flashtile.testing import (
@@ -75,7 +81,9 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     """(out, lse) that the emulated kernel writes into poisoned outputs."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     counter = torch.zeros(2, dtype=torch.int32)
-    out, lse, launch = float8_launch(problem, operands, PROGRAMS, counter)
+    config = config_of(problem, operands)
+    out, lse = outputs(operands, config)
+    launch = float8_launch(problem, config, operands, out, lse, PROGRAMS, counter)
     if problem.layout == "dense":
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
@@ -163,6 +171,60 @@ def test_keys_of_whole_groups_are_read_in_place(N: int):
 
     k = torch.zeros(2, N, 2, 64).to(E4M3)
     assert (readable_keys(k, None, 64) is k) == (N % 16 == 0)
+
+
+class Emulated:
+    """A compiled kernel as Triton hands it out, ``compiled[grid](*arguments)``, emulated."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any) -> None:
+            named = dict(zip(self.launch.kernel.arg_names, arguments, strict=True))
+            emulator.run(Launch(self.launch.kernel, grid, named), 0)
+
+        return run
+
+
+@pytest.mark.parametrize(("N", "described"), [(96, 2), (90, 4)])
+def test_repeated_calls(N: int, described: int, monkeypatch: pytest.MonkeyPatch):
+    """Launched again as each call by itself. A call that copies K, here for lack of whole groups,
+    is described each time."""
+    counter = torch.zeros(2, dtype=torch.int32)
+    compiled, calls = 0, 0
+
+    def run(launch: Launch) -> Any:
+        nonlocal compiled
+        compiled += 1
+        emulator.run(launch, 0)
+        return Emulated(launch)
+
+    def describe(*arguments: Any) -> Launch:
+        nonlocal calls
+        calls += 1
+        return float8_launch(*arguments)
+
+    def call(seed: int) -> tuple[Tensor, Tensor]:
+        tensors = qkv(generator(seed), B=1, M=70, N=N, Hq=2, Hk=1, D=64)
+        small = quantize_qkv(*tensors, scales="block")
+        operands, options = dense_call(*small[:3], Arguments(causal=True, **descales(small)))
+        problem = AttentionProblem.of(operands, options)
+        problem = problem._replace(device_type="cuda", capability=(9, 0))
+        return hopper.forward(problem, operands)
+
+    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(float8_path, "float8_launch", describe)
+    monkeypatch.setattr(forward_path, "multiprocessors", lambda device: PROGRAMS)
+    monkeypatch.setattr(forward_path, "tile_counter", lambda device: counter)
+    for known in (relaunch._repeats, relaunch._compiled):
+        known.clear()
+    again = [call(seed) for seed in range(4)]
+    assert (compiled, calls) == (1, described)
+    for seed, found in enumerate(again):
+        for known in (relaunch._repeats, relaunch._compiled):
+            known.clear()
+        assert all(map(torch.equal, found, call(seed)))
 
 
 @pytest.mark.parametrize("used", [False, True])

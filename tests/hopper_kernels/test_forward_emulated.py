@@ -114,8 +114,9 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     """(out, lse) that the emulated kernel writes into poisoned outputs."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     counter = torch.zeros(2, dtype=torch.int32)
-    out, lse = outputs(problem, operands, plan(problem))
-    launch = forward_launch(problem, operands, out, lse, PROGRAMS, counter)
+    config = plan(problem)
+    out, lse = outputs(operands, config)
+    launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter)
     if problem.layout == "dense" and not problem.has_lengths:
         out.fill_(torch.nan)
         lse.fill_(torch.nan)

@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     accumulator,
+    empty_accumulator,
     hidden_zero,
-    nothing,
     recast,
     shared_value,
 )
@@ -112,7 +112,7 @@ def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
     """S^T = K Q^T of block i, under way."""
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
     q = queries_of(ME, channels.q, i, cfg)
-    return multiply_along(keys_tile(ME, k, cfg), q, nothing(COLUMNS), False, cfg)
+    return multiply_along(keys_tile(ME, k, cfg), q, empty_accumulator(COLUMNS), False, cfg)
 
 
 @gluon.jit
@@ -136,7 +136,7 @@ def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
         k = k.slice(FIRST, CONSUMER_ROWS, dim=1)
     else:
         ds = ds.slice(FIRST, CONSUMER_ROWS, dim=1)
-    zero = nothing(CONSUMER_ROWS)
+    zero = empty_accumulator(CONSUMER_ROWS)
     return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
 
 

@@ -22,6 +22,8 @@ from ..shared.intrinsics import (
     CONSUMER_WARPS,
     FIRST_BARRIER,
     aggregate,
+    empty_accumulator,
+    left_operand,
     pin,
     row_values,
     show_written,
@@ -36,12 +38,10 @@ from ..shared.softmax import (
     rescaled_where_needed,
     scores_log2,
 )
-from .layouts import bytes_of_values, left_operand8
 from .softmax import (
     WEIGHT_LOG2,
     exponentials,
     masked8,
-    nothing8,
     packed_weights,
     raised8,
     ratio,
@@ -151,7 +151,7 @@ def attend8(
     channels.q.acquire(q_use)
     q = channels.q.tile(q_use).reshape([CONSUMER_ROWS, cfg.BLOCK_D])
     if cfg.Q_IN_REGISTERS:
-        q = q.load(left_operand8(cfg.BLOCK_N))
+        q = q.load(left_operand(cfg.BLOCK_N, 8))
     i = pass_blocks(ME, i, work.end - end, channels, cfg)
     now = first_block8(ME, q, i, end - 1, channels, rows, work, units, score, cfg)
     if cfg.Q_IN_REGISTERS:  # a product has used them, so they have arrived
@@ -218,9 +218,9 @@ def walk8(
 
 @gluon.jit
 def issue_scores8(q, i, channels, cfg: gl.constexpr):
-    """S = Q K^T of block i, under way; its columns in the order of `layouts.py`."""
+    """S = Q K^T of block i, under way; its columns in the order of `softmax.py`."""
     k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q, k, nothing8(cfg.BLOCK_N), use_acc=False, is_async=True)
+    return warpgroup_mma(q, k, empty_accumulator(cfg.BLOCK_N, 8), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -264,7 +264,7 @@ def first_block8(
         i,
         block,
         packed_weights(p, cfg.BLOCK_DV),
-        nothing8(cfg.BLOCK_DV),
+        empty_accumulator(cfg.BLOCK_DV, 8),
         row_max,
         partial_row_sum(p),
         v_unit,
@@ -319,6 +319,12 @@ def next_block8(
     p = packed_weights(p, cfg.BLOCK_DV)
     o = rescaled_where_needed(o, rescale)
     return Progress(i, block, p, o, row_max, row_sum, now.v_next, k_next, v_next)
+
+
+@gluon.constexpr_function
+def bytes_of_values(warps):
+    """Float8 rows of 128 keys as threads like them: 16 bytes each, neighbours side by side."""
+    return gl.BlockedLayout([1, 16], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """The float8 forward kernel: shared memory, and the roles of `forward/kernel.py`.
 
-The producer copies K with its rows in the order of `layouts.py`, and V with adjacent keys.
+The producer copies K with its rows in the order of `softmax.py`, and V with adjacent keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
 from ..shared.schedule import NUMBERS, WORK_NUMBERS, Mask, Sizes, batch_of
 from ..shared.softmax import Score
 from .consumer import Scales, consumer8
-from .layouts import KEY_GROUP, shared_rows8
+from .softmax import KEY_GROUP
 
 
 @gluon.jit
@@ -29,11 +29,11 @@ def make_channels8(dtype: gl.constexpr, out_dtype: gl.constexpr, cfg: gl.constex
     DV: gl.constexpr = cfg.BLOCK_DV
     BLOCK: gl.constexpr = cfg.BLOCK_N
     rows: gl.constexpr = [cfg.Q_SLOTS, 1, CONSUMER_ROWS, 1, D]
-    q = gl.allocate_shared_memory(dtype, rows, shared_rows8(D, 4))
+    q = gl.allocate_shared_memory(dtype, rows, shared_rows(D, 8))
     o = gl.allocate_shared_memory(out_dtype, [C, 1, CONSUMER_ROWS, 1, DV], shared_rows(DV))
     groups: gl.constexpr = [cfg.STAGES, BLOCK // KEY_GROUP, 2, 4, 2, D]
-    k = gl.allocate_shared_memory(dtype, groups, shared_rows8(D, 5))
-    v = gl.allocate_shared_memory(dtype, [cfg.STAGES, 1, 1, DV, BLOCK], shared_rows8(BLOCK, 4))
+    k = gl.allocate_shared_memory(dtype, groups, shared_rows(D, 8, 5))
+    v = gl.allocate_shared_memory(dtype, [cfg.STAGES, 1, 1, DV, BLOCK], shared_rows(BLOCK, 8))
     channels = Channels(
         make_channel(q, q, cfg.Q_SLOTS, 1),
         make_channel(k, k, cfg.STAGES, C),
@@ -71,7 +71,7 @@ def load_blocks8(
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
     first_group, first_key = work.b * keys.batch_groups, start_k
-    if at.cu_seqlens_k is not None:  # `launch.in_groups`
+    if at.cu_seqlens_k is not None:  # `launch.grouped`
         first_group = start_k // KEY_GROUP + work.b
         first_key = first_group * KEY_GROUP
     for j in range(begin, end):

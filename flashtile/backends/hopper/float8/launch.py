@@ -9,81 +9,56 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
-from ....masks import as_kernel_number
-from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
-from ..forward.plan import CONSUMER_ROWS, section_of
-from ..shared.launch import descriptor, readable, tile_counter
-from ..shared.schedule import Sequences
+from ....problem import AttentionProblem, Operands
+from ..forward.launch import common_arguments, run_forward
+from ..forward.plan import CONSUMER_ROWS
+from ..shared.launch import descriptor, in_boxes, readable
 from .consumer import Scales
 from .kernel import float8_kernel
-from .layouts import KEY_GROUP, shared_rows8
 from .plan import Float8Config, float8_plan
+from .softmax import KEY_GROUP
 
 GROUP = KEY_GROUP.value
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem."""
-    device = operands.q.device
-    with torch.cuda.device(device):
-        out, lse, launch = float8_launch(
-            problem, operands, multiprocessors(device), tile_counter(device)
-        )
-        if launch.grid[0] > 0:
-            launch.run()
-    return out, lse
+    """(out, lse) of a float8 problem."""
+    return run_forward(problem, operands, config_of(problem, operands), float8_launch)
+
+
+def config_of(problem: AttentionProblem, operands: Operands) -> Float8Config:
+    """The plan of a call: per-block scales have three dimensions."""
+    scales = (operands.q_descale, operands.k_descale, operands.v_descale)
+    return float8_plan(problem, any(x is not None and x.dim() == 3 for x in scales))
 
 
 def float8_launch(
-    problem: AttentionProblem, operands: Operands, programs: int, counter: Tensor
-) -> tuple[Tensor, Tensor, Launch]:
-    """Outputs and the launch that fills them; `counter` is two zeros."""
-    descales = (operands.q_descale, operands.k_descale, operands.v_descale)
-    config = float8_plan(problem, any(x is not None and x.dim() == 3 for x in descales))
-    options = problem.options
+    problem: AttentionProblem,
+    config: Float8Config,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    programs: int,
+    counter: Tensor,
+) -> Launch:
+    """The launch that fills `out` and `lse`; `counter` is two zeros."""
     q, k, v = operands[:3]
-    shape, dtype = (*q.shape[:-1], problem.Dv), output_dtype(q.dtype)
-    lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
-    # Rows that belong to no sequence are written by no program.
-    out = (q.new_empty if problem.layout == "dense" else q.new_zeros)(shape, dtype=dtype)
-    tiles = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
     k = readable_keys(k, operands.cu_seqlens_k, config.BLOCK_D)
+    v = readable_values(v, operands.cu_seqlens_k)
     groups, batch_groups, head_step = group_descriptor(k, config)
+    scales = (operands.q_descale, operands.k_descale, operands.v_descale)
     arguments: dict[str, Any] = {
-        "q_tiles": float8_descriptor(readable(q), [1, CONSUMER_ROWS, 1, config.BLOCK_D]),
+        "q_tiles": descriptor(readable(q), CONSUMER_ROWS, config.BLOCK_D),
         "k_groups": groups,
-        "v_tiles": value_descriptor(readable_values(v, operands.cu_seqlens_k), config),
+        "v_tiles": value_descriptor(v, config),
         "o_tiles": descriptor(readable(out), CONSUMER_ROWS, config.BLOCK_DV),
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "counter": counter,
-        "at": Sequences(
-            operands.cu_seqlens_q,
-            operands.cu_seqlens_k,
-            operands.seqused_q,
-            operands.seqused_k,
-        ),
-        "scales": Scales(*(None if x is None else x.float().contiguous() for x in descales)),
+        **common_arguments(problem, config, operands, out, lse, counter),
+        "scales": Scales(*(None if x is None else x.float().contiguous() for x in scales)),
         "batch_groups": batch_groups,
         "head_step": head_step,
-        "B": problem.B,
-        "M": problem.M,
-        "N": problem.N,
-        "total_q": q.shape[0],
-        "total_k": operands.k.shape[0],
-        "heads": problem.Hq,
-        "group": problem.group,
-        "section": section_of(problem),
-        "tiles": tiles,
-        "left": as_kernel_number(options.window_left),
-        "right": as_kernel_number(options.window_right),
-        "scale": options.softmax_scale,
-        "softcap": options.softcap,
-        "cfg": config,
     }
-    return out, lse, Launch(float8_kernel, (min(programs, tiles),), arguments)
+    return Launch(float8_kernel, (min(programs, arguments["tiles"]),), arguments)
 
 
 def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
@@ -93,7 +68,7 @@ def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
     row of a head; every sequence starts a group.
     """
     if cu_seqlens is not None:
-        return in_groups(k, cu_seqlens, columns)
+        return grouped(k, cu_seqlens, columns)
     B, N, _, D = k.shape
     *steps, dim = k.stride()
     batch, row, head = steps
@@ -105,7 +80,7 @@ def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
     return F.pad(k.view(torch.uint8), (0, columns - D, 0, 0, 0, rows - N)).view(k.dtype)
 
 
-def in_groups(x: Tensor, cu_seqlens: Tensor, columns: int) -> Tensor:
+def grouped(x: Tensor, cu_seqlens: Tensor, columns: int) -> Tensor:
     """Packed K or V (total, heads, dim) as (1, rows, heads, columns), sequence b from group
     ``cu_seqlens[b] // GROUP + b`` on: there the one before it has ended."""
     total, heads, D = x.shape
@@ -129,8 +104,7 @@ def group_descriptor(k: Tensor, config: Float8Config) -> tuple[TensorDescriptor,
     shape = [groups, 2, 4, 2, (heads - 1) * head + config.BLOCK_D]
     strides = [GROUP * row, 2 * row, 4 * row, row, 1]
     box = [config.BLOCK_N // GROUP, 2, 4, 2, config.BLOCK_D]
-    layout = shared_rows8(config.BLOCK_D, 5)
-    return TensorDescriptor(k, shape, strides, box, layout), batch_groups, head
+    return in_boxes(k, shape, strides, box), batch_groups, head
 
 
 def readable_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -140,7 +114,7 @@ def readable_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     TMA also starts at multiples of 16 bytes alone, so every sequence starts a group.
     """
     if cu_seqlens is not None:
-        v = in_groups(v, cu_seqlens, v.shape[-1])
+        v = grouped(v, cu_seqlens, v.shape[-1])
     rows = v.shape[1]
     batch, key, head, dim = v.stride()
     aligned = key == 1 and not any(s % 16 or s <= 0 for s in (batch, head, dim))
@@ -153,12 +127,5 @@ def readable_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 def value_descriptor(v: Tensor, config: Float8Config) -> TensorDescriptor:
     """V as (batch, head, dim, key), in boxes of one head."""
-    return float8_descriptor(v.movedim(1, -1), [1, 1, config.BLOCK_DV, config.BLOCK_N])
-
-
-def float8_descriptor(x: Tensor, box: list[int]) -> TensorDescriptor:
-    """`x` of four dimensions, or packed of three, in boxes."""
-    shape, strides = list(x.shape), list(x.stride())
-    if x.dim() == 3:
-        shape, strides = [1, *shape], [shape[0] * strides[0], *strides]
-    return TensorDescriptor(x, shape, strides, box, shared_rows8(box[-1], 4))
+    v = v.movedim(1, -1)
+    return in_boxes(v, list(v.shape), list(v.stride()), [1, 1, config.BLOCK_DV, config.BLOCK_N])

@@ -1,12 +1,21 @@
-"""What a consumer of float8 tiles does between its two products, beside `shared/softmax.py`, and
-the inline assembly for it."""
+"""What a consumer of float8 tiles does between its two products, beside `shared/softmax.py`.
+
+The left operand of a float8 product and the accumulator of the product before it do not agree: of
+16 columns a thread has 2t, 2t + 1, 2t + 8 and 2t + 9 as accumulator, and 4t to 4t + 3 as operand.
+Keys are therefore stored in shared memory so that the former columns of S belong to the latter
+keys. TMA does that: it takes 16 rows of K as (a, t, b), row 2a + 4t + b, in this order.
+Then a thread's weights already are its part of P, with the keys of V in their own order.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .layouts import accumulator8, left_operand8
+from ..shared.intrinsics import left_operand
+
+# Rows of K that are stored together, as groups of (2, 4, 2).
+KEY_GROUP = gl.constexpr(16)
 
 # Weights are rounded to e4m3 as 2**8 P: below its largest number, 448, and most of them far from
 # its subnormal ones.
@@ -15,12 +24,6 @@ WEIGHT_LOG2 = gl.constexpr(8.0)
 # A row's maximum stays while scores exceed it by no more than this, in base 2: 2**8.75 is 431.
 # Nine in ten new maxima of random scores do not.
 SLACK8_LOG2 = gl.constexpr(0.75)
-
-
-@gluon.jit
-def nothing8(COLUMNS: gl.constexpr):
-    """An empty accumulator (64, COLUMNS)."""
-    return gl.zeros([64, COLUMNS], gl.float32, layout=accumulator8(COLUMNS))
 
 
 @gluon.jit
@@ -76,7 +79,7 @@ def packed_weights(p, COLUMNS: gl.constexpr):
     """
     KEYS: gl.constexpr = p.shape[1]
     in_order = p.reshape([64, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, KEYS])
-    in_order = gl.convert_layout(in_order, left_operand8(COLUMNS), assert_trivial=True)
+    in_order = gl.convert_layout(in_order, left_operand(COLUMNS, 8), assert_trivial=True)
     return four_to_float8(in_order)
 
 

@@ -23,9 +23,9 @@ from ..shared.intrinsics import (
     FIRST_BARRIER,
     aggregate,
     copy_to_global,
+    empty_accumulator,
     left_operand,
     log2,
-    nothing,
     pin,
     row_values,
     rows_of_heads,
@@ -219,7 +219,7 @@ def rows_of(ME: gl.constexpr, work, mask, score, cfg: gl.constexpr):
 def issue_scores(q, q_rest, i, channels, cfg: gl.constexpr):
     """S = Q K^T of block i, under way."""
     k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
-    s = warpgroup_mma(q, k, nothing(cfg.BLOCK_N), use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k, empty_accumulator(cfg.BLOCK_N), use_acc=False, is_async=True)
     if cfg.REST_D > 0:
         k = channels.k.rest(i).reshape([cfg.BLOCK_N, cfg.REST_D]).permute((1, 0))
         s = warpgroup_mma(q_rest, k, s, is_async=True)
@@ -292,8 +292,8 @@ def first_block(
         i,
         block,
         paired(p, channels.v.tiles.dtype),
-        nothing(cfg.BLOCK_DV),
-        nothing(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0,
+        empty_accumulator(cfg.BLOCK_DV),
+        empty_accumulator(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0,
         gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
         row_max,
         partial_row_sum(p),

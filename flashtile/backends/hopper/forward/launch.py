@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.relaunch import run_all
 from ....masks import as_kernel_number
-from ....problem import AttentionProblem, Operands, lse_shape
+from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ..shared.launch import descriptor, readable, tile_counter
 from ..shared.schedule import Sequences
 from ..shared.softmax import Pointers
@@ -21,37 +22,46 @@ from .plan import CONSUMER_ROWS, KernelConfig, plan, section_of
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem."""
-    config = plan(problem)
-    out, lse = outputs(problem, operands, config)
+    """(out, lse) of a problem in 16 bits."""
+    return run_forward(problem, operands, plan(problem), forward_launch)
+
+
+def run_forward(
+    problem: AttentionProblem,
+    operands: Operands,
+    config: KernelConfig,
+    launch_of: Callable[..., Launch],
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), by the launch that `launch_of` describes as `forward_launch` does."""
+    out, lse = outputs(operands, config)
     if problem.M == 0 or 0 in operands.q.shape:
         return out, lse
 
     def describe(given: Any, made: Any) -> list[Launch]:
         out, lse, counter = made
         programs = multiprocessors(out.device)
-        return [forward_launch(problem, Operands(*given), out, lse, programs, counter)]
+        return [launch_of(problem, config, Operands(*given), out, lse, programs, counter)]
 
     made = out, lse, tile_counter(operands.q.device)
     run_all("hopper forward", problem, operands, made, describe, config)
     return out, lse
 
 
-def outputs(
-    problem: AttentionProblem, operands: Operands, config: KernelConfig
-) -> tuple[Tensor, Tensor]:
+def outputs(operands: Operands, config: KernelConfig) -> tuple[Tensor, Tensor]:
     """(out, lse) to write to."""
-    q = operands.q
-    shape = (*q.shape[:-1], problem.Dv)
+    q, dtype = operands.q, output_dtype(operands.q.dtype)
+    shape = (*q.shape[:-1], config.DV)
     if config.IS_RAGGED:  # rows that belong to no sequence are written by no program
         lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
-        return q.new_zeros(shape), lse
+        return q.new_zeros(shape, dtype=dtype), lse
     # Sizes one by one: PyTorch takes half as long to read them as it takes for a tuple.
-    return q.new_empty(*shape), q.new_empty(*lse_shape(operands), dtype=torch.float32)
+    out = q.new_empty(*shape, dtype=dtype)
+    return out, q.new_empty(*lse_shape(operands), dtype=torch.float32)
 
 
 def forward_launch(
     problem: AttentionProblem,
+    config: KernelConfig,
     operands: Operands,
     out: Tensor,
     lse: Tensor,
@@ -59,12 +69,29 @@ def forward_launch(
     counter: Tensor,
 ) -> Launch:
     """The launch that fills `out` and `lse`; `counter` is two zeros."""
-    config, options = plan(problem), problem.options
     q, k, v = (readable(x) for x in operands[:3])
-    tiles = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(q, k, v, readable(out), config),
+        **common_arguments(problem, config, operands, out, lse, counter),
+        "pointers": Pointers(None if slopes is None else slopes.contiguous(), operands.sink),
+        "chunk": as_kernel_number(problem.options.attention_chunk),
+        "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
+    }
+    return Launch(forward_kernel, (min(programs, arguments["tiles"]),), arguments)
+
+
+def common_arguments(
+    problem: AttentionProblem,
+    config: KernelConfig,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    counter: Tensor,
+) -> dict[str, Any]:
+    """The arguments that the 16-bit and the float8 kernel share."""
+    options = problem.options
+    return {
         "out_ptr": out,
         "lse_ptr": lse,
         "counter": counter,
@@ -74,7 +101,6 @@ def forward_launch(
             operands.seqused_q,
             operands.seqused_k,
         ),
-        "pointers": Pointers(None if slopes is None else slopes.contiguous(), operands.sink),
         "B": problem.B,
         "M": problem.M,
         "N": problem.N,
@@ -83,16 +109,13 @@ def forward_launch(
         "heads": problem.Hq,
         "group": problem.group,
         "section": section_of(problem),
-        "tiles": tiles,
+        "tiles": -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
-        "chunk": as_kernel_number(options.attention_chunk),
-        "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         "scale": options.softmax_scale,
         "softcap": options.softcap,
         "cfg": config,
     }
-    return Launch(forward_kernel, (min(programs, tiles),), arguments)
 
 
 def descriptors(

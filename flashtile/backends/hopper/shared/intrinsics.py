@@ -32,15 +32,15 @@ CONSUMER_WARPS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
-def accumulator(columns):
-    """A float32 tile (64, columns) of one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def accumulator(columns, bits=16):
+    """A float32 tile (64, columns) of one warpgroup, for products of operands of `bits`."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
 @gluon.constexpr_function
-def left_operand(columns):
-    """A 16-bit left operand of a product that accumulates (64, columns)."""
-    return gl.DotOperandLayout(0, accumulator(columns), 2)
+def left_operand(columns, bits=16):
+    """A left operand of a product that accumulates (64, columns)."""
+    return gl.DotOperandLayout(0, accumulator(columns, bits), 32 // bits)
 
 
 @gluon.constexpr_function
@@ -63,10 +63,9 @@ def one_value(warps):
 
 
 @gluon.constexpr_function
-def shared_rows(columns):
-    """A tile (1, rows, 1, columns) of 16-bit head rows that TMA writes and wgmma
-    reads."""
-    return gl.NVMMASharedLayout(min(128, 2 * columns), element_bitwidth=16, rank=4)
+def shared_rows(columns, bits=16, rank=4):
+    """A tile (1, rows, 1, columns), or one of another rank, that TMA writes and wgmma reads."""
+    return gl.NVMMASharedLayout(min(128, columns * bits // 8), element_bitwidth=bits, rank=rank)
 
 
 @gluon.constexpr_function
@@ -76,9 +75,9 @@ def shared_value():
 
 
 @gluon.jit
-def nothing(COLUMNS: gl.constexpr):
-    """An empty accumulator (64, COLUMNS)."""
-    return gl.zeros([64, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
+def empty_accumulator(COLUMNS: gl.constexpr, BITS: gl.constexpr = 16):
+    """Zeros (64, COLUMNS), for a product to add to."""
+    return gl.zeros([64, COLUMNS], gl.float32, layout=accumulator(COLUMNS, BITS))
 
 
 # Instructions
@@ -247,5 +246,10 @@ def hidden_zeros(COLUMNS: gl.constexpr):
     """An accumulator (64, COLUMNS) of zeros that the compiler does not know to be zeros: it would
     start the first product without them, and take the loop apart."""
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=f,f", [nothing(COLUMNS)], dtype=gl.float32, is_pure=False, pack=1
+        "mov.b32 $0, 0;",
+        "=f,f",
+        [empty_accumulator(COLUMNS)],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
     )

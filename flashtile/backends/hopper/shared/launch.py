@@ -25,7 +25,14 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     shape, strides = list(x.shape), list(x.stride())
     if x.dim() == 3:
         shape, strides = [1, *shape], [shape[0] * strides[0], *strides]
-    return TensorDescriptor(x, shape, strides, [1, rows, 1, columns], _layout(columns))
+    return in_boxes(x, shape, strides, [1, rows, 1, columns])
+
+
+def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+    """`x` under another shape, in boxes that wgmma reads."""
+    return TensorDescriptor(
+        x, shape, strides, box, _layout(box[-1], 8 * x.element_size(), len(box))
+    )
 
 
 _layout = memoised(128)(shared_rows)  # which takes longer to make than the rest of a descriptor
