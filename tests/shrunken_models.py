@@ -4,10 +4,10 @@ inputs made from the signature of its forward function."""
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 
 import torch
+from shrunken_fields import FIELDS
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
@@ -98,6 +98,9 @@ def shrunken(config_class: type, sizes=SIZES, special=None):
                 arguments[field.name] = size
     if defaults.get("num_key_value_heads", 0) == defaults.get("num_attention_heads"):
         arguments["num_key_value_heads"] = arguments.get("num_attention_heads")
+    if "num_attention_heads" in arguments and defaults.get("head_dim", 0) is None:
+        arguments["head_dim"] = 16
+    arguments |= FIELDS.get(config_class.model_type, {})
     try:
         config = config_class(**arguments)
     except (TypeError, ValueError):  # some take their parts as dictionaries only
@@ -158,106 +161,3 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.normal_(0, min(1.0, sharper * fan_in**-0.5))
             elif not parameter.any() or "sink" in name:
                 parameter.normal_(0, 0.3)
-
-
-def tokens(length=LENGTH, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(SPECIAL_TOKENS, VOCABULARY, (2, length), generator=generator)
-
-
-def normal(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
-
-
-def first(config, *names, default):
-    """The first of the attributes that a configuration or one of its parts has."""
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    for owner in (config, *parts):
-        for name in names:
-            value = getattr(owner, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-            if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
-                return value[-1]
-    return default
-
-
-def images(config):
-    size = first(config, "image_size", "input_size", default=32)
-    return normal(
-        2, first(config, "num_channels", "in_channels", "in_chans", default=3), size, size
-    )
-
-
-def videos(config):
-    frames = first(config, "num_frames", "frames_per_clip", default=4)
-    return images(config)[:, None].expand(-1, frames, -1, -1, -1).contiguous()
-
-
-def patches(config):
-    """Patches of two images in one row, as the vision towers of Qwen's family have them."""
-    channels = first(config, "in_channels", "num_channels", "in_chans", default=3)
-    size = first(config, "patch_size", default=8)
-    return normal(
-        4 * 6 + 8 * 4, channels * first(config, "temporal_patch_size", default=1) * size**2
-    )
-
-
-GRID = torch.tensor([[1, 4, 6], [1, 8, 4]])  # time, height, width in patches
-
-MAKERS = {
-    "input_ids": lambda config: tokens(),
-    "decoder_input_ids": lambda config: tokens(9, seed=5),
-    "pixel_values": images,
-    "pixel_values_videos": videos,
-    "input_features": lambda config: normal(
-        2, first(config, "num_mel_bins", "feature_size", "input_feat_per_channel", default=16), 64
-    ),
-    "input_values": lambda config: normal(2, 1600),
-    "audio_values": lambda config: normal(2, 1600),
-    "bbox": lambda config: torch.arange(2 * LENGTH * 4).view(2, LENGTH, 4) % 50,
-    "hidden_states": lambda config: normal(2, LENGTH, first(config, "hidden_size", default=64)),
-    "inputs_embeds": lambda config: normal(2, LENGTH, first(config, "hidden_size", default=64)),
-    "past_values": lambda config: normal(
-        2,
-        first(config, "context_length", default=64),
-        first(config, "num_input_channels", default=1),
-    ),
-    "grid_thw": lambda config: GRID,
-    "image_grid_thw": lambda config: GRID,
-}
-
-
-def candidates(model):
-    """Keyword arguments to try in turn until the model's forward function takes them."""
-    config, parameters = model.config, inspect.signature(model.forward).parameters
-    required = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if "grid_thw" in parameters:
-        rows = next(name for name in parameters if name in ("hidden_states", "pixel_values"))
-        yield {rows: patches(config), "grid_thw": GRID}
-    main = [name for name in (model.main_input_name,) if name in parameters]
-    decoder = [name for name in ("decoder_input_ids",) if name in parameters]
-    extras = [n for n in ("pixel_values", "bbox", "input_features") if n in parameters]
-    for names in (
-        main + decoder,
-        main + required + decoder,
-        main + required + decoder + extras,
-        ["input_ids", *extras, *decoder] if "input_ids" in parameters else extras,
-    ):
-        if names and all(name in MAKERS for name in names):
-            yield {name: MAKERS[name](config) for name in dict.fromkeys(names)}
-    if "input_features" in parameters:
-        for length in (3000, 128, 32):
-            mel = first(config, "num_mel_bins", "feature_size", default=16)
-            for shape in ((2, mel, length), (2, length, mel)):
-                yield {"input_features": normal(*shape)} | {d: MAKERS[d](config) for d in decoder}
-    if "pixel_values" in parameters:
-        yield {"pixel_values": videos(config)}
-        yield {"pixel_values": images(config)[:, None]}
-        yield {"pixel_values": normal(2, 3, 64, 64)}
-        yield {"pixel_values": normal(2, 3, 224, 224)}

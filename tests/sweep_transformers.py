@@ -30,11 +30,11 @@ import warnings
 
 import torch
 import transformers
+from shrunken_inputs import candidates
 from shrunken_models import (
     FEW_SIZES,
     LENGTH,
     SIZES,
-    candidates,
     families,
     model_classes,
     randomise,
@@ -74,7 +74,7 @@ def build(family):
             config = shrunken(CONFIG_MAPPING[family], sizes)
             with torch.device("meta"):
                 size = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())
-            if size > 40e6:
+            if size > 150e6:
                 raise MemoryError(f"{size / 1e6:.0f} million parameters")
             model = kind._from_config(config, attn_implementation="eager").eval()
             randomise(model)

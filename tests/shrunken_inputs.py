@@ -1,0 +1,277 @@
+"""Inputs for a tiny model of any transformers family, made from its signature or by hand."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from shrunken_models import LENGTH, SPECIAL_TOKENS, VOCABULARY
+
+
+def tokens(length=LENGTH, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(SPECIAL_TOKENS, VOCABULARY, (2, length), generator=generator)
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def first(config, *names, default):
+    """The first of the attributes that a configuration or one of its parts has."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for owner in (config, *parts):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+            if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+                return value[-1]
+    return default
+
+
+def images(config):
+    sides = getattr(getattr(config, "backbone_config", None) or config, "image_size", None)
+    if not (isinstance(sides, (list, tuple)) and len(sides) == 2):
+        sides = [first(config, "image_size", "input_size", default=32)] * 2
+    return normal(2, first(config, "num_channels", "in_channels", "in_chans", default=3), *sides)
+
+
+def videos(config):
+    frames = first(config, "num_frames", "frames_per_clip", default=4)
+    return images(config)[:, None].expand(-1, frames, -1, -1, -1).contiguous()
+
+
+def patches(config):
+    """Patches of two images in one row, as the vision towers of Qwen's family have them."""
+    channels = first(config, "in_channels", "num_channels", "in_chans", default=3)
+    size = first(config, "patch_size", default=8)
+    return normal(
+        4 * 6 + 8 * 4, channels * first(config, "temporal_patch_size", default=1) * size**2
+    )
+
+
+GRID = torch.tensor([[1, 4, 6], [1, 8, 4]])  # time, height, width in patches
+
+MAKERS = {
+    "input_ids": lambda config: tokens(),
+    "decoder_input_ids": lambda config: tokens(9, seed=5),
+    "pixel_values": images,
+    "pixel_values_videos": videos,
+    "input_features": lambda config: normal(
+        2, first(config, "num_mel_bins", "feature_size", "input_feat_per_channel", default=16), 64
+    ),
+    "input_values": lambda config: normal(2, 1600),
+    "audio_values": lambda config: normal(2, 1600),
+    "bbox": lambda config: torch.arange(2 * LENGTH * 4).view(2, LENGTH, 4) % 50,
+    "hidden_states": lambda config: normal(2, LENGTH, first(config, "hidden_size", default=64)),
+    "inputs_embeds": lambda config: normal(2, LENGTH, first(config, "hidden_size", default=64)),
+    "past_values": lambda config: normal(
+        2,
+        first(config, "context_length", default=64),
+        first(config, "num_input_channels", default=1),
+    ),
+    "grid_thw": lambda config: GRID,
+    "image_grid_thw": lambda config: GRID,
+}
+
+
+def with_tokens(**makers):
+    """Inputs of a model that reads text and something else."""
+    return lambda config: {
+        "input_ids": tokens(),
+        **{name: make(config) for name, make in makers.items()},
+    }
+
+
+def series(config):
+    """Two time series with the features of their dates, and the dates to predict."""
+    past = config.context_length + max(config.lags_sequence)
+    features = config.num_time_features
+    future = config.prediction_length
+    return {
+        "past_values": normal(2, past),
+        "past_time_features": normal(2, past, features),
+        "past_observed_mask": torch.ones(2, past),
+        "future_values": normal(2, future),
+        "future_time_features": normal(2, future, features),
+    }
+
+
+def mel(length, last=True):
+    def make(config):
+        bins = first(config, "num_mel_bins", "feature_size", "num_mels", default=16)
+        return normal(2, length, bins) if last else normal(2, bins, length)
+
+    return make
+
+
+def grid_of(rows, *names):
+    """Rows of patches of two images, and their sizes under the names given."""
+
+    def make(config):
+        size, channels = config.patch_size, first(config, "num_channels", "in_channels", default=3)
+        return {rows: normal(4 * 6 + 8 * 4, channels, size, size)} | {n: GRID for n in names}
+
+    return make
+
+
+def siglip(config):
+    """Patches of two images that differ in shape, padded to the longer row."""
+    config = getattr(config, "vision_config", config)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 12:] = 0
+    return {
+        "pixel_values": normal(2, 16, config.num_channels * config.patch_size**2),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[4, 4], [3, 4]]),
+    }
+
+
+INPUTS = {
+    "autoformer": series,
+    "informer": series,
+    "time_series_transformer": series,
+    "jev": with_tokens(
+        marks=lambda config: torch.zeros(2, LENGTH, dtype=torch.long),
+        num_options=lambda config: torch.tensor([2, 2]),
+        question_type_ids=lambda config: torch.tensor([0, 0]),
+    ),
+    "clap": with_tokens(
+        input_features=lambda config: normal(2, 1, 64, 64),
+        is_longer=lambda config: torch.zeros(2, 1, dtype=torch.bool),
+    ),
+    "clvp": with_tokens(input_features=lambda config: normal(2, 80, 64)),
+    "xclip": with_tokens(pixel_values=videos),
+    "blip-2": with_tokens(pixel_values=images),
+    "instructblip": with_tokens(pixel_values=images, qformer_input_ids=lambda config: tokens()),
+    "instructblipvideo": with_tokens(
+        pixel_values=videos, qformer_input_ids=lambda config: tokens()
+    ),
+    "grounding-dino": with_tokens(pixel_values=images),
+    "mm-grounding-dino": with_tokens(pixel_values=images),
+    "idefics": with_tokens(
+        pixel_values=lambda config: images(config)[:, None],
+        image_attention_mask=lambda config: torch.ones(2, LENGTH, 1, dtype=torch.long),
+    ),
+    "kosmos-2": with_tokens(
+        pixel_values=images,
+        image_embeds_position_mask=lambda config: (
+            torch.arange(LENGTH).expand(2, -1) < config.latent_query_num
+        ).long(),
+    ),
+    "lxmert": with_tokens(
+        visual_feats=lambda config: normal(2, 5, config.visual_feat_dim),
+        visual_pos=lambda config: normal(2, 5, config.visual_pos_dim),
+    ),
+    "siglip2": lambda config: {"input_ids": tokens(), **siglip(config)},
+    "siglip2_vision_model": siglip,
+    "seggpt": lambda config: {
+        name: normal(2, 3, *config.image_size)
+        for name in ("pixel_values", "prompt_pixel_values", "prompt_masks")
+    },
+    "timesfm": lambda config: {
+        "past_values": normal(2, 64),
+        "past_values_padding": torch.zeros(2, 64, dtype=torch.long),
+        "freq": torch.tensor([[0], [1]]),
+    },
+    "timesfm2_5": lambda config: {"past_values": normal(2, 128)},
+    "lightglue": lambda config: {"pixel_values": normal(1, 2, 3, 64, 64)},
+    "superglue": lambda config: {"pixel_values": normal(1, 2, 3, 64, 64)},
+    "pix2struct": lambda config: {
+        "flattened_patches": torch.cat(
+            [
+                torch.arange(1, 9).float().view(1, 8, 1).expand(2, -1, 1),
+                torch.ones(2, 8, 1),
+                normal(2, 8, config.vision_config.patch_embed_hidden_size),
+            ],
+            dim=2,
+        ),
+        "attention_mask": torch.ones(2, 8, dtype=torch.long),
+        "decoder_input_ids": tokens(9, seed=5),
+    },
+    "gemma3n_audio": lambda config: {
+        "audio_mel": normal(2, 64, config.input_feat_size),
+        "audio_mel_mask": torch.zeros(2, 64, dtype=torch.bool),
+    },
+    "wav2vec2-bert": lambda config: {
+        "input_features": normal(2, 16, config.feature_projection_input_dim)
+    },
+    "speech_to_text": lambda config: {
+        "input_features": normal(2, 64, config.input_feat_per_channel),
+        "decoder_input_ids": tokens(9, seed=5),
+    },
+    "blip_2_qformer": lambda config: {
+        "query_embeds": normal(2, 6, config.hidden_size),
+        "encoder_hidden_states": normal(2, 9, config.encoder_hidden_size),
+    },
+    "decision_transformer": lambda config: {
+        "states": normal(2, 5, config.state_dim),
+        "actions": normal(2, 5, config.act_dim),
+        "rewards": normal(2, 5, 1),
+        "returns_to_go": normal(2, 5, 1),
+        "timesteps": torch.arange(5).expand(2, -1),
+        "attention_mask": torch.ones(2, 5, dtype=torch.long),
+    },
+    "audio-spectrogram-transformer": lambda config: {
+        "input_values": normal(2, config.max_length, config.num_mel_bins)
+    },
+    "speech-encoder-decoder": lambda config: {
+        "input_values": normal(2, 1600),
+        "decoder_input_ids": tokens(9, seed=5),
+    },
+    "voxtral_realtime": with_tokens(
+        input_features=lambda config: normal(2, config.audio_config.num_mel_bins, 8 * LENGTH)
+    ),
+    "mimi": lambda config: {"input_values": normal(2, 1, 3840)},
+    "encodec": lambda config: {"input_values": normal(2, config.audio_channels, 3200)},
+    "dac": lambda config: {"input_values": normal(2, 1, 3200)},
+    "xcodec": lambda config: {"input_values": normal(2, 1, 3200)},
+    "higgs_audio_v2_tokenizer": lambda config: {"input_values": normal(2, 1, 3200)},
+    "kimi_k25_vision": grid_of("pixel_values", "grid_thw"),
+    "video_llama_3_vision": lambda config: {
+        **grid_of("pixel_values", "grid_thw")(config),
+        "pixel_values": patches(config),
+        "merge_sizes": torch.tensor([1, 2]),
+    },
+    "inkling2_vision": lambda config: {"pixel_values": patches(config), "image_grid_thw": GRID},
+}
+
+
+def candidates(model):
+    """Keyword arguments to try in turn until the model's forward function takes them."""
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+    if config.model_type in INPUTS:
+        by_hand = INPUTS[config.model_type](config)
+        if by_hand.keys() <= parameters.keys():
+            yield by_hand
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if "grid_thw" in parameters:
+        rows = next(name for name in parameters if name in ("hidden_states", "pixel_values"))
+        yield {rows: patches(config), "grid_thw": GRID}
+    main = [name for name in (model.main_input_name,) if name in parameters]
+    decoder = [name for name in ("decoder_input_ids",) if name in parameters]
+    extras = [n for n in ("pixel_values", "bbox", "input_features") if n in parameters]
+    for names in (
+        main + decoder,
+        main + required + decoder,
+        main + required + decoder + extras,
+        ["input_ids", *extras, *decoder] if "input_ids" in parameters else extras,
+    ):
+        if names and all(name in MAKERS for name in names):
+            yield {name: MAKERS[name](config) for name in dict.fromkeys(names)}
+    if "input_features" in parameters:
+        for length in (3000, 128, 32):
+            mel = first(config, "num_mel_bins", "feature_size", default=16)
+            for shape in ((2, mel, length), (2, length, mel)):
+                yield {"input_features": normal(*shape)} | {d: MAKERS[d](config) for d in decoder}
+    if "pixel_values" in parameters:
+        yield {"pixel_values": videos(config)}
+        yield {"pixel_values": images(config)[:, None]}
+        yield {"pixel_values": normal(2, 3, 64, 64)}
+        yield {"pixel_values": normal(2, 3, 224, 224)}
