@@ -7,10 +7,62 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import ResNetConfig
+from transformers import Dinov2Config, PreTrainedConfig, ResNetConfig, SwinConfig
+
+VOCABULARY = 99
 
 LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def small_vit(kind: type = Dinov2Config, **fields: Any) -> PreTrainedConfig:
+    """A vision transformer whose four layers are the four stages that depth models read."""
+    return kind(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=8,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+        **fields,
+    )
+
+
+def depth_model(**fields: Any) -> dict[str, Any]:
+    return {
+        "backbone_config": small_vit(reshape_hidden_states=False),
+        "patch_size": 8,
+        "reassemble_hidden_size": 64,
+        "neck_hidden_sizes": [16, 16, 16, 16],
+        "fusion_hidden_size": 16,
+        **fields,
+    }
+
+
+def small_rt_detr() -> dict[str, Any]:
+    """Fields of the detectors in the line of RT-DETR."""
+    return {
+        "backbone_config": small_resnet()["backbone_config"],
+        "encoder_in_channels": [16, 32, 32],
+        "decoder_in_channels": [64, 64, 64],
+        "num_queries": 20,
+    }
+
+
+def small_swin() -> SwinConfig:
+    return SwinConfig(
+        image_size=64,
+        patch_size=4,
+        embed_dim=16,
+        depths=[1, 1, 1, 1],
+        num_heads=[2, 2, 4, 4],
+        window_size=4,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
 
 
 def small_resnet() -> dict[str, Any]:
@@ -40,20 +92,17 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": LINEAR_AND_FULL,
     "qwen3_5_text": LINEAR_AND_FULL,
     "qwen3_next": LINEAR_AND_FULL,
-    "qwen4_exp_text": LINEAR_AND_FULL,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba": {
         "num_key_value_heads": 4,
-        "layers_block_type": ["linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
     },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "intermediate_size": 96},
     # One layer of each kind whose keys others share.
     "gemma3n_text": SLIDING_AND_FULL | {"num_kv_shared_layers": 0},
-    "gemma4_text": {},
     # Convolutional codecs.
     "mimi": {"upsample_groups": 64},
-    "kyutai_speech_to_text": {},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
     # Detectors.
     "conditional_detr": small_resnet(),
     "dab-detr": small_resnet(),
@@ -64,4 +113,76 @@ FIELDS: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 6, "context_length": 12, "label_length": 4},
     "informer": {"prediction_length": 6, "context_length": 12},
     "time_series_transformer": {"prediction_length": 6, "context_length": 12},
+    # Sizes that follow from others.
+    "deepseek_v2": {
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 96,
+    },
+    "deepseek_ocr2_text": {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_vision_encoder": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [96, 96]},
+    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 4},
+    "qwen4_exp_text": LINEAR_AND_FULL,
+    "granite_speech5_encoder": {"context_size": 16},
+    "glm5_next_text": LINEAR_AND_FULL | {"index_topk": 16, "qk_rope_head_dim": 0},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 96},
+    "exaone4_5_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
+    "qwen2_5_vl_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
+    "gemma4_text": SLIDING_AND_FULL | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "emu3": {"vocabulary_map": {"<image>": 3}},
+    "FunAsrNanoAdaptorConfig": {"hidden_size": 64, "intermediate_size": 16},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "kv_n_heads": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
+    | SLIDING_AND_FULL,
+    "qwen4_exp_text": LINEAR_AND_FULL
+    | {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 2,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 101,
+        "split_ngram_parts": 2,
+    },
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "nemotron": {"num_key_value_heads": 2},
+    "step3p5": {"sliding_window": 7} | SLIDING_AND_FULL,
+    "speecht5": {"num_mel_bins": 80},
+    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "xlstm": {"num_heads": 4, "chunk_size": 16},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    "molmo2_vision": {"image_size": [32, 32], "num_position_embeddings": 16},
+    # Depth models and segmentation: four stages of a small backbone.
+    "depth_anything": depth_model(),
+    "prompt_depth_anything": depth_model(),
+    "zoedepth": depth_model(),
+    "tipsv2_dpt": depth_model(),
+    "chmv2": depth_model(),
+    "upernet": {"backbone_config": small_swin(), "auxiliary_in_channels": 64, "hidden_size": 32},
+    "mask2former": {"backbone_config": small_swin(), "num_queries": 10},
+    "maskformer": {"backbone_config": small_swin(), "num_queries": 10},
+    "oneformer": {"backbone_config": small_swin(), "num_queries": 10},
+    "grounding-dino": {"backbone_config": small_swin(), "num_queries": 10},
+    "mm-grounding-dino": {"backbone_config": small_swin(), "num_queries": 10},
+    "d_fine": small_rt_detr(),
+    "rt_detr": small_rt_detr(),
+    "rt_detr_v2": small_rt_detr(),
+    "deimv2": small_rt_detr(),
+    "pp_doclayout_v2": small_rt_detr(),
+    "pp_doclayout_v3": small_rt_detr(),
+}
+
+# The types of parts that a configuration does not name itself.
+PARTS: dict[str, dict[str, str]] = {
+    "gemma4_assistant": {"text_config": "gemma4_text"},
+    "gemma4_unified_assistant": {"text_config": "gemma4_unified_text"},
 }

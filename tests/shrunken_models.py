@@ -4,11 +4,12 @@ inputs made from the signature of its forward function."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 
 import torch
-from shrunken_fields import FIELDS
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from shrunken_fields import FIELDS, PARTS
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 LENGTH = 12
@@ -80,6 +81,15 @@ def model_classes(family: str) -> list[type]:
         if CONFIG_MAPPING[family] in mapping:
             found = mapping[CONFIG_MAPPING[family]]
             classes[found[0] if isinstance(found, tuple) else found] = None
+    if not classes:  # no mapping has the family: the classes of its module
+        module = importlib.import_module(
+            CONFIG_MAPPING[family].__module__.replace(".configuration_", ".modeling_")
+        )
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+                if getattr(kind, "config_class", None) is CONFIG_MAPPING[family]:
+                    classes[kind] = None
+        classes = dict.fromkeys(sorted(classes, key=lambda kind: "For" not in kind.__name__))
     return list(classes)[:3]
 
 
@@ -100,7 +110,7 @@ def shrunken(config_class: type, sizes=SIZES, special=None):
         arguments["num_key_value_heads"] = arguments.get("num_attention_heads")
     if "num_attention_heads" in arguments and defaults.get("head_dim", 0) is None:
         arguments["head_dim"] = 16
-    arguments |= FIELDS.get(config_class.model_type, {})
+    arguments |= FIELDS.get(config_class.model_type or config_class.__name__, {})
     try:
         config = config_class(**arguments)
     except (TypeError, ValueError):  # some take their parts as dictionaries only
@@ -121,7 +131,11 @@ def fit_rotary_sections(config):
         if "mrope_section" in parameters or (known and parameters is rope):
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
             half = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
-            parameters["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+            side = -(-half // 3)  # some families interleave the first two, which then are equal
+            if half > 2 * side:
+                parameters["mrope_section"] = [side, side, half - 2 * side]
+            else:
+                parameters["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def part_classes(config_class: type) -> dict[str, type]:
@@ -132,6 +146,7 @@ def part_classes(config_class: type) -> dict[str, type]:
         parts = {name: type(getattr(whole, name, None)) for name in names}
     except Exception:  # some have to be told all of their parts
         parts = dict(names)
+    parts |= {n: CONFIG_MAPPING[t] for n, t in PARTS.get(config_class.model_type, {}).items()}
     return {n: kind for n, kind in parts.items() if issubclass(kind, PreTrainedConfig)}
 
 
@@ -146,7 +161,7 @@ def small(field: dataclasses.Field, sizes, special):
         return next(special) if default >= VOCABULARY else None
     for pattern, size in sizes:
         if re.fullmatch(pattern, field.name):
-            return size if default > size else None
+            return size if default > size or size == VOCABULARY else None
     return None
 
 
@@ -156,7 +171,7 @@ def randomise(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                fan_in = parameter[0].numel()
+                fan_in = max(1, parameter[0].numel())
                 sharper = 3 if re.search(r"q_proj|query|c_attn|qkv|q_b_proj", name) else 1
                 parameter.normal_(0, min(1.0, sharper * fan_in**-0.5))
             elif not parameter.any() or "sink" in name:
