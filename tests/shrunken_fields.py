@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Dinov2Config, PreTrainedConfig, ResNetConfig, SwinConfig
+from transformers import (
+    Dinov2Config,
+    Dinov2WithRegistersConfig,
+    DINOv3ViTConfig,
+    PreTrainedConfig,
+    ResNetConfig,
+    SwinConfig,
+)
 
 VOCABULARY = 99
 
@@ -15,6 +22,7 @@ LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
+SMALL_CODEC = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -126,16 +134,19 @@ FIELDS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_vision_encoder": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [96, 96]},
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 4},
-    "qwen4_exp_text": LINEAR_AND_FULL,
     "granite_speech5_encoder": {"context_size": 16},
     "glm5_next_text": LINEAR_AND_FULL | {"index_topk": 16, "qk_rope_head_dim": 0},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 96},
     "exaone4_5_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
     "qwen2_5_vl_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
-    "gemma4_text": SLIDING_AND_FULL | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "gemma4_text": SLIDING_AND_FULL
+    | {
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
     "chameleon": {"vocabulary_map": {"<image>": 3}},
     "emu3": {"vocabulary_map": {"<image>": 3}},
     "FunAsrNanoAdaptorConfig": {"hidden_size": 64, "intermediate_size": 16},
@@ -145,7 +156,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": LINEAR_AND_FULL
     | {
         "indexer_n_heads": 2,
-        "indexer_kv_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
@@ -156,6 +167,36 @@ FIELDS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "step3p5": {"sliding_window": 7} | SLIDING_AND_FULL,
     "speecht5": {"num_mel_bins": 80},
+    "blip-2": {"image_token_index": 20, "num_query_tokens": 4},
+    "instructblip": {"image_token_index": 20, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 20, "image_token_index": 20, "num_query_tokens": 4},
+    "dots3_note_vision_encoder": {
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "muse_spark_audio": {
+        "patch_sizes": [16, 4],
+        "hidden_sizes": [32, 64],
+        "depths": [1, 1],
+        "num_hidden_layers": 2,
+    },
+    "lw_detr_vit": {"num_windows": 4, "image_size": 64, "out_features": ["stage1", "stage2"]},
+    "pocket_tts_audio_tokenizer": {"upsample_groups": 64},
+    "mimi_decoder": {"upsample_groups": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "paddleocr_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    "vitmatte": {"fusion_hidden_sizes": [64, 32, 16, 8], "convstream_hidden_sizes": [16, 16, 16]},
+    "perceiver": {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 2},
+    "vibevoice_acoustic_tokenizer": SMALL_CODEC,
+    "vibevoice_acoustic_tokenizer_decoder": SMALL_CODEC,
+    "vibevoice_acoustic_tokenizer_encoder": SMALL_CODEC,
+    "kosmos-2": {"latent_query_num": 4},
+    "seggpt": {"image_size": [64, 32]},
+    "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
+    "luke": {"entity_vocab_size": 50},
+    "blt": {"encoder_hash_byte_group_vocab": 101},
     "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "xlstm": {"num_heads": 4, "chunk_size": 16},
@@ -164,9 +205,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     # Depth models and segmentation: four stages of a small backbone.
     "depth_anything": depth_model(),
     "prompt_depth_anything": depth_model(),
-    "zoedepth": depth_model(),
-    "tipsv2_dpt": depth_model(),
-    "chmv2": depth_model(),
+    "zoedepth": depth_model(bottleneck_features=16),
+    "tipsv2_dpt": depth_model(
+        backbone_config=small_vit(Dinov2WithRegistersConfig, reshape_hidden_states=False)
+    ),
+    "chmv2": depth_model(backbone_config=small_vit(DINOv3ViTConfig, reshape_hidden_states=False)),
     "upernet": {"backbone_config": small_swin(), "auxiliary_in_channels": 64, "hidden_size": 32},
     "mask2former": {"backbone_config": small_swin(), "num_queries": 10},
     "maskformer": {"backbone_config": small_swin(), "num_queries": 10},
@@ -177,12 +220,4 @@ FIELDS: dict[str, dict[str, Any]] = {
     "rt_detr": small_rt_detr(),
     "rt_detr_v2": small_rt_detr(),
     "deimv2": small_rt_detr(),
-    "pp_doclayout_v2": small_rt_detr(),
-    "pp_doclayout_v3": small_rt_detr(),
-}
-
-# The types of parts that a configuration does not name itself.
-PARTS: dict[str, dict[str, str]] = {
-    "gemma4_assistant": {"text_config": "gemma4_text"},
-    "gemma4_unified_assistant": {"text_config": "gemma4_unified_text"},
 }

@@ -84,6 +84,11 @@ def with_tokens(**makers):
     }
 
 
+def image_tokens(config, count):
+    """Text that starts with the tokens that an image's features replace."""
+    return torch.cat([torch.full((2, count), config.image_token_index), tokens()], dim=1)
+
+
 def series(config):
     """Two time series with the features of their dates, and the dates to predict."""
     past = config.context_length + max(config.lags_sequence)
@@ -111,7 +116,17 @@ def grid_of(rows, *names):
 
     def make(config):
         size, channels = config.patch_size, first(config, "num_channels", "in_channels", default=3)
-        return {rows: normal(4 * 6 + 8 * 4, channels, size, size)} | {n: GRID for n in names}
+        return {rows: normal(4 * 6 + 8 * 4, channels, size, size)} | dict.fromkeys(names, GRID)
+
+    return make
+
+
+def temporal_patches(name):
+    """Patches over two frames."""
+
+    def make(config):
+        size = 3 * getattr(config, name) * config.patch_size**2
+        return {"pixel_values": normal(4 * 6 + 8 * 4, size), "grid_thw": GRID}
 
     return make
 
@@ -141,13 +156,83 @@ INPUTS = {
         input_features=lambda config: normal(2, 1, 64, 64),
         is_longer=lambda config: torch.zeros(2, 1, dtype=torch.bool),
     ),
+    "xmod": lambda config: {
+        "input_ids": tokens(),
+        "lang_ids": torch.zeros(2, dtype=torch.long),
+    },
+    "pi0": lambda config: {
+        "state": normal(2, config.max_state_dim),
+        "noise": normal(2, config.chunk_size, config.max_action_dim),
+        "timestep": torch.tensor([0.2, 0.7]),
+        "input_ids": tokens(),
+        "pixel_values": images(config)[:, None],
+        "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
+        "attention_mask": torch.ones(2, LENGTH, dtype=torch.long),
+    },
+    "pe_audio": with_tokens(input_values=lambda config: normal(2, 1, 3840)),
+    "pe_audio_encoder": lambda config: {"input_values": normal(2, 1, 3840)},
+    "neucodec": lambda config: {
+        "input_values": normal(2, 1, 3200),
+        "input_features": normal(2, 10, 160),
+    },
+    "xcodec2": lambda config: {
+        "input_values": normal(2, 1, 3200),
+        "input_features": normal(2, 10, 160),
+    },
+    "fun_asr_nano_encoder": lambda config: {
+        "input_features": normal(2, 16, config.num_mel_bins * config.num_stacked_frames),
+        "input_features_mask": torch.ones(2, 16, dtype=torch.bool),
+    },
+    "qwen3_asr_encoder": lambda config: {
+        "input_features": normal(2, config.num_mel_bins, 200),
+        "input_features_mask": torch.ones(2, 200, dtype=torch.long),
+    },
+    "audioflamingo3_encoder": lambda config: {
+        "input_features": normal(2, config.num_mel_bins, 2 * config.max_source_positions),
+        "input_features_mask": torch.ones(2, 2 * config.max_source_positions, dtype=torch.long),
+    },
+    "muse_glimmer_assistant": lambda config: {
+        "noise_embeds": normal(2, 5, config.hidden_size),
+        "context_hidden_states": normal(2, 9, 5 * config.hidden_size),
+    },
+    "mimi_encoder": lambda config: {"input_values": normal(2, 1, 3840)},
+    "pocket_tts_audio_tokenizer_encoder": lambda config: {"input_values": normal(2, 1, 3840)},
+    "gemma4_vision": lambda config: {
+        "pixel_values": normal(2, 16, 3 * config.patch_size**2),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(
+            2, -1, -1
+        ),
+    },
+    "oneformer": lambda config: {
+        "pixel_values": normal(2, 3, 64, 64),
+        "task_inputs": tokens(config.task_seq_len),
+    },
+    "minicpm_ocr_vision": lambda config: {
+        "pixel_values": normal(1, 3, config.patch_size, (16 + 24) * config.patch_size),
+        "target_sizes": torch.tensor([[4, 4], [4, 6]]),
+    },
+    "minicpmv4_7_vision": lambda config: {
+        "pixel_values": normal(1, 3, config.patch_size, (16 + 24) * config.patch_size),
+        "target_sizes": torch.tensor([[4, 4], [4, 6]]),
+    },
+    "muse_glimmer_vision": temporal_patches("patch_temporal"),
+    "muse_spark_vision": temporal_patches("patch_temporal"),
+    "vibevoice_acoustic_tokenizer": lambda config: {"input_values": normal(2, 1, 3840)},
+    "vibevoice_acoustic_tokenizer_encoder": lambda config: {"input_values": normal(2, 1, 3840)},
+    "pocket_tts_audio_tokenizer": lambda config: {"input_values": normal(2, 1, 3840)},
     "clvp": with_tokens(input_features=lambda config: normal(2, 80, 64)),
     "xclip": with_tokens(pixel_values=videos),
-    "blip-2": with_tokens(pixel_values=images),
-    "instructblip": with_tokens(pixel_values=images, qformer_input_ids=lambda config: tokens()),
-    "instructblipvideo": with_tokens(
-        pixel_values=videos, qformer_input_ids=lambda config: tokens()
-    ),
+    "blip-2": lambda config: {"input_ids": image_tokens(config, 4), "pixel_values": images(config)},
+    "instructblip": lambda config: {
+        "input_ids": image_tokens(config, 4),
+        "pixel_values": images(config),
+        "qformer_input_ids": tokens(),
+    },
+    "instructblipvideo": lambda config: {
+        "input_ids": image_tokens(config, 16),
+        "pixel_values": videos(config),
+        "qformer_input_ids": tokens(),
+    },
     "grounding-dino": with_tokens(pixel_values=images),
     "mm-grounding-dino": with_tokens(pixel_values=images),
     "idefics": with_tokens(
@@ -167,7 +252,7 @@ INPUTS = {
     "siglip2": lambda config: {"input_ids": tokens(), **siglip(config)},
     "siglip2_vision_model": siglip,
     "seggpt": lambda config: {
-        name: normal(2, 3, *config.image_size)
+        name: normal(2, 3, config.image_size[0] // 2, config.image_size[1])
         for name in ("pixel_values", "prompt_pixel_values", "prompt_masks")
     },
     "timesfm": lambda config: {
@@ -254,7 +339,8 @@ def candidates(model):
     if "grid_thw" in parameters:
         rows = next(name for name in parameters if name in ("hidden_states", "pixel_values"))
         yield {rows: patches(config), "grid_thw": GRID}
-    main = [name for name in (model.main_input_name,) if name in parameters]
+    main = model.main_input_name
+    main = [name for name in ([main] if isinstance(main, str) else main) if name in parameters]
     decoder = [name for name in ("decoder_input_ids",) if name in parameters]
     extras = [n for n in ("pixel_values", "bbox", "input_features") if n in parameters]
     for names in (

@@ -8,7 +8,7 @@ import importlib
 import re
 
 import torch
-from shrunken_fields import FIELDS, PARTS
+from shrunken_fields import FIELDS
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
@@ -86,9 +86,9 @@ def model_classes(family: str) -> list[type]:
             CONFIG_MAPPING[family].__module__.replace(".configuration_", ".modeling_")
         )
         for kind in vars(module).values():
-            if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
-                if getattr(kind, "config_class", None) is CONFIG_MAPPING[family]:
-                    classes[kind] = None
+            is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+            if is_model and kind.config_class is CONFIG_MAPPING[family]:
+                classes[kind] = None
         classes = dict.fromkeys(sorted(classes, key=lambda kind: "For" not in kind.__name__))
     return list(classes)[:3]
 
@@ -146,7 +146,6 @@ def part_classes(config_class: type) -> dict[str, type]:
         parts = {name: type(getattr(whole, name, None)) for name in names}
     except Exception:  # some have to be told all of their parts
         parts = dict(names)
-    parts |= {n: CONFIG_MAPPING[t] for n, t in PARTS.get(config_class.model_type, {}).items()}
     return {n: kind for n, kind in parts.items() if issubclass(kind, PreTrainedConfig)}
 
 
@@ -170,8 +169,8 @@ def randomise(model: torch.nn.Module) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                fan_in = max(1, parameter[0].numel())
+            if parameter.dim() > 1 and parameter.numel():
+                fan_in = parameter[0].numel()
                 sharper = 3 if re.search(r"q_proj|query|c_attn|qkv|q_b_proj", name) else 1
                 parameter.normal_(0, min(1.0, sharper * fan_in**-0.5))
             elif not parameter.any() or "sink" in name:
