@@ -77,7 +77,7 @@ REASONS: dict[str, str] = {
     "voxtral_realtime_text": "transformers names a model class that it does not have",
     "xlstm": CONVOLUTIONS,
 }
-# Families whose eager attention is wrong in transformers: they fill the visible keys with -inf where
+# Families whose eager attention is wrong in transformers: they fill the visible keys with -inf if
 # the mask is additive, as it is for eager attention. They are right with SDPA's mask of bools.
 EAGER_IS_WRONG = {
     "nemotron3_5_asr",
