@@ -17,7 +17,6 @@ come as tensors are never read by the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from ..call import checks
 from ..ops.rotary.formula import Angles
 from ..ops.rotary.op import rotate, rotate_in_place
 from .rotary_checks import check_layout, check_positions, check_rotary_dim, check_tables
+from .rotary_tables import RotaryTables, frequencies, make_tables, xpos_scale
 
 
 @without_autocast
@@ -218,51 +218,55 @@ class RotaryEmbedding(torch.nn.Module):
         self.base = float(base)
         self.interleaved = interleaved
         self.scale_base = scale_base
-        scale = None if scale_base is None else self._compute_scale(device)
-        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        scale = None if scale_base is None else xpos_scale(dim, device)
+        self.register_buffer("inv_freq", frequencies(dim, self.base, device), persistent=False)
         self.register_buffer("scale", scale, persistent=False)
-        self._seq_len_cached = 0
-        self._cos_cached: Any = None  # a Tensor from the first call on, as _sin_cached
-        self._sin_cached: Any = None
-        self._cos_k_cached: Tensor | None = None
-        self._sin_k_cached: Tensor | None = None
+        # All in one attribute, so that two threads of one model never see halves of two tables.
+        self._tables: RotaryTables | None = None
 
-    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
-        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-        return 1.0 / self.base ** (even / self.dim)
+    def tables(
+        self, length: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> RotaryTables:
+        """The tables of at least the first `length` positions, kept from the last call if they fit.
 
-    def _compute_scale(self, device: torch.device | str | None = None) -> Tensor:
-        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-        return (even + 0.4 * self.dim) / (1.4 * self.dim)
+        Args:
+            length: of the longest sequence.
+            device: of the tables.
+            dtype: of the tables; they are computed in float32 and rounded once.
+        """
+        tables = self._tables
+        if tables is None or not tables.fit(length, device, dtype):
+            # model.half() casts buffers too; a 16-bit frequency is radians off at far positions.
+            inv_freq, scale = self.inv_freq, self.scale
+            if inv_freq.dtype != torch.float32:
+                inv_freq = frequencies(self.dim, self.base)
+                scale = None if scale is None else xpos_scale(self.dim)
+            tables = make_tables(length, inv_freq, scale, self.scale_base, device, dtype)
+            self._tables = tables
+        return tables
+
+    # The names that flash_attn's own layers use.
 
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        cached = self._cos_cached
-        if (
-            cached is not None
-            and seqlen <= self._seq_len_cached
-            and cached.device == device
-            and cached.dtype == dtype
-        ):
-            return
-        self._seq_len_cached = seqlen
-        # model.half() casts buffers too; a 16-bit frequency is radians off at far positions.
-        kept = self.inv_freq.dtype == torch.float32
-        inv_freq = self.inv_freq if kept else self._compute_inv_freq()
-        # Tables made in inference mode would be of no use to autograd later.
-        with torch.inference_mode(False):
-            position = torch.arange(seqlen, device=device, dtype=torch.float32)
-            angle = torch.outer(position, inv_freq.to(device))
-            cos, sin = angle.cos(), angle.sin()
-            if self.scale is not None and self.scale_base is not None:
-                scale = self.scale if kept else self._compute_scale()
-                distance = (position - seqlen // 2) / self.scale_base
-                growth = scale.to(device) ** distance.unsqueeze(-1)
-                self._cos_k_cached = (cos / growth).to(dtype)
-                self._sin_k_cached = (sin / growth).to(dtype)
-                cos, sin = cos * growth, sin * growth
-            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+        self.tables(seqlen, device, dtype)
+
+    @property
+    def _cos_cached(self) -> Tensor | None:
+        return None if self._tables is None else self._tables.cos
+
+    @property
+    def _sin_cached(self) -> Tensor | None:
+        return None if self._tables is None else self._tables.sin
+
+    @property
+    def _cos_k_cached(self) -> Tensor | None:
+        return None if self._tables is None else self._tables.cos_k
+
+    @property
+    def _sin_k_cached(self) -> Tensor | None:
+        return None if self._tables is None else self._tables.sin_k
 
     def forward(
         self,
@@ -294,13 +298,11 @@ class RotaryEmbedding(torch.nn.Module):
             max_seqlen = qkv.shape[1] if kv is None else max(qkv.shape[1], kv.shape[1])
             if not isinstance(seqlen_offset, Tensor):
                 max_seqlen += seqlen_offset
-            elif self._cos_cached is None:
+            elif self._tables is None:
                 raise ValueError("max_seqlen: needed when seqlen_offset is a tensor, got None")
             else:
-                max_seqlen = max(max_seqlen, self._seq_len_cached)
-        self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
-        cos, sin = self._cos_cached, self._sin_cached
-        cos_k, sin_k = self._cos_k_cached, self._sin_k_cached
+                max_seqlen = max(max_seqlen, self._tables.cos.shape[0])
+        cos, sin, cos_k, sin_k = self.tables(max_seqlen, qkv.device, qkv.dtype)
         if kv is None:
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q

@@ -302,11 +302,9 @@ class MHA(nn.Module):
         rotary = cast(RotaryEmbedding, self.rotary_emb)
         # A cosine rounded to 16 bits is off by as much as the rotated features themselves.
         dtype = torch.promote_types(q.dtype, torch.float32)
-        rotary._update_cos_sin_cache(length, q.device, dtype)
-        of_q = rotary._cos_cached, rotary._sin_cached, rotary.interleaved
-        if rotary._cos_k_cached is None or rotary._sin_k_cached is None:
-            return of_q, of_q
-        return of_q, (rotary._cos_k_cached, rotary._sin_k_cached, rotary.interleaved)
+        cos, sin, cos_k, sin_k = rotary.tables(length, q.device, dtype)
+        of_q = cos, sin, rotary.interleaved
+        return of_q, of_q if cos_k is None or sin_k is None else (cos_k, sin_k, rotary.interleaved)
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cached: InferenceParams) -> Tensor:
         """Append k and v to the layer's cache, and attend to all that it then holds."""

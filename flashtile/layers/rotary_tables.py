@@ -1,0 +1,64 @@
+"""The tables of cosines and sines that a rotary embedding multiplies with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines (positions, dim / 2); those of the keys are None unless they differ."""
+
+    cos: Tensor
+    sin: Tensor
+    cos_k: Tensor | None = None
+    sin_k: Tensor | None = None
+
+    def fit(self, length: int, device: torch.device | None, dtype: torch.dtype | None) -> bool:
+        """Whether they can be used for so many positions on that device, in that dtype."""
+        return length <= self.cos.shape[0] and self.cos.device == device and self.cos.dtype == dtype
+
+
+def frequencies(dim: int, base: float, device: torch.device | str | None = None) -> Tensor:
+    """base ** (-2 i / dim), (dim / 2,) float32."""
+    even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+    return 1.0 / base ** (even / dim)
+
+
+def xpos_scale(dim: int, device: torch.device | str | None = None) -> Tensor:
+    """XPos's zeta, (dim / 2,) float32."""
+    even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+    return (even + 0.4 * dim) / (1.4 * dim)
+
+
+def make_tables(
+    length: int,
+    inv_freq: Tensor,
+    scale: Tensor | None,
+    scale_base: float | None,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+) -> RotaryTables:
+    """The tables of the positions 0 to length - 1, computed in float32 and rounded once.
+
+    Args:
+        length: how many positions.
+        inv_freq: `frequencies`.
+        scale: `xpos_scale`, or None for plain RoPE.
+        scale_base: of XPos.
+        device: of the tables.
+        dtype: of the tables.
+    """
+    # Tables made in inference mode would be of no use to autograd later.
+    with torch.inference_mode(False):
+        position = torch.arange(length, device=device, dtype=torch.float32)
+        angle = torch.outer(position, inv_freq.to(device))
+        cos, sin = angle.cos(), angle.sin()
+        if scale is None or scale_base is None:
+            return RotaryTables(cos.to(dtype), sin.to(dtype))
+        distance = (position - length // 2) / scale_base
+        growth = scale.to(device) ** distance.unsqueeze(-1)
+        tables = (cos * growth, sin * growth, cos / growth, sin / growth)
+        return RotaryTables(*(table.to(dtype) for table in tables))
