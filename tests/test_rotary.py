@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -317,31 +315,6 @@ def test_module_tables_are_kept_and_grow() -> None:
     assert not rope.state_dict()
     rope(torch.randn(1, 31, 1, 4), torch.randn(1, 32, 2, 1, 4))  # k longer than q
     assert len(rope._cos_cached) == 32
-
-
-@pytest.fixture
-def threads_alternate() -> Iterator[None]:
-    """Python changes threads as often as it can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("threads_alternate")
-def test_module_tables_are_whole_while_another_thread_replaces_them() -> None:
-    """One thread asks in float32, another in float64: each gets four tables of its own dtype."""
-    rope = RotaryEmbedding(4, scale_base=512)
-
-    def use(dtype: torch.dtype) -> None:
-        for length in range(1, 400):
-            tables = rope.tables(length, torch.device("cpu"), dtype)
-            assert {table.dtype for table in tables} == {dtype}
-            assert len({table.shape for table in tables}) == 1
-            assert len(tables.cos) >= length
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(use, (torch.float32, torch.float64) * 2))
 
 
 @pytest.mark.parametrize("cast", [torch.nn.Module.bfloat16, torch.nn.Module.double])
