@@ -587,6 +587,8 @@ def flash_attn_func(
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def flash_attn_func(
@@ -618,6 +620,8 @@ def flash_attn_func(
     return_lse: Literal[True],
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -649,6 +653,8 @@ def flash_attn_func(
     return_lse: bool = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -680,6 +686,8 @@ def flash_attn_func(
     return_lse: bool = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -710,6 +718,8 @@ def flash_attn_kvpacked_func(
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -740,6 +750,8 @@ def flash_attn_kvpacked_func(
     return_lse: Literal[True],
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -770,6 +782,8 @@ def flash_attn_kvpacked_func(
     return_lse: bool = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -800,6 +814,8 @@ def flash_attn_kvpacked_func(
     return_lse: bool = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -829,6 +845,8 @@ def flash_attn_qkvpacked_func(
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -858,6 +876,8 @@ def flash_attn_qkvpacked_func(
     return_lse: Literal[True],
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -887,6 +907,8 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -916,6 +938,8 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = ...,
     out: Tensor | None = ...,
     backend: BackendName | None = ...,
+    attn_mask: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -1352,6 +1376,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: Literal[False] = False,
     *,
     page_table: Tensor | None = None,
+    return_lse: Literal[False] = False,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | Tensor | None = ...,
     cu_seqlens_k_new: Tensor | None = ...,
@@ -1391,9 +1416,53 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
+    return_softmax_lse: Literal[False] = False,
+    *,
+    page_table: Tensor | None = None,
+    return_lse: Literal[True],
+    cu_seqlens_q: Tensor | None = ...,
+    max_seqlen_q: int | Tensor | None = ...,
+    cu_seqlens_k_new: Tensor | None = ...,
+    rotary_seqlens: Tensor | None = ...,
+    qv: Tensor | None = ...,
+    attention_chunk: int = ...,
+    bias: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    block_mask: Any = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    pack_gqa: bool | None = ...,
+    sm_margin: int = ...,
+    scheduler_metadata: Tensor | None = ...,
+    out: Tensor | None = ...,
+    workspace: Tensor | None = ...,
+    backend: BackendName | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
     *,
     return_softmax_lse: Literal[True],
     page_table: Tensor | None = None,
+    return_lse: Literal[False] = False,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | Tensor | None = ...,
     cu_seqlens_k_new: Tensor | None = ...,
@@ -1436,6 +1505,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     page_table: Tensor | None = None,
+    return_lse: bool = False,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | Tensor | None = ...,
     cu_seqlens_k_new: Tensor | None = ...,

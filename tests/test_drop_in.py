@@ -301,6 +301,9 @@ def test_return_values():
     out, lse = flashtile.flash_attn_func(q, k, v, return_lse=True)
     assert lse.dtype == torch.float32
     out, lse = flashtile.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True)
+    for flags in ({"return_lse": True}, {"return_lse": True, "return_softmax_lse": True}):
+        again = flashtile.flash_attn_with_kvcache(q, k, v, **flags)
+        assert all(map(torch.equal, again, (out, lse)))
     assert (out.shape, lse.shape) == ((2, 17, 4, 16), (2, 4, 17))
     assert isinstance(flashtile.flash_attn_with_kvcache(q, k, v), torch.Tensor)
 

@@ -74,6 +74,41 @@ def test_only_arguments_that_the_function_has_are_suggested():
     assert "page_table" not in error("attention", block_table=None)
 
 
+@pytest.mark.parametrize(
+    ("name", "masks", "padding"),
+    [
+        ("attention", "attn_mask or bias or block_mask", "key_padding_mask or seqused_k"),
+        ("explain", "attn_mask or bias or block_mask", "key_padding_mask or seqused_k"),
+        ("attention_varlen", "bias or block_mask", "seqused_k"),
+        ("flash_attn_varlen_func", "bias or block_mask", "seqused_k"),
+        ("attention_with_kvcache", "bias or block_mask", "cache_seqlens"),
+        ("flash_attn_with_kvcache", "bias or block_mask", "cache_seqlens"),
+    ],
+)
+def test_masks_of_other_libraries(name, masks, padding):
+    """Every function suggests what it has instead, whatever the name of the mask."""
+    wants = {"mask": f"{masks} or {padding}", "attention_mask": f"{masks} or {padding}"}
+    wants["padding_mask"] = padding
+    if name not in ("attention", "explain"):
+        wants |= {"attn_mask": masks, "key_padding_mask": padding}
+    for keyword, want in wants.items():
+        assert f"{keyword!r} (want {want})" in error(name, **{keyword: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "keyword", "said"),
+    [
+        ("attention", "cache_seqlens", " (want seqused_k)"),
+        ("attention_with_kvcache", "seqused_k", " (want cache_seqlens)"),
+        ("attention", "block_table", ""),
+        ("attention_fp8", "seqused_k", ""),
+        ("explain", "return_softmax_lse", ""),
+    ],
+)
+def test_a_known_argument_is_not_taken_for_a_slip_of_the_keyboard(name, keyword, said):
+    assert error(name, **{keyword: None}).endswith(f"argument {keyword!r}{said}")
+
+
 def test_several_unknown_keywords():
     message = error("attention", is_causal=True, colour="red", scale=1.0)
     assert "'is_causal' (want causal" in message
@@ -84,4 +119,4 @@ def test_every_suggestion_is_an_argument_of_some_function():
     known = {
         name for call in CALLS for name in inspect.signature(getattr(flashtile, call)).parameters
     }
-    assert {name for names in OTHER_NAMES.values() for name in names} <= known | {"attn_mask"}
+    assert {name for names in OTHER_NAMES.values() for name in names} <= known

@@ -79,7 +79,7 @@ def explain(
         bias, block_mask = with_masks(q, k, attn_mask, key_padding_mask, *others)
         options |= {"bias": bias, "block_mask": block_mask}
     if unknown := options.keys() - {*Arguments._fields}:
-        raise checks.unexpected_keywords(sorted(unknown), Arguments)
+        raise checks.unexpected_keywords(sorted(unknown), Arguments, () if names else MASKS)
     arguments = Arguments(**options)
     if names:
         call = as_packed(q, k, v, arguments.qv, Layout(**names))

@@ -7,7 +7,7 @@ keyword-only (`Extras`), with the meaning it has in `flashtile.attention`.
 
 from .cache import flash_attn_with_kvcache
 from .dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from .extras import CacheExtras, Extras
+from .extras import CacheExtras, Extras, PaddedExtras
 from .varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -17,6 +17,7 @@ from .varlen import (
 __all__ = [
     "CacheExtras",
     "Extras",
+    "PaddedExtras",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

@@ -36,6 +36,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     page_table: Tensor | None = None,
+    return_lse: bool = False,
     **extras: Unpack[CacheExtras],
 ) -> Result:
     """Attention of new queries over a key-value cache, to which `k` and `v` are appended first.
@@ -60,7 +61,7 @@ def flash_attn_with_kvcache(
         alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of the two halves.
         num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
-        return_softmax_lse: return (out, lse).
+        return_softmax_lse, return_lse: two names; return (out, lse).
         extras: keyword options as `flashtile.attention_with_kvcache` describes them.
 
     Returns:
@@ -89,6 +90,6 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
         num_splits=num_splits,
-        return_lse=return_softmax_lse,
+        return_lse=return_softmax_lse or return_lse,
         **extras,
     )

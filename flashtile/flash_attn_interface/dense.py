@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..api import Result, WindowSize, attention
 from ..call import checks
-from .extras import Extras
+from .extras import PaddedExtras
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,7 +26,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    **extras: Unpack[Extras],
+    **extras: Unpack[PaddedExtras],
 ) -> Result:
     """Attention of each query over the keys, ``softmax(softmax_scale * q k^T) v``, differentiable.
 
@@ -91,7 +91,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    **extras: Unpack[Extras],
+    **extras: Unpack[PaddedExtras],
 ) -> Result:
     """`flash_attn_func` with keys and values in one tensor; its masks, heads and options.
 
@@ -141,7 +141,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    **extras: Unpack[Extras],
+    **extras: Unpack[PaddedExtras],
 ) -> Result:
     """`flash_attn_func` with everything in one tensor; its masks and options.
 

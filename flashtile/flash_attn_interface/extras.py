@@ -10,7 +10,7 @@ from ..call.dispatch import BackendName
 
 
 class Extras(TypedDict, total=False):
-    """Keyword-only options of every training function beyond FlashAttention-2."""
+    """Keyword-only options of the functions for training beyond FlashAttention-2."""
 
     qv: Tensor | None
     attention_chunk: int
@@ -28,6 +28,13 @@ class Extras(TypedDict, total=False):
     return_lse: bool
     out: Tensor | None
     backend: BackendName | None
+
+
+class PaddedExtras(Extras, total=False):
+    """Those of the functions for padded batches."""
+
+    attn_mask: Tensor | None
+    key_padding_mask: Tensor | None
 
 
 class CacheExtras(TypedDict, total=False):

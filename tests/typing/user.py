@@ -39,12 +39,13 @@ def decided_when_it_runs(q: Tensor, wanted: bool) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def as_in_flash_attn(q: Tensor, k: Tensor, v: Tensor, qkv: Tensor) -> None:
+def as_in_flash_attn(q: Tensor, k: Tensor, v: Tensor, qkv: Tensor, mask: Tensor) -> None:
     assert_type(flash_attn_func(q, k, v, 0.0, None, True), Tensor)
     out, lse, probs = flash_attn_func(q, k, v, 0.1, causal=True, return_attn_probs=True)
     assert_type(flash_attn_func(q, k, v, sink=torch.zeros(8), deterministic=True), Tensor)
     out, lse = flash_attn_func(q, k, v, return_lse=True)
     assert_type(flash_attn_qkvpacked_func(qkv, causal=True), Tensor)
+    assert_type(flash_attn_func(q, k, v, attn_mask=mask, key_padding_mask=mask), Tensor)
     assert_type((out, lse, probs), tuple[Tensor, Tensor, Tensor])
 
 
@@ -61,6 +62,8 @@ def cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None
     out = attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True)
     assert_type(out, Tensor)
     out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, return_softmax_lse=True)
+    assert_type(lse, Tensor)
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, return_lse=True)
     assert_type(lse, Tensor)
 
 

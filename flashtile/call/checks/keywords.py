@@ -12,26 +12,33 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# Names of arguments in other libraries, and the arguments with the same purpose in flashtile.
+# What hides keys from queries, and what leaves out padding; no function has all of them.
+MASKS = ("attn_mask", "bias", "block_mask")
+PADDING = ("key_padding_mask", "seqused_k", "cache_seqlens")
+
+# Names of arguments in other libraries and functions, and the arguments with the same purpose.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "attention_bias": ("bias",),
-    "attention_mask": ("attn_mask", "bias", "block_mask"),
+    "attention_mask": MASKS + PADDING,
     "attn_bias": ("bias",),
-    "attn_mask": ("bias", "block_mask"),
+    "attn_mask": MASKS,
     "block_table": ("page_table",),
+    "cache_seqlens": ("seqused_k",),
     "dropout": ("dropout_p",),
     "is_causal": ("causal",),
-    "key_padding_mask": ("seqused_k", "cache_seqlens"),
+    "key_padding_mask": PADDING,
     "learnable_sink": ("sink",),
-    "mask": ("attn_mask", "bias", "block_mask"),
+    "mask": MASKS + PADDING,
     "mask_mod": ("block_mask",),
     "need_weights": ("return_attn_probs",),
     "output_attentions": ("return_attn_probs",),
+    "padding_mask": PADDING,
     "return_softmax_lse": ("return_lse",),
     "s_aux": ("sink",),
     "scale": ("softmax_scale",),
     "scaling": ("softmax_scale",),
     "score_mod": ("softcap", "alibi_slopes", "bias"),
+    "seqused_k": ("cache_seqlens",),
     "sinks": ("sink",),
     "sliding_window": ("window_size",),
     "sm_scale": ("softmax_scale",),
@@ -47,13 +54,16 @@ REMARKS = {
 }
 
 
-def unexpected_keywords(unknown: Iterable[str], function: Callable[..., Any]) -> TypeError:
-    """The error to raise for the keywords `unknown`, which `function` does not have.
+def unexpected_keywords(
+    unknown: Iterable[str], function: Callable[..., Any], more: Iterable[str] = ()
+) -> TypeError:
+    """The error to raise for the keywords `unknown`, which `function` does not have. It has `more`
+    keywords than its parameters.
 
     It names the function that the user called. That is the outermost running function of this
     package, because `flash_attn_func` and others pass their keywords on.
     """
-    accepted = list(inspect.signature(function).parameters)
+    accepted = [*inspect.signature(function).parameters, *more]
     return TypeError(
         f"{_called_function()}() got an unexpected keyword argument "
         + ", ".join(_described(name, accepted) for name in unknown)
@@ -71,8 +81,10 @@ def _called_function() -> str:
 
 def _described(name: str, accepted: list[str]) -> str:
     """An unknown name and the accepted ones that may have been meant."""
-    meant = [other for other in OTHER_NAMES.get(name, ()) if other in accepted]
-    meant = meant or difflib.get_close_matches(name, accepted, n=1)
+    if name in OTHER_NAMES:
+        meant = [other for other in OTHER_NAMES[name] if other in accepted]
+    else:
+        meant = difflib.get_close_matches(name, accepted, n=1)
     advice = [f"want {' or '.join(meant)}"] if meant else []
     advice += [REMARKS[name]] if name in REMARKS else []
     return f"{name!r} ({'; '.join(advice)})" if advice else repr(name)
