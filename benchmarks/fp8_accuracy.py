@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.ops.quantize.formula import dequantized
 from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from flashtile.quantize import rotation
-from flashtile.quantize.tensors import dequantized, rows_of
+from flashtile.quantize.tensors import rows_of
 from flashtile.testing import attention_reference, generator, normal
 
 HEAD_DIMS = (64, 128, 256)

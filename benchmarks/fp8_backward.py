@@ -30,9 +30,10 @@ from torch import Tensor
 import flashtile
 from examples.demo.inputs import find_play
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
+from flashtile.ops.quantize.formula import dequantized, power_of_two
 from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, default_scale
 from flashtile.quantize import attention_fp8, quantize_qkv, rotation
-from flashtile.quantize.tensors import dequantized, power_of_two, rows_of
+from flashtile.quantize.tensors import rows_of
 from flashtile.testing import generator, normal
 
 from .fp8_accuracy import inputs

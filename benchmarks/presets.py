@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashtile.quantize.tensors import Recipe
+from flashtile.ops.quantize.formula import Recipe
 from flashtile.testing import generator
 
 from .run import Settings

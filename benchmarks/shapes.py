@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.masks import Visibility, structure
-from flashtile.quantize.tensors import Recipe
+from flashtile.ops.quantize.formula import Recipe
 from flashtile.testing import cu_seqlens, dense_from_tiles, generator, paged
 
 BLOCK_TILE = 128  # rows and keys of a tile in the block-sparse cases

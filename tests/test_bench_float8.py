@@ -14,7 +14,7 @@ import flashtile
 from benchmarks import float8, peers, presets, report, run, shapes
 from benchmarks.prepared import Skip
 from benchmarks.shapes import Case
-from flashtile.quantize.tensors import E4M3, Recipe
+from flashtile.ops.quantize.formula import E4M3, Recipe
 
 SMALL = Case(
     dtype="bfloat16", heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=200

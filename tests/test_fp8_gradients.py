@@ -12,9 +12,10 @@ from summation import PlainRuns, Run
 from torch import Tensor
 
 import flashtile
+from flashtile.ops.quantize.formula import dequantized
 from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from flashtile.quantize import attention_fp8, quantize_qkv, rotation
-from flashtile.quantize.tensors import dequantized, rows_of
+from flashtile.quantize.tensors import rows_of
 from flashtile.testing import assert_close, cu_seqlens, generator, packed_qkv, qkv, visible_keys
 
 RECIPES: dict[str, dict[str, Any]] = {

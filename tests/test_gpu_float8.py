@@ -21,7 +21,8 @@ from torch import Tensor
 
 import flashtile
 from flashtile.call.prepare import Packed
-from flashtile.quantize.tensors import E4M3, Quantized, Recipe, quantized
+from flashtile.ops.quantize.formula import E4M3, Quantized, Recipe
+from flashtile.quantize.tensors import quantized
 from flashtile.testing import (
     assert_close,
     attention_reference,

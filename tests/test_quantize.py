@@ -17,9 +17,9 @@ import flashtile
 from flashtile.call import dispatch
 from flashtile.call.prepare import Arguments, dense_call
 from flashtile.layers.rotary import apply_rotary_emb
+from flashtile.ops.quantize.formula import power_of_two
 from flashtile.problem import AttentionProblem
 from flashtile.quantize import Quantized, attention_fp8, quantize_qkv, rotation
-from flashtile.quantize.tensors import power_of_two
 from flashtile.testing import (
     assert_close,
     attention_reference,

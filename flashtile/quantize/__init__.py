@@ -1,7 +1,8 @@
 """Attention in 8 bits: bring tensors to float8, and attend to them."""
 
+from ..ops.quantize.formula import Quantized
+from ..ops.quantize.hadamard import rotation
 from .attend import attention_fp8
-from .rotation import rotation
-from .tensors import Quantized, quantize_qkv
+from .tensors import quantize_qkv
 
 __all__ = ["Quantized", "attention_fp8", "quantize_qkv", "rotation"]

@@ -14,9 +14,10 @@ from ..call import checks, prepare
 from ..call.dispatch import BackendName
 from ..call.layouts import Packed
 from ..call.prepare import WindowSize
+from ..ops.quantize.formula import Quantized, Recipe, dequantized
+from ..ops.quantize.hadamard import rotation
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, default_scale
-from .rotation import rotation
-from .tensors import Quantized, Recipe, check, dequantized, layout_of, quantized, rows_of
+from .tensors import check, layout_of, quantized, rows_of
 
 Options = dict[str, Any]
 

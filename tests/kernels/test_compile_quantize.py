@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from flashtile.gpu.launch import Launch
 from flashtile.ops.quantize import kernel as quantize
-from flashtile.quantize.tensors import keys_adjacent_like
+from flashtile.ops.quantize.formula import keys_adjacent_like
 
 from .compile_ahead import DEVICES, ptx, report
 from .spills import ALLOWED_IN_QUANTIZING
@@ -29,7 +29,7 @@ def launch_of(head_dim: int, rows: int, of_values: bool, half: int = 0) -> Launc
     """A launch on rows of `head_dim`, scales made in the same pass."""
     x = torch.empty(2, 256, 4, head_dim, dtype=torch.bfloat16)
     out = keys_adjacent_like(x) if of_values else torch.empty(x.shape, dtype=torch.float8_e4m3fn)
-    recipe = quantize.Recipe(
+    recipe = quantize.QuantizeConfig(
         ROWS=rows,
         DIM=head_dim,
         BLOCK_D=1 << (head_dim - 1).bit_length(),

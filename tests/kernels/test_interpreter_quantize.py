@@ -19,8 +19,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
 
 from flashtile.call.prepare import Packed
-from flashtile.quantize.on_gpu import quantized_on_gpu
-from flashtile.quantize.tensors import Quantized, Recipe, Rotary, quantized
+from flashtile.ops.quantize.formula import Quantized, Recipe
+from flashtile.ops.quantize.op import Rotary, quantize_on_gpu
+from flashtile.quantize.tensors import quantized, rows_of
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, rotary_tables, strided
 
 F16 = torch.float16
@@ -30,7 +31,7 @@ def compare(given: Any, recipe: Recipe, layout: Packed | None = None, rotary: An
     """Equal but for sums in another order, which may turn a rounding here and there. What is turned
     or centred is rounded to float16 on the way."""
     step = 2**-9 if rotary is None and not recipe.centre_k else 448 * torch.finfo(F16).eps
-    got = quantized_on_gpu(*given, recipe, layout, rotary, programs=3)
+    got = quantize_on_gpu(*given, recipe, *rows_of(*given[:2], layout), rotary, programs=3)
     wanted = quantized(*given, recipe, layout, rotary)
     for name in Quantized._fields[:6]:
         x, y = getattr(got, name), getattr(wanted, name)
@@ -91,7 +92,7 @@ def test_nan_and_infinity_count_for_no_scale(bad: float, seed: int):
     """Scales alone: the interpreter has no NaN in float8."""
     q, k, v = qkv(generator(seed), M=70, N=140, D=32, dtype=F16)
     q[0, 3, 1, 5], k[1, 130, 0, 0], v[0, 7, 1, 31] = bad, bad, bad
-    got = quantized_on_gpu(q, k, v, Recipe(), None, None, programs=3)
+    got = quantize_on_gpu(q, k, v, Recipe(), *rows_of(q, k, None), None, programs=3)
     wanted = quantized(q, k, v, Recipe(), None)
     assert all(map(torch.equal, got[3:6], wanted[3:6]))
 

@@ -2,7 +2,7 @@
 
 A program takes block after block of one tensor; a block is the rows of one head that share a scale.
 Where scales are not of blocks, a first pass of the same kernel measures the blocks. The formula is
-that of `quantize/tensors.py`.
+that of `formula.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAMS = 4
 
 
 @dataclass(frozen=True)
-class Recipe:
+class QuantizeConfig:
     """What the kernel is compiled for."""
 
     ROWS: int
@@ -143,7 +143,7 @@ def quantize_launch(
     x: Tensor,
     out: Tensor,
     descale: Tensor,
-    recipe: Recipe,
+    recipe: QuantizeConfig,
     *,
     matrix: Tensor | None,
     mean: Tensor | None,

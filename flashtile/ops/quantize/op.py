@@ -1,38 +1,62 @@
-"""`quantize_qkv` by one kernel launch a tensor: 16 bits on a GPU that has float8."""
+"""Conversion of q, k and v to float8: by one kernel launch for each tensor on Hopper, elsewhere by
+the formula."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call.layouts import Packed
-from ..gpu.hardware import TRITON_IS_INSTALLED
-from ..lru import memoised
-from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
-from .rotation import rotation
+from ...autocast import without_autocast
+from ...gpu.hardware import TRITON_IS_INSTALLED
+from ...lru import memoised
+from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
+from ..rotary import op as rotary_op
+from . import formula
+from .formula import E4M3, ROW_STEP, Quantized, Recipe, keys_adjacent_like, means_of, shared
+from .hadamard import rotation
 from .rows import Rows
-from .tensors import (
-    E4M3,
-    ROW_STEP,
-    Quantized,
-    Recipe,
-    Rotary,
-    keys_adjacent_like,
-    means_of,
-    rows_of,
-    shared,
-)
 
-# Where the attention kernel is, too. Elsewhere the formula runs, operation by operation.
+# The GPUs that have a float8 attention kernel, too.
 CAPABILITY = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
+class Rotary(NamedTuple):
+    """Rotary embedding of q and k before they are converted."""
+
+    cos: Any  # (positions, pairs)
+    sin: Any
+    interleaved: bool
+
+    def rotate(self, x: Tensor, rows: Rows) -> Tensor:
+        """`x` rotated, each row by the angles of its number in its sequence."""
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        return rotary_op.rotate(x, rotary_op.Angles(cos, sin, 0, rows.cu_seqlens), self.interleaved)
+
+
+@without_autocast
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: Recipe,
+    rows_q: Rows,
+    rows_k: Rows,
+    rotary: Rotary | None = None,
+) -> Quantized:
+    """`flashtile.quantize_qkv` of checked arguments."""
+    if runs_as_kernel(q):
+        return quantize_on_gpu(q, k, v, recipe, rows_q, rows_k, rotary)
+    if rotary is not None:
+        q, k = rotary.rotate(q, rows_q), rotary.rotate(k, rows_k)
+    return formula.quantize(q, k, v, recipe, rows_q, rows_k)
+
+
 def runs_as_kernel(q: Tensor) -> bool:
-    """Whether the kernel can quantise tensors like `q` here and now."""
+    """Whether the kernel can convert tensors like `q` here and now."""
     if not q.is_cuda or q.dtype not in DTYPES or not TRITON_IS_INSTALLED:
         return False
     if torch.compiler.is_compiling():
@@ -40,36 +64,35 @@ def runs_as_kernel(q: Tensor) -> bool:
     return torch.cuda.get_device_capability(q.device) == CAPABILITY
 
 
-def quantized_on_gpu(
+def quantize_on_gpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     recipe: Recipe,
-    layout: Packed | None,
+    rows_q: Rows,
+    rows_k: Rows,
     rotary: Rotary | None,
     **launch: Any,
 ) -> Quantized:
-    """As `tensors.quantized`."""
-    rows_q, rows_k = rows_of(q, k, layout)
-    cu_q, cu_k = (None, None) if layout is None else (layout.cu_seqlens_q, layout.cu_seqlens_k)
+    """`quantize` by the kernel; `launch` are further arguments of its launch."""
     k_mean = None
     if recipe.centre_k:
         if rotary is not None:
-            q, k, rotary = rotary.turn(q, rows_q, cu_q), rotary.turn(k, rows_k, cu_k), None
+            q, k, rotary = rotary.rotate(q, rows_q), rotary.rotate(k, rows_k), None
         k_mean = means_of(k.float(), rows_k)
     kv_heads = k.shape[-2]
 
-    def one(x: Tensor, out: Tensor, rows: Rows, cu_seqlens: Tensor | None, **how: Any) -> Tensor:
+    def one(x: Tensor, out: Tensor, rows: Rows, **how: Any) -> Tensor:
         block = FLOAT8_QUERY_BLOCK if x is q else FLOAT8_KEY_BLOCK
-        named = launch | {"cu_seqlens": cu_seqlens, "longest": rows.longest} | how
+        named = launch | {"cu_seqlens": rows.cu_seqlens, "longest": rows.longest} | how
         return _quantize(x, out, block, rows, kv_heads, recipe, named)
 
     q8, k8 = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (q, k))
     v8 = keys_adjacent_like(v)
-    turned = {"rotates": recipe.rotate, "rotary": rotary}
-    q_descale = one(q, q8, rows_q, cu_q, **turned)
-    k_descale = one(k, k8, rows_k, cu_k, **turned, mean=k_mean)
-    v_descale = one(v, v8, rows_k, cu_k, rotates=recipe.rotate_v)
+    how = {"rotates": recipe.rotate, "rotary": rotary}
+    q_descale = one(q, q8, rows_q, **how)
+    k_descale = one(k, k8, rows_k, **how, mean=k_mean)
+    v_descale = one(v, v8, rows_k, rotates=recipe.rotate_v)
     return Quantized(q8, k8, v8, q_descale, k_descale, v_descale, k_mean)
 
 
@@ -77,7 +100,7 @@ def _quantize(
     x: Tensor, out: Tensor, block: int, rows: Rows, kv_heads: int, recipe: Recipe, how: Any
 ) -> Tensor:
     """Fill `out`; the scales."""
-    from ..ops.quantize import kernel as quantize
+    from . import kernel
 
     heads, dim = x.shape[-2:]
     rotates, rotary = how.pop("rotates"), how.pop("rotary", None)
@@ -89,7 +112,7 @@ def _quantize(
         "group": heads // kv_heads,
         **how,
     }
-    compiled = quantize.Recipe(
+    config = kernel.QuantizeConfig(
         ROWS=block,
         DIM=dim,
         BLOCK_D=max(16, 1 << (dim - 1).bit_length()),
@@ -102,14 +125,14 @@ def _quantize(
     )
     shape = rows.B, heads, -(-rows.longest // block)
     found = torch.empty(shape, dtype=torch.float32, device=x.device)
-    quantize.quantize(x, out, found, compiled, **named)
+    kernel.quantize(x, out, found, config, **named)
     if recipe.scales == "block":
         return found
     # The largest scale is that of the largest magnitude.
     descale = shared(found, recipe, kv_heads)
     descale = torch.where(descale > 0, descale, 1.0)
-    again = replace(compiled, MEASURES=False, HAS_SCALES=True)
-    quantize.quantize(x, out, descale, again, **named)
+    again = replace(config, MEASURES=False, HAS_SCALES=True)
+    kernel.quantize(x, out, descale, again, **named)
     return descale
 
 

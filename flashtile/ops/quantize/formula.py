@@ -1,0 +1,148 @@
+"""Conversion to float8 in plain PyTorch: Hadamard rotation, smoothing of K, scales, rounding, and
+the layout of V that the tensor cores read.
+
+Source: FlashAttention-3 (Shah et al. 2024), section 3.3; the smoothing of K is SageAttention's
+(Zhang et al. 2024).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
+from .hadamard import rotation
+from .rows import Rows, per_block
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+
+ROW_STEP = 16  # rows of float8 keys start at multiples of 16 bytes, as TMA requires
+
+
+class Recipe(NamedTuple):
+    """How q, k and v are brought to 8 bits: the options of `quantize_qkv`."""
+
+    scales: str = "block"
+    rotate: bool = True
+    rotate_v: bool = False
+    centre_k: bool = False
+    seed: int = 0
+
+
+class Quantized(NamedTuple):
+    """Float8 tensors and their scales, as `flashtile.attention` takes them."""
+
+    q: Tensor  # as given, float8_e4m3fn
+    k: Tensor
+    v: Tensor  # as given, but keys are adjacent in memory, as the tensor cores read V
+    q_descale: Tensor  # (batch, kv_heads) float32, or (batch, heads, blocks of 64 rows)
+    k_descale: Tensor  # (batch, kv_heads), or (batch, kv_heads, blocks of 128 rows), as the next
+    v_descale: Tensor
+    k_mean: Tensor | None  # (batch, kv_heads, head_dim) float32, what was taken from k
+
+
+def quantize(
+    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, rows_q: Rows, rows_k: Rows
+) -> Quantized:
+    """`flashtile.quantize_qkv` of checked arguments, after any rotary embedding."""
+    matrix = rotation(q.shape[-1], recipe.seed, q.device) if recipe.rotate else None
+    matrix_v = rotation(v.shape[-1], recipe.seed, v.device) if recipe.rotate_v else None
+    k_float, k_mean = k.float(), None
+    if recipe.centre_k:
+        k_mean = means_of(k_float, rows_k)
+        k_float = centred(k_float, k_mean, rows_k)
+    kv_heads = k.shape[-2]
+    q8, q_descale = scaled(rotated(q, matrix), rows_q, FLOAT8_QUERY_BLOCK, recipe, kv_heads)
+    k8, k_descale = scaled(rotated(k_float, matrix), rows_k, FLOAT8_KEY_BLOCK, recipe, kv_heads)
+    v8, v_descale = scaled(rotated(v, matrix_v), rows_k, FLOAT8_KEY_BLOCK, recipe, kv_heads)
+    return Quantized(q8, k8, keys_adjacent(v8), q_descale, k_descale, v_descale, k_mean)
+
+
+def rotated(x: Tensor, matrix: Tensor | None) -> Tensor:
+    """`x` (..., head_dim) in float32, times `matrix`."""
+    x = x.float()
+    return x if matrix is None else x @ matrix
+
+
+def means_of(k: Tensor, rows: Rows) -> Tensor:
+    """The mean of each sequence of `k` (float32), (batch, kv_heads, head_dim)."""
+    tokens = k.reshape(-1, *k.shape[-2:])
+    usable = torch.where(tokens.isfinite(), tokens, 0.0)
+    return per_block(usable, rows.sequence, rows.B, "mean")
+
+
+def centred(k: Tensor, means: Tensor, rows: Rows) -> Tensor:
+    """`k` less the mean of its sequence."""
+    tokens = k.reshape(-1, *k.shape[-2:])
+    padded = torch.cat((means, means.new_zeros(1, *means.shape[1:])))
+    return (tokens - padded[rows.sequence]).view(k.shape)
+
+
+def scaled(
+    x: Tensor, rows: Rows, block: int, recipe: Recipe, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """`x` (float32, dense or packed) in e4m3 and its descale."""
+    tokens = x.reshape(-1, *x.shape[-2:])
+    heads = tokens.shape[1]
+    size = block if recipe.scales == "block" else max(rows.longest, 1)
+    index, count = rows.blocks(size)
+    magnitude = torch.where(tokens.isfinite(), tokens.abs(), 0.0).amax(-1)  # (tokens, heads)
+    largest = per_block(magnitude, index, rows.B * count, "amax").view(rows.B, count, heads)
+    largest = largest.transpose(1, 2)  # (B, heads, count)
+    if recipe.scales != "block":
+        largest = shared(largest, recipe, kv_heads)
+    descale = power_of_two(largest / LARGEST)
+    factors = token_factors(descale, rows, block, heads)
+    numbers = torch.where(tokens.isfinite(), tokens / factors, torch.nan)
+    return numbers.to(E4M3).view(x.shape), descale.contiguous()
+
+
+def shared(magnitudes: Tensor, recipe: Recipe, kv_heads: int) -> Tensor:
+    """The largest of each key head, or of all, (batch, kv_heads), of blocks (batch, heads,
+    blocks)."""
+    of_heads = magnitudes.reshape(magnitudes.shape[0], kv_heads, -1)
+    if of_heads.numel() == 0:
+        return of_heads.new_zeros(of_heads.shape[:2])
+    found = of_heads.amax(-1)
+    return found.amax().expand(found.shape) if recipe.scales == "tensor" else found
+
+
+def token_factors(descale: Tensor, rows: Rows, block: int, heads: int) -> Tensor:
+    """The factor of every token, (tokens, heads, 1); 1 for tokens of no sequence."""
+    if descale.dim() == 2:
+        index, factors = rows.sequence, descale
+    else:
+        index, _ = rows.blocks(block)
+        factors = descale.transpose(1, 2).flatten(0, 1)
+    factors = factors.repeat_interleave(heads // factors.shape[1], dim=1)
+    return torch.cat((factors, factors.new_ones(1, heads)))[index][:, :, None]
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The smallest power of two that is not below `x`; 1 for 0."""
+    mantissa, exponent = torch.frexp(x)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-126)
+    return torch.where(x > 0, torch.ldexp(torch.ones_like(x), exponent), 1.0)
+
+
+def keys_adjacent(v: Tensor) -> Tensor:
+    """`v` (..., keys, heads, head_dim) with its keys adjacent in memory."""
+    return keys_adjacent_like(v).copy_(v)
+
+
+def keys_adjacent_like(v: Tensor) -> Tensor:
+    """A float8 tensor of v's shape, keys adjacent in memory; nothing is in it yet."""
+    *batch, N, heads, head_dim = v.shape
+    rows = -(-N // ROW_STEP) * ROW_STEP
+    memory = torch.empty(*batch, heads, head_dim, rows, dtype=E4M3, device=v.device)
+    return memory[..., :N].movedim(-1, -3)
+
+
+def dequantized(x: Tensor, descale: Tensor, rows: Rows, block: int, dtype: torch.dtype) -> Tensor:
+    """Float8 `x` times its scales, in `dtype`."""
+    tokens = x.float().reshape(-1, *x.shape[-2:])
+    factors = token_factors(descale, rows, block, tokens.shape[1])
+    return (tokens * factors).to(dtype).view(x.shape)
