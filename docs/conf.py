@@ -85,9 +85,18 @@ def without_catch_all(
     return re.sub(r",\s*\*\*unknown: [~\w.]*Never", "", signature), returns
 
 
+def skip_unexplained(
+    app: Sphinx, kind: str, name: str, object_: Any, skip: bool, options: Any
+) -> bool | None:
+    """Leave out the fields of a tuple: its signature has their types, its text explains them."""
+    is_field = (getattr(object_, "__doc__", None) or "").startswith("Alias for field number")
+    return True if is_field else None
+
+
 def setup(app: Sphinx) -> None:
-    """Connect the two functions above, draw the pictures and write the examples' pages."""
+    """Connect the functions above, draw the pictures and write the examples' pages."""
     app.connect("source-read", run_examples)
     app.connect("autodoc-process-signature", without_catch_all)
+    app.connect("autodoc-skip-member", skip_unexplained)
     figures.draw_all(DOCS / "figures")
     notebooks.write_all(DOCS / "examples")

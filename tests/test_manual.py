@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flashtile.cli import COMMANDS
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 GENERATED = re.compile(r"<!-- (?P<name>[\w ]+): begin -->.*?<!-- (?P=name): end -->", re.S)
@@ -23,3 +25,8 @@ def test_every_page_is_in_the_navigation():
     pages = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.glob("**/*.md")}
     generated = {page for page in pages if page.startswith("examples/")}
     assert pages - generated - {"index"} == set(listed)
+
+
+def test_every_command_is_explained():
+    page = (DOCS / "command-line.md").read_text()
+    assert [name for name in COMMANDS if f"| `flashtile {name}`" not in page] == []
