@@ -61,6 +61,7 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
     more = {
         "float8e4nv": E4M3,
         "int8": torch.int8,
+        "to_tensor": emulator.tile,
         "max": torch.amax,
         "num_programs": lambda axis: emulator.tile(PROGRAMS),
         "allocate_shared_memory": allocate,

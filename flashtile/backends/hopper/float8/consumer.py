@@ -10,27 +10,25 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ..forward.consumer import normalisation, pass_blocks, rows_of, store_lse, store_output
-from ..shared.channels import first_turn, give_turn, last_turn, wait_for_turn
+from ..forward.consumer import attend_tiles, issue_scores, normalisation
+from ..shared.channels import give_turn, wait_for_turn
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
     FIRST_BARRIER,
     aggregate,
     empty_accumulator,
-    left_operand,
     pin,
     row_values,
     show_written,
 )
-from ..shared.schedule import full_blocks, own_blocks, read_work
 from ..shared.softmax import (
     Score,
+    lazy_max,
     linear_scale,
     partial_row_sum,
     pivot_of,
@@ -39,11 +37,11 @@ from ..shared.softmax import (
     scores_log2,
 )
 from .softmax import (
+    SLACK_LOG2,
     WEIGHT_LOG2,
     exponentials,
-    masked8,
+    masked,
     packed_weights,
-    raised8,
     ratio,
     weights_operand,
 )
@@ -58,21 +56,6 @@ class Scales(NamedTuple):
 
 
 @aggregate
-class Units:
-    """Scales of a tile."""
-
-    score: gl.tensor  # softmax scale times that of Q, and of K where it has one for each head
-    k: gl.tensor  # where the scales of its blocks start
-    v: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, score, k, v):
-        self.score = score
-        self.k = k
-        self.v = v
-
-
-@aggregate
 class Progress:
     """What a consumer carries from block to block."""
 
@@ -80,7 +63,7 @@ class Progress:
     block: gl.tensor  # its number
     p: gl.tensor  # its weights, `packed_weights`
     o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it, in its units
-    row_max: gl.tensor  # (64,) or a little less, see `raised8`
+    row_max: gl.tensor  # (64,) or a little less, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
     v_unit: gl.tensor  # scale of its values
     k_next: gl.tensor  # scales of the next block, loaded early
@@ -100,80 +83,145 @@ class Progress:
 
 
 @gluon.jit
-def consumer8(
+def consumer(
     ME: gl.constexpr, output, channels, scales, sizes, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
-    """Attend tile after tile, until the producer has no more."""
-    first_turn(ME, cfg)
-    count = 0  # tiles so far
-    i = 0  # blocks so far
-    channels.work.acquire(count)
-    work = read_work(channels.work, count, sizes, cfg)
-    while work.begin < work.end:
-        o, v_unit, done = attend8(ME, count, i, channels, scales, sizes, work, mask, score, cfg)
-        work = read_work(channels.work, count, sizes, cfg)
-        scale, lse = weighted_normalisation(ME, done, work, cfg)
-        store_lse(ME, lse, output, work, sizes, cfg)
-        o = warpgroup_mma_wait(0, deps=[o])
-        channels.v.release_operand(done.i)
-        i = pass_blocks(ME, done.i + 1, done.block - work.begin, channels, cfg)
-        tma.store_wait(0)
-        o = rescaled(o, scale * v_unit)
-        store_output(ME, o, channels.o, 0, output, work, cfg.BLOCK_DV, cfg)
-        channels.work.release(count)
-        count += 1
-        channels.work.acquire(count)
-        work = read_work(channels.work, count, sizes, cfg)
-    tma.store_wait(0)
-    last_turn(ME, cfg)
+    """Attend float8 tiles."""
+    attend_tiles(float8_math, ME, output, channels, scales, sizes, mask, score, cfg)
+
+
+@aggregate
+class Float8Math:
+    """The arithmetic of a float8 tile, with its scales: as `forward.consumer.Math16`."""
+
+    score: gl.tensor  # softmax scale times that of Q, and of K where it has one for each head
+    k: gl.tensor  # where the scales of its blocks start
+    v: gl.tensor  # likewise, or the scale of V for all blocks
+
+    @gluon.constexpr_function
+    def __init__(self, score, k, v):
+        self.score = score
+        self.k = k
+        self.v = v
+
+    @gluon.jit
+    def first_block(
+        self, ME: gl.constexpr, q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr
+    ):
+        """The block that is visited first, which holds the last keys that its rows see."""
+        n0 = block * cfg.BLOCK_N
+        k_unit, v_unit = self.scales_of(block, cfg)
+        k_next, v_next = self.scales_of(block - 1, cfg)
+        channels.k.acquire(i)
+        s = issue_scores(q, q_rest, i, channels, cfg)
+        if cfg.IS_RAGGED:
+            channels.v.acquire(i)
+            clear_tail(ME, channels.v.tile(i), work.N - n0, cfg)
+        s = warpgroup_mma_wait(0, deps=[s])
+        channels.k.release_operand(i)
+        s, factor = self.scores(s, rows, k_unit, score, cfg)
+        if cfg.HAS_LEFT or cfg.HAS_RIGHT:  # noqa: SIM114 -- known while compiling
+            s = masked(s, rows.start, rows.stop, n0, cfg)
+        elif n0 + cfg.BLOCK_N > work.N:
+            s = masked(s, rows.start, rows.stop, n0, cfg)
+        row_max = gl.max(s, 1) * factor
+        p = exponentials(s * factor - (pivot_of(row_max, True) - WEIGHT_LOG2)[:, None], True, cfg)
+        return Progress(
+            i,
+            block,
+            packed_weights(p, cfg.BLOCK_DV),
+            empty_accumulator(cfg.BLOCK_DV, 8),
+            row_max,
+            partial_row_sum(p),
+            v_unit,
+            k_next,
+            v_next,
+        )
+
+    @gluon.jit
+    def next_block(
+        self, ME: gl.constexpr, now, q, q_rest, channels, rows, score, MASKED: gl.constexpr,
+        cfg: gl.constexpr,
+    ):  # fmt: skip
+        """Scores of the block before `now.block`, and the output of that one."""
+        i, block = now.i + 1, now.block - 1
+        k_next, v_next = self.scales_of(block - 1, cfg)
+        channels.k.acquire(i)
+        wait_for_turn(ME, cfg)
+        s = issue_scores(q, q_rest, i, channels, cfg)
+        o, _ = self.issue_output(now, channels, cfg)
+        give_turn(ME, cfg)
+        s = warpgroup_mma_wait(1, deps=[s])
+        channels.k.release_operand(i)
+        s, factor = self.scores(s, rows, now.k_next, score, cfg)
+        if MASKED:
+            s = masked(s, rows.start, rows.stop, block * cfg.BLOCK_N, cfg)
+        row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
+        if cfg.WAITS == "early":
+            pin(row_max)
+            o = warpgroup_mma_wait(0, deps=[o])
+            channels.v.release_operand(now.i)
+        pivot = pivot_of(row_max, MASKED)
+        rescale = gl.exp2(now.row_max - pivot)
+        p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], MASKED, cfg)
+        row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
+        if cfg.WAITS != "early":
+            if cfg.WAITS == "late":
+                pin(row_sum)
+            o = warpgroup_mma_wait(0, deps=[o])
+            channels.v.release_operand(now.i)
+        if cfg.BLOCK_SCALES:
+            rescale = rescale * ratio(now.v_unit, now.v_next)
+        p = packed_weights(p, cfg.BLOCK_DV)
+        o = rescaled_where_needed(o, rescale)
+        return Progress(i, block, p, o, row_max, row_sum, now.v_next, k_next, v_next)
+
+    @gluon.jit
+    def issue_output(self, now, channels, cfg: gl.constexpr):
+        """O += P V of block i, under way."""
+        channels.v.acquire(now.i)
+        v = channels.v.tile(now.i).reshape([cfg.BLOCK_DV, cfg.BLOCK_N]).permute((1, 0))
+        o = warpgroup_mma(weights_operand(now.p), v, now.o, is_async=True)
+        return o, o
+
+    @gluon.jit
+    def scales_of(self, block, cfg: gl.constexpr):
+        """Scales of K and V of a block; before the first one, of that."""
+        k, v = self.score, self.score
+        if cfg.BLOCK_SCALES:
+            block = gl.maximum(block, 0)
+            k, v = gl.load(self.k + block), gl.load(self.v + block)
+        return k, v
+
+    @gluon.jit
+    def scores(self, s, rows, k_unit, score, cfg: gl.constexpr):
+        """From products to scores in base 2, less the factor that comes second."""
+        unit = self.score
+        if cfg.BLOCK_SCALES:
+            unit = unit * k_unit
+        scaled = Score(unit, score.softcap, score.alibi_ptr, score.alibi_batch, score.sink_ptr)
+        return scores_log2(s, 0, rows.slope, scaled, cfg), linear_scale(scaled, cfg)
+
+    @gluon.jit
+    def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):
+        """`consumer.normalisation` of sums of weights times 2**8."""
+        row_max = gl.convert_layout(done.row_max, row_values(cfg.BLOCK_N), assert_trivial=True)
+        return normalisation(ME, row_max - WEIGHT_LOG2, done.row_sum, work, sink_ptr, cfg)
+
+    @gluon.jit
+    def output_scale(self, scale, done, cfg: gl.constexpr):
+        """`scale` in the unit of the output."""
+        if cfg.BLOCK_SCALES:
+            scale = scale * done.v_unit
+        else:
+            scale = scale * self.v
+        return scale
 
 
 @gluon.jit
-def weighted_normalisation(ME: gl.constexpr, done, work, cfg: gl.constexpr):
-    """`consumer.normalisation` of sums of weights times 2**8."""
-    row_max = gl.convert_layout(done.row_max, row_values(cfg.BLOCK_N), assert_trivial=True)
-    return normalisation(ME, row_max - WEIGHT_LOG2, done.row_sum, work, None, cfg)
-
-
-@gluon.jit
-def attend8(
-    ME: gl.constexpr, count, i, channels, scales, sizes, work, mask, score, cfg: gl.constexpr
-):  # fmt: skip
-    """Walk over the blocks of keys, from the last to the first: the output, its last product under
-    way, its unit, and how far the walk has come."""
-    first_row = work.m0 + ME * CONSUMER_ROWS
-    last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
-    begin, end = own_blocks(first_row, last_row, work, mask, cfg)
-    full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, mask, cfg)
-    rows = rows_of(ME, work, mask, score, cfg)
-    units, v_unit = units_of(ME, scales, sizes, work, score, cfg)
-    q_use = count * cfg.CONSUMERS + ME
-    channels.q.acquire(q_use)
-    q = channels.q.tile(q_use).reshape([CONSUMER_ROWS, cfg.BLOCK_D])
-    if cfg.Q_IN_REGISTERS:
-        q = q.load(left_operand(cfg.BLOCK_N, 8))
-    i = pass_blocks(ME, i, work.end - end, channels, cfg)
-    now = first_block8(ME, q, i, end - 1, channels, rows, work, units, score, cfg)
-    if cfg.Q_IN_REGISTERS:  # a product has used them, so they have arrived
-        channels.q.release_operand(q_use)
-    # Three phases: masked, full, masked.
-    if cfg.HAS_RIGHT:
-        now = walk8(ME, now, q, full_end, channels, rows, units, score, True, cfg)
-    now = walk8(ME, now, q, full_begin, channels, rows, units, score, False, cfg)
-    if cfg.HAS_LEFT:
-        now = walk8(ME, now, q, begin, channels, rows, units, score, True, cfg)
-    if not cfg.Q_IN_REGISTERS:
-        channels.q.release_operand(q_use)
-    if cfg.BLOCK_SCALES:
-        v_unit = now.v_unit
-    return issue_output8(now, channels, cfg), v_unit, now
-
-
-@gluon.jit
-def units_of(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
-    """The scales of a tile, and that of V where it has one for each head."""
-    unit, v_unit = score.scale, 1.0
-    k, v = scales.k, scales.v
+def float8_math(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
+    """The scales of a tile."""
+    unit = score.scale
     key_heads = sizes.heads // sizes.group
     key_head = (work.b * key_heads + work.h // sizes.group).to(gl.int64)
     if cfg.BLOCK_SCALES:
@@ -183,142 +231,17 @@ def units_of(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
         query_block = gl.minimum(work.m0 // CONSUMER_ROWS + ME, query_blocks - 1)
         unit = unit * gl.load(scales.q + query_head * query_blocks + query_block)
         key_blocks = gl.cdiv(sizes.N, cfg.BLOCK_N)
-        k, v = k + key_head * key_blocks, v + key_head * key_blocks
+        k, v = scales.k + key_head * key_blocks, scales.v + key_head * key_blocks
     else:
         if scales.q is not None:
             unit = unit * gl.load(scales.q + key_head)
         if scales.k is not None:
             unit = unit * gl.load(scales.k + key_head)
+        v = gl.to_tensor(1.0)
         if scales.v is not None:
-            v_unit = gl.load(scales.v + key_head)
-        k, v = unit, unit
-    return Units(unit, k, v), v_unit
-
-
-@gluon.jit
-def scales_of(units, block, cfg: gl.constexpr):
-    """Scales of K and V of a block; before the first one, of that."""
-    k, v = units.score, units.score
-    if cfg.BLOCK_SCALES:
-        block = gl.maximum(block, 0)
-        k, v = gl.load(units.k + block), gl.load(units.v + block)
-    return k, v
-
-
-@gluon.jit
-def walk8(
-    ME: gl.constexpr, now, q, stop, channels, rows, units, score, MASKED: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Blocks before `now.block`, down to `stop`."""
-    for _ in range(now.block - stop):
-        now = next_block8(ME, now, q, channels, rows, units, score, MASKED, cfg)
-    return now
-
-
-@gluon.jit
-def issue_scores8(q, i, channels, cfg: gl.constexpr):
-    """S = Q K^T of block i, under way; its columns in the order of `softmax.py`."""
-    k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q, k, empty_accumulator(cfg.BLOCK_N, 8), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def issue_output8(now, channels, cfg: gl.constexpr):
-    """O += P V of block i, under way."""
-    channels.v.acquire(now.i)
-    v = channels.v.tile(now.i).reshape([cfg.BLOCK_DV, cfg.BLOCK_N]).permute((1, 0))
-    return warpgroup_mma(weights_operand(now.p), v, now.o, is_async=True)
-
-
-@gluon.jit
-def scores8(s, rows, unit, score, cfg: gl.constexpr):
-    """From products to scores in base 2, less the factor that comes second."""
-    scaled = Score(unit, score.softcap, score.alibi_ptr, score.alibi_batch, score.sink_ptr)
-    return scores_log2(s, 0, rows.slope, scaled, cfg), linear_scale(scaled, cfg)
-
-
-@gluon.jit
-def first_block8(
-    ME: gl.constexpr, q, i, block, channels, rows, work, units, score, cfg: gl.constexpr
-):
-    """The block that is visited first, which holds the last keys that its rows see."""
-    n0 = block * cfg.BLOCK_N
-    k_unit, v_unit = scales_of(units, block, cfg)
-    k_next, v_next = scales_of(units, block - 1, cfg)
-    channels.k.acquire(i)
-    s = issue_scores8(q, i, channels, cfg)
-    if cfg.IS_RAGGED:
-        channels.v.acquire(i)
-        clear_tail8(ME, channels.v.tile(i), work.N - n0, cfg)
-    s = warpgroup_mma_wait(0, deps=[s])
-    channels.k.release_operand(i)
-    s, factor = scores8(s, rows, unit_of(units, k_unit, cfg), score, cfg)
-    if cfg.HAS_LEFT or cfg.HAS_RIGHT:  # noqa: SIM114 -- known while compiling
-        s = masked8(s, rows.start, rows.stop, n0, cfg)
-    elif n0 + cfg.BLOCK_N > work.N:
-        s = masked8(s, rows.start, rows.stop, n0, cfg)
-    row_max = gl.max(s, 1) * factor
-    p = exponentials(s * factor - (pivot_of(row_max, True) - WEIGHT_LOG2)[:, None], True, cfg)
-    return Progress(
-        i,
-        block,
-        packed_weights(p, cfg.BLOCK_DV),
-        empty_accumulator(cfg.BLOCK_DV, 8),
-        row_max,
-        partial_row_sum(p),
-        v_unit,
-        k_next,
-        v_next,
-    )
-
-
-@gluon.jit
-def unit_of(units, k_unit, cfg: gl.constexpr):
-    """What the products of a block are scaled with."""
-    unit = units.score
-    if cfg.BLOCK_SCALES:
-        unit = unit * k_unit
-    return unit
-
-
-@gluon.jit
-def next_block8(
-    ME: gl.constexpr, now, q, channels, rows, units, score, MASKED: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Scores of the block before `now.block`, and the output of that one."""
-    i, block = now.i + 1, now.block - 1
-    k_next, v_next = scales_of(units, block - 1, cfg)
-    channels.k.acquire(i)
-    wait_for_turn(ME, cfg)
-    s = issue_scores8(q, i, channels, cfg)
-    o = issue_output8(now, channels, cfg)
-    give_turn(ME, cfg)
-    s = warpgroup_mma_wait(1, deps=[s])
-    channels.k.release_operand(i)
-    s, factor = scores8(s, rows, unit_of(units, now.k_next, cfg), score, cfg)
-    if MASKED:
-        s = masked8(s, rows.start, rows.stop, block * cfg.BLOCK_N, cfg)
-    row_max = raised8(now.row_max, gl.max(s, 1) * factor)
-    if cfg.WAITS == "early":
-        pin(row_max)
-        o = warpgroup_mma_wait(0, deps=[o])
-        channels.v.release_operand(now.i)
-    pivot = pivot_of(row_max, MASKED)
-    rescale = gl.exp2(now.row_max - pivot)
-    p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], MASKED, cfg)
-    row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
-    if cfg.WAITS != "early":
-        if cfg.WAITS == "late":
-            pin(row_sum)
-        o = warpgroup_mma_wait(0, deps=[o])
-        channels.v.release_operand(now.i)
-    if cfg.BLOCK_SCALES:
-        rescale = rescale * ratio(now.v_unit, now.v_next)
-    p = packed_weights(p, cfg.BLOCK_DV)
-    o = rescaled_where_needed(o, rescale)
-    return Progress(i, block, p, o, row_max, row_sum, now.v_next, k_next, v_next)
+            v = gl.load(scales.v + key_head)
+        k = unit
+    return Float8Math(unit, k, v)
 
 
 @gluon.constexpr_function
@@ -328,7 +251,7 @@ def bytes_of_values(warps):
 
 
 @gluon.jit
-def clear_tail8(ME: gl.constexpr, v, count, cfg: gl.constexpr):
+def clear_tail(ME: gl.constexpr, v, count, cfg: gl.constexpr):
     """Zero the keys of a block of V from `count` on, which belong to another sequence or to none.
 
     Their weight is zero, but what memory holds there may be NaN. All consumers write the same

@@ -17,12 +17,12 @@ from ..shared.channels import Described, make_channel, make_queue
 from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
 from ..shared.schedule import NUMBERS, WORK_NUMBERS, Mask, Sizes, batch_of
 from ..shared.softmax import Score
-from .consumer import Scales, consumer8
+from .consumer import Scales, consumer
 from .softmax import KEY_GROUP
 
 
 @gluon.jit
-def make_channels8(dtype: gl.constexpr, out_dtype: gl.constexpr, cfg: gl.constexpr):
+def make_channels(dtype: gl.constexpr, out_dtype: gl.constexpr, cfg: gl.constexpr):
     """Allocate the rings and set up their barriers."""
     C: gl.constexpr = cfg.CONSUMERS
     D: gl.constexpr = cfg.BLOCK_D
@@ -58,13 +58,13 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def producer8(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.constexpr):
+def producer(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.constexpr):
     """Load tile after tile."""
-    load_tiles(load_blocks8, q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)
+    load_tiles(load_blocks, q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)
 
 
 @gluon.jit
-def load_blocks8(
+def load_blocks(
     keys, v_tiles, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr
 ):
     """Blocks [begin, end) of K and V, counted from the tile's last; the number of blocks so far."""
@@ -98,13 +98,13 @@ def float8_kernel(
     q, keys = Described(q_tiles, None), Keys(k_groups, batch_groups, head_step)
     scales = Scales(scales.q, scales.k, scales.v)
     output = Output(Described(o_tiles, None), out_ptr, lse_ptr)
-    channels = make_channels8(q_tiles.dtype, o_tiles.dtype, cfg)
+    channels = make_channels(q_tiles.dtype, o_tiles.dtype, cfg)
     if cfg.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer8, (0, output, channels, scales, sizes, mask, score, cfg)),
-                (consumer8, (1, output, channels, scales, sizes, mask, score, cfg)),
-                (producer8, (q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)),
+                (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
+                (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
+                (producer, (q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)),
             ],
             [4, 1],
             [OF_TWO, OF_PRODUCER],
@@ -112,10 +112,10 @@ def float8_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer8, (0, output, channels, scales, sizes, mask, score, cfg)),
-                (consumer8, (1, output, channels, scales, sizes, mask, score, cfg)),
-                (consumer8, (2, output, channels, scales, sizes, mask, score, cfg)),
-                (producer8, (q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)),
+                (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
+                (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
+                (consumer, (2, output, channels, scales, sizes, mask, score, cfg)),
+                (producer, (q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)),
             ],
             [4, 4, 1],
             [OF_THREE, OF_THREE, OF_PRODUCER],

@@ -63,6 +63,7 @@ def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
     tile = TILES[head_dim]
     whole = problem._replace(D=head_dim, Dv=head_dim)  # no rest of columns
     options = asdict(plan(whole)) | {
+        "BITS": 8,
         "CONSUMERS": tile.consumers,
         "BLOCK_M": tile.consumers * CONSUMER_ROWS,
         "BLOCK_N": tile.BLOCK_N,

@@ -23,11 +23,11 @@ WEIGHT_LOG2 = gl.constexpr(8.0)
 
 # A row's maximum stays while scores exceed it by no more than this, in base 2: 2**8.75 is 431.
 # Nine in ten new maxima of random scores do not.
-SLACK8_LOG2 = gl.constexpr(0.75)
+SLACK_LOG2 = gl.constexpr(0.75)
 
 
 @gluon.jit
-def masked8(s, start, stop, n0, cfg: gl.constexpr):
+def masked(s, start, stop, n0, cfg: gl.constexpr):
     """-inf where a key of the block from n0 on is outside of its row's [start, stop), both (64,).
 
     A column 16 c + 8 a + 2 t + b holds key 16 c + 2 a + 4 t + b. As in `softmax.masked`, c and a
@@ -38,25 +38,19 @@ def masked8(s, start, stop, n0, cfg: gl.constexpr):
     COUNT: gl.constexpr = cfg.BLOCK_N // 8
     eight = gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     key = (eight // 2 * 16 + eight % 2 * 2)[None, :, None]
-    visible = key < bounds8(stop - n0, LAYOUT)
+    visible = key < bounds(stop - n0, LAYOUT)
     if cfg.HAS_LEFT:
-        visible = visible & (key >= bounds8(start - n0, LAYOUT))
+        visible = visible & (key >= bounds(start - n0, LAYOUT))
     by_eights = gl.where(visible, by_eights, -float("inf"))
     return gl.convert_layout(by_eights.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def bounds8(bound, LAYOUT: gl.constexpr):
-    """A bound on keys (64,) as one on `key` of `masked8`: (64, 1, 8)."""
+def bounds(bound, LAYOUT: gl.constexpr):
+    """A bound on keys (64,) as one on `key` of `masked`: (64, 1, 8)."""
     bound = gl.convert_layout(bound, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     place = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     return bound[:, None, None] - (place // 2 * 4 + place % 2)[None, None, :]
-
-
-@gluon.jit
-def raised8(row_max, seen):
-    """`softmax.raised` with the slack that e4m3 has."""
-    return gl.where(seen - row_max > SLACK8_LOG2, seen, row_max)
 
 
 @gluon.jit

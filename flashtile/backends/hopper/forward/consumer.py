@@ -35,15 +35,16 @@ from ..shared.schedule import full_blocks, own_blocks, read_work, visible_keys
 from ..shared.softmax import (
     LN2,
     LOG2E,
+    SLACK_LOG2,
     alibi_slope,
     as_left_operand,
     distances,
+    lazy_max,
     linear_scale,
     masked,
     paired,
     partial_row_sum,
     pivot_of,
-    raised,
     rescaled,
     rescaled_where_needed,
     scores_log2,
@@ -88,7 +89,7 @@ class Progress:
     o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it
     o_rest: gl.tensor
     rescale: gl.tensor  # (64,) what that output is still to be multiplied with
-    row_max: gl.tensor  # (64,) or a little less, see `raised`
+    row_max: gl.tensor  # (64,) or a little less, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
 
     @gluon.constexpr_function
@@ -107,22 +108,34 @@ class Progress:
 def consumer(
     ME: gl.constexpr, output, channels, sizes, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
-    """Attend tile after tile, until the producer has no more."""
+    """Attend 16-bit tiles."""
+    attend_tiles(math16, ME, output, channels, None, sizes, mask, score, cfg)
+
+
+@gluon.jit
+def attend_tiles(
+    math_of: gl.constexpr, ME: gl.constexpr, output, channels, scales, sizes, mask, score,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Attend tile after tile, until the producer has no more; `math_of` a tile: as `Math16`."""
     first_turn(ME, cfg)
     count = 0  # tiles so far
     i = 0  # blocks so far
     channels.work.acquire(count)
     work = read_work(channels.work, count, sizes, cfg)
     while work.begin < work.end:
-        o, o_rest, done = attend(ME, count, i, channels, work, mask, score, cfg)
+        o, o_rest, done, math = attend(
+            math_of, ME, count, i, channels, scales, sizes, work, mask, score, cfg
+        )
         # again, for registers are scarce until here
         work = read_work(channels.work, count, sizes, cfg)
-        scale, lse = normalisation(ME, done.row_max, done.row_sum, work, score.sink_ptr, cfg)
+        scale, lse = math.normalisation(ME, done, work, score.sink_ptr, cfg)
         store_lse(ME, lse, output, work, sizes, cfg)
         o, o_rest = finished_output(o, o_rest, cfg)
         channels.v.release_operand(done.i)
         i = pass_blocks(ME, done.i + 1, done.block - work.begin, channels, cfg)
         tma.store_wait(0)
+        scale = math.output_scale(scale, done, cfg)
         store_output(ME, rescaled(o, scale), channels.o, 0, output, work, cfg.BLOCK_DV, cfg)
         if cfg.REST_DV > 0:
             o_rest = rescaled(o_rest, scale)
@@ -139,7 +152,10 @@ def consumer(
 
 
 @gluon.jit
-def attend(ME: gl.constexpr, count, i, channels, work, mask, score, cfg: gl.constexpr):
+def attend(
+    math_of: gl.constexpr, ME: gl.constexpr, count, i, channels, scales, sizes, work, mask, score,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Walk over the blocks of keys, from the last to the first: the output, its last product under
     way, and how far it has come."""
     first_row = work.m0 + ME * CONSUMER_ROWS
@@ -147,22 +163,34 @@ def attend(ME: gl.constexpr, count, i, channels, work, mask, score, cfg: gl.cons
     begin, end = own_blocks(first_row, last_row, work, mask, cfg)
     full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, mask, cfg)
     rows = rows_of(ME, work, mask, score, cfg)
+    math = math_of(ME, scales, sizes, work, score, cfg)
     q_use = count * cfg.CONSUMERS + ME
     q, q_rest = queries(q_use, channels, cfg)
     i = pass_blocks(ME, i, work.end - end, channels, cfg)
-    now = first_block(ME, q, q_rest, i, end - 1, channels, rows, work, score, cfg)
+    now = math.first_block(ME, q, q_rest, i, end - 1, channels, rows, work, score, cfg)
     if cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:  # a product has used them: they have arrived
         channels.q.release_operand(q_use)
     # Three phases: masked, full, masked.
     if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
-        now = walk(ME, now, q, q_rest, full_end, channels, rows, score, True, cfg)
-    now = walk(ME, now, q, q_rest, full_begin, channels, rows, score, False, cfg)
+        now = walk(math, ME, now, q, q_rest, full_end, channels, rows, score, True, cfg)
+    now = walk(math, ME, now, q, q_rest, full_begin, channels, rows, score, False, cfg)
     if cfg.HAS_LEFT or cfg.HAS_CHUNK:
-        now = walk(ME, now, q, q_rest, begin, channels, rows, score, True, cfg)
+        now = walk(math, ME, now, q, q_rest, begin, channels, rows, score, True, cfg)
     if not cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:
         channels.q.release_operand(q_use)
-    o, o_rest = issue_output(now, channels, cfg)
-    return o, o_rest, now
+    o, o_rest = math.issue_output(now, channels, cfg)
+    return o, o_rest, now, math
+
+
+@gluon.jit
+def walk(
+    math, ME: gl.constexpr, now, q, q_rest, stop, channels, rows, score, MASKED: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Blocks before `now.block`, down to `stop`."""
+    for _ in range(now.block - stop):
+        now = math.next_block(ME, now, q, q_rest, channels, rows, score, MASKED, cfg)
+    return now
 
 
 @gluon.jit
@@ -174,8 +202,8 @@ def queries(q_use, channels, cfg: gl.constexpr):
     if cfg.REST_D > 0:
         q_rest = channels.q.rest(q_use).reshape([CONSUMER_ROWS, cfg.REST_D])
     if cfg.Q_IN_REGISTERS:
-        q = q.load(left_operand(cfg.BLOCK_N))
-        q_rest = q_rest.load(left_operand(cfg.BLOCK_N)) if cfg.REST_D > 0 else q
+        q = q.load(left_operand(cfg.BLOCK_N, cfg.BITS))
+        q_rest = q_rest.load(left_operand(cfg.BLOCK_N, cfg.BITS)) if cfg.REST_D > 0 else q
     return q, q_rest
 
 
@@ -195,17 +223,6 @@ def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
 
 
 @gluon.jit
-def walk(
-    ME: gl.constexpr, now, q, q_rest, stop, channels, rows, score, MASKED: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Blocks before `now.block`, down to `stop`."""
-    for _ in range(now.block - stop):
-        now = next_block(ME, now, q, q_rest, channels, rows, score, MASKED, cfg)
-    return now
-
-
-@gluon.jit
 def rows_of(ME: gl.constexpr, work, mask, score, cfg: gl.constexpr):
     """The rows of this consumer."""
     number = work.m0 + ME * CONSUMER_ROWS
@@ -219,28 +236,11 @@ def rows_of(ME: gl.constexpr, work, mask, score, cfg: gl.constexpr):
 def issue_scores(q, q_rest, i, channels, cfg: gl.constexpr):
     """S = Q K^T of block i, under way."""
     k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
-    s = warpgroup_mma(q, k, empty_accumulator(cfg.BLOCK_N), use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k, empty_accumulator(cfg.BLOCK_N, cfg.BITS), use_acc=False, is_async=True)
     if cfg.REST_D > 0:
         k = channels.k.rest(i).reshape([cfg.BLOCK_N, cfg.REST_D]).permute((1, 0))
         s = warpgroup_mma(q_rest, k, s, is_async=True)
     return s
-
-
-@gluon.jit
-def issue_output(now, channels, cfg: gl.constexpr):
-    """O += P V of block i, under way."""
-    dtype: gl.constexpr = channels.v.tiles.dtype
-    channels.v.acquire(now.i)
-    o, o_rest = rescaled_where_needed(now.o, now.rescale), now.o_rest
-    if cfg.REST_DV > 0:
-        o_rest = rescaled_where_needed(o_rest, now.rescale)
-    v = channels.v.tile(now.i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
-    o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
-    if cfg.REST_DV > 0:
-        v = channels.v.rest(now.i).reshape([cfg.BLOCK_N, cfg.REST_DV])
-        p = as_left_operand(now.p, cfg.REST_DV, dtype)
-        o_rest = warpgroup_mma(p, v, o_rest, is_async=True)
-    return o, o_rest
 
 
 @gluon.jit
@@ -265,74 +265,113 @@ def finished_scores(s, n0, rows, score, MASKED: gl.constexpr, cfg: gl.constexpr)
     return s
 
 
-@gluon.jit
-def first_block(
-    ME: gl.constexpr, q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr
-):
-    """The block that is visited first, which holds the last keys that its rows see."""
-    n0 = block * cfg.BLOCK_N
-    channels.k.acquire(i)
-    s = issue_scores(q, q_rest, i, channels, cfg)
-    if cfg.IS_RAGGED:
-        channels.v.acquire(i)
-        clear_tail(ME, channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
+@aggregate
+class Math16:
+    """The arithmetic of 16-bit tiles."""
+
+    @gluon.constexpr_function
+    def __init__(self):
+        pass
+
+    @gluon.jit
+    def first_block(
+        self, ME: gl.constexpr, q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr
+    ):
+        """The block that is visited first, which holds the last keys that its rows see."""
+        n0 = block * cfg.BLOCK_N
+        channels.k.acquire(i)
+        s = issue_scores(q, q_rest, i, channels, cfg)
+        if cfg.IS_RAGGED:
+            channels.v.acquire(i)
+            clear_tail(ME, channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
+            if cfg.REST_DV > 0:
+                clear_tail(ME, channels.v.rest(i), work.N - n0, cfg.REST_DV, cfg)
+        s = warpgroup_mma_wait(0, deps=[s])
+        channels.k.release_operand(i)
+        s = finished_scores(s, n0, rows, score, False, cfg)
+        if cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK:  # noqa: SIM114 -- known while compiling
+            s = masked(s, rows.start, rows.stop, n0, cfg)
+        elif n0 + cfg.BLOCK_N > work.N:
+            s = masked(s, rows.start, rows.stop, n0, cfg)
+        factor = linear_scale(score, cfg)
+        row_max = gl.max(s, 1) * factor
+        p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
+        return Progress(
+            i,
+            block,
+            paired(p, channels.v.tiles.dtype),
+            empty_accumulator(cfg.BLOCK_DV),
+            empty_accumulator(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0,
+            gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
+            row_max,
+            partial_row_sum(p),
+        )
+
+    @gluon.jit
+    def next_block(
+        self, ME: gl.constexpr, now, q, q_rest, channels, rows, score, MASKED: gl.constexpr,
+        cfg: gl.constexpr,
+    ):  # fmt: skip
+        """Scores of the block before `now.block`, and the output of that one."""
+        VALUE_PRODUCTS: gl.constexpr = 1 if cfg.REST_DV == 0 else 2
+        i, block = now.i + 1, now.block - 1
+        channels.k.acquire(i)
+        wait_for_turn(ME, cfg)
+        s = issue_scores(q, q_rest, i, channels, cfg)
+        o, o_rest = self.issue_output(now, channels, cfg)
+        give_turn(ME, cfg)
+        s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
+        channels.k.release_operand(i)
+        s = finished_scores(s, block * cfg.BLOCK_N, rows, score, MASKED, cfg)
+        factor = linear_scale(score, cfg)
+        row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
+        if cfg.WAITS == "early":
+            pin(row_max)
+            o, o_rest = finished_output(o, o_rest, cfg)
+            channels.v.release_operand(now.i)
+        pivot = pivot_of(row_max, MASKED)
+        rescale = gl.exp2(now.row_max - pivot)
+        p = gl.exp2(s * factor - pivot[:, None])
+        row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
+        if cfg.WAITS != "early":
+            if cfg.WAITS == "late":
+                pin(row_sum)
+            o, o_rest = finished_output(o, o_rest, cfg)
+            channels.v.release_operand(now.i)
+        p = paired(p, channels.v.tiles.dtype)
+        return Progress(i, block, p, o, o_rest, rescale, row_max, row_sum)
+
+    @gluon.jit
+    def issue_output(self, now, channels, cfg: gl.constexpr):
+        """O += P V of block i, under way."""
+        dtype: gl.constexpr = channels.v.tiles.dtype
+        channels.v.acquire(now.i)
+        o, o_rest = rescaled_where_needed(now.o, now.rescale), now.o_rest
         if cfg.REST_DV > 0:
-            clear_tail(ME, channels.v.rest(i), work.N - n0, cfg.REST_DV, cfg)
-    s = warpgroup_mma_wait(0, deps=[s])
-    channels.k.release_operand(i)
-    s = finished_scores(s, n0, rows, score, False, cfg)
-    if cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK:  # noqa: SIM114 -- known while compiling
-        s = masked(s, rows.start, rows.stop, n0, cfg)
-    elif n0 + cfg.BLOCK_N > work.N:
-        s = masked(s, rows.start, rows.stop, n0, cfg)
-    factor = linear_scale(score, cfg)
-    row_max = gl.max(s, 1) * factor
-    p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
-    return Progress(
-        i,
-        block,
-        paired(p, channels.v.tiles.dtype),
-        empty_accumulator(cfg.BLOCK_DV),
-        empty_accumulator(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0,
-        gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
-        row_max,
-        partial_row_sum(p),
-    )
+            o_rest = rescaled_where_needed(o_rest, now.rescale)
+        v = channels.v.tile(now.i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+        o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
+        if cfg.REST_DV > 0:
+            v = channels.v.rest(now.i).reshape([cfg.BLOCK_N, cfg.REST_DV])
+            p = as_left_operand(now.p, cfg.REST_DV, dtype)
+            o_rest = warpgroup_mma(p, v, o_rest, is_async=True)
+        return o, o_rest
+
+    @gluon.jit
+    def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):
+        """What the output of every row is multiplied with, and its log-sum-exp."""
+        return normalisation(ME, done.row_max, done.row_sum, work, sink_ptr, cfg)
+
+    @gluon.jit
+    def output_scale(self, scale, done, cfg: gl.constexpr):
+        """`scale` in the unit of the output."""
+        return scale
 
 
 @gluon.jit
-def next_block(
-    ME: gl.constexpr, now, q, q_rest, channels, rows, score, MASKED: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Scores of the block before `now.block`, and the output of that one."""
-    VALUE_PRODUCTS: gl.constexpr = 1 if cfg.REST_DV == 0 else 2
-    i, block = now.i + 1, now.block - 1
-    channels.k.acquire(i)
-    wait_for_turn(ME, cfg)
-    s = issue_scores(q, q_rest, i, channels, cfg)
-    o, o_rest = issue_output(now, channels, cfg)
-    give_turn(ME, cfg)
-    s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
-    channels.k.release_operand(i)
-    s = finished_scores(s, block * cfg.BLOCK_N, rows, score, MASKED, cfg)
-    factor = linear_scale(score, cfg)
-    row_max = raised(now.row_max, gl.max(s, 1) * factor)
-    if cfg.WAITS == "early":
-        pin(row_max)
-        o, o_rest = finished_output(o, o_rest, cfg)
-        channels.v.release_operand(now.i)
-    pivot = pivot_of(row_max, MASKED)
-    rescale = gl.exp2(now.row_max - pivot)
-    p = gl.exp2(s * factor - pivot[:, None])
-    row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
-    if cfg.WAITS != "early":
-        if cfg.WAITS == "late":
-            pin(row_sum)
-        o, o_rest = finished_output(o, o_rest, cfg)
-        channels.v.release_operand(now.i)
-    p = paired(p, channels.v.tiles.dtype)
-    return Progress(i, block, p, o, o_rest, rescale, row_max, row_sum)
+def math16(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
+    """16-bit tiles have no scales."""
+    return Math16()
 
 
 @gluon.jit

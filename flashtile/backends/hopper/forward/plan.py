@@ -109,6 +109,7 @@ class KernelConfig:
     """What the kernel is compiled for. Lengths and strides are not in here: they recompile
     nothing, but that a short causal problem may have another tile."""
 
+    BITS: int  # of an element of Q, K, V and P
     CONSUMERS: int
     BLOCK_M: int
     BLOCK_N: int
@@ -194,6 +195,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
     tile = tile_of(problem)
     has_softcap, packed = options.softcap > 0, problem.layout != "dense"
     return KernelConfig(
+        BITS=16,
         CONSUMERS=tile.consumers,
         BLOCK_M=tile.consumers * CONSUMER_ROWS,
         BLOCK_N=tile.BLOCK_N,

@@ -133,9 +133,10 @@ def bounds(bound, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def raised(row_max, seen):
-    """The maximum of a row, raised to the largest score `seen` only when it is far behind. Any
-    number near the maximum serves: what is summed is divided by a sum against the same number."""
+def lazy_max(row_max, seen, SLACK_LOG2: gl.constexpr):
+    """The maximum of a row, raised to the largest score `seen` only when it is more than SLACK_LOG2
+    behind. Any number near the maximum serves: what is summed is divided by a sum against the same
+    number."""
     return gl.where(seen - row_max > SLACK_LOG2, seen, row_max)
 
 
