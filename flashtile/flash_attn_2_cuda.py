@@ -56,14 +56,8 @@ def fwd(
         RuntimeError: `generator` is a tensor, as in old versions.
         ValueError, TypeError, NotImplementedError: as `flashtile.attention`.
     """
-    arguments = Arguments(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-    )
+    window = window_size_left, window_size_right
+    arguments = _arguments(alibi_slopes, dropout_p, softmax_scale, causal, window, softcap)
     return _forward((q, k, v), None, arguments, out, return_softmax, generator)
 
 
@@ -103,13 +97,14 @@ def varlen_fwd(
         raise RuntimeError("num_splits > 1 is not supported for varlen paged KV")
     if block_table is not None and leftpad_k is not None:
         raise ValueError("leftpad_k: got it with block_table, want one of the two")
-    arguments = Arguments(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
+    window = window_size_left, window_size_right
+    arguments = _arguments(
+        alibi_slopes,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
         seqused_k=seqused_k,
         num_splits=num_splits,
     )
@@ -152,14 +147,9 @@ def bwd(
     Raises:
         ValueError: a tensor has another shape than in the forward, or `rng_state` is missing.
     """
-    arguments = Arguments(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
+    window = window_size_left, window_size_right
+    arguments = _arguments(
+        alibi_slopes, dropout_p, softmax_scale, causal, window, softcap, deterministic=deterministic
     )
     _check_generator(generator)
     results = (dout, out, softmax_lse)
@@ -195,14 +185,9 @@ def varlen_bwd(
     """`bwd` for packed sequences; softmax_d is (heads, total_q + 128 * batch), where the rows of
     sequence ``b`` begin at ``cu_seqlens_q[b] + 128 * b``.
     """
-    arguments = Arguments(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
+    window = window_size_left, window_size_right
+    arguments = _arguments(
+        alibi_slopes, dropout_p, softmax_scale, causal, window, softcap, deterministic=deterministic
     )
     _check_generator(generator)
     layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -270,6 +255,27 @@ def s_dmask(probabilities: Tensor) -> Tensor:
         largest = probabilities.abs().amax(-1, keepdim=True)
         probabilities = probabilities / largest.masked_fill(largest == 0, 1)
     return F.pad(probabilities, (0, -N % BLOCK, 0, -M % BLOCK))
+
+
+def _arguments(
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    **more: Any,
+) -> Arguments:
+    """The options that the functions for training share, and those that one of them adds."""
+    return Arguments(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        **more,
+    )
 
 
 def _forward(
@@ -355,6 +361,27 @@ def gradients(
             for target, gradient in zip(targets, found, strict=False)
         ]
         return operands, [*written, *found[3:]]
+
+
+def layout_of(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> Packed | None:
+    """The layout of packed sequences, None for a padded batch; `backward` has no mixtures.
+
+    Without a longest length all tokens are an upper bound, and nothing is read.
+    """
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return None
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise NotImplementedError("cu_seqlens_q, cu_seqlens_k: got one of them, want both or none")
+    M = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    N = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+    return Packed(cu_seqlens_q, cu_seqlens_k, M, N)
 
 
 def _chosen(problem: AttentionProblem, options: Options) -> tuple[AttentionProblem, Options]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import combine, flash_attn_2_cuda
 from .api import attention, attention_varlen, attention_with_kvcache
 from .call import checks
-from .call.prepare import Arguments, Packed, WindowSize
+from .call.prepare import Arguments, WindowSize
 from .flash_attn_2_interface import maybe_contiguous, round_multiple
 
 __all__ = [
@@ -426,9 +426,9 @@ def _flash_attn_backward(
         deterministic=deterministic,
         sm_margin=sm_margin,
     )
-    layout: Any = None
-    if cu_seqlens_q is not None:
-        layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)  # type: ignore[arg-type]
+    layout = flash_attn_2_cuda.layout_of(
+        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    )
     results = (dout, out, softmax_lse)
     return flash_attn_2_cuda.backward((q, k, v), layout, arguments, results, (dq, dk, dv))[3]
 

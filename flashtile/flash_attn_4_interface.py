@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import flash_attn_2_cuda
 from .call import checks
-from .call.prepare import Arguments, Packed
+from .call.prepare import Arguments
 from .combine import flash_attn_combine
 from .flash_attn_4_layouts import Layout, Tensors, attend
 from .masks import Window
@@ -366,13 +366,9 @@ def _flash_attn_bwd(
         deterministic=deterministic,
         pack_gqa=pack_gqa,
     )
-    layout = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        M = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-        N = k.shape[0] if max_seqlen_k is None else max_seqlen_k
-        layout = Packed(cu_seqlens_q, cu_seqlens_k, M, N)
-    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
-        raise NotImplementedError("cu_seqlens_q, cu_seqlens_k: got one of them, want both or none")
+    layout = flash_attn_2_cuda.layout_of(
+        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    )
     _, found = flash_attn_2_cuda.gradients(
         (q, k, v), layout, arguments, (dout, out, lse), (dq, dk, dv), dlse=dlse
     )

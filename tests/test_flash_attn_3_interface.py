@@ -168,6 +168,18 @@ def test_private_forward_of_packed_queries_and_padded_keys_has_gradients(tensors
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_private_backward_of_mixed_layouts_is_refused(side):
+    tensors = dict(zip("qkv", qkv(generator(0), B=2, M=6, N=9, Hq=4, Hk=2, D=8), strict=True))
+    for name in "q" if side == "q" else "kv":
+        tensors[name] = tensors[name].flatten(0, 1)
+    given = {f"cu_seqlens_{side}": cu_seqlens([6, 6] if side == "q" else [9, 9])}
+    lse = torch.zeros(2, 4, 6)
+    out = torch.zeros(2, 6, 4, 8)
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q, cu_seqlens_k: got one of them"):
+        fa3._flash_attn_backward(out, *tensors.values(), out, lse, **given)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_private_backward(packed, seed):
     q, k, v = qkv(generator(seed), B=2, M=6, N=9, Hq=4, Hk=2, D=8)

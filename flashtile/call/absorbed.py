@@ -51,6 +51,7 @@ def _are_neighbours(left: Tensor, right: Tensor) -> bool:
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return False  # a view past the end of `left` has no gradient
     return (
+        # A private function, which PyTorch's type annotations leave out.
         torch._C._is_alias_of(left, right)  # type: ignore[attr-defined]
         and left.stride() == right.stride()
         and left.stride(-1) == 1

@@ -30,7 +30,8 @@ def _refusing() -> Iterator[None]:
     previous = functional.softmax, torch.softmax
     functional.softmax = _checking(previous[0])
     torch.softmax = _checking(previous[1])
-    # torch.Tensor inherits the method, so deleting our attribute restores it.
+    # torch.Tensor inherits the method, so deleting our attribute restores it. (A method is replaced
+    # on purpose, which no type annotation allows.)
     torch.Tensor.softmax = _checking(torch.Tensor.softmax)  # type: ignore[method-assign]
     try:
         yield

@@ -71,8 +71,9 @@ def _backward(*args: Any) -> list[_Sharding]:
 
 def _replicated(outputs: int, args: tuple[Any, ...]) -> _Sharding:
     """The placement in which every process holds all tensors completely."""
-    inputs = [Replicate() if _is_tensor(x) else None for x in args]
-    return [Replicate()] * outputs, inputs  # type: ignore[return-value]
+    inputs: list[Placement | None] = [Replicate() if _is_tensor(x) else None for x in args]
+    results: list[Placement | None] = [Replicate() for _ in range(outputs)]
+    return results, inputs
 
 
 def _placements(operands: Operands) -> list[tuple[int, int, list[Placement | None]]]:
