@@ -2,6 +2,8 @@
 
 A call flows one way through the rooms of the package. Imports follow it: a room imports rooms that
 stand below it in `ROOMS`, never one above, so every file can be read with only those below in mind.
+Inside a room no imports form a cycle. A backend is loaded by its name: nothing outside of its
+folder imports from it, except the commands of `cli`.
 """
 
 from __future__ import annotations
@@ -52,13 +54,19 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("gpu",),
     # The words that all the rooms above share: a call described, its mask, its dropout, its parts.
     ("problem",),
-    ("masks", "dropout", "flops", "lazy", "lru"),
+    ("masks", "dropout", "flops", "lazy", "lru", "native_kernels"),
     ("autocast",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 
 # Inside one backend, from top to bottom; any other file of a backend is one of its kernels.
 STAGES = {"": 0, "launch": 1, "kernel": 2, "plan": 3}
+
+# The files of one op: it chooses between its kernel and its formula, which do not know each other.
+# Other files, such as a matrix that both need, stand below. An op may use another op, a kernel
+# another op's kernel, and a formula another op's formula.
+OP_STAGES = {"op": 0, "kernel": 1, "formula": 1}
+HAS_TRITON = ("kernel", "intrinsics", "launch")  # files of ops/ and gpu/ that may import Triton
 
 # The folders inside one backend: what each of them may import from.
 FOLDERS = {
@@ -130,11 +138,15 @@ def complaint(importer: Module, imported: Module, package: Path) -> str | None:
     for room in (here, there):
         if room not in LEVEL:
             return f"room {room!r} has no place in ROOMS"
+    ours, theirs = backend_of(importer, package), backend_of(imported, package)
+    if theirs is not None and here not in ("backends", "cli"):
+        return f"{here!r} imports backend {theirs!r}, which is loaded by its name"
     if here != there:
         if LEVEL[here] < LEVEL[there]:
             return None
         return f"{here!r} imports {there or '__init__'!r}, which does not stand below it"
-    ours, theirs = backend_of(importer, package), backend_of(imported, package)
+    if here == "ops":
+        return op_complaint(importer, imported)
     if theirs is None or here != "backends":
         return None
     if ours != theirs:
@@ -145,6 +157,15 @@ def complaint(importer: Module, imported: Module, package: Path) -> str | None:
     if importer == imported or STAGES[stage(importer)] <= STAGES[stage(imported)]:
         return None
     return f"{stage(importer)!r} of a backend imports its {stage(imported) or '__init__'!r}"
+
+
+def op_complaint(importer: Module, imported: Module) -> str | None:
+    """Why a file of an op may not import one of an op."""
+    ours, theirs = importer[-1], imported[-1]
+    above, below = OP_STAGES.get(ours, 2), OP_STAGES.get(theirs, 2)
+    if above < below or ours == theirs or above == below == 2:
+        return None
+    return f"{ours!r} of an op imports {theirs!r}"
 
 
 def backend_of(module: Module, package: Path) -> str | None:
@@ -166,6 +187,8 @@ def foreign(importer: Module, name: str, package: Path) -> str | None:
     if top == package.name:
         return f"imports {name!r} absolutely; inside the package imports are relative"
     allowed = REQUIRED | OPTIONAL.get(room_of(importer), set()) | set(sys.stdlib_module_names)
+    if room_of(importer) in ("ops", "gpu") and importer[-1] not in HAS_TRITON:
+        allowed -= {"triton"}  # so that flashtile can be imported without it
     return None if top in allowed else f"imports {top!r}, which is not a dependency of this room"
 
 
@@ -182,6 +205,29 @@ def import_violations(package: Path) -> list[str]:
             if reason:
                 found.append(f"{path.relative_to(package.parent)}:{line}: {reason}")
     return found
+
+
+def import_cycles(package: Path) -> list[str]:
+    """Every import that closes a cycle of modules, as "a -> b -> a"."""
+    imports: dict[Module, set[Module]] = {}
+    for path in sorted(package.rglob("*.py")):
+        found = imports_of(path, package)
+        ours = {imported for _, imported, _ in found if imported is not None}
+        imports[module_of(path, package)] = ours - {module_of(path, package)}
+    cycles, done = [], set()
+
+    def follow(module: Module, trail: tuple[Module, ...]) -> None:
+        if module in trail:
+            cycle = (*trail[trail.index(module) :], module)
+            cycles.append(" -> ".join(".".join(m) or "__init__" for m in cycle))
+        elif module not in done:
+            for imported in sorted(imports.get(module, ())):
+                follow(imported, (*trail, module))
+            done.add(module)
+
+    for module in imports:
+        follow(module, ())
+    return cycles
 
 
 def function_violations(path: Path) -> Iterator[str]:
@@ -219,6 +265,37 @@ def test_imports_follow_the_flow():
     assert not import_violations(PACKAGE)
 
 
+def test_no_imports_form_a_cycle():
+    assert not import_cycles(PACKAGE)
+
+
+@pytest.mark.parametrize(
+    ("files", "cycle"),
+    [
+        (
+            {"bench/a.py": "from .b import x", "bench/b.py": "from . import a"},
+            "bench.a -> bench.b -> bench.a",
+        ),
+        (
+            {"q/a.py": "def f():\n    from . import b", "q/b.py": "from .c import x", "q/c.py": ""},
+            None,
+        ),
+        (
+            {
+                "q/a.py": "def f():\n    from . import b",
+                "q/b.py": "from .c import x",
+                "q/c.py": "if TYPE_CHECKING:\n    from ..q.a import f",
+            },
+            "q.a -> q.b -> q.c -> q.a",
+        ),
+        ({"q/__init__.py": "from .a import x", "q/a.py": "from . import x"}, "q -> q.a -> q"),
+    ],
+    ids=["two modules", "none", "three modules", "a package and its module"],
+)
+def test_the_check_catches_a_planted_cycle(tmp_path, files, cycle):
+    assert import_cycles(plant(tmp_path, files)) == ([] if cycle is None else [cycle])
+
+
 def test_every_room_in_the_table_exists():
     missing = [room for room in LEVEL if room and not exists(tuple(room.split(".")), PACKAGE)]
     assert not missing
@@ -235,6 +312,13 @@ def test_every_room_in_the_table_exists():
         ("backends/cpu/plan.py", "from . import launch", "imports its 'launch'"),
         ("backends/cpu/tiles.py", "from .launch import run", "imports its 'launch'"),
         ("backends/gpu/shared/x.py", "from ..forward.y import z", "imports its 'forward'"),
+        ("api.py", "from .backends.triton import plan", "imports backend 'triton'"),
+        ("integrations/sdpa.py", "from ..backends import cpu", "imports backend 'cpu'"),
+        ("call/dispatch.py", "from ..backends.cpu import plan", "imports backend 'cpu'"),
+        ("ops/turn/kernel.py", "from .formula import x", "'kernel' of an op imports 'formula'"),
+        ("ops/turn/formula.py", "from .op import x", "'formula' of an op imports 'op'"),
+        ("ops/turn/formula.py", "from ..merge.kernel import x", "imports 'kernel'"),
+        ("ops/turn/op.py", "import triton", "not a dependency"),
         ("api.py", "from .testing import reference", "does not stand below"),
         ("__init__.py", "from . import testing", "does not stand below"),
         ("api.py", "if TYPE_CHECKING:\n    from . import testing", "does not stand below"),
@@ -251,6 +335,11 @@ def test_the_check_catches_a_planted_violation(tmp_path, name, text, why):
     rooms = ("__init__", "api", "call/dispatch", "call/prepare", "problem", "masks")
     files = {f"{room}.py": "" for room in rooms}
     files |= {"testing/reference.py": "", "integrations/sdpa.py": ""}
+    files |= {"ops/turn/op.py": "from . import kernel\nfrom ..merge import op"}
+    files |= {"ops/turn/kernel.py": "import triton\nfrom ..merge.kernel import x"}
+    files |= {"ops/turn/formula.py": "from .matrix import x\nfrom ..merge.formula import x"}
+    files |= {f"ops/merge/{name}.py": "" for name in ("formula", "kernel", "op")}
+    files |= {"ops/turn/matrix.py": "", "cli/tune.py": "from ..backends.triton import plan"}
     files |= {"backends/triton/plan.py": "", "backends/cpu/plan.py": ""}
     files |= {"backends/gradients.py": "from ..problem import X"}
     files |= {"backends/cpu/launch.py": "from .plan import plan\nfrom ..gradients import X"}

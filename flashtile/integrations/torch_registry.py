@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from .. import flash_attn_2_cuda as flash
+from .. import native_kernels
 from ..api import attention
 from ..autocast import without_autocast
-from ..backends.cpu import native
 from ..call.prepare import Arguments, decided
 
 NAME = "flashtile"
@@ -58,8 +58,10 @@ class _Activation:
     """Puts our kernels into PyTorch's dispatcher until `remove`. The registry keeps this object."""
 
     def __init__(self) -> None:
-        self._native = native.kernels()
-        native.use_kernels(*(_kernel(f"{_SDPA_CPU}{suffix}") for suffix in ("", "_backward")))
+        self._native = native_kernels.kernels()
+        native_kernels.use_kernels(
+            *(_kernel(f"{_SDPA_CPU}{suffix}") for suffix in ("", "_backward"))
+        )
         self._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # of overrides
@@ -70,7 +72,7 @@ class _Activation:
     def remove(self) -> None:
         """Give the operators back to PyTorch."""
         self._library._destroy()
-        native.use_kernels(*self._native)
+        native_kernels.use_kernels(*self._native)
 
 
 def _kernel(name: str) -> Callable[..., Any]:

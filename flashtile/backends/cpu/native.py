@@ -12,35 +12,20 @@ calls are added up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...masks import Window
+from ...native_kernels import kernels
 from ...ops.merge.formula import add_sink, merge
 from .segments import KeyRun, SegmentMask
 
-_Kernel = Callable[..., Any]
-_forward: _Kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward: _Kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
 INFINITY = float("inf")
 KERNEL_KEYS = 512  # the kernel skips masked keys in blocks of this many
-
-
-def kernels() -> tuple[_Kernel, _Kernel]:
-    """PyTorch's forward and backward, as they are called here."""
-    return _forward, _backward
-
-
-def use_kernels(forward: _Kernel, backward: _Kernel) -> None:
-    """Use these functions to call PyTorch's kernels. Code that replaces the operators passes the
-    original kernels here."""
-    global _forward, _backward
-    _forward, _backward = forward, backward
 
 
 class Piece(NamedTuple):
@@ -151,15 +136,16 @@ def forward(
     """out (batch, heads, M, D) and lse (batch, heads, M); inputs (batch, heads, length, D) in the
     compute dtype.
     """
+    native_forward, _ = kernels()
     whole = single_piece(mask, BLOCK_M)
     if whole is not None:
-        out, lse = _forward(q, k, v, 0.0, whole.causal, scale=scale)
+        out, lse = native_forward(q, k, v, 0.0, whole.causal, scale=scale)
     else:
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:-1], -INFINITY, dtype=q.dtype)
         previous_row = -1
         for piece in pieces(mask, BLOCK_M):
-            out_part, lse_part = _forward(
+            out_part, lse_part = native_forward(
                 piece.rows(q),
                 piece.keys(k),
                 piece.keys(v),
@@ -202,17 +188,20 @@ def backward(
     """Gradients from the whole rows' `out` and `lse`; all in one dtype but the lse, in whose dtype
     the gradients of several calls of the kernel are added up.
     """
+    _, native_backward = kernels()
     whole = single_piece(mask, BLOCK_M)
     group = q.shape[1] // k.shape[1] if q.dtype.itemsize == 2 else 1
     if whole is not None and group == 1:
-        return NativeGradients(*_backward(dout, q, k, v, out, lse, 0.0, whole.causal, scale=scale))
+        return NativeGradients(
+            *native_backward(dout, q, k, v, out, lse, 0.0, whole.causal, scale=scale)
+        )
     # Rows that see nothing have lse -inf; in a piece they are masked, and 0 keeps exp(-inf - lse)
     # at 0.
     lse = lse.masked_fill(lse == -INFINITY, 0.0)
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for piece, member in product(pieces(mask, BLOCK_M), range(group)):
         heads = slice(member, None, group)
-        dq_part, dk_part, dv_part = _backward(
+        dq_part, dk_part, dv_part = native_backward(
             piece.rows(dout)[:, heads],
             piece.rows(q)[:, heads],
             piece.keys(k),
