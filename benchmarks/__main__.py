@@ -13,7 +13,7 @@ from textwrap import fill
 
 import torch
 
-from flashtile.cli.machine import busy, provenance
+from flashtile.cli.machine import busy, missing_device, provenance
 
 from . import targets
 from .markdown import page
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if args.preset in PRESETS and device == "cpu" and not args.device:
         print(f"--preset {args.preset} wants a GPU; --device cpu insists", file=sys.stderr)
         return 2
-    if missing := _missing(device):
+    if missing := missing_device(device):
         print(f"--device {device}: {missing}", file=sys.stderr)
         return 2
     flags = map(_without_folder, args.command_line)
@@ -308,19 +308,6 @@ def _names() -> str:
             *(f"  {name:<20} {preset.about}" for name, preset in PRESETS.items()),
         ]
     )
-
-
-def _missing(device: str) -> str | None:
-    """Why there is no such device here, or None."""
-    try:
-        wanted = torch.device(device)
-    except RuntimeError:
-        return "no such device, want cpu or cuda:N"
-    if wanted.type == "cuda" and not torch.cuda.is_available():
-        return "no CUDA device here"
-    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
-        return f"there are {torch.cuda.device_count()} CUDA devices"
-    return None if wanted.type in ("cpu", "cuda") else "want cpu or cuda:N"
 
 
 def _positive(text: str) -> int:

@@ -10,7 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .measure import Timing
+from flashtile.cli.timing import Timing
+
 from .shapes import Case, cache_bytes, density, flops, quantized_bytes
 
 Provenance = Mapping[str, str | None]

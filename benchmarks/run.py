@@ -13,23 +13,19 @@ import torch
 from torch import Tensor
 
 from flashtile.cli.machine import memory_bytes
+from flashtile.cli.timing import Call, Timer, Timing, interleave, timer_for
 from flashtile.testing import attention_reference, attention_varlen_reference
 
 from .float8 import QUANTIZERS
 from .layer import in_layer
 from .measure import (
-    Call,
     Errors,
     HostTimer,
-    Timer,
-    Timing,
     captured,
     errors,
-    interleave,
     matmul_tflops,
     peak_bytes,
     read_gbps,
-    timer_for,
 )
 from .peers import PEERS, failures_of
 from .prepared import DIFFERENTIATED, Prepared, Skip

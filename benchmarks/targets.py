@@ -18,7 +18,8 @@ from itertools import groupby
 import torch
 from torch.nn.attention import SDPBackend
 
-from .measure import cpu_timer
+from flashtile.cli.timing import cpu_timer
+
 from .peers import flashtile, sdpa
 from .prepared import DIFFERENTIATED, Prepared
 from .rows import Row

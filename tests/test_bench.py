@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from benchmarks import measure, peers, prepared, report, run, shapes
 from benchmarks.rows import Row
 from benchmarks.shapes import Case, vary
-from flashtile.cli import machine
+from flashtile.cli import machine, timing
 
 SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)
 QUICK = run.Settings(peers=("flashtile", "standard"), seconds=0, min_rounds=1)
@@ -95,11 +95,11 @@ def test_inputs_repeat_with_their_seed() -> None:
 
 
 def test_timing_is_median_and_spread() -> None:
-    timing = measure.Timing.of([5.0, 1.0, 3.0, 2.0, 4.0, 100.0])
-    assert timing.median_ms == 3.5
-    assert timing.p20_ms == 2.0
-    assert timing.p80_ms == 5.0
-    assert measure.Timing.of([7.0]) == (7.0, 7.0, 7.0)
+    found = timing.Timing.of([5.0, 1.0, 3.0, 2.0, 4.0, 100.0])
+    assert found.median_ms == 3.5
+    assert found.p20_ms == 2.0
+    assert found.p80_ms == 5.0
+    assert timing.Timing.of([7.0]) == (7.0, 7.0, 7.0)
 
 
 class FakeClock:
@@ -108,7 +108,7 @@ class FakeClock:
     def __init__(self) -> None:
         self.order: list[float] = []
 
-    def __call__(self, call: measure.Call) -> float:
+    def __call__(self, call: timing.Call) -> float:
         took = call()
         assert isinstance(took, float)
         self.order.append(took)
@@ -118,7 +118,7 @@ class FakeClock:
 def test_interleave_takes_turns_in_random_order() -> None:
     clock = FakeClock()
     calls = {"a": lambda: 10.0, "b": lambda: 20.0, "c": lambda: 30.0}
-    samples = measure.interleave(calls, clock, budget_ms=0, min_rounds=20)
+    samples = timing.interleave(calls, clock, budget_ms=0, min_rounds=20)
     assert samples == {"a": [10.0] * 20, "b": [20.0] * 20, "c": [30.0] * 20}
     rounds = [tuple(clock.order[i : i + 3]) for i in range(3, 63, 3)]  # after the warm-up
     assert all(sorted(turn) == [10.0, 20.0, 30.0] for turn in rounds)
@@ -126,27 +126,27 @@ def test_interleave_takes_turns_in_random_order() -> None:
 
 
 def test_interleave_stops_when_the_budget_is_spent() -> None:
-    samples = measure.interleave({"a": lambda: 10.0}, FakeClock(), budget_ms=95, min_rounds=2)
+    samples = timing.interleave({"a": lambda: 10.0}, FakeClock(), budget_ms=95, min_rounds=2)
     assert len(samples["a"]) == 10
-    samples = measure.interleave({"a": lambda: 10.0}, FakeClock(), budget_ms=5, min_rounds=7)
+    samples = timing.interleave({"a": lambda: 10.0}, FakeClock(), budget_ms=5, min_rounds=7)
     assert len(samples["a"]) == 7
 
 
 def test_interleave_repeats_short_calls_in_their_turn() -> None:
     calls = {"short": lambda: 2.0, "tiny": lambda: 0.0, "long": lambda: 50.0}
-    samples = measure.interleave(calls, FakeClock(), budget_ms=0, min_rounds=3)
+    samples = timing.interleave(calls, FakeClock(), budget_ms=0, min_rounds=3)
     counts = {name: len(times) for name, times in samples.items()}
-    assert counts == {"short": 15, "tiny": 3 * measure.MAX_REPEATS, "long": 3}
+    assert counts == {"short": 15, "tiny": 3 * timing.MAX_REPEATS, "long": 3}
 
 
 def test_interleave_always_ends() -> None:
-    samples = measure.interleave({"free": lambda: 0.0}, FakeClock(), budget_ms=1e9)
-    assert len(samples["free"]) == measure.MAX_ROUNDS * measure.MAX_REPEATS
+    samples = timing.interleave({"free": lambda: 0.0}, FakeClock(), budget_ms=1e9)
+    assert len(samples["free"]) == timing.MAX_ROUNDS * timing.MAX_REPEATS
 
 
 def test_the_cpu_clock_runs_the_call_once() -> None:
     ran = Counter[str]()
-    assert measure.cpu_timer(lambda: ran.update(["call"])) >= 0
+    assert timing.cpu_timer(lambda: ran.update(["call"])) >= 0
     assert ran["call"] == 1
 
 

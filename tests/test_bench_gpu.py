@@ -10,6 +10,7 @@ import torch
 from benchmarks import measure, run
 from benchmarks.presets import PRESETS, preset_cases
 from benchmarks.shapes import Case, vary
+from flashtile.cli import timing
 
 pytestmark = pytest.mark.gpu
 
@@ -19,10 +20,10 @@ QUICK = run.Settings(device="cuda", seconds=0, min_rounds=1)
 
 
 def test_the_gpu_is_measured_with_events_and_its_own_memory() -> None:
-    timer = measure.timer_for("cuda")
+    timer = timing.timer_for("cuda")
     x = torch.zeros(MIB, device="cuda")
     calls = {"add": lambda: x + 1, "graph": measure.captured(lambda: x + 1)}
-    samples = measure.interleave(calls, timer, budget_ms=0, min_rounds=2)
+    samples = timing.interleave(calls, timer, budget_ms=0, min_rounds=2)
     assert all(min(times) > 0 for times in samples.values())
     assert measure.peak_bytes(lambda: x + 1, "cuda") == 4 * MIB
 

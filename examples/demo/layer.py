@@ -12,8 +12,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from benchmarks.measure import peak_bytes, timer_for
+from benchmarks.measure import peak_bytes
 from flashtile import attention
+from flashtile.cli.timing import timer_for
 
 HEADS, KEY_HEADS, HEAD_DIM = 9, 3, 64  # of SmolLM2-135M
 PASSES = ("forward", "forward + backward")

@@ -91,6 +91,19 @@ def device_name(device: str) -> str:
     return f"{_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
 
 
+def missing_device(device: str) -> str | None:
+    """Why there is no such PyTorch device here, or None."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        return "no such device, want cpu or cuda:N"
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device here"
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        return f"there are {torch.cuda.device_count()} CUDA devices"
+    return None if wanted.type in ("cpu", "cuda") else "want cpu or cuda:N"
+
+
 def memory_bytes(device: torch.device) -> int | None:
     """All memory of a device; None where the system does not say."""
     if device.type == "cuda":

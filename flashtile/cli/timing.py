@@ -1,0 +1,107 @@
+"""Time calls in turns, by the clock of their device."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+Call = Callable[[], object]
+Timer = Callable[[Call], float]  # milliseconds of one run of the call
+
+TURN_MS = 10.0  # a call faster than this runs several times in its turn
+MAX_REPEATS = 20
+MAX_ROUNDS = 200
+
+
+class Timing(NamedTuple):
+    """Median and spread of the samples, milliseconds."""
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Quantiles of `samples`, linear between neighbours."""
+        values = torch.tensor(samples, dtype=torch.float64)
+        quantiles = values.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
+        return cls(*quantiles.tolist())
+
+
+def interleave(
+    calls: Mapping[str, Call],
+    timer: Timer,
+    *,
+    budget_ms: float,
+    min_rounds: int = 5,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """Time all calls in turns, in a new random order each round; returns every sample.
+
+    The machine drifts while it is measured (clocks, heat, neighbours). In one run and a random
+    order the drift meets every call alike, so that the ratios hold even when the times do not.
+
+    Args:
+        budget_ms: how long to measure, all calls together; at least `min_rounds` rounds.
+    """
+    shuffle = random.Random(seed).shuffle
+    first = {name: timer(call) for name, call in calls.items()}  # warms up; not a sample
+    repeats = {
+        name: max(1, min(MAX_REPEATS, int(TURN_MS / max(ms, 1e-3)))) for name, ms in first.items()
+    }
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    spent = 0.0
+    for done in range(MAX_ROUNDS):
+        if done >= min_rounds and spent >= budget_ms:
+            break
+        order = list(calls)
+        shuffle(order)
+        for name in order:
+            turn = [timer(calls[name]) for _ in range(repeats[name])]
+            samples[name] += turn
+            spent += sum(turn)
+    return samples
+
+
+def timer_for(device: str) -> Timer:
+    """The clock of `device`: the processor's, or CUDA events."""
+    return CudaTimer(device) if torch.device(device).type == "cuda" else cpu_timer
+
+
+def cpu_timer(call: Call) -> float:
+    """Wall-clock milliseconds of one run."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+class CudaTimer:
+    """Milliseconds between two CUDA events around the call, after flushing the L2 cache.
+
+    The flushes also keep the card busy while the call is being launched, for about a quarter of a
+    millisecond, so that a short kernel's time does not include the launch. The last one reads: what
+    it leaves in the cache need not be written back in the call's time.
+    """
+
+    FLUSH_BYTES = 256 << 20
+    FLUSHES = 3
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.flush = torch.empty(self.FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+
+    def __call__(self, call: Call) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self.device):
+            for _ in range(self.FLUSHES):
+                self.flush.zero_()
+            self.flush.sum()
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+        return start.elapsed_time(stop)
