@@ -105,7 +105,7 @@ wheel: $(VENV)/.wheel  ## build dist/, look into it, install the wheel into an e
 	$(PY) .ci/check_wheel.py dist
 	$(PYTHON) -m venv --clear $(VENV)/empty
 	$(INSTALL:$(PY)%=$(VENV)/empty/bin/python%) dist/*.whl
-	cd $(VENV)/empty && bin/python -c "$$ONE_CALL" && bin/flashtile info
+	cd $(VENV)/empty && bin/python -c "$$ONE_CALL" && bin/flashtile check --quick --device cpu
 
 clean:  ## remove the environment, the data and everything built
 	rm -rf $(VENV) $(DATA) dist docs/_build docs/examples docs/figures

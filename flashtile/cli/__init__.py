@@ -1,4 +1,4 @@
-"""Inspect and tune flashtile."""
+"""Inspect, check and tune flashtile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib import import_module
 # only when it is the one asked for: `flashtile info` must not wait for a model library.
 COMMANDS = {
     "info": "versions, devices, which backends work here and why the others do not",
+    "check": "compare flashtile's results with float64 on this machine, and write a report",
     "tune": "measure tile sizes of the Triton backend on this GPU and keep the best",
     "warmup": "compile the Triton kernels before the first call that needs them",
 }

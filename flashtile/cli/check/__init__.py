@@ -1,0 +1,89 @@
+"""``flashtile check``: whether flashtile's results are right on this machine, and how fast it is.
+
+`calls` makes the calls of the core of the conformance suite, `judge` compares one with float64,
+`speed` times some, and `report` writes what can be attached to a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .. import info, machine
+from .calls import Case, cases
+from .judge import Outcome, outcome_of
+from .report import Results, verdict, write
+from .speed import SHAPES, measure, table
+
+OUTPUT = "flashtile-check.md"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("--quick", action="store_true", help="fewer calls; a minute")
+    parser.add_argument("--device", help="cpu or cuda:N; by default a GPU if there is one")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(OUTPUT),
+        metavar="FILE",
+        help="the report, JSON if the name ends so, else Markdown (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, help="of the inputs; the report says which it was")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every call is right, 1 when one is not or none could run, 2 without the device."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if missing := machine.missing_device(device):
+        print(f"--device {device}: {missing}", file=sys.stderr)
+        return 2
+    if not args.output.absolute().parent.is_dir():
+        print(f"--output {args.output}: there is no such folder", file=sys.stderr)
+        return 2
+    seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+    print(f"flashtile on {machine.device_name(device)}, seed {seed}")
+    if warning := machine.busy():
+        print(f"note: {warning}")
+    found = Results(info.collect(), device, seed, args.quick)
+    try:
+        for outcome in _judged(cases(device, args.quick), device, seed):
+            found.outcomes.append(outcome)
+        found.times += _timed(device, args.quick)
+    except KeyboardInterrupt:
+        found.stopped = True
+    print(verdict(found))
+    write(found, args.output)
+    print(f"report: {args.output}")
+    return 0 if found.passed else 1
+
+
+def _judged(cases: list[Case], device: str, seed: int) -> Iterator[Outcome]:
+    """Every case's outcome; its line is printed, on a terminal over the line before."""
+    begin, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
+    start = time.monotonic()
+    for number, case in enumerate(cases, 1):
+        elapsed = time.monotonic() - start
+        print(f"{begin}[{number}/{len(cases)}, {elapsed:.0f} s] {case}", end=end, flush=True)
+        outcome = outcome_of(case, device, seed)
+        if outcome.failures:
+            print(f"{begin}FAILED {case}")
+            print("\n".join(f"    {line}" for line in outcome.failures), flush=True)
+        yield outcome
+    print(begin, end="")
+
+
+def _timed(device: str, quick: bool) -> list[list[str]]:
+    """The speed table, printed; its heading is the first line."""
+    print("timing, next to scaled_dot_product_attention", flush=True)
+    lines = table(measure(SHAPES[:1] if quick else SHAPES, device))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(x.rjust(w) for x, w in zip(line, widths, strict=True)))
+    return lines
