@@ -42,7 +42,7 @@ def flashtile(case: Case, inputs: Inputs, scales: str) -> Prepared:
 
 
 def fa3(case: Case, inputs: Inputs) -> Prepared:
-    """FlashAttention-3, which knows scales of heads.
+    """FlashAttention-3, which knows per-head scales.
 
     As it is built by default it reads a V whose head dim is adjacent, and turns it on the way.
     """

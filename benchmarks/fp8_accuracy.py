@@ -31,7 +31,7 @@ from flashtile.quantize.tensors import rows_of
 from flashtile.testing import attention_reference, generator, normal
 
 HEAD_DIMS = (64, 128, 256)
-NONE: dict[str, Any] = {"scales": "tensor", "rotate": False}
+NONE: dict[str, Any] = {"scales": "tensor", "hadamard": False}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -71,12 +71,12 @@ SCHEMES: dict[str, Attend] = {
     "bfloat16, no float8": lambda *qkv: flashtile.attention(*(x.bfloat16() for x in qkv)),
     "one scale a tensor": float8(**NONE),
     "the same, weights not rounded": without_rounded_weights,
-    "scales of blocks alone": float8(scales="block", rotate=False),
-    "K centred alone": float8(**NONE, centre_k=True),
-    "V rotated alone": float8(**NONE, rotate_v=True),
-    "Q and K rotated alone": float8(scales="tensor"),
-    "Q and K rotated, scales of blocks": float8(),
-    "the same, V rotated, K centred": float8(rotate_v=True, centre_k=True),
+    "per-block scales only": float8(scales="block", hadamard=False),
+    "K smoothed only": float8(**NONE, smooth_k=True),
+    "V rotated only": float8(**NONE, hadamard_v=True),
+    "Q and K rotated only": float8(scales="tensor"),
+    "Q and K rotated, per-block scales": float8(),
+    "the same, V rotated, K smoothed": float8(hadamard_v=True, smooth_k=True),
     "the default, Q and K rounded alone": rounding_alone("qk"),
     "the default, V rounded alone": rounding_alone("v"),
 }

@@ -41,10 +41,10 @@ def in_8_bits(**how: Any) -> Attend:
 SCHEMES: dict[str, Attend] = {
     "float32": flashtile.attention,
     "bfloat16": in_16_bits,
-    "float8, one scale a tensor": in_8_bits(scales="tensor", rotate=False),
+    "float8, one scale a tensor": in_8_bits(scales="tensor", hadamard=False),
     "float8, Q and K rotated": in_8_bits(),
-    "float8, K centred": in_8_bits(rotate=False, centre_k=True),
-    "float8, Q and K rotated, K centred": in_8_bits(centre_k=True),
+    "float8, K smoothed": in_8_bits(hadamard=False, smooth_k=True),
+    "float8, Q and K rotated, K smoothed": in_8_bits(smooth_k=True),
 }
 
 

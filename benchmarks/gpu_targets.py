@@ -96,8 +96,8 @@ TARGETS = (
     *(
         Target(about, f"flashtile-{ours}", (other,), least, lambda row: True)
         for about, ours, other, least in (
-            ("float8 forward, scales of heads", "float8-head", "fa3-float8", 1.0),
-            ("float8 forward, scales of blocks", "float8", "flashtile-float8-head", 0.97),
+            ("float8 forward, per-head scales", "float8-head", "fa3-float8", 1.0),
+            ("float8 forward, per-block scales", "float8", "flashtile-float8-head", 0.97),
             ("quantising", "quantize", "copy", 0.8),
         )
     ),

@@ -77,9 +77,9 @@ def _long() -> list[Case]:
 
 def _quantize() -> list[Case]:
     recipes = {
-        "scales of blocks": Recipe(),
-        "scales of heads": Recipe("head"),
-        "scales of blocks, not rotated": Recipe(rotate=False),
+        "per-block scales": Recipe(),
+        "per-head scales": Recipe("head"),
+        "per-block scales, not rotated": Recipe(hadamard=False),
     }
     return [
         _case(head_dim, TOKENS, variant=name, recipe=recipe)
@@ -194,7 +194,7 @@ PRESETS = {
         ),
     ),
     "gpu-float8": Preset(
-        "attention on float8 numbers, with scales of blocks and of heads, against bfloat16",
+        "attention on float8 numbers, with per-block and per-head scales, against bfloat16",
         _long(),
         replace(
             _settings(

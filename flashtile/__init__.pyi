@@ -20,7 +20,7 @@ from .call.kvcache import workspace_size as workspace_size
 from .call.prepare import WindowSize
 from .lru import clear_caches as clear_caches
 from .masks import BlockMask as BlockMask
-from .quantize.tensors import Quantized as Quantized
+from .ops.quantize.formula import Quantized as Quantized
 from .quantize.tensors import quantize_qkv as quantize_qkv
 
 __version__: str
@@ -190,9 +190,9 @@ def attention_fp8(
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     scales: str = "block",
-    rotate: bool = True,
-    rotate_v: bool = False,
-    centre_k: bool = False,
+    hadamard: bool = True,
+    hadamard_v: bool = False,
+    smooth_k: bool = False,
     seed: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -213,9 +213,9 @@ def attention_fp8(
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     scales: str = "block",
-    rotate: bool = True,
-    rotate_v: bool = False,
-    centre_k: bool = False,
+    hadamard: bool = True,
+    hadamard_v: bool = False,
+    smooth_k: bool = False,
     seed: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -236,9 +236,9 @@ def attention_fp8(
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     scales: str = "block",
-    rotate: bool = True,
-    rotate_v: bool = False,
-    centre_k: bool = False,
+    hadamard: bool = True,
+    hadamard_v: bool = False,
+    smooth_k: bool = False,
     seed: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,

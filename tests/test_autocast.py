@@ -150,7 +150,7 @@ ATTENTION: dict[str, tuple[Entry, tuple[tuple[int, ...], ...]]] = {
     "qv": (lambda q, k, v, qv: flashtile.attention(q, k, v, qv=qv), (*BATCH, (2, 40, 4, 24))),
     "float8": (
         lambda q, k, v: flashtile.attention_fp8(
-            q, k, v, causal=True, rotate_v=True, centre_k=True, return_lse=True
+            q, k, v, causal=True, hadamard_v=True, smooth_k=True, return_lse=True
         ),
         ((2, 40, 4, 32), (2, 50, 2, 32), (2, 50, 2, 32)),
     ),
@@ -204,7 +204,7 @@ def with_float8_cache(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def quantized(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     angle = torch.linspace(0, 3, 50 * 12).view(50, 12)
     found = flashtile.quantize_qkv(
-        q, k, v, centre_k=True, rotate_v=True, rotary_cos=angle.cos(), rotary_sin=angle.sin()
+        q, k, v, smooth_k=True, hadamard_v=True, rotary_cos=angle.cos(), rotary_sin=angle.sin()
     )
     return [x.float() for x in found if x is not None]
 

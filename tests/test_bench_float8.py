@@ -69,18 +69,18 @@ def test_what_float8_cannot_is_a_line() -> None:
 def test_bytes_are_what_quantising_reads_and_writes() -> None:
     numbers = 2 * (160 * 4 * 16 + 2 * 200 * 2 * 16)
     assert shapes.quantized_bytes(QUANTIZING) == 3 * numbers
-    assert shapes.quantized_bytes(replace(QUANTIZING, recipe=Recipe(rotate=False))) == 3 * numbers
+    assert shapes.quantized_bytes(replace(QUANTIZING, recipe=Recipe(hadamard=False))) == 3 * numbers
     assert shapes.quantized_bytes(replace(QUANTIZING, recipe=Recipe("head"))) == 5 * numbers
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe("head"), Recipe(rotate=False)], ids=str)
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe("head"), Recipe(hadamard=False)], ids=str)
 def test_quantising_runs_the_recipe_and_its_copy_moves_as_much(recipe: Recipe) -> None:
     case = replace(QUANTIZING, recipe=recipe)
     inputs = shapes.make_inputs(case)
     with torch.no_grad():
         found = float8.quantize(case, inputs).forward()
         copied = float8.copy(case, inputs).forward()
-    wanted = flashtile.quantize_qkv(*inputs[:3], scales=recipe.scales, rotate=recipe.rotate)
+    wanted = flashtile.quantize_qkv(*inputs[:3], scales=recipe.scales, hadamard=recipe.hadamard)
     assert torch.equal(found.float(), wanted.q.float())
     assert 2 * copied.numel() * copied.itemsize == shapes.quantized_bytes(case)
     assert copied.eq(1).all()
@@ -118,5 +118,5 @@ def test_the_presets_hold_what_the_targets_are_about() -> None:
     assert {(case.head_dim, case.recipe) for case in quantizing} == {
         (head_dim, recipe)
         for head_dim in (64, 128, 256)
-        for recipe in (Recipe(), Recipe("head"), Recipe(rotate=False))
+        for recipe in (Recipe(), Recipe("head"), Recipe(hadamard=False))
     }

@@ -153,13 +153,13 @@ def test_float8_is_compared_with_fa3_and_its_block_scales_with_our_own(causal: b
     speeds = {"flashtile": 600.0, "flashtile-float8": 900.0, "flashtile-float8-head": 1000.0}
     found = _found(_measured(case, "forward", speeds | {"fa3-float8": 990.0}))
     assert {name: (o.other, round(o.ratio, 2), o.met) for name, o in found.items()} == {
-        "float8 forward, scales of heads": ("fa3-float8", 1.01, True),
-        "float8 forward, scales of blocks": ("flashtile-float8-head", 0.9, False),
+        "float8 forward, per-head scales": ("fa3-float8", 1.01, True),
+        "float8 forward, per-block scales": ("flashtile-float8-head", 0.9, False),
     }
 
 
 def test_quantising_is_compared_with_a_copy_of_as_many_bytes() -> None:
-    case = _of("gpu-quantize", head_dim=128, variant="scales of heads")
+    case = _of("gpu-quantize", head_dim=128, variant="per-head scales")
     rows = [
         replace(Row.of(case, peer, "quantize").timed(case, [ms]), percent_of_read=50.0)
         for peer, ms in (("flashtile-quantize", 2.0), ("copy", 1.5))

@@ -19,11 +19,11 @@ from flashtile.quantize.tensors import rows_of
 from flashtile.testing import assert_close, cu_seqlens, generator, packed_qkv, qkv, visible_keys
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "plain": {"rotate": False},
+    "plain": {"hadamard": False},
     "default": {},
     "a scale a head": {"scales": "head"},
     "one scale": {"scales": "tensor"},
-    "all": {"centre_k": True, "rotate_v": True},
+    "all": {"smooth_k": True, "hadamard_v": True},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -52,7 +52,7 @@ def plain_gradients(
     rounded, lse = flashtile.attention(*small[:3], **descales(small), **options, return_lse=True)
     R, R_v = (
         (rotation(D) if turned else torch.eye(D)).to(dtype)
-        for turned in (how.get("rotate", True), how.get("rotate_v", False))
+        for turned in (how.get("hadamard", True), how.get("hadamard_v", False))
     )
     tensors = (x.detach().to(dtype) for x in (*unscaled(small), rounded, *grads, lse))
     q, k, v, out, dout, dlse, lse = tensors

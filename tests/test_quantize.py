@@ -32,7 +32,7 @@ from flashtile.testing import (
 )
 
 E4M3 = torch.float8_e4m3fn
-PLAIN: dict[str, Any] = {"rotate": False}
+PLAIN: dict[str, Any] = {"hadamard": False}
 
 
 def with_outliers(g: torch.Generator, **sizes: Any) -> list[Tensor]:
@@ -237,7 +237,7 @@ def test_rotation_halves_the_error_of_outliers(head_dim: int, seed: int):
 
     plain = error(scales="tensor", **PLAIN)
     assert error() < 0.75 * plain
-    assert error(rotate_v=True) < 0.75 * plain
+    assert error(hadamard_v=True) < 0.75 * plain
 
 
 def test_block_scales_keep_rows_that_a_shared_scale_loses(seed: int):
@@ -254,7 +254,7 @@ def test_block_scales_keep_rows_that_a_shared_scale_loses(seed: int):
     assert error("block") < 0.05 < 0.9 < error("head")
 
 
-def test_centring_takes_a_shift_from_k_and_gives_it_back_to_lse(seed: int):
+def test_smoothing_takes_a_shift_from_k_and_gives_it_back_to_lse(seed: int):
     q, k, v = qkv(generator(seed), M=40, N=200, D=64)
     k += 20 * torch.randn(2, 1, 2, 64, generator=generator(seed + 1))
     truth = attention_reference(q, k, v)
@@ -263,14 +263,14 @@ def test_centring_takes_a_shift_from_k_and_gives_it_back_to_lse(seed: int):
         out, lse = attention_fp8(q, k, v, return_lse=True, **how)
         return rms(out - truth.out), rms(lse - truth.lse)
 
-    kept, centred = error(), error(centre_k=True)
-    assert centred[0] < kept[0] / 4
-    assert centred[1] < kept[1] / 4
-    assert rms(quantize_qkv(q, k, v, centre_k=True).k_mean - k.mean(1)) < 1e-5
+    kept, smoothed = error(), error(smooth_k=True)
+    assert smoothed[0] < kept[0] / 4
+    assert smoothed[1] < kept[1] / 4
+    assert rms(quantize_qkv(q, k, v, smooth_k=True).k_mean - k.mean(1)) < 1e-5
 
 
 @pytest.mark.parametrize(
-    "how", [{"scales": "head"}, {}, {"centre_k": True, "rotate_v": True}], ids=str
+    "how", [{"scales": "head"}, {}, {"smooth_k": True, "hadamard_v": True}], ids=str
 )
 def test_packed_sequences_are_quantised_each_by_itself(how: dict[str, Any], seed: int):
     lengths_q, lengths_k = [70, 0, 1, 130], [130, 40, 0, 265]
@@ -328,8 +328,8 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:
         "dtype": (TypeError, "q: got", lambda: attention_fp8(*(x.double() for x in (q, k, v)))),
         "scales": (ValueError, "scales: got 'row'", lambda: attention_fp8(q, k, v, scales="row")),
         "heads": (ValueError, "k: got", lambda: attention_fp8(q[:, :, :3], k, v)),
-        "softcap": (ValueError, "centre_k: ", lambda: attention_fp8(
-            q, k, v, centre_k=True, softcap=1)),
+        "softcap": (ValueError, "smooth_k: ", lambda: attention_fp8(
+            q, k, v, smooth_k=True, softcap=1)),
         "rotary": (ValueError, "rotary_cos: got shape", lambda: quantize_qkv(
             q, k, v, rotary_cos=torch.ones(20, 4), rotary_sin=torch.ones(20, 4))),
         "packed": (TypeError, "cu_seqlens_k: ", lambda: quantize_qkv(

@@ -156,11 +156,11 @@ def test_flags_elsewhere(value: Any) -> None:
         ("causal", lambda: flashtile.attention_fp8(q, k, v, causal=value)),
         *(
             (name, lambda name=name: flashtile.attention_fp8(q, k, v, **{name: value}))
-            for name in ("rotate", "rotate_v", "centre_k", "return_lse", "emulate")
+            for name in ("hadamard", "hadamard_v", "smooth_k", "return_lse", "emulate")
         ),
         *(
             (name, lambda name=name: flashtile.quantize_qkv(q, k, v, **{name: value}))
-            for name in ("rotate", "rotate_v", "centre_k")
+            for name in ("hadamard", "hadamard_v", "smooth_k")
         ),
     ]
     for name, call in refused:

@@ -22,6 +22,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "attention_varlen": (*flat, cu, cu, 9, 9),
     "attention_with_kvcache": (q, k, v),
     "explain": (q, k, v),
+    "quantize_qkv": (q, k, v),
     "flash_attn_func": (q, k, v),
     "flash_attn_kvpacked_func": (q, torch.stack([k, v], 2)),
     "flash_attn_qkvpacked_func": (torch.stack([q, q, q], 2),),
@@ -63,6 +64,17 @@ def test_the_error_names_the_function_that_was_called(name, keyword):
 )
 def test_the_error_suggests_the_right_argument(keyword, meant):
     assert meant in error("flash_attn_varlen_func", **{keyword: 1})
+
+
+@pytest.mark.parametrize("name", ["attention_fp8", "quantize_qkv"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("centre_k", "smooth_k"), ("rotate", "hadamard"), ("rotate_v", "hadamard_v")],
+)
+def test_the_old_name_of_an_argument(name, old, new):
+    assert error(name, **{old: True}) == (
+        f"{name}() got an unexpected keyword argument {old!r} (want {new})"
+    )
 
 
 def test_an_argument_that_is_not_needed():

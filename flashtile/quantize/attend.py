@@ -32,9 +32,9 @@ def attention_fp8(
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     scales: str = "block",
-    rotate: bool = True,
-    rotate_v: bool = False,
-    centre_k: bool = False,
+    hadamard: bool = True,
+    hadamard_v: bool = False,
+    smooth_k: bool = False,
     seed: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -55,8 +55,8 @@ def attention_fp8(
             float16, bfloat16 or float32.
         k, v: (batch, seq_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim).
         softmax_scale, causal, window_size, softcap: as in `flashtile.attention`.
-        scales, rotate, rotate_v, centre_k, seed: as in `quantize_qkv`. Centring moves scores, so it
-            does not go with softcap.
+        scales, hadamard, hadamard_v, smooth_k, seed: as in `quantize_qkv`. Smoothing moves the
+            scores, so it excludes softcap.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: packed sequences, as in
             `flashtile.attention_varlen`.
         return_lse: return (out, lse).
@@ -78,11 +78,11 @@ def attention_fp8(
         raise checks.unexpected_keywords(unknown, attention_fp8)
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     q, k, v = cast_inputs(q, k, v)
-    recipe = Recipe(scales, rotate, rotate_v, centre_k, seed)
+    recipe = Recipe(scales, hadamard, hadamard_v, smooth_k, seed)
     check(q, k, v, layout, recipe)
     return_lse, emulate = checks.flag("return_lse", return_lse), checks.flag("emulate", emulate)
-    if centre_k and softcap != 0.0:
-        raise ValueError("centre_k: got True with a softcap, which scores less their mean miss")
+    if smooth_k and softcap != 0.0:
+        raise ValueError("smooth_k: got True with a softcap, want only one of them")
     options = {
         "softmax_scale": default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale,
         "causal": checks.flag("causal", causal),
@@ -121,7 +121,7 @@ class _Float8Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.recipe, ctx.layout, ctx.options, ctx.dtype = recipe, layout, options, q.dtype
         ctx.save_for_backward(out, lse, *small)
-        if recipe.rotate_v:
+        if recipe.hadamard_v:
             out = (out.float() @ rotation(v.shape[-1], recipe.seed, out.device).mT).to(out.dtype)
         if small.k_mean is not None:
             shift = shift_of(q, small.k_mean, layout) * options["softmax_scale"]
@@ -197,16 +197,16 @@ def in_16_bits(
     k = dequantized(small.k, small.k_descale, rows_k, FLOAT8_KEY_BLOCK, dtype)
     v = dequantized(small.v, small.v_descale, rows_k, FLOAT8_KEY_BLOCK, dtype)
     dout = torch.zeros_like(out) if dout is None else dout
-    if recipe.rotate_v:
+    if recipe.hadamard_v:
         dout = dout.float() @ rotation(v.shape[-1], recipe.seed, v.device)
     operands, options = backward_call(q, k, v, layout, ctx.options)
     dq, dk, dv, *_ = torch.ops.flashtile.attention_backward(
         dout.to(dtype), dlse, out.to(dtype), lse, False, *operands, *options
     )
-    if recipe.rotate:
+    if recipe.hadamard:
         turned = rotation(q.shape[-1], recipe.seed, q.device)
         dq, dk = dq.float() @ turned.mT, dk.float() @ turned.mT
-    if recipe.rotate_v:
+    if recipe.hadamard_v:
         dv = dv.float() @ rotation(v.shape[-1], recipe.seed, v.device).mT
     return [x.to(ctx.dtype) for x in (dq, dk, dv)]
 

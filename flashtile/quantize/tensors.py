@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from ..call import checks
 from ..call.layouts import Packed
@@ -23,9 +24,9 @@ def quantize_qkv(
     v: Tensor,
     *,
     scales: str = "block",
-    rotate: bool = True,
-    rotate_v: bool = False,
-    centre_k: bool = False,
+    hadamard: bool = True,
+    hadamard_v: bool = False,
+    smooth_k: bool = False,
     seed: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -34,6 +35,7 @@ def quantize_qkv(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
+    **unknown: Never,
 ) -> Quantized:
     """q, k and v in float8 e4m3, with scales that fit them.
 
@@ -48,18 +50,18 @@ def quantize_qkv(
         scales: "tensor", "head" (one for each sequence and key head; that of q covers the query
             heads of the group) or "block" (one for each 64 rows of q, or 128 of k and v, of a
             head).
-        rotate: multiply q and k with `rotation(head_dim, seed)`, which spreads outliers and leaves
-            their products as they are.
-        rotate_v: multiply v with `rotation(value_head_dim, seed)`; the result of attention is then
-            to be multiplied with its transpose.
-        centre_k: take the mean over a sequence's keys from k. The softmax does not notice; the
-            log-sum-exp of query i comes out less by ``softmax_scale * q_i . k_mean``.
+        hadamard: multiply q and k by `rotation(head_dim, seed)`, a Hadamard matrix with random
+            signs, which spreads outliers and leaves the products of q and k as they are.
+        hadamard_v: multiply v by `rotation(value_head_dim, seed)`; multiply the result of attention
+            by its transpose.
+        smooth_k: subtract the mean over a sequence's keys from k. The softmax stays the same; the
+            log-sum-exp of query i decreases by ``softmax_scale * q_i . k_mean``.
         seed: decides the signs of the rotation.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths of packed sequences.
         max_seqlen_q, max_seqlen_k: upper bounds of their lengths.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), turn q and k first, each row by the
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate q and k first, each row by the
             angles of its number in its sequence.
-        rotary_interleaved: turn pairs (0, 1), (2, 3), ... instead of the two halves.
+        rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of the two halves.
 
     Returns:
         `Quantized`, whose first six members are arguments of `flashtile.attention`.
@@ -67,11 +69,13 @@ def quantize_qkv(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
 
-    Source: FlashAttention-3 (Shah et al. 2024), section 3.3; the centring of K is SageAttention's
+    Source: FlashAttention-3 (Shah et al. 2024), section 3.3; the smoothing of K is SageAttention's
         (Zhang et al. 2024).
     """
+    if unknown:
+        raise checks.unexpected_keywords(unknown, quantize_qkv)
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    recipe = Recipe(scales, rotate, rotate_v, centre_k, seed)
+    recipe = Recipe(scales, hadamard, hadamard_v, smooth_k, seed)
     check(q, k, v, layout, recipe)
     rotary = None
     if rotary_cos is not None or rotary_sin is not None:
@@ -98,7 +102,7 @@ def check(q: Any, k: Any, v: Any, layout: Packed | None, recipe: Recipe) -> None
     if recipe.scales not in SCALES:
         wanted = ", ".join(map(repr, SCALES))
         raise ValueError(f"scales: got {recipe.scales!r}, want one of {wanted}")
-    for name in ("rotate", "rotate_v", "centre_k"):
+    for name in ("hadamard", "hadamard_v", "smooth_k"):
         checks.flag(name, getattr(recipe, name))
 
 

@@ -29,8 +29,8 @@ F16 = torch.float16
 
 def compare(given: Any, recipe: Recipe, layout: Packed | None = None, rotary: Any = None) -> None:
     """Equal but for sums in another order, which may turn a rounding here and there. What is turned
-    or centred is rounded to float16 on the way."""
-    step = 2**-9 if rotary is None and not recipe.centre_k else 448 * torch.finfo(F16).eps
+    or smoothed is rounded to float16 on the way."""
+    step = 2**-9 if rotary is None and not recipe.smooth_k else 448 * torch.finfo(F16).eps
     got = quantize_on_gpu(*given, recipe, *rows_of(*given[:2], layout), rotary, programs=3)
     wanted = quantized(*given, recipe, layout, rotary)
     for name in Quantized._fields[:6]:
@@ -62,7 +62,7 @@ def test_scales(head_dim: int, scales: str, seed: int):
 
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(rotate=False), Recipe(rotate_v=True, seed=3), Recipe(centre_k=True, scales="head")],
+    [Recipe(hadamard=False), Recipe(hadamard_v=True, seed=3), Recipe(smooth_k=True, scales="head")],
     ids=str,
 )
 def test_recipes(recipe: Recipe, seed: int):
@@ -102,4 +102,4 @@ def test_zeros_and_extremes(seed: int):
     k[:, :128] = 2.0**-24  # the smallest float16
     v[:, 0] = 65504.0
     v[:, 128] = 448.0
-    compare((q, k, v), Recipe(rotate=False))
+    compare((q, k, v), Recipe(hadamard=False))

@@ -24,6 +24,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "attn_mask": MASKS,
     "block_table": ("page_table",),
     "cache_seqlens": ("seqused_k",),
+    "centre_k": ("smooth_k",),  # its name until 0.1, as of `rotate` and `rotate_v`
     "dropout": ("dropout_p",),
     "is_causal": ("causal",),
     "key_padding_mask": PADDING,
@@ -33,6 +34,8 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "need_weights": ("return_attn_probs",),
     "output_attentions": ("return_attn_probs",),
     "padding_mask": PADDING,
+    "rotate": ("hadamard",),
+    "rotate_v": ("hadamard_v",),
     "return_softmax_lse": ("return_lse",),
     "s_aux": ("sink",),
     "scale": ("softmax_scale",),

@@ -26,9 +26,9 @@ class Recipe(NamedTuple):
     """How q, k and v are brought to 8 bits: the options of `quantize_qkv`."""
 
     scales: str = "block"
-    rotate: bool = True
-    rotate_v: bool = False
-    centre_k: bool = False
+    hadamard: bool = True
+    hadamard_v: bool = False
+    smooth_k: bool = False
     seed: int = 0
 
 
@@ -41,19 +41,19 @@ class Quantized(NamedTuple):
     q_descale: Tensor  # (batch, kv_heads) float32, or (batch, heads, blocks of 64 rows)
     k_descale: Tensor  # (batch, kv_heads), or (batch, kv_heads, blocks of 128 rows), as the next
     v_descale: Tensor
-    k_mean: Tensor | None  # (batch, kv_heads, head_dim) float32, what was taken from k
+    k_mean: Tensor | None  # (batch, kv_heads, head_dim) float32, subtracted from k
 
 
 def quantize(
     q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, rows_q: Rows, rows_k: Rows
 ) -> Quantized:
     """`flashtile.quantize_qkv` of checked arguments, after any rotary embedding."""
-    matrix = rotation(q.shape[-1], recipe.seed, q.device) if recipe.rotate else None
-    matrix_v = rotation(v.shape[-1], recipe.seed, v.device) if recipe.rotate_v else None
+    matrix = rotation(q.shape[-1], recipe.seed, q.device) if recipe.hadamard else None
+    matrix_v = rotation(v.shape[-1], recipe.seed, v.device) if recipe.hadamard_v else None
     k_float, k_mean = k.float(), None
-    if recipe.centre_k:
+    if recipe.smooth_k:
         k_mean = means_of(k_float, rows_k)
-        k_float = centred(k_float, k_mean, rows_k)
+        k_float = smoothed(k_float, k_mean, rows_k)
     kv_heads = k.shape[-2]
     q8, q_descale = scaled(rotated(q, matrix), rows_q, FLOAT8_QUERY_BLOCK, recipe, kv_heads)
     k8, k_descale = scaled(rotated(k_float, matrix), rows_k, FLOAT8_KEY_BLOCK, recipe, kv_heads)
@@ -74,7 +74,7 @@ def means_of(k: Tensor, rows: Rows) -> Tensor:
     return per_block(usable, rows.sequence, rows.B, "mean")
 
 
-def centred(k: Tensor, means: Tensor, rows: Rows) -> Tensor:
+def smoothed(k: Tensor, means: Tensor, rows: Rows) -> Tensor:
     """`k` less the mean of its sequence."""
     tokens = k.reshape(-1, *k.shape[-2:])
     padded = torch.cat((means, means.new_zeros(1, *means.shape[1:])))

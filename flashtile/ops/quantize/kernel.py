@@ -1,4 +1,4 @@
-"""From 16 bits to float8 in one pass: rotary embedding, centring, rotation, scale, rounding.
+"""From 16 bits to float8 in one pass: rotary embedding, smoothing, rotation, scale, rounding.
 
 A program takes block after block of one tensor; a block is the rows of one head that share a scale.
 Where scales are not of blocks, a first pass of the same kernel measures the blocks. The formula is

@@ -76,7 +76,7 @@ def quantize_on_gpu(
 ) -> Quantized:
     """`quantize` by the kernel; `launch` are further arguments of its launch."""
     k_mean = None
-    if recipe.centre_k:
+    if recipe.smooth_k:
         if rotary is not None:
             q, k, rotary = rotary.rotate(q, rows_q), rotary.rotate(k, rows_k), None
         k_mean = means_of(k.float(), rows_k)
@@ -89,10 +89,10 @@ def quantize_on_gpu(
 
     q8, k8 = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (q, k))
     v8 = keys_adjacent_like(v)
-    how = {"rotates": recipe.rotate, "rotary": rotary}
+    how = {"rotates": recipe.hadamard, "rotary": rotary}
     q_descale = one(q, q8, rows_q, **how)
     k_descale = one(k, k8, rows_k, **how, mean=k_mean)
-    v_descale = one(v, v8, rows_k, rotates=recipe.rotate_v)
+    v_descale = one(v, v8, rows_k, rotates=recipe.hadamard_v)
     return Quantized(q8, k8, v8, q_descale, k_descale, v_descale, k_mean)
 
 
