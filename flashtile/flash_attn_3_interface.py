@@ -20,6 +20,7 @@ from .api import attention, attention_varlen, attention_with_kvcache
 from .call import checks
 from .call.prepare import Arguments, WindowSize
 from .flash_attn_2_interface import maybe_contiguous, round_multiple
+from .forward_only import forward_only
 
 __all__ = [
     "flash_attn_combine",
@@ -53,7 +54,8 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flashtile.attention`; with `return_attn_probs` it returns (out, lse)."""
-    return attention(
+    q, k, v, qv, finish = forward_only(q, k, v, qv)
+    result = attention(
         q,
         k,
         v,
@@ -72,6 +74,7 @@ def flash_attn_func(
         sm_margin=sm_margin,
         return_lse=return_attn_probs,
     )
+    return finish(result)
 
 
 def flash_attn_varlen_func(
@@ -100,7 +103,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flashtile.attention_varlen`; with `return_attn_probs` it returns (out, lse)."""
-    return attention_varlen(
+    q, k, v, qv, finish = forward_only(q, k, v, qv)
+    result = attention_varlen(
         q,
         k,
         v,
@@ -125,6 +129,7 @@ def flash_attn_varlen_func(
         sm_margin=sm_margin,
         return_lse=return_attn_probs,
     )
+    return finish(result)
 
 
 def flash_attn_qkvpacked_func(

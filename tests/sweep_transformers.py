@@ -56,7 +56,16 @@ LIBRARY = "needs a library that is not installed here: "
 VIDEO = "needs a session that tracks objects through a video"
 CONVOLUTIONS = "convolutions or recurrence only, no attention"
 ASSISTANT = "drafts for another model, from whose keys and values it reads"
-REASONS: dict[str, str] = {
+SIZES_ARE_TIED = "sizes that depend on each other: no small configuration by hand yet"
+REASONS: dict[str, str] = dict.fromkeys(
+    (
+        "chmv2 dbrx depth_pro efficientloftr emu3 granite4_vision inkling2_vision jev "
+        "kyutai_speech_to_text longcat_flash lw_detr mimi_decoder musicgen musicgen_melody "
+        "nemo_speechlm nemotron_h_omni neucodec pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 "
+        "vitmatte xcodec xcodec2"
+    ).split(),
+    SIZES_ARE_TIED,
+) | {
     "bark": "three families under one name; none of them calls the attention interface",
     "blt": "its own generation of patches reads sizes that a small configuration does not have",
     "dinat": LIBRARY + "natten",

@@ -9,6 +9,8 @@ import torch
 
 import flashtile
 from flashtile import flash_attn_3_interface as fa3
+from flashtile import forward_only
+from flashtile.backends.triton import plan as triton_plan
 from flashtile.testing import cu_seqlens, generator, normal, qkv
 
 DESCALES = "q_descale k_descale v_descale"
@@ -200,3 +202,32 @@ def test_private_backward(packed, seed):
     )  # fmt: skip
     for got, want in zip(targets, wanted, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("given", ["float8", "qv"])
+def test_a_call_without_backward_fails_in_its_backward_only(given, monkeypatch):
+    """On a GPU, whose answer to `_has_no_backward` this test gives on every device."""
+    monkeypatch.setattr(forward_only, "_has_no_backward", lambda q, qv: True)
+    dtype = torch.float8_e4m3fn if given == "float8" else torch.bfloat16
+    q, k, v, qv = (torch.randn(1, 9, 2, 32).to(dtype).requires_grad_() for _ in range(4))
+    more = {"qv": qv} if given == "qv" else {}
+    out = fa3.flash_attn_func(q, k, v, **more)
+    plain, lse = fa3.flash_attn_func(
+        *(x.detach() for x in (q, k, v)), return_attn_probs=True, **more
+    )
+    assert torch.equal(out, plain)
+    with pytest.raises(NotImplementedError, match=f"{given}.* no backward on a GPU"):
+        out.sum().backward()
+    lengths = cu_seqlens([9])
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    more = {name: x.flatten(0, 1) for name, x in more.items()}
+    out, packed_lse = fa3.flash_attn_varlen_func(
+        *packed, lengths, lengths, 9, 9, return_attn_probs=True, **more
+    )
+    assert torch.equal(packed_lse, lse[0])
+    with pytest.raises(NotImplementedError, match=f"{given}.* no backward on a GPU"):
+        out.sum().backward()
+
+
+def test_the_widest_head_dim_with_a_gradient_is_the_backends():
+    assert forward_only.WIDEST_WITH_GRADIENT == triton_plan.MAX_HEAD_DIM

@@ -50,6 +50,7 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
         "ALiBi": problem.has_alibi,
         "sink": problem.has_sink,
         "attention_chunk": problem.options.attention_chunk > 0,
+        "gradients": problem.needs_grad,
         "a dense batch with lengths": problem.layout == "dense" and problem.has_lengths,
     }
     where = "not in float8 on this backend"
