@@ -31,7 +31,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("",),
     ("flash_attn_3_interface",),
     ("flash_attn_2_interface", "flash_attn_4_interface"),
-    ("flash_attn_4_layouts",),
+    ("flash_attn_4_layouts", "forward_only"),
     (
         "flash_attn_2_cuda",
         "flash_attn_interface",
