@@ -13,6 +13,7 @@ from flashtile.integrations import sdpa
 
 PYTORCH = F.scaled_dot_product_attention
 OURS = sdpa.scaled_dot_product_attention
+FORWARD = nn.MultiheadAttention.forward
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,62 @@ def test_calls_of_all_threads_are_counted():
         for thread in threads:
             thread.join()
     assert installation.calls == 80
+
+
+def nested(layout, *lengths):
+    rows = [torch.randn(n, 16, requires_grad=True) for n in lengths]
+    return torch.nested.as_nested_tensor(rows, layout=layout), rows
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multihead_attention_of_nested_tensors(layout, need_weights):
+    """Each sequence as if it came alone, with gradients."""
+    module = nn.MultiheadAttention(16, 2, batch_first=True)
+    query, rows = nested(layout, 3, 7, 1)
+    key, other_rows = nested(layout, 5, 2, 7)
+    for k, k_rows in ((query, rows), (key, other_rows)):
+        with sdpa.install() as installation:
+            out, weights = module(query, k, k, need_weights=need_weights)
+        assert installation.calls == (not need_weights)
+        assert out.is_nested
+        assert out.layout is layout
+        assert (weights is None) != need_weights
+        for got, one, other in zip(out.unbind(), rows, k_rows, strict=True):
+            want, _ = module(one[None], other[None], other[None], need_weights=False)
+            torch.testing.assert_close(got, want[0])
+            leaves = {id(x): x for x in (one, other)}.values()
+            grads = torch.autograd.grad(got.sum(), leaves, retain_graph=True)
+            wants = torch.autograd.grad(want.sum(), leaves)
+            torch.testing.assert_close(grads, wants)
+    assert nn.MultiheadAttention.forward is FORWARD
+
+
+def test_encoder_layer_of_nested_tensors():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    batch, _ = nested(torch.strided, 3, 7)
+    with torch.inference_mode(), sdpa.install() as installation:
+        got = layer(batch)
+    assert installation.calls == 1
+    with torch.inference_mode():
+        wanted = layer(batch)
+    for mine, theirs in zip(got.unbind(), wanted.unbind(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_what_nested_tensors_do_not_go_with():
+    module = nn.MultiheadAttention(16, 2, batch_first=True)
+    batch, _ = nested(torch.strided, 3, 7)
+    with sdpa.install():
+        for name in ("attn_mask", "key_padding_mask"):
+            with pytest.raises(ValueError, match=name):
+                module(batch, batch, batch, **{name: torch.zeros(2, 7, dtype=torch.bool)})
+        with pytest.raises(TypeError, match="query, key, value"):
+            module(batch, torch.randn(2, 7, 16), torch.randn(2, 7, 16))
+        with pytest.raises(ValueError, match="different sequences"):
+            module(batch, batch, nested(torch.strided, 3, 6)[0])
+        with pytest.raises(ValueError, match="batch_first"):
+            nn.MultiheadAttention(16, 2)(batch, batch, batch)
 
 
 PADDING = torch.arange(9) >= torch.tensor([[9], [6]])

@@ -28,7 +28,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from ..api import attention
 from ..call import checks
 from ..call.attn_mask import options_of
-from . import bypasses, nested
+from . import bypasses, nested, nested_modules
 from .shared_effects import SharedEffect
 
 
@@ -167,7 +167,8 @@ def install(*, strict: bool = False) -> Installation:
     It affects code that looks the function up in that module at each call, as models do. A name
     that was imported from there before keeps its old value. It also switches off the fast paths of
     ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``, which do not call the function
-    (``torch.backends.mha.set_fastpath_enabled``). It applies to all threads. Blocks nest, and
+    (``torch.backends.mha.set_fastpath_enabled``); ``nn.MultiheadAttention`` still takes nested
+    tensors, which it pads. It applies to all threads. Blocks nest, and
     leaving the outermost one restores the previous state, also after an exception.
 
     Args:
@@ -187,14 +188,17 @@ def uninstall() -> None:
 @contextmanager
 def _replacing() -> Iterator[None]:
     functional, fast_paths = torch.nn.functional, torch.backends.mha
-    previous = functional.scaled_dot_product_attention, fast_paths.get_fastpath_enabled()
+    module: Any = torch.nn.MultiheadAttention  # so that its method may be replaced
+    previous = functional.scaled_dot_product_attention, module.forward
+    had_fast_paths = fast_paths.get_fastpath_enabled()
     functional.scaled_dot_product_attention = scaled_dot_product_attention
+    module.forward = nested_modules.accepting_nested(module.forward)
     fast_paths.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = previous[0]
-        fast_paths.set_fastpath_enabled(previous[1])
+        functional.scaled_dot_product_attention, module.forward = previous
+        fast_paths.set_fastpath_enabled(had_fast_paths)
 
 
 _replaced = SharedEffect(_replacing)

@@ -1,0 +1,78 @@
+"""`nn.MultiheadAttention` on nested tensors while `sdpa.install` is active.
+
+PyTorch accepts them only in the module's fast path, which does not call
+`scaled_dot_product_attention`; `install` switches it off. Here the sequences are padded for the
+module, and the padding is hidden and removed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+
+def accepting_nested(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`nn.MultiheadAttention.forward` that also takes nested tensors."""
+
+    @wraps(forward)
+    def run(
+        self: nn.MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        attend: Any = forward.__get__(self)
+        rest = need_weights, attn_mask, average_attn_weights, is_causal
+        if not (query.is_nested or key.is_nested or value.is_nested):
+            result: tuple[Tensor, Tensor | None] = attend(
+                query, key, value, key_padding_mask, *rest
+            )
+            return result
+        _check(self, (query, key, value), key_padding_mask, attn_mask)
+        lengths_q, lengths_k = _lengths(query), _lengths(key)
+        padded = (pad_sequence(list(x.unbind()), batch_first=True) for x in (query, key, value))
+        out, weights = attend(*padded, _padding(lengths_k, key.device), *rest)
+        rows = [x[:length] for x, length in zip(out, lengths_q, strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=query.layout), weights
+
+    return run
+
+
+def _check(
+    module: nn.MultiheadAttention,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> None:
+    query, key, value = tensors
+    if not all(x.is_nested for x in tensors):
+        raise TypeError("query, key, value: got nested and dense tensors, want all of one kind")
+    if not module.batch_first:
+        raise ValueError("query: got a nested tensor, want a module with batch_first=True")
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is not None:
+            raise ValueError(f"{name}: got a mask with nested tensors, want None")
+    if _lengths(key) != _lengths(value) or query.size(0) != key.size(0):
+        raise ValueError("query, key, value: got nested tensors of different sequences")
+
+
+def _lengths(x: Tensor) -> list[int]:
+    return [len(sequence) for sequence in x.unbind()]
+
+
+def _padding(lengths: list[int], device: torch.device) -> Tensor | None:
+    """(batch, longest) bool, True at padding as the module wants it; None where there is none."""
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return None
+    return torch.arange(longest, device=device) >= torch.tensor(lengths, device=device)[:, None]
