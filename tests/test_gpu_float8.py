@@ -25,6 +25,7 @@ from flashtile.ops.quantize.formula import E4M3, Quantized, Recipe
 from flashtile.quantize.tensors import quantized
 from flashtile.testing import (
     assert_close,
+    attention_in_float8,
     attention_reference,
     attention_varlen_reference,
     cu_seqlens,
@@ -78,7 +79,9 @@ def check(
     given = given | descales(small)
     cpu = function(*small[:3], *layout, **given, return_lse=True)
     truth = reference(*small[:3], *layout, **given)
-    plain = reference(*small[:3], *layout, **given, compute_dtype=torch.float32, weights=E4M3)
+    plain = reference(
+        *small[:3], *layout, **given, compute_dtype=torch.float32, attend=attention_in_float8
+    )
     moved = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in given.items()}
     places = [x.cuda() if isinstance(x, Tensor) else x for x in layout]
     call = partial(function, *map(carried, small[:3]), *places, **moved, return_lse=True)

@@ -22,6 +22,7 @@ from flashtile.problem import AttentionProblem
 from flashtile.quantize import Quantized, attention_fp8, quantize_qkv, rotation
 from flashtile.testing import (
     assert_close,
+    attention_in_float8,
     attention_reference,
     attention_varlen_reference,
     cu_seqlens,
@@ -168,7 +169,7 @@ def test_attention_keeps_the_rule(option: str, scales: str, seed: int):
     options = given | descales(small) | {"softmax_scale": given.get("softmax_scale", 0.125)}
     out, lse = flashtile.attention(*small[:3], **options, return_lse=True)
     reference = partial(attention_reference, *small[:3], **options)
-    truth, plain = reference(), reference(compute_dtype=torch.float32, weights=E4M3)
+    truth, plain = reference(), reference(compute_dtype=torch.float32, attend=attention_in_float8)
     assert_close("out", out, truth.out, plain.out, dtype=torch.bfloat16, seed=seed)
     assert_close("lse", lse, truth.lse, plain.lse, dtype=torch.float32, seed=seed)
     again = attention_fp8(q, k, v, scales=scales, return_lse=True, **given)
@@ -315,7 +316,7 @@ def test_packed_attention_keeps_the_rule(seed: int):
     )
     out = flashtile.attention_varlen(*small[:3], cu, cu, 140, 140, **descales(small))
     reference = partial(attention_varlen_reference, *small[:3], cu, cu, 140, 140, **descales(small))
-    truth, plain = reference(), reference(compute_dtype=torch.float32, weights=E4M3)
+    truth, plain = reference(), reference(compute_dtype=torch.float32, attend=attention_in_float8)
     assert_close("out", out, truth.out, plain.out, dtype=torch.bfloat16, seed=seed)
 
 

@@ -86,7 +86,8 @@ def test_flashtile_agrees_with_eager(folder, side):
     got = run(folder, register(name="flashtile"), torch.float32, ids, mask)
     assert truth[0].std() > 0.1
     for i, name in enumerate(("hidden states", "gradient of the embeddings")):
-        assert_close(name, got[i], truth[i], [result[i] for result in plain])
+        farther = max((x[i] for x in plain), key=lambda x: (x - truth[i]).abs().max())
+        assert_close(name, got[i], truth[i], farther)
 
 
 def test_padding_is_not_ignored(folder):

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from .cache_reference import (
+    CacheReference,
+    attention_with_kvcache_reference,
+    combine_reference,
+    rotate,
+)
+from .error_model import attention_in_float8, combine_variance, floor_of, rounding_variance
 from .inputs import (
     DTYPES,
     ODD_HEAD_DIMS,
@@ -19,15 +26,7 @@ from .inputs import (
     strided,
     tile_kinds,
 )
-from .reference import (
-    CacheReference,
-    Reference,
-    attention_reference,
-    attention_varlen_reference,
-    attention_with_kvcache_reference,
-    combine_reference,
-    rotate,
-)
+from .reference import Reference, attention_reference, attention_varlen_reference
 from .tolerance import allowed_error, assert_close, plain_dtype
 from .visibility import dense_block_mask, visible_keys
 
@@ -41,13 +40,16 @@ __all__ = [
     "alibi_slopes",
     "allowed_error",
     "assert_close",
+    "attention_in_float8",
     "attention_reference",
     "attention_varlen_reference",
     "attention_with_kvcache_reference",
     "combine_reference",
+    "combine_variance",
     "cu_seqlens",
     "dense_block_mask",
     "dense_from_tiles",
+    "floor_of",
     "generator",
     "normal",
     "packed_qkv",
@@ -56,6 +58,7 @@ __all__ = [
     "qkv",
     "rotary_tables",
     "rotate",
+    "rounding_variance",
     "strided",
     "tile_kinds",
     "visible_keys",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from summation import PlainRuns, Run
 from torch import Tensor
 
 import flashtile
@@ -21,15 +20,18 @@ from flashtile.testing import (
     attention_varlen_reference,
     cu_seqlens,
     dense_from_tiles,
+    floor_of,
     generator,
     normal,
     plain_dtype,
+    rounding_variance,
     tile_kinds,
 )
 
 from .devices import device_of
 
 Leaves = dict[str, Tensor]
+Run = dict[str, Tensor]  # results by name
 DIFFERENTIABLE = ("q", "k", "v", "qv", "bias", "sink")
 
 
@@ -174,32 +176,6 @@ def dropout_keep(seed: int, dropout_p: float, s: Sizes, backend: str | None) -> 
     return keep_mask(state, dropout_p, *index, 0, s.N)
 
 
-# Orders of summation in which plain PyTorch is measured, at most. One in four calls needs a second,
-# one in a hundred a fifth; a sink's gradient is four numbers, and luck has much to say there.
-MAX_ORDERS = 512
-
-
-def plain_runs(run: Callable[..., Run], dtype: torch.dtype, seed: int) -> PlainRuns:
-    """What plain PyTorch makes of a call, first as written, then in other orders of summation.
-
-    `run(compute_dtype=..., shuffle=..., stored=...)` makes the call. Float32 runs after the first
-    also recompute P in the backward, as every backend must: that costs accuracy which no tiling
-    avoids. For 16-bit inputs every second run does so in float32: it counts where terms cancel to
-    nothing (a row that sees one key has dQ = 0), and adds nothing elsewhere.
-    """
-
-    g, low = generator(seed + 2), plain_dtype(dtype)
-
-    def how(number: int) -> dict[str, Any]:
-        if number == 0:
-            return {"compute_dtype": low}
-        if low != torch.float32 and number % 2 == 0:
-            return {"compute_dtype": low, "shuffle": g}
-        return {"compute_dtype": torch.float32, "shuffle": g, "stored": low}
-
-    return PlainRuns(lambda number: run(**how(number)), MAX_ORDERS)
-
-
 def judge_outputs(got: Run, reference: Callable[..., Any], dtype: torch.dtype, seed: int) -> None:
     """Judges outputs without gradients; `reference(compute_dtype=..., ...)` has them by name."""
 
@@ -207,10 +183,11 @@ def judge_outputs(got: Run, reference: Callable[..., Any], dtype: torch.dtype, s
         result = reference(compute_dtype=compute_dtype, **how)
         return {name: getattr(result, name) for name in got}
 
-    truth = judge(torch.float64)
-    plain = plain_runs(judge, dtype, seed)
+    truth, plain = judge(torch.float64), judge(plain_dtype(dtype))
+    variance = judge(torch.float64, attend=rounding_variance(dtype))
     for name, x in got.items():
-        assert_close(name, x, truth[name], plain.results(name), dtype=dtype, seed=seed)
+        floor = floor_of(variance[name])
+        assert_close(name, x, truth[name], plain[name], floor=floor, dtype=dtype, seed=seed)
 
 
 def compare(
@@ -250,10 +227,11 @@ def compare(
         return outputs | _gradients(cast, outputs, cotangents, ways)
 
     got = results | _gradients(mine, results, cotangents, ways)
-    truth = judge(torch.float64)
-    plain = plain_runs(judge, dtype, seed)
+    truth, plain = judge(torch.float64), judge(plain_dtype(dtype))
+    variance = judge(torch.float64, attend=rounding_variance(dtype))
     for name, x in got.items():
-        assert_close(name, x, truth[name], plain.results(name), dtype=dtype, seed=seed)
+        floor = floor_of(variance[name])
+        assert_close(name, x, truth[name], plain[name], floor=floor, dtype=dtype, seed=seed)
     for leaf, x in leaves.items():
         for way in ways:
             assert got[f"d{leaf} through {way}"].dtype == x.dtype

@@ -25,6 +25,7 @@ from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.quantize import Quantized, quantize_qkv
 from flashtile.testing import (
     assert_close,
+    attention_in_float8,
     attention_reference,
     attention_varlen_reference,
     generator,
@@ -125,7 +126,13 @@ def dense(
     got = emulate(*dense_call(*tensors, Arguments(**named)), seed)
     cpu = flashtile.attention(*tensors, **named, return_lse=True)
     reference = partial(attention_reference, *tensors, **named)
-    compare(got, cpu, reference(), reference(compute_dtype=torch.float32, weights=E4M3), seed)
+    compare(
+        got,
+        cpu,
+        reference(),
+        reference(compute_dtype=torch.float32, attend=attention_in_float8),
+        seed,
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -241,7 +248,7 @@ def test_packed(head_dim: int, used: bool):
     got = emulate(operands, options, 4)
     cpu = flashtile.attention_varlen(*small[:3], *layout[:4], **named, **counts, return_lse=True)
     reference = partial(attention_varlen_reference, *small[:3], *layout[:4], **named, **counts)
-    truth, plain = reference(), reference(compute_dtype=torch.float32, weights=E4M3)
+    truth, plain = reference(), reference(compute_dtype=torch.float32, attend=attention_in_float8)
     rows = truth.out.shape[0]
     assert not got[0][rows:].any()
     assert (got[1][:, rows:] == -torch.inf).all()

@@ -6,13 +6,10 @@ length is NaN, which must not be read into a result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flashtile.backends import cpu
 from flashtile.call.prepare import Arguments, dense_call, packed_call
 from flashtile.call.prepare import Packed as PackedLayout
 from flashtile.masks import BlockMask
@@ -21,12 +18,14 @@ from flashtile.testing import (
     alibi_slopes,
     assert_close,
     cu_seqlens,
+    floor_of,
     generator,
     normal,
     paged,
+    rounding_variance,
 )
 
-from .compare import MAX_ORDERS, converted, plain_tiles
+from .reference import reference
 
 LENGTHS = (0, 1, 128, 177)
 CAPACITY = 256
@@ -166,37 +165,17 @@ def assert_decoding(
     device: str = "cpu",
     float8: bool = False,
 ) -> None:
-    """Compare the outputs of a case, its walks cut into each number of parts, with the CPU
-    backend's in float64."""
+    """Compare the outputs of a case, its keys cut into each number of parts, with the
+    reference's."""
     operands, options = make_decoding(name, dtype, seed, float8=float8)
-    exact = converted(operands, torch.float64)
-    truth = cpu.forward(AttentionProblem.of(exact, options), exact)
+    truth = reference(operands, options)
+    plain = reference(operands, options, compute_dtype=dtype)
+    variance = reference(operands, options, attend=rounding_variance(dtype))
     there = Operands(*(None if x is None else x.to(device) for x in operands))
     for count in splits:
         problem = AttentionProblem.of(there, options._replace(num_splits=count))
         got = backend.forward(problem, there)
-        for i, field in enumerate(("out", "lse")):
-            plain = (results[i] for results in plain_results(operands, options, seed))
-            label = f"{field} of {count} parts"
-            assert_close(label, got[i].cpu(), truth[i], plain, dtype=dtype, seed=seed)
-
-
-def plain_results(
-    operands: Operands, options: Options, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the CPU makes in the operands' own precision; then with other orders of the sums, over
-    features and over keys."""
-    problem = AttentionProblem.of(operands, options)
-    yield cpu.forward(problem, operands)
-    g = generator(seed + 1)
-    for turn in range(1, MAX_ORDERS):
-        q, k = (rolled(x, turn) for x in (operands.q, operands.k))
-        BLOCK_M, BLOCK_N = torch.randint(4, 33, (2,), generator=g).tolist()
-        with plain_tiles(BLOCK_M, BLOCK_N):
-            results = cpu.forward(problem, operands._replace(q=q, k=k))
-        yield results
-
-
-def rolled(x: Tensor, turn: int) -> Tensor:
-    """The features of `x` in another order."""
-    return x.view(torch.uint8).roll(turn, -1).view(x.dtype) if x.itemsize == 1 else x.roll(turn, -1)
+        for field, x in zip(("out", "lse"), got, strict=True):
+            label, floor = f"{field} of {count} parts", floor_of(getattr(variance, field))
+            wanted, low = getattr(truth, field), getattr(plain, field)
+            assert_close(label, x.cpu(), wanted, low, floor=floor, dtype=dtype, seed=seed)

@@ -9,7 +9,6 @@ Runs in a process of its own, for Triton decides at import whether it interprets
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from configurations import in_turn
 
 from flashtile.backends import cpu
 from flashtile.problem import AttentionProblem
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, floor_of, rounding_variance
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
@@ -29,6 +28,7 @@ from flashtile.backends.triton import plan
 
 from .cases import CASES, make_call
 from .compare import assert_case, converted
+from .reference import reference
 
 DTYPES = (torch.float32, torch.float16)
 
@@ -56,13 +56,10 @@ def test_probabilities(name: str, seed: int):
     truth = cpu.probabilities(exact_problem, exact, lse)
     got = backend.probabilities(problem, operands, lse.float())
 
-    def plain() -> Iterator[torch.Tensor]:
-        """With the features in other orders, for the error of a lone number is a matter of luck."""
-        for turn in range(operands.q.shape[-1]):
-            q, k = operands.q.roll(turn, -1), operands.k.roll(turn, -1)
-            yield cpu.probabilities(problem, operands._replace(q=q, k=k), lse.float())
-
-    assert_close("probs", got, truth, plain(), seed=seed)
+    plain = cpu.probabilities(problem, operands, lse.float())
+    attend = rounding_variance(torch.float32)
+    floor = floor_of(reference(operands, options, attend=attend).probs)
+    assert_close("probs", got, truth, plain, floor=floor, seed=seed)
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "rows", "pages"])

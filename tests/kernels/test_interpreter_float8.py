@@ -25,6 +25,7 @@ from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,
     assert_close,
+    attention_in_float8,
     attention_reference,
     attention_varlen_reference,
     cu_seqlens,
@@ -66,7 +67,7 @@ def check(call: tuple[Operands, Options], reference: Any, seed: int, splits: int
     assert "over float8 keys" in backend.describe_plan(described)
     out, lse = backend.forward(problem, operands)
     assert out.dtype == torch.bfloat16
-    truth, plain = reference(), reference(compute_dtype=torch.float32, weights=E4M3)
+    truth, plain = reference(), reference(compute_dtype=torch.float32, attend=attention_in_float8)
     assert_close("out", out, truth.out, plain.out, dtype=torch.bfloat16, seed=seed)
     # As on the tensor cores, sums are in float32 and in an order of their own.
     assert_close("lse", lse, truth.lse, plain.lse, dtype=torch.bfloat16, seed=seed)

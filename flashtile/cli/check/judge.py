@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,15 @@ from ...masks import BlockMask
 from ...problem import FLOAT8, dtype_name
 from ...testing import (
     assert_close,
+    attention_in_float8,
     attention_reference,
     attention_varlen_reference,
     attention_with_kvcache_reference,
+    floor_of,
     generator,
     normal,
     plain_dtype,
+    rounding_variance,
 )
 from .calls import Call, Case
 
@@ -36,7 +39,6 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 }
 CACHES = ("k_cache", "v_cache")
 TILE = (64, 64)  # of block masks
-ORDERS = 64  # of summation in which plain PyTorch is measured, at most
 
 Run = dict[str, Tensor]  # results by name
 
@@ -93,15 +95,21 @@ def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
     dtype = torch.bfloat16 if float8 else getattr(torch, case.dtype)
     run = partial(_reference, call, _kept(call, device, seed), dout)
     truth = run(compute_dtype=torch.float64)
-    plain = _Plain(run, dtype, seed, float8)
+    if float8:
+        plain = run(compute_dtype=torch.float32, attend=attention_in_float8)
+        floor = dict.fromkeys(truth, torch.zeros(()))
+    else:
+        plain = run(compute_dtype=plain_dtype(dtype))
+        variance = run(compute_dtype=torch.float64, attend=rounding_variance(dtype))
+        floor = {n: floor_of(x) for n, x in variance.items() if n not in CACHES}
     found = []
     for name, x in got.items():
         x = x.double() if x.dtype in FLOAT8 else x
         unused = truth[name].isnan() & x.isnan()  # parts of a cache that no sequence owns
         x, wanted = x.masked_fill(unused, 0), truth[name].masked_fill(unused, 0)
-        runs = (y.masked_fill(unused, 0) for y in plain.results(name))
+        low = plain[name].masked_fill(unused, 0)
         try:
-            assert_close(name, x, wanted, runs, dtype=dtype)
+            assert_close(name, x, wanted, low, floor=floor.get(name, 0.0), dtype=dtype)
         except AssertionError as error:
             found.append(str(error))
     return found
@@ -162,33 +170,6 @@ def _reference(
         return run
     gradients = torch.autograd.grad(result.out, list(leaves.values()), dout.to(result.out.dtype))
     return run | {f"d{n}": x for n, x in zip(leaves, gradients, strict=True)}
-
-
-class _Plain:
-    """What plain PyTorch makes of the call, as written and then in other orders of summation."""
-
-    def __init__(
-        self, run: Callable[..., Run], dtype: torch.dtype, seed: int, float8: bool
-    ) -> None:
-        self.run, self.dtype, self.g = run, dtype, generator(seed + 2)
-        self.float8, self.runs = float8, list[Run]()
-
-    def results(self, name: str) -> Iterator[Tensor]:
-        """One tensor of every run; a run is made when it is asked for."""
-        for number in range(1 if self.float8 else ORDERS):
-            if number == len(self.runs):
-                self.runs.append(self.run(**self.how(number)))
-            yield self.runs[number][name]
-
-    def how(self, number: int) -> dict[str, Any]:
-        low = plain_dtype(self.dtype)
-        if self.float8:
-            return {"compute_dtype": torch.float32, "weights": torch.float8_e4m3fn}
-        if number == 0:
-            return {"compute_dtype": low}
-        if low != torch.float32 and number % 2 == 0:
-            return {"compute_dtype": low, "shuffle": self.g}
-        return {"compute_dtype": torch.float32, "shuffle": self.g, "stored": low}
 
 
 def _crash(error: Exception) -> tuple[str, ...]:

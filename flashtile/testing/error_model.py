@@ -1,0 +1,242 @@
+"""How wrong a result may be at least: a floor under the error that plain PyTorch makes.
+
+Plain PyTorch's error on few numbers is a matter of luck, and where terms cancel it may be nothing:
+a row that sees one key has dQ = 0. A kernel that adds up the same terms in another order is then
+not wrong, though its error is more than twice as large. So the rule (`tolerance.py`) never allows
+less than a few roundings of the terms themselves.
+
+`rounding_variance` makes the reference compute the squared size of the error that those roundings
+add up to, each independent of the others; `u` is the largest one of a number 1 (of float32; of
+float64 for float64 inputs). With P the probabilities, L the log-sum-exp and [x] the variance of x:
+
+    [S]      (u/2 |scale| |q||k|)^2 + u^2 (S^2 + alibi^2 + bias^2)
+    [L]      P^2 @ [S] + u^2 (L^2 + m^2 + 4), m the largest score of the row
+    [P]      P^2 ([S] + u^2 (2 + (S - L)^2)), and P^2 [L] of the whole row
+    [out]    ([P] @ v^2) and so on: every product has the variances of its factors ...
+    [x @ y]  ... and, of its sum, (u/2 |x| @ |y|)^2
+
+The sum of n terms of random signs, added up one after the other, loses 0.4 u times their sizes' sum
+(Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.8 and chapter 4).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .reference import Attend, ScoreRule, softmax_weights
+
+# Of how many standard deviations the floor is. Rounding errors are at most 1.7 of theirs.
+DEVIATIONS = 6.0
+
+
+def floor_of(variance: Tensor) -> Tensor:
+    """The error that is always allowed."""
+    return DEVIATIONS * variance.sqrt()
+
+
+def rounding_variance(dtype: torch.dtype) -> Attend:
+    """An `attend` for the reference that gives variances instead of results, for inputs of `dtype`.
+
+    Called in float64, the reference's `out`, `lse` and `probs` are then the variances of their
+    rounding errors, and the gradients that autograd finds are those of the gradients' errors: what
+    the reference does around `attend` only moves numbers and adds them up.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
+        found = _Variance.apply(q, k, v, rule.bias, rule.sink, rule, dtype)
+        return found[0], found[1], found[2]
+
+    return attend
+
+
+def combine_variance(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """The variances of float32 `combine_reference` of the same parts."""
+    u = _unit(torch.float32)
+    parts, lse = out_partial.double(), lse_partial.double()
+    total = lse.logsumexp(0)
+    unseen = total == -torch.inf
+    shifted = (lse - total.masked_fill(unseen, 0)).unsqueeze(-1)
+    sizes = torch.where(shifted > -torch.inf, shifted.exp() * parts.abs() * (2 + shifted.abs()), 0)
+    return (u * sizes.sum(0)).square(), (u * (total.abs() + 2)).masked_fill(unseen, 0).square()
+
+
+def attention_in_float8(
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain PyTorch in float8, an `attend` for the reference: what is multiplied with v, which is
+    256 exp(S - row maximum), is rounded to e4m3."""
+    weights, lse, probs = softmax_weights(q, k, rule)
+    dead = (lse == -torch.inf)[..., None]
+    largest = weights.amax(-1, keepdim=True)
+    if rule.sink is not None:
+        largest = torch.maximum(largest, torch.exp(rule.sink - lse[..., None]).masked_fill(dead, 1))
+    unit = largest / 256
+    rounded = (weights / unit).float().to(torch.float8_e4m3fn).to(weights.dtype) * unit
+    out = torch.einsum("bhmn,bnhd->bmhd", rounded, v)
+    return out.masked_fill(dead.transpose(1, 2), 0), lse, probs
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The largest rounding of 1; twice that in float64, where the truth is rounded, too."""
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return eps if dtype == torch.float64 else eps / 2
+
+
+class _Scores(NamedTuple):
+    """Scores with the sink's column, their variances, and the slope of the softcap with its own."""
+
+    S: Tensor  # (B, Hq, M, N or N + 1)
+    variance: Tensor
+    slope: Tensor  # (B, Hq, M, N)
+    slope_variance: Tensor
+
+
+class _Variance(torch.autograd.Function):
+    """The variances of the module's docstring, in float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        rule: ScoreRule,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        u, N = _unit(dtype), k.shape[1]
+        S, S_var, slope, slope_var = _scores(q, k, bias, sink, rule, u)
+        if sink is not None:  # one more key, of value zero
+            v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1)
+        factor = _with_sink(rule.factor.expand(S[..., :N].shape), sink, 1.0)
+        dead = torch.isneginf(S).all(-1, keepdim=True)
+        L = S.masked_fill(dead, 0).logsumexp(-1, keepdim=True)
+        P = torch.exp(S - L).masked_fill(dead, 0)
+        from_L = torch.where(P > 0, S - L, 0)
+        largest = S.amax(-1, keepdim=True) if S.shape[-1] else L
+        L_var = _square_sum(P, S_var) + u**2 * (L.square() + largest.square() + 4)
+        L_var = L_var.masked_fill(dead, 0)
+        P_var = P.square() * (S_var + u**2 * (2 + from_L.square()))  # beside that of its row's L
+        out = torch.einsum("bhmn,bnhd->bmhd", P * factor, v)
+        out_var = (
+            torch.einsum("bhmn,bnhd->bmhd", P_var * factor.square(), v.square())
+            + out.square() * P_var.sum(-1).transpose(1, 2)[..., None]
+            + (u * torch.einsum("bhmn,bnhd->bmhd", P * factor, v.abs())).square()
+        )
+        ctx.save_for_backward(q, k, v, P, P_var, L_var, factor, out, out_var, slope, slope_var)
+        ctx.u, ctx.scale, ctx.bias, ctx.sink = u, rule.scale, bias, sink
+        ctx.stored = torch.finfo(dtype).eps / 12**0.5 if dtype.itemsize == 2 else 0.0  # on average
+        return out_var, L_var[..., 0], (P_var + P.square() * L_var)[..., :N]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        dO, dL = cotangents[:2]
+        q, k, v, P, P_var, L_var, factor, out, out_var, slope, slope_var = ctx.saved_tensors
+        u, N = ctx.u, k.shape[1]
+
+        def rows(x: Tensor) -> Tensor:  # (B, M, Hq, Dv) summed over Dv
+            return x.sum(-1).transpose(1, 2)[..., None]
+
+        dP = torch.einsum("bmhd,bnhd->bhmn", dO, v) * factor
+        sizes = torch.einsum("bmhd,bnhd->bhmn", dO.abs(), v.abs()) * factor
+        dP_var = (u / 2 * sizes).square() + (u * dP).square()
+        delta = rows(dO * out) - dL[..., None]
+        delta_var = (
+            rows(dO.square() * (out_var + (ctx.stored * out).square()))  # as the out is stored
+            + (u / 2 * rows((dO * out).abs())).square()
+            + u**2 * (delta.square() + dL.square()[..., None])
+        )
+        dS = P * (dP - delta)
+        dS_var = P_var * (dP - delta).square() + P.square() * dP_var + 2 * (u * dS).square()
+        row_var = P.square() * delta_var + dS.square() * L_var
+        dsink = (dS_var + row_var)[..., N:].sum(-1, keepdim=True)
+        dS, dS_var, row_var, P_seen = (x[..., :N] for x in (dS, dS_var, row_var, P))
+        dbias = _bias_variance(ctx.bias, dS, dS_var, P_seen, delta_var, L_var, u)
+
+        product = dS * slope
+        product_var = dS_var * slope.square() + dS.square() * slope_var
+        dq = torch.einsum("bhmn,bnhd->bmhd", product_var, k.square()) + (
+            torch.einsum("bhmn,bnhd->bmhd", P_seen * slope, k).square() * delta_var.transpose(1, 2)
+            + torch.einsum("bhmn,bnhd->bmhd", product, k).square() * L_var.transpose(1, 2)
+            + (u * torch.einsum("bhmn,bnhd->bmhd", product.abs(), k.abs())).square()
+        )
+        product_var = product_var + row_var * slope.square()
+        dk = (
+            torch.einsum("bhmn,bmhd->bnhd", product_var, q.square())
+            + (u * torch.einsum("bhmn,bmhd->bnhd", product.abs(), q.abs())).square()
+        )
+        P_var = (P_var + P.square() * L_var)[..., :N]
+        weights, kept = P_seen * factor[..., :N], factor[..., :N].square()
+        dv = (
+            torch.einsum("bhmn,bmhd->bnhd", P_var * kept, dO.square())
+            + (u * torch.einsum("bhmn,bmhd->bnhd", weights, dO.abs())).square()
+        )
+        scale = ctx.scale**2
+        return (
+            scale * dq,
+            scale * dk,
+            dv,
+            dbias,
+            dsink if ctx.sink is not None else None,
+            None,
+            None,
+        )
+
+
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, sink: Tensor | None, rule: ScoreRule, u: float
+) -> _Scores:
+    S = torch.einsum("bmhd,bnhd->bhmn", q, k) * rule.scale
+    sizes = torch.einsum("bmhd,bnhd->bhmn", q.abs(), k.abs()) * rule.scale
+    variance = (u / 2 * sizes).square() + (u * S).square()
+    slope, slope_variance = torch.ones_like(S), torch.zeros_like(S)
+    if rule.softcap > 0:
+        bent = torch.tanh(S / rule.softcap)
+        S, slope = rule.softcap * bent, 1 - bent.square()
+        slope_variance = 4 * (u**2 + variance * torch.square(slope / rule.softcap))
+        variance = variance * slope.square() + (u * rule.softcap) ** 2
+    for term in (rule.alibi, bias):
+        if term is not None:
+            variance = variance + (u * term).square()
+    S = S if rule.alibi is None else S - rule.alibi
+    S = (S if bias is None else S + bias).masked_fill(rule.hidden, -torch.inf)
+    S = _with_sink(S, sink, sink)
+    variance = _with_sink(variance, sink, 0.0) + (u * S).square()
+    return _Scores(S, variance.masked_fill(torch.isneginf(S), 0), slope, slope_variance)
+
+
+def _with_sink(x: Tensor, sink: Tensor | None, column: Tensor | float | None) -> Tensor:
+    """`x` (B, Hq, M, N) with the sink's column, where there is a sink."""
+    if sink is None:
+        return x
+    return torch.cat((x, torch.as_tensor(column, dtype=x.dtype).expand(sink.shape)), dim=-1)
+
+
+def _square_sum(x: Tensor, variance: Tensor) -> Tensor:
+    return (x.square() * variance).sum(-1, keepdim=True)
+
+
+def _bias_variance(
+    bias: Tensor | None,
+    dS: Tensor,
+    dS_var: Tensor,
+    P: Tensor,
+    delta_var: Tensor,
+    L_var: Tensor,
+    u: float,
+) -> Tensor | None:
+    """Of dS summed as the bias is broadcast. The errors of delta and L are those of whole rows."""
+    if bias is None:
+        return None
+    shape = bias.shape
+    keys = (*dS.shape[:3], shape[-1]) if bias.dim() else dS.shape[:3]
+    by_row = P.sum_to_size(keys).square() * delta_var + dS.sum_to_size(keys).square() * L_var
+    return (
+        dS_var.sum_to_size(shape)
+        + by_row.sum_to_size(shape)
+        + (u * dS.abs().sum_to_size(shape)).square()
+    )
