@@ -314,7 +314,7 @@ def test_continuous_batching(family):
 @torch.no_grad()
 def test_paged_decoding_kernel():
     """The block-table call, which transformers makes on a GPU alone."""
-    loader = integration.open_door.__globals__
+    loader = integration.patch_loader.__globals__
     flash_attn_with_kvcache = loader["flash_attn_with_kvcache"]
     page_size, pages = 16, 8
     cache = torch.randn(2, pages, page_size, 2, 16)
@@ -341,34 +341,34 @@ def test_paged_decoding_kernel():
 # The private loader of transformers may change: then the public functions must do.
 
 
-def broken_by_removal(monkeypatch, door):
-    monkeypatch.delattr(door, "_lazy_imports")
+def broken_by_removal(monkeypatch, loader):
+    monkeypatch.delattr(loader, "_lazy_imports")
 
 
-def broken_by_new_loader(monkeypatch, door):
+def broken_by_new_loader(monkeypatch, loader):
     def lazy_import_flash_attention(implementation):
         raise ValueError("Could not find the currently requested flash attention implementation")
 
-    monkeypatch.setattr(door, "lazy_import_flash_attention", lazy_import_flash_attention)
+    monkeypatch.setattr(loader, "lazy_import_flash_attention", lazy_import_flash_attention)
 
 
-def broken_by_new_result(monkeypatch, door):
-    monkeypatch.setattr(door, "lazy_import_flash_attention", lambda implementation: ((1, 2), 3))
+def broken_by_new_result(monkeypatch, loader):
+    monkeypatch.setattr(loader, "lazy_import_flash_attention", lambda implementation: ((1, 2), 3))
 
 
 @pytest.mark.parametrize("broken", [broken_by_removal, broken_by_new_loader, broken_by_new_result])
 @torch.no_grad()
 def test_fallback_when_the_private_loader_changed(broken, monkeypatch):
-    import transformers.modeling_flash_attention_utils as door
+    import transformers.modeling_flash_attention_utils as loader
 
-    broken(monkeypatch, door)
+    broken(monkeypatch, loader)
     wanted = f"flash_{broken.__name__}"
-    before = getattr(door, "_lazy_imports", None)
+    before = getattr(loader, "_lazy_imports", None)
     check = transformers.PreTrainedModel._check_and_adjust_attn_implementation
     with pytest.warns(UserWarning, match="finds flash attention in a new way"):
         name = integration.register(wanted)
     assert name == wanted.replace("flash", "Flash")
-    assert getattr(door, "_lazy_imports", None) is before  # nothing stays patched
+    assert getattr(loader, "_lazy_imports", None) is before  # nothing stays patched
     assert transformers.PreTrainedModel._check_and_adjust_attn_implementation is check
     model, mask = build("mistral"), padding("left")
     want = run(model, "eager", input_ids=tokens(), attention_mask=mask)

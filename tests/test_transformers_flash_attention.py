@@ -67,9 +67,9 @@ with torch.no_grad():
         )
     assert torch.equal(*written)
 
-import transformers.modeling_flash_attention_utils as door
+import transformers.modeling_flash_attention_utils as loader
 
-functions = door._flash_fn, door._flash_varlen_fn
+functions = loader._flash_fn, loader._flash_varlen_fn
 assert all(f.__module__.startswith("flashtile") for f in functions), functions
 """
 

@@ -12,7 +12,7 @@ import torch
 Call = Callable[[], object]
 Timer = Callable[[Call], float]  # milliseconds of one run of the call
 
-TURN_MS = 10.0  # a call faster than this runs several times in its turn
+BATCH_MS = 10.0  # a call faster than this runs several times in each round
 MAX_REPEATS = 20
 MAX_ROUNDS = 200
 
@@ -51,7 +51,7 @@ def interleave(
     shuffle = random.Random(seed).shuffle
     first = {name: timer(call) for name, call in calls.items()}  # warms up; not a sample
     repeats = {
-        name: max(1, min(MAX_REPEATS, int(TURN_MS / max(ms, 1e-3)))) for name, ms in first.items()
+        name: max(1, min(MAX_REPEATS, int(BATCH_MS / max(ms, 1e-3)))) for name, ms in first.items()
     }
     samples: dict[str, list[float]] = {name: [] for name in calls}
     spent = 0.0
@@ -61,9 +61,9 @@ def interleave(
         order = list(calls)
         shuffle(order)
         for name in order:
-            turn = [timer(calls[name]) for _ in range(repeats[name])]
-            samples[name] += turn
-            spent += sum(turn)
+            batch = [timer(calls[name]) for _ in range(repeats[name])]
+            samples[name] += batch
+            spent += sum(batch)
     return samples
 
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--group", type=int, default=1, help="query heads to a key head")
-    parser.add_argument("--no-backward", action="store_true", help="the forward alone")
+    parser.add_argument("--no-backward", action="store_true", help="only the forward pass")
 
 
 def run(args: argparse.Namespace) -> int:

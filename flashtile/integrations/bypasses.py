@@ -62,7 +62,7 @@ def _refuse_attention(frame: FrameType) -> None:
     if ATTENTION.search(type(inner).__name__) or ATTENTION.search(path.rpartition(".")[2]):
         named = f"{path} ({type(inner).__name__})" if path else type(inner).__name__
         raise RuntimeError(
-            f"sdpa.install(strict=True): {named} computes attention by a softmax of its own, past "
+            f"sdpa.install(strict=True): {named} computes attention by its own softmax, past "
             f"scaled_dot_product_attention{HINTS.get(type(inner), '')}"
         )
 

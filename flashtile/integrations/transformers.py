@@ -33,17 +33,17 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.utils import logging
 
-    from .transformers_loader import DoorChangedError, open_door
+    from .transformers_loader import LoaderChangedError, patch_loader
     from .transformers_masks import (
         Packing,
         Pattern,
+        attached_pattern,
         chosen_keys,
         is_padding,
         is_whole,
         left_padding,
         once,
         packing,
-        remembered,
         restarting_positions,
         short_form,
     )
@@ -103,8 +103,8 @@ def register(name: str = "flashtile") -> str:
         raise ValueError(f"name: {name!r} is another attention implementation; choose a free name")
     if "flash" in name:
         try:
-            open_door(name)
-        except DoorChangedError as change:
+            patch_loader(name)
+        except LoaderChangedError as change:
             public = name.replace("flash", "Flash")
             warnings.warn(
                 f"transformers {transformers.__version__} finds flash attention in a new way "
@@ -276,7 +276,7 @@ def _attend(call: _Call, mask: Any, options: dict[str, Any]) -> Tensor:
     """Call flashtile in the cheapest way that applies `mask`, which may have any form."""
     if isinstance(mask, Tensor):
         mask = short_form(mask)
-        pattern = remembered(mask)
+        pattern = attached_pattern(mask)
         if pattern is None and not is_padding(mask, call.k.shape[0], call.k.shape[1]):
             return _with_exact_mask(call, mask)
         N = mask.shape[1]  # later keys are cache slots that are not written yet

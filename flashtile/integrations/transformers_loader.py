@@ -1,12 +1,12 @@
 """Patch the private loader of transformers that serves implementation names with "flash".
 
 If the name of an attention implementation contains "flash", transformers looks for a kernel package
-of that name with its private function `_lazy_imports`. `open_door` makes that function return
+of that name with its private function `_lazy_imports`. `patch_loader` makes that function return
 flashtile's functions for our names. Such names get what transformers reserves for flash attention:
 images of a batch packed without padding, and continuous batching.
 
-The patch is checked before it is used. If transformers has changed, `open_door` raises
-`DoorChangedError` and removes the patch.
+The patch is checked before it is used. If transformers has changed, `patch_loader` raises
+`LoaderChangedError` and removes the patch.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from ..api import attention, attention_varlen, attention_with_kvcache
 _logger = logging.get_logger(__name__)
 
 
-class DoorChangedError(RuntimeError):
+class LoaderChangedError(RuntimeError):
     """This version of transformers finds flash attention in another way."""
 
 
-def open_door(name: str) -> None:
+def patch_loader(name: str) -> None:
     """Make transformers find flashtile's functions when it looks for the kernel package `name`.
 
     Raises:
-        DoorChangedError: transformers' private functions have changed; nothing stays patched.
+        LoaderChangedError: transformers' private functions have changed; nothing stays patched.
     """
     try:
-        door = importlib.import_module("transformers.modeling_flash_attention_utils")
+        loader = importlib.import_module("transformers.modeling_flash_attention_utils")
         functions = (
             flash_attn_func,
             flash_attn_varlen_func,
             flash_attn_with_kvcache,
-            door._pad_input,
-            door._unpad_input,
+            loader._pad_input,
+            loader._unpad_input,
         )
-        original_imports: Any = door._lazy_imports
+        original_imports: Any = loader._lazy_imports
         original_check: Any = PreTrainedModel._check_and_adjust_attn_implementation
     except (ImportError, AttributeError) as error:
-        raise DoorChangedError(str(error)) from error
+        raise LoaderChangedError(str(error)) from error
     ours = (name, f"paged|{name}")
 
     @functools.wraps(original_imports)
@@ -68,23 +68,23 @@ def open_door(name: str) -> None:
                     f"attn_implementation replaces: it runs with 'eager' instead of {name!r}"
                 )
                 return "eager"
-            door.lazy_import_flash_attention(attn_implementation)
+            loader.lazy_import_flash_attention(attn_implementation)
             return attn_implementation
         return original_check(self, attn_implementation, *args, **kwargs)
 
     def patch(imports: Any, check: Any) -> None:
         # These are private functions, replaced on purpose, which no type annotation allows.
-        door._lazy_imports = imports  # type: ignore[attr-defined]
+        loader._lazy_imports = imports  # type: ignore[attr-defined]
         PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
 
     patch(lazy_imports, check)
     try:
-        found = door.lazy_import_flash_attention(name)[0]
+        found = loader.lazy_import_flash_attention(name)[0]
         if tuple(found[:2]) != functions[:2]:
-            raise DoorChangedError("lazy_import_flash_attention does not return what it is given")
+            raise LoaderChangedError("lazy_import_flash_attention does not return what it is given")
     except Exception as error:  # a changed loader may raise anything
         patch(original_imports, original_check)
-        raise DoorChangedError(str(error)) from error
+        raise LoaderChangedError(str(error)) from error
 
 
 def _attends_by_itself(model: PreTrainedModel) -> bool:

@@ -184,7 +184,7 @@ def attention_mask(
         `Pattern` as an attribute; keys past its width are cache slots that are not written yet. A
         4-D mask may carry its 2-D form.
     """
-    if attention_mask is not None and remembered(attention_mask) is not None:
+    if attention_mask is not None and attached_pattern(attention_mask) is not None:
         return attention_mask  # `generate` made it in advance, and it is already complete
     exact = partial(
         _exact,
@@ -226,13 +226,13 @@ def attention_mask(
     if mask is not None and pattern.has_positions and has_holes(mask):
         return exact()  # distances include the padding in between
     if pattern.segments is not None:
-        mask = remember(pattern.segments.int() + 1, pattern)
+        mask = attach_pattern(pattern.segments.int() + 1, pattern)
     elif mask is not None:
-        mask = remember(mask, pattern)
+        mask = attach_pattern(mask, pattern)
     elif keys < kv_length or (pattern.causal and q_length > 1) or pattern.hides(keys) or is_read:
         # Not every causal layer says that it is causal.
         mask = torch.ones(batch_size, keys, dtype=torch.bool, device=options.get("device"))
-        mask = remember(mask, pattern, whole=True)
+        mask = attach_pattern(mask, pattern, whole=True)
     return with_short_form(exact(), mask) if is_read and mask is not None else mask
 
 
@@ -275,7 +275,7 @@ def has_holes(mask: Tensor) -> bool:
 # change in place invalidates it.
 
 
-def remember(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tensor:
+def attach_pattern(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tensor:
     """Attach `pattern` to this tensor object, which transformers passes to every layer.
 
     Args:
@@ -289,7 +289,7 @@ def remember(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tensor:
     return mask
 
 
-def remembered(mask: Tensor) -> Pattern | None:
+def attached_pattern(mask: Tensor) -> Pattern | None:
     """The pattern attached to `mask`, if it is the object that `attention_mask` returned."""
     return getattr(mask, "flashtile_pattern", None)
 

@@ -322,7 +322,7 @@ def _in_place(x: Tensor, change: Callable[[Tensor], None]) -> Tensor:
     """Let `change` write to x, also where PyTorch forbids it: on a leaf that requires a gradient.
 
     There the history goes to a second tensor on the same memory. A compiled graph cannot return
-    such an alias, so its second tensor has memory of its own.
+    such an alias, so its second tensor gets its own memory.
     """
     if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
         change(x)

@@ -17,7 +17,7 @@ class RotaryTables(NamedTuple):
     sin_k: Tensor | None = None
 
     def fit(self, length: int, device: torch.device | None, dtype: torch.dtype | None) -> bool:
-        """Whether they can be used for so many positions on that device, in that dtype."""
+        """Whether they cover `length` positions, on that device and in that dtype."""
         return length <= self.cos.shape[0] and self.cos.device == device and self.cos.dtype == dtype
 
 

@@ -79,7 +79,7 @@ def _both(config: Any, first: str, second: str) -> bool:
 
 
 def _positions(config: Any) -> dict[str, Any]:
-    """How tokens know their places: in one way, of the three that flash-attn may combine."""
+    """The one position encoding of a model; flash-attn may combine three of them."""
     fraction = getattr(config, "rotary_emb_fraction", 0.0)
     ways = {
         "learned": ("n_positions", config.n_positions, config.n_positions > 0),

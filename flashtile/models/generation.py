@@ -24,7 +24,7 @@ def sample(
 
     Args:
         logits: (batch, vocab).
-        top_k: draw among so many likeliest tokens; 1 takes the likeliest, 0 is no limit.
+        top_k: draw from the `top_k` most likely tokens; 1 takes the likeliest, 0 means no limit.
         top_p: draw among the likeliest tokens whose probabilities together reach top_p (nucleus
             sampling, Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 0 is no limit.
         temperature: the logits are divided by it.

@@ -207,7 +207,7 @@ class GPTLMHeadModel(nn.Module):
             max_seqlen: upper bound of the documents' lengths.
             inference_params: keys and values of earlier tokens, to which those of input_ids are
                 appended. No gradient is recorded through attention.
-            num_last_tokens: logits of so many last tokens of a row alone; 0 is all.
+            num_last_tokens: compute the logits of only this many last tokens of each row; 0 is all.
 
         Returns:
             (logits, None) with logits (..., vocab_size), or with targets (None, loss).

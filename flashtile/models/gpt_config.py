@@ -259,7 +259,7 @@ def _from_gpt2(config: Any) -> dict[str, Any]:
 
 def _from_llama(config: Any) -> dict[str, Any]:
     """Fields of a LlamaConfig or MistralConfig."""
-    # Before transformers 5 the base stood alone, and the dictionary was called rope_scaling.
+    # Before transformers 5 the base was a separate field, and the dictionary was rope_scaling.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -299,4 +299,4 @@ def _lookup(name: str, config: Any, names: dict[str, str]) -> str:
 
 def _want(config: Any, name: str, wanted: bool) -> None:
     if getattr(config, name, wanted) != wanted:
-        raise ValueError(f"{name}: got {not wanted}; this model has {wanted} alone")
+        raise ValueError(f"{name}: got {not wanted}; this model supports only {wanted}")

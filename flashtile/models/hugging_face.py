@@ -34,22 +34,22 @@ def state_dict_from_transformers(state_dict: StateDict, config: GPTConfig) -> St
     Raises:
         ValueError: a weight is missing, or one is left over.
     """
-    rest, ours = dict(state_dict), {}
+    remaining, ours = dict(state_dict), {}
     for rule in _rules(config):
-        missing = [name for name in rule.theirs if name not in rest]
+        missing = [name for name in rule.theirs if name not in remaining]
         if missing:
             raise ValueError(f"state_dict: {missing[0]!r} is missing, for {rule.ours!r}")
-        parts = [rest.pop(name) for name in rule.theirs]
+        parts = [remaining.pop(name) for name in rule.theirs]
         parts = [part.t() for part in parts] if rule.transposed else parts
         ours[rule.ours] = torch.cat(parts) if len(parts) > 1 else parts[0]
-    head = rest.pop("lm_head.weight", None)
+    head = remaining.pop("lm_head.weight", None)
     if head is None and not config.tie_word_embeddings:
         raise ValueError("state_dict: 'lm_head.weight' is missing, and the config does not tie it")
     ours["lm_head.weight"] = ours[_WORDS] if head is None else head
     # Old checkpoints hold causal masks and rotary frequencies, which are no weights.
-    left = [name for name in rest if not name.endswith(_NO_WEIGHTS)]
+    left = [name for name in remaining if not name.endswith(_NO_WEIGHTS)]
     if left:
-        raise ValueError(f"state_dict: no place for {left[0]!r} and {len(left) - 1} others")
+        raise ValueError(f"state_dict: {left[0]!r} and {len(left) - 1} others fit no parameter")
     return ours
 
 

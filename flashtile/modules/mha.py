@@ -60,7 +60,7 @@ class _Options(nn.Module):
 
 
 class FlashSelfAttention(_Options):
-    """Self-attention of packed projections, without parameters of its own.
+    """Self-attention of packed projections, without its own parameters.
 
     Args:
         causal, softmax_scale, window_size, softcap, deterministic: as in `flashtile.attention`.
@@ -91,7 +91,7 @@ class FlashSelfAttention(_Options):
 
 
 class FlashCrossAttention(_Options):
-    """Attention of queries over other tokens' keys, without parameters of its own.
+    """Attention of queries over other tokens' keys, without its own parameters.
 
     Its arguments are those of `FlashSelfAttention`.
     """
@@ -287,7 +287,7 @@ class MHA(nn.Module):
     def _rotate(
         self, q: Tensor, k: Tensor, packing: Packing, packing_k: Packing
     ) -> tuple[Tensor, Tensor]:
-        """q and k turned by their positions in their sequences."""
+        """q and k with RoPE for their positions in their sequences."""
         if self.rotary_emb is None:
             return q, k
         longest = max(

@@ -47,8 +47,8 @@ def attention_fp8(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention whose products are made in float8 e4m3: `quantize_qkv`, then `attention`.
 
-    Gradients are those of attention in 16 bits on the numbers that float8 holds, as if quantising
-    had no slope of its own (a straight-through estimate). There is no second derivative.
+    Gradients are those of attention in 16 bits on the numbers that float8 holds, as if the
+    derivative of quantising were 1 (a straight-through estimate). There is no second derivative.
 
     Args:
         q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`;
@@ -204,8 +204,8 @@ def in_16_bits(
         dout.to(dtype), dlse, out.to(dtype), lse, False, *operands, *options
     )
     if recipe.hadamard:
-        turned = rotation(q.shape[-1], recipe.seed, q.device)
-        dq, dk = dq.float() @ turned.mT, dk.float() @ turned.mT
+        matrix = rotation(q.shape[-1], recipe.seed, q.device)
+        dq, dk = dq.float() @ matrix.mT, dk.float() @ matrix.mT
     if recipe.hadamard_v:
         dv = dv.float() @ rotation(v.shape[-1], recipe.seed, v.device).mT
     return [x.to(ctx.dtype) for x in (dq, dk, dv)]

@@ -100,7 +100,7 @@ def _native_rows(problem: AttentionProblem, is_rounding: bool) -> int:
         return max(-(-problem.M // tiles), 1)
     if options.window_left is not None:
         return NATIVE_WINDOW_BLOCK_M
-    if options.attention_chunk > 0:  # a chunk is a tile of its own, full or a causal square
+    if options.attention_chunk > 0:  # each chunk is one tile, full or a causal square
         return max(options.attention_chunk, NATIVE_WINDOW_BLOCK_M)
     return max(problem.M, 1)
 

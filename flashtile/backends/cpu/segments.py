@@ -223,7 +223,7 @@ class _Sequence(NamedTuple):
 
 
 def _ragged(problem: AttentionProblem) -> bool:
-    """Sequences differ in length or place, so each is a segment of its own."""
+    """Sequences differ in length or offset, so each one is a segment."""
     return problem.has_lengths or problem.page_size > 0 or problem.block_tile is not None
 
 
