@@ -1,0 +1,62 @@
+"""The line numbers and the counts of DESIGN.md: `python docs/design.py` corrects and prints them.
+
+A place is written as `path:line` (`text`). Its line is the one that defines `text`, or the only one
+that contains it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "DESIGN.md"
+PLACE = re.compile(r"`(?P<path>[\w/.]+\.py):(?P<line>\d+)` \(`(?P<text>[^`]+)`\)")
+COUNT = re.compile(r"^\| (?P<what>[^|]+) \| (?P<most>\d+) \| `(?P<command>.+)` \|$", re.M)
+
+
+def line_of(path: str, text: str) -> int:
+    """The number of the line of a place.
+
+    Raises:
+        ValueError: the file does not define `text`, and not exactly one line contains it.
+    """
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    definition = re.compile(rf"\s*(def|class) {re.escape(text)}\b|{re.escape(text)}( =|:)")
+    found = [number for number, line in enumerate(lines, start=1) if definition.match(line)]
+    found = found or [number for number, line in enumerate(lines, start=1) if text in line]
+    if len(found) != 1:
+        raise ValueError(f"{path}: {len(found)} lines for {text!r}, want one")
+    return found[0]
+
+
+def corrected(page: str) -> str:
+    """The page with the lines as they are now."""
+
+    def place(old: re.Match[str]) -> str:
+        return f"`{old['path']}:{line_of(old['path'], old['text'])}` (`{old['text']}`)"
+
+    return PLACE.sub(place, page)
+
+
+def counts(page: str) -> list[tuple[str, int, int]]:
+    """What is counted, how many there may be, and how many its command counts now."""
+    rows = COUNT.findall(page)
+    return [(what, int(most), int(_output(command))) for what, most, command in rows]
+
+
+def _output(command: str) -> str:
+    """What a command prints; in a table, | is written \\|."""
+    command = command.replace("\\|", "|")
+    run = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return run.stdout
+
+
+if __name__ == "__main__":
+    page = corrected(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(page, encoding="utf-8")
+    for what, most, count in counts(page):
+        print(f"{what}: {count} (at most {most})")
