@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -167,6 +169,24 @@ def test_what_is_missing_is_refused_by_name(name, tensors):
     for function in (fa4.flash_attn_func, fa4.flash_attn_varlen_func):
         with pytest.raises(NotImplementedError, match=f"^{name}: "):
             function(*tensors, **{name: [1]})
+
+
+def refusal_of(function):
+    """The lines of its source that refuse arguments."""
+    return inspect.getsource(function).partition("_refuse(")[2].partition(")")[0]
+
+
+@pytest.mark.parametrize("page", ["migrating.md", "newer-flash-attention.md"])
+def test_the_manual_names_what_is_missing(page):
+    """Every argument of functions that users call that raises when it is given."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8")
+    refused = {
+        name
+        for function in (fa4.flash_attn_func, fa4.flash_attn_varlen_func)
+        for name in re.findall(r"(\w+)=\1,", refusal_of(function))
+    }
+    assert {"score_mod", "block_sparse_tensors_bwd"} <= refused
+    assert not {name for name in refused if f"`{name}`" not in text}
 
 
 def test_scheduler_metadata(tensors):

@@ -31,17 +31,14 @@ def accepting_nested(forward: Callable[..., Any]) -> Callable[..., Any]:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        attend: Any = forward.__get__(self)
         rest = need_weights, attn_mask, average_attn_weights, is_causal
         if not (query.is_nested or key.is_nested or value.is_nested):
-            result: tuple[Tensor, Tensor | None] = attend(
-                query, key, value, key_padding_mask, *rest
-            )
+            result: Any = forward(self, query, key, value, key_padding_mask, *rest)
             return result
         _check(self, (query, key, value), key_padding_mask, attn_mask)
         lengths_q, lengths_k = _lengths(query), _lengths(key)
         padded = (pad_sequence(list(x.unbind()), batch_first=True) for x in (query, key, value))
-        out, weights = attend(*padded, _padding(lengths_k, key.device), *rest)
+        out, weights = forward(self, *padded, _padding(lengths_k, key.device), *rest)
         rows = [x[:length] for x, length in zip(out, lengths_q, strict=True)]
         return torch.nested.as_nested_tensor(rows, layout=query.layout), weights
 
