@@ -13,10 +13,12 @@ import pytest
 import torch
 from conformance.devices import carry_calls, device_of
 
-# One line adds a backend to the conformance suite.
+# One line adds a backend to the conformance suite. It is skipped where it says that it cannot run a
+# call, for the reasons that it gives.
 BACKENDS = [
     "cpu",
     pytest.param("triton", marks=pytest.mark.gpu),
+    pytest.param("hopper", marks=pytest.mark.gpu),
 ]
 
 

@@ -35,7 +35,12 @@ from flashtile.testing import (
     strided,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+# Hopper takes one draw in hundreds, so `test_random_hopper.py` draws for it.
+portable = ["cpu", pytest.param("triton", marks=pytest.mark.gpu)]
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_buffers"),
+    pytest.mark.parametrize("backend", portable, indirect=True),
+]
 
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "200"))
 SIZES = int(os.environ.get("FLASHTILE_SIZES", "1"))

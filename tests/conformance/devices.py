@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 import flashtile
 from flashtile.masks import BlockMask
-from flashtile.problem import FLOAT8
 
 FUNCTIONS = ("attention", "attention_varlen", "attention_with_kvcache")
 WRITTEN = ("out", "k_cache", "v_cache")  # arguments that a call may write to
@@ -34,10 +33,33 @@ def device_of(backend: str | None) -> torch.device:
     return torch.device("cpu" if backend in (None, "cpu") else "cuda")
 
 
-def carry_calls(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """From now on, flashtile's functions take tensors of the CPU and compute on `device`."""
+def carry_calls(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, refusals: str = "skip"
+) -> None:
+    """From now on, flashtile's functions take tensors of the CPU and compute on `device`.
+
+    A call that the forced backend refuses skips its test for the backend's own reasons
+    (`unsupported_reasons`), or fails it where `refusals` is "fail".
+    """
     for name in FUNCTIONS:
-        monkeypatch.setattr(flashtile, name, _carried(getattr(flashtile, name), device))
+        call = _carried(getattr(flashtile, name), device)
+        monkeypatch.setattr(flashtile, name, call if refusals == "fail" else _skipping(call))
+
+
+def _skipping(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError as refusal:
+            asked, _, reasons = str(refusal).partition(" run this call:\n")
+            if not asked.startswith("backend ") or not reasons:
+                raise
+            if hypothesis.currently_in_test_context():
+                hypothesis.reject()
+            pytest.skip(reasons.strip())
+
+    return call
 
 
 def _carried(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -46,7 +68,6 @@ def _carried(function: Callable[..., Any], device: torch.device) -> Callable[...
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        _leave_out_dtypes(given["q"].dtype)
         memory: Memory = {}
         moved = {name: _moved(value, device, memory) for name, value in given.items()}
         result = pytree.tree_map_only(Tensor, lambda x: x.cpu(), function(**moved))
@@ -59,14 +80,6 @@ def _carried(function: Callable[..., Any], device: torch.device) -> Callable[...
         return (out, *result[1:]) if isinstance(result, tuple) else out
 
     return call
-
-
-def _leave_out_dtypes(dtype: torch.dtype) -> None:
-    """float64 is for the CPU, where gradients are checked; float8 has tests of its own on a GPU."""
-    if dtype == torch.float64 or dtype in FLOAT8:
-        if hypothesis.currently_in_test_context():
-            hypothesis.reject()
-        pytest.skip(f"the suite runs {dtype} on the CPU")
 
 
 def _moved(value: Any, device: torch.device, memory: Memory) -> Any:
