@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile import api
-from flashtile.call.explain import explain
+from flashtile.api import explain
 from flashtile.quantize import Quantized, quantize_qkv
 
 from .prepared import Prepared, Skip, cuda_package, output_alone, refuse

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtile import api
+from flashtile.api import explain
 from flashtile.call import dispatch
-from flashtile.call.explain import explain
 from flashtile.masks import BlockMask
 
 from . import float8

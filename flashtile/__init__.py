@@ -3,10 +3,8 @@ machine.
 """
 
 from . import lazy
-from .api import attention, attention_varlen, attention_with_kvcache
+from .api import attention, attention_varlen, attention_with_kvcache, explain, workspace_size
 from .call.dispatch import backend
-from .call.explain import explain
-from .call.kvcache import workspace_size
 from .combine import flash_attn_combine
 from .flash_attn_interface import (
     flash_attn_func,

@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Never
 
 from . import autograd, dropout
-from .call import checks, kvcache
+from .call import checks, prefill
 from .call.absorbed import absorb_operands
-from .call.attn_mask import with_masks
+from .call.append import rotate_and_append
 from .call.dispatch import BackendName
-from .call.layouts import Layout, Packed, as_batch, as_packed, tokens
-from .call.prepare import Arguments, WindowSize, autocast_to_cache, decided
+from .call.explain import Explanation, explained
+from .call.layouts import Cached, Dense, Layout
+from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
+from .call.packing import as_batch, as_packed, tokens
+from .call.prepare import QKV, Given, prepare
+from .gpu import workspace
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
+@accepts(AttentionOptions)
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    qv: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    block_mask: Any = None,
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    deterministic: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
     backend: BackendName | None = None,
-    **unknown: Never,
+    **options: Unpack[AttentionOptions],
 ) -> Result:
     """Exact attention, ``softmax(scale * q k^T + ...) v``, without the (seq_q, seq_k) matrix in
     memory.
@@ -125,35 +110,11 @@ def attention(
     Source: FlashAttention (Dao et al. 2022) algorithms 1 and 2; FlashAttention-2 (Dao 2023)
         algorithm 1.
     """
-    if unknown:
-        raise checks.unexpected_keywords(unknown, attention)
-    if attn_mask is not None or key_padding_mask is not None:
-        bias, block_mask = with_masks(q, k, attn_mask, key_padding_mask, bias, block_mask)
-    arguments = Arguments(
-        qv=qv,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        sink=sink,
-        block_mask=block_mask,
-        dropout_p=dropout_p,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        deterministic=deterministic,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
-    return _run((q, k, v), None, arguments, backend, return_lse, return_attn_probs, out)
+    refuse_unknown(options, AttentionOptions, attention)
+    return _run((q, k, v), Dense(), options, backend, return_lse, return_attn_probs, out)
 
 
+@accepts(VarlenOptions)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -163,34 +124,12 @@ def attention_varlen(
     max_seqlen_q: int | Tensor | None = None,
     max_seqlen_k: int | Tensor | None = None,
     *,
-    qv: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    block_mask: Any = None,
-    dropout_p: float = 0.0,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    deterministic: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    scheduler_metadata: Tensor | None = None,
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
-    workspace: Tensor | None = None,
     backend: BackendName | None = None,
-    **unknown: Never,
+    **options: Unpack[VarlenOptions],
 ) -> Result:
     """Attention inside each of several sequences of different lengths, packed back to back.
 
@@ -227,40 +166,16 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as `attention`.
     """
-    if unknown:
-        raise checks.unexpected_keywords(unknown, attention_varlen)
-    arguments = Arguments(
-        qv=qv,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        sink=sink,
-        block_mask=block_mask,
-        dropout_p=dropout_p,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        deterministic=deterministic,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-        scheduler_metadata=scheduler_metadata,
-        workspace=workspace,
-    )
-    layout = Layout(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table)
-    call = as_packed(q, k, v, qv, layout)
-    if call.padded is not None:
-        arguments = arguments._replace(qv=call.qv)
+    refuse_unknown(options, VarlenOptions, attention_varlen)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    qkv, qv, layout, padded = as_packed(q, k, v, options.get("qv"), *lengths, page_table)
+    if padded is not None and qv is not None:
+        options = {**options, "qv": qv}
     outputs = (return_lse, return_attn_probs, out)
-    return _run(call[:3], call.layout, arguments, backend, *outputs, call.padded)
+    return _run(qkv, layout, options, backend, *outputs, padded)
 
 
+@accepts(CacheOptions)
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -279,28 +194,10 @@ def attention_with_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = True,
-    qv: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    block_mask: Any = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    scheduler_metadata: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
-    workspace: Tensor | None = None,
     backend: BackendName | None = None,
-    **unknown: Never,
+    **options: Unpack[CacheOptions],
 ) -> Result:
     """Append new keys and values to a key-value cache, then attend to it.
 
@@ -353,59 +250,110 @@ def attention_with_kvcache(
 
     Source: FlashAttention-2's ``flash_attn_with_kvcache`` and FlashAttention-3's additions to it.
     """
-    if unknown:
-        raise checks.unexpected_keywords(unknown, attention_with_kvcache)
-    q, k, v, qv = autocast_to_cache(k_cache, q, k, v, qv)
-    arguments = Arguments(
-        qv=qv,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        sink=sink,
-        block_mask=block_mask,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-        scheduler_metadata=scheduler_metadata,
-        workspace=workspace,
+    refuse_unknown(options, CacheOptions, attention_with_kvcache)
+    layout = Cached(
+        cache_seqlens,
+        page_table,
+        cache_batch_idx,
+        cache_leftpad,
+        cu_seqlens_q,
+        max_seqlen_q,
+        k,
+        v,
+        cu_seqlens_k_new,
+        rotary_cos,
+        rotary_sin,
+        rotary_interleaved,
+        rotary_seqlens,
     )
-    queries = kvcache.Queries(q, cu_seqlens_q, max_seqlen_q)
-    cache = kvcache.Cache(
-        k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad, cache_seqlens
-    )
-    new = kvcache.NewTokens(k, v, cu_seqlens_k_new)
-    rotary = kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     return_lse = checks.flag("return_lse", return_lse)
     with torch.no_grad():
-        operands, lengths, (problem, options, _) = kvcache.decided(
-            queries, cache, new, rotary, arguments, backend, out
-        )
-        operands = kvcache.rotate_and_append(operands, options, lengths, cache, new, rotary)
-        operands = absorb_operands(operands, qv)
-        result, lse = kvcache.attend(problem, operands, options)
+        call = prepare((q, k_cache, v_cache), layout, options, backend, out)
+        operands = rotate_and_append(call)
+        operands = absorb_operands(operands, call.given.get("qv"))
+        result, lse = prefill.attend(call.problem, operands)
         if out is not None:
             result = out.copy_(result)
         return (result, lse) if return_lse else result
 
 
+def explain(*call: Any, **options: Any) -> Explanation:
+    """Every backend with its reasons and its plan for a call that is not made.
+
+    ::
+
+        explain(q, k, v, causal=True)
+        explain(attention_with_kvcache, q, k_cache, v_cache, cache_seqlens=lengths)
+        explain(attention_fp8, q, k, v)
+
+    Args:
+        call: q, k and v as in `attention` or, with its layout arguments by keyword, as in
+            `attention_varlen`; or a function and its arguments. The function may be any of this
+            package or one that calls it: it runs up to its first call of attention.
+        options: the other arguments of the call.
+
+    Raises:
+        ValueError, TypeError: as the call itself would.
+    """
+    if call and callable(call[0]):
+        return explained(call[0], call[1:], options)
+    function = attention_varlen if options.keys() & _LAYOUT_OF_PACKED else attention
+    return explained(function, call, options)
+
+
+_LAYOUT_OF_PACKED = {
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "page_table",
+}
+
+
+def workspace_size(
+    batch: int,
+    seq_q: int,
+    heads: int,
+    value_head_dim: int,
+    num_splits: int = 0,
+    device: torch.device | str = "cuda",
+) -> int:
+    """Bytes of `workspace` that are enough for every call of these sizes and of smaller ones,
+    however long the caches are.
+
+    Args:
+        batch: sequences at most.
+        seq_q: query tokens of each at most; packed queries are at most ``batch * seq_q``.
+        heads: query heads.
+        value_head_dim: head dim of the values.
+        num_splits: as in the calls; with 0 of them, chosen for you, calls of `num_splits=1` may
+            use the same memory.
+        device: of the calls; 0 bytes on a CPU, where keys are not split.
+
+    Raises:
+        ValueError, TypeError: for a size that is no length, and a device that is no GPU or CPU.
+    """
+    sizes = {"batch": batch, "seq_q": seq_q, "heads": heads, "value_head_dim": value_head_dim}
+    for name, size in sizes.items():
+        checks.length(name, size)
+    checks.splits("num_splits", num_splits)
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {device}, want a cuda device or cpu")
+    return workspace.workspace_size(batch * seq_q, heads, value_head_dim, num_splits, device)
+
+
 def _run(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    layout: Packed | None,
-    arguments: Arguments,
+    qkv: QKV,
+    layout: Layout,
+    options: Given,
     backend: str | None,
     return_lse: bool,
     return_attn_probs: bool,
     out: Tensor | None,
     padded: tuple[int, int] | None = None,
 ) -> Result:
-    """Check the call, choose the backend, run.
+    """Prepare the call and run it.
 
     Args:
         padded: batch and length of the caller's queries and results, if they are padded.
@@ -413,15 +361,13 @@ def _run(
     return_lse = checks.flag("return_lse", return_lse)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
     wanted = out if padded is None else tokens("out", out)
-    operands, (problem, options, _) = decided(
-        qkv, layout, arguments, backend, wanted, return_attn_probs
-    )
-    if options.dropout_p > 0:
+    problem, operands, *_ = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
+    if problem.options.dropout_p > 0:
         operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device))
-    result, lse = autograd.attend(problem, operands, options)
+    result, lse = autograd.attend(problem, operands)
     probs = None
     if return_attn_probs:
-        probs = autograd.attention_probabilities(operands, options, lse.detach())
+        probs = autograd.attention_probabilities(problem, operands, lse.detach())
     if padded is not None:
         result, lse = as_batch(result, lse, *padded)
     if out is not None:

@@ -8,7 +8,7 @@ coming out as a silent zero.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,25 +28,15 @@ from .problem import (
 _TENSORS = ", ".join(
     f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Operands._fields
 )
+_SCHEMA_TYPES: dict[Any, str] = {
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    bool: "bool",
+    str: "str",
+}
 _NUMBERS = ", ".join(
-    f"{kind} {name}"
-    for name, kind in zip(
-        Options._fields,
-        (
-            "SymInt",  # max_seqlen_q
-            "SymInt",  # max_seqlen_k
-            "float",  # softmax_scale
-            "SymInt?",  # window_left
-            "SymInt?",  # window_right
-            "SymInt",  # attention_chunk
-            "float",  # softcap
-            "float",  # dropout_p
-            "SymInt",  # num_splits
-            "bool",  # deterministic
-            "str",  # backend
-        ),
-        strict=True,
-    )
+    f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items()
 )
 _INPUTS = len(Operands._fields)
 _BIAS = Operands._fields.index("bias")
@@ -65,20 +55,16 @@ _library.define(
 _library.define(f"attention_probabilities({_TENSORS}, Tensor lse, {_NUMBERS}) -> Tensor")
 
 
-def attention_probabilities(operands: Operands, options: Options, lse: Tensor) -> Tensor:
+def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
     """Softmax probabilities (batch, heads, M, N) of a call, negative where dropped; quadratic,
     without gradient.
     """
     with torch.no_grad():
-        return torch.ops.flashtile.attention_probabilities(*operands, lse, *options)
+        return torch.ops.flashtile.attention_probabilities(*operands, lse, *problem.options)
 
 
-def attend(
-    problem: AttentionProblem, operands: Operands, options: Options
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a validated call whose backend is chosen (`options.backend`), recorded for
-    gradients.
-    """
+def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a prepared call, recorded for gradients."""
     if torch.compiler.is_compiling():
         operands = _told_apart(operands)
     else:
@@ -91,6 +77,7 @@ def attend(
         operands = operands._replace(workspace=None)
     # Of a meta tensor the op makes sizes and dtypes.
     if transforms or operands.q.is_meta or is_watched(operands):
+        options = problem.options
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
         if operands.workspace is not None:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from . import autograd, dropout
 from .api import attention_with_kvcache
-from .call import checks, dispatch
-from .call.prepare import Arguments, Packed, decided
-from .problem import AttentionProblem, Operands, Options, batch_size, lse_shape
+from .call import dispatch
+from .call.layouts import Dense, Packed
+from .call.prepare import QKV, Given, prepare
+from .problem import Operands, lse_shape
 
-QKV = tuple[Tensor, Tensor, Tensor]
 BLOCK = 128  # the extension pads lengths to a multiple of this
 
 
@@ -57,8 +57,8 @@ def fwd(
         ValueError, TypeError, NotImplementedError: as `flashtile.attention`.
     """
     window = window_size_left, window_size_right
-    arguments = _arguments(alibi_slopes, dropout_p, softmax_scale, causal, window, softcap)
-    return _forward((q, k, v), None, arguments, out, return_softmax, generator)
+    options = _options(alibi_slopes, dropout_p, softmax_scale, causal, window, softcap)
+    return _forward((q, k, v), Dense(), options, out, return_softmax, generator)
 
 
 def varlen_fwd(
@@ -98,7 +98,7 @@ def varlen_fwd(
     if block_table is not None and leftpad_k is not None:
         raise ValueError("leftpad_k: got it with block_table, want one of the two")
     window = window_size_left, window_size_right
-    arguments = _arguments(
+    options = _options(
         alibi_slopes,
         dropout_p,
         softmax_scale,
@@ -108,8 +108,8 @@ def varlen_fwd(
         seqused_k=seqused_k,
         num_splits=num_splits,
     )
-    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    return _forward((q, k, v), layout, arguments, out, return_softmax, generator, leftpad_k)
+    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, leftpad_k)
+    return _forward((q, k, v), layout, options, out, return_softmax, generator)
 
 
 def bwd(
@@ -148,12 +148,12 @@ def bwd(
         ValueError: a tensor has another shape than in the forward, or `rng_state` is missing.
     """
     window = window_size_left, window_size_right
-    arguments = _arguments(
+    options = _options(
         alibi_slopes, dropout_p, softmax_scale, causal, window, softcap, deterministic=deterministic
     )
     _check_generator(generator)
     results = (dout, out, softmax_lse)
-    return backward((q, k, v), None, arguments, results, (dq, dk, dv), rng_state)
+    return backward((q, k, v), Dense(), options, results, (dq, dk, dv), rng_state)
 
 
 def varlen_bwd(
@@ -186,13 +186,13 @@ def varlen_bwd(
     sequence ``b`` begin at ``cu_seqlens_q[b] + 128 * b``.
     """
     window = window_size_left, window_size_right
-    arguments = _arguments(
+    options = _options(
         alibi_slopes, dropout_p, softmax_scale, causal, window, softcap, deterministic=deterministic
     )
     _check_generator(generator)
     layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     results = (dout, out, softmax_lse)
-    return backward((q, k, v), layout, arguments, results, (dq, dk, dv), rng_state)
+    return backward((q, k, v), layout, options, results, (dq, dk, dv), rng_state)
 
 
 def fwd_kvcache(
@@ -257,7 +257,7 @@ def s_dmask(probabilities: Tensor) -> Tensor:
     return F.pad(probabilities, (0, -N % BLOCK, 0, -M % BLOCK))
 
 
-def _arguments(
+def _options(
     alibi_slopes: Tensor | None,
     dropout_p: float,
     softmax_scale: float | None,
@@ -265,73 +265,67 @@ def _arguments(
     window_size: tuple[int, int],
     softcap: float,
     **more: Any,
-) -> Arguments:
+) -> Given:
     """The options that the functions for training share, and those that one of them adds."""
-    return Arguments(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
+    return {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
         **more,
-    )
+    }
 
 
 def _forward(
     qkv: QKV,
-    layout: Packed | None,
-    arguments: Arguments,
+    layout: Dense | Packed,
+    options: Given,
     out: Tensor | None,
     return_softmax: bool,
     generator: torch.Generator | None,
-    leftpad_k: Tensor | None = None,
 ) -> list[Tensor]:
     _check_generator(generator)
     with torch.no_grad():
-        operands, (problem, options, _) = decided(qkv, layout, arguments, None, out, return_softmax)
-        if leftpad_k is not None:
-            checks.per_sequence("leftpad_k", leftpad_k, operands.q, batch_size(operands))
-            operands = operands._replace(leftpad_k=leftpad_k)
-            checks.values(operands, options)
-            problem, options = _chosen(AttentionProblem.of(operands, options), options)
+        problem, operands, *_ = prepare(qkv, layout, options, None, out, return_softmax)
         device = operands.q.device
         rng_state = torch.zeros(2, dtype=torch.int64, device=device)
-        if options.dropout_p > 0:
+        if problem.options.dropout_p > 0:
             rng_state = dropout.draw_rng_state(device, generator)
             operands = operands._replace(rng_state=rng_state)
-        result, lse = autograd.attend(problem, operands, options)
+        result, lse = autograd.attend(problem, operands)
         if out is not None:
             result = out.copy_(result)
         S_dmask = result.new_empty(0)
         if return_softmax:
-            S_dmask = s_dmask(autograd.attention_probabilities(operands, options, lse))
+            S_dmask = s_dmask(autograd.attention_probabilities(problem, operands, lse))
         return [result, lse, S_dmask, rng_state]
 
 
 def backward(
     qkv: QKV,
-    layout: Packed | None,
-    arguments: Arguments,
+    layout: Dense | Packed,
+    options: Given,
     results: tuple[Tensor, Tensor, Tensor],
     targets: tuple[Tensor | None, Tensor | None, Tensor | None],
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
-    """[dq, dk, dv, softmax_d] of `bwd` or, with a layout, `varlen_bwd`.
+    """[dq, dk, dv, softmax_d] of `bwd` or, with packed sequences, `varlen_bwd`.
 
     Args:
         results: (dout, out, softmax_lse).
         targets: where to write dq, dk and dv.
     """
-    operands, found = gradients(qkv, layout, arguments, results, targets, rng_state)
+    operands, found = gradients(qkv, layout, options, results, targets, rng_state)
     dout, out, _ = results
     return [*found[:3], _softmax_d(dout, out, operands)]
 
 
 def gradients(
     qkv: QKV,
-    layout: Packed | None,
-    arguments: Arguments,
+    layout: Dense | Packed,
+    options: Given,
     results: tuple[Tensor, Tensor, Tensor],
     targets: tuple[Tensor | None, Tensor | None, Tensor | None],
     rng_state: Tensor | None = None,
@@ -340,9 +334,9 @@ def gradients(
     """The operands of `backward`, and dq, dk, dv, dbias and dsink."""
     dout, out, lse = results
     with torch.no_grad():
-        operands, (problem, options, _) = decided(qkv, layout, arguments, None, None)
-        _, options = _chosen(problem._replace(needs_grad=True), options)
-        if options.dropout_p > 0:
+        problem, operands, *_ = prepare(qkv, layout, options)
+        backend = dispatch.select(problem._replace(needs_grad=True))
+        if problem.options.dropout_p > 0:
             if rng_state is None:
                 raise ValueError("rng_state: got None, want what the forward with dropout returned")
             operands = operands._replace(rng_state=rng_state)
@@ -354,7 +348,7 @@ def gradients(
             if target is not None:
                 _check_shape(name, target, tuple(x.shape))
         found = torch.ops.flashtile.attention_backward(
-            dout, dlse, out, lse, False, *operands, *options
+            dout, dlse, out, lse, False, *operands, *problem.options._replace(backend=backend)
         )
         written = [
             gradient if target is None else target.copy_(gradient)
@@ -370,24 +364,18 @@ def layout_of(
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-) -> Packed | None:
-    """The layout of packed sequences, None for a padded batch; `backward` has no mixtures.
+) -> Dense | Packed:
+    """The layout of packed sequences or of a padded batch; `backward` has no mixtures.
 
     Without a longest length all tokens are an upper bound, and nothing is read.
     """
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        return None
+        return Dense()
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise NotImplementedError("cu_seqlens_q, cu_seqlens_k: got one of them, want both or none")
     M = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     N = k.shape[0] if max_seqlen_k is None else max_seqlen_k
     return Packed(cu_seqlens_q, cu_seqlens_k, M, N)
-
-
-def _chosen(problem: AttentionProblem, options: Options) -> tuple[AttentionProblem, Options]:
-    """A changed problem, with the backend chosen for it again."""
-    options = options._replace(backend=dispatch.select(problem))
-    return problem._replace(options=options), options
 
 
 def _softmax_d(dout: Tensor, out: Tensor, operands: Operands) -> Tensor:

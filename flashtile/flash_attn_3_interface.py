@@ -18,7 +18,7 @@ from torch import Tensor
 from . import combine, flash_attn_2_cuda
 from .api import attention, attention_varlen, attention_with_kvcache
 from .call import checks
-from .call.prepare import Arguments, WindowSize
+from .call.options import WindowSize
 from .flash_attn_2_interface import maybe_contiguous, round_multiple
 from .forward_only import forward_only
 
@@ -281,7 +281,7 @@ def get_scheduler_metadata(
     """
     checks.tensor("cache_seqlens", cache_seqlens)
     checks.per_sequence("cache_seqlens", cache_seqlens, cache_seqlens, batch_size)
-    checks.splits(num_splits)
+    checks.splits("num_splits", num_splits)
     checks.hints(pack_gqa, sm_margin, None, cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
@@ -421,21 +421,21 @@ def _flash_attn_backward(
     """Write the gradients into dq, dk and dv; returns softmax_d of `flash_attn_2_cuda.bwd` or, with
     `cu_seqlens_q`, `varlen_bwd`. (`sequed_q` and `sequed_k` are FlashAttention-3's own names.)
     """
-    arguments = Arguments(
-        softmax_scale=softmax_scale,
-        causal=is_causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        seqused_q=sequed_q,
-        seqused_k=sequed_k,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": is_causal,
+        "window_size": (window_size_left, window_size_right),
+        "softcap": softcap,
+        "seqused_q": sequed_q,
+        "seqused_k": sequed_k,
+        "deterministic": deterministic,
+        "sm_margin": sm_margin,
+    }
     layout = flash_attn_2_cuda.layout_of(
         q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     )
     results = (dout, out, softmax_lse)
-    return flash_attn_2_cuda.backward((q, k, v), layout, arguments, results, (dq, dk, dv))[3]
+    return flash_attn_2_cuda.backward((q, k, v), layout, options, results, (dq, dk, dv))[3]
 
 
 def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:

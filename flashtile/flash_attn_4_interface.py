@@ -19,7 +19,6 @@ from torch import Tensor
 
 from . import flash_attn_2_cuda
 from .call import checks
-from .call.prepare import Arguments
 from .combine import flash_attn_combine
 from .flash_attn_4_layouts import Layout, Tensors, attend
 from .masks import Window
@@ -355,22 +354,22 @@ def _flash_attn_bwd(
         aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
     )
-    arguments = Arguments(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=Window(window_size_left, window_size_right),
-        softcap=softcap,
-        sink=learnable_sink,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        deterministic=deterministic,
-        pack_gqa=pack_gqa,
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": Window(window_size_left, window_size_right),
+        "softcap": softcap,
+        "sink": learnable_sink,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "deterministic": deterministic,
+        "pack_gqa": pack_gqa,
+    }
     layout = flash_attn_2_cuda.layout_of(
         q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     )
     _, found = flash_attn_2_cuda.gradients(
-        (q, k, v), layout, arguments, (dout, out, lse), (dq, dk, dv), dlse=dlse
+        (q, k, v), layout, options, (dout, out, lse), (dq, dk, dv), dlse=dlse
     )
     return tuple(found[:3]) if learnable_sink is None else (*found[:3], found[4])
 

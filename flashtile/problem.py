@@ -61,6 +61,11 @@ class Options(NamedTuple):
     deterministic: bool = False
     backend: str = ""
 
+    @property
+    def facts(self) -> tuple[Window | Chunk, ...]:
+        """The structural mask facts: none where every query sees all keys."""
+        return structure(self.window_left, self.window_right, self.attention_chunk)
+
 
 class AttentionProblem(NamedTuple):
     """Everything about a call that decides who runs it and how; no tensors."""
@@ -94,8 +99,7 @@ class AttentionProblem(NamedTuple):
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:
         """The structural mask facts."""
-        options = self.options
-        return structure(options.window_left, options.window_right, options.attention_chunk)
+        return self.options.facts
 
     @property
     def group(self) -> int:

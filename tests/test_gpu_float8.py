@@ -20,7 +20,7 @@ from float8_numbers import descales
 from torch import Tensor
 
 import flashtile
-from flashtile.call.prepare import Packed
+from flashtile.call.layouts import Packed
 from flashtile.ops.quantize.formula import E4M3, Quantized, Recipe
 from flashtile.quantize.tensors import quantized
 from flashtile.testing import (

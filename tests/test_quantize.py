@@ -15,7 +15,8 @@ from torch import Tensor
 
 import flashtile
 from flashtile.call import dispatch
-from flashtile.call.prepare import Arguments, dense_call
+from flashtile.call.layouts import Dense
+from flashtile.call.prepare import describe
 from flashtile.layers.rotary import apply_rotary_emb
 from flashtile.ops.quantize.formula import power_of_two
 from flashtile.problem import AttentionProblem
@@ -360,7 +361,7 @@ def test_useless_scales_are_found_when_asked_to(bad: float, monkeypatch: pytest.
 
 def test_a_gpu_without_float8_units_says_so():
     small = quantize_qkv(*qkv(generator(0), M=130))
-    operands, options = dense_call(*small[:3], Arguments(**descales(small)))
+    operands, options = describe(small[:3], Dense(), descales(small))
     problem = AttentionProblem.of(operands, options)
     with pytest.raises(NotImplementedError, match="float8 keys and values on sm_80"):
         dispatch.select(problem._replace(device_type="cuda", capability=(8, 0)))

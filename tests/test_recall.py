@@ -5,7 +5,8 @@ import torch
 
 import flashtile
 from flashtile import autograd
-from flashtile.call import checks, memo, prepare
+from flashtile.call import memo, prepare
+from flashtile.call.layouts import Dense
 
 
 def qkv(**changes):
@@ -22,13 +23,13 @@ def qkv(**changes):
 def checked(monkeypatch):
     """An entry for each call that was checked."""
     seen = []
-    describe = checks.options
+    describe = prepare.describe
 
-    def watched(**names):
-        seen.append(names)
-        return describe(**names)
+    def counted(*call):
+        seen.append(call)
+        return describe(*call)
 
-    monkeypatch.setattr(checks, "options", watched)
+    monkeypatch.setattr(prepare, "describe", counted)
     return seen
 
 
@@ -38,9 +39,22 @@ def test_a_repeated_call_is_not_checked_again(checked):
     again = qkv()
     out = flashtile.attention(*again, causal=True, softcap=11.0)
     assert len(checked) == first
-    fresh = flashtile.attention(*again, causal=True, softcap=11.0, out=torch.empty_like(again[0]))
+    flashtile.clear_caches()
+    fresh = flashtile.attention(*again, causal=True, softcap=11.0)
     assert len(checked) == first + 1
     assert torch.equal(out, fresh)
+
+
+def test_a_tensor_to_write_to_is_checked_each_time(checked):
+    q, k, v = qkv()
+    want = flashtile.attention(q, k, v)
+    first = len(checked)
+    out = torch.empty_like(q)
+    assert flashtile.attention(q, k, v, out=out) is out
+    assert torch.equal(out, want)
+    with pytest.raises(ValueError, match="out: got shape"):
+        flashtile.attention(q, k, v, out=torch.empty(2, 5, 4, 7))
+    assert len(checked) == first
 
 
 def test_a_repeated_packed_call_is_not_checked_again_and_uses_the_new_lengths(checked):
@@ -148,11 +162,13 @@ def test_a_bad_call_after_a_good_one_is_refused(changes, error):
 
 
 @pytest.mark.parametrize("places", [("sink", "alibi_slopes"), ("seqused_q", "seqused_k")])
-def test_the_same_tensor_in_another_place_is_another_call(places):
+def test_the_same_tensor_in_another_place_is_another_call(places, monkeypatch):
     q, k, v = qkv()
     x = torch.ones(4) if "sink" in places else torch.tensor([2, 3], dtype=torch.int32)
     for name in (*places, *places):  # remembered, then recalled
-        want = flashtile.attention(q, k, v, **{name: x}, out=torch.empty_like(q))  # never recalled
+        with monkeypatch.context() as patch:
+            patch.setattr(memo, "_decisions", {})
+            want = flashtile.attention(q, k, v, **{name: x})
         assert torch.equal(flashtile.attention(q, k, v, **{name: x}), want)
 
 
@@ -185,10 +201,10 @@ def test_a_forced_backend_is_noticed():
 
 def test_deterministic_mode_is_noticed():
     q, k, v = qkv()
-    _, before = prepare.decided((q, k, v), None, prepare.Arguments(), None, None)
+    before = prepare.prepare((q, k, v), Dense(), {}).problem
     torch.use_deterministic_algorithms(True)
     try:
-        _, after = prepare.decided((q, k, v), None, prepare.Arguments(), None, None)
+        after = prepare.prepare((q, k, v), Dense(), {}).problem
     finally:
         torch.use_deterministic_algorithms(False)
     assert (before.options.deterministic, after.options.deterministic) == (False, True)

@@ -28,7 +28,7 @@ def activated():
 def calls(activated, monkeypatch):
     """The calls that arrive here."""
     found = []
-    for name in ("attention", "decided"):
+    for name in ("attention", "prepare"):
         function = getattr(torch_registry, name)
         monkeypatch.setattr(
             torch_registry, name, lambda *a, f=function, n=name, **k: found.append(n) or f(*a, **k)

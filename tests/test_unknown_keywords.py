@@ -114,7 +114,7 @@ def test_masks_of_other_libraries(name, masks, padding):
         ("attention_with_kvcache", "seqused_k", " (want cache_seqlens)"),
         ("attention", "block_table", ""),
         ("attention_fp8", "seqused_k", ""),
-        ("explain", "return_softmax_lse", ""),
+        ("explain", "return_softmax_lse", " (want return_lse)"),
     ],
 )
 def test_a_known_argument_is_not_taken_for_a_slip_of_the_keyboard(name, keyword, said):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.call import checks
+from flashtile.call import prepare
 from flashtile.masks import Window
 from flashtile.testing import attention_reference, cu_seqlens, generator, qkv
 
@@ -60,7 +60,7 @@ def test_an_offset_of_minus_one_can_be_said_with_a_window(side, call):
 @pytest.mark.parametrize("form", ["list", "tensor"])
 def test_a_repeated_call_is_not_checked_again(form, call, monkeypatch):
     first = flashtile.attention(**call, window_size=FORMS[form]((4, 3)))
-    monkeypatch.setattr(checks, "options", None)
+    monkeypatch.setattr(prepare, "describe", None)
     assert torch.equal(flashtile.attention(**call, window_size=FORMS[form]((4, 3))), first)
 
 

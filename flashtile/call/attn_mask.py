@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,15 +16,26 @@ from . import checks
 CPU_TILE, GPU_TILE = (256, 256), (128, 128)
 
 
-def with_masks(
-    q: Any, k: Any, attn_mask: Any, key_padding_mask: Any, bias: Any, block_mask: Any
-) -> tuple[Any, Any]:
-    """The `bias` and `block_mask` that also apply the two other masks.
+def with_masks(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a call whose `bias` or `block_mask` also applies the two other masks.
 
     Raises:
         ValueError, TypeError: a mask does not fit q (batch, seq_q, heads, head_dim) and k (batch,
             seq_k, kv_heads, head_dim).
     """
+    options = dict(given)
+    attn_mask, key_padding_mask = (options.pop(n, None) for n in ("attn_mask", "key_padding_mask"))
+    if attn_mask is None and key_padding_mask is None:
+        return options
+    bias, block_mask = options.get("bias"), options.get("block_mask")
+    bias, block_mask = _combined(q, k, attn_mask, key_padding_mask, bias, block_mask)
+    return {**options, "bias": bias, "block_mask": block_mask}
+
+
+def _combined(
+    q: Any, k: Any, attn_mask: Any, key_padding_mask: Any, bias: Any, block_mask: Any
+) -> tuple[Any, Any]:
+    """The `bias` and `block_mask` of all four masks."""
     checks.rank("q", q, "batch, seq_q, heads, head_dim")
     checks.rank("k", k, "batch, seq_k, kv_heads, head_dim")
     (B, M, Hq), N = q.shape[:3], k.shape[1]

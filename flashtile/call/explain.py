@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .. import backends
-from ..problem import AttentionProblem, Operands, Options, dtype_name
-from . import checks, dispatch
-from .attn_mask import with_masks
-from .dispatch import BackendName
-from .layouts import Layout, as_packed
-from .prepare import Arguments, dense_call, packed_call
+from ..problem import AttentionProblem, dtype_name
+from . import dispatch
+from .layouts import Cached, Layout
+from .options import OPTIONS
+from .prepare import Description, Given, decide, this_thread
 
 
 class Verdict(NamedTuple):
@@ -30,6 +30,7 @@ class Explanation(NamedTuple):
     verdicts: list[Verdict]
     chosen: str | None
     hints: tuple[str, ...] = ()  # the performance hints of the call, and what becomes of them
+    steps: tuple[str, ...] = ()  # what happens to a cache before the backend runs
 
     def __str__(self) -> str:
         p = self.problem
@@ -38,6 +39,7 @@ class Explanation(NamedTuple):
             f"queries {p.M}, keys {p.N}, heads {p.Hq}:{p.Hk}, head dim {p.D}"
             + (f" (values {p.Dv})" if p.Dv != p.D else "")
         ]
+        lines.extend(f"first: {step}" for step in self.steps)
         for verdict in self.verdicts:
             mark = "->" if verdict.backend == self.chosen else "  "
             if verdict.reasons:
@@ -56,72 +58,72 @@ class Explanation(NamedTuple):
 MASKS = ("attn_mask", "key_padding_mask")  # arguments of `attention` that become others
 
 
-def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: BackendName | None = None, **options: Any
+def explained(
+    function: Callable[..., Any], call: tuple[Any, ...], options: dict[str, Any]
 ) -> Explanation:
-    """Every backend with its reasons and its plan for a call that is not made.
+    """The explanation of the first call of attention that ``function(*call, **options)`` makes.
 
-    Args:
-        q, k, v: as in `attention`; or as in `attention_varlen`, with its layout arguments by
-            keyword.
-        backend: forced backend, as in the call.
-        options: the other arguments of that call.
-
-    Raises:
-        ValueError, TypeError: as the call itself would.
+    The function runs up to the choice of a backend, so its checks are those of the call itself.
+    Nothing has been written by then.
     """
-    wants_probabilities = checks.flag("return_attn_probs", options.pop("return_attn_probs", False))
-    names = {name: options.pop(name) for name in Layout._fields if name in options}
-    masks = {name: options.pop(name) for name in MASKS if name in options and not names}
-    if any(mask is not None for mask in masks.values()):
-        attn_mask, key_padding_mask = (masks.get(name) for name in MASKS)
-        others = options.get("bias"), options.get("block_mask")
-        bias, block_mask = with_masks(q, k, attn_mask, key_padding_mask, *others)
-        options |= {"bias": bias, "block_mask": block_mask}
-    if unknown := options.keys() - {*Arguments._fields}:
-        raise checks.unexpected_keywords(sorted(unknown), Arguments, () if names else MASKS)
-    arguments = Arguments(**options)
-    if names:
-        call = as_packed(q, k, v, arguments.qv, Layout(**names))
-        arguments = arguments._replace(qv=call.qv)
-        operands, numbers = packed_call(*call[:3], call.layout, arguments)
+    before, this_thread.explains = this_thread.explains, True
+    try:
+        function(*call, **options)
+    except Description as description:
+        return _explanation(description)
+    finally:
+        this_thread.explains = before
+    raise ValueError(f"explain: {function} makes no call of attention")
+
+
+def _explanation(call: Description) -> Explanation:
+    problem, chosen = call.problem, None
+    try:
+        decided = decide(problem, call.operands, call.layout, call.backend)
+    except NotImplementedError:
+        pass
     else:
-        operands, numbers = dense_call(q, k, v, arguments)
-    explanation = explain_operands(operands, numbers, backend, wants_probabilities)
-    return explanation._replace(hints=_hints(arguments, explanation.chosen))
-
-
-def _hints(arguments: Arguments, chosen: str | None) -> tuple[str, ...]:
-    """Each hint that was given, and whether the chosen backend honours it."""
-    if chosen is None:
-        return ()
-    given = {
-        "num_splits": arguments.num_splits or None,
-        "pack_gqa": arguments.pack_gqa,
-        "sm_margin": arguments.sm_margin or None,
-        "scheduler_metadata": None if arguments.scheduler_metadata is None else "...",
-    }
-    honoured = backends.load(chosen).HINTS
-    return tuple(
-        f"{name}={value} {'honoured' if name in honoured else 'ignored'} by {chosen}"
-        for name, value in given.items()
-        if value is not None
-    )
-
-
-def explain_operands(
-    operands: Operands, options: Options, backend: str | None, wants_probabilities: bool = False
-) -> Explanation:
-    """The explanation of a described call."""
-    problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(wants_probabilities=wants_probabilities)
+        chosen = decided.options.backend
+        problem = decided._replace(options=problem.options)
     verdicts = []
     for name in dispatch.ORDER:
         reasons = dispatch.unsupported_reasons(name, problem)
         plan = "" if reasons else backends.load(name).describe_plan(problem)
         verdicts.append(Verdict(name, reasons, plan))
-    try:
-        chosen = dispatch.select(problem, backend)
-    except NotImplementedError:
-        chosen = None
-    return Explanation(problem, verdicts, chosen)
+    return Explanation(
+        problem,
+        verdicts,
+        chosen,
+        hints=_hints(call.given, chosen),
+        steps=_steps(call.problem, problem, call.layout),
+    )
+
+
+def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:
+    """Each hint that was given, and whether the chosen backend honours it."""
+    if chosen is None:
+        return ()
+    honoured = backends.load(chosen).HINTS
+    hints = [name for name, option in OPTIONS.items() if option.kind == "hint"]
+    found = []
+    for name in ("num_splits", *hints):
+        value = given.get(name)
+        if value is None or (value == 0 and value is not False):
+            continue
+        shown = "..." if isinstance(value, Tensor) else value
+        found.append(f"{name}={shown} {'honoured' if name in honoured else 'ignored'} by {chosen}")
+    return tuple(found)
+
+
+def _steps(given: AttentionProblem, run: AttentionProblem, layout: Layout) -> tuple[str, ...]:
+    """What happens before the backend runs: the append to a cache, the gathering of its pages."""
+    if not isinstance(layout, Cached):
+        return ()
+    steps = []
+    if layout.k_new is not None:
+        how = "" if layout.rotary_cos is None else ", rotated"
+        steps.append(f"append the new keys and values to the cache{how}")
+    if run.layout != given.layout:
+        how = "gather its pages into" if given.page_size else "view it as"
+        steps.append(f"chunked prefill: {how} packed sequences of {run.N} tokens")
+    return tuple(steps)

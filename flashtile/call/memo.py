@@ -16,16 +16,15 @@ from torch import Tensor
 
 from ..lru import Memo, memoised
 from ..masks import Window
-from ..problem import AttentionProblem, Options
+from ..problem import AttentionProblem
 from . import dispatch
 
 
 class Decision(NamedTuple):
     """A call that has passed all checks."""
 
-    problem: AttentionProblem
-    options: Options  # with the backend
-    has_extras: bool = True  # tensors besides q, k and v
+    problem: AttentionProblem  # with the backend
+    has_extras: bool  # tensors besides q, k and v
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -34,11 +33,15 @@ _TUPLES = frozenset((tuple, Window))
 _decisions: Memo[Any, Decision] = Memo(4096)
 
 
-def key_of(given: tuple[Any, ...]) -> Any:
+def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
     """Everything about the arguments `given` that decides a call, and the global state that does.
 
-    None where that cannot be said in advance: under a tracer, whose sizes are symbols, and for
-    arguments of other kinds (a block mask, a subclass of Tensor, something to be refused).
+    Args:
+        names: of the arguments, which are not the same ones in every call.
+
+    Returns:
+        None where that cannot be said in advance: under a tracer, whose sizes are symbols, and for
+        arguments of other kinds (a block mask, a subclass of Tensor, something to be refused).
     """
     if torch.compiler.is_compiling():
         return None
@@ -50,6 +53,7 @@ def key_of(given: tuple[Any, ...]) -> Any:
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         dispatch.forced(),
+        names,
         kinds,
         places.plain(given),
     ]

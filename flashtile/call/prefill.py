@@ -8,10 +8,13 @@ queries.
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from .. import autograd
 from ..ops.gather.op import gather_pages
 from ..problem import AttentionProblem, Operands
 from . import dispatch
-from .layouts import starts
+from .packing import as_batch, starts
 
 # The copy pays from this many queries for one key head, over all query heads that share it.
 FEWEST_QUERIES = 2048
@@ -41,7 +44,17 @@ def packed_problem(
     return packed._replace(options=problem.options._replace(backend=chosen))
 
 
-def as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
+def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a cached call after the append, shaped as the queries came."""
+    if problem.layout != "packed":
+        return autograd.attend(problem, operands)
+    out, lse = autograd.attend(problem, _as_packed(operands, problem))
+    if operands.cu_seqlens_q is not None:
+        return out, lse
+    return as_batch(out, lse, problem.B, problem.M)
+
+
+def _as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
     """The operands of a `packed_problem`, out of those over the cache."""
     q, k, v, used = operands.q, operands.k, operands.v, operands.seqused_k
     assert used is not None

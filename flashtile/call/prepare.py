@@ -1,104 +1,142 @@
-"""One call: its arguments checked, described and decided, before a backend sees it."""
+"""From a caller's arguments to the problem and the operands that a backend gets.
+
+Every call goes through `prepare`: dense, packed and cached ones, those in float8, and those that
+are only explained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..autocast import cast_input, cast_inputs, is_autocasting
+from ..autocast import cast_input, is_autocasting
 from ..masks import BlockMask
-from ..problem import FLOAT8, AttentionProblem, Operands, Options
-from . import checks, dispatch, memo
-from .absorbed import absorb_operands
-from .layouts import Packed
+from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
+from . import checks, dispatch, memo, prefill
+from .absorbed import absorb_operands, described_operands
+from .attn_mask import with_masks
+from .layouts import Cached, Dense, Layout, Packed
+from .options import NUMBERS, TENSORS
+
+QKV = tuple[Tensor, Tensor, Tensor]
+Given = Mapping[str, Any]  # options that the caller gave, by the names in `options`
 
 
-class HasToList(Protocol):
-    """A tensor or a NumPy array."""
+class Prepared(NamedTuple):
+    """A call that has passed all checks."""
 
-    def tolist(self) -> Any:
-        """Its values as Python numbers."""
-        ...
-
-
-WindowSize = Sequence[int | None] | HasToList | None
+    problem: AttentionProblem  # `options.backend` names the backend
+    operands: Operands  # of a cached call without the new tokens and `qv`, which come later
+    layout: Layout  # as given, in the dtypes that autocast asks for
+    given: Given  # the same
 
 
-class Arguments(NamedTuple):
-    """The options that all three functions share, as the caller gave them."""
+class Description(BaseException):
+    """A call that was stopped before its backend was chosen, because `explain` asks about it."""
 
-    qv: Tensor | None = None
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: WindowSize = (-1, -1)
-    attention_chunk: int = 0
-    softcap: float = 0.0
-    alibi_slopes: Tensor | None = None
-    bias: Tensor | None = None
-    sink: Tensor | None = None
-    block_mask: Any = None
-    dropout_p: float = 0.0
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    q_descale: Tensor | None = None
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
-    deterministic: bool = False
-    num_splits: int = 0
-    pack_gqa: bool | None = None
-    sm_margin: int = 0
-    scheduler_metadata: Tensor | None = None
-    workspace: Tensor | None = None
+    # Not an Exception: no function between here and `explain` is to handle it.
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        layout: Layout,
+        given: Given,
+        backend: str | None,
+    ) -> None:
+        super().__init__()
+        self.problem, self.operands = problem, operands
+        self.layout, self.given, self.backend = layout, given, backend
 
 
-def dense_call(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[Operands, Options]:
-    """Check and describe a call of `attention`."""
-    q, k, v, qv = cast_inputs(q, k, v, arguments.qv)
-    checks.dense(q, k, v)
+class ThisThread(threading.local):
+    """Whether `explain` asks about the calls of this thread."""
+
+    explains = False
+
+
+this_thread = ThisThread()
+
+
+def prepare(
+    qkv: QKV,
+    layout: Layout,
+    given: Given,
+    backend: str | None = None,
+    out: Tensor | None = None,
+    wants_probabilities: bool = False,
+) -> Prepared:
+    """Check and describe a call and choose its backend, as for the last equal call if possible.
+
+    Args:
+        qkv: queries, keys and values, or queries and the two caches.
+        out: where to write the result, None for a new tensor.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        NotImplementedError: no backend can run the call; the message lists each with its reasons.
+    """
+    qkv, layout, given = _read(qkv, layout, given)
+    explains = not torch.compiler.is_compiling() and this_thread.explains
+    key = None
+    if not explains:
+        strides = _strides(*qkv[1:]) if isinstance(layout, Cached) else ()
+        asked = (backend, wants_probabilities, strides)
+        key = memo.key_of((type(layout), *given), (*qkv, *layout, *given.values(), *asked))
+    decision = memo.recall(key)
+    if decision is not None:
+        if not decision.has_extras and out is None:
+            return Prepared(decision.problem, Operands(*qkv), layout, given)
+        operands = _operands(qkv, layout, given)
+        if not isinstance(layout, Cached):
+            operands = absorb_operands(operands, given.get("qv"))
+        _check_memory_and_values(layout, operands, decision.problem.options, out, given)
+        return Prepared(decision.problem, operands, layout, given)
+    operands, options = describe(qkv, layout, given)
+    _check_memory_and_values(layout, operands, options, out, given)
+    if backend is not None:
+        dispatch.check_name(backend)
+    problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(wants_probabilities=wants_probabilities)
+    if explains:
+        raise Description(problem, operands, layout, given, backend)
+    problem = decide(problem, operands, layout, backend)
+    has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
+    memo.remember(key, memo.Decision(problem, has_extras))
+    if isinstance(layout, Cached):  # stand-ins until the new tokens are in the cache
+        operands = operands._replace(q=qkv[0], k=qkv[1])
+    return Prepared(problem, operands, layout, given)
+
+
+def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]:
+    """Check a call, all but memory and values, and describe it.
+
+    Returns:
+        Its tensors, stand-ins for those of a cached call with `qv`; its numbers, without a backend.
+    """
+    q, k, v = qkv
+    qv = given.get("qv")
+    if isinstance(layout, Dense):
+        checks.dense(q, k, v)
+        checks.flex_mask_lengths(given.get("block_mask"), q.shape[1], k.shape[1])
+    elif isinstance(layout, Packed):
+        checks.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.page_table)
+        batch = layout.cu_seqlens_q.shape[0] - 1
+        checks.per_sequence("seqused_k", given.get("seqused_k"), q, batch)
+        checks.per_sequence("leftpad_k", layout.leftpad_k, q, batch)
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            layout = layout._replace(**{name: checks.length(name, getattr(layout, name))})
+    else:
+        checks.cached(q, k, v, layout)
     checks.absorbed(qv, q, v)
-    checks.flex_mask_lengths(arguments.block_mask, q.shape[1], k.shape[1])
-    operands = absorb_operands(Operands(q, k, v), qv)
-    return with_arguments(operands, q.shape[1], k.shape[1], arguments)
-
-
-def packed_call(
-    q: Tensor, k: Tensor, v: Tensor, layout: Packed, arguments: Arguments
-) -> tuple[Operands, Options]:
-    """Check and describe a call of `attention_varlen`."""
-    q, k, v, qv = cast_inputs(q, k, v, arguments.qv)
-    cu_seqlens_q, cu_seqlens_k, M, N, page_table = layout
-    checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
-    checks.absorbed(qv, q, v)
-    operands = absorb_operands(Operands(q, k, v, cu_seqlens_q=cu_seqlens_q), qv)
-    M, N = checks.length("max_seqlen_q", M), checks.length("max_seqlen_k", N)
-    if page_table is None:
-        return with_arguments(operands._replace(cu_seqlens_k=cu_seqlens_k), M, N, arguments)
-    # The pages say where the keys are; cu_seqlens_k only how many each sequence has.
-    lengths, used = cu_seqlens_k.diff(), arguments.seqused_k
-    checks.per_sequence("seqused_k", used, q, lengths.shape[0])
-    if checks.checking_values((q, cu_seqlens_k, used, page_table)):
-        counts = checks.packed_lengths("k", cu_seqlens_k, used, None, N)
-        name = "cu_seqlens_k" if used is None else "seqused_k"
-        checks.lengths_in_pages(name, counts, page_table, k.shape[1])
-    arguments = arguments._replace(
-        seqused_k=lengths if used is None else torch.minimum(used, lengths)
-    )
-    operands = operands._replace(page_table=page_table)
-    # Without pages every number in the table points nowhere.
-    capacity = page_table.shape[1] * k.shape[1] if k.shape[0] > 0 else 0
-    return with_arguments(operands, M, min(N, capacity), arguments)
-
-
-def with_arguments(
-    operands: Operands, M: int, N: int, arguments: Arguments
-) -> tuple[Operands, Options]:
-    """Operands with the optional tensors, and the checked numbers."""
-    checks.hints(arguments.pack_gqa, arguments.sm_margin, arguments.scheduler_metadata, operands.q)
-    operands = with_tensors(operands, arguments)
-    block_mask = _block_mask(arguments.block_mask)
+    metadata = given.get("scheduler_metadata")
+    checks.hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
+    operands = _operands(qkv, layout, given)
+    M, N = layout.longest(q, k)
+    block_mask = _block_mask(given.get("block_mask"))
     if block_mask is not None:
         checks.block_mask_lengths(block_mask, M, N)
         operands = operands._replace(
@@ -106,149 +144,123 @@ def with_arguments(
             partial_index=block_mask.partial_index,
             partial_tiles=block_mask.partial_tiles,
         )
-    numbers = {name: getattr(arguments, name) for name in _NUMBERS}
-    return operands, checks.options(
-        head_dim=operands.q.shape[-1], max_seqlen_q=M, max_seqlen_k=N, **numbers
-    )
-
-
-def with_tensors(operands: Operands, arguments: Arguments) -> Operands:
-    """Operands with the optional tensors that are operands as they come."""
-    given = {}
-    for name in _OPTIONAL_TENSORS:
-        x = getattr(arguments, name)
-        if x is not None:
-            given[name] = x
-    if not given:
-        return operands
-    if "bias" in given:
-        given["bias"] = _four_dimensional(given["bias"])
-    return operands._replace(**given)
-
-
-_OPTIONAL_TENSORS = (
-    "bias",
-    "sink",
-    "alibi_slopes",
-    "seqused_q",
-    "seqused_k",
-    "q_descale",
-    "k_descale",
-    "v_descale",
-    "workspace",
-)
-_NUMBERS = (
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "attention_chunk",
-    "softcap",
-    "dropout_p",
-    "num_splits",
-    "deterministic",
-)
-
-
-def with_numbers_read(arguments: Arguments) -> Arguments:
-    """Arguments whose numbers are plain, so that a memo may key on them."""
-    window_size = arguments.window_size
-    if window_size is None or type(window_size) is tuple:
-        return arguments
-    return arguments._replace(window_size=checks.window(window_size))
-
-
-def decided(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    layout: Packed | None,
-    arguments: Arguments,
-    backend: str | None,
-    out: Tensor | None,
-    wants_probabilities: bool = False,
-) -> tuple[Operands, memo.Decision]:
-    """The operands of a call and what is decided about it, from memory where nothing new came."""
-    arguments = with_numbers_read(arguments)
-    has_pages = layout is not None and layout.page_table is not None
-    key = None
-    # Autocast, pages and qv change the operands, and `out` is looked at each time.
-    changed = has_pages or arguments.qv is not None or is_autocasting(qkv[0])
-    if not (changed or out is not None):
-        given = (*qkv, *(layout or ()), *arguments, backend, wants_probabilities)
-        key = memo.key_of(given)
-    decision = memo.recall(key)
-    if decision is not None:
-        operands = Operands(*qkv)
-        if not decision.has_extras:
-            return operands, decision
-        if layout is not None:
-            operands = operands._replace(cu_seqlens_q=layout[0], cu_seqlens_k=layout[1])
-        operands = with_tensors(operands, arguments)
-        checks.workspace(operands, decision.options)
-        checks.values(operands, decision.options)
-        return operands, decision
-    if layout is None:
-        operands, options = dense_call(*qkv, arguments)
-    else:
-        operands, options = packed_call(*qkv, layout, arguments)
-    decision = decide(operands, options, backend, out, wants_probabilities)
-    memo.remember(key, decision)
-    return operands, decision
+    absorb = described_operands if isinstance(layout, Cached) else absorb_operands
+    operands = absorb(operands, qv)
+    options = _numbers(given, operands.q.shape[-1], M, N)
+    checks.extras(operands, M, N)
+    checks.float8_forward_only(operands)
+    return operands, options
 
 
 def decide(
-    operands: Operands,
-    options: Options,
-    backend: str | None,
-    out: Tensor | None,
-    wants_probabilities: bool = False,
-) -> memo.Decision:
-    """The last checks of a call, and the choice of the backend."""
-    checks.extras(operands, options.max_seqlen_q, options.max_seqlen_k)
-    checks.float8_forward_only(operands)
+    problem: AttentionProblem, operands: Operands, layout: Layout, backend: str | None
+) -> AttentionProblem:
+    """The problem with its backend, which may be another one over packed sequences."""
+    options = problem.options._replace(backend=dispatch.select(problem, backend))
+    problem = problem._replace(options=options)
+    if not isinstance(layout, Cached):
+        return problem
+    return prefill.packed_problem(problem, operands, backend) or problem
+
+
+def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
+    """The arguments cast as autocast asks, with plain numbers that a memo can use as a key, and
+    with one kind of mask for all tensors that mask.
+    """
+    if is_autocasting(qkv[0]):
+        qkv, layout, given = _cast(qkv, layout, given)
+    sides = given.get("window_size")
+    if sides is not None and type(sides) is not tuple:
+        given = {**given, "window_size": checks.window(sides)}
+    if isinstance(layout, Cached):
+        if layout.cu_seqlens_q is not None and type(layout.max_seqlen_q) is not int:
+            longest = ("max_seqlen_q", layout.max_seqlen_q, "cu_seqlens_q", layout.cu_seqlens_q)
+            layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
+    elif "attn_mask" in given or "key_padding_mask" in given:
+        given = with_masks(*qkv[:2], given)
+    return qkv, layout, given
+
+
+def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
+    """Cast as autocast casts the inputs of PyTorch's own operations. A cache never changes: queries
+    and new tokens get its dtype, or that of autocast where the cache is float8."""
+    q, k, v = qkv
+    dtype = torch.get_autocast_dtype(q.device.type)
+    if isinstance(layout, Cached):
+        if k.dtype not in FLOAT8:
+            dtype = k.dtype
+        new = (cast_input(x, dtype) for x in (layout.k_new, layout.v_new))
+        layout = layout._replace(**dict(zip(("k_new", "v_new"), new, strict=True)))
+    else:
+        k, v = cast_input(k, dtype), cast_input(v, dtype)
+    if given.get("qv") is not None:
+        given = {**given, "qv": cast_input(given["qv"], dtype)}
+    return (cast_input(q, dtype), k, v), layout, given
+
+
+def _strides(*caches: Tensor) -> tuple[int, ...]:
+    """How the caches lie, which decides whether they are packed sequences as they are."""
+    plain = (x for x in caches if isinstance(x, Tensor) and not x.is_nested)
+    return tuple(stride for x in plain for stride in x.stride())
+
+
+def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
+    """The tensors of a call, without `qv` and tiles."""
+    operands = layout.operands(*qkv)
+    tensors = {name: x for name, x in given.items() if x is not None and name in TENSORS}
+    if not tensors:
+        return operands
+    if "bias" in tensors:
+        tensors["bias"] = _four_dimensional(tensors["bias"])
+    if "seqused_k" in tensors and operands.seqused_k is not None:  # of packed sequences in pages
+        tensors["seqused_k"] = torch.minimum(tensors["seqused_k"], operands.seqused_k)
+    return operands._replace(**tensors)
+
+
+def _numbers(given: Given, head_dim: int, M: int, N: int) -> Options:
+    """The numbers of a call, checked and normalised."""
+    numbers = {
+        name: option.check(name, given.get(name, option.default))
+        for name, option in NUMBERS.items()
+        if option.check is not None
+    }
+    if numbers["softmax_scale"] is None:
+        numbers["softmax_scale"] = default_scale(head_dim)
+    if torch.are_deterministic_algorithms_enabled():
+        numbers["deterministic"] = True
+    causal = checks.flag("causal", given.get("causal", False))
+    left, right = checks.window(given.get("window_size")).under(causal)
+    return Options(M, N, window_left=left, window_right=right, **numbers)
+
+
+def _check_memory_and_values(
+    layout: Layout, operands: Operands, options: Options, out: Tensor | None, given: Given
+) -> None:
+    """The checks that every call has to pass, whatever an equal call has passed."""
     checks.output(out, operands)
     checks.workspace(operands, options)
+    new = layout if isinstance(layout, Cached) else ()  # the others' tensors are operands
+    if not checks.checking_values((*operands, *new)):
+        return
+    if isinstance(layout, Packed) and layout.page_table is not None:
+        checks.page_lengths(layout, operands.k, given.get("seqused_k"))
+    if isinstance(layout, Cached):
+        checks.cache_values(layout, operands, options)
+        if layout.k_new is not None and operands.seqused_k is not None:
+            operands = operands._replace(seqused_k=operands.seqused_k + layout.added)
     checks.values(operands, options)
-    if backend is not None:
-        dispatch.check_name(backend)
-    problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(wants_probabilities=wants_probabilities)
-    options = options._replace(backend=dispatch.select(problem, backend))
-    has_extras = any(x is not None for x in operands[3:])
-    return memo.Decision(problem._replace(options=options), options, has_extras)
-
-
-def autocast_to_cache(cache: Tensor, *tensors: Any) -> tuple[Any, ...]:
-    """Under autocast, cast queries and new tokens to the cache's dtype; a cache never changes.
-
-    To the dtype of autocast where the cache is float8.
-    """
-    if not is_autocasting(cache):
-        return tensors
-    dtype = cache.dtype
-    if dtype in FLOAT8:
-        dtype = torch.get_autocast_dtype(cache.device.type)
-    return tuple(cast_input(x, dtype) for x in tensors)
 
 
 def _four_dimensional(bias: Any) -> Any:
     """Bias with leading dimensions of size 1 added, as broadcasting would."""
     if not isinstance(bias, Tensor) or bias.dim() >= 4:
-        if isinstance(bias, Tensor) and bias.dim() > 4:
-            raise ValueError(f"bias: got {bias.dim()} dimensions, want at most 4")
         return bias
     return bias[(None,) * (4 - bias.dim())]
 
 
-def _block_mask(block_mask: Any) -> BlockMask | None:
-    if block_mask is None or isinstance(block_mask, BlockMask):
-        return block_mask
-    if not hasattr(block_mask, "kv_num_blocks"):
-        raise TypeError(
-            f"block_mask: got {type(block_mask).__name__}, want flashtile.BlockMask or "
-            "FlexAttention's BlockMask"
-        )
-    if torch.compiler.is_compiling():
-        raise TypeError(
-            "block_mask: a FlexAttention BlockMask is converted by reading it on the host; call "
-            "BlockMask.from_flex(...) outside of torch.compile and pass the result"
-        )
-    return BlockMask.from_flex(block_mask)
+def _block_mask(given: Any) -> BlockMask | None:
+    """A block mask of ours or of FlexAttention as ours."""
+    if given is None or isinstance(given, BlockMask):
+        return given
+    checks.flex_mask(given)
+    return BlockMask.from_flex(given)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends.triton import plan
-from ..call.prepare import Arguments, dense_call
+from ..call.layouts import Dense
+from ..call.prepare import describe
 from ..problem import AttentionProblem
 
 HEAD_DIMS = (64, 128, 256)
@@ -148,7 +149,7 @@ def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: b
     batch, heads = max(1, TOKENS // length), HIDDEN // candidate.head_dim
     shape = (batch, length, heads, candidate.head_dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
-    operands, options = dense_call(q, k, v, Arguments(causal=causal))
+    operands, options = describe((q, k, v), Dense(), {"causal": causal})
     problem = AttentionProblem.of(operands, options)
     with plan.forced_tile(candidate.kernel, candidate.tile):
         out, lse = made = launch.forward_buffers(problem, operands)

@@ -14,7 +14,8 @@ import torch
 
 from ..backends import load
 from ..call import dispatch
-from ..call.prepare import Arguments, dense_call
+from ..call.layouts import Dense
+from ..call.prepare import describe
 from ..problem import AttentionProblem
 
 LENGTH = 256  # any will do: lengths are not compiled in
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             256, LENGTH, args.group, head_dim, device="cuda", dtype=getattr(torch, dtype)
         )
         k = q[:, :, :1].contiguous()
-        operands, options = dense_call(q, k, k, Arguments(causal=causal))
+        operands, options = describe((q, k, k), Dense(), {"causal": causal})
         problem = AttentionProblem.of(operands, options)
         mask = "causal" if causal else "full"
         for name in dispatch.ORDER:

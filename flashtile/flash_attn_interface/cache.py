@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..api import Result, WindowSize, attention_with_kvcache
+from ..api import Result, attention_with_kvcache
 from ..call import checks
+from ..call.options import WindowSize
 from .extras import CacheExtras
 
 if TYPE_CHECKING:

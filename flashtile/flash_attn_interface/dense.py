@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..api import Result, WindowSize, attention
+from ..api import Result, attention
 from ..call import checks
+from ..call.options import WindowSize
 from .extras import PaddedExtras
 
 if TYPE_CHECKING:

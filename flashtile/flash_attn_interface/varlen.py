@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..api import Result, WindowSize, attention_varlen
+from ..api import Result, attention_varlen
 from ..call import checks
+from ..call.options import WindowSize
 from .extras import Extras
 
 if TYPE_CHECKING:

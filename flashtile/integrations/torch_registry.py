@@ -28,7 +28,8 @@ from .. import flash_attn_2_cuda as flash
 from .. import native_kernels
 from ..api import attention
 from ..autocast import without_autocast
-from ..call.prepare import Arguments, decided
+from ..call.layouts import Dense
+from ..call.prepare import prepare
 
 NAME = "flashtile"
 
@@ -313,11 +314,10 @@ def _sdpa_cpu_backward(
     """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``."""
     q, k, v, options = _cpu_call(query, key, value, dropout_p, is_causal, attn_mask)
     with torch.no_grad():
-        arguments = Arguments(softmax_scale=scale, **options)
-        operands, (_, numbers, _) = decided((q, k, v), None, arguments, None, None)
+        problem, operands, *_ = prepare((q, k, v), Dense(), {"softmax_scale": scale, **options})
         dout, result = grad_out.transpose(1, 2), out.transpose(1, 2)
         dq, dk, dv, *_ = torch.ops.flashtile.attention_backward(
-            dout, None, result, logsumexp, False, *operands, *numbers
+            dout, None, result, logsumexp, False, *operands, *problem.options
         )
     unseen = (0, 0, 0, 0, 0, key.shape[2] - dk.shape[1])
     dk, dv = (torch.nn.functional.pad(x, unseen) for x in (dk, dv))

@@ -10,13 +10,14 @@ from typing_extensions import Never
 
 from ..api import attention, attention_varlen
 from ..autocast import autocast_off, cast_inputs
-from ..call import checks, prepare
+from ..call import checks
 from ..call.dispatch import BackendName
-from ..call.layouts import Packed
-from ..call.prepare import WindowSize
+from ..call.layouts import Dense, Packed
+from ..call.options import WindowSize
+from ..call.prepare import prepare
 from ..ops.quantize.formula import Quantized, Recipe, dequantized
 from ..ops.quantize.hadamard import rotation
-from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, default_scale
+from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, default_scale
 from .tensors import check, layout_of, quantized, rows_of
 
 Options = dict[str, Any]
@@ -199,9 +200,11 @@ def in_16_bits(
     dout = torch.zeros_like(out) if dout is None else dout
     if recipe.hadamard_v:
         dout = dout.float() @ rotation(v.shape[-1], recipe.seed, v.device)
-    operands, options = backward_call(q, k, v, layout, ctx.options)
+    with torch.enable_grad():  # so that the backend is chosen for its backward
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        problem, operands, *_ = prepare((q, k, v), layout or Dense(), ctx.options)
     dq, dk, dv, *_ = torch.ops.flashtile.attention_backward(
-        dout.to(dtype), dlse, out.to(dtype), lse, False, *operands, *options
+        dout.to(dtype), dlse, out.to(dtype), lse, False, *operands, *problem.options
     )
     if recipe.hadamard:
         matrix = rotation(q.shape[-1], recipe.seed, q.device)
@@ -209,18 +212,3 @@ def in_16_bits(
     if recipe.hadamard_v:
         dv = dv.float() @ rotation(v.shape[-1], recipe.seed, v.device).mT
     return [x.to(ctx.dtype) for x in (dq, dk, dv)]
-
-
-def backward_call(
-    q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, given: Options
-) -> tuple[Operands, Any]:
-    """The call in 16 bits whose backward is to run."""
-    arguments = prepare.Arguments(**given)
-    with torch.enable_grad():  # so that the backend is chosen for its backward
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        if layout is None:
-            operands, options = prepare.dense_call(q, k, v, arguments)
-        else:
-            operands, options = prepare.packed_call(q, k, v, layout, arguments)
-        options = prepare.decide(operands, options, None, None).options
-    return operands, options

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.call.prepare import Packed
+from flashtile.call.layouts import Packed
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, strided
 
 SPARE = 5  # rows behind the last sequence

@@ -19,7 +19,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
@@ -72,14 +73,14 @@ def dense(
     **options: Any,
 ) -> Call:  # fmt: skip
     inputs = qkv(generator(0), B=2, M=M, N=N, Hq=4, Hk=2, D=head_dim, dtype=dtype)
-    return dense_call(*inputs, Arguments(**options))
+    return describe(inputs, Dense(), options)
 
 
 def packed(head_dim: int = 128, **options: Any) -> Call:
     lengths = [130, 5, 0, 70]
     inputs = packed_qkv(generator(0), lengths, lengths, D=head_dim, dtype=torch.bfloat16)
     layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), 130, 130)
-    return packed_call(*inputs, layout, Arguments(**options))
+    return describe(inputs, layout, options)
 
 
 SHORT_WALKS: dict[str, Any] = {

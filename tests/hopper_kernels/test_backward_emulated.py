@@ -20,7 +20,8 @@ from flashtile.backends.hopper.backward.launch import (
 )
 from flashtile.backends.hopper.backward.plan import leaves_keys_unseen
 from flashtile.backends.hopper.shared.launch import readable
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,
@@ -121,14 +122,14 @@ def dense(
     seed: int = 0, style: str = "contiguous", sizes: dict[str, Any] | None = None, **given: Any
 ) -> None:
     tensors = dense_inputs(seed, style, {"M": 150, "N": 200} | (sizes or {}))
-    check(*dense_call(*tensors, Arguments(**given)), given, seed=seed)
+    check(*describe(tensors, Dense(), given), given, seed=seed)
 
 
 def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
     seqused = {"seqused_q": [70, 0, 0, 60], "seqused_k": [101, 3, 0, 65]} if used else {}
     tensors, layout, counts = packed_inputs(seed, D, [70, 0, 1, 129], [130, 40, 0, 65], seqused)
     given |= counts
-    check(*packed_call(*tensors, layout, Arguments(**given)), given, layout, seed)
+    check(*describe(tensors, layout, given), given, layout, seed)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -191,7 +192,7 @@ def test_short_walks_of_groups_and_batches(head_dim: int, seed: int, option: str
 
 def test_no_queries_give_zero_gradients():
     inputs = qkv(generator(0), B=0, M=70, N=90, D=64, dtype=torch.bfloat16)
-    operands, options = dense_call(*inputs, Arguments(sink=normal(generator(0), 4)))
+    operands, options = describe(inputs, Dense(), {"sink": normal(generator(0), 4)})
     problem = AttentionProblem.of(operands, options)
     lse = torch.zeros(0, 4, 70)
     found = backward(problem, operands, inputs[0], lse, inputs[0], lse)
@@ -213,14 +214,14 @@ def test_large_inputs_stay_finite():
     g = generator(3)
     q, k, v = (5 * x for x in qkv(g, B=1, M=100, N=130, D=64, dtype=torch.bfloat16))
     given: dict[str, Any] = {"causal": True}
-    check(*dense_call(q, k, v, Arguments(**given)), given, seed=3)
+    check(*describe((q, k, v), Dense(), given), given, seed=3)
 
 
 def test_keys_past_the_end_weigh_nothing():
     """Their score is 0 where all others are about -128, so that exp(0 - lse) is infinite."""
     g = generator(6)
     q, k, v = qkv(g, B=1, M=100, N=200, Hq=1, Hk=1, D=64, dtype=torch.bfloat16)
-    check(*dense_call(q / 8 + 4, k / 8 - 4, v, Arguments()), {}, seed=6)
+    check(*describe((q / 8 + 4, k / 8 - 4, v), Dense(), {}), {}, seed=6)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -241,7 +242,7 @@ def test_packed_long_walks(seed: int, head_dim: int):
     """More steps than any ring has slots, and sequences that have queries or keys alone."""
     tensors, layout, _ = packed_inputs(seed, head_dim, [333, 90, 0, 65], [290, 0, 70, 1], {})
     given = {"causal": seed == 1}
-    check(*packed_call(*tensors, layout, Arguments(**given)), given, layout, seed)
+    check(*describe(tensors, layout, given), given, layout, seed)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -18,7 +18,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.problem import Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
@@ -55,14 +56,14 @@ def dense(
     **options: Any,
 ) -> tuple[Operands, Options]:
     sizes = {"B": 2, "M": M, "N": N, "Hq": 4, "Hk": 2, "D": head_dim, "Dv": value_dim}
-    return dense_call(*qkv(generator(0), **sizes, dtype=dtype), Arguments(**options))
+    return describe(qkv(generator(0), **sizes, dtype=dtype), Dense(), options)
 
 
 def packed(**options: Any) -> tuple[Operands, Options]:
     lengths = [130, 5, 0, 70]
     q, k, v = packed_qkv(generator(0), lengths, lengths, D=128, dtype=torch.bfloat16)
     layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), 130, 130)
-    return packed_call(q, k, v, layout, Arguments(**options))
+    return describe((q, k, v), layout, options)
 
 
 OPTIONS: dict[str, Any] = {

@@ -25,7 +25,8 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
 
 from flashtile.backends.hopper.float8.launch import config_of, float8_launch
 from flashtile.backends.hopper.forward.launch import outputs
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.quantize import Quantized, quantize_qkv
@@ -56,7 +57,7 @@ def dense(
     head_dim: int = 128, scales: str = "head", M: int = 300, N: int = 400, **options: Any
 ) -> tuple[Operands, Options]:
     small = quantize_qkv(*qkv(generator(0), M=M, N=N, D=head_dim), scales=scales)
-    return dense_call(*small[:3], Arguments(**scales_of(small), **options))
+    return describe(small[:3], Dense(), {**scales_of(small), **options})
 
 
 def packed() -> tuple[Operands, Options]:
@@ -64,7 +65,7 @@ def packed() -> tuple[Operands, Options]:
     q, k, v = packed_qkv(generator(0), lengths, lengths, D=128)
     layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), 130, 130)
     small = quantize_qkv(q, k, v, **dict(zip(Packed._fields[:4], layout[:4], strict=True)))
-    return packed_call(*small[:3], layout, Arguments(causal=True, **scales_of(small)))
+    return describe(small[:3], layout, {"causal": True, **scales_of(small)})
 
 
 OPTIONS: dict[str, Any] = {

@@ -18,7 +18,8 @@ from flashtile.backends.hopper.float8 import launch as float8_path
 from flashtile.backends.hopper.float8.launch import config_of, float8_launch
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.backends.hopper.forward.launch import outputs
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.gpu import relaunch
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -123,7 +124,7 @@ def dense(
     small = quantize_qkv(q, k, v, scales=scales)
     tensors = [strided(x, style) for x in small[:3]] if style else list(small[:3])
     named = given | descales(small)
-    got = emulate(*dense_call(*tensors, Arguments(**named)), seed)
+    got = emulate(*describe(tensors, Dense(), named), seed)
     cpu = flashtile.attention(*tensors, **named, return_lse=True)
     reference = partial(attention_reference, *tensors, **named)
     compare(
@@ -216,7 +217,7 @@ def test_repeated_calls(N: int, described: int, monkeypatch: pytest.MonkeyPatch)
     def call(seed: int) -> tuple[Tensor, Tensor]:
         tensors = qkv(generator(seed), B=1, M=70, N=N, Hq=2, Hk=1, D=64)
         small = quantize_qkv(*tensors, scales="block")
-        operands, options = dense_call(*small[:3], Arguments(causal=True, **descales(small)))
+        operands, options = describe(small[:3], Dense(), {"causal": True, **descales(small)})
         problem = AttentionProblem.of(operands, options)
         problem = problem._replace(device_type="cuda", capability=(9, 0))
         return hopper.forward(problem, operands)
@@ -244,7 +245,7 @@ def test_packed(head_dim: int, used: bool):
     bounds = dict(zip(Packed._fields[:4], layout[:4], strict=True))
     small = quantize_qkv(*tensors, scales="head", **bounds)
     named = {"causal": True} | descales(small)
-    operands, options = packed_call(*small[:3], layout, Arguments(**named, **counts))
+    operands, options = describe(small[:3], layout, {**named, **counts})
     got = emulate(operands, options, 4)
     cpu = flashtile.attention_varlen(*small[:3], *layout[:4], **named, **counts, return_lse=True)
     reference = partial(attention_varlen_reference, *small[:3], *layout[:4], **named, **counts)

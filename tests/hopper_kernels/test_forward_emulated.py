@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends.hopper.forward.launch import forward_launch, outputs
 from flashtile.backends.hopper.forward.plan import plan
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,
@@ -156,13 +157,13 @@ def dense(
     seed: int = 0, style: str = "contiguous", sizes: dict[str, Any] | None = None, **given: Any
 ) -> None:
     tensors = dense_inputs(seed, style, {"M": 290, "N": 330} | (sizes or {}))
-    check(*dense_call(*tensors, Arguments(**given)), given, seed=seed)
+    check(*describe(tensors, Dense(), given), given, seed=seed)
 
 
 def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
     seqused = {"seqused_q": [70, 0, 0, 250], "seqused_k": [101, 3, 0, 129]} if used else {}
     tensors, layout, counts = packed_inputs(seed, D, [70, 0, 1, 260], [130, 40, 0, 265], seqused)
-    operands, options = packed_call(*tensors, layout, Arguments(**given, **counts))
+    operands, options = describe(tensors, layout, {**given, **counts})
     check(operands, options, given, layout, seed)
 
 
@@ -217,7 +218,7 @@ def test_scores_that_rise_from_block_to_block(rise: float, dtype: torch.dtype):
     q[..., 0] = 8.0
     k[..., 0] = ((4 - block)[:, None] * rise * math.log(2.0)).to(dtype)  # the last come first
     given = {"softmax_scale": 0.125}
-    check(*dense_call(q, k, v, Arguments(**given)), given, seed=3)
+    check(*describe((q, k, v), Dense(), given), given, seed=3)
 
 
 @pytest.mark.parametrize("style", ["transposed", "sliced", "offset"])
@@ -243,7 +244,7 @@ def test_dense_batch_with_lengths(sides: tuple[str, ...], head_dim: int):
             for row, length in zip(x, lengths[name], strict=True):
                 row[length:] = torch.nan
     given = {"causal": True, **used}
-    check(*dense_call(q, k, v, Arguments(**given)), given, seed=6)
+    check(*describe((q, k, v), Dense(), given), given, seed=6)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 9, 16, 21])
@@ -266,7 +267,7 @@ def test_sections_of_heads(heads: int, section: int):
 def test_packed_lengths_of_many_tiles_and_of_none(seed: int):
     lengths = [0, 0, 130, 1, 0, 129, 128, 257, 0, 0]
     tensors, layout, counts = packed_inputs(seed, 128, lengths, lengths, {})
-    operands, options = packed_call(*tensors, layout, Arguments(causal=True, **counts))
+    operands, options = describe(tensors, layout, {"causal": True, **counts})
     check(operands, options, {"causal": True}, layout, seed)
 
 

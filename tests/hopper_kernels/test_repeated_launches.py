@@ -13,7 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import Gradients, hopper
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call import prepare
+from flashtile.call.layouts import Dense, Packed
 from flashtile.gpu import relaunch
 from flashtile.gpu.launch import Launch
 from flashtile.gpu.relaunch import run_all
@@ -172,13 +173,13 @@ Call = tuple[Operands, Options]
 
 def dense(seed: int, **given: Any) -> Call:
     tensors = dense_inputs(seed, "contiguous", {"M": 70, "N": 90, "D": 64})
-    return dense_call(*tensors, Arguments(**given))
+    return prepare.describe(tensors, Dense(), given)
 
 
 def one_tensor(seed: int, causal: bool = True) -> Call:
     q, k, v = dense_inputs(seed, "contiguous", {"M": 70, "N": 70, "D": 64, "Hq": 1})
     same = (q, q, q) if seed < 2 else (q, k, v)
-    return dense_call(*same, Arguments(causal=causal))
+    return prepare.describe(same, Dense(), {"causal": causal})
 
 
 def packed(seed: int, head_dim: int = 64) -> Call:
@@ -186,7 +187,7 @@ def packed(seed: int, head_dim: int = 64) -> Call:
     if seed == 2:  # no longer the same in both places
         layout = Packed(layout.cu_seqlens_q, layout.cu_seqlens_k.clone(), *layout[2:])
     sink = normal(generator(seed), tensors[0].shape[1])
-    return packed_call(*tensors, layout, Arguments(sink=sink, causal=True, **counts))
+    return prepare.describe(tensors, layout, {"sink": sink, "causal": True, **counts})
 
 
 CASES = {

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.dropout import draw_rng_state
 from flashtile.masks import BlockMask
 from flashtile.problem import Operands, Options
@@ -28,7 +29,7 @@ def dense(**sizes: int) -> Callable[..., Make]:
 
     def with_options(options: Callable[..., dict[str, Any]] = lambda g, dtype: {}) -> Make:
         def make(g: torch.Generator, dtype: torch.dtype) -> Call:
-            return dense_call(*qkv(g, dtype=dtype, **sizes), Arguments(**options(g, dtype)))
+            return describe(qkv(g, dtype=dtype, **sizes), Dense(), options(g, dtype))
 
         return make
 
@@ -45,14 +46,14 @@ def packed(g: torch.Generator, dtype: torch.dtype) -> Call:
     q = torch.cat([q, q[:3]])
     layout = Packed(cu_seqlens([17, 0, 33, 5]), cu_seqlens([20, 4, 9, 0]), 33, 20)
     used = {"seqused_q": lengths(16, 0, 33, 2), "seqused_k": lengths(20, 4, 7, 0)}
-    return packed_call(q, k, v, layout, Arguments(causal=True, **used))
+    return describe((q, k, v), layout, {"causal": True, **used})
 
 
 def cached(g: torch.Generator, dtype: torch.dtype) -> Call:
     """Rows of a cache, one of them twice, with left pads."""
     q, _, _ = qkv(g, **SMALL, dtype=dtype)
     _, k, v = qkv(g, **(SMALL | {"B": 3}), dtype=dtype)
-    operands, options = dense_call(q, k[:2], v[:2], Arguments(causal=True))
+    operands, options = describe((q, k[:2], v[:2]), Dense(), {"causal": True})
     extra = {"seqused_k": lengths(41, 30), "leftpad_k": lengths(3, 0)}
     return operands._replace(k=k, v=v, cache_batch_idx=lengths(2, 2), **extra), options
 
@@ -60,7 +61,7 @@ def cached(g: torch.Generator, dtype: torch.dtype) -> Call:
 def pages(g: torch.Generator, dtype: torch.dtype) -> Call:
     """A cache cut into shuffled pages, the first two shared by both sequences."""
     q, k, v = qkv(g, **(SMALL | {"N": 48}), dtype=dtype)
-    operands, options = dense_call(q, k, v, Arguments(causal=True))
+    operands, options = describe((q, k, v), Dense(), {"causal": True})
     state = g.get_state()
     k_pages, table = paged(g, k, 8, shared=2)
     g.set_state(state)
@@ -78,7 +79,7 @@ def block_mask(tile_size: tuple[int, int], causal: bool = False, heads: int = 4)
         mask[:, :, :64, :64] = True
         mask[:, :, 64:, :64] = False
         block = BlockMask.from_dense(mask, tile_size)
-        return dense_call(*tensors, Arguments(block_mask=block, causal=causal))
+        return describe(tensors, Dense(), {"block_mask": block, "causal": causal})
 
     return make
 

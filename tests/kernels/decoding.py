@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from flashtile.call.prepare import Arguments, dense_call, packed_call
-from flashtile.call.prepare import Packed as PackedLayout
+from flashtile.call.layouts import Dense
+from flashtile.call.layouts import Packed as PackedLayout
+from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
@@ -118,7 +119,7 @@ def make_decoding(
             k[b, length:], v[b, length:] = torch.nan, torch.nan
     if sizes["leftpad"]:
         where["leftpad_k"] = torch.tensor([0, 1, 5, 130], dtype=torch.int32)
-    arguments = Arguments(
+    given = dict(
         **case,
         sink=normal(g, Hq) if sizes["sink"] else None,
         alibi_slopes=alibi_slopes(g, Hq) if sizes["alibi"] else None,
@@ -129,11 +130,11 @@ def make_decoding(
         q = normal(g, sum(QUERIES) + 2, Hq, sizes["D"], dtype=dtype)
         starts = cu_seqlens(list(QUERIES))
         layout = PackedLayout(starts, starts, max(QUERIES), CAPACITY)
-        operands, options = packed_call(q, k[0], v[0], layout, arguments)
+        operands, options = describe((q, k[0], v[0]), layout, given)
         operands = operands._replace(cu_seqlens_k=None)
     else:
         q = normal(g, B, M, Hq, sizes["D"], dtype=dtype)
-        operands, options = dense_call(q, k[:B], v[:B], arguments)
+        operands, options = describe((q, k[:B], v[:B]), Dense(), given)
     if sizes["page_size"]:
         state = g.get_state()
         k, where["page_table"] = paged(g, k, sizes["page_size"])

@@ -26,7 +26,8 @@ from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 from flashtile.backends.triton.float8 import with_wide_queries
 from flashtile.backends.triton.launch import Launch
-from flashtile.call.prepare import Arguments, dense_call
+from flashtile.call.layouts import Dense
+from flashtile.call.prepare import describe
 from flashtile.gpu import hardware
 from flashtile.masks import BlockMask
 from flashtile.quantize import quantize_qkv
@@ -80,7 +81,7 @@ def _as_on_the_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 def test_default_kernels_fit(device: str, size: str, dtype: torch.dtype, head_dim: int, mask: str):
     """Shared memory is enough, and no register spills but those in `spills.py`."""
     q, k, v = qkv(generator(0), B=1, M=256, N=256, Hq=2, Hk=2, D=head_dim, dtype=dtype)
-    call = dense_call(q, k, v, Arguments(causal=mask == "causal"))
+    call = describe((q, k, v), Dense(), {"causal": mask == "causal"})
     too_much = []
     for launch in launches(*call, device):
         found = report(launch, device)
@@ -136,8 +137,8 @@ def test_float8_kernels_fit(head_dim: int, scales: str, M: int):
     """Float8 queries in what Hopper's own float8 kernel does not do: few of them, and a chunk."""
     tensors = qkv(generator(0), B=1, M=M, N=256, Hq=2, Hk=2, D=head_dim)
     made = quantize_qkv(*tensors, scales=scales)
-    arguments = Arguments(causal=True, attention_chunk=100, **descales(made))
-    operands, options = dense_call(made.q, made.k, made.v, arguments)
+    given = dict(causal=True, attention_chunk=100, **descales(made))
+    operands, options = describe((made.q, made.k, made.v), Dense(), given)
     operands = with_wide_queries(operands)
     options = options._replace(num_splits=4 if M == 1 else 1)
     for launch in launches(operands, options, "sm_90", backward=False):
@@ -158,8 +159,8 @@ def scores() -> Call:
     q, k, v = qkv(g, B=1, M=256, N=256, Hq=2, Hk=2, D=128, dtype=torch.bfloat16)
     bias = normal(g, 1, 2, 256, 256, dtype=torch.bfloat16)
     more = {"alibi_slopes": alibi_slopes(g, 2), "sink": normal(g, 2)}
-    arguments = Arguments(window_size=(100, 20), softcap=20.0, bias=bias, **more)
-    operands, options = dense_call(q, k, v, arguments)
+    given = dict(window_size=(100, 20), softcap=20.0, bias=bias, **more)
+    operands, options = describe((q, k, v), Dense(), given)
     rng_state = torch.zeros(2, dtype=torch.int64)
     return operands._replace(rng_state=rng_state), options._replace(dropout_p=0.1)
 
@@ -170,7 +171,7 @@ def tiles() -> Call:
     q, k, v = qkv(g, B=1, M=256, N=256, Hq=2, Hk=2, D=128, dtype=torch.bfloat16)
     mask = BlockMask.from_dense(torch.rand(1, 2, 256, 256, generator=g) < 0.5, (128, 128))
     used = {"seqused_q": lengths(250), "seqused_k": lengths(200)}
-    return dense_call(q, k, v, Arguments(block_mask=mask, causal=True, **used))
+    return describe((q, k, v), Dense(), {"block_mask": mask, "causal": True, **used})
 
 
 # One call an option, or several options that one kernel can have at once.
@@ -217,7 +218,7 @@ def test_a_new_length_compiles_nothing_new(device: str):
     seen = set()
     for length in (1, 15, 16, 17, 1000, 1024):
         q, k, v = qkv(generator(0), B=1, M=300, N=length, Hq=2, Hk=2, D=64, dtype=torch.bfloat16)
-        for launch in launches(*dense_call(q, k, v, Arguments()), device):
+        for launch in launches(*describe((q, k, v), Dense(), {}), device):
             seen.add(f"{launch.kernel.__name__} {specialization(launch, device)}")
     assert len(seen) == 4  # forward, delta, dK and dV, dQ
 
@@ -226,7 +227,7 @@ def test_a_longer_cache_or_more_parts_compile_nothing_new():
     seen = set()
     for length, splits in ((16, 1), (100, 1), (1000, 2), (4096, 2), (5000, 7), (5000, 16)):
         q, k, v = qkv(generator(0), B=3, M=1, N=length, Hq=8, Hk=2, D=64, dtype=torch.bfloat16)
-        operands, options = dense_call(q, k, v, Arguments())
+        operands, options = describe((q, k, v), Dense(), {})
         options = options._replace(num_splits=splits)
         for launch in launches(operands, options, "sm_80", backward=False):
             seen.add(f"{launch.kernel.__name__} {specialization(launch, 'sm_80')}")

@@ -14,7 +14,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.call.prepare import Arguments, Packed, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem, Operands, Options
 
 Call = tuple[Operands, Options]
@@ -27,12 +28,12 @@ def lengths(*values: int) -> Tensor:
 def packed(total_q: int, total_k: int, starts_q: Tensor, starts_k: Tensor, N: int = 30) -> Call:
     k = torch.randn(total_k, 2, 16)
     layout = Packed(starts_q, starts_k, 7, N)
-    return packed_call(torch.randn(total_q, 4, 16), k, k, layout, Arguments())
+    return describe((torch.randn(total_q, 4, 16), k, k), layout, {})
 
 
 def dense(B: int, M: int, N: int, **more: Tensor) -> Call:
     k = torch.randn(B, N, 2, 16)
-    operands, options = dense_call(torch.randn(B, M, 4, 16), k, k, Arguments())
+    operands, options = describe((torch.randn(B, M, 4, 16), k, k), Dense(), {})
     return operands._replace(**more), options
 
 

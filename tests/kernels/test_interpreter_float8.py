@@ -19,8 +19,8 @@ from float8_numbers import descales as of_quantized
 
 import flashtile
 from flashtile.backends import triton as backend
-from flashtile.call.layouts import Packed
-from flashtile.call.prepare import Arguments, dense_call, packed_call
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,
@@ -95,7 +95,7 @@ def test_dense(option: str, M: int, seed: int):
         given |= {"sink": normal(g, 4), "alibi_slopes": alibi_slopes(g, 4)}
     tensors = small(*qkv(g, B=2, M=M, N=61, Hq=4, Hk=2, D=32, Dv=16))
     given |= descales(g, 2, 2)
-    call = dense_call(*tensors, Arguments(**given))
+    call = describe(tensors, Dense(), given)
     check(call, lambda **how: attention_reference(*tensors, **given, **how), seed)
 
 
@@ -114,7 +114,7 @@ def test_packed_and_pages(page_size: int, splits: int, seed: int):
         rows = [normal(g, 3, 64, 2, 32) for _ in "kv"]
         (k, table), (v, _) = (paged(generator(seed), x, page_size) for x in rows)
     tensors = small(q, k, v)
-    call = packed_call(*tensors, Packed(*starts, 3, 64, table), Arguments(**given))
+    call = describe(tensors, Packed(*starts, 3, 64, table), given)
 
     def reference(**how: Any) -> Any:
         return attention_varlen_reference(
@@ -146,7 +146,7 @@ def test_per_block_scales(case: str, seed: int):
         given |= dict(zip(("seqused_q", "seqused_k"), used, strict=True))
     tensors = small(*qkv(g, **({"B": 2, "N": 300, "Hq": 4, "Hk": 2, "D": 32} | changes)))
     given |= block_descales(g, 2, changes["M"], 300)
-    call = dense_call(*tensors, Arguments(**given))
+    call = describe(tensors, Dense(), given)
     check(call, lambda **how: attention_reference(*tensors, **given, **how), seed, splits)
 
 
@@ -165,7 +165,7 @@ def test_per_block_scales_of_packed_queries_and_pages(page_size: int, splits: in
         rows = [normal(g, 3, 300, 2, 32) for _ in "kv"]
         (k, table), (v, _) = (paged(generator(seed), x, page_size) for x in rows)
     tensors = small(q, k, v)
-    call = packed_call(*tensors, Packed(*starts, 70, 300, table), Arguments(**given))
+    call = describe(tensors, Packed(*starts, 70, 300, table), given)
 
     def reference(**how: Any) -> Any:
         return attention_varlen_reference(
@@ -181,13 +181,13 @@ def test_what_quantize_qkv_makes(length: int, seed: int):
     q, k, v = qkv(generator(seed), B=1, M=length, N=200, Hq=4, Hk=2, D=64)
     made = flashtile.quantize_qkv(q, k, v)
     given: dict[str, Any] = {"causal": True, "attention_chunk": 96} | of_quantized(made)
-    call = dense_call(made.q, made.k, made.v, Arguments(**given))
+    call = describe((made.q, made.k, made.v), Dense(), given)
     reference = partial(attention_reference, made.q, made.k, made.v, **given)
     check(call, reference, seed)
 
 
 def test_what_it_does_not_do():
     tensors = small(*qkv(generator(0), B=1, M=1, N=200, Hq=2, Hk=2, D=32))
-    problem = AttentionProblem.of(*dense_call(*tensors, Arguments()))
+    problem = AttentionProblem.of(*describe(tensors, Dense(), {}))
     problem = problem._replace(device_type="cuda", capability=(8, 0))
     assert "float8 keys and values on sm_80" in backend.unsupported_reasons(problem)[0]

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     # Triton decides at import whether to interpret.
     pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
 
-from flashtile.call.prepare import Packed
+from flashtile.call.layouts import Packed
 from flashtile.ops.quantize.formula import Quantized, Recipe
 from flashtile.ops.quantize.op import Rotary, quantize_on_gpu
 from flashtile.quantize.tensors import quantized, rows_of

@@ -16,6 +16,7 @@ from typing import Any
 
 import flashtile
 from flashtile import flash_attn_interface
+from flashtile.call.options import type_text
 
 STUB = Path(flashtile.__file__).with_suffix(".pyi")
 
@@ -43,7 +44,7 @@ def parameters(function: Any) -> list[Parameter]:
         elif parameter.annotation.startswith("Unpack["):
             extras = getattr(flash_attn_interface, parameter.annotation[len("Unpack[") : -1])
             for name, annotation in extras.__annotations__.items():
-                text = getattr(annotation, "__forward_arg__", annotation)
+                text = type_text(annotation)
                 found.append(Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=text))
     return found
 
@@ -112,7 +113,7 @@ def stub() -> str:
         [
             *imported,
             "from .call.dispatch import BackendName",
-            "from .call.prepare import WindowSize",
+            "from .call.options import WindowSize",
         ]
     )
     names = "".join(f'    "{name}",\n' for name in flashtile.__all__)

@@ -5,16 +5,15 @@ the last check has passed. Checks that read tensor values make the host wait for
 GPU they run only with ``FLASHTILE_CHECK=1``.
 """
 
+from .caches import cache_values, cached
 from .hints import hints
 from .keywords import unexpected_keywords
-from .layouts import PAGES, cumulative, dense, one_page_table, packed, paged, qkv
+from .layouts import PAGES, cumulative, dense, one_page_table, packed, padded
 from .on_host import (
     checking_values,
-    cumulative_values,
-    lengths_in_pages,
-    packed_lengths,
+    longest,
+    page_lengths,
     values,
-    within,
 )
 from .optional_tensors import (
     absorbed,
@@ -22,12 +21,13 @@ from .optional_tensors import (
     block_mask_lengths,
     broadcastable,
     extras,
+    flex_mask,
     flex_mask_lengths,
     float8_forward_only,
     key_padding_mask,
 )
 from .results import output, workspace
-from .scalars import flag, integer, length, number, options, splits
+from .scalars import chunk, flag, integer, length, number, probability, scale, softcap, splits
 from .tensors import (
     index_tensor,
     is_readable,

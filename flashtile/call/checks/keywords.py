@@ -57,16 +57,13 @@ REMARKS = {
 }
 
 
-def unexpected_keywords(
-    unknown: Iterable[str], function: Callable[..., Any], more: Iterable[str] = ()
-) -> TypeError:
-    """The error to raise for the keywords `unknown`, which `function` does not have. It has `more`
-    keywords than its parameters.
+def unexpected_keywords(unknown: Iterable[str], function: Callable[..., Any]) -> TypeError:
+    """The error to raise for the keywords `unknown`, which `function` does not have.
 
     It names the function that the user called. That is the outermost running function of this
     package, because `flash_attn_func` and others pass their keywords on.
     """
-    accepted = [*inspect.signature(function).parameters, *more]
+    accepted = list(inspect.signature(function).parameters)
     return TypeError(
         f"{_called_function()}() got an unexpected keyword argument "
         + ", ".join(_described(name, accepted) for name in unknown)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...problem import FLOAT8
-from .tensors import index_tensor, rank, same_device, shape, shape_of
+from .tensors import index_tensor, rank, same_device, shape, shape_of, tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8[:1])
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -121,3 +121,46 @@ def one_page_table(block_table: Tensor | None, page_table: Tensor | None) -> Ten
     if block_table is not None and page_table is not None:
         raise ValueError("block_table: is another name of page_table; pass one of them")
     return page_table if block_table is None else block_table
+
+
+def padded(
+    q: Any, k: Any, v: Any, qv: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any
+) -> int:
+    """The batch size of a packed call whose queries or keys have no cumulative lengths."""
+    batches = {}
+    if cu_seqlens_q is None:
+        _padded_side("q", q, "batch, seq_q, heads, head_dim")
+        if qv is not None:
+            tensor("qv", qv)
+            shape("qv", qv, (*q.shape[:-1], qv.shape[-1]), "as q but for the head dim")
+        batches["q"] = q.shape[0]
+    else:
+        rank("q", q, "total_q, heads, head_dim")
+        cumulative("cu_seqlens_q", cu_seqlens_q, q)
+        batches["cu_seqlens_q"] = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k is not None:
+        cumulative("cu_seqlens_k", cu_seqlens_k, q)
+        batches["cu_seqlens_k"] = cu_seqlens_k.shape[0] - 1
+    elif page_table is None:
+        _padded_side("k", k, "batch, seq_k, kv_heads, head_dim")
+        rank("v", v, "batch, seq_k, kv_heads, value_head_dim")
+        shape("v", v, (*k.shape[:-1], v.shape[-1]), "as k but for the head dim")
+        batches["k"] = k.shape[0]
+    else:
+        rank("k", k, PAGES)
+        rank("page_table", page_table, "batch, pages per sequence")
+        batches["page_table"] = page_table.shape[0]
+    (first, batch), (second, other) = batches.items()
+    if batch != other:
+        raise ValueError(f"{second}: is for a batch of {other}, want {batch}, the batch of {first}")
+    return batch
+
+
+def _padded_side(name: str, x: Any, meaning: str) -> None:
+    """Raise unless `x` is padded, with the dimensions that `meaning` lists."""
+    if isinstance(x, Tensor) and x.dim() == 3:
+        raise ValueError(
+            f"cu_seqlens_{name}: got None with {name} of shape {shape_of(x)}, want cumulative "
+            f"lengths (batch + 1,), or {name} padded ({meaning})"
+        )
+    rank(name, x, meaning)

@@ -11,8 +11,28 @@ import torch
 from torch import Tensor
 
 from ...problem import Operands, Options
+from ..layouts import Packed
+from .layouts import cumulative
+from .scalars import integer
+from .tensors import is_readable, tensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def longest(name: str, given: Any, name_of_starts: str, cu_seqlens: Any, q: Any) -> Any:
+    """The longest length: as given, or read from cumulative lengths, which waits for the device."""
+    if type(given) is int:
+        return given
+    if given is not None:
+        return integer(name, given)
+    tensor("q", q)
+    cumulative(name_of_starts, cu_seqlens, q)
+    if not is_readable(cu_seqlens):
+        raise TypeError(
+            f"{name}: got None, want an int where {name_of_starts} cannot be read (torch.compile, "
+            "fake and meta tensors)"
+        )
+    return max(cu_seqlens.diff().tolist(), default=0)
 
 
 def checking_values(given: Iterable[Any]) -> bool:
@@ -29,15 +49,14 @@ def checking_values(given: Iterable[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
         return False
-    tensors = [x for x in given if isinstance(x, Tensor)]
+    tensors = [x for x in given if x is not None and isinstance(x, Tensor)]
     devices = ("cpu", "cuda") if asked else ("cpu",)
     return all(type(x) in _PLAIN and x.device.type in devices for x in tensors)
 
 
 def values(operands: Operands, options: Options) -> None:
-    """Check that lengths, rows and pages stay inside their tensors, and that scales are valid."""
-    if not checking_values(operands):
-        return
+    """Check that lengths, rows and pages stay inside their tensors, and that scales are valid; see
+    `checking_values`."""
     limits = (
         ("q", operands.cu_seqlens_q, operands.seqused_q, operands.q, options.max_seqlen_q),
         ("k", operands.cu_seqlens_k, operands.seqused_k, operands.k, options.max_seqlen_k),
@@ -68,6 +87,14 @@ def within(name: str, x: Tensor, size: int) -> None:
         raise ValueError(
             f"{name}: got values from {int(x.min())} to {int(x.max())}, want 0 to {size - 1}"
         )
+
+
+def page_lengths(layout: Packed, k: Tensor, used: Tensor | None) -> None:
+    """Check that the pages have room for the keys of each sequence."""
+    assert layout.page_table is not None
+    counts = packed_lengths("k", layout.cu_seqlens_k, used, None, layout.max_seqlen_k)
+    name = "cu_seqlens_k" if used is None else "seqused_k"
+    lengths_in_pages(name, counts, layout.page_table, k.shape[1])
 
 
 def _left_pads(leftpad: Tensor, operands: Operands) -> None:

@@ -124,6 +124,20 @@ def block_mask_lengths(block_mask: BlockMask, M: int, N: int) -> None:
         )
 
 
+def flex_mask(block_mask: Any) -> None:
+    """A FlexAttention `BlockMask`, which can be converted here."""
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise TypeError(
+            f"block_mask: got {type(block_mask).__name__}, want flashtile.BlockMask or "
+            "FlexAttention's BlockMask"
+        )
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "block_mask: a FlexAttention BlockMask is converted by reading it on the host; call "
+            "BlockMask.from_flex(...) outside of torch.compile and pass the result"
+        )
+
+
 def flex_mask_lengths(block_mask: Any, M: int, N: int) -> None:
     """A FlexAttention `BlockMask` must be made for exactly `M` queries and `N` keys.
 

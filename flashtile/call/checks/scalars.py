@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ...gpu.workspace import MAX_SPLITS
-from ...problem import Options, default_scale
 from .tensors import INTEGERS, as_python
-from .window import window
 
 
 def integer(name: str, x: Any) -> Any:
@@ -61,52 +59,37 @@ def flag(name: str, x: Any) -> bool:
     return x == 1
 
 
-def splits(num_splits: Any) -> Any:
-    """The checked number of programs that share a sequence's keys."""
-    count = length("num_splits", num_splits)
+def splits(name: str, x: Any) -> Any:
+    """The number of programs that share a sequence's keys."""
+    count = length(name, x)
     if count > MAX_SPLITS:
-        raise ValueError(f"num_splits: got {num_splits}, want 0 (chosen for you) to {MAX_SPLITS}")
+        raise ValueError(f"{name}: got {x}, want 0 (chosen for you) to {MAX_SPLITS}")
     return count
 
 
-def options(
-    *,
-    head_dim: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: Any,
-    causal: bool,
-    window_size: Any,
-    attention_chunk: Any,
-    softcap: Any,
-    dropout_p: Any = 0.0,
-    num_splits: Any = 0,
-    deterministic: bool = False,
-) -> Options:
-    """The plain numbers of a call, checked and normalised."""
-    if softmax_scale is None:
-        softmax_scale = default_scale(head_dim)
-    else:
-        softmax_scale = number("softmax_scale", softmax_scale, "a finite number, or None")
-    softcap = 0.0 if softcap is None else number("softcap", softcap, "a number >= 0 (0: off)")
-    if softcap < 0:
-        raise ValueError(f"softcap: got {softcap}, want a number >= 0 (0: off)")
-    dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1)")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: got {dropout_p}, want a probability in [0, 1)")
-    chunk = length("attention_chunk", 0 if attention_chunk is None else attention_chunk)
-    num_splits = splits(num_splits)
-    left, right = window(window_size).under(flag("causal", causal))
-    deterministic = flag("deterministic", deterministic)
-    return Options(
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale,
-        window_left=left,
-        window_right=right,
-        attention_chunk=chunk,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        num_splits=num_splits,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-    )
+def scale(name: str, x: Any) -> Any:
+    """A factor on the scores; None for the default."""
+    return None if x is None else number(name, x, "a finite number, or None")
+
+
+def softcap(name: str, x: Any) -> Any:
+    """A bound on the scores' magnitude; 0 or None is off."""
+    wanted = "a number >= 0 (0: off)"
+    bound = 0.0 if x is None else number(name, x, wanted)
+    if bound < 0:
+        raise ValueError(f"{name}: got {bound}, want {wanted}")
+    return bound
+
+
+def chunk(name: str, x: Any) -> Any:
+    """A number of positions; 0 or None is off."""
+    return length(name, 0 if x is None else x)
+
+
+def probability(name: str, x: Any) -> Any:
+    """A probability below 1."""
+    wanted = "a probability in [0, 1)"
+    p = number(name, x, wanted)
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"{name}: got {p}, want {wanted}")
+    return p

@@ -1,0 +1,55 @@
+"""New tokens of a cached call, written into its cache before attending to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import autograd
+from ..ops.append import op
+from ..problem import FLOAT8, Operands
+from .layouts import Cached
+from .prepare import Prepared
+
+
+def rotate_and_append(call: Prepared) -> Operands:
+    """Rotate queries and new keys, write keys and values into the cache.
+
+    With a causal mask, a window or a chunk every query has its own position; otherwise all are
+    rotated like the first one, as in FlashAttention-2.
+
+    Returns:
+        The operands with rotated queries, and lengths that count the new tokens.
+    """
+    options, operands, layout = call.problem.options, call.operands, call.layout
+    assert isinstance(layout, Cached)
+    q, k_cache, v_cache = operands[:3]
+    k, v, lengths = layout.k_new, layout.v_new, operands.seqused_k
+    if k is None or v is None or lengths is None:
+        return operands
+    descales = (operands.k_descale, operands.v_descale)
+    if k_cache.dtype not in FLOAT8 or k.dtype in FLOAT8:
+        descales = (None, None)  # stored as they are
+    where = (layout.cu_seqlens_k_new, operands.page_table, operands.cache_batch_idx)
+    append_only, append_rotated = _ops(operands, k, v)
+    cos, sin = layout.rotary_cos, layout.rotary_sin
+    if cos is None or sin is None:
+        used = append_only(k_cache, v_cache, k, v, lengths, *where, *descales)
+        return operands._replace(seqused_k=used)
+    base = lengths if layout.rotary_seqlens is None else layout.rotary_seqlens
+    q, used = append_rotated(
+        q, k_cache, v_cache, k, v, cos, sin, lengths, base, layout.cu_seqlens_q,
+        *where, *descales, layout.rotary_interleaved, bool(options.facts),
+    )  # fmt: skip
+    return operands._replace(q=q, seqused_k=used)
+
+
+def _ops(operands: Operands, k: Tensor, v: Tensor) -> tuple[Any, Any]:
+    """The two ops or, on a GPU without a tracer or dispatch mode, their functions."""
+    transforms = torch._C._are_functorch_transforms_active()
+    if not operands.k.is_cuda or transforms or autograd.is_watched((*operands, k, v)):
+        ops = torch.ops.flashtile
+        return ops.kvcache_append, ops.kvcache_rotate_append
+    return op.append_on_gpu, op.rotate_and_append_on_gpu

@@ -1,0 +1,169 @@
+"""The options of a call, in one table: the type, the default and the check of each.
+
+A line of a class below is an option. Its `Option` says what becomes of it: a number is checked and
+becomes a field of `problem.Options` under the same name, a tensor becomes one of `Operands`. The
+public functions accept the classes as keywords (`**options: Unpack[...]`), so an option is written
+once for all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_type_hints
+
+from torch import Tensor
+
+from . import checks
+
+
+class HasToList(Protocol):
+    """A tensor or a NumPy array."""
+
+    def tolist(self) -> Any:
+        """Its values as Python numbers."""
+        ...
+
+
+WindowSize = Sequence[int | None] | HasToList | None
+
+
+class Option(NamedTuple):
+    """What an option becomes, its default, and the check that returns its normalised value."""
+
+    kind: Literal["number", "tensor", "mask", "query", "hint"]
+    default: Any = None
+    check: Callable[[str, Any], Any] | None = None
+
+
+def number(default: Any, check: Callable[[str, Any], Any]) -> Option:
+    """An option that becomes a field of `problem.Options`."""
+    return Option("number", default, check)
+
+
+TENSOR = Option("tensor")  # becomes a field of `Operands`
+MASK = Option("mask")  # becomes a window, a bias or tiles
+HINT = Option("hint")  # changes no result
+
+
+class FlashOptions(TypedDict, total=False):
+    """FlashAttention-2's options of every function."""
+
+    softmax_scale: Annotated[float | None, number(None, checks.scale)]
+    causal: Annotated[bool, Option("mask", False)]
+    window_size: Annotated[WindowSize, Option("mask", (-1, -1))]
+    softcap: Annotated[float, number(0.0, checks.softcap)]
+    alibi_slopes: Annotated[Tensor | None, TENSOR]
+
+
+class NewerOptions(TypedDict, total=False):
+    """Options of every function beyond FlashAttention-2."""
+
+    qv: Annotated[Tensor | None, Option("query")]
+    attention_chunk: Annotated[int, number(0, checks.chunk)]
+    bias: Annotated[Tensor | None, TENSOR]
+    sink: Annotated[Tensor | None, TENSOR]
+    block_mask: Annotated[Any, MASK]
+    q_descale: Annotated[Tensor | None, TENSOR]
+    k_descale: Annotated[Tensor | None, TENSOR]
+    v_descale: Annotated[Tensor | None, TENSOR]
+    pack_gqa: Annotated[bool | None, HINT]
+    sm_margin: Annotated[int, Option("hint", 0)]
+
+
+class SplitOptions(TypedDict, total=False):
+    """FlashAttention-2 has it for caches only."""
+
+    num_splits: Annotated[int, number(0, checks.splits)]
+
+
+class NewerTrainingOptions(NewerOptions, SplitOptions, total=False):
+    """Options of every function but that for caches, beyond FlashAttention-2."""
+
+    seqused_q: Annotated[Tensor | None, TENSOR]
+    seqused_k: Annotated[Tensor | None, TENSOR]
+
+
+class TrainingOptions(FlashOptions, NewerTrainingOptions, total=False):
+    """Options of every function but that for caches."""
+
+    dropout_p: Annotated[float, number(0.0, checks.probability)]
+    deterministic: Annotated[bool, number(False, checks.flag)]
+
+
+class ServingOptions(TypedDict, total=False):
+    """Options of calls whose keys may lie in pages."""
+
+    scheduler_metadata: Annotated[Tensor | None, HINT]
+    workspace: Annotated[Tensor | None, TENSOR]
+
+
+class PaddedMaskOptions(TypedDict, total=False):
+    """Masks of padded batches."""
+
+    attn_mask: Annotated[Tensor | None, MASK]
+    key_padding_mask: Annotated[Tensor | None, MASK]
+
+
+class AttentionOptions(TrainingOptions, PaddedMaskOptions, total=False):
+    """Options of `attention`."""
+
+
+class VarlenOptions(TrainingOptions, ServingOptions, total=False):
+    """Options of `attention_varlen`."""
+
+
+class CacheOptions(FlashOptions, NewerOptions, SplitOptions, ServingOptions, total=False):
+    """Options of `attention_with_kvcache`."""
+
+
+def options_of(kind: Any) -> dict[str, Option]:
+    """The table of one of the classes above."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+OPTIONS = options_of(AttentionOptions) | options_of(VarlenOptions) | options_of(CacheOptions)
+NUMBERS = {name: option for name, option in OPTIONS.items() if option.kind == "number"}
+TENSORS = frozenset(name for name, option in OPTIONS.items() if option.kind == "tensor")
+
+
+def refuse_unknown(given: Mapping[str, Any], kind: Any, function: Callable[..., Any]) -> None:
+    """Raise TypeError for options that `function`, whose options are `kind`, does not have."""
+    if not given.keys() <= kind.__optional_keys__:
+        unknown = [name for name in given if name not in kind.__optional_keys__]
+        raise checks.unexpected_keywords(unknown, function)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def accepts(kind: Any) -> Callable[[_Function], _Function]:
+    """Decorate a function of ``**options: Unpack[kind]``: `help` and `inspect.signature` list each
+    option as a keyword."""
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        given = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        leading = [p for p in given if p.kind is not Parameter.KEYWORD_ONLY]
+        keywords = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=text)
+            for (name, option), text in zip(
+                options_of(kind).items(), map(type_text, kind.__annotations__.values()), strict=True
+            )
+        ]
+        parameters = [*leading, *keywords, *given[len(leading) :]]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def type_text(annotation: Any) -> str:
+    """The type of a line of the classes above, as it is written: ``float`` of ``Annotated[float,
+    ...]``."""
+    node: Any = ast.parse(annotation.__forward_arg__, mode="eval").body
+    is_annotated = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Annotated"
+    return ast.unparse(node.slice.elts[0] if is_annotated else node)
