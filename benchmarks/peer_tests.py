@@ -6,9 +6,10 @@
 
 FlashAttention-3's `hopper/test_flash_attn.py` and FlashAttention-4's
 `tests/cute/test_flash_attn.py` work in the same way. A random sample of the file's cases runs
-under pytest; `--seed` repeats it. Where there is no CUDA device, the device "cuda" in the file
-becomes "cpu", and `torch.cuda` reports the properties of an A100. A case that takes longer than
-`--case-seconds` is stopped, and after `--seconds` no new one begins; neither counts as passed.
+under pytest; `--seed` repeats it, and `--piece` divides it among processes. Where there is no CUDA
+device, the device "cuda" in the file becomes "cpu", and `torch.cuda` reports the properties of an
+A100. A case that takes longer than `--case-seconds` is stopped, and after `--seconds` no new one
+begins; neither counts as passed.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ class TookTooLong(BaseException):
 class Sample:
     """The pytest plugin that draws the cases, watches the clock and counts."""
 
-    def __init__(self, cases: int, seed: int, case_seconds: int, seconds: float) -> None:
+    def __init__(
+        self, cases: int, seed: int, piece: str, case_seconds: int, seconds: float
+    ) -> None:
         self.cases, self.seed, self.case_seconds = cases, seed, case_seconds
+        self.piece, self.pieces = map(int, piece.split("/"))
         self.seconds, self.end = seconds, float("inf")
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -53,6 +57,7 @@ class Sample:
         print(f"{len(items)} cases collected")
         if self.cases < len(items):
             items[:] = random.Random(self.seed).sample(items, self.cases)
+        items[:] = items[self.piece - 1 :: self.pieces]
         self.end = time.monotonic() + self.seconds
 
     @pytest.hookimpl(wrapper=True)
@@ -140,12 +145,19 @@ def main() -> int:
     parser.add_argument("file", help="a test file, from the checkout's root; ::test for one test")
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--piece", default="1/1", help="i/n: the i-th of n parts of the sample")
     parser.add_argument("--case-seconds", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("-k", default="", help="as in pytest")
     arguments = parser.parse_args()
 
-    sample = Sample(arguments.cases, arguments.seed, arguments.case_seconds, arguments.seconds)
+    sample = Sample(
+        arguments.cases,
+        arguments.seed,
+        arguments.piece,
+        arguments.case_seconds,
+        arguments.seconds,
+    )
     name, _, test = arguments.file.partition("::")
     source = (arguments.checkout / name).read_text()
     with contextlib.ExitStack() as stack:
