@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -336,6 +339,14 @@ def test_paged_decoding_kernel():
         assert_same(out[row, 0], torch.einsum("hn,nhd->hd", weights, values))
         page, slot = divmod(int(lengths[row]), page_size)
         assert torch.equal(k_cache[table[row, page], slot], k[row, 0])
+
+
+def test_threads_may_register_the_same_name(monkeypatch):
+    """While one of them is half done, the name is not yet ours."""
+    half_done = types.SimpleNamespace(register=lambda name, function: time.sleep(0.05))
+    monkeypatch.setattr(integration, "AttentionMaskInterface", half_done)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(integration.register, ["of_threads"] * 8)) == {"of_threads"}
 
 
 # The private loader of transformers may change: then the public functions must do.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
 import warnings
 from typing import Any, NamedTuple, cast
 
@@ -68,6 +69,7 @@ _HARMLESS = {
 }
 _HONOURED = {*_LENGTHS, "position_ids", "deterministic"}
 
+_lock = threading.Lock()
 _registered: set[str] = set()
 _logger = logging.get_logger(__name__)
 
@@ -97,6 +99,11 @@ def register(name: str = "flashtile") -> str:
         raise problem
     if not name or any(character in name for character in "|/:@"):
         raise ValueError(f"name: got {name!r}, want a plain word")
+    with _lock:
+        return _register(name)
+
+
+def _register(name: str) -> str:
     if name in _registered:
         return name
     if name in ("eager", *AttentionInterface().valid_keys()):
@@ -110,9 +117,9 @@ def register(name: str = "flashtile") -> str:
                 f"transformers {transformers.__version__} finds flash attention in a new way "
                 f"({change}): pass attn_implementation={public!r}, the return value of register(). "
                 "Attention is exact as ever; continuous batching is not available.",
-                stacklevel=2,
+                stacklevel=3,
             )
-            return register(public)
+            return _register(public)
         _register_paged(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, mask_function)
