@@ -236,7 +236,9 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
         torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
     )
     gradients = derivative(*given)
-    return tuple(g if wanted else None for g, wanted in zip(gradients, needed, strict=False))
+    # PyTorch 2.9 does not trace a zip of unequal lengths.
+    pairs = zip(gradients, needed[:DIFFERENTIABLE], strict=True)
+    return tuple(g if wanted else None for g, wanted in pairs)
 
 
 class UnwatchedAttention(torch.autograd.Function):
