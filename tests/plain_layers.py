@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rounded_results import floors
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from flashtile.testing import assert_close, floor_of
-
-Run = dict[str, Tensor]  # results by name
+from flashtile.testing import assert_close
 
 
 def plain_attention(
@@ -140,61 +136,6 @@ def check_against_plain(
     for name, result in got.items():
         assert result.dtype == dtype
         assert_close(name, result, truth[name], low[name], floor=floor[name], seed=seed)
-
-
-def floors(run: Callable[[], Run], truth: Run, dtype: torch.dtype, seed: int) -> dict[str, float]:
-    """What `dtype` may lose of every tensor of `run()`, plain PyTorch in float64, in whatever order
-    it adds up terms: the rule allows it at least (`flashtile.testing.error_model`).
-
-    The sizes of the terms travel through a net of layers as small errors that are put into every
-    result, always in the same number of runs.
-    """
-    squares = dict.fromkeys(truth, 0.0)
-    for number in range(ERRORS):
-        with RoundedResults(seed + number):
-            found = run()
-        for name, x in found.items():
-            squares[name] = squares[name] + (x - truth[name]).square() / ERRORS
-    unit = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    return {name: unit * float(floor_of(x).max()) for name, x in squares.items()}
-
-
-aten = torch.ops.aten
-ERRORS = 8
-
-
-class RoundedResults(TorchDispatchMode):
-    """Every new tensor has errors of float32's size, in the backward too: matrix products and sums
-    for the terms that they add up, softmax for its exponents, all else for its own size."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (aten.mm.default, aten.bmm.default):
-            sizes = args[0].abs() @ args[1].abs()
-        elif func is aten.addmm.default:
-            sizes = args[0].abs() + args[1].abs() @ args[2].abs()
-        elif func is aten.sum.dim_IntList:
-            sizes = func(args[0].abs(), *args[1:], **(kwargs or {}))
-        elif func is aten._softmax.default:
-            sizes = result * (1 + result.clamp(min=1e-30).log().abs())
-        elif any(x.alias_info is not None for x in func._schema.returns):  # nothing new
-            return result
-        else:
-            return tree_map_only(Tensor, self._rounded, result)
-        return self._rounded(result, sizes)
-
-    def _rounded(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-        if x.dtype != torch.float64:
-            return x
-        sizes = x.masked_fill(x.isinf(), 0) if sizes is None else sizes
-        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
-        return x + torch.finfo(torch.float32).eps * sizes * noise
 
 
 def _outcome(

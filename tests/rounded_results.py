@@ -1,0 +1,83 @@
+"""What a precision may lose of whole layers and models, whoever adds up the terms of their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from flashtile.testing import assert_close, floor_of
+
+Run = dict[str, Tensor]  # results by name
+
+
+def judge_client(got: Run, plain: Callable[[torch.dtype], Run], seed: int) -> None:
+    """What a library makes with flashtile by the rule: `plain(dtype)` are the same results in that
+    precision without it."""
+    dtype = next(iter(got.values())).dtype
+    with sdpa_kernel(SDPBackend.MATH):
+        truth, low = plain(torch.float64), plain(torch.float32)
+        floor = floors(lambda: plain(torch.float64), truth, dtype, seed)
+    assert got.keys() == truth.keys()
+    for name, x in got.items():
+        assert_close(name, x, truth[name], low[name], floor=floor[name], seed=seed)
+
+
+def floors(run: Callable[[], Run], truth: Run, dtype: torch.dtype, seed: int) -> dict[str, float]:
+    """What `dtype` may lose of every tensor of `run()`, plain PyTorch in float64, in whatever order
+    it adds up terms: the rule allows it at least (`flashtile.testing.error_model`).
+
+    The sizes of the terms travel through a net of layers as small errors that are put into every
+    result, always in the same number of runs.
+    """
+    squares = dict.fromkeys(truth, 0.0)
+    for number in range(ERRORS):
+        with RoundedResults(seed + number):
+            found = run()
+        for name, x in found.items():
+            squares[name] = squares[name] + (x.detach() - truth[name].detach()).square() / ERRORS
+    unit = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    return {name: unit * float(floor_of(x).max()) for name, x in squares.items()}
+
+
+aten = torch.ops.aten
+ERRORS = 8
+
+
+class RoundedResults(TorchDispatchMode):
+    """Every new tensor has errors of float32's size, in the backward too: matrix products and sums
+    for the terms that they add up, softmax for its exponents, all else for its own size."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (aten.mm.default, aten.bmm.default):
+            sizes = args[0].abs() @ args[1].abs()
+        elif func is aten.addmm.default:
+            sizes = args[0].abs() + args[1].abs() @ args[2].abs()
+        elif func is aten.sum.dim_IntList:
+            sizes = func(args[0].abs(), *args[1:], **(kwargs or {}))
+        elif func is aten._softmax.default:
+            sizes = result * (1 + result.clamp(min=1e-30).log().abs())
+        elif any(x.alias_info is not None for x in func._schema.returns):  # nothing new
+            return result
+        else:
+            return tree_map_only(Tensor, self._rounded, result)
+        return self._rounded(result, sizes)
+
+    def _rounded(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        if x.dtype != torch.float64:
+            return x
+        sizes = x.masked_fill(x.isinf(), 0) if sizes is None else sizes
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        return x + torch.finfo(torch.float32).eps * sizes * noise
