@@ -238,7 +238,7 @@ def attention_with_kvcache(
             nothing between calls, so all calls of one stream can share it, and it changes no
             result.
 
-    Other arguments are those of `attention`.
+    Other arguments are those of `attention`. Per-block scales do not go with `cache_leftpad`.
 
     Returns:
         out, shaped as q with the value head dim, and on request lse (batch, heads, seq_q) or
