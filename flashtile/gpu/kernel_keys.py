@@ -1,6 +1,6 @@
 """One key in Triton's cache for a kernel, whatever a process compiled before it.
 
-Triton 3.6 hashes a kernel together with the constants of the functions it calls, but of those alone
+Triton 3.6 hashes a kernel together with the constants of the functions it calls, but only of those
 that have been hashed already (`DependenciesFinder._update_hash` takes a function's constants before
 it asks for its hash; later releases do not). A process that starts with another kernel would look
 for other keys and compile again. So functions are hashed before those that call them.
@@ -11,12 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 
-def settle(kernel: Any) -> None:
-    """Hash what `kernel` calls, then `kernel`; interpreted ones have no hash."""
+def precompute_key(kernel: Any) -> None:
+    """Compute the cache key of `kernel`, after those of the functions it calls.
+
+    Interpreted kernels have none.
+    """
     if getattr(kernel, "hash", "") is None:
         for name in _names(kernel.fn.__code__):
             for function in _functions(kernel.fn.__globals__.get(name)):
-                settle(function)
+                precompute_key(function)
         _ = kernel.cache_key
 
 

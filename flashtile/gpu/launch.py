@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .kernel_keys import settle
+from .kernel_keys import precompute_key
 
 
 class Launch(NamedTuple):
@@ -45,7 +45,7 @@ class Launch(NamedTuple):
         return partial(with_scratch, launcher) if self.needs_scratch else launcher
 
     def _run(self) -> Any:
-        settle(self.kernel)
+        precompute_key(self.kernel)
         kernel = self.kernel[self.grid]
         options: dict[str, Any] = {"num_warps": self.warps}
         if self.stages is not None:
@@ -64,7 +64,7 @@ def run(launches: list[Launch], x: Tensor) -> list[Any]:
 
 
 def with_scratch(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call with an allocator set, in a context of its own, so that one that the user has set stays
+    """Call with our allocator set, in a copy of the context, so that the user's allocator stays
     set."""
     return copy_context().run(_call_with_scratch, function, *arguments)
 

@@ -1,12 +1,11 @@
-"""Repeating the launches of a call without the preparations, which cost more than the launches.
+"""Memoised launches: a call like an earlier one is launched without preparing its arguments anew.
 
-A call's arguments are described (copies in boxes, strides, numbers), and Triton looks at every one
-of them (types, alignment, numbers worth compiling in) to find the compiled kernel. Calls that agree
-in all but their tensors' contents and places need none of that twice: the launches of the second
-one are those of the first with other tensors, straight to the kernel, through the public way that
-Triton's tutorials take: ``compiled[grid](*arguments)``. Calls that differ in more are described
-again; a backend may say which of those share the compiled kernels, such as packed batches, whose
-totals are always new.
+For a first call, the backend describes its launches (tensors with strides, numbers), and Triton
+inspects every argument (type, alignment, specialised values) to find the compiled kernel. Both cost
+more than the launch. A later call that differs only in the contents and addresses of its tensors
+reuses the earlier launches with its own tensors and goes straight to the compiled kernel, through
+the public interface ``compiled[grid](*arguments)``. Other calls are described again; a backend may
+say which of them share compiled kernels, such as packed batches, whose total is always new.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +21,14 @@ from torch import Tensor
 from ..lru import Memo
 from .rows import ALIGNMENT  # Triton compiles other code for tensors that start elsewhere
 
+if TYPE_CHECKING:  # it imports Triton
+    from .launch import Launch
+
 Tensors = tuple[Tensor | None, ...]
 Make = Callable[[Tensors], Any]
 
 
-class Launch(Protocol):
-    """What a backend's description of a launch offers."""
-
-    @property
-    def kernel(self) -> Any:
-        """What Triton compiles."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """By the names of the kernel's parameters."""
-
-    def run(self) -> Any:
-        """Launch on the current device; the compiled kernel."""
-
-    def launcher(self, compiled: Any) -> Callable[..., Any]:
-        """What launches the compiled kernel on the arguments in order."""
-
-
-Describe = Callable[[Tensors, Tensors], Sequence[Launch]]
+Describe = Callable[[Tensors, Tensors], "Sequence[Launch]"]
 
 
 class Repeat(NamedTuple):
@@ -52,18 +36,18 @@ class Repeat(NamedTuple):
 
     launcher: Callable[..., Any]
     arguments: list[Any]  # in order
-    moving: list[tuple[int, Make]]  # places of those that hold the call's tensors
+    tensors: list[tuple[int, Make]]  # indices of the arguments that hold the call's tensors
 
     def run(self, tensors: Tensors) -> None:
         """Launch with other tensors."""
         arguments = self.arguments.copy()
-        for place, make in self.moving:
-            arguments[place] = make(tensors)
+        for index, make in self.tensors:
+            arguments[index] = make(tensors)
         self.launcher(*arguments)
 
 
-# What is known of a call, where that is no list of launches. Many calls come once alone, so the
-# second one decides whether its launches can be repeated: those that read copies cannot.
+# What is known of a call without memoised launches. Many calls come only once, so the second call
+# decides whether launches can be repeated: those that read copies of tensors cannot.
 NEVER, ONCE, IMPOSSIBLE = "never", "once", "impossible"
 
 _repeats: Memo[Any, list[Repeat] | str] = Memo(1024)
@@ -86,8 +70,8 @@ def run_all(
         given: the tensors of the call; the first one says the device.
         made: those that were allocated for it, always in the same way.
         describe: gives the launches, of the tensors as they are or of copies.
-        config: what decides the compiled kernels, where that is neither the rest of `call` nor the
-            tensors' first lengths.
+        config: what decides the compiled kernels, if that is neither all of `call` nor the first
+            sizes of the tensors.
     """
     assert given[0] is not None
     device = given[0].device
@@ -108,7 +92,7 @@ def _run_all(
         for repeat in known:
             repeat.run(tensors)
         return
-    if known == ONCE:  # one tensor in two places of this call may be two in the next one
+    if known == ONCE:  # one tensor used twice in this call may be two in the next one
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     launches = describe(tensors[: len(given)], tensors[len(given) :])
     kind = key if config is None else (name, config, *map(_kind_of, given))
@@ -120,7 +104,7 @@ def _run_all(
 
 
 def _key(name: str, call: Any, given: Tensors) -> Any:
-    """All of a call but where its tensors lie and what they hold."""
+    """All of a call except the addresses and the contents of its tensors."""
     assert given[0] is not None
     facts = [
         None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT)
@@ -167,16 +151,16 @@ def ordered(launch: Launch) -> list[Any]:
 def repeat_of(launch: Launch, compiled: Any, tensors: Tensors) -> Repeat | None:
     """How to make a launch again with other `tensors`; None for one that reads a copy of them."""
     numbers = _numbers_of(tensors)
-    arguments, moving = ordered(launch), []
+    arguments, makers = ordered(launch), []
     try:
-        for place, argument in enumerate(arguments):
+        for index, argument in enumerate(arguments):
             make = _maker(argument, numbers)
             if make is not None:
-                moving.append((place, make))
-                arguments[place] = None
+                makers.append((index, make))
+                arguments[index] = None
     except LookupError:
         return None
-    return Repeat(launch.launcher(compiled), arguments, moving)
+    return Repeat(launch.launcher(compiled), arguments, makers)
 
 
 def _numbers_of(tensors: Tensors) -> dict[Any, int]:

@@ -23,12 +23,12 @@ KERNELS = (
 PROGRAM = """
 import sys
 from importlib import import_module
-from flashtile.gpu.kernel_keys import settle
+from flashtile.gpu.kernel_keys import precompute_key
 
 for name in sys.argv[1:]:
     module, function = name.rsplit(".", 1)
     kernel = getattr(import_module(f"flashtile.{module}"), function)
-    settle(kernel)
+    precompute_key(kernel)
     print(name, kernel.cache_key)
 """
 

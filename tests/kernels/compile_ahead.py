@@ -22,7 +22,7 @@ from flashtile.backends.triton.launch import (
 )
 from flashtile.backends.triton.plan import unsupported_reasons
 from flashtile.gpu.launch import Launch
-from flashtile.ops.append.kernel import Appended, Turning, append_launch
+from flashtile.ops.append.kernel import Appended, RotaryOptions, append_launch
 from flashtile.ops.gather.kernel import gather_launch
 from flashtile.ops.rotary.kernel import rotary_launch
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -84,7 +84,7 @@ def append_launches(device: str) -> list[Launch]:
     return [
         append_launch(
             Appended(*cache, *new, lengths, lengths, None, pages, None, None, None, *rotary),
-            Turning(interleaved=True),
+            RotaryOptions(interleaved=True),
             DEVICES[device].capability,
         )
         for pages in (None, table)

@@ -28,7 +28,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def describe_plan(problem: AttentionProblem) -> str:
-    """The plan in words, for `explain`."""
+    """The plan as text, for `explain`."""
     if problem.dtype in FLOAT8:
         forward_plan = describe_plan(float8.over_float8_keys(problem)).splitlines()[0]
         return f"{forward_plan}, queries and weights in 16 bits over float8 keys and values"

@@ -29,7 +29,7 @@ class Bias(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Where the sequences lie: the tensors that say more than the bounds in `Lengths`."""
+    """Tensors that say where each sequence is, beyond the bounds in `Lengths`."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -41,7 +41,7 @@ class Sequences(NamedTuple):
 
 
 class ScoreData(NamedTuple):
-    """What turns a product into a score, and what kept probabilities are scaled with."""
+    """What scores are computed with from products, and what kept probabilities are scaled with."""
 
     scale: float
     softcap: float
@@ -163,7 +163,7 @@ def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
 
 
 def sequences_of(operands: Operands) -> Sequences:
-    """Where the sequences of a call lie."""
+    """`Sequences` of a call."""
     return Sequences(
         contiguous(operands.cu_seqlens_q),
         contiguous(operands.cu_seqlens_k),

@@ -1,7 +1,7 @@
 """The backward pass: FlashAttention-2 (Dao 2023), algorithm 2, as two kernels without atomics.
 
-`key_gradient_kernel` owns a tile of keys and walks over the queries that see it (dK, dV);
-`query_gradient_kernel` owns a tile of queries and walks over its keys (dQ). Both recompute P from
+`key_gradient_kernel` owns a tile of keys and loops over the queries that see it (dK, dV);
+`query_gradient_kernel` owns a tile of queries and loops over its keys (dQ). Both recompute P from
 the stored log-sum-exp. Every sum has one owner and one order, so results repeat bit for bit.
 """
 
@@ -15,6 +15,7 @@ from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
 from .tiles import (
     between,
     dropout_key,
+    head_swizzle,
     in_block_mask,
     kept,
     key_span,
@@ -26,7 +27,6 @@ from .tiles import (
     query_span,
     score_slope,
     scores_log2,
-    section_order,
     seeing_rows,
     stats_start,
     store_rows,
@@ -38,7 +38,7 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=["rows_total", "heads"])
 def delta_kernel(out, dout, dlse_ptr, delta_ptr, rows_total, heads, cfg: tl.constexpr):
-    """delta = rowsum(dO * O) less the gradient of the log-sum-exp, for every row of one head."""
+    """delta = rowsum(dO * O) minus the gradient of the log-sum-exp, for every row of one head."""
     BLOCK: tl.constexpr = cfg.BLOCK_M
     h = tl.program_id(0) % heads
     b = tl.program_id(0) // heads
@@ -53,15 +53,15 @@ def delta_kernel(out, dout, dlse_ptr, delta_ptr, rows_total, heads, cfg: tl.cons
     )
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     rows = m0 + tl.arange(0, BLOCK)
-    place = (b * heads + h).to(tl.int64) * rows_total + rows
+    stats_offs = (b * heads + h).to(tl.int64) * rows_total + rows
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + place, mask=rows < rows_total, other=0.0)
-    tl.store(delta_ptr + place, delta, mask=rows < rows_total)
+        delta -= tl.load(dlse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
+    tl.store(delta_ptr + stats_offs, delta, mask=rows < rows_total)
 
 
 @triton.jit
 def load_stats(lse_ptr, delta_ptr, rows, M, MASKED: tl.constexpr):
-    """Log-sum-exp in base 2, and delta; rows that saw nothing (or lie past the end) get +inf, which
+    """Log-sum-exp in base 2, and delta; rows that saw no key (or are past the end) get +inf, which
     makes P zero."""
     if MASKED:
         lse = tl.load(lse_ptr + rows, mask=rows < M, other=-float("inf"))
@@ -172,7 +172,7 @@ def key_gradient_kernel(
     n_tiles = tl.cdiv(lengths.N, BLOCK_N)
     # Under a causal mask the first keys are seen by most queries: the order is longest first as it
     # is.
-    tile, bh = section_order(tl.program_id(0), n_tiles, lengths.B * kv_heads, cfg.SECTION)
+    tile, bh = head_swizzle(tl.program_id(0), n_tiles, lengths.B * kv_heads, cfg.HEAD_SWIZZLE)
     b = bh // kv_heads
     kv_head = bh % kv_heads
     start_q, M = query_span(lengths, b)
@@ -289,9 +289,9 @@ def query_gradient_kernel(
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     m_tiles = tl.cdiv(lengths.M, BLOCK_M)
-    tile, bh = section_order(tl.program_id(0), m_tiles, lengths.B * heads, cfg.SECTION)
+    tile, bh = head_swizzle(tl.program_id(0), m_tiles, lengths.B * heads, cfg.HEAD_SWIZZLE)
     if cfg.HAS_RIGHT:
-        tile = m_tiles - 1 - tile  # the longest walks first
+        tile = m_tiles - 1 - tile  # LPT order: the longest loops first
     b = bh // heads
     h = bh % heads
     kv_head = h // cfg.GROUP

@@ -1,6 +1,6 @@
 """Gradient of the bias: dS summed over the dimensions that were broadcast.
 
-A third pass of its own, so that neither atomics nor a score matrix in memory are needed: a program
+A separate third pass, which needs neither atomics nor a score matrix in memory: a program
 owns a tile of the gradient and visits every tile of scores that reads it, in one fixed order.
 """
 
@@ -113,7 +113,7 @@ def bias_gradient_kernel(
     if IS_KEY_SHARED:
         acc = tl.sum(acc, 1)[:, None]
         keys = tl.zeros([1, 1], tl.int32)
-    place = own_b.to(tl.int64) * dbias.batch + own_h.to(tl.int64) * dbias.head
-    place += rows.to(tl.int64) * dbias.row + keys.to(tl.int64) * dbias.key
+    offs = own_b.to(tl.int64) * dbias.batch + own_h.to(tl.int64) * dbias.head
+    offs += rows.to(tl.int64) * dbias.row + keys.to(tl.int64) * dbias.key
     inside = (rows < lengths.M) & (keys < lengths.N)
-    tl.store(dbias.ptr + place, acc.to(dbias.ptr.dtype.element_ty), mask=inside)
+    tl.store(dbias.ptr + offs, acc.to(dbias.ptr.dtype.element_ty), mask=inside)

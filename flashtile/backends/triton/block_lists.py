@@ -1,7 +1,7 @@
 """Which tiles of a block mask to visit: a compact list for every tile of queries (or of keys, for
 dK and dV).
 
-The kernels walk over tiles of their own size, which need not be the block mask's. A tile is empty,
+The kernels loop over tiles of their own size, which need not be the block mask's. A tile is empty,
 full or partial by the block mask and by the structural mask together: empty ones are in no list,
 full ones are never masked.
 """
@@ -16,7 +16,7 @@ from .tiles import block_mask_start, key_span, query_span, visible_keys
 
 
 @triton.jit
-def block_mask_kind(m0, m1, n0, n1, place, blocks, cfg: tl.constexpr):
+def block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg: tl.constexpr):
     """(something visible, everything visible) by the block mask, of tiles [m0, m1) x [n0, n1)."""
     ROWS: tl.constexpr = cfg.MASK_COVER_M
     COLUMNS: tl.constexpr = cfg.MASK_COVER_N
@@ -29,7 +29,7 @@ def block_mask_kind(m0, m1, n0, n1, place, blocks, cfg: tl.constexpr):
             covered = (row * cfg.MASK_TILE_M < m1) & (column * cfg.MASK_TILE_N < n1)
             inside = covered & (row < blocks.rows) & (column < blocks.columns)
             kind = tl.load(
-                blocks.data.kinds + place + row * blocks.columns + column, mask=inside, other=0
+                blocks.data.kinds + kind_offs + row * blocks.columns + column, mask=inside, other=0
             )
             any_seen = any_seen | (kind != 0)
             all_seen = all_seen & ((kind == 1) | (covered == 0))
@@ -60,7 +60,7 @@ def list_tiles_kernel(
     _, M = query_span(lengths, b)
     _, N = key_span(lengths, b)
     shift = N - M
-    place = block_mask_start(blocks, b, h)
+    kind_offs = block_mask_start(blocks, b, h)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + own_tile
     full_count = own_tile * 0
     masked_count = own_tile * 0
@@ -78,16 +78,16 @@ def list_tiles_kernel(
         exists = (m0 < M) & (n0 < N)
         first_start, first_stop = visible_keys(m0 + shift, N, mask, cfg)
         last_start, last_stop = visible_keys(m1 - 1 + shift, N, mask, cfg)
-        any_seen, all_seen = block_mask_kind(m0, m1, n0, n1, place, blocks, cfg)
+        any_seen, all_seen = block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg)
         visited = exists & any_seen & (n1 > first_start) & (n0 < last_stop)
         whole = (m0 + BLOCK_M <= M) & (n0 + BLOCK_N <= N)
         full = visited & all_seen & whole & (last_start <= n0) & (n1 <= first_stop)
         masked = visited & (full == 0)
-        full_place = full_count + tl.cumsum(full.to(tl.int32), 0) - 1
-        masked_place = capacity - masked_count - tl.cumsum(masked.to(tl.int32), 0)
+        full_index = full_count + tl.cumsum(full.to(tl.int32), 0) - 1
+        masked_index = capacity - masked_count - tl.cumsum(masked.to(tl.int32), 0)
         tiles = lists.tiles + row * capacity
-        tl.store(tiles + full_place, other_tile, mask=full)
-        tl.store(tiles + masked_place, other_tile, mask=masked)
+        tl.store(tiles + full_index, other_tile, mask=full)
+        tl.store(tiles + masked_index, other_tile, mask=masked)
         full_count += tl.sum(full.to(tl.int32), 0)
         masked_count += tl.sum(masked.to(tl.int32), 0)
     tl.store(lists.counts + 2 * row, full_count)

@@ -1,12 +1,12 @@
 """The forward pass: FlashAttention-2 (Dao 2023), algorithm 1, a program a tile of queries.
 
 Read `backends/cpu/tiles.py` first: the same algorithm in plain PyTorch. A program keeps its tile of
-Q, walks over the tiles of K and V that some row of it sees, and keeps a running maximum, a running
-sum and an unnormalised output.
+Q, loops over the tiles of K and V that some row of it sees (the KV loop), and keeps a running
+maximum, a running sum and an unnormalised output.
 
-Few queries against many keys would leave most of a GPU idle. There several programs share a walk
-(`IS_SPLIT`; flash-decoding), each writes what it found of its part of the keys, and `combine.py`
-joins the parts.
+Few queries against many keys would leave most of a GPU idle. Then several programs share a KV loop
+(`IS_SPLIT`; flash-decoding): each writes a partial (out, lse) for its share of the keys, and
+`ops/merge` merges them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .tiles import (
     as_float16,
     between,
     dropout_key,
+    head_swizzle,
     in_block_mask,
     kept,
     key_row_of_batch,
@@ -29,26 +30,25 @@ from .tiles import (
     linear_scale,
     list_row,
     masked_tile,
-    pairs_apart,
     query_span,
     scores_log2,
-    section_order,
     stats_count,
     stats_start,
     tile_phases,
     tile_source,
+    unpack_pairs,
     visible_keys,
 )
 
 
 @triton.jit
 def attend_keys(
-    acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N, rows,
+    acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
     start, stop, b, h, h_mask, shift, qk_scale, scale_block,
     lengths, score, blocks, drop_threshold, drop_key, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One step of the walk: the keys [n0, n0 + BLOCK_N) join the running maximum, sum and output
-    (online softmax)."""
+    """One step of the KV loop: update the running maximum, sum and output with the keys
+    [n0, n0 + BLOCK_N) (online softmax)."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
@@ -59,18 +59,18 @@ def attend_keys(
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
     if cfg.PAIR == 2:
-        even_tile, odd_tile = pairs_apart(tl.trans(k_tile))
+        even_tile, odd_tile = unpack_pairs(tl.trans(k_tile))
         qk = tl.dot(q_tile[0], even_tile)
         qk = tl.dot(q_tile[1], odd_tile, qk)
     else:
         qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee")
-    if cfg.REST_D > 0:
-        # (BLOCK_N, BLOCK_REST)
-        k_rest = load_keys(
-            k_source + cfg.D * k.dim, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.REST_D,
-            BLOCK_N, cfg.BLOCK_REST,
+    if cfg.TAIL_D > 0:
+        # (BLOCK_N, BLOCK_TAIL)
+        k_tail = load_keys(
+            k_source + cfg.D * k.dim, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.TAIL_D,
+            BLOCK_N, cfg.BLOCK_TAIL,
         )  # fmt: skip
-        qk = tl.dot(q_rest, tl.trans(k_rest), qk, input_precision="ieee")
+        qk = tl.dot(q_tail, tl.trans(k_tail), qk, input_precision="ieee")
     if cfg.HAS_FLOAT8_KEYS:
         qk *= qk_scale
         k_scale = key_block_scale(score.data.k_block_descale, scale_block, n0, BLOCK_N)
@@ -90,7 +90,7 @@ def attend_keys(
     p = tl.math.exp2(s_log2 * factor - pivot[:, None])
     rescale = tl.math.exp2(row_max - pivot)
     row_sum = row_sum * rescale + tl.sum(p, 1)
-    if cfg.HAS_DROPOUT:  # after the row sum: dropout leaves the normalisation alone
+    if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
         p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, 0.0)
     # (BLOCK_N, BLOCK_DV / PAIR)
     v_tile = load_keys(
@@ -99,7 +99,7 @@ def attend_keys(
     )  # fmt: skip
     v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
     if cfg.PAIR == 2:
-        even_tile, odd_tile = pairs_apart(v_tile)
+        even_tile, odd_tile = unpack_pairs(v_tile)
         even = weighted_sum(acc[0], rescale, p, even_tile, v_scale)
         odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale)
         acc = even, odd
@@ -122,9 +122,9 @@ def weighted_sum(acc, rescale, p, v_tile, v_scale):
 
 
 @triton.jit
-def share_of_walk(full_count, masked_count):
-    """The steps of this program, [start, stop) of the full tiles and of the masked ones: one part
-    of the walk over both, cut evenly among the programs of the grid's second axis."""
+def split_range(full_count, masked_count):
+    """The steps of this program, [start, stop) of the full tiles and of the masked ones: its share
+    of the KV loop, which is split evenly among the programs of the grid's second axis."""
     steps = full_count + masked_count
     part = tl.cdiv(steps, tl.num_programs(1))
     start = tl.minimum(tl.program_id(1) * part, steps)
@@ -161,9 +161,9 @@ def forward_kernel(
     ROWS_PER_QUERY: tl.constexpr = cfg.GROUP if cfg.IS_PACKED_GROUP else 1
     program_heads = heads // ROWS_PER_QUERY
     m_tiles = tl.cdiv(lengths.M * ROWS_PER_QUERY, BLOCK_M)
-    tile, bh = section_order(tl.program_id(0), m_tiles, lengths.B * program_heads, cfg.SECTION)
+    tile, bh = head_swizzle(tl.program_id(0), m_tiles, lengths.B * program_heads, cfg.HEAD_SWIZZLE)
     if cfg.HAS_RIGHT:
-        tile = m_tiles - 1 - tile  # the longest walks first
+        tile = m_tiles - 1 - tile  # LPT order: the longest KV loops first
     b = bh // program_heads
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
@@ -188,15 +188,15 @@ def forward_kernel(
 
     # (BLOCK_M, BLOCK_D)
     q_base = q.ptr + b.to(tl.int64) * q.batch + start_q.to(tl.int64) * q.row
-    q_place = rows.to(tl.int64) * q.row + h.to(tl.int64) * q.head
+    q_offs = rows.to(tl.int64) * q.row + h.to(tl.int64) * q.head
     dims = tl.arange(0, BLOCK_D)[None, :]
-    q_tile = tl.load(q_base + q_place + dims * q.dim, mask=(rows < M) & (dims < cfg.D), other=0.0)
-    q_rest = None
-    if cfg.REST_D > 0:
-        # (BLOCK_M, BLOCK_REST)
-        dims = tl.arange(0, cfg.BLOCK_REST)[None, :]
-        inside = (rows < M) & (dims < cfg.REST_D)
-        q_rest = tl.load(q_base + q_place + (cfg.D + dims) * q.dim, mask=inside, other=0.0)
+    q_tile = tl.load(q_base + q_offs + dims * q.dim, mask=(rows < M) & (dims < cfg.D), other=0.0)
+    q_tail = None
+    if cfg.TAIL_D > 0:
+        # (BLOCK_M, BLOCK_TAIL)
+        dims = tl.arange(0, cfg.BLOCK_TAIL)[None, :]
+        inside = (rows < M) & (dims < cfg.TAIL_D)
+        q_tail = tl.load(q_base + q_offs + (cfg.D + dims) * q.dim, mask=inside, other=0.0)
 
     if sink_ptr is not None:  # a key of logit `sink` whose value is zero
         row_max = tl.load(sink_ptr + h).to(tl.float32) * LOG2E + tl.zeros([BLOCK_M, 1], tl.float32)
@@ -248,14 +248,14 @@ def forward_kernel(
         masked_count = end - begin - full_count
     full_start, masked_start = 0, 0
     if cfg.IS_SPLIT:
-        full_start, full_count, masked_start, masked_count = share_of_walk(full_count, masked_count)
+        full_start, full_count, masked_start, masked_count = split_range(full_count, masked_count)
     for i in range(full_start, full_count):
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + i) * BLOCK_N
         else:
             n0 = (full_begin + i) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N,
+            acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
             rows, start, stop, b, h, h_mask, shift, qk_scale, scale_block, lengths, score, blocks,
             drop_threshold, drop_key, False, cfg,
         )  # fmt: skip
@@ -265,7 +265,7 @@ def forward_kernel(
         else:
             n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, q_rest, n0, k, k_source, v, v_source, pages, start_k, N,
+            acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
             rows, start, stop, b, h, h_mask, shift, qk_scale, scale_block, lengths, score, blocks,
             drop_threshold, drop_key, True, cfg,
         )  # fmt: skip
@@ -276,17 +276,17 @@ def forward_kernel(
     seen = (row_sum > 0.0) & (rows < M)
     safe_sum = tl.where(seen, row_sum, 1.0)
     lse = tl.where(seen, (row_max + tl.math.log2(safe_sum)) * LN2, -float("inf"))
-    lse_place = stats_start(lengths, b, h, heads) + start_q + rows
+    lse_offs = stats_start(lengths, b, h, heads) + start_q + rows
     if cfg.IS_SPLIT:
-        lse_place += tl.program_id(1) * stats_count(lengths, heads)
-    tl.store(lse_ptr + lse_place, lse, mask=rows < written)
+        lse_offs += tl.program_id(1) * stats_count(lengths, heads)
+    tl.store(lse_ptr + lse_offs, lse, mask=rows < written)
     if PAIR == 2:
         acc = tl.interleave(acc[0], acc[1])
     acc = acc * tl.where(seen, score.data.drop_scale * v_scale / safe_sum, 0.0)
     out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
     if cfg.IS_SPLIT:
         out_base += tl.program_id(1) * stats_count(lengths, heads) * cfg.DV
-    out_place = rows.to(tl.int64) * out.row + h.to(tl.int64) * out.head
+    out_offs = rows.to(tl.int64) * out.row + h.to(tl.int64) * out.head
     dims_v = tl.arange(0, BLOCK_DV)[None, :]
     inside = (rows < written) & (dims_v < cfg.DV)
-    tl.store(out_base + out_place + dims_v * out.dim, acc.to(out.ptr.dtype.element_ty), mask=inside)
+    tl.store(out_base + out_offs + dims_v * out.dim, acc.to(out.ptr.dtype.element_ty), mask=inside)

@@ -16,7 +16,7 @@ from ...gpu.launch import Launch, run
 from ...gpu.relaunch import run_all
 from ...gpu.rows import ALIGNMENT, Rows, contiguous, is_aligned, rows_of
 from ...lru import memoised
-from ...ops.merge.kernel import combine_launch
+from ...ops.merge.kernel import merge_launch
 from ...problem import AttentionProblem, Operands, lse_shape
 from .. import Gradients
 from .arguments import NO_LISTS, NUMBERS, Lists, bias_of, common_of
@@ -41,7 +41,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     made = forward_buffers(problem, operands)
     memory = operands.workspace
     call = problem, None if memory is None else memory.data_ptr() % ALIGNMENT
-    given = operands._replace(workspace=None)  # what is made may lie there
+    given = operands._replace(workspace=None)  # the buffers may be in it
     run_all("triton forward", call, given, made, describe)
     return made[0], made[1]
 
@@ -92,7 +92,7 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 
 def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
-    """(out, lse), and where the walk of the keys is split (out, lse) of its parts."""
+    """(out, lse), and if the KV loop is split, (out, lse) of its parts."""
     aligned, tokens = is_aligned(operands.k, operands.v), operands.q.shape[:-2].numel()
     splits = _splits(problem, aligned, operands.q.device, tokens)
     results = _outputs(problem, operands, splits)
@@ -138,12 +138,12 @@ def forward_launches(
     how = kernel_plan.warps, kernel_plan.stages, config.IS_CHAINED
     launches.append(Launch(forward_kernel, grid, arguments, *how))
     if parts:
-        launches.append(combine_launch(parts[0], parts[1], out, lse, config.IS_CHAINED))
+        launches.append(merge_launch(parts[0], parts[1], out, lse, config.IS_CHAINED))
     return launches
 
 
 def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) to write to; joining parts writes every row, else rows that belong to no sequence
+    """(out, lse) to write to; merging parts writes every row, else rows that belong to no sequence
     are written by no program."""
     q = operands.q
     shape = (*q.shape[:-1], problem.Dv)
@@ -155,8 +155,8 @@ def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> tupl
 
 
 def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> tuple[Tensor, Tensor]:
-    """What each program of a split walk writes to, in float32 and in the caller's workspace if
-    there is one; a row that none writes weighs nothing."""
+    """What the programs of a split KV loop write to, in float32, in the caller's workspace if there
+    is one; a row that no program writes has weight 0."""
     q = operands.q
     out_shape = (splits, *q.shape[:-1], problem.Dv)
     shape = (splits, *lse_shape(operands))
@@ -188,7 +188,7 @@ def backward_buffers(
 ) -> BackwardBuffers:
     """Memory for the gradients, dk and dv in `key_dtype`, and for delta."""
     q, k, v, bias = operands[:4]
-    # Rows that belong to no sequence, or lie past a used length, are written by no program.
+    # Rows that belong to no sequence, or are past a used length, are written by no program.
     partial = problem.layout != "dense" or problem.has_lengths
     make = torch.zeros if partial or 0 in (problem.M, problem.N) else torch.empty
     dbias = None

@@ -24,7 +24,7 @@ def load_paged_rows(
 ):  # fmt: skip
     """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
     past `count` (if MASKED) and past DIM."""
-    if PAGE % BLOCK == 0 and lengths.at.leftpad_k is None:  # the tile lies in one page
+    if PAGE % BLOCK == 0 and lengths.at.leftpad_k is None:  # the tile is inside one page
         page = page_number(tl.load(pages + n0 // PAGE), lengths)
         page_base = base + page.to(tl.int64) * x.batch
         left = count - n0 + n0 % PAGE

@@ -22,8 +22,8 @@ from ...problem import AttentionProblem
 from ..reasons import dotted, dtype_reasons, head_dim_reasons
 
 MAX_HEAD_DIM = 512
-# Of queries and keys in a forward alone: the latent keys of DeepSeek's MLA, whose first 512 columns
-# are the values. What is behind the 512th column makes a narrow tile of its own.
+# Of queries and keys in a forward only: the latent keys of DeepSeek's MLA, whose first 512 columns
+# are the values. The columns after the 512th (the tail) form a separate narrow tile.
 MAX_KEY_HEAD_DIM = 576
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,12 +34,12 @@ UNSPLIT_HEAD_DIM = 128
 # Scores of a call from which on descriptors pay.
 DESCRIPTOR_WORK = 2**24
 
-# Heads whose programs run side by side and share the second-level cache.
-SECTION = 8
+# Heads whose programs run side by side and share the L2 cache.
+HEAD_SWIZZLE = 8
 
 
-# "keys": dK and dV, above UNSPLIT_HEAD_DIM dK alone; "queries": dQ; "values": dV where it has a
-# pass of its own.
+# "keys": dK and dV, above UNSPLIT_HEAD_DIM only dK; "queries": dQ; "values": dV if it has a
+# separate pass.
 PASSES = ("forward", "keys", "queries", "values")
 
 
@@ -113,9 +113,9 @@ FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_100": {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3), 512: (16, 4, 3)},
     "gfx": {64: (64, 4, 1), 128: (64, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
 }
-# The same where programs share a walk, if it differs: fewer of them are under way at a time.
+# The same for split KV loops, if it differs: fewer programs run at a time.
 SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64, 4, 3)}}
-# Of a float8 cache, everywhere; of one in pages, where whole walks were measured.
+# For a float8 cache on all GPUs; for a paged one whose KV loop is not split, as measured.
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
 
@@ -157,8 +157,8 @@ class KernelConfig:
     DV: int
     BLOCK_D: int
     BLOCK_DV: int
-    REST_D: int  # columns of queries and keys behind D, which make a tile of their own
-    BLOCK_REST: int
+    TAIL_D: int  # columns of queries and keys after D, which form a separate tile
+    BLOCK_TAIL: int
     GROUP: int  # query heads that share a key head
     IS_PACKED_GROUP: bool  # a tile holds rows of all of them
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
@@ -172,12 +172,12 @@ class KernelConfig:
     MASK_TILE_N: int
     MASK_COVER_M: int  # tiles of the block mask that one of ours may touch
     MASK_COVER_N: int
-    SECTION: int
+    HEAD_SWIZZLE: int
     HAS_FLOAT8_KEYS: bool  # and values, under queries of 16 bits
-    PAIR: int  # numbers of K and V that come as one: 2 of float8 (`tiles.pairs_apart`), else 1
+    PAIR: int  # numbers of K and V that come as one: 2 of float8 (`tiles.unpack_pairs`), else 1
     HAS_DESCRIPTORS: bool  # tiles come through Hopper's TMA
-    IS_SPLIT: bool  # several programs share the walk over the keys
-    IS_CHAINED: bool  # launched early behind an append, as what joins the parts is behind it
+    IS_SPLIT: bool  # several programs share the KV loop
+    IS_CHAINED: bool  # launched early after an append; the merge is launched early after it
 
 
 class KernelPlan(NamedTuple):
@@ -193,7 +193,7 @@ class Plan(NamedTuple):
     probabilities."""
 
     forward: KernelPlan
-    split: KernelPlan  # the forward where several programs share a walk over keys
+    split: KernelPlan  # the forward whose KV loop is split
     keys: KernelPlan
     queries: KernelPlan
     values: KernelPlan | None  # None: `keys` makes dV as well
@@ -377,14 +377,14 @@ def _pays_descriptors(problem: AttentionProblem) -> bool:
 
 
 def describe_plan(problem: AttentionProblem, splits: int) -> str:
-    """The plan in words, for `explain`; `splits` programs share a walk over keys."""
+    """The plan as text, for `explain`; `splits` programs share a KV loop."""
     planned = plan(problem, True)
     kernels = {"forward": planned.forward if splits == 1 else planned.split}
     if problem.D <= MAX_HEAD_DIM:
         kernels |= {"dK and dV": planned.keys, "dQ": planned.queries}
     lines = [
         f"{name}: tiles of {kernel.config.BLOCK_M} x {kernel.config.BLOCK_N}, head dim padded to "
-        f"{kernel.config.BLOCK_D + kernel.config.BLOCK_REST}, {kernel.warps} warps, "
+        f"{kernel.config.BLOCK_D + kernel.config.BLOCK_TAIL}, {kernel.warps} warps, "
         f"{kernel.stages} stages"
         for name, kernel in kernels.items()
     ]
@@ -406,7 +406,7 @@ def _kernel_plan(
     BLOCK_M, BLOCK_N = _fit(tile.BLOCK_M, mask_m), _fit(tile.BLOCK_N, mask_n)
     plain = options.softcap == 0 and not problem.has_alibi and not problem.has_bias
     D = min(problem.D, MAX_HEAD_DIM)
-    rest = problem.D - D
+    tail = problem.D - D
     BLOCK_D, BLOCK_DV = (padded(x, problem.dtype, problem.capability) for x in (D, problem.Dv))
     config = KernelConfig(
         BLOCK_M=BLOCK_M,
@@ -415,8 +415,8 @@ def _kernel_plan(
         DV=problem.Dv,
         BLOCK_D=BLOCK_D,
         BLOCK_DV=BLOCK_DV,
-        REST_D=rest,
-        BLOCK_REST=padded(rest, problem.dtype, problem.capability) if rest else 0,
+        TAIL_D=tail,
+        BLOCK_TAIL=padded(tail, problem.dtype, problem.capability) if tail else 0,
         GROUP=problem.group,
         IS_PACKED_GROUP=packed,
         IS_LINEAR=plain and options.softmax_scale > 0,
@@ -430,7 +430,7 @@ def _kernel_plan(
         MASK_TILE_N=mask_n,
         MASK_COVER_M=_cover(BLOCK_M, mask_m),
         MASK_COVER_N=_cover(BLOCK_N, mask_n),
-        SECTION=SECTION,
+        HEAD_SWIZZLE=HEAD_SWIZZLE,
         HAS_FLOAT8_KEYS=problem.has_float8_keys,
         PAIR=2 if paired and BLOCK_M <= 32 <= min(BLOCK_D, BLOCK_DV) else 1,
         HAS_DESCRIPTORS=described,

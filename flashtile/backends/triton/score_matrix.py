@@ -72,6 +72,6 @@ def probabilities_kernel(
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)
         p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, -p)
-    place = b.to(tl.int64) * probs.batch + h.to(tl.int64) * probs.head
-    place += rows.to(tl.int64) * probs.row + keys
-    tl.store(probs.ptr + place, p.to(probs.ptr.dtype.element_ty), mask=visible)
+    offs = b.to(tl.int64) * probs.batch + h.to(tl.int64) * probs.head
+    offs += rows.to(tl.int64) * probs.row + keys
+    tl.store(probs.ptr + offs, p.to(probs.ptr.dtype.element_ty), mask=visible)

@@ -1,7 +1,7 @@
-"""How many programs share the keys of one tile of queries (split-KV, flash-decoding).
+"""How many programs share the KV loop of one tile of queries (split-KV, flash-decoding).
 
-Pure Python, from sizes alone: lengths on the GPU are not read, so one choice serves a captured
-graph whose caches grow.
+Pure Python, from sizes only: lengths on the GPU are not read, so one choice serves a captured graph
+whose caches grow.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from ...lru import memoised
 from ...problem import AttentionProblem
 from .plan import KernelConfig
 
-# Programs that one multiprocessor runs side by side: what the tiles of few rows leave room for.
-RESIDENT = 2
-# One program to a multiprocessor does not quite fill the memory's bandwidth: this much longer.
-ALONE = 1.08
-# In steps of a walk: starting a program; the launch that joins the parts, and reading 32 of them.
+# Programs that one multiprocessor (SM) runs side by side: tiles of few rows leave room for them.
+PROGRAMS_PER_SM = 2
+# Slowdown of an SM that runs a single program, which does not saturate memory bandwidth.
+SINGLE_PROGRAM_SLOWDOWN = 1.08
+# In steps of the KV loop: starting a program; the merge launch, and reading 32 parts in it.
 START_STEPS = 1.5
 COMBINE_STEPS, COMBINE_STEPS_OF_32 = 3, 1
 # Queries, each of every head that shares a key head, up to which a call is decoding: latent keys
@@ -23,12 +23,14 @@ COMBINE_STEPS, COMBINE_STEPS_OF_32 = 3, 1
 FEW_QUERIES = 128
 
 
-def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int, tokens: int) -> int:
-    """How many parts the walk of every program of `config` is cut into; `tokens`: of the queries,
-    packed ones that belong to no sequence too, for parts have rows for them.
+def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, tokens: int) -> int:
+    """How many parts the KV loop of every program of `config` is split into.
 
-    The caller's number where there is one. By default calls of few queries are split, which is
-    decoding; elsewhere the tiles of queries are enough programs.
+    The caller's number if there is one. By default only calls of few queries (decoding) are split:
+    otherwise the tiles of queries are enough programs.
+
+    Args:
+        tokens: rows of the queries, including packed ones of no sequence: parts have rows for them.
     """
     asked = problem.options.num_splits
     if asked > 0 or 0 in (problem.B, problem.M, problem.N, tokens):
@@ -38,30 +40,30 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, processors: int, 
         return 1
     heads = problem.Hk if config.IS_PACKED_GROUP else problem.Hq
     programs = problem.B * heads * -(-rows // config.BLOCK_M)
-    steps = -(-_longest_walk(problem) // config.BLOCK_N)
-    most = MOST_PART_ROWS * processors // (tokens * problem.Hq)
-    return fastest_splits(programs, steps, processors, min(most, MAX_SPLITS))
+    steps = -(-_longest_loop(problem) // config.BLOCK_N)
+    most = MOST_PART_ROWS * sm_count // (tokens * problem.Hq)
+    return fastest_splits(programs, steps, sm_count, min(most, MAX_SPLITS))
 
 
 @memoised(4096)
-def fastest_splits(programs: int, steps: int, processors: int, most: int = MAX_SPLITS) -> int:
-    """The cheapest number of parts, up to `most`, for `programs` walks of `steps` steps.
+def fastest_splits(programs: int, steps: int, sm_count: int, most: int = MAX_SPLITS) -> int:
+    """The cheapest number of parts, up to `most`, for `programs` KV loops of `steps` steps.
 
-    Programs that run side by side share the memory, so a round of them takes as many steps as the
-    fullest multiprocessor has programs. Of equally cheap numbers the smallest.
+    Programs that run side by side share the memory bandwidth, so a round of them takes as many
+    steps as the fullest SM has programs. Of equally cheap numbers, the smallest.
     """
 
     def cost(splits: int) -> float:
-        rounds, rest = divmod(programs * splits, processors * RESIDENT)
-        last = -(-rest // processors)
-        shares = rounds * RESIDENT + (ALONE if last == 1 else last)
+        rounds, remainder = divmod(programs * splits, sm_count * PROGRAMS_PER_SM)
+        last = -(-remainder // sm_count)
+        shares = rounds * PROGRAMS_PER_SM + (SINGLE_PROGRAM_SLOWDOWN if last == 1 else last)
         combine = COMBINE_STEPS + COMBINE_STEPS_OF_32 * splits / 32 if splits > 1 else 0
         return shares * (-(-steps // splits) + START_STEPS) + combine
 
     return min(range(1, min(steps, most) + 1), key=cost, default=1)
 
 
-def _longest_walk(problem: AttentionProblem) -> int:
+def _longest_loop(problem: AttentionProblem) -> int:
     """Keys that the tile of queries may see at most."""
     longest, options = problem.N, problem.options
     if options.window_left is not None and options.window_right is not None:

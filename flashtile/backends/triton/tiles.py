@@ -1,4 +1,4 @@
-"""The words of the kernels: what is done to one tile, each with a name.
+"""Operations on one tile, which the kernels are made of.
 
 A tile of scores has rows (queries) and keys. Row and key numbers arrive as tensors that broadcast
 against each other, (BLOCK_M, 1) with (1, BLOCK_N) or, in kernels that hold the transposed tile, (1,
@@ -20,7 +20,7 @@ from ...gpu.intrinsics import LOG2E
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-# Where a sequence lies
+# The rows of a sequence
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def query_span(lengths, b):
 
 @triton.jit
 def key_span(lengths, b):
-    """First row (behind the left pad) and number of keys of sequence `b`, kept inside the
+    """First row (after the left pad) and number of keys of sequence `b`, kept inside the
     tensor."""
     start = b * 0
     count = lengths.N
@@ -68,18 +68,17 @@ def key_row_of_batch(lengths, b):
 
 
 @triton.jit
-def section_order(pid, blocks, heads, SECTION: tl.constexpr):
-    """(block, head) of a program: all blocks of SECTION heads, heads fastest, then the next
-    section.
+def head_swizzle(pid, blocks, heads, SWIZZLE: tl.constexpr):
+    """(block, head) of a program: all blocks of SWIZZLE heads, heads fastest, then the next heads.
 
-    The heads of a section share the cache, and equal blocks of all of them run together, so that a
-    list of blocks that starts with the longest ends with the shortest.
+    The SWIZZLE heads share the L2 cache. Equal blocks of all of them run together, so the order of
+    the blocks, such as longest first, is also the order in time.
     """
-    section = pid // (blocks * SECTION)
-    first = section * SECTION
-    width = tl.minimum(SECTION, heads - first)
-    rest = pid - section * (blocks * SECTION)
-    return rest // width, first + rest % width
+    group = pid // (blocks * SWIZZLE)
+    first = group * SWIZZLE
+    width = tl.minimum(SWIZZLE, heads - first)
+    index = pid - group * (blocks * SWIZZLE)
+    return index // width, first + index % width
 
 
 @triton.jit
@@ -108,8 +107,8 @@ def stats_count(lengths, heads):
 @triton.jit
 def floor_to(x, size):
     """`x` rounded down to a multiple of `size`, also below zero."""
-    rest = x % size
-    return x - tl.where(rest < 0, rest + size, rest)
+    remainder = x % size
+    return x - tl.where(remainder < 0, remainder + size, remainder)
 
 
 @triton.jit
@@ -156,10 +155,10 @@ def seeing_rows(j, M, N, mask, cfg: tl.constexpr):
 
 @triton.jit
 def tile_phases(first_start, first_stop, last_start, last_stop, BLOCK: tl.constexpr):
-    """Cut the walk over tiles into masked, full and masked: four bounds, counted in tiles.
+    """Cut the loop over tiles into masked, full and masked tiles: four bounds, counted in tiles.
 
-    `first_*` is the interval of the first row (or key) of the tile that walks, `last_*` that of the
-    last. What lies outside of [first_start, last_stop) is empty; what lies in [last_start,
+    `first_*` is the interval of the first row (or key) of the program's own tile, `last_*` that of
+    the last. What is outside of [first_start, last_stop) is empty; what is in [last_start,
     first_stop) is full.
     """
     begin = first_start // BLOCK
@@ -187,14 +186,14 @@ def block_mask_start(blocks, b, h):
 
 @triton.jit
 def in_block_mask(rows, keys, visible, b, h, blocks, cfg: tl.constexpr):
-    """`visible` less what the block mask hides, looked up element by element."""
+    """`visible` without what the block mask hides, looked up element by element."""
     tile_row = rows // cfg.MASK_TILE_M
     tile_column = keys // cfg.MASK_TILE_N
     visible = visible & (tile_row < blocks.rows) & (tile_column < blocks.columns)
-    place = block_mask_start(blocks, b, h)
-    place += tile_row * blocks.columns + tile_column
-    kind = tl.load(blocks.data.kinds + place, mask=visible, other=0)
-    index = tl.load(blocks.data.partial_index + place, mask=visible & (kind == 2), other=0)
+    offs = block_mask_start(blocks, b, h)
+    offs += tile_row * blocks.columns + tile_column
+    kind = tl.load(blocks.data.kinds + offs, mask=visible, other=0)
+    index = tl.load(blocks.data.partial_index + offs, mask=visible & (kind == 2), other=0)
     inside = rows % cfg.MASK_TILE_M * cfg.MASK_TILE_N + keys % cfg.MASK_TILE_N
     element = index.to(tl.int64) * (cfg.MASK_TILE_M * cfg.MASK_TILE_N) + inside
     seen = tl.load(blocks.data.partial_tiles + element, mask=visible & (kind == 2), other=0) != 0
@@ -260,9 +259,9 @@ def scores_log2(qk, rows, keys, inside, shift, b, h, score, cfg: tl.constexpr):
 @triton.jit
 def load_bias(bias, b, h, rows, keys, inside):
     """The bias over a tile; broadcast dimensions have stride 0."""
-    place = b.to(tl.int64) * bias.batch + h.to(tl.int64) * bias.head
-    place += rows.to(tl.int64) * bias.row + keys.to(tl.int64) * bias.key
-    return tl.load(bias.ptr + place, mask=inside, other=0.0)
+    offs = b.to(tl.int64) * bias.batch + h.to(tl.int64) * bias.head
+    offs += rows.to(tl.int64) * bias.row + keys.to(tl.int64) * bias.key
+    return tl.load(bias.ptr + offs, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -279,13 +278,13 @@ def as_float16(q_tile):
 
 
 @triton.jit
-def pairs_apart(pairs):
-    """Float8 numbers of even columns and those of odd ones, in float16, from numbers of 16 bits
-    that hold two neighbours each.
+def unpack_pairs(pairs):
+    """The even and the odd columns of a float8 tile, in float16, from 16-bit words that hold two
+    neighbouring columns each.
 
-    The matrix units want two numbers along the sum in one register. Shared memory turns numbers of
-    16 bits on their way out; single bytes would be read and put together one by one. The
-    instructions are spelled out because the compiler needs four times as many.
+    The tensor cores take two numbers along the sum from one register. Loads from shared memory
+    transpose 16-bit words; single bytes would be loaded and packed one by one. The assembly is
+    written out because the compiler emits four times as many instructions.
     """
     if IS_INTERPRETED:
         even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -315,7 +314,7 @@ def linear_scale(score, cfg: tl.constexpr):
     return factor
 
 
-# Dropout: flashtile/dropout.py, word for word
+# Dropout: the definition is flashtile/dropout.py
 
 
 @triton.jit
@@ -365,7 +364,7 @@ def load_rows(
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Rows [n0, n0 + BLOCK) behind `base`, (BLOCK, BLOCK_DIM); zero past `count` (if MASKED) and
+    """Rows [n0, n0 + BLOCK) from `base` on, (BLOCK, BLOCK_DIM); zero past `count` (if MASKED) and
     past DIM."""
     offs = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
@@ -393,10 +392,10 @@ def tile_source(
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """What `load_tile` reads `count` rows behind `base` through: the pointer, or a descriptor of
+    """What `load_tile` reads `count` rows from `base` on through: the pointer, or a descriptor of
     Hopper's TMA.
 
-    The engine moves whole tiles without a register and writes zeros past the last row and past DIM.
+    TMA copies whole tiles without registers and writes zeros past the last row and past DIM.
     """
     if cfg.HAS_DESCRIPTORS:
         source = tl.make_tensor_descriptor(
@@ -428,7 +427,7 @@ def load_tile(
 def store_rows(
     x, base, m0, count, tile, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
-    """Write `tile` (BLOCK, BLOCK_DIM) to the rows [m0, m0 + BLOCK) behind `base`, up to `count`."""
+    """Write `tile` (BLOCK, BLOCK_DIM) to the rows [m0, m0 + BLOCK) from `base`, up to `count`."""
     offs = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     pointers = base + tl.cast(m0, tl.int64) * x.row + offs * x.row + dims * x.dim

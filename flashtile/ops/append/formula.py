@@ -127,7 +127,7 @@ def rotate_and_append(
 
     Args:
         base: (batch,), the position of each sequence's first new token.
-        own_positions: each query has a position of its own; else all have their sequence's `base`.
+        own_positions: each query has its own position; else all have their sequence's `base`.
     """
     k = _rotate(k, cos, sin, _positions(k, base, cu_seqlens_k_new, own=True), interleaved)
     where = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)

@@ -1,7 +1,6 @@
-"""New keys and values into a cache, contiguous or paged, without reading a length on the host.
+"""New keys and values appended to a cache, contiguous or paged. No length is read on the host.
 
-With rotary tables the new keys are turned on their way, and so are the queries that will meet them:
-one launch does what would be many.
+Given rotary tables, the same launch rotates the new keys and the queries.
 """
 
 from __future__ import annotations
@@ -19,16 +18,23 @@ from ...gpu.intrinsics import let_next_kernel_start
 from ...gpu.launch import Launch
 from ...gpu.relaunch import run_all
 from ...gpu.rows import contiguous, rows_of
-from ..rotary.kernel import Turn, as_stored, place_of_token, token_base, turn_heads, turn_of
+from ..rotary.kernel import (
+    Rotation,
+    as_stored,
+    index_of_token,
+    rotate_heads,
+    rotation_of,
+    token_base,
+)
 
-# Features that one step of a program copies: all heads of a token, mostly, so that memory is waited
-# for once.
+# Features that one step of a program copies: usually all heads of a token, to wait for memory only
+# once.
 COPIED = 4096
 
 
 @dataclass(frozen=True)
 class AppendConfig:
-    """What the kernel is compiled for."""
+    """Compile-time parameters of the kernel."""
 
     HEADS: int
     HEADS_Q: int
@@ -36,9 +42,9 @@ class AppendConfig:
     DV: int
     PAGE_SIZE: int  # 0: not paged
     BLOCK: int
-    HAS_OWN_POSITIONS: bool  # each query has a position of its own, not its sequence's first
-    TURN: Turn | None  # None: without rotary embedding
-    LETS_NEXT_START: bool  # the attention behind it may be launched early
+    HAS_OWN_POSITIONS: bool  # each query has its own position; else its sequence's first
+    ROTATION: Rotation | None  # None: without rotary embedding
+    LETS_NEXT_START: bool  # the attention after it may be launched early
 
 
 @triton.jit
@@ -46,7 +52,7 @@ def copy_heads(
     target, target_base, source, source_base, descale, HEADS_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token."""
+    """Copy all heads of one token."""
     for first in range(0, HEADS_DIM, BLOCK):
         offs = first + tl.arange(0, BLOCK)
         head = (offs // DIM).to(tl.int64)
@@ -62,11 +68,13 @@ def slot_of_token(
     token, lengths_ptr, cu_seqlens, page_table, cache_batch_idx, B, seq, rows, capacity,
     page_columns, cfg: tl.constexpr,
 ):  # fmt: skip
-    """(fits, sequence, place among its new tokens, row of the cache, place in it) of a new token,
-    which goes behind the `lengths` that its sequence has."""
-    b, place = place_of_token(token, cu_seqlens, B, seq)
-    exists = (b < B) & (place >= 0)
-    position = tl.load(lengths_ptr + b, mask=exists, other=-1).to(tl.int32) + place
+    """(fits, sequence, index among its new tokens, cache row, slot in the row) of a new token.
+
+    New tokens are stored after the first `lengths` tokens of their sequence.
+    """
+    b, index = index_of_token(token, cu_seqlens, B, seq)
+    exists = (b < B) & (index >= 0)
+    position = tl.load(lengths_ptr + b, mask=exists, other=-1).to(tl.int32) + index
     fits = exists & (position >= 0) & (position < capacity)
     if cfg.PAGE_SIZE > 0:
         column = b.to(tl.int64) * page_columns + position // cfg.PAGE_SIZE
@@ -77,34 +85,34 @@ def slot_of_token(
         if cache_batch_idx is not None:
             row = tl.load(cache_batch_idx + b, mask=fits, other=-1)
         slot = position
-    return fits & (row >= 0) & (row < rows), b, place, row, slot
+    return fits & (row >= 0) & (row < rows), b, index, row, slot
 
 
 @triton.jit
 def store_key(
-    token, b, place, row, slot, k_cache, k, base_ptr, cos, sin, cu_seqlens, descale, table_rows,
+    token, b, index, row, slot, k_cache, k, base_ptr, cos, sin, cu_seqlens, descale, table_rows,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one token, turned if asked."""
-    source = token_base(k, token, b, place, cu_seqlens)
+    """Store the keys of one token, rotated if `cfg.ROTATION` is given."""
+    source = token_base(k, token, b, index, cu_seqlens)
     target = token_base(k_cache, token, row, slot, None)
     if descale is not None:
         descale += b * cfg.HEADS
-    if cfg.TURN is None:
+    if cfg.ROTATION is None:
         copy_heads(k_cache, target, k, source, descale, cfg.HEADS * cfg.D, cfg.D, cfg.BLOCK)
     else:
-        TURN: tl.constexpr = cfg.TURN
-        position = tl.load(base_ptr + b) + place
-        turn_heads(
+        ROTATION: tl.constexpr = cfg.ROTATION
+        position = tl.load(base_ptr + b) + index
+        rotate_heads(
             k_cache, target, k, source, descale, position, cos, sin, table_rows, cfg.HEADS, cfg.D,
-            False, TURN,
+            False, ROTATION,
         )  # fmt: skip
 
 
 @triton.jit
-def store_value(token, b, place, row, slot, v_cache, v, cu_seqlens, descale, cfg: tl.constexpr):
-    """The values of one token."""
-    source = token_base(v, token, b, place, cu_seqlens)
+def store_value(token, b, index, row, slot, v_cache, v, cu_seqlens, descale, cfg: tl.constexpr):
+    """Store the values of one token."""
+    source = token_base(v, token, b, index, cu_seqlens)
     target = token_base(v_cache, token, row, slot, None)
     if descale is not None:
         descale += b * cfg.HEADS
@@ -113,7 +121,7 @@ def store_value(token, b, place, row, slot, v_cache, v, cu_seqlens, descale, cfg
 
 @triton.jit
 def store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, CHUNK: tl.constexpr):
-    """The lengths with the new tokens."""
+    """Store the lengths with the new tokens."""
     for first in range(0, B, CHUNK):
         offs = first + tl.arange(0, CHUNK)
         inside = offs < B
@@ -127,20 +135,20 @@ def store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def turn_query(
-    token, q, q_turned, base_ptr, cos, sin, cu_seqlens, B, seq, table_rows, cfg: tl.constexpr
+def rotate_query(
+    token, q, q_rotated, base_ptr, cos, sin, cu_seqlens, B, seq, table_rows, cfg: tl.constexpr
 ):
-    """One token of the queries; behind the last sequence as it is."""
-    TURN: tl.constexpr = cfg.TURN
-    b, place = place_of_token(token, cu_seqlens, B, seq)
+    """Rotate one token of the queries; one after the last sequence is copied unchanged."""
+    ROTATION: tl.constexpr = cfg.ROTATION
+    b, index = index_of_token(token, cu_seqlens, B, seq)
     position = tl.load(base_ptr + b, mask=b < B, other=-1)
     if cfg.HAS_OWN_POSITIONS:
-        position = tl.where(b < B, position + place, -1)
-    source_base = token_base(q, token, b, place, cu_seqlens)
-    target_base = token_base(q_turned, token, b, place, cu_seqlens)
-    turn_heads(
-        q_turned, target_base, q, source_base, None, position, cos, sin, table_rows, cfg.HEADS_Q,
-        cfg.D, False, TURN,
+        position = tl.where(b < B, position + index, -1)
+    source_base = token_base(q, token, b, index, cu_seqlens)
+    target_base = token_base(q_rotated, token, b, index, cu_seqlens)
+    rotate_heads(
+        q_rotated, target_base, q, source_base, None, position, cos, sin, table_rows, cfg.HEADS_Q,
+        cfg.D, False, ROTATION,
     )  # fmt: skip
 
 
@@ -150,15 +158,15 @@ def turn_query(
     ]
 )  # fmt: skip
 def append_kernel(
-    k_cache, v_cache, k, v, q, q_turned, lengths_ptr, used_ptr, base_ptr, cos, sin, cu_seqlens,
+    k_cache, v_cache, k, v, q, q_rotated, lengths_ptr, used_ptr, base_ptr, cos, sin, cu_seqlens,
     cu_seqlens_q, page_table, cache_batch_idx, k_descale, v_descale, B, seq, seq_q, tokens, rows,
     capacity, page_columns, table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
-    """The new lengths, or the keys or values of one of the new `tokens`, or one token of the
-    queries. What does not fit is dropped.
+    """One program stores the new lengths, the keys or the values of one of the new `tokens`, or one
+    token of the queries. A token that does not fit is dropped.
 
-    `rows` is the number of rows (or pages) of the cache, `capacity` the tokens that one sequence
-    can have.
+    `rows` is the number of rows (or pages) of the cache, `capacity` the largest length of a
+    sequence.
     """
     if cfg.LETS_NEXT_START:
         let_next_kernel_start()
@@ -167,29 +175,29 @@ def append_kernel(
         store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, 128)
     elif program < 2 * tokens:
         token = program // 2
-        fits, b, place, row, slot = slot_of_token(
+        fits, b, index, row, slot = slot_of_token(
             token, lengths_ptr, cu_seqlens, page_table, cache_batch_idx, B, seq, rows, capacity,
             page_columns, cfg,
         )  # fmt: skip
         if fits:
             if program % 2 == 0:
                 store_key(
-                    token, b, place, row, slot, k_cache, k, base_ptr, cos, sin, cu_seqlens,
+                    token, b, index, row, slot, k_cache, k, base_ptr, cos, sin, cu_seqlens,
                     k_descale, table_rows, cfg,
                 )  # fmt: skip
             else:
-                store_value(token, b, place, row, slot, v_cache, v, cu_seqlens, v_descale, cfg)
-    elif cfg.TURN is not None:
-        turn_query(
-            program - 2 * tokens, q, q_turned, base_ptr, cos, sin, cu_seqlens_q, B, seq_q,
+                store_value(token, b, index, row, slot, v_cache, v, cu_seqlens, v_descale, cfg)
+    elif cfg.ROTATION is not None:
+        rotate_query(
+            program - 2 * tokens, q, q_rotated, base_ptr, cos, sin, cu_seqlens_q, B, seq_q,
             table_rows, cfg,
         )  # fmt: skip
 
 
 class Appended(NamedTuple):
-    """New tokens, the cache that takes them and, with rotary embedding, the queries.
+    """Tensors of the op: new tokens, the cache and, with rotary embedding, the queries.
 
-    Shapes as `kvcache.py` has them.
+    Shapes are those of `formula.py`.
     """
 
     k_cache: Tensor
@@ -204,26 +212,26 @@ class Appended(NamedTuple):
     k_descale: Tensor | None
     v_descale: Tensor | None
     q: Tensor | None = None
-    q_turned: Tensor | None = None  # where to write them
+    q_rotated: Tensor | None = None  # where to write them
     cos: Tensor | None = None  # (positions, pairs)
     sin: Tensor | None = None
     base: Tensor | None = None  # (batch,), the position of each sequence's first new token
     cu_seqlens_q: Tensor | None = None
 
 
-class Turning(NamedTuple):
-    """How rotary embedding turns: the halves of a head or neighbours, and whether each query has a
-    position of its own."""
+class RotaryOptions(NamedTuple):
+    """Whether pairs are neighbours instead of the halves of a head, and whether each query has its
+    own position."""
 
     interleaved: bool = False
     own_positions: bool = False
 
 
 def append_launch(
-    given: Appended, turning: Turning, capability: tuple[int, int] | None = None
+    given: Appended, options: RotaryOptions, capability: tuple[int, int] | None = None
 ) -> Launch:
-    """Write new tokens behind those of each sequence, and turned queries to where `given` says, on
-    a device of that capability."""
+    """The launch that appends `given.k` and `given.v` to the cache and, with rotary tables, writes
+    the rotated queries to `given.q_rotated`, on a device of `capability`."""
     k, v, q, cos, page_table = given.k, given.v, given.q, given.cos, given.page_table
     capacity = given.k_cache.shape[1]
     columns = 0
@@ -240,8 +248,8 @@ def append_launch(
         DV=v.shape[-1],
         PAGE_SIZE=0 if page_table is None else given.k_cache.shape[1],
         BLOCK=min(COPIED, triton.next_power_of_2(k.shape[-2] * max(k.shape[-1], v.shape[-1]))),
-        HAS_OWN_POSITIONS=turning.own_positions,
-        TURN=None if cos is None else turn_of(cos, k.shape[-1], turning.interleaved),
+        HAS_OWN_POSITIONS=options.own_positions,
+        ROTATION=None if cos is None else rotation_of(cos, k.shape[-1], options.interleaved),
         LETS_NEXT_START=has_tma(capability),
     )
     arguments = {
@@ -250,7 +258,7 @@ def append_launch(
         "k": rows_of(k),
         "v": rows_of(v),
         "q": None if q is None else rows_of(q),
-        "q_turned": None if given.q_turned is None else rows_of(given.q_turned),
+        "q_rotated": None if given.q_rotated is None else rows_of(given.q_rotated),
         "lengths_ptr": given.lengths.contiguous(),
         "used_ptr": given.used,
         "base_ptr": contiguous(given.base),
@@ -276,15 +284,15 @@ def append_launch(
     return Launch(append_kernel, grid, arguments, 4, 1)
 
 
-def _launch(given: Appended, turning: Turning) -> None:
+def _launch(given: Appended, options: RotaryOptions) -> None:
     """Launch `append_launch`."""
 
     def describe(given: Any, made: Any) -> list[Launch]:
         k = given[0]
         capability = torch.cuda.get_device_capability(k.device) if k.is_cuda else None
-        return [append_launch(Appended(*given), turning, capability)]
+        return [append_launch(Appended(*given), options, capability)]
 
-    run_all("append", turning, given, (), describe)
+    run_all("append", options, given, (), describe)
 
 
 def append(
@@ -293,11 +301,11 @@ def append(
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
-    *places: Tensor | None,
+    *where: Tensor | None,
 ) -> Tensor:
-    """The op ``flashtile::kvcache_append``: the lengths with the new tokens."""
+    """`formula.append`."""
     used = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
-    _launch(Appended(k_cache, v_cache, k, v, lengths, used, *places), Turning())
+    _launch(Appended(k_cache, v_cache, k, v, lengths, used, *where), RotaryOptions())
     return used
 
 
@@ -320,12 +328,11 @@ def rotate_and_append(
     interleaved: bool,
     own_positions: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The op ``flashtile::kvcache_rotate_append``: the queries, turned, and the
-    lengths with the new tokens."""
+    """`formula.rotate_and_append`."""
     used = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
-    q_turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    places = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)
-    rotary = (q, q_turned, cos, sin, base, cu_seqlens_q)
-    given = Appended(k_cache, v_cache, k, v, lengths, used, *places, *rotary)
-    _launch(given, Turning(interleaved, own_positions))
-    return q_turned, used
+    q_rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    where = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)
+    rotary = (q, q_rotated, cos, sin, base, cu_seqlens_q)
+    given = Appended(k_cache, v_cache, k, v, lengths, used, *where, *rotary)
+    _launch(given, RotaryOptions(interleaved, own_positions))
+    return q_rotated, used

@@ -1,4 +1,4 @@
-"""The pages of a cache side by side, for kernels that read packed sequences."""
+"""Pages of a cache copied into contiguous rows, for kernels that read packed sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...gpu.launch import Launch, run
 from ...gpu.rows import rows_of
 
-# Numbers of K, and of V, that a program copies.
+# Elements of K, and of V, that a program copies.
 COPIED = 4096
 
 
@@ -22,8 +22,8 @@ def parts_of_page(page: int, heads: int, D: int, DV: int, block: int) -> int:
 
 
 @triton.jit
-def place_of(x, offs, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Where numbers of a page lie, counted over rows, heads and columns."""
+def element_offset(x, offs, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Offsets of the elements `offs` of a page, counted over rows, heads and head dim."""
     row = (offs // (HEADS * DIM)).to(tl.int64)
     return row * x.row + offs // DIM % HEADS * x.head + offs % DIM * x.dim
 
@@ -33,7 +33,7 @@ def gather_kernel(
     k, v, k_rows, v_rows, page_table, used_ptr, pages, columns, PAGE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of the keys and values of one page of one sequence, if it is used."""
+    """Copy a part of the keys and values of one page of one sequence, if it is used."""
     PARTS: tl.constexpr = parts_of_page(PAGE, HEADS, D, DV, BLOCK)
     number = tl.program_id(0) // PARTS  # of the page in the table
     b = number // columns
@@ -44,16 +44,16 @@ def gather_kernel(
     page = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
     row = column.to(tl.int64) * PAGE
     offs = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
-    # Both are on their way before one is stored.
-    of_k = k.ptr + page * k.batch + place_of(k, offs, HEADS, D)
+    # Both loads start before either store.
+    of_k = k.ptr + page * k.batch + element_offset(k, offs, HEADS, D)
     k_part = tl.load(of_k, mask=offs < PAGE * HEADS * D)
-    of_v = v.ptr + page * v.batch + place_of(v, offs, HEADS, DV)
+    of_v = v.ptr + page * v.batch + element_offset(v, offs, HEADS, DV)
     v_part = tl.load(of_v, mask=offs < PAGE * HEADS * DV)
     to_k = k_rows.ptr + b.to(tl.int64) * k_rows.batch + row * k_rows.row
-    to_k += place_of(k_rows, offs, HEADS, D)
+    to_k += element_offset(k_rows, offs, HEADS, D)
     tl.store(to_k, k_part, mask=offs < PAGE * HEADS * D)
     to_v = v_rows.ptr + b.to(tl.int64) * v_rows.batch + row * v_rows.row
-    to_v += place_of(v_rows, offs, HEADS, DV)
+    to_v += element_offset(v_rows, offs, HEADS, DV)
     tl.store(to_v, v_part, mask=offs < PAGE * HEADS * DV)
 
 
@@ -82,7 +82,7 @@ def gather_launch(
 
 
 def gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """The op ``flashtile::gather_pages`` of `prefill.py`."""
+    """`formula.gather_pages`; the unused pages are neither read nor written."""
     batch, columns = page_table.shape
     k_rows, v_rows = (x.new_empty(batch, columns * x.shape[1], *x.shape[2:]) for x in (k, v))
     run([gather_launch(k, v, page_table, used, k_rows, v_rows)], k)

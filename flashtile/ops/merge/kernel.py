@@ -1,8 +1,6 @@
-"""Joining the parts of attention whose keys were split over programs: `merge.py` on a GPU.
+"""Merging partial attention results over different keys of the same queries: `formula.py` on a GPU.
 
-Every part is normalised over its own keys and says how much they weigh by its log-sum-exp, so the
-whole is the parts' mean weighted by ``exp(lse_part - lse)`` (flash-decoding; FlashAttention-2,
-section 3.1).
+Source: flash-decoding; FlashAttention-2, section 3.1.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from ...gpu.rows import Rows, rows_of
 
 
 class Parts(NamedTuple):
-    """Head rows of every part of a split walk: strides as `Rows`, and between the parts."""
+    """Head rows of every part of a split-KV call: strides as in `Rows`, and between the parts."""
 
     ptr: Tensor
     part: int
@@ -30,19 +28,22 @@ class Parts(NamedTuple):
     dim: int
 
 
-# Numbers that one program joins: so many features of a head, for all parts together, make these.
-NUMBERS_A_PROGRAM = 4096
-# Parts that one step of a program joins: a few sizes, not to compile anew for each number.
+# Elements that one program merges: a number of features of a head, times the parts.
+PROGRAM_ELEMENTS = 4096
+# Parts that one step of a program merges: a few sizes, so that few kernels are compiled.
 FEWEST_PARTS, MOST_PARTS = 32, 256
 
 
 @triton.jit(do_not_specialize=["splits", "rows", "heads"])
-def combine_kernel(
+def merge_kernel(
     out_parts, lse_parts, out, lse, splits, rows, heads,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some features of one row of one head: PARTS parts at a time, in their order, so that results
-    repeat bit for bit. A part that saw no key may hold anything in its output."""
+    """Merge some features of one row of one head, PARTS parts at a time.
+
+    The order is fixed, so results are reproducible bit for bit. The output of a part that saw no
+    key is ignored.
+    """
     if IS_EARLY:
         wait_for_earlier_kernels()
     program = tl.program_id(0)
@@ -53,48 +54,48 @@ def combine_kernel(
     out_base = rows_base(out_parts, b, row, h)
     # (BLOCK_DV,)
     dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    pivot = tl.full([], -float("inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
+    row_max = tl.full([], -float("inf"), tl.float32)
+    row_sum = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for first in range(0, splits, PARTS):
         # (PARTS,)
         part = (first + tl.arange(0, PARTS)).to(tl.int64)
         exists = part < splits
         lse_part = tl.load(lse_base + part * lse_parts.part, mask=exists, other=-float("inf"))
-        # (PARTS, BLOCK_DV), before the weights are known, so that memory is waited for once
-        place = part[:, None] * out_parts.part + (dims * out_parts.dim)[None, :]
+        # (PARTS, BLOCK_DV), loaded before the weights are known, to wait for memory once
+        offs = part[:, None] * out_parts.part + (dims * out_parts.dim)[None, :]
         inside = exists[:, None] & (dims < DV)[None, :]
-        out_part = tl.load(out_base + place, mask=inside, other=0.0).to(tl.float32)
+        out_part = tl.load(out_base + offs, mask=inside, other=0.0).to(tl.float32)
         lse_log2 = lse_part * LOG2E
-        largest = tl.maximum(pivot, tl.max(lse_log2, 0))
-        finite = tl.where(largest == -float("inf"), 0.0, largest)  # -inf - -inf would be NaN
+        new_max = tl.maximum(row_max, tl.max(lse_log2, 0))
+        finite = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf would be NaN
         weight = tl.math.exp2(lse_log2 - finite)
-        rescale = tl.math.exp2(pivot - finite)
-        total = total * rescale + tl.sum(weight, 0)
+        rescale = tl.math.exp2(row_max - finite)
+        row_sum = row_sum * rescale + tl.sum(weight, 0)
         weighted = tl.where((weight > 0.0)[:, None], out_part * weight[:, None], 0.0)
         acc = acc * rescale + tl.sum(weighted, 0)
-        pivot = largest
+        row_max = new_max
 
-    seen = total > 0.0
-    safe_total = tl.where(seen, total, 1.0)
+    seen = row_sum > 0.0
+    safe_sum = tl.where(seen, row_sum, 1.0)
     if tl.program_id(1) == 0:
-        lse_value = tl.where(seen, (pivot + tl.math.log2(safe_total)) * LN2, -float("inf"))
+        lse_value = tl.where(seen, (row_max + tl.math.log2(safe_sum)) * LN2, -float("inf"))
         tl.store(rows_base(lse, b, row, h), lse_value)
-    result = acc / safe_total
-    place = rows_base(out, b, row, h) + dims * out.dim
-    tl.store(place, result.to(out.ptr.dtype.element_ty), mask=dims < DV)
+    result = acc / safe_sum
+    out_ptr = rows_base(out, b, row, h) + dims * out.dim
+    tl.store(out_ptr, result.to(out.ptr.dtype.element_ty), mask=dims < DV)
 
 
-def combine_launch(
+def merge_launch(
     out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, is_early: bool = False
 ) -> Launch:
-    """Fill `out` and `lse` with what the parts make together.
+    """The launch that merges the parts into `out` and `lse`.
 
     Args:
         out_parts: (parts, batch, rows, heads, head_dim) or (parts, rows, heads, head_dim).
         lse_parts: (parts, batch, heads, rows) or (parts, heads, rows), float32.
         out, lse: shaped as a part, `lse` float32.
-        is_early: start while the kernel that makes the parts still runs.
+        is_early: start while the kernel that computes the parts still runs.
     """
     if out.dim() == 3:
         out_parts, lse_parts, out, lse = (
@@ -105,7 +106,7 @@ def combine_launch(
         )
     splits, batch, rows, heads, head_dim = out_parts.shape
     parts_a_step = min(MOST_PARTS, max(FEWEST_PARTS, triton.next_power_of_2(splits)))
-    block_dim = min(triton.next_power_of_2(head_dim), max(16, NUMBERS_A_PROGRAM // parts_a_step))
+    block_dim = min(triton.next_power_of_2(head_dim), max(16, PROGRAM_ELEMENTS // parts_a_step))
     part, of_batch, of_head, of_row = lse_parts.stride()
     batch_stride, head_stride, row_stride = lse.stride()
     arguments = {
@@ -122,13 +123,13 @@ def combine_launch(
         "IS_EARLY": is_early,
     }
     grid = (batch * rows * heads, -(-head_dim // block_dim))
-    return Launch(combine_kernel, grid, arguments, 4, 1, is_early)
+    return Launch(merge_kernel, grid, arguments, 4, 1, is_early)
 
 
 def merge_parts(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`formula.merge_parts` of float32 log-sum-exps (parts, ..., rows, heads)."""
     out = torch.empty(out_parts.shape[1:], dtype=dtype, device=out_parts.device)
     lse = torch.empty(lse_parts.shape[1:], dtype=torch.float32, device=out_parts.device)
-    launch = combine_launch(out_parts, lse_parts.transpose(-1, -2), out, lse.transpose(-1, -2))
+    launch = merge_launch(out_parts, lse_parts.transpose(-1, -2), out, lse.transpose(-1, -2))
     run([launch], out_parts)
     return out, lse

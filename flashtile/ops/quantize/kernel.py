@@ -1,7 +1,8 @@
-"""From 16 bits to float8 in one pass: rotary embedding, smoothing, rotation, scale, rounding.
+"""Conversion from 16 bits to float8 in one pass: rotary embedding, smoothing, Hadamard rotation,
+scale, rounding.
 
-A program takes block after block of one tensor; a block is the rows of one head that share a scale.
-Where scales are not of blocks, a first pass of the same kernel measures the blocks. The formula is
+A program loops over blocks of one tensor; a block is the rows of one head that share a scale.
+Unless scales are per block, a first pass of the same kernel measures the blocks. The formula is
 that of `formula.py`.
 """
 
@@ -24,16 +25,16 @@ PROGRAMS = 4
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """What the kernel is compiled for."""
+    """Compile-time parameters of the kernel."""
 
     ROWS: int
     DIM: int
     BLOCK_D: int
     UNIT: float  # of the matrix, whose entries are stored as 0 and plus or minus 1
     ROW_STEP: int  # its rows are adjacent and it has spare ones up to a multiple of this; or 1
-    HALF: int  # pairs of features that rotary embedding turns
+    HALF: int  # pairs of features that rotary embedding rotates
     IS_INTERLEAVED: bool
-    MEASURES: bool  # stores scales alone, 0 for blocks of zeros
+    MEASURES: bool  # stores only scales, 0 for blocks of zeros
     HAS_SCALES: bool  # made before, one for each group of heads
 
 
@@ -56,8 +57,8 @@ def largest_finite(tile):
 
 
 @triton.jit
-def turned(x, tile, base, rows, inside, cos, sin, recipe: tl.constexpr):
-    """The tile with its features turned by the angles of its rows."""
+def rotated(x, tile, base, rows, inside, cos, sin, recipe: tl.constexpr):
+    """The tile with its features rotated by the angles of its rows."""
     HALF: tl.constexpr = recipe.HALF
     d = tl.arange(0, recipe.BLOCK_D)
     if recipe.IS_INTERLEAVED:
@@ -67,9 +68,9 @@ def turned(x, tile, base, rows, inside, cos, sin, recipe: tl.constexpr):
     moves = d < 2 * HALF
     known = inside & moves[None, :]
     other = tl.load(base + rows[:, None] * x.row + partner[None, :] * x.dim, mask=known, other=0.0)
-    place = rows[:, None] * HALF + pair[None, :]
-    c = tl.load(cos + place, mask=known, other=1.0).to(tl.float32)
-    s = tl.load(sin + place, mask=known, other=0.0).to(tl.float32)
+    offs = rows[:, None] * HALF + pair[None, :]
+    c = tl.load(cos + offs, mask=known, other=1.0).to(tl.float32)
+    s = tl.load(sin + offs, mask=known, other=0.0).to(tl.float32)
     s = tl.where(first[None, :], -s, s)
     return tile.to(tl.float32) * c + other.to(tl.float32) * s
 
@@ -88,7 +89,7 @@ def quantize_kernel(
     if matrix is not None:
         # (BLOCK_D, BLOCK_D)
         real = (d[:, None] < recipe.DIM) & (d[None, :] < recipe.DIM)
-        turn = tl.load(matrix + d[:, None] * recipe.DIM + d[None, :], mask=real, other=0.0)
+        hadamard = tl.load(matrix + d[:, None] * recipe.DIM + d[None, :], mask=real, other=0.0)
     for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head = index % HEADS
         block = index // HEADS % blocks
@@ -109,14 +110,14 @@ def quantize_kernel(
         # (ROWS, BLOCK_D)
         tile = tl.load(base + rows[:, None] * x.row + d[None, :] * x.dim, mask=inside, other=0.0)
         if recipe.HALF > 0:
-            tile = turned(x, tile, base, rows, inside, cos, sin, recipe).to(dtype)
+            tile = rotated(x, tile, base, rows, inside, cos, sin, recipe).to(dtype)
         if mean is not None:
             taken = tl.load(mean + (b * HEADS + head) * recipe.DIM + d, mask=d < recipe.DIM)
             tile = tl.where(inside, tile.to(tl.float32) - taken[None, :], 0.0).to(dtype)
         if matrix is not None:
-            tile = tl.dot(tile, turn)
+            tile = tl.dot(tile, hadamard)
         tile = tile.to(tl.float32)
-        place = (b * HEADS + head).to(tl.int64) * blocks + block
+        scale_index = (b * HEADS + head).to(tl.int64) * blocks + block
         if recipe.HAS_SCALES:
             scale = tl.load(descale + b * (HEADS // GROUP) + head // GROUP)
             inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -125,18 +126,18 @@ def quantize_kernel(
             scale, inverse = power_of_two(magnitude)
             if recipe.MEASURES:  # a block of zeros has no say in a scale that it shares
                 scale = tl.where(magnitude > 0.0, scale, 0.0)
-            tl.store(descale + place, scale)
+            tl.store(descale + scale_index, scale)
         if not recipe.MEASURES:
             # Infinity times zero is NaN; of finite numbers nothing is added.
             small = (tile * (inverse * recipe.UNIT) + tile * 0.0).to(tl.float8e4nv)
             offset = batch * out.batch + start.to(tl.int64) * out.row + head * out.head
-            places = rows[:, None] * out.row + d[None, :] * out.dim
+            offs = rows[:, None] * out.row + d[None, :] * out.dim
             if recipe.ROW_STEP > 1:
                 # Rows are adjacent: a mask that ends anywhere would store them one by one.
                 step = block * (ROWS // recipe.ROW_STEP) + tl.arange(0, ROWS) // recipe.ROW_STEP
                 kept = step < tl.cdiv(count, recipe.ROW_STEP)
                 inside = kept[:, None] & (d < recipe.DIM)[None, :]
-            tl.store(out.ptr + offset + places, small, mask=inside)
+            tl.store(out.ptr + offset + offs, small, mask=inside)
 
 
 def quantize_launch(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens in the order in which they lie in memory."""
+    """Tokens in memory order."""
 
     count: int  # tokens
     cu_seqlens: Tensor | None
@@ -55,7 +55,7 @@ class Rows:
 
 
 def per_block(x: Tensor, index: Tensor, blocks: int, how: str) -> Tensor:
-    """Rows of `x` (tokens, ...) joined by block: (blocks, ...). `how` is "mean", or "amax" of what
+    """Rows of `x` (tokens, ...) reduced by block: (blocks, ...). `how` is "mean", or "amax" of what
     is not negative."""
     found = x.new_zeros(blocks + 1, *x.shape[1:])  # the last one is of tokens of no sequence
     index = index.view(-1, *[1] * (x.dim() - 1)).expand_as(x)

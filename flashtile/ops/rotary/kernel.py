@@ -1,7 +1,7 @@
-"""Rotary embedding of the tokens of a tensor, into another tensor or in place: a program a token.
+"""Rotary embedding of a tensor, into another tensor or in place. One program rotates one token.
 
-The angles are those of `layers/rotary.py`. Both features of a pair are read before either is
-written, by the same thread, so that the input may be the output.
+The angles are those of `formula.py`. One thread reads both features of a pair before it writes
+either, so the output may be the input.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from torch import Tensor
 from ...gpu.launch import Launch, run
 from ...gpu.rows import rows_of
 
-# Pairs of features that one step of a program turns.
+# Pairs of features that one step of a program rotates.
 PAIRS = 2048
 LARGEST_FLOAT8 = tl.constexpr(448.0)  # of e4m3
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What a rotation is compiled for."""
+class Rotation:
+    """Compile-time parameters of a rotation."""
 
     HALF: int  # pairs of a head
     BLOCK_HALF: int
     BLOCK_HEADS: int
-    BLOCK_REST: int  # covers the features that are passed through
+    BLOCK_TAIL: int  # covers the features that are not rotated
     IS_INTERLEAVED: bool
-    IS_BACKWARD: bool  # by the opposite angle
+    IS_BACKWARD: bool  # rotates by the opposite angle
 
 
-def turn_of(cos: Tensor, head_dim: int, interleaved: bool, backward: bool = False) -> Turn:
+def rotation_of(cos: Tensor, head_dim: int, interleaved: bool, backward: bool = False) -> Rotation:
     """The rotation of heads of `head_dim` by a table (positions, pairs)."""
     half = cos.shape[1]
     block_half = triton.next_power_of_2(max(half, 1))
-    return Turn(
+    return Rotation(
         HALF=half,
         BLOCK_HALF=block_half,
         BLOCK_HEADS=max(1, PAIRS // block_half),
-        BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        BLOCK_TAIL=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
         IS_INTERLEAVED=interleaved,
         IS_BACKWARD=backward,
     )
@@ -49,7 +49,7 @@ def turn_of(cos: Tensor, head_dim: int, interleaved: bool, backward: bool = Fals
 
 @triton.jit
 def sequence_of_token(token, cu_seqlens, B, CHUNK: tl.constexpr):
-    """The sequence that owns a row of a packed tensor: how many sequences have ended by then."""
+    """The sequence of a token of a packed tensor: the number of sequences that end before it."""
     count = token * 0
     for first in range(0, B, CHUNK):
         offs = first + tl.arange(0, CHUNK)
@@ -59,32 +59,31 @@ def sequence_of_token(token, cu_seqlens, B, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def place_of_token(token, cu_seqlens, B, seq):
-    """(sequence, place in it) of a token; behind the last sequence of a packed tensor, (B, -1)."""
+def index_of_token(token, cu_seqlens, B, seq):
+    """(sequence, index in it) of a token; (B, -1) after the last sequence of a packed tensor."""
     if cu_seqlens is not None:
         b = sequence_of_token(token, cu_seqlens, B, 128)
-        place = token - tl.load(cu_seqlens + b, mask=b < B, other=0).to(tl.int32)
-        place = tl.where(b < B, place, -1)
+        index = token - tl.load(cu_seqlens + b, mask=b < B, other=0).to(tl.int32)
+        index = tl.where(b < B, index, -1)
     else:
         b = token // seq
-        place = token % seq
-    return b, place
+        index = token % seq
+    return b, index
 
 
 @triton.jit
-def token_base(x, token, b, place, cu_seqlens):
+def token_base(x, token, b, index, cu_seqlens):
     """Pointer to the heads of a token, of a packed tensor or not."""
     if cu_seqlens is not None:
         base = x.ptr + token.to(tl.int64) * x.row
     else:
-        base = x.ptr + b.to(tl.int64) * x.batch + place.to(tl.int64) * x.row
+        base = x.ptr + b.to(tl.int64) * x.batch + index.to(tl.int64) * x.row
     return base
 
 
 @triton.jit
 def as_stored(x, target, descale, head, inside):
-    """`x` in the dtype of `target`; in float8 divided by its head's factor, as large as can be at
-    most."""
+    """`x` in the dtype of `target`; float8 is divided by its head's factor first, and saturates."""
     dtype: tl.constexpr = target.ptr.dtype.element_ty
     if dtype.primitive_bitwidth == 8:
         x = x.to(tl.float32)
@@ -96,24 +95,24 @@ def as_stored(x, target, descale, head, inside):
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     target, target_base, source, source_base, descale, position, cos, sin, table_rows,
-    HEADS: tl.constexpr, DIM: tl.constexpr, KEEPS_REST: tl.constexpr, turn: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, KEEPS_TAIL: tl.constexpr, rotation: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token, turned by the angles of its position; as they are outside of the
-    table. KEEPS_REST: the target holds the features behind the rotated ones already."""
-    HALF: tl.constexpr = turn.HALF
-    BLOCK_HEADS: tl.constexpr = turn.BLOCK_HEADS
+    """Rotate all heads of one token by the angles of its position; copy it if that is outside the
+    table. KEEPS_TAIL: the target already holds the features after the rotated ones."""
+    HALF: tl.constexpr = rotation.HALF
+    BLOCK_HEADS: tl.constexpr = rotation.BLOCK_HEADS
     # (1, BLOCK_HALF)
-    pairs = tl.arange(0, turn.BLOCK_HALF)[None, :]
+    pairs = tl.arange(0, rotation.BLOCK_HALF)[None, :]
     row = position.to(tl.int64) + 0 * pairs
     known = (row >= 0) & (row < table_rows) & (pairs < HALF)
-    place = row * HALF + pairs
-    c = tl.load(cos + place, mask=known, other=1.0).to(tl.float32)
-    s = tl.load(sin + place, mask=known, other=0.0).to(tl.float32)
-    if turn.IS_BACKWARD:
+    offs = row * HALF + pairs
+    c = tl.load(cos + offs, mask=known, other=1.0).to(tl.float32)
+    s = tl.load(sin + offs, mask=known, other=0.0).to(tl.float32)
+    if rotation.IS_BACKWARD:
         s = -s
-    if turn.IS_INTERLEAVED:
+    if rotation.IS_INTERLEAVED:
         first = 2 * pairs
         second = 2 * pairs + 1
     else:
@@ -127,35 +126,35 @@ def turn_heads(
         # (BLOCK_HEADS, BLOCK_HALF)
         a = tl.load(read + first * source.dim, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(read + second * source.dim, mask=inside, other=0.0).to(tl.float32)
-        turned_a = as_stored(a * c - b * s, target, descale, heads, inside)
-        turned_b = as_stored(a * s + b * c, target, descale, heads, inside)
-        tl.store(write + first * target.dim, turned_a, mask=inside)
-        tl.store(write + second * target.dim, turned_b, mask=inside)
-        if not KEEPS_REST and 2 * HALF < DIM:
-            rest = 2 * HALF + tl.arange(0, turn.BLOCK_REST)[None, :]
-            inside = (heads < HEADS) & (rest < DIM)
-            x = tl.load(read + rest * source.dim, mask=inside)
+        rotated_a = as_stored(a * c - b * s, target, descale, heads, inside)
+        rotated_b = as_stored(a * s + b * c, target, descale, heads, inside)
+        tl.store(write + first * target.dim, rotated_a, mask=inside)
+        tl.store(write + second * target.dim, rotated_b, mask=inside)
+        if not KEEPS_TAIL and 2 * HALF < DIM:
+            offs_tail = 2 * HALF + tl.arange(0, rotation.BLOCK_TAIL)[None, :]
+            inside = (heads < HEADS) & (offs_tail < DIM)
+            x = tl.load(read + offs_tail * source.dim, mask=inside)
             x = as_stored(x, target, descale, heads, inside)
-            tl.store(write + rest * target.dim, x, mask=inside)
+            tl.store(write + offs_tail * target.dim, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["offset", "B", "seq", "table_rows"])
 def rotary_kernel(
     x, out, cos, sin, offsets_ptr, cu_seqlens, offset, B, seq, table_rows,
-    HEADS: tl.constexpr, DIM: tl.constexpr, IN_PLACE: tl.constexpr, turn: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, IN_PLACE: tl.constexpr, rotation: tl.constexpr,
 ):  # fmt: skip
-    """One token of `x`, at its place in its sequence plus the offset."""
+    """One token of `x`, whose position is its index in its sequence plus the offset."""
     token = tl.program_id(0)
-    b, place = place_of_token(token, cu_seqlens, B, seq)
-    position = place.to(tl.int64) + offset
+    b, index = index_of_token(token, cu_seqlens, B, seq)
+    position = index.to(tl.int64) + offset
     if offsets_ptr is not None:
         position += tl.load(offsets_ptr + b, mask=b < B, other=0)
     position = tl.where(b < B, position, -1)
-    source_base = token_base(x, token, b, place, cu_seqlens)
-    target_base = token_base(out, token, b, place, cu_seqlens)
-    turn_heads(
+    source_base = token_base(x, token, b, index, cu_seqlens)
+    target_base = token_base(out, token, b, index, cu_seqlens)
+    rotate_heads(
         out, target_base, x, source_base, None, position, cos, sin, table_rows, HEADS, DIM,
-        IN_PLACE, turn,
+        IN_PLACE, rotation,
     )  # fmt: skip
 
 
@@ -170,8 +169,8 @@ def rotary_launch(
     interleaved: bool,
     backward: bool,
 ) -> Launch:
-    """Write `x` (batch, seq, heads, head_dim) or, packed, (total, heads, head_dim), turned, to
-    `out`, which may be `x`."""
+    """Rotate `x` (batch, seq, heads, head_dim), or packed (total, heads, head_dim), into `out`,
+    which may be `x`."""
     packed = cu_seqlens is not None
     in_place = out.data_ptr() == x.data_ptr()
     arguments = {
@@ -188,12 +187,12 @@ def rotary_launch(
         "HEADS": x.shape[-2],
         "DIM": x.shape[-1],
         "IN_PLACE": in_place,
-        "turn": turn_of(cos, x.shape[-1], interleaved, backward),
+        "rotation": rotation_of(cos, x.shape[-1], interleaved, backward),
     }
     tokens = x.shape[0] if packed else x.shape[0] * x.shape[1]
     return Launch(rotary_kernel, (tokens if x.numel() else 0,), arguments, 4, 1)
 
 
-def rotate(x: Tensor, *rest: Any) -> None:
+def rotate(x: Tensor, *args: Any) -> None:
     """Launch `rotary_launch` of the same arguments."""
-    run([rotary_launch(x, *rest)], x)
+    run([rotary_launch(x, *args)], x)

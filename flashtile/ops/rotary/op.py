@@ -33,7 +33,7 @@ def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
 
 
 def rotate_in_place(x: Tensor, angles: Angles, interleaved: bool) -> None:
-    """Rotate `x` where it lies."""
+    """Rotate `x` in place."""
     recorded = torch.is_grad_enabled() and x.requires_grad
     if not recorded and runs_as_kernel(x, angles.cos, angles.sin):
         _rotate_tokens(x, x, angles, interleaved, False)
