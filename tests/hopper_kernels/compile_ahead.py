@@ -79,9 +79,9 @@ def report(launch: Launch) -> Report:
 
 def _blocks(lines: list[str]) -> list[list[str]]:
     """The innermost loops with a product. A wait jumps out of line and back, which is no loop."""
-    places = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r"\s*(\.L_\w+):", line))}
+    labels = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r"\s*(\.L_\w+):", line))}
     jumps = ((re.search(r"BRA.*`\((\.L_\w+)\)", line), n) for n, line in enumerate(lines))
-    spans = [(places[m[1]], n + 1) for m, n in jumps if m and places[m[1]] < n]
+    spans = [(labels[m[1]], n + 1) for m, n in jumps if m and labels[m[1]] < n]
     products = [n for n, line in enumerate(lines) if "GMMA" in line]
     ends = [n for n, line in enumerate(lines) if re.search("EXIT|USETMAXREG|UTMASTG", line)]
     spans = [s for s in spans if _within(products, s) and not _within(ends, s)]

@@ -1,13 +1,13 @@
-"""Runs the source of a warp-specialised Gluon kernel in PyTorch, on a CPU: a model of what the
-machine promises, and of nothing more.
+"""Runs the source of a warp-specialised Gluon kernel in PyTorch on a CPU: a model of what the
+hardware guarantees, and of nothing more.
 
 The kernel files are imported once more with a stand-in for Triton. Roles are threads, one of which
-runs at a time; a seed picks who goes on at every point where they could meet. What the machine does
-in its own time happens as late as it may: a copy lands when the scheduler picks it, and until then
-its target holds NaN; a product reads shared memory when it is waited for; a copy or an addition to
-memory reads its tile when its buffer is waited for, and lands when the scheduler picks it. Who
-nobody can wake is a deadlock. A result that is used before its wait, or a generic store that no
-fence makes visible to products and copies, is an error.
+runs at a time; a seed picks the next one at every point where threads synchronise. What the
+hardware does asynchronously happens as late as it may: a copy lands when the scheduler picks it,
+and until then its target holds NaN; a product reads shared memory when it is waited for; a copy or
+an addition to memory reads its tile when its buffer is waited for, and lands when the scheduler
+picks it. If no thread can proceed, the emulator reports a deadlock. A result that is used before
+its wait, or a generic store that no fence makes visible to products and copies, is an error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tile(x: Any) -> Tile:
 
 
 class Pointer:
-    """A place in memory."""
+    """A pointer into memory."""
 
     def __init__(self, memory: Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
@@ -95,8 +95,8 @@ def store(p: Pointer, value: Any, mask: Any = True) -> None:
 class Shared:
     """A tile in shared memory."""
 
-    def __init__(self, data: Tensor, places: Tensor | None = None) -> None:
-        self.data, self.places = data, places
+    def __init__(self, data: Tensor, offsets: Tensor | None = None) -> None:
+        self.data, self.offsets = data, offsets
         self.dtype, self.shape = data.dtype, list(data.shape)
 
     def index(self, i: Any) -> Shared:
@@ -119,8 +119,8 @@ class Shared:
 
     def store(self, value: Tensor) -> None:
         context.unfenced.add(self.allocation())
-        if self.places is not None:
-            self.data.view(-1)[self.places] = value.reshape(-1).as_subclass(Tensor)
+        if self.offsets is not None:
+            self.data.view(-1)[self.offsets] = value.reshape(-1).as_subclass(Tensor)
         else:
             self.data.copy_(value)
         scheduler.meet()
@@ -128,8 +128,8 @@ class Shared:
     def recast(self, shape: list[int], layout: Any) -> Shared:
         data = self.data.contiguous().view(-1)
         assert data.data_ptr() == self.data.data_ptr(), "recast of a part with gaps"
-        places = layout.places(shape) if isinstance(layout, LinearLayout) else None
-        return Shared(data[: torch.Size(shape).numel()].view(shape), places)
+        offsets = layout.offsets(shape) if isinstance(layout, LinearLayout) else None
+        return Shared(data[: torch.Size(shape).numel()].view(shape), offsets)
 
 
 class Barrier:
@@ -141,14 +141,14 @@ class Barrier:
     def init(self, count: int) -> None:
         self.count = self.pending = count
 
-    def settle(self) -> None:
+    def complete_phase(self) -> None:
         assert self.pending >= 0, "more arrivals than expected"
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase + 1, self.count
 
     def arrive(self, count: int = 1) -> None:
         self.pending -= count
-        self.settle()
+        self.complete_phase()
 
     def expect(self, size: int) -> None:
         self.bytes += size
@@ -156,7 +156,7 @@ class Barrier:
 
     def land(self, size: int) -> None:
         self.bytes -= size
-        self.settle()
+        self.complete_phase()
 
     def wait(self, phase: Any, pred: Any = True) -> None:
         if pred:
@@ -227,7 +227,7 @@ class Descriptor:
 
     def parts(self, coord: list[Any], x: Tensor) -> tuple[Tensor, Tensor]:
         """The elements of the tensor in the box, and those of `x` that they meet."""
-        # The engine takes anything else for an illegal instruction.
+        # TMA raises an illegal instruction for anything else.
         assert int(coord[-1]) * self.tensor.element_size() % 16 == 0
         inside, outside = [], []
         for at, length, total in zip(map(int, coord), self.box, self.tensor.shape, strict=True):
@@ -302,8 +302,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
         number, threads = asm.removeprefix("barrier.cta.sync ").split(";")[0].split(", ")
         return named_barriers.sync(int(number), int(threads))
     if "ld.acquire" in asm:
-        turn, n = args
-        return scheduler.meet(lambda: int(load(turn)) == int(n))
+        semaphore, n = args
+        return scheduler.meet(lambda: int(load(semaphore)) == int(n))
     if "wait_group 0" in asm:
         store_wait(0)
         arriving = context.arriving

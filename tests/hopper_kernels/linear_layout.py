@@ -12,14 +12,14 @@ class LinearLayout:
     def __init__(self, bases: list[list[int]]) -> None:
         self.bases = bases
 
-    def places(self, shape: list[int]) -> Tensor:
+    def offsets(self, shape: list[int]) -> Tensor:
         """The offset of every element."""
         offsets = torch.arange(2 ** len(self.bases))
         rows, columns = torch.zeros_like(offsets), torch.zeros_like(offsets)
         for bit, (row, column) in enumerate(self.bases):
             on = offsets >> bit & 1
             rows, columns = rows ^ on * row, columns ^ on * column
-        places = torch.full((shape[0] * shape[1],), -1)
-        places[rows * shape[1] + columns] = offsets
-        assert (places >= 0).all(), "the layout misses elements"
-        return places
+        found = torch.full((shape[0] * shape[1],), -1)
+        found[rows * shape[1] + columns] = offsets
+        assert (found >= 0).all(), "the layout misses elements"
+        return found

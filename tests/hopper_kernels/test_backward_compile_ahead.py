@@ -41,14 +41,14 @@ SPILLS = {
     64: 128,
     128: 128 if NEWER else 56,
     "option": 256 if NEWER else 128,
-    "short walks": 64 if NEWER else 36,
+    "short loops": 64 if NEWER else 36,
     "packed": 640 if NEWER else 208,
     "packed 128": 576 if NEWER else 104,
 }
 # Loads and stores of such bytes a step, in a loop over blocks without masks.
 RELOADS = {
     "any": 6 if NEWER else 0,
-    "short walks": 6 if NEWER else 1,
+    "short loops": 6 if NEWER else 1,
     "packed 64": 10 if NEWER else 0,
     "packed 128": 11 if NEWER else 2,
 }
@@ -83,7 +83,7 @@ def packed(head_dim: int = 128, **options: Any) -> Call:
     return describe(inputs, layout, options)
 
 
-SHORT_WALKS: dict[str, Any] = {
+SHORT_LOOPS: dict[str, Any] = {
     "window": lambda: dense(window_size=(50, 20)),
     "causal window": lambda: dense(window_size=(50, 0)),
     "chunk": lambda: dense(attention_chunk=100, causal=True),
@@ -121,9 +121,9 @@ def test_options_compile(option: str):
     check(OPTIONS[option](), SPILLS["option"])
 
 
-@pytest.mark.parametrize("option", SHORT_WALKS if FULL else ["window"])
-def test_short_walks_compile(option: str):
-    check(SHORT_WALKS[option](), SPILLS["short walks"], RELOADS["short walks"])
+@pytest.mark.parametrize("option", SHORT_LOOPS if FULL else ["window"])
+def test_short_loops_compile(option: str):
+    check(SHORT_LOOPS[option](), SPILLS["short loops"], RELOADS["short loops"])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256] if FULL else [128])

@@ -183,7 +183,7 @@ def test_every_key_has_a_query_where_there_are_no_more_keys(lengths: tuple[int, 
 
 @pytest.mark.parametrize("option", ["left", "window", "causal window", "causal chunk"])
 @pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (128, 1), (96, 2)])
-def test_short_walks_of_groups_and_batches(head_dim: int, seed: int, option: str):
+def test_short_loops_of_groups_and_batches(head_dim: int, seed: int, option: str):
     """From head dim 65 on dQ goes to memory from the registers: the right block of every head and
     sequence, and no addition of the step before the first."""
     sizes = {"B": 2, "M": 170, "N": 300, "Hq": 3, "D": head_dim}
@@ -238,7 +238,7 @@ def test_packed_options(head_dim: int):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seed", range(2))
-def test_packed_long_walks(seed: int, head_dim: int):
+def test_packed_long_loops(seed: int, head_dim: int):
     """More steps than any ring has slots, and sequences that have queries or keys alone."""
     tensors, layout, _ = packed_inputs(seed, head_dim, [333, 90, 0, 65], [290, 0, 70, 1], {})
     given = {"causal": seed == 1}

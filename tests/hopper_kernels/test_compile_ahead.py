@@ -42,8 +42,8 @@ SPILLS_OF_NEWER = 16 if TRITON_VERSION > (3, 6) else 0
 # jump over those that rescale the output. The card is power-capped: whatever is added here is paid
 # for in clock speed.
 INSTRUCTIONS = {64: 430, 128: 470, 256: 425}
-# Waits of warps for each other, by whether consumers take turns: one before the wait for keys,
-# which Triton puts there, and two for the turn.
+# Waits of warps for each other, by whether consumers take semaphores: one before the wait for keys,
+# which Triton puts there, and two of the ping-pong.
 BARRIERS = {64: 3, 128: 3, 256: 1}
 
 
@@ -121,7 +121,7 @@ def test_packed_blocks_are_as_lean():
     assert lengths[1] <= INSTRUCTIONS[128]
 
 
-def test_short_causal_walks_have_smaller_tiles():
+def test_short_causal_loops_have_smaller_tiles():
     short, long = (launch_of(*dense(64, 64, N=N, causal=True)) for N in (1024, 1025))
     assert [x.arguments["cfg"].BLOCK_M for x in (short, long)] == [128, 192]
     check(dense(64, 64, N=1025, causal=True), 0)

@@ -58,7 +58,7 @@ def float8_asm(asm: str, constraints: str, args: list[Any], **more: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def words(monkeypatch: pytest.MonkeyPatch) -> None:
+def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the float8 kernel says."""
     more = {
         "float8e4nv": E4M3,

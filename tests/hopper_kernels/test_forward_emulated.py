@@ -1,5 +1,5 @@
 """The Hopper forward's source run in PyTorch, roles as threads (`emulator.py`): index arithmetic,
-masks, barriers, turns and the reuse of buffers, without a GPU."""
+masks, ping-pong barriers and the reuse of buffers, without a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **more: Any) -> Any:
         number, threads = asm.removeprefix("barrier.cta.arrive ").split(";")[0].split(", ")
         key, seen = (emulator.context.program, int(number)), emulator.named_barriers.threads
         seen[key] = seen.get(key, 0) + 128
-        assert seen[key] % int(threads) in (0, 128), "a turn given twice"
+        assert seen[key] % int(threads) in (0, 128), "a ping-pong barrier passed twice"
         return 0
     if asm.startswith("cvt.rn"):
         dtype = torch.bfloat16 if "bf16x2" in asm else torch.float16
@@ -95,7 +95,7 @@ PRODUCT = emulator.warpgroup_mma
 
 
 @pytest.fixture(autouse=True)
-def words(monkeypatch: pytest.MonkeyPatch) -> None:
+def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward says and the backward does not."""
     more = {
         "int16": torch.int16,
@@ -212,7 +212,7 @@ def test_float16():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rise", [1.0, 7.0, 25.0, 300.0])
 def test_scores_that_rise_from_block_to_block(rise: float, dtype: torch.dtype):
-    """A maximum is raised in steps (`softmax.raised`): by `rise`, in base 2, in each block."""
+    """A maximum is raised in steps (`softmax.lazy_max`): by `rise`, in base 2, in each block."""
     q, k, v = qkv(generator(3), B=1, M=70, N=640, Hq=1, Hk=1, D=64, dtype=dtype)
     block = torch.arange(640) // 128
     q[..., 0] = 8.0
@@ -248,18 +248,18 @@ def test_dense_batch_with_lengths(sides: tuple[str, ...], head_dim: int):
 
 
 @pytest.mark.parametrize("heads", [1, 5, 9, 16, 21])
-@pytest.mark.parametrize("section", [1, 2, 5, 8, 16])
-def test_sections_of_heads(heads: int, section: int):
-    """Every tile comes once, and the last section, whose end nothing follows, is a whole one."""
-    m_tiles, width = 7, min(section, heads)
+@pytest.mark.parametrize("swizzle", [1, 2, 5, 8, 16])
+def test_head_swizzle(heads: int, swizzle: int):
+    """Every tile comes once, and the last swizzle, whose end nothing follows, is a whole one."""
+    m_tiles, width = 7, min(swizzle, heads)
     with emulator.emulated() as load_file:
-        order = load_file("shared.schedule").section_order
+        order = load_file("shared.schedule").swizzled_order
         numbers = map(emulator.tile, range(m_tiles * heads))
-        found = [tuple(map(int, order(n, m_tiles, heads, section))) for n in numbers]
+        found = [tuple(map(int, order(n, m_tiles, heads, swizzle))) for n in numbers]
     assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]
     last = [(m, h) for m in range(m_tiles) for h in range(heads - width, heads)]
     assert found[-len(last) :] == last
-    for head in range(heads):  # turns of the backward are passed on in this order
+    for head in range(heads):  # the dQ semaphores of the backward are released in this order
         assert [m for m, h in found if h == head] == list(range(m_tiles))
 
 

@@ -77,10 +77,10 @@ def describe(kernel: Kernel, copies: bool = False) -> Any:
 
 def test_the_third_call_is_not_described_again():
     kernel, described = Kernel(), Described.made
-    for turn in range(4):
-        x, y, z = (torch.full((4, 2), 10.0 * turn + i) for i in range(3))
+    for repeat in range(4):
+        x, y, z = (torch.full((4, 2), 10.0 * repeat + i) for i in range(3))
         run_all("pass", PROBLEM, (x, y), (z,), describe(kernel), "c")
-        if turn > 0:
+        if repeat > 0:
             got_x, pair, n, desc, config = kernel.repeated[-1]
             assert torch.equal(got_x, x) and torch.equal(desc.base, y) and torch.equal(pair.x, z)
             assert (pair.n, n, desc.box, config) == (3, 4, 8, "c")
@@ -114,10 +114,10 @@ def test_one_tensor_in_two_places_may_be_two_later():
 
 def test_a_call_with_copies_is_described_each_time():
     kernel, described = Kernel(), Described.made
-    for turn in range(4):
-        x, y, z = (torch.full((4, 2), 10.0 * turn + i) for i in range(3))
+    for repeat in range(4):
+        x, y, z = (torch.full((4, 2), 10.0 * repeat + i) for i in range(3))
         run_all("pass", PROBLEM, (x, y), (z,), describe(kernel, copies=True), "c")
-        if turn > 0:
+        if repeat > 0:
             assert torch.equal(kernel.repeated[-1][0], x)
     assert len(kernel.compiled) == 1 and Described.made - described == 4
 

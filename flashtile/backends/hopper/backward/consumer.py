@@ -4,7 +4,7 @@ A step takes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V
 dV += P^T dO, dK += dS^T Q and dQ = dS K. Where the registers hold dK and dV of 64 keys, each
 consumer has 64 keys of the tile; P^T and dS^T never leave its registers, but for dS^T in shared
 memory too, because dQ needs that of both: each consumer makes half of dQ. Where they do not
-(cfg.SPLITS_COLUMNS), the consumers share 64 keys; each makes P and dS of half of the queries, and
+(cfg.IS_SPLIT), the consumers share 64 keys; each makes P and dS of half of the queries, and
 half of the columns of dK, dV and dQ.
 
 The exponentials of a step run under dP^T, and S^T of the next step, with the load of its
@@ -12,7 +12,7 @@ log-sum-exp where registers allow, under the end of this one.
 
 Where each consumer has keys of its own, dQ of a step is made in the next one, so that the two may
 drift apart: dS^T goes through a ring to both. dQ goes through a ring to the writer or, for
-cfg.FROM_REGISTERS, to memory at once. A slot of Q or dO is released as in the forward, by one
+cfg.HAS_DQ_IN_REGISTERS, to memory at once. A slot of Q or dO is released as in the forward, by one
 thread behind a product: the numbers of its rows went into products before that, too.
 
 Where the columns are split, one barrier a step orders the consumers, between the stores of P^T and
@@ -38,19 +38,26 @@ from ..shared.intrinsics import (
     aggregate,
     arrive_alone,
     copy_to_global,
-    hidden_zero,
-    hidden_zeros,
     left_operand,
-    meet,
+    opaque_zero,
+    opaque_zeros,
     recast,
     row_values,
     rows_of_heads,
     shared_rows,
     show_written,
+    sync_warps,
     wait_at_barrier,
 )
 from ..shared.softmax import alibi_slope
-from .dq import add_at_once, add_piece, await_additions, await_turn, pass_turn, put_piece
+from .dq import (
+    acquire_semaphore,
+    add_at_once,
+    add_piece,
+    await_additions,
+    put_piece,
+    release_semaphore,
+)
 from .products import (
     half,
     issue_dp,
@@ -93,7 +100,7 @@ def consumer(
     """dK and dV of a tile of keys, and its share of dQ."""
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
-        dk, dv = walk(ME, outputs, channels, work, sizes, mask, score, cfg)
+        dk, dv = query_loop(ME, outputs, channels, work, sizes, mask, score, cfg)
         # The other consumer's last products read K, Q and dO, too: what is overwritten now.
         wait_at_barrier(FIRST_BARRIER, 256)
         store_gradient(ME, dv, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
@@ -103,90 +110,105 @@ def consumer(
 
 
 @gluon.jit
-def walk(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
+def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
     """All queries that see the tile, head after head: dK over the scale, and dV."""
     channels.k.acquire(0)
     channels.v.acquire(0)
     if cfg.IS_PACKED:
         clear_keys(ME, channels, work, cfg)
     COLUMNS: gl.constexpr = own_columns(ME, cfg)
-    dk = hidden_zeros(COLUMNS)
-    dv = hidden_zeros(COLUMNS)
+    dk = opaque_zeros(COLUMNS)
+    dv = opaque_zeros(COLUMNS)
     total = (work.end - work.begin) * sizes.group
     gl.assume(total > 0)
     channels.q.acquire(0)
     s = issue_scores(ME, channels.k.tile(0), 0, channels, cfg)
     lse = statistic(ME, channels.q, 0, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
-    if not cfg.SPLITS_COLUMNS:
+    if not cfg.IS_SPLIT:
         arrive_alone(channels.ds.full.index(0))  # dS of no step
-        meet()  # else the compiler puts a barrier into the loop
+        sync_warps()  # else the compiler puts a barrier into the loop
     i = 0
     added = 0  # block of the workspace of the step before
     for g in range(sizes.group):
         h = work.kv_head * sizes.group + g
-        place = h * sizes.blocks + work.place
+        base = h * sizes.blocks + work.first_block  # of the head, in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
-        keys = keys_of(ME, work, mask, hidden_zero(g), cfg)
+        keys = keys_of(ME, work, mask, opaque_zero(g), cfg)
         m = work.end - 1
         if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
             for _ in range(work.full_end, work.end):
                 s, lse, dk, dv, added = step(
-                    ME, s, lse, dk, dv, added, i, total, m, place, slope, keys, outputs, channels,
+                    ME, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
                     work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m -= 1
         for _ in range(work.full_begin, work.full_end):
             s, lse, dk, dv, added = step(
-                ME, s, lse, dk, dv, added, i, total, m, place, slope, keys, outputs, channels,
+                ME, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
                 work, score, False, cfg,
             )  # fmt: skip
             i += 1
             m -= 1
         for _ in range(work.begin, work.full_begin):
             s, lse, dk, dv, added = step(
-                ME, s, lse, dk, dv, added, i, total, m, place, slope, keys, outputs, channels,
+                ME, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
                 work, score, True, cfg,
             )  # fmt: skip
             i += 1
             m -= 1
-    if not cfg.SPLITS_COLUMNS:
+    if not cfg.IS_SPLIT:
         channels.ds.acquire(i)
         dq = issue_dq(ME, channels.k.tile(0), i, channels.ds.tiles, cfg)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        put_out(ME, dq, i, added, outputs, channels.staging, cfg)
+        emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
     elif cfg.IS_ORDERED:
-        pass_own_turn(ME, added, outputs, work)
+        release_own_semaphore(ME, added, outputs, work)
     return dk, dv
 
 
 @gluon.jit
 def step(
-    ME: gl.constexpr, s, lse, dk, dv, added, i, total, m, place, slope, keys, outputs, channels,
-    work, score, MASKED: gl.constexpr, cfg: gl.constexpr,
+    ME: gl.constexpr, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
+    work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """One block of queries: adds to dk and dv, puts dQ out; S^T and the log-sum-exp of the next."""
     dtype: gl.constexpr = channels.q.tiles.dtype
-    zero = hidden_zero(i)
+    zero = opaque_zero(i)
     k = channels.k.tiles.index(zero)
-    if MASKED and cfg.IS_PACKED:
+    if IS_MASKED and cfg.IS_PACKED:
         clear_rows(ME, channels, i, work.M - m * cfg.BLOCK_M, cfg)
     channels.dout.acquire(i)
     dp = issue_dp(ME, channels.v.tiles.index(zero), i, channels, cfg)
-    if not cfg.CARRIES_LSE:
+    if not cfg.HAS_CARRIED_LSE:
         lse = statistic(ME, channels.q, i, cfg)
-    p, factor = probabilities(s, lse, keys, first_row(ME, m, cfg), slope, score, MASKED, cfg)
+    p, factor = probabilities(s, lse, keys, first_row(ME, m, cfg), slope, score, IS_MASKED, cfg)
     p = p.to(dtype)
-    if cfg.SPLITS_COLUMNS:
+    if cfg.IS_SPLIT:
         s, dk, dv = end_of_split_step(
-            ME, p, factor, dp, dk, dv, added, i, total, m, place, k, outputs, channels, work, cfg
+            ME,
+            p,
+            factor,
+            dp,
+            dk,
+            dv,
+            added,
+            i,
+            total,
+            m,
+            base,
+            k,
+            outputs,
+            channels,
+            work,
+            cfg,
         )
     else:
         s, lse, dk, dv = end_of_step(
             ME, p, factor, dp, lse, dk, dv, added, i, total, k, outputs, channels, cfg
         )
-    added = place + m
+    added = base + m
     return s, lse, dk, dv, added
 
 
@@ -203,17 +225,17 @@ def end_of_step(
     ds = (factor * dp).to(dtype)
     left = gl.convert_layout(ds, left_operand(cfg.BLOCK_D), assert_trivial=True)
     dk = warpgroup_mma(left, rows_tile(channels.q, i, cfg), dk, is_async=True)
-    if cfg.DQ_FIRST:
+    if cfg.IS_DQ_FIRST:
         channels.ds.acquire(i)
         dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
     await_empty(channels.ds, i + 1)
     shared_half(ME, channels.ds.tiles, i + 1, cfg).store(ds)
     fence_async_shared()
-    if not cfg.DQ_FIRST:
+    if not cfg.IS_DQ_FIRST:
         channels.ds.acquire(i)
-    meet()
+    sync_warps()
     arrive_alone(channels.ds.full.index((i + 1) % 2))
-    if not cfg.DQ_FIRST:
+    if not cfg.IS_DQ_FIRST:
         dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
     dv = warpgroup_mma_wait(2, deps=[dv])
     channels.dout.release_operand(i)  # dP and dV have read it; delta went into dP
@@ -222,17 +244,17 @@ def end_of_step(
     s = issue_scores(ME, k, i + 1, channels, cfg)
     dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
     channels.ds.release_operand(i)
-    if cfg.CARRIES_LSE:
+    if cfg.HAS_CARRIED_LSE:
         lse = statistic(ME, channels.q, i + 1, cfg)
     channels.q.release_operand(i)  # S^T (a step ago) and dK have read it; lse went into dV
-    put_out(ME, dq, i, added, outputs, channels.staging, cfg)
+    emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, lse, dk, dv
 
 
 @gluon.jit
 def end_of_split_step(
-    ME: gl.constexpr, p, factor, dp, dk, dv, added, i, total, m, place, k, outputs, channels,
+    ME: gl.constexpr, p, factor, dp, dk, dv, added, i, total, m, base, k, outputs, channels,
     work, cfg: gl.constexpr,
 ):  # fmt: skip
     """All but P of a step of consumers that share keys and split the columns."""
@@ -245,59 +267,59 @@ def end_of_split_step(
     wait_at_barrier(FIRST_BARRIER, 256)
     dv = warpgroup_mma(channels.p.index(i % 2), half(ME, channels.dout, i, cfg), dv, is_async=True)
     dk = warpgroup_mma(channels.ds.index(i % 2), half(ME, channels.q, i, cfg), dk, is_async=True)
-    HAS_REST: gl.constexpr = own_columns(ME, cfg) > CONSUMER_ROWS
+    HAS_TAIL: gl.constexpr = own_columns(ME, cfg) > CONSUMER_ROWS
     dq = issue_dq(ME, k, i, channels.ds, cfg)
-    dq_rest = dq
-    if HAS_REST:
-        dq_rest = issue_dq(2 + ME, k, i, channels.ds, cfg)
+    dq_tail = dq
+    if HAS_TAIL:
+        dq_tail = issue_dq(2 + ME, k, i, channels.ds, cfg)
     if cfg.IS_ORDERED and i > 0:  # the addition has had half a step's time
-        pass_own_turn(ME, added, outputs, work)
-    dv = warpgroup_mma_wait(3 if HAS_REST else 2, deps=[dv])
+        release_own_semaphore(ME, added, outputs, work)
+    dv = warpgroup_mma_wait(3 if HAS_TAIL else 2, deps=[dv])
     channels.dout.release(i)  # dP and dV have read it; delta went into dP
     # As above, S^T after the last block is nobody's.
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(ME, k, i + 1, channels, cfg)
     if cfg.IS_ORDERED:
-        await_turn(outputs.turns + (2 * (place + m) + ME), work.n, work.before, m)
+        acquire_semaphore(outputs.semaphores + (2 * (base + m) + ME), work.n, work.before, m)
     dk, dq = warpgroup_mma_wait(products_along(cfg), deps=[dk, dq])
-    if HAS_REST:
-        dq_rest = warpgroup_mma_wait(products_along(cfg), deps=[dq_rest])
+    if HAS_TAIL:
+        dq_tail = warpgroup_mma_wait(products_along(cfg), deps=[dq_tail])
     channels.q.release(i)  # S^T (a step ago), the exponentials and dK have read it
-    add_halves(ME, dq, dq_rest, HAS_REST, place + m, outputs, channels.staging, cfg)
+    add_halves(ME, dq, dq_tail, HAS_TAIL, base + m, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, dk, dv
 
 
 @gluon.jit
-def put_out(ME: gl.constexpr, dq, i, place, outputs, staging, cfg: gl.constexpr):
-    """Add this consumer's half of dQ of step i - 1 to block `place` of the workspace, or hand it to
+def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr):
+    """Add this consumer's half of dQ of step i - 1 to block `block` of the workspace, or hand it to
     the writer."""
-    if not cfg.FROM_REGISTERS:
+    if not cfg.HAS_DQ_IN_REGISTERS:
         put_piece(ME, dq, staging, i)
     elif i > 0:
-        add_at_once(dq, 2 * place + ME, outputs.workspace)
+        add_at_once(dq, 2 * block + ME, outputs.workspace)
 
 
 @gluon.jit
-def pass_own_turn(ME: gl.constexpr, added, outputs, work):
+def release_own_semaphore(ME: gl.constexpr, added, outputs, work):
     """Let the next tile add to what this consumer added to last, once that is in memory."""
     await_additions()
-    pass_turn(outputs.turns + (2 * added + ME), work.n)
+    release_semaphore(outputs.semaphores + (2 * added + ME), work.n)
 
 
 @gluon.jit
 def add_halves(
-    ME: gl.constexpr, dq, dq_rest, HAS_REST: gl.constexpr, place, outputs, staging,
+    ME: gl.constexpr, dq, dq_tail, HAS_TAIL: gl.constexpr, block, outputs, staging,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Add this consumer's pieces of dQ to block `place` of the workspace."""
+    """Add this consumer's pieces of dQ to block `block` of the workspace."""
     if not cfg.IS_ORDERED:
         tma.store_wait(0)
     tile = staging.index(ME)
-    add_piece(dq, tile, 4 * place + ME, outputs.workspace)
-    if HAS_REST:
+    add_piece(dq, tile, 4 * block + ME, outputs.workspace)
+    if HAS_TAIL:
         tma.store_wait(0)
-        add_piece(dq_rest, tile, 4 * place + 2 + ME, outputs.workspace)
+        add_piece(dq_tail, tile, 4 * block + 2 + ME, outputs.workspace)
 
 
 @gluon.jit
@@ -306,9 +328,9 @@ def keys_of(ME: gl.constexpr, work, mask, zero, cfg: gl.constexpr):
 
     `zero` is hidden: made anew for each head, they need no registers in the loop without masks.
     """
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     number = work.n0 + zero + gl.arange(0, CONSUMER_ROWS, layout=row_values(COLUMNS))
-    if not cfg.SPLITS_COLUMNS:
+    if not cfg.IS_SPLIT:
         number += ME * CONSUMER_ROWS
     shift = work.N - work.M
     start, stop = seeing_rows(number, rows_to_mask(work.M, cfg), shift, mask, cfg)
@@ -320,7 +342,7 @@ def keys_of(ME: gl.constexpr, work, mask, zero, cfg: gl.constexpr):
 def first_row(ME: gl.constexpr, m, cfg: gl.constexpr):
     """Row of the first column of this consumer's scores."""
     row = m * cfg.BLOCK_M
-    if cfg.SPLITS_COLUMNS:
+    if cfg.IS_SPLIT:
         row += ME * (cfg.BLOCK_M // 2)
     return row
 
@@ -351,9 +373,9 @@ def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
     """
     count = work.N - work.n0
     if count < cfg.BLOCK_N:
-        FIRST: gl.constexpr = 0 if cfg.SPLITS_COLUMNS else ME * CONSUMER_ROWS
-        clear_tail(keys_tile(ME, channels.k.tile(0), cfg), count - FIRST, cfg)
-        clear_tail(keys_tile(ME, channels.v.tile(0), cfg), count - FIRST, cfg)
+        FIRST: gl.constexpr = 0 if cfg.IS_SPLIT else ME * CONSUMER_ROWS
+        clear_past_end(keys_tile(ME, channels.k.tile(0), cfg), count - FIRST, cfg)
+        clear_past_end(keys_tile(ME, channels.v.tile(0), cfg), count - FIRST, cfg)
         show_written(FIRST_BARRIER + 1 + ME)
 
 
@@ -363,13 +385,13 @@ def clear_rows(ME: gl.constexpr, channels, i, count, cfg: gl.constexpr):
     the end is masked, so that neither waits for the other."""
     if count < cfg.BLOCK_M:
         channels.dout.acquire(i)
-        clear_tail(rows_tile(channels.q, i, cfg), count, cfg)
-        clear_tail(rows_tile(channels.dout, i, cfg), count, cfg)
+        clear_past_end(rows_tile(channels.q, i, cfg), count, cfg)
+        clear_past_end(rows_tile(channels.dout, i, cfg), count, cfg)
         show_written(FIRST_BARRIER + 1 + ME)
 
 
 @gluon.jit
-def clear_tail(x, count, cfg: gl.constexpr):
+def clear_past_end(x, count, cfg: gl.constexpr):
     """Zero the rows of `x` (rows, BLOCK_D) from `count` on, in steps that need few registers."""
     STEP: gl.constexpr = 16
     ROWS: gl.constexpr = x.shape[0]
@@ -390,7 +412,7 @@ def store_gradient(
 ):  # fmt: skip
     """This consumer's part of dK or dV, through the ring of `channel`: by TMA, which
     clips at the end of the tensor, or, where the next sequence follows at once, by the threads."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_D
+    COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.IS_SPLIT else cfg.BLOCK_D
     dtype: gl.constexpr = channel.tiles.dtype
     TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M * cfg.BLOCK_D // (CONSUMER_ROWS * COLUMNS)
     shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, COLUMNS]
@@ -399,7 +421,7 @@ def store_gradient(
     rows.slice(0, x.shape[1], dim=1).store(x.to(dtype))  # what follows lies outside of the tensor
     row = work.n0
     column = 0
-    if cfg.SPLITS_COLUMNS:
+    if cfg.IS_SPLIT:
         column += ME * COLUMNS
     else:
         row += ME * CONSUMER_ROWS
@@ -408,9 +430,9 @@ def store_gradient(
         x = rows.load(LAYOUT)
         offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
         dims = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        places = (work.start_k + offs).to(gl.int64) * desc.strides[1]
-        places = gl.multiple_of(places + work.kv_head.to(gl.int64) * desc.strides[2], [1, 8])
-        gl.store(ptr + places + dims, x, mask=(offs < work.N) & (dims < DIM))
+        offsets = (work.start_k + offs).to(gl.int64) * desc.strides[1]
+        offsets = gl.multiple_of(offsets + work.kv_head.to(gl.int64) * desc.strides[2], [1, 8])
+        gl.store(ptr + offsets + dims, x, mask=(offs < work.N) & (dims < DIM))
     else:
         fence_async_shared()
         copy_to_global(desc, [work.b, row, work.kv_head, column], tile)

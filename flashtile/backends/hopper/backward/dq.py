@@ -5,7 +5,7 @@ it: both the stores to shared memory and the addition, one contiguous transfer o
 then run at full speed. The kernel that rounds puts the elements back into their places.
 
 Up to 128 columns a consumer makes one piece a step. Those of both lie side by side in a slot of the
-staging ring, and a writer adds them with one transfer; or, for cfg.FROM_REGISTERS, each
+staging ring, and a writer adds them with one transfer; or, for cfg.HAS_DQ_IN_REGISTERS, each
 thread adds four neighbours at a time, without shared memory. Above, a consumer makes two pieces
 and adds them itself.
 """
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..shared.channels import Channel
-from ..shared.intrinsics import add_to_global, arrive_alone, meet, recast
+from ..shared.intrinsics import add_to_global, arrive_alone, recast, sync_warps
 from .schedule import key_work, visited_block
 
 PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
@@ -39,10 +39,10 @@ def piece_layout():
 @gluon.jit
 def make_staging(workspace, cfg: gl.constexpr):
     """The ring of pairs of pieces: both consumers fill a slot, the writer empties it. Without a
-    writer, a piece of each consumer; for cfg.FROM_REGISTERS nothing but the workspace."""
+    writer, a piece of each consumer; for cfg.HAS_DQ_IN_REGISTERS nothing but the workspace."""
     SLOTS: gl.constexpr = PAIRS if cfg.ADDERS == 1 else 1
     staging = workspace
-    if not cfg.FROM_REGISTERS:
+    if not cfg.HAS_DQ_IN_REGISTERS:
         staging = gl.allocate_shared_memory(
             gl.float32, [2 * SLOTS, PIECE_ROWS, 256], workspace.layout
         )
@@ -64,7 +64,7 @@ def put_piece(ME: gl.constexpr, dq, staging, i):
     tile = staging.tiles.index(2 * slot + ME)
     recast(tile, gl.float32, [64, 64], piece_layout()).store(dq)
     fence_async_shared()
-    meet()
+    sync_warps()
     arrive_alone(staging.full.index(slot))
 
 
@@ -93,7 +93,7 @@ def add_piece(dq, tile, number, workspace):
 #
 # Where cfg.ADDERS is 2 it has nothing to do. With 256 columns shared memory has no room for a
 # second pair of pieces, and a consumer that adds its own waits less; or, for
-# cfg.FROM_REGISTERS, consumers add from their registers.
+# cfg.HAS_DQ_IN_REGISTERS, consumers add from their registers.
 
 
 @gluon.jit
@@ -115,28 +115,28 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr
         h = work.kv_head * sizes.group + g
         for j in range(count):
             block = visited_block(j, work)
-            place = h * sizes.blocks + work.place + block
+            index = h * sizes.blocks + work.first_block + block
             if i % cfg.WRITERS == ME:
-                add_pair(outputs, staging, i, place, block, work, cfg)
+                add_pair(outputs, staging, i, index, block, work, cfg)
             i += 1
 
 
 @gluon.jit
-def add_pair(outputs, staging, i, place, block, work, cfg: gl.constexpr):
-    """Add pair `i` to block `place` of the workspace, `block` of its sequence."""
+def add_pair(outputs, staging, i, index, block, work, cfg: gl.constexpr):
+    """Add pair `i` to block `index` of the workspace, `block` of its sequence."""
     SHAPE: gl.constexpr = [staging.SLOTS, 2 * PIECE_ROWS, 256]
     LAYOUT: gl.constexpr = outputs.workspace.layout
     pairs = recast(staging.tiles, gl.float32, SHAPE, LAYOUT)
     if cfg.IS_ORDERED:
-        await_turn(outputs.turns + place, work.n, work.before, block)
+        acquire_semaphore(outputs.semaphores + index, work.n, work.before, block)
     staging.acquire(i)
-    row = place * (2 * PIECE_ROWS)
+    row = index * (2 * PIECE_ROWS)
     add_to_global(outputs.workspace, [row, 0], pairs.index(i % staging.SLOTS))
     tma.store_wait(0)
     staging.release(i)
     if cfg.IS_ORDERED:
         await_additions()
-        pass_turn(outputs.turns + place, work.n)
+        release_semaphore(outputs.semaphores + index, work.n)
 
 
 # dQ in a fixed order, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n -
@@ -149,7 +149,7 @@ def add_pair(outputs, staging, i, place, block, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def await_turn(turn, n, before_end, m):
+def acquire_semaphore(semaphore, n, before_end, m):
     """Wait until tile n - 1 has added to block m, if it does at all.
 
     No deadlock: tiles are numbered in the order in which programs start, so that a program waits
@@ -162,7 +162,7 @@ def await_turn(turn, n, before_end, m):
             "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1];"
             " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async.global; mov.b32 $0, 0; }",
             "=r,l,r",
-            [turn.to(gl.int64, bitcast=True), n],
+            [semaphore.to(gl.int64, bitcast=True), n],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -180,10 +180,10 @@ def await_additions():
         is_pure=False,
         pack=1,
     )
-    meet()
+    sync_warps()
 
 
 @gluon.jit
-def pass_turn(turn, n):
+def release_semaphore(semaphore, n):
     """Let tile n + 1 add."""
-    gl.atomic_xchg(turn, n + 1, sem="release", scope="gpu")
+    gl.atomic_xchg(semaphore, n + 1, sem="release", scope="gpu")

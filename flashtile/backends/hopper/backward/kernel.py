@@ -55,7 +55,7 @@ class Outputs(NamedTuple):
     dv: Any
     workspace: Any  # plain memory where the consumers add from their registers
     plain: Any  # KeyGradients
-    turns: Any
+    semaphores: Any
 
 
 class KeyGradients(NamedTuple):
@@ -75,7 +75,7 @@ class KeySizes(NamedTuple):
     total_k: Any
     heads: Any  # key heads
     group: Any
-    section: Any
+    swizzle: Any
     blocks: Any  # of the workspace, a head
 
 
@@ -117,7 +117,7 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
     ds = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
     p = ds
-    if cfg.SPLITS_COLUMNS:
+    if cfg.IS_SPLIT:
         p = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
     else:
         ds = make_exchange(ds, 2)
@@ -154,9 +154,9 @@ def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
             for j in range(count):
                 block = visited_block(j, work)
                 row = work.start_q + block * cfg.BLOCK_M
-                place = h * sizes.blocks + work.place + block
-                load_rows(inputs.q, inputs.lse, channels.q, i, batch_q, row, h, place)
-                load_rows(inputs.dout, inputs.delta, channels.dout, i, batch_q, row, h, place)
+                index = h * sizes.blocks + work.first_block + block
+                load_rows(inputs.q, inputs.lse, channels.q, i, batch_q, row, h, index)
+                load_rows(inputs.dout, inputs.delta, channels.dout, i, batch_q, row, h, index)
                 i += 1
 
 
@@ -168,27 +168,27 @@ def load_tile(x, channel, batch, row, head):
 
 
 @gluon.jit
-def load_rows(x, statistic, channel, i, batch, row, head, place):
+def load_rows(x, statistic, channel, i, batch, row, head, index):
     """Start the copies of a block of rows and of one number for each; rows past the end of the
     tensor are zero."""
     full = channel.acquire_empty(i, x.block_type.nbytes + statistic.block_type.nbytes)
     copy_to_shared(x, [batch, row, head, 0], full, channel.tile(i))
-    copy_to_shared(statistic, [place, 0], full, channel.rest(i))
+    copy_to_shared(statistic, [index, 0], full, channel.tail(i))
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "blocks"])
 def backward_kernel(
-    q, k, v, dout, lse, delta, dk, dv, workspace, plain, turns, counter, at, pointers, B,
-    M, N, total_q, total_k, heads, group, section, blocks, left, right, chunk, alibi_batch, scale,
+    q, k, v, dout, lse, delta, dk, dv, workspace, plain, semaphores, counter, at, pointers, B,
+    M, N, total_q, total_k, heads, group, swizzle, blocks, left, right, chunk, alibi_batch, scale,
     softcap, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ, one tile of keys a program."""
-    sizes = KeySizes(B, M, N, total_q, total_k, heads, group, section, blocks)
+    sizes = KeySizes(B, M, N, total_q, total_k, heads, group, swizzle, blocks)
     mask = Mask(left, right, chunk)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     inputs = Inputs(q, k, v, dout, lse, delta)
-    outputs = Outputs(dk, dv, workspace, plain, turns)
-    if cfg.IS_ORDERED:  # see `dq.await_turn`
+    outputs = Outputs(dk, dv, workspace, plain, semaphores)
+    if cfg.IS_ORDERED:  # see `dq.acquire_semaphore`
         tile = gl.atomic_add(counter, 1, sem="relaxed")  # nothing in memory goes with it
     else:
         tile = gl.program_id(0)

@@ -20,7 +20,7 @@ from ..shared.schedule import Sequences
 from ..shared.softmax import Pointers
 from .dq import PIECE_ROWS
 from .kernel import KeyGradients, backward_kernel
-from .plan import BackwardConfig, backward_plan, backward_section, leaves_keys_unseen
+from .plan import BackwardConfig, backward_plan, backward_swizzle, leaves_keys_unseen
 from .row_kernels import delta_kernel, round_kernel
 
 
@@ -59,7 +59,7 @@ class Buffers(NamedTuple):
     workspace: Tensor  # dq in float32
     lse_log2: Tensor  # see `delta_kernel`
     minus_delta: Tensor
-    turns: Tensor | None  # whose turn it is to add to a block of dq, where there is an order
+    semaphores: Tensor | None  # whose turn it is to add to a block of dq, where there is an order
     counter: Tensor | None  # of the tiles that have started, likewise
 
 
@@ -81,11 +81,11 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
     if problem.layout != "dense" and operands.sink is not None:
         lse_log2.fill_(torch.inf)  # rows of no sequence weigh nothing
         minus_delta.zero_()
-    turns = counter = None
+    semaphores = counter = None
     if config.IS_ORDERED:
-        turns = q.new_empty(rows * config.ADDERS, dtype=torch.int32)
+        semaphores = q.new_empty(rows * config.ADDERS, dtype=torch.int32)
         counter = q.new_empty(1, dtype=torch.int32)
-    return Buffers(dq, dk, dv, workspace, lse_log2, minus_delta, turns, counter)
+    return Buffers(dq, dk, dv, workspace, lse_log2, minus_delta, semaphores, counter)
 
 
 def backward_launches(
@@ -108,7 +108,7 @@ def backward_launches(
         "blocks": workspace_blocks(problem, operands, config),
         "cfg": config,
     }
-    before = common | {"turns": made.turns, "counter": made.counter}
+    before = common | {"semaphores": made.semaphores, "counter": made.counter}
     return [
         delta_launch(problem, out, lse, dout, dlse, made, before),
         key_launch(problem, operands, dout, made, before),
@@ -117,7 +117,7 @@ def backward_launches(
 
 
 def workspace_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
-    """Blocks of rows of one head; see `schedule.places_before`."""
+    """Blocks of rows of one head; see `schedule.blocks_before`."""
     if problem.layout == "dense":
         return problem.B * -(-problem.M // config.BLOCK_M)
     return operands.q.shape[0] // config.BLOCK_M + problem.B
@@ -159,7 +159,7 @@ def key_launch(
 ) -> Launch:
     """dk, dv, and the sum for dq."""
     config, options = common["cfg"], problem.options
-    columns = config.BLOCK_D // 2 if config.SPLITS_COLUMNS else config.BLOCK_D
+    columns = config.BLOCK_D // 2 if config.IS_SPLIT else config.BLOCK_D
     slopes = operands.alibi_slopes
     arguments = {
         "q": descriptor(readable(operands.q), config.BLOCK_M, config.BLOCK_D),
@@ -170,7 +170,7 @@ def key_launch(
         "delta": plain_descriptor(made.minus_delta, 1),
         "dk": descriptor(readable(made.dk), CONSUMER_ROWS, columns),
         "dv": descriptor(readable(made.dv), CONSUMER_ROWS, columns),
-        "workspace": made.workspace if config.FROM_REGISTERS else staged_pieces(made, config),
+        "workspace": made.workspace if config.HAS_DQ_IN_REGISTERS else staged_pieces(made, config),
         "plain": KeyGradients(made.dk, made.dv),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
         "B": problem.B,
@@ -178,7 +178,7 @@ def key_launch(
         "total_k": operands.k.shape[0],
         "heads": problem.Hk,
         "group": problem.group,
-        "section": backward_section(problem),
+        "swizzle": backward_swizzle(problem),
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
         "chunk": as_kernel_number(options.attention_chunk),

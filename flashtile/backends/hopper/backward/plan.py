@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from ..forward.plan import CACHED_BYTES, WIDEST_SECTION
+from ..forward.plan import CACHED_BYTES, WIDEST_SWIZZLE
 
 
 class BackwardTile(NamedTuple):
@@ -20,7 +20,7 @@ class BackwardTile(NamedTuple):
     BLOCK_N: int  # keys of a program
     q_stages: int  # blocks of Q in flight; 2 at least, for the next S^T starts before dK ends
     do_stages: int  # and of dO
-    splits_columns: bool  # the consumers share keys and split columns, else they split keys
+    is_split: bool  # the consumers share keys and split columns, else they split keys
 
 
 # Columns of a tile. Two accumulators of (64, columns) fit the registers up to 128 columns; above,
@@ -45,13 +45,13 @@ class BackwardConfig:
     BLOCK_D: int
     Q_STAGES: int
     DO_STAGES: int
-    SPLITS_COLUMNS: bool
+    IS_SPLIT: bool
     FILLED: int  # columns that are not all zero, in whole 64s; products leave the others out
     ADDERS: int  # parts of a block that are added to memory: by a writer, or by the consumers
     WRITERS: int  # warps, which take turns; those of the consumers' additions have nothing to do
-    FROM_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
-    CARRIES_LSE: bool  # to the next step, where registers allow
-    DQ_FIRST: bool  # the late dQ is made before dS is stored: more overlap, one more barrier
+    HAS_DQ_IN_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
+    HAS_CARRIED_LSE: bool  # to the next step, where registers allow
+    IS_DQ_FIRST: bool  # the late dQ is made before dS is stored: more overlap, one more barrier
     D: int
     DV: int
     HAS_LEFT: bool
@@ -76,13 +76,13 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         BLOCK_D=columns,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
-        SPLITS_COLUMNS=tile.splits_columns,
+        IS_SPLIT=tile.is_split,
         FILLED=-(-max(problem.D, problem.Dv, columns // 2 + 1) // 64) * 64,
-        ADDERS=2 if tile.splits_columns or from_registers else 1,
-        WRITERS=2 if options.deterministic and not tile.splits_columns else 1,
-        FROM_REGISTERS=from_registers,
-        CARRIES_LSE=columns == 128 and (problem.layout == "dense" or from_registers),
-        DQ_FIRST=columns == 128,
+        ADDERS=2 if tile.is_split or from_registers else 1,
+        WRITERS=2 if options.deterministic and not tile.is_split else 1,
+        HAS_DQ_IN_REGISTERS=from_registers,
+        HAS_CARRIED_LSE=columns == 128 and (problem.layout == "dense" or from_registers),
+        IS_DQ_FIRST=columns == 128,
         D=problem.D,
         DV=problem.Dv,
         HAS_LEFT=options.window_left is not None,
@@ -97,7 +97,7 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
 
 def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
     """Whether consumers add dQ straight from their registers, not through a writer: in packed
-    batches, which lack the registers that staging takes, and in short walks, which end sooner.
+    batches, which lack the registers that staging takes, and in short loops, which end sooner.
 
     Not at 64 columns, where dense batches lost most by it, nor where there is an order: every
     thread would wait for its additions before a turn could be passed on.
@@ -121,14 +121,14 @@ def is_uneven(problem: AttentionProblem) -> bool:
     return options.window_right is not None or options.attention_chunk > 0
 
 
-def backward_section(problem: AttentionProblem) -> int:
-    """Key heads whose tiles run side by side; see `plan.section_of`. Per key head the queries of a
+def backward_swizzle(problem: AttentionProblem) -> int:
+    """Key heads whose tiles run side by side; see `plan.swizzle_of`. Per key head the queries of a
     whole group stream through the cache."""
     ordered = problem.options.deterministic
     if not is_uneven(problem) and not ordered:
         return 1
     of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
-    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_ORDERED if ordered else WIDEST_SECTION)
+    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_ORDERED if ordered else WIDEST_SWIZZLE)
 
 
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:

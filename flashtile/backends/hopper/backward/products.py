@@ -10,7 +10,7 @@ from ..shared.intrinsics import (
     CONSUMER_ROWS,
     accumulator,
     empty_accumulator,
-    hidden_zero,
+    opaque_zero,
     recast,
     shared_value,
 )
@@ -23,7 +23,7 @@ from ..shared.softmax import LOG2E, bounds, tanh
 def own_columns(ME, cfg):
     """Columns of dK and dV that a consumer adds up: all, or its half as far as it is filled."""
     half = cfg.BLOCK_D // 2
-    return min(half, cfg.FILLED - ME * half) if cfg.SPLITS_COLUMNS else cfg.BLOCK_D
+    return min(half, cfg.FILLED - ME * half) if cfg.IS_SPLIT else cfg.BLOCK_D
 
 
 @gluon.constexpr_function
@@ -38,7 +38,7 @@ def products_along(cfg):
 @gluon.jit
 def rows_tile(channel, i, cfg: gl.constexpr):
     """A block of Q or dO, (BLOCK_M, BLOCK_D)."""
-    slot = hidden_zero(i) if channel.SLOTS == 1 else i % channel.SLOTS
+    slot = opaque_zero(i) if channel.SLOTS == 1 else i % channel.SLOTS
     return channel.tiles.index(slot).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
 
 
@@ -53,7 +53,7 @@ def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
     """The rows of it for which this consumer makes scores."""
     HALF: gl.constexpr = cfg.BLOCK_M // 2
     rows = rows_tile(channel, i, cfg)
-    if cfg.SPLITS_COLUMNS:
+    if cfg.IS_SPLIT:
         rows = rows.slice(ME * HALF, HALF)
     return rows
 
@@ -62,7 +62,7 @@ def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
 def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
     """The rows of K or V of which this consumer makes scores, (64, BLOCK_D)."""
     rows = tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
-    if not cfg.SPLITS_COLUMNS:
+    if not cfg.IS_SPLIT:
         rows = rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
     return rows
 
@@ -71,7 +71,7 @@ def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
 def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
     """This consumer's part of P^T or dS^T in shared memory, (BLOCK_N, BLOCK_M)."""
     tile = tiles.index(i % 2)
-    if cfg.SPLITS_COLUMNS:
+    if cfg.IS_SPLIT:
         tile = tile.slice(ME * (cfg.BLOCK_M // 2), cfg.BLOCK_M // 2, dim=1)
     else:
         tile = tile.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
@@ -81,9 +81,9 @@ def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
 @gluon.jit
 def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
     """The number that came with each row of a block, one a column of the scores."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
-    numbers = recast(channel.rest(i), gl.float32, [cfg.BLOCK_M], shared_value())
-    if cfg.SPLITS_COLUMNS:
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
+    numbers = recast(channel.tail(i), gl.float32, [cfg.BLOCK_M], shared_value())
+    if cfg.IS_SPLIT:
         numbers = numbers.slice(ME * COLUMNS, COLUMNS)
     return numbers.load(gl.SliceLayout(0, accumulator(COLUMNS)))
 
@@ -98,19 +98,19 @@ def multiply_along(keys, rows, start, use_start: gl.constexpr, cfg: gl.constexpr
         x = warpgroup_mma(keys, rows.permute((1, 0)), start, use_acc=use_start, is_async=True)
     else:
         HALF: gl.constexpr = cfg.BLOCK_D // 2
-        REST: gl.constexpr = cfg.FILLED - HALF
+        LAST: gl.constexpr = cfg.FILLED - HALF
         first = rows.slice(0, HALF, dim=1).permute((1, 0))
-        rest = rows.slice(HALF, REST, dim=1).permute((1, 0))
+        last = rows.slice(HALF, LAST, dim=1).permute((1, 0))
         keys_first = keys.slice(0, HALF, dim=1)
         x = warpgroup_mma(keys_first, first, start, use_acc=use_start, is_async=True)
-        x = warpgroup_mma(keys.slice(HALF, REST, dim=1), rest, x, is_async=True)
+        x = warpgroup_mma(keys.slice(HALF, LAST, dim=1), last, x, is_async=True)
     return x
 
 
 @gluon.jit
 def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
     """S^T = K Q^T of block i, under way."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     q = queries_of(ME, channels.q, i, cfg)
     return multiply_along(keys_tile(ME, k, cfg), q, empty_accumulator(COLUMNS), False, cfg)
 
@@ -118,7 +118,7 @@ def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
 @gluon.jit
 def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
     """dP^T - delta = V dO^T - delta of block i, under way."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.SPLITS_COLUMNS else cfg.BLOCK_M
+    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     minus_delta = statistic(ME, channels.dout, i, cfg)
     start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, COLUMNS])
     dout = queries_of(ME, channels.dout, i, cfg)
@@ -147,7 +147,7 @@ def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s, lse_log2, keys, m0, slope, score, MASKED: gl.constexpr, cfg: gl.constexpr):
+def probabilities(s, lse_log2, keys, m0, slope, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
     """P of a block, and the factor of dP - delta that gives dS: P times the slope of softcap.
 
     `lse_log2` (columns,), +inf for rows that saw nothing; m0: row of the first column; `slope`:
@@ -161,13 +161,13 @@ def probabilities(s, lse_log2, keys, m0, slope, score, MASKED: gl.constexpr, cfg
     if cfg.HAS_ALIBI:
         distance = distances(keys.number - keys.shift - m0, s)
         exponent = exponent - slope * gl.abs(distance).to(gl.float32)
-    if MASKED:
+    if IS_MASKED:
         exponent = masked_rows(exponent, -float("inf"), keys.start - m0, keys.stop - m0, cfg)
     p = gl.exp2(exponent)
     factor = p
     if cfg.HAS_SOFTCAP:
         factor = p * (1.0 - t * t)
-        if MASKED and cfg.IS_PACKED:  # what lies behind the last row may be NaN
+        if IS_MASKED and cfg.IS_PACKED:  # what lies behind the last row may be NaN
             factor = masked_rows(factor, 0.0, keys.start - m0, keys.stop - m0, cfg)
     return p, factor
 

@@ -20,7 +20,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
 def delta_kernel(
     out, dout, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_ptr, dlse_ptr, lse_log2_ptr,
-    minus_delta_ptr, workspace, turns, counter, at, M, total_q, heads, blocks, cfg: tl.constexpr,
+    minus_delta_ptr, workspace, semaphores, counter, at, M, total_q, heads, blocks,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """Statistics of one block of rows of one head, and its part of the workspace cleared.
 
@@ -33,7 +34,7 @@ def delta_kernel(
     b = tl.program_id(0) // heads
     h = tl.program_id(0) % heads
     m = tl.program_id(1)
-    start, count, place = rows_of_sequence(b, at, M, total_q, BLOCK)
+    start, count, first_block = rows_of_sequence(b, at, M, total_q, BLOCK)
     if cfg.IS_ORDERED:
         tl.store(counter, 0, mask=(m == 0) & (tl.program_id(0) == 0))
     if m * BLOCK < count:
@@ -57,7 +58,7 @@ def delta_kernel(
         if dlse_ptr is not None:
             minus_delta += tl.load(dlse_ptr + source, mask=real, other=0.0)
         dead = lse == -float("inf")
-        block = (h * blocks + place + m).to(tl.int64)
+        block = (h * blocks + first_block + m).to(tl.int64)
         target = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(lse_log2_ptr + target, tl.where(dead, float("inf"), lse * LOG2E))
         tl.store(minus_delta_ptr + target, tl.where(dead, 0.0, minus_delta))
@@ -66,7 +67,7 @@ def delta_kernel(
         tl.store(workspace + block * (BLOCK * BLOCK_D) + cleared, zeros)
         if cfg.IS_ORDERED:
             adders = tl.arange(0, ADDERS)
-            tl.store(turns + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))
+            tl.store(semaphores + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
@@ -80,11 +81,11 @@ def round_kernel(
     b = tl.program_id(0) // heads
     h = tl.program_id(0) % heads
     m = tl.program_id(1)
-    start, count, place = rows_of_sequence(b, at, M, total_q, BLOCK)
+    start, count, first_block = rows_of_sequence(b, at, M, total_q, BLOCK)
     if m * BLOCK < count:
         batch = b if at.cu_seqlens_q is None else b * 0
         base = dq + batch.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride
-        pieces = workspace + ((h * blocks + place + m).to(tl.int64) * PIECES) * PIECE
+        pieces = workspace + ((h * blocks + first_block + m).to(tl.int64) * PIECES) * PIECE
         for piece in tl.static_range(PIECES):
             x = tl.load(pieces + piece * PIECE + tl.arange(0, PIECE)) * scale
             # Columns / 8, warp, row % 8, columns % 8 / 2, row / 8 % 2, columns % 2.
@@ -93,23 +94,23 @@ def round_kernel(
             down, across = (piece % (BLOCK // 64)) * 64, (piece // (BLOCK // 64)) * 64
             rows = m * BLOCK + down + tl.arange(0, 64)[:, None]
             dims = across + tl.arange(0, 64)[None, :]
-            places = (start + rows).to(tl.int64) * row_stride + dims
+            offsets = (start + rows).to(tl.int64) * row_stride + dims
             inside = (rows < count) & (dims < cfg.D)
-            tl.store(base + places, x.to(dq.dtype.element_ty), mask=inside)
+            tl.store(base + offsets, x.to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rows_of_sequence(b, at, M, total_q, BLOCK_M: tl.constexpr):
     """First row, rows, and first block in the workspace of sequence `b`: `schedule.sequence` and
-    `places_before` for a kernel in plain Triton."""
+    `blocks_before` for a kernel in plain Triton."""
     start = b * 0
     count = start + M
-    place = b * tl.cdiv(M, BLOCK_M)
+    first_block = b * tl.cdiv(M, BLOCK_M)
     if at.cu_seqlens_q is not None:
         start = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + b), 0), total_q)
         stop = tl.minimum(tl.load(at.cu_seqlens_q + b + 1), total_q)
         count = tl.minimum(tl.maximum(stop - start, 0), count)
-        place = start // BLOCK_M + b
+        first_block = start // BLOCK_M + b
     if at.seqused_q is not None:
         count = tl.minimum(tl.maximum(tl.load(at.seqused_q + b), 0), count)
-    return start, count, place
+    return start, count, first_block

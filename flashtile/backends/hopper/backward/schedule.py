@@ -1,14 +1,14 @@
 """Which tile of keys a program has, and which blocks of queries see it.
 
 The rows of the float32 workspace of dQ, and of the statistics of the rows, come in whole blocks of
-BLOCK_M: every sequence starts a new block, `places_before` counts those before it.
+BLOCK_M: every sequence starts a new block, `blocks_before` counts those before it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..shared.intrinsics import aggregate
-from ..shared.schedule import floor_to, section_order, sequence
+from ..shared.schedule import floor_to, sequence, swizzled_order
 
 
 @aggregate
@@ -23,7 +23,7 @@ class KeyWork:
     M: gl.tensor
     start_k: gl.tensor
     N: gl.tensor
-    place: gl.tensor  # first block of the sequence in the workspace, of head 0
+    first_block: gl.tensor  # first block of the sequence in the workspace, of head 0
     before: gl.tensor  # blocks [begin, end) of the tile before this one end here
     begin: gl.tensor
     full_begin: gl.tensor  # blocks [full_begin, full_end) see every key of the tile
@@ -32,7 +32,7 @@ class KeyWork:
 
     @gluon.constexpr_function
     def __init__(
-        self, b, kv_head, n, n0, start_q, M, start_k, N, place, before, begin, full_begin,
+        self, b, kv_head, n, n0, start_q, M, start_k, N, first_block, before, begin, full_begin,
         full_end, end,
     ):  # fmt: skip
         self.b = b
@@ -43,7 +43,7 @@ class KeyWork:
         self.M = M
         self.start_k = start_k
         self.N = N
-        self.place = place
+        self.first_block = first_block
         self.before = before
         self.begin = begin
         self.full_begin = full_begin
@@ -55,7 +55,9 @@ class KeyWork:
 def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
     """The work of a tile number; equal tiles of a section's heads follow each other, first keys
     first (under a causal mask most queries see them)."""
-    n, bh = section_order(tile, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.section)
+    n, bh = swizzled_order(
+        tile, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.swizzle
+    )
     b = bh // sizes.heads
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
@@ -64,19 +66,19 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
     begin, full_begin, full_end, end = blocks_seeing(n0, M, N, mask, cfg)
     return KeyWork(
         b, bh % sizes.heads, n, n0, start_q, M, start_k, N,
-        places_before(b, start_q, sizes.M, at.cu_seqlens_q, cfg.BLOCK_M),
+        blocks_before(b, start_q, sizes.M, at.cu_seqlens_q, cfg.BLOCK_M),
         gl.where(n > 0, before, 0), begin, full_begin, full_end, end,
     )  # fmt: skip
 
 
 @gluon.jit
-def places_before(b, start_q, M, cu_seqlens, BLOCK_M: gl.constexpr):
+def blocks_before(b, start_q, M, cu_seqlens, BLOCK_M: gl.constexpr):
     """Blocks of the workspace before sequence `b`. A packed one of `count` rows takes up to
     ceil(count / BLOCK_M) blocks, and start_q // BLOCK_M + b grows by more than that."""
-    place = b * gl.cdiv(M, BLOCK_M)
+    first_block = b * gl.cdiv(M, BLOCK_M)
     if cu_seqlens is not None:
-        place = start_q // BLOCK_M + b
-    return place
+        first_block = start_q // BLOCK_M + b
+    return first_block
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..forward.consumer import attend_tiles, issue_scores, normalisation
-from ..shared.channels import give_turn, wait_for_turn
+from ..shared.channels import await_ping_pong, pass_ping_pong
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -106,17 +106,17 @@ class Float8Math:
 
     @gluon.jit
     def first_block(
-        self, ME: gl.constexpr, q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr
+        self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
     ):
         """The block that is visited first, which holds the last keys that its rows see."""
         n0 = block * cfg.BLOCK_N
         k_unit, v_unit = self.scales_of(block, cfg)
         k_next, v_next = self.scales_of(block - 1, cfg)
         channels.k.acquire(i)
-        s = issue_scores(q, q_rest, i, channels, cfg)
+        s = issue_scores(q, q_tail, i, channels, cfg)
         if cfg.IS_RAGGED:
             channels.v.acquire(i)
-            clear_tail(ME, channels.v.tile(i), work.N - n0, cfg)
+            clear_past_end(ME, channels.v.tile(i), work.N - n0, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
         s, factor = self.scores(s, rows, k_unit, score, cfg)
@@ -140,37 +140,37 @@ class Float8Math:
 
     @gluon.jit
     def next_block(
-        self, ME: gl.constexpr, now, q, q_rest, channels, rows, score, MASKED: gl.constexpr,
+        self, ME: gl.constexpr, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
         cfg: gl.constexpr,
     ):  # fmt: skip
         """Scores of the block before `now.block`, and the output of that one."""
         i, block = now.i + 1, now.block - 1
         k_next, v_next = self.scales_of(block - 1, cfg)
         channels.k.acquire(i)
-        wait_for_turn(ME, cfg)
-        s = issue_scores(q, q_rest, i, channels, cfg)
+        await_ping_pong(ME, cfg)
+        s = issue_scores(q, q_tail, i, channels, cfg)
         o, _ = self.issue_output(now, channels, cfg)
-        give_turn(ME, cfg)
+        pass_ping_pong(ME, cfg)
         s = warpgroup_mma_wait(1, deps=[s])
         channels.k.release_operand(i)
         s, factor = self.scores(s, rows, now.k_next, score, cfg)
-        if MASKED:
+        if IS_MASKED:
             s = masked(s, rows.start, rows.stop, block * cfg.BLOCK_N, cfg)
         row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
         if cfg.WAITS == "early":
             pin(row_max)
             o = warpgroup_mma_wait(0, deps=[o])
             channels.v.release_operand(now.i)
-        pivot = pivot_of(row_max, MASKED)
+        pivot = pivot_of(row_max, IS_MASKED)
         rescale = gl.exp2(now.row_max - pivot)
-        p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], MASKED, cfg)
+        p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], IS_MASKED, cfg)
         row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
         if cfg.WAITS != "early":
             if cfg.WAITS == "late":
                 pin(row_sum)
             o = warpgroup_mma_wait(0, deps=[o])
             channels.v.release_operand(now.i)
-        if cfg.BLOCK_SCALES:
+        if cfg.HAS_BLOCK_SCALES:
             rescale = rescale * ratio(now.v_unit, now.v_next)
         p = packed_weights(p, cfg.BLOCK_DV)
         o = rescaled_where_needed(o, rescale)
@@ -188,7 +188,7 @@ class Float8Math:
     def scales_of(self, block, cfg: gl.constexpr):
         """Scales of K and V of a block; before the first one, of that."""
         k, v = self.score, self.score
-        if cfg.BLOCK_SCALES:
+        if cfg.HAS_BLOCK_SCALES:
             block = gl.maximum(block, 0)
             k, v = gl.load(self.k + block), gl.load(self.v + block)
         return k, v
@@ -197,7 +197,7 @@ class Float8Math:
     def scores(self, s, rows, k_unit, score, cfg: gl.constexpr):
         """From products to scores in base 2, less the factor that comes second."""
         unit = self.score
-        if cfg.BLOCK_SCALES:
+        if cfg.HAS_BLOCK_SCALES:
             unit = unit * k_unit
         scaled = Score(unit, score.softcap, score.alibi_ptr, score.alibi_batch, score.sink_ptr)
         return scores_log2(s, 0, rows.slope, scaled, cfg), linear_scale(scaled, cfg)
@@ -211,7 +211,7 @@ class Float8Math:
     @gluon.jit
     def output_scale(self, scale, done, cfg: gl.constexpr):
         """`scale` in the unit of the output."""
-        if cfg.BLOCK_SCALES:
+        if cfg.HAS_BLOCK_SCALES:
             scale = scale * done.v_unit
         else:
             scale = scale * self.v
@@ -224,7 +224,7 @@ def float8_math(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr)
     unit = score.scale
     key_heads = sizes.heads // sizes.group
     key_head = (work.b * key_heads + work.h // sizes.group).to(gl.int64)
-    if cfg.BLOCK_SCALES:
+    if cfg.HAS_BLOCK_SCALES:
         query_head = (work.b * sizes.heads + work.h).to(gl.int64)
         query_blocks = gl.cdiv(sizes.M, CONSUMER_ROWS)
         # A consumer past the last row has no scale, nor need of one.
@@ -251,7 +251,7 @@ def bytes_of_values(warps):
 
 
 @gluon.jit
-def clear_tail(ME: gl.constexpr, v, count, cfg: gl.constexpr):
+def clear_past_end(ME: gl.constexpr, v, count, cfg: gl.constexpr):
     """Zero the keys of a block of V from `count` on, which belong to another sequence or to none.
 
     Their weight is zero, but what memory holds there may be NaN. All consumers write the same

@@ -77,8 +77,8 @@ def load_blocks(
     for j in range(begin, end):
         row = (work.end - 1 - j) * cfg.BLOCK_N
         full = channels.k.acquire_empty(i, keys.groups.block_type.nbytes)
-        place = [first_group + row // KEY_GROUP, 0, 0, 0, head * keys.head_step]
-        copy_to_shared(keys.groups, place, full, channels.k.tile(i))
+        coord = [first_group + row // KEY_GROUP, 0, 0, 0, head * keys.head_step]
+        copy_to_shared(keys.groups, coord, full, channels.k.tile(i))
         full = channels.v.acquire_empty(i, v_tiles.block_type.nbytes)
         copy_to_shared(v_tiles, [batch, head, 0, first_key + row], full, channels.v.tile(i))
         i += 1
@@ -88,11 +88,11 @@ def load_blocks(
 @gluon.jit(do_not_specialize=(*NUMBERS, "batch_groups", "head_step"))
 def float8_kernel(
     q_tiles, k_groups, v_tiles, o_tiles, out_ptr, lse_ptr, counter, at, scales, batch_groups,
-    head_step, B, M, N, total_q, total_k, heads, group, section, tiles, left, right, scale,
+    head_step, B, M, N, total_q, total_k, heads, group, swizzle, tiles, left, right, scale,
     softcap, cfg: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of every tile."""
-    sizes = Sizes(B, M, N, total_q, total_k, heads, group, section, tiles)
+    sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, 0)
     score = Score(scale, softcap, None, 0, None)
     q, keys = Described(q_tiles, None), Keys(k_groups, batch_groups, head_step)

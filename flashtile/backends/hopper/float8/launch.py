@@ -90,8 +90,8 @@ def grouped(x: Tensor, cu_seqlens: Tensor, columns: int) -> Tensor:
     token = torch.arange(total, device=x.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     start = cu_seqlens.long()[sequence.clamp(max=sequences)]
-    place = token - start + (start // GROUP + sequence) * GROUP
-    found[place.clamp(0, rows - 1), :, :D] = x.view(torch.uint8)
+    row = token - start + (start // GROUP + sequence) * GROUP
+    found[row.clamp(0, rows - 1), :, :D] = x.view(torch.uint8)
     return found.view(x.dtype)[None]
 
 

@@ -16,7 +16,7 @@ DTYPE = torch.float8_e4m3fn
 # TMA wants rows at multiples of 16 bytes.
 HEAD_DIM_STEP = 16
 
-# Head dim, key's and value's, rounded up. Q lies as `plan.PLACES_OF_Q` says, never as once or held.
+# Head dim, key's and value's, rounded up. Q lies as `plan.Q_LOCATIONS` says, never as once or held.
 TILES = {
     64: Tile(3, FLOAT8_KEY_BLOCK, 3, False, "registers", "late"),
     128: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "registers", "freely"),
@@ -35,7 +35,7 @@ assert CONSUMER_ROWS == FLOAT8_QUERY_BLOCK
 class Float8Config(KernelConfig):
     """What the float8 kernel is compiled for."""
 
-    BLOCK_SCALES: bool  # a scale for each block of rows, not one for each head
+    HAS_BLOCK_SCALES: bool  # a scale for each block of rows, not one for each head
     HAS_POLYNOMIAL: bool  # for one exponential in eight
 
 
@@ -70,15 +70,15 @@ def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
         "BLOCK_N": tile.BLOCK_N,
         "STAGES": tile.stages,
         "Q_SLOTS": tile.consumers * (2 if tile.q == "twice" else 1),
-        "Q_IN_REGISTERS": tile.q == "registers",
-        "O_REUSES_Q": False,
-        "TAKES_TURNS": tile.takes_turns,
+        "HAS_Q_IN_REGISTERS": tile.q == "registers",
+        "IS_Q_REUSED": False,
+        "HAS_PING_PONG": tile.ping_pong,
         "WAITS": tile.waits,
         "DV": problem.Dv,
     }
     return Float8Config(
         **options,
-        BLOCK_SCALES=block_scales,
+        HAS_BLOCK_SCALES=block_scales,
         HAS_POLYNOMIAL=head_dim == POLYNOMIAL_HEAD_DIM,
     )
 

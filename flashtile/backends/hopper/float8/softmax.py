@@ -49,15 +49,15 @@ def masked(s, start, stop, n0, cfg: gl.constexpr):
 def bounds(bound, LAYOUT: gl.constexpr):
     """A bound on keys (64,) as one on `key` of `masked`: (64, 1, 8)."""
     bound = gl.convert_layout(bound, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    place = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    return bound[:, None, None] - (place // 2 * 4 + place % 2)[None, None, :]
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    return bound[:, None, None] - (column // 2 * 4 + column % 2)[None, None, :]
 
 
 @gluon.jit
-def exponentials(x, MASKED: gl.constexpr, cfg: gl.constexpr):
+def exponentials(x, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
     """2**x. Where the unit for exponentials is as busy as the tensor cores and the one for products
     is not, one in eight is a polynomial, but for masked blocks."""
-    if cfg.HAS_POLYNOMIAL and not MASKED:
+    if cfg.HAS_POLYNOMIAL and not IS_MASKED:
         p = some_by_polynomial(x)
     else:
         p = gl.exp2(x)
@@ -78,9 +78,9 @@ def packed_weights(p, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def weights_operand(words):
+def weights_operand(packed):
     """`packed_weights` as the product takes it."""
-    return same_float8(words)
+    return same_float8(packed)
 
 
 # Inline assembly on the registers of a thread
@@ -103,10 +103,10 @@ def four_to_float8(x):
 
 
 @gluon.jit
-def same_float8(words):
+def same_float8(packed):
     """The four numbers of `four_to_float8`, as float8."""
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.float8e4nv, is_pure=True, pack=4
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [packed], dtype=gl.float8e4nv, is_pure=True, pack=4
     )
 
 

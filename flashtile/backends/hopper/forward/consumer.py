@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..shared.channels import first_turn, give_turn, last_turn, wait_for_turn
+from ..shared.channels import await_ping_pong, close_ping_pong, open_ping_pong, pass_ping_pong
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -87,18 +87,18 @@ class Progress:
     block: gl.tensor  # its number
     p: gl.tensor  # (64, BLOCK_N / 2) its weights, `paired`
     o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it
-    o_rest: gl.tensor
+    o_tail: gl.tensor
     rescale: gl.tensor  # (64,) what that output is still to be multiplied with
     row_max: gl.tensor  # (64,) or a little less, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
 
     @gluon.constexpr_function
-    def __init__(self, i, block, p, o, o_rest, rescale, row_max, row_sum):
+    def __init__(self, i, block, p, o, o_tail, rescale, row_max, row_sum):
         self.i = i
         self.block = block
         self.p = p
         self.o = o
-        self.o_rest = o_rest
+        self.o_tail = o_tail
         self.rescale = rescale
         self.row_max = row_max
         self.row_sum = row_sum
@@ -118,29 +118,29 @@ def attend_tiles(
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Attend tile after tile, until the producer has no more; `math_of` a tile: as `Math16`."""
-    first_turn(ME, cfg)
+    open_ping_pong(ME, cfg)
     count = 0  # tiles so far
     i = 0  # blocks so far
     channels.work.acquire(count)
     work = read_work(channels.work, count, sizes, cfg)
     while work.begin < work.end:
-        o, o_rest, done, math = attend(
+        o, o_tail, done, math = attend(
             math_of, ME, count, i, channels, scales, sizes, work, mask, score, cfg
         )
         # again, for registers are scarce until here
         work = read_work(channels.work, count, sizes, cfg)
         scale, lse = math.normalisation(ME, done, work, score.sink_ptr, cfg)
         store_lse(ME, lse, output, work, sizes, cfg)
-        o, o_rest = finished_output(o, o_rest, cfg)
+        o, o_tail = finished_output(o, o_tail, cfg)
         channels.v.release_operand(done.i)
         i = pass_blocks(ME, done.i + 1, done.block - work.begin, channels, cfg)
         tma.store_wait(0)
         scale = math.output_scale(scale, done, cfg)
         store_output(ME, rescaled(o, scale), channels.o, 0, output, work, cfg.BLOCK_DV, cfg)
-        if cfg.REST_DV > 0:
-            o_rest = rescaled(o_rest, scale)
-            store_output(ME, o_rest, channels.o_rest, cfg.BLOCK_DV, output, work, cfg.REST_DV, cfg)
-        if cfg.O_REUSES_Q:
+        if cfg.TAIL_DV > 0:
+            o_tail = rescaled(o_tail, scale)
+            store_output(ME, o_tail, channels.o_tail, cfg.BLOCK_DV, output, work, cfg.TAIL_DV, cfg)
+        if cfg.IS_Q_REUSED:
             tma.store_wait(0)
             channels.q.release(count * cfg.CONSUMERS + ME)
         channels.work.release(count)
@@ -148,7 +148,7 @@ def attend_tiles(
         channels.work.acquire(count)
         work = read_work(channels.work, count, sizes, cfg)
     tma.store_wait(0)
-    last_turn(ME, cfg)
+    close_ping_pong(ME, cfg)
 
 
 @gluon.jit
@@ -165,31 +165,31 @@ def attend(
     rows = rows_of(ME, work, mask, score, cfg)
     math = math_of(ME, scales, sizes, work, score, cfg)
     q_use = count * cfg.CONSUMERS + ME
-    q, q_rest = queries(q_use, channels, cfg)
+    q, q_tail = queries(q_use, channels, cfg)
     i = pass_blocks(ME, i, work.end - end, channels, cfg)
-    now = math.first_block(ME, q, q_rest, i, end - 1, channels, rows, work, score, cfg)
-    if cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:  # a product has used them: they have arrived
+    now = math.first_block(ME, q, q_tail, i, end - 1, channels, rows, work, score, cfg)
+    if cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:  # a product has used them: they have arrived
         channels.q.release_operand(q_use)
     # Three phases: masked, full, masked.
     if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
-        now = walk(math, ME, now, q, q_rest, full_end, channels, rows, score, True, cfg)
-    now = walk(math, ME, now, q, q_rest, full_begin, channels, rows, score, False, cfg)
+        now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, True, cfg)
+    now = key_loop(math, ME, now, q, q_tail, full_begin, channels, rows, score, False, cfg)
     if cfg.HAS_LEFT or cfg.HAS_CHUNK:
-        now = walk(math, ME, now, q, q_rest, begin, channels, rows, score, True, cfg)
-    if not cfg.Q_IN_REGISTERS and not cfg.O_REUSES_Q:
+        now = key_loop(math, ME, now, q, q_tail, begin, channels, rows, score, True, cfg)
+    if not cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:
         channels.q.release_operand(q_use)
-    o, o_rest = math.issue_output(now, channels, cfg)
-    return o, o_rest, now, math
+    o, o_tail = math.issue_output(now, channels, cfg)
+    return o, o_tail, now, math
 
 
 @gluon.jit
-def walk(
-    math, ME: gl.constexpr, now, q, q_rest, stop, channels, rows, score, MASKED: gl.constexpr,
+def key_loop(
+    math, ME: gl.constexpr, now, q, q_tail, stop, channels, rows, score, IS_MASKED: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Blocks before `now.block`, down to `stop`."""
     for _ in range(now.block - stop):
-        now = math.next_block(ME, now, q, q_rest, channels, rows, score, MASKED, cfg)
+        now = math.next_block(ME, now, q, q_tail, channels, rows, score, IS_MASKED, cfg)
     return now
 
 
@@ -198,13 +198,13 @@ def queries(q_use, channels, cfg: gl.constexpr):
     """Q, in registers or in shared memory, and the rest of its columns."""
     channels.q.acquire(q_use)
     q = channels.q.tile(q_use).reshape([CONSUMER_ROWS, cfg.BLOCK_D])
-    q_rest = q
-    if cfg.REST_D > 0:
-        q_rest = channels.q.rest(q_use).reshape([CONSUMER_ROWS, cfg.REST_D])
-    if cfg.Q_IN_REGISTERS:
+    q_tail = q
+    if cfg.TAIL_D > 0:
+        q_tail = channels.q.tail(q_use).reshape([CONSUMER_ROWS, cfg.TAIL_D])
+    if cfg.HAS_Q_IN_REGISTERS:
         q = q.load(left_operand(cfg.BLOCK_N, cfg.BITS))
-        q_rest = q_rest.load(left_operand(cfg.BLOCK_N, cfg.BITS)) if cfg.REST_D > 0 else q
-    return q, q_rest
+        q_tail = q_tail.load(left_operand(cfg.BLOCK_N, cfg.BITS)) if cfg.TAIL_D > 0 else q
+    return q, q_tail
 
 
 @gluon.jit
@@ -212,8 +212,8 @@ def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
     """Let `count` blocks go by that no row of this consumer sees, from use `i` on; the use after
     them."""
     for _ in range(count):
-        wait_for_turn(ME, cfg)
-        give_turn(ME, cfg)
+        await_ping_pong(ME, cfg)
+        pass_ping_pong(ME, cfg)
         channels.k.acquire(i)
         channels.k.release(i)
         channels.v.acquire(i)
@@ -233,34 +233,34 @@ def rows_of(ME: gl.constexpr, work, mask, score, cfg: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(q, q_rest, i, channels, cfg: gl.constexpr):
+def issue_scores(q, q_tail, i, channels, cfg: gl.constexpr):
     """S = Q K^T of block i, under way."""
     k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
     s = warpgroup_mma(q, k, empty_accumulator(cfg.BLOCK_N, cfg.BITS), use_acc=False, is_async=True)
-    if cfg.REST_D > 0:
-        k = channels.k.rest(i).reshape([cfg.BLOCK_N, cfg.REST_D]).permute((1, 0))
-        s = warpgroup_mma(q_rest, k, s, is_async=True)
+    if cfg.TAIL_D > 0:
+        k = channels.k.tail(i).reshape([cfg.BLOCK_N, cfg.TAIL_D]).permute((1, 0))
+        s = warpgroup_mma(q_tail, k, s, is_async=True)
     return s
 
 
 @gluon.jit
-def finished_output(o, o_rest, cfg: gl.constexpr):
+def finished_output(o, o_tail, cfg: gl.constexpr):
     """Wait for `issue_output`."""
-    if cfg.REST_DV > 0:
-        o, o_rest = warpgroup_mma_wait(0, deps=[o, o_rest])
+    if cfg.TAIL_DV > 0:
+        o, o_tail = warpgroup_mma_wait(0, deps=[o, o_tail])
     else:
         o = warpgroup_mma_wait(0, deps=[o])
-    return o, o_rest
+    return o, o_tail
 
 
 @gluon.jit
-def finished_scores(s, n0, rows, score, MASKED: gl.constexpr, cfg: gl.constexpr):
+def finished_scores(s, n0, rows, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
     """From products to scores in base 2, less `linear_scale`; -inf where masked."""
     distance = 0
     if cfg.HAS_ALIBI:
         distance = distances(rows.number + rows.shift, n0, s, cfg)
     s = scores_log2(s, distance, rows.slope, score, cfg)
-    if MASKED:
+    if IS_MASKED:
         s = masked(s, rows.start, rows.stop, n0, cfg)
     return s
 
@@ -275,17 +275,17 @@ class Math16:
 
     @gluon.jit
     def first_block(
-        self, ME: gl.constexpr, q, q_rest, i, block, channels, rows, work, score, cfg: gl.constexpr
+        self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
     ):
         """The block that is visited first, which holds the last keys that its rows see."""
         n0 = block * cfg.BLOCK_N
         channels.k.acquire(i)
-        s = issue_scores(q, q_rest, i, channels, cfg)
+        s = issue_scores(q, q_tail, i, channels, cfg)
         if cfg.IS_RAGGED:
             channels.v.acquire(i)
-            clear_tail(ME, channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
-            if cfg.REST_DV > 0:
-                clear_tail(ME, channels.v.rest(i), work.N - n0, cfg.REST_DV, cfg)
+            clear_past_end(ME, channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
+            if cfg.TAIL_DV > 0:
+                clear_past_end(ME, channels.v.tail(i), work.N - n0, cfg.TAIL_DV, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
         s = finished_scores(s, n0, rows, score, False, cfg)
@@ -301,7 +301,7 @@ class Math16:
             block,
             paired(p, channels.v.tiles.dtype),
             empty_accumulator(cfg.BLOCK_DV),
-            empty_accumulator(cfg.REST_DV) if cfg.REST_DV > 0 else i * 0,
+            empty_accumulator(cfg.TAIL_DV) if cfg.TAIL_DV > 0 else i * 0,
             gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
             row_max,
             partial_row_sum(p),
@@ -309,53 +309,53 @@ class Math16:
 
     @gluon.jit
     def next_block(
-        self, ME: gl.constexpr, now, q, q_rest, channels, rows, score, MASKED: gl.constexpr,
+        self, ME: gl.constexpr, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
         cfg: gl.constexpr,
     ):  # fmt: skip
         """Scores of the block before `now.block`, and the output of that one."""
-        VALUE_PRODUCTS: gl.constexpr = 1 if cfg.REST_DV == 0 else 2
+        VALUE_PRODUCTS: gl.constexpr = 1 if cfg.TAIL_DV == 0 else 2
         i, block = now.i + 1, now.block - 1
         channels.k.acquire(i)
-        wait_for_turn(ME, cfg)
-        s = issue_scores(q, q_rest, i, channels, cfg)
-        o, o_rest = self.issue_output(now, channels, cfg)
-        give_turn(ME, cfg)
+        await_ping_pong(ME, cfg)
+        s = issue_scores(q, q_tail, i, channels, cfg)
+        o, o_tail = self.issue_output(now, channels, cfg)
+        pass_ping_pong(ME, cfg)
         s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
         channels.k.release_operand(i)
-        s = finished_scores(s, block * cfg.BLOCK_N, rows, score, MASKED, cfg)
+        s = finished_scores(s, block * cfg.BLOCK_N, rows, score, IS_MASKED, cfg)
         factor = linear_scale(score, cfg)
         row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
         if cfg.WAITS == "early":
             pin(row_max)
-            o, o_rest = finished_output(o, o_rest, cfg)
+            o, o_tail = finished_output(o, o_tail, cfg)
             channels.v.release_operand(now.i)
-        pivot = pivot_of(row_max, MASKED)
+        pivot = pivot_of(row_max, IS_MASKED)
         rescale = gl.exp2(now.row_max - pivot)
         p = gl.exp2(s * factor - pivot[:, None])
         row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
         if cfg.WAITS != "early":
             if cfg.WAITS == "late":
                 pin(row_sum)
-            o, o_rest = finished_output(o, o_rest, cfg)
+            o, o_tail = finished_output(o, o_tail, cfg)
             channels.v.release_operand(now.i)
         p = paired(p, channels.v.tiles.dtype)
-        return Progress(i, block, p, o, o_rest, rescale, row_max, row_sum)
+        return Progress(i, block, p, o, o_tail, rescale, row_max, row_sum)
 
     @gluon.jit
     def issue_output(self, now, channels, cfg: gl.constexpr):
         """O += P V of block i, under way."""
         dtype: gl.constexpr = channels.v.tiles.dtype
         channels.v.acquire(now.i)
-        o, o_rest = rescaled_where_needed(now.o, now.rescale), now.o_rest
-        if cfg.REST_DV > 0:
-            o_rest = rescaled_where_needed(o_rest, now.rescale)
+        o, o_tail = rescaled_where_needed(now.o, now.rescale), now.o_tail
+        if cfg.TAIL_DV > 0:
+            o_tail = rescaled_where_needed(o_tail, now.rescale)
         v = channels.v.tile(now.i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
         o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
-        if cfg.REST_DV > 0:
-            v = channels.v.rest(now.i).reshape([cfg.BLOCK_N, cfg.REST_DV])
-            p = as_left_operand(now.p, cfg.REST_DV, dtype)
-            o_rest = warpgroup_mma(p, v, o_rest, is_async=True)
-        return o, o_rest
+        if cfg.TAIL_DV > 0:
+            v = channels.v.tail(now.i).reshape([cfg.BLOCK_N, cfg.TAIL_DV])
+            p = as_left_operand(now.p, cfg.TAIL_DV, dtype)
+            o_tail = warpgroup_mma(p, v, o_tail, is_async=True)
+        return o, o_tail
 
     @gluon.jit
     def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):
@@ -375,7 +375,7 @@ def math16(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
 
 
 @gluon.jit
-def clear_tail(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
+def clear_past_end(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
     """Zero the rows of a block of V from `count` on, which belong to another sequence or to none.
 
     Their weight is zero, but what memory holds there may be infinite. All consumers write the same
@@ -421,10 +421,10 @@ def store_lse(ME: gl.constexpr, lse, output, work, sizes, cfg: gl.constexpr):
     rows = work.m0 + ME * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     if not cfg.IS_PACKED:
-        place = (work.b * sizes.heads + work.h).to(gl.int64) * sizes.M
+        offset = (work.b * sizes.heads + work.h).to(gl.int64) * sizes.M
     else:
-        place = work.h.to(gl.int64) * sizes.total_q + work.start_q
-    gl.store(output.lse_ptr + place + rows, lse, mask=rows < work.M)
+        offset = work.h.to(gl.int64) * sizes.total_q + work.start_q
+    gl.store(output.lse_ptr + offset + rows, lse, mask=rows < work.M)
 
 
 @gluon.jit
@@ -444,13 +444,13 @@ def store_output(
         offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
         dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         strides = output.desc.tiles.strides  # of (batch, row, head, dim)
-        places = (work.start_q + offs).to(gl.int64) * strides[1] + work.h.to(gl.int64) * strides[2]
+        offsets = (work.start_q + offs).to(gl.int64) * strides[1] + work.h.to(gl.int64) * strides[2]
         if not cfg.IS_PACKED:
-            places += work.b.to(gl.int64) * strides[0]
+            offsets += work.b.to(gl.int64) * strides[0]
         # Rows start at multiples of 16 bytes, as TMA wants them.
-        places = gl.multiple_of(places, [1, 8])
-        gl.store(output.ptr + places + dims, x, mask=(offs < work.M) & (dims < cfg.DV))
+        offsets = gl.multiple_of(offsets, [1, 8])
+        gl.store(output.ptr + offsets + dims, x, mask=(offs < work.M) & (dims < cfg.DV))
     elif COLUMN == 0:
         copy_to_global(output.desc.tiles, [work.b, row, work.h, 0], tile)
     else:
-        copy_to_global(output.desc.rests, [work.b, row, work.h, COLUMN], tile)
+        copy_to_global(output.desc.tails, [work.b, row, work.h, COLUMN], tile)

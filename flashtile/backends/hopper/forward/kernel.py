@@ -24,7 +24,7 @@ from ..shared.schedule import (
     next_number,
     put_work,
     retire,
-    start_place,
+    start_cursor,
     work_of,
 )
 from ..shared.softmax import Score
@@ -43,21 +43,21 @@ class Channels(NamedTuple):
     k: Any
     v: Any
     o: Any  # plain tiles, one for each consumer
-    o_rest: Any
+    o_tail: Any
     work: Any  # where the tiles of queries lie, and which keys they see
 
 
 @gluon.jit
 def make_tiles(
     dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    REST: gl.constexpr,
+    TAIL: gl.constexpr,
 ):  # fmt: skip
     """COUNT tiles, and COUNT tiles with the rest of their columns if there is one."""
     tiles = gl.allocate_shared_memory(dtype, [COUNT, 1, ROWS, 1, COLUMNS], shared_rows(COLUMNS))
-    rests = tiles
-    if REST > 0:
-        rests = gl.allocate_shared_memory(dtype, [COUNT, 1, ROWS, 1, REST], shared_rows(REST))
-    return tiles, rests
+    tails = tiles
+    if TAIL > 0:
+        tails = gl.allocate_shared_memory(dtype, [COUNT, 1, ROWS, 1, TAIL], shared_rows(TAIL))
+    return tiles, tails
 
 
 @gluon.jit
@@ -65,18 +65,18 @@ def make_channels(dtype: gl.constexpr, cfg: gl.constexpr):
     """Allocate the rings and set up their barriers."""
     C: gl.constexpr = cfg.CONSUMERS
     ROWS: gl.constexpr = CONSUMER_ROWS
-    q, q_rest = make_tiles(dtype, cfg.Q_SLOTS, ROWS, cfg.BLOCK_D, cfg.REST_D)
-    o, o_rest = q, q_rest
-    if not cfg.O_REUSES_Q:
-        o, o_rest = make_tiles(dtype, C, ROWS, cfg.BLOCK_DV, cfg.REST_DV)
-    k, k_rest = make_tiles(dtype, cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D, cfg.REST_D)
-    v, v_rest = make_tiles(dtype, cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV, cfg.REST_DV)
+    q, q_tail = make_tiles(dtype, cfg.Q_SLOTS, ROWS, cfg.BLOCK_D, cfg.TAIL_D)
+    o, o_tail = q, q_tail
+    if not cfg.IS_Q_REUSED:
+        o, o_tail = make_tiles(dtype, C, ROWS, cfg.BLOCK_DV, cfg.TAIL_DV)
+    k, k_tail = make_tiles(dtype, cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D, cfg.TAIL_D)
+    v, v_tail = make_tiles(dtype, cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV, cfg.TAIL_DV)
     channels = Channels(
-        make_channel(q, q_rest, cfg.Q_SLOTS, 1),
-        make_channel(k, k_rest, cfg.STAGES, C),
-        make_channel(v, v_rest, cfg.STAGES, C),
+        make_channel(q, q_tail, cfg.Q_SLOTS, 1),
+        make_channel(k, k_tail, cfg.STAGES, C),
+        make_channel(v, v_tail, cfg.STAGES, C),
         o,
-        o_rest,
+        o_tail,
         make_queue(2, WORK_NUMBERS, C),
     )
     fence_async_shared()
@@ -103,13 +103,13 @@ def load_tiles(
     LEFT: gl.constexpr = 1 if cfg.IS_PACKED else 0
     count = 0  # tiles so far
     i = 0  # blocks so far
-    work, start_k, place = work_of(gl.program_id(0), start_place(), sizes, at, mask, cfg)
+    work, start_k, cursor = work_of(gl.program_id(0), start_cursor(), sizes, at, mask, cfg)
     put_work(channels.work, count, work)
     while work.begin < work.end:
         load_queries(q, count, channels, work, at, cfg)
         blocks = work.end - work.begin
         i = load_keys(k, v, i, 0, blocks - LEFT, channels, work, start_k, sizes.group, at, cfg)
-        following, following_k, place = work_of(next_number(counter), place, sizes, at, mask, cfg)
+        following, following_k, cursor = work_of(next_number(counter), cursor, sizes, at, mask, cfg)
         if LEFT > 0:
             begin = blocks - LEFT
             i = load_keys(k, v, i, begin, blocks, channels, work, start_k, sizes.group, at, cfg)
@@ -127,7 +127,7 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
     for c in gl.static_range(CONSUMERS):
         use = count * CONSUMERS + c
         row = work.start_q + work.m0 + c * CONSUMER_ROWS
-        load_tile(q, channels.q, use, batch, row, work.h, cfg.BLOCK_D, cfg.REST_D)
+        load_tile(q, channels.q, use, batch, row, work.h, cfg.BLOCK_D, cfg.TAIL_D)
 
 
 @gluon.jit
@@ -137,38 +137,38 @@ def load_blocks(k, v, i, begin, end, channels, work, start_k, group, at, cfg: gl
     head = work.h // group
     for j in range(begin, end):
         row = start_k + (work.end - 1 - j) * cfg.BLOCK_N
-        load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.REST_D)
-        load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.REST_DV)
+        load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.TAIL_D)
+        load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.TAIL_DV)
         i += 1
     return i
 
 
 @gluon.jit
-def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, REST: gl.constexpr):
+def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, TAIL: gl.constexpr):
     """Start the copy of the rows from `row` on into slot `i`; zeros past the ends of the tensor."""
-    BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + REST) // COLUMNS
+    BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + TAIL) // COLUMNS
     full = channel.acquire_empty(i, BYTES)
     copy_to_shared(x.tiles, [batch, row, head, 0], full, channel.tile(i))
-    if REST > 0:
-        copy_to_shared(x.rests, [batch, row, head, COLUMNS], full, channel.rest(i))
+    if TAIL > 0:
+        copy_to_shared(x.tails, [batch, row, head, COLUMNS], full, channel.tail(i))
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
-    q_tiles, k_tiles, v_tiles, o_tiles, q_rests, k_rests, v_rests, o_rests, out_ptr, lse_ptr,
-    counter, at, pointers, B, M, N, total_q, total_k, heads, group, section, tiles, left, right,
+    q_tiles, k_tiles, v_tiles, o_tiles, q_tails, k_tails, v_tails, o_tails, out_ptr, lse_ptr,
+    counter, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle, tiles, left, right,
     chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of every tile."""
-    sizes = Sizes(B, M, N, total_q, total_k, heads, group, section, tiles)
+    sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, chunk)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k, v = (
-        Described(q_tiles, q_rests),
-        Described(k_tiles, k_rests),
-        Described(v_tiles, v_rests),
+        Described(q_tiles, q_tails),
+        Described(k_tiles, k_tails),
+        Described(v_tiles, v_tails),
     )
-    output = Output(Described(o_tiles, o_rests), out_ptr, lse_ptr)
+    output = Output(Described(o_tiles, o_tails), out_ptr, lse_ptr)
     channels = make_channels(q_tiles.dtype, cfg)
     if cfg.CONSUMERS == 2:
         gl.warp_specialize(

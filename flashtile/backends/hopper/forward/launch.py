@@ -18,7 +18,7 @@ from ..shared.launch import descriptor, readable, tile_counter
 from ..shared.schedule import Sequences
 from ..shared.softmax import Pointers
 from .kernel import forward_kernel
-from .plan import CONSUMER_ROWS, KernelConfig, plan, section_of
+from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ def common_arguments(
         "total_k": operands.k.shape[0],
         "heads": problem.Hq,
         "group": problem.group,
-        "section": section_of(problem),
+        "swizzle": swizzle_of(problem),
         "tiles": -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
@@ -122,10 +122,10 @@ def descriptors(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: KernelConfig
 ) -> dict[str, TensorDescriptor | None]:
     """The tensors in tiles of their first columns, and in tiles of the rest where there is one."""
-    of_keys = {"tiles": config.BLOCK_D, "rests": config.REST_D}
-    of_values = {"tiles": config.BLOCK_DV, "rests": config.REST_DV}
+    of_keys = {"tiles": config.BLOCK_D, "tails": config.TAIL_D}
+    of_values = {"tiles": config.BLOCK_DV, "tails": config.TAIL_DV}
     found = {}
-    for part in ("tiles", "rests"):
+    for part in ("tiles", "tails"):
         for name, x, rows, columns in (
             ("q", q, CONSUMER_ROWS, of_keys[part]),
             ("k", k, config.BLOCK_N, of_keys[part]),

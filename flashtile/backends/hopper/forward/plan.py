@@ -30,7 +30,7 @@ CONSUMER_ROWS = 64
 
 # Bytes of keys and values that may lie in the second-level cache together.
 CACHED_BYTES = 32 * 2**20
-WIDEST_SECTION = 16
+WIDEST_SWIZZLE = 16
 
 
 def _triton_version() -> tuple[int, int] | None:
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     consumers: int  # warpgroups, each with 64 rows of the tile
     BLOCK_N: int  # keys of a block
     stages: int  # blocks of K and of V in flight
-    takes_turns: bool  # consumers issue products one after the other (ping-pong)
+    ping_pong: bool  # consumers issue products one after the other (ping-pong)
     q: str  # where a consumer's queries lie, see below
     waits: str = "freely"  # where a consumer waits for the output of a block, see below
 
@@ -62,7 +62,7 @@ class Tile(NamedTuple):
 # once: in shared memory, in one slot that the output then passes through.
 # held: in registers, from such a slot, so that shared memory has room for more blocks.
 # apart: as once, but the output has shared memory of its own.
-PLACES_OF_Q = ("registers", "twice", "once", "held", "apart")
+Q_LOCATIONS = ("registers", "twice", "once", "held", "apart")
 
 # Where a consumer waits for O += P V of the last block.
 # early: before the exponentials of this block, during which others keep the tensor cores busy.
@@ -114,15 +114,15 @@ class KernelConfig:
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_D: int  # columns of a tile of keys; a second tile has the rest of them
-    REST_D: int
+    TAIL_D: int
     BLOCK_DV: int
-    REST_DV: int
+    TAIL_DV: int
     DV: int
     STAGES: int
     Q_SLOTS: int
-    Q_IN_REGISTERS: bool
-    O_REUSES_Q: bool  # the output passes through the shared memory of the queries
-    TAKES_TURNS: bool
+    HAS_Q_IN_REGISTERS: bool
+    IS_Q_REUSED: bool  # the output passes through the shared memory of the queries
+    HAS_PING_PONG: bool
     WAITS: str  # for the output of a block: `WAITS` above
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LEFT: bool
@@ -191,7 +191,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
     """What the kernel of a call is compiled for."""
     options = problem.options
     head_dims = padded(problem.D), padded(problem.Dv)
-    (BLOCK_D, REST_D), (BLOCK_DV, REST_DV) = (HEAD_DIMS[size] for size in head_dims)
+    (BLOCK_D, TAIL_D), (BLOCK_DV, TAIL_DV) = (HEAD_DIMS[size] for size in head_dims)
     tile = tile_of(problem)
     has_softcap, packed = options.softcap > 0, problem.layout != "dense"
     return KernelConfig(
@@ -200,15 +200,15 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         BLOCK_M=tile.consumers * CONSUMER_ROWS,
         BLOCK_N=tile.BLOCK_N,
         BLOCK_D=BLOCK_D,
-        REST_D=REST_D,
+        TAIL_D=TAIL_D,
         BLOCK_DV=BLOCK_DV,
-        REST_DV=REST_DV,
+        TAIL_DV=TAIL_DV,
         DV=problem.Dv,
         STAGES=tile.stages,
         Q_SLOTS=tile.consumers * (2 if tile.q == "twice" else 1),
-        Q_IN_REGISTERS=tile.q in ("registers", "held"),
-        O_REUSES_Q=tile.q in ("once", "held"),
-        TAKES_TURNS=tile.takes_turns,
+        HAS_Q_IN_REGISTERS=tile.q in ("registers", "held"),
+        IS_Q_REUSED=tile.q in ("once", "held"),
+        HAS_PING_PONG=tile.ping_pong,
         WAITS=tile.waits,
         IS_LINEAR=not has_softcap and not problem.has_alibi and options.softmax_scale > 0,
         HAS_LEFT=options.window_left is not None,
@@ -221,7 +221,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
     )
 
 
-def section_of(problem: AttentionProblem) -> int:
+def swizzle_of(problem: AttentionProblem) -> int:
     """Heads whose tiles run side by side.
 
     Where tiles differ in length, equal ones of several heads run together, as many heads as the
@@ -231,7 +231,7 @@ def section_of(problem: AttentionProblem) -> int:
     if options.window_right is None and options.attention_chunk == 0:
         return 1
     of_a_head = problem.N * (problem.D + problem.Dv) * 2
-    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SECTION)
+    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SWIZZLE)
 
 
 def padded(head_dim: int) -> int:
@@ -244,6 +244,6 @@ def describe_forward(problem: AttentionProblem) -> str:
     config = plan(problem)
     return (
         f"forward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
-        f"{config.BLOCK_D + config.REST_D}, {config.CONSUMERS} consumer warpgroups and a producer "
+        f"{config.BLOCK_D + config.TAIL_D}, {config.CONSUMERS} consumer warpgroups and a producer "
         f"warp, {config.STAGES} stages"
     )

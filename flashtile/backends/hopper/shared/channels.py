@@ -28,7 +28,7 @@ class Described(NamedTuple):
     the head dim is no power of two, of the rest of them."""
 
     tiles: Any
-    rests: Any
+    tails: Any
 
 
 @aggregate
@@ -36,15 +36,15 @@ class Channel:
     """A ring of tiles that TMA fills."""
 
     tiles: gl.shared_memory_descriptor  # (SLOTS, ...)
-    rests: gl.shared_memory_descriptor  # the same as `tiles` where there is no rest
+    tails: gl.shared_memory_descriptor  # the same as `tiles` where there is no rest
     full: gl.shared_memory_descriptor  # (SLOTS, 1) mbarriers
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, rests, full, empty, SLOTS):
+    def __init__(self, tiles, tails, full, empty, SLOTS):
         self.tiles = tiles
-        self.rests = rests
+        self.tails = tails
         self.full = full
         self.empty = empty
         self.SLOTS = gl.constexpr(SLOTS)
@@ -69,9 +69,9 @@ class Channel:
         return self.tiles.index(i % self.SLOTS)
 
     @gluon.jit
-    def rest(self, i):
+    def tail(self, i):
         """The rest of its columns."""
-        return self.rests.index(i % self.SLOTS)
+        return self.tails.index(i % self.SLOTS)
 
     @gluon.jit
     def release(self, i):
@@ -89,14 +89,14 @@ class Channel:
 
 
 @gluon.jit
-def make_channel(tiles, rests, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """The ring over `tiles` and `rests`; a slot is empty once RELEASES consumers released it."""
+def make_channel(tiles, tails, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
+    """The ring over `tiles` and `tails`; a slot is empty once RELEASES consumers released it."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=RELEASES)
-    return Channel(tiles, rests, full, empty, SLOTS)
+    return Channel(tiles, tails, full, empty, SLOTS)
 
 
 @gluon.jit
@@ -138,28 +138,28 @@ PAIR = gl.constexpr(256)
 
 
 @gluon.jit
-def first_turn(ME: gl.constexpr, cfg: gl.constexpr):
+def open_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
     """The first consumer starts: the last one gives it the turn."""
-    if cfg.TAKES_TURNS and ME == cfg.CONSUMERS - 1:
+    if cfg.HAS_PING_PONG and ME == cfg.CONSUMERS - 1:
         arrive_at_barrier(FIRST_BARRIER, PAIR)
 
 
 @gluon.jit
-def wait_for_turn(ME: gl.constexpr, cfg: gl.constexpr):
+def await_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
     """Wait until the consumer before this one has issued its products."""
-    if cfg.TAKES_TURNS:
+    if cfg.HAS_PING_PONG:
         wait_at_barrier(FIRST_BARRIER + ME, PAIR)
 
 
 @gluon.jit
-def give_turn(ME: gl.constexpr, cfg: gl.constexpr):
+def pass_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
     """Let the next consumer issue."""
-    if cfg.TAKES_TURNS:
+    if cfg.HAS_PING_PONG:
         arrive_at_barrier(FIRST_BARRIER + (ME + 1) % cfg.CONSUMERS, PAIR)
 
 
 @gluon.jit
-def last_turn(ME: gl.constexpr, cfg: gl.constexpr):
+def close_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
     """Take the turn that is left over, so that no barrier is left half full."""
-    if cfg.TAKES_TURNS and ME == 0:
+    if cfg.HAS_PING_PONG and ME == 0:
         wait_at_barrier(FIRST_BARRIER, PAIR)

@@ -84,8 +84,8 @@ def empty_accumulator(COLUMNS: gl.constexpr, BITS: gl.constexpr = 16):
 
 
 @gluon.constexpr_function
-def _barrier_assembly(verb, number, threads):
-    return f"barrier.cta.{verb} {number}, {threads}; mov.u32 $0, 0;"
+def _barrier_assembly(instruction, number, threads):
+    return f"barrier.cta.{instruction} {number}, {threads}; mov.u32 $0, 0;"
 
 
 @gluon.jit
@@ -229,11 +229,11 @@ add_to_global = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
 # All warps of a role wait for each other, where the compiler knows it.
-meet = getattr(gl, "barrier", None) or gl.thread_barrier
+sync_warps = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def hidden_zero(i):
+def opaque_zero(i):
     """Zero, which the compiler does not know: what is indexed with it inside of a loop is not
     computed before the loop and kept in registers (48 of them)."""
     return gl.inline_asm_elementwise(
@@ -242,7 +242,7 @@ def hidden_zero(i):
 
 
 @gluon.jit
-def hidden_zeros(COLUMNS: gl.constexpr):
+def opaque_zeros(COLUMNS: gl.constexpr):
     """An accumulator (64, COLUMNS) of zeros that the compiler does not know to be zeros: it would
     start the first product without them, and take the loop apart."""
     return gl.inline_asm_elementwise(

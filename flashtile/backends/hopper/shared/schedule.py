@@ -19,7 +19,7 @@ WORK_NUMBERS = gl.constexpr(8)  # fields of `Work`
 
 # Arguments that change with lengths: never specialised.
 NUMBERS = (
-    "B", "M", "N", "total_q", "total_k", "heads", "group", "section", "tiles", "left", "right",
+    "B", "M", "N", "total_q", "total_k", "heads", "group", "swizzle", "tiles", "left", "right",
     "chunk", "alibi_batch",
 )  # fmt: skip
 
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     total_k: Any
     heads: Any
     group: Any  # query heads that share a key head
-    section: Any  # heads whose tiles run side by side
+    swizzle: Any  # heads whose tiles run side by side
     tiles: Any
 
 
@@ -81,7 +81,7 @@ class Work:
 
 
 @aggregate
-class Place:
+class Cursor:
     """How far the tiles of sequences of unlike lengths are counted."""
 
     b: gl.tensor  # a sequence
@@ -94,18 +94,18 @@ class Place:
 
 
 @gluon.jit
-def section_order(tile, m_tiles, heads, section):
-    """(tile of queries, head): all tiles of `section` heads, heads fastest, then the next section.
+def swizzled_order(tile, m_tiles, heads, swizzle):
+    """(tile of queries, head): all tiles of `swizzle` heads, heads fastest, then the next swizzle.
 
-    The heads of a section share the cache, and equal tiles of all of them run together. Heads that
+    The heads of a swizzle share the cache, and equal tiles of all of them run together. Heads that
     are left over come first: at the end their few long tiles would leave most programs idle.
     """
-    missing = (section - heads % section) % section  # heads that the first section lacks
-    first = (tile + missing * m_tiles) // (m_tiles * section) * section - missing
-    width = section + gl.minimum(first, 0)
+    missing = (swizzle - heads % swizzle) % swizzle  # heads that the first swizzle lacks
+    first = (tile + missing * m_tiles) // (m_tiles * swizzle) * swizzle - missing
+    width = swizzle + gl.minimum(first, 0)
     first = gl.maximum(first, 0)
-    rest = tile - first * m_tiles
-    return rest // width, first + rest % width
+    index = tile - first * m_tiles
+    return index // width, first + index % width
 
 
 @gluon.jit
@@ -125,8 +125,8 @@ def sequence(b, cu_seqlens, seqused, total, bound):
 @gluon.jit
 def floor_to(x, size):
     """`x` rounded down to a multiple of `size`, also below zero."""
-    rest = x % size
-    return x - gl.where(rest < 0, rest + size, rest)
+    remainder = x % size
+    return x - gl.where(remainder < 0, remainder + size, remainder)
 
 
 @gluon.jit
@@ -146,9 +146,9 @@ def visible_keys(p, N, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_place():
+def start_cursor():
     """Where the search for tiles of sequences of unlike lengths starts."""
-    return Place(gl.program_id(0) * 0, gl.program_id(0) * 0)
+    return Cursor(gl.program_id(0) * 0, gl.program_id(0) * 0)
 
 
 @gluon.jit
@@ -161,35 +161,35 @@ def tiles_of(b, sizes, at, cfg: gl.constexpr):
 
 
 @gluon.jit
-def place_of(tile, place, sizes, at, cfg: gl.constexpr):
-    """The sequence that holds `tile`, searched from `place` on; past the last if none does.
+def find_sequence(tile, cursor, sizes, at, cfg: gl.constexpr):
+    """The sequence that holds `tile`, searched from `cursor` on; past the last if none does.
 
     Numbers are given to tiles that exist, so what a program takes only grows.
     """
-    stop = place.first + tiles_of(place.b, sizes, at, cfg)
-    while (place.b < sizes.B) & (tile >= stop):
-        place = Place(place.b + 1, stop)
-        stop += tiles_of(place.b, sizes, at, cfg)
-    return place
+    stop = cursor.first + tiles_of(cursor.b, sizes, at, cfg)
+    while (cursor.b < sizes.B) & (tile >= stop):
+        cursor = Cursor(cursor.b + 1, stop)
+        stop += tiles_of(cursor.b, sizes, at, cfg)
+    return cursor
 
 
 @gluon.jit
-def work_of(tile, place, sizes, at, mask, cfg: gl.constexpr):
+def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
     """The work of a tile number, without blocks of keys if there is no such tile; the first row of
-    its keys; and the place, for the next search."""
+    its keys; and the cursor, for the next search."""
     if cfg.IS_RAGGED:
-        place = place_of(tile, place, sizes, at, cfg)
-        exists = place.b < sizes.B
-        b = gl.minimum(place.b, sizes.B - 1)
+        cursor = find_sequence(tile, cursor, sizes, at, cfg)
+        exists = cursor.b < sizes.B
+        b = gl.minimum(cursor.b, sizes.B - 1)
         start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
         m_tiles = gl.maximum(gl.cdiv(M, cfg.BLOCK_M), 1)
-        number = gl.where(exists, tile - place.first, 0)
-        m, h = section_order(number, m_tiles, sizes.heads, sizes.section)
+        number = gl.where(exists, tile - cursor.first, 0)
+        m, h = swizzled_order(number, m_tiles, sizes.heads, sizes.swizzle)
     else:
         exists = tile < sizes.tiles
         m_tiles = gl.cdiv(sizes.M, cfg.BLOCK_M)
         number = gl.where(exists, tile, 0)
-        m, bh = section_order(number, m_tiles, sizes.B * sizes.heads, sizes.section)
+        m, bh = swizzled_order(number, m_tiles, sizes.B * sizes.heads, sizes.swizzle)
         b, h = bh // sizes.heads, bh % sizes.heads
         start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
@@ -198,7 +198,7 @@ def work_of(tile, place, sizes, at, mask, cfg: gl.constexpr):
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
     begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
     end = gl.where(exists, end, begin)
-    return Work(b, h, m0, start_q, M, N, begin, end), start_k, place
+    return Work(b, h, m0, start_q, M, N, begin, end), start_k, cursor
 
 
 @gluon.jit

@@ -128,8 +128,8 @@ def eights(LAYOUT: gl.constexpr, cfg: gl.constexpr):
 def bounds(bound, LAYOUT: gl.constexpr):
     """A bound on keys (64,) as one on eights, by place inside of them: (64, 1, 8)."""
     bound = gl.convert_layout(bound, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    place = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    return bound[:, None, None] - place[None, None, :]
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    return bound[:, None, None] - column[None, None, :]
 
 
 @gluon.jit
@@ -141,11 +141,11 @@ def lazy_max(row_max, seen, SLACK_LOG2: gl.constexpr):
 
 
 @gluon.jit
-def pivot_of(row_max, MASKED: gl.constexpr):
+def pivot_of(row_max, IS_MASKED: gl.constexpr):
     """What the exponents are taken against: while a row has seen no key, -inf less -inf would be
     NaN."""
     pivot = row_max
-    if MASKED:
+    if IS_MASKED:
         pivot = gl.where(row_max == -float("inf"), 0.0, row_max)
     return pivot
 
