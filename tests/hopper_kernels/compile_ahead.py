@@ -65,7 +65,7 @@ def report(launch: Launch) -> Report:
     compiled = triton.compile(source, target=TARGET, options=options)
     log = _assembler_log(compiled.asm["ptx"])
     assembly = _disassembled(compiled.asm["cubin"])
-    # V alone is read transposed.
+    # Only V is read transposed.
     products = re.findall(r"HGMMA\S* R\d+, (\w+).*\.tnspB", assembly)
     return Report(
         registers=_number(r"Used (\d+) registers", log),

@@ -174,7 +174,7 @@ class Barriers:
 
 
 class Product:
-    """A product under way."""
+    """A product in flight."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self.compute, self.value = compute, None

@@ -1,4 +1,4 @@
-"""Inputs of the emulated kernels, with something in every place that must not be read."""
+"""Inputs of the emulated kernels, with NaN and infinities wherever they must not be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.call.layouts import Packed
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, strided
 
-SPARE = 5  # rows behind the last sequence
+SPARE = 5  # rows after the last sequence
 
 
 def dense_inputs(seed: int, style: str, sizes: dict[str, Any]) -> list[Tensor]:
@@ -24,7 +24,7 @@ def packed_inputs(
     seed: int, D: int, lengths_q: list[int], lengths_k: list[int], used: dict[str, list[int]]
 ) -> tuple[list[Tensor], Packed, dict[str, Tensor]]:
     """q, k, v, their layout and the used lengths of sequences of unlike lengths, with NaN between
-    them and infinities behind them."""
+    them and infinities after them."""
     tensors = packed_qkv(
         generator(seed), [*lengths_q, SPARE], [*lengths_k, SPARE], D=D, dtype=torch.bfloat16
     )

@@ -80,7 +80,7 @@ def reference(
         options = options | {"seqused_q": operands.seqused_q, "seqused_k": operands.seqused_k}
         found = attention_varlen_reference(*inputs[:3], *layout[:4], compute_dtype=dtype, **options)
     lse = found.lse.masked_fill(found.lse == -torch.inf, 0)
-    rows = found.out.shape[0] if layout else None  # what lies behind the last sequence is nobody's
+    rows = found.out.shape[0] if layout else None  # rows after the last sequence do not count
     wanted = (found.out * dout[:rows].to(dtype)).sum() + (lse * dlse[..., :rows].to(dtype)).sum()
     found_gradients = torch.autograd.grad(wanted, inputs)
     if layout is None:
@@ -239,7 +239,7 @@ def test_packed_options(head_dim: int):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seed", range(2))
 def test_packed_long_loops(seed: int, head_dim: int):
-    """More steps than any ring has slots, and sequences that have queries or keys alone."""
+    """More steps than any ring has slots, and sequences that have only queries or only keys."""
     tensors, layout, _ = packed_inputs(seed, head_dim, [333, 90, 0, 65], [290, 0, 70, 1], {})
     given = {"causal": seed == 1}
     check(*describe(tensors, layout, given), given, layout, seed)

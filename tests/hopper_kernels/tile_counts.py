@@ -72,5 +72,5 @@ def main(head_dim: int, mask: str) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2])
     # PyTorch's autograd threads can abort an interpreter that ends (pytorch/pytorch#190489), and
-    # the exit status is to speak of the kernels alone.
+    # the exit status is only about the kernels.
     os._exit(0)

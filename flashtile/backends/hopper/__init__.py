@@ -35,7 +35,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def describe_plan(problem: AttentionProblem) -> str:
-    """The plan in words, for `explain`."""
+    """The plan as text, for `explain`."""
     if problem.dtype == float8.DTYPE:
         return float8.describe_float8(problem)
     return f"{plan.describe_forward(problem)}\n{describe_backward(problem)}"
@@ -67,6 +67,6 @@ def backward(
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
-    """Not here: they take quadratic memory and need no fast path; `unsupported_reasons` refuses a
-    call that wants them."""
+    """Not implemented: they take quadratic memory and need no fast path. `unsupported_reasons`
+    refuses a call that asks for them."""
     raise NotImplementedError("backend 'hopper' has no probabilities; backend 'triton' has")

@@ -7,18 +7,18 @@ memory too, because dQ needs that of both: each consumer makes half of dQ. Where
 (cfg.IS_SPLIT), the consumers share 64 keys; each makes P and dS of half of the queries, and
 half of the columns of dK, dV and dQ.
 
-The exponentials of a step run under dP^T, and S^T of the next step, with the load of its
-log-sum-exp where registers allow, under the end of this one.
+The exponentials of a step overlap with dP^T. S^T of the next step, and the load of its log-sum-exp
+where registers allow, overlap with the end of this step.
 
-Where each consumer has keys of its own, dQ of a step is made in the next one, so that the two may
-drift apart: dS^T goes through a ring to both. dQ goes through a ring to the writer or, for
-cfg.HAS_DQ_IN_REGISTERS, to memory at once. A slot of Q or dO is released as in the forward, by one
-thread behind a product: the numbers of its rows went into products before that, too.
+Where each consumer has its own keys, dQ of a step is computed in the next step, from a ring of dS^T
+that both read, so that the consumers may drift apart. dQ goes through a ring to the writer or, for
+cfg.HAS_DQ_IN_REGISTERS, directly to memory. A slot of Q or dO is released as in the forward, by one
+thread after a product, which also used the statistics of its rows.
 
-Where the columns are split, one barrier a step orders the consumers, between the stores of P^T and
-dS^T and the products that read them. There are two slots of each. Slot i % 2 is written again in
-step i + 2, after the barrier of step i + 1, to which the other consumer comes when its products of
-step i have ended.
+Where the columns are split, one barrier in each step separates the stores of P^T and dS^T from the
+products that read them. There are two slots of each. Slot i % 2 is written again in
+step i + 2, after the barrier of step i + 1, which the other consumer reaches after its products of
+step i.
 """
 
 from triton.experimental import gluon
@@ -111,7 +111,7 @@ def consumer(
 
 @gluon.jit
 def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
-    """All queries that see the tile, head after head: dK over the scale, and dV."""
+    """The loop over the query blocks that see the tile, head by head: dK / scale, and dV."""
     channels.k.acquire(0)
     channels.v.acquire(0)
     if cfg.IS_PACKED:
@@ -127,7 +127,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     s = warpgroup_mma_wait(0, deps=[s])
     if not cfg.IS_SPLIT:
         arrive_alone(channels.ds.full.index(0))  # dS of no step
-        sync_warps()  # else the compiler puts a barrier into the loop
+        sync_warps()  # otherwise the compiler puts a barrier into the loop
     i = 0
     added = 0  # block of the workspace of the step before
     for g in range(sizes.group):
@@ -173,7 +173,7 @@ def step(
     ME: gl.constexpr, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
     work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """One block of queries: adds to dk and dv, puts dQ out; S^T and the log-sum-exp of the next."""
+    """One block of queries: adds to dk, dv and dQ; returns S^T and the log-sum-exp of the next."""
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
     k = channels.k.tiles.index(zero)
@@ -217,7 +217,7 @@ def end_of_step(
     ME: gl.constexpr, p, factor, dp, lse, dk, dv, added, i, total, k, outputs, channels,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """All but P of a step of a consumer with keys of its own, and dQ of the step before it."""
+    """The part of a step after P, where each consumer has its own keys; and dQ of the last step."""
     dtype: gl.constexpr = p.dtype
     p = gl.convert_layout(p, left_operand(cfg.BLOCK_D), assert_trivial=True)
     dv = warpgroup_mma(p, rows_tile(channels.dout, i, cfg), dv, is_async=True)
@@ -239,7 +239,7 @@ def end_of_step(
         dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
     dv = warpgroup_mma_wait(2, deps=[dv])
     channels.dout.release_operand(i)  # dP and dV have read it; delta went into dP
-    # After the last block S^T is of what the slot held before, and nobody reads it.
+    # After the last block S^T is computed from old contents of the slot, and nobody reads it.
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(ME, k, i + 1, channels, cfg)
     dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
@@ -257,7 +257,7 @@ def end_of_split_step(
     ME: gl.constexpr, p, factor, dp, dk, dv, added, i, total, m, base, k, outputs, channels,
     work, cfg: gl.constexpr,
 ):  # fmt: skip
-    """All but P of a step of consumers that share keys and split the columns."""
+    """The part of a step after P, where the consumers share keys and split the columns."""
     dtype: gl.constexpr = p.dtype
     shared_half(ME, channels.p, i, cfg).store(p)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -272,11 +272,11 @@ def end_of_split_step(
     dq_tail = dq
     if HAS_TAIL:
         dq_tail = issue_dq(2 + ME, k, i, channels.ds, cfg)
-    if cfg.IS_ORDERED and i > 0:  # the addition has had half a step's time
+    if cfg.IS_ORDERED and i > 0:  # the addition has had half a step to finish
         release_own_semaphore(ME, added, outputs, work)
     dv = warpgroup_mma_wait(3 if HAS_TAIL else 2, deps=[dv])
     channels.dout.release(i)  # dP and dV have read it; delta went into dP
-    # As above, S^T after the last block is nobody's.
+    # As above, nobody reads S^T after the last block.
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(ME, k, i + 1, channels, cfg)
     if cfg.IS_ORDERED:
@@ -302,7 +302,7 @@ def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr)
 
 @gluon.jit
 def release_own_semaphore(ME: gl.constexpr, added, outputs, work):
-    """Let the next tile add to what this consumer added to last, once that is in memory."""
+    """Release the semaphore of the block that this consumer added to last, after the addition."""
     await_additions()
     release_semaphore(outputs.semaphores + (2 * added + ME), work.n)
 
@@ -324,9 +324,9 @@ def add_halves(
 
 @gluon.jit
 def keys_of(ME: gl.constexpr, work, mask, zero, cfg: gl.constexpr):
-    """The keys of this consumer; past the end, keys that no row sees, for either bound.
+    """The keys of this consumer; no row sees those past the end.
 
-    `zero` is hidden: made anew for each head, they need no registers in the loop without masks.
+    `zero` is opaque: recomputed for each head, the keys need no registers in the unmasked loop.
     """
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     number = work.n0 + zero + gl.arange(0, CONSUMER_ROWS, layout=row_values(COLUMNS))
@@ -356,20 +356,20 @@ def await_empty(channel, i):
 
 @gluon.jit
 def acquire_if(channel, i, there):
-    """Wait until slot `i` is full, if anything is to come."""
+    """Wait until slot `i` is full, if `there`."""
     slot = i % channel.SLOTS
     mbarrier.wait(channel.full.index(slot), (i // channel.SLOTS) & 1, pred=there)
 
 
-# Where a packed sequence ends inside of a tile
+# Where a packed sequence ends inside a tile
 
 
 @gluon.jit
 def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
     """Zero the rows of K and V past the end of the sequence, which belong to another one or to
-    none: their weight is zero, but what memory holds there may be infinite.
+    none: their weight is zero, but zero times infinity is NaN.
 
-    Each consumer clears the rows of which it makes scores. dQ needs all of K, after a barrier.
+    Each consumer clears the rows of its scores. dQ needs all of K, after a barrier.
     """
     count = work.N - work.n0
     if count < cfg.BLOCK_N:
@@ -381,8 +381,8 @@ def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
 
 @gluon.jit
 def clear_rows(ME: gl.constexpr, channels, i, count, cfg: gl.constexpr):
-    """The same for a block of Q and dO. Both consumers write the same values, and S^T of rows past
-    the end is masked, so that neither waits for the other."""
+    """The same for a block of Q and dO. Both consumers write the same values, and S^T is masked
+    past the end, so neither waits for the other."""
     if count < cfg.BLOCK_M:
         channels.dout.acquire(i)
         clear_past_end(rows_tile(channels.q, i, cfg), count, cfg)
@@ -410,8 +410,8 @@ def clear_past_end(x, count, cfg: gl.constexpr):
 def store_gradient(
     ME: gl.constexpr, x, channel, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
 ):  # fmt: skip
-    """This consumer's part of dK or dV, through the ring of `channel`: by TMA, which
-    clips at the end of the tensor, or, where the next sequence follows at once, by the threads."""
+    """Store this consumer's part of dK or dV through the ring of `channel`: by TMA, which clips at
+    the end of the tensor, or by the threads where another sequence follows."""
     COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.IS_SPLIT else cfg.BLOCK_D
     dtype: gl.constexpr = channel.tiles.dtype
     TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M * cfg.BLOCK_D // (CONSUMER_ROWS * COLUMNS)

@@ -1,13 +1,13 @@
-"""dQ on its way to memory: tiles of keys add to one float32 workspace, a second kernel rounds it.
+"""The accumulation of dQ: tiles of keys add to a float32 workspace, which a second kernel rounds.
 
-A piece is 64 queries by 64 columns, 16 KiB, in the order in which the registers of a consumer hold
-it: both the stores to shared memory and the addition, one contiguous transfer of TMA,
-then run at full speed. The kernel that rounds puts the elements back into their places.
+A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer. So both the stores
+to shared memory and the addition, one contiguous TMA transfer, run at full speed. The kernel that
+rounds restores the order of the elements.
 
-Up to 128 columns a consumer makes one piece a step. Those of both lie side by side in a slot of the
-staging ring, and a writer adds them with one transfer; or, for cfg.HAS_DQ_IN_REGISTERS, each
-thread adds four neighbours at a time, without shared memory. Above, a consumer makes two pieces
-and adds them itself.
+Up to 128 columns a consumer computes one piece in each step. A slot of the staging ring holds the
+pieces of both, and a writer adds them with one transfer; or, for cfg.HAS_DQ_IN_REGISTERS, each
+thread adds four neighbours at a time, without shared memory. Above 128 a consumer computes two
+pieces and adds them itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..shared.intrinsics import add_to_global, arrive_alone, recast, sync_warps
 from .schedule import key_work, visited_block
 
 PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
-PAIRS = gl.constexpr(2)  # on their way to the writer
+PAIRS = gl.constexpr(2)  # slots of the staging ring
 PIECE = tl.constexpr(4096)
 
 
@@ -85,15 +85,15 @@ def add_piece(dq, tile, number, workspace):
     add_to_global(workspace, [number * PIECE_ROWS, 0], tile)
 
 
-# The writer of the backward: a warp that adds dQ to memory, so that no consumer waits for that.
+# The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.
 #
-# Where there is an order, an addition takes longer than a step: the turn is awaited, the sum
-# goes to memory, the turn is passed on. So two writers take every other step each. Two steps of
-# a tile add to different blocks, and the order is one of the tiles that add to the same block.
+# An ordered addition takes longer than a step: acquire the semaphore, add, release it. Therefore
+# two writers process alternate steps. Two steps of a tile add to different blocks; the order is
+# only among the tiles that add to the same block.
 #
-# Where cfg.ADDERS is 2 it has nothing to do. With 256 columns shared memory has no room for a
-# second pair of pieces, and a consumer that adds its own waits less; or, for
-# cfg.HAS_DQ_IN_REGISTERS, consumers add from their registers.
+# Where cfg.ADDERS is 2, the writer is idle. With 256 columns shared memory has no room for a second
+# pair of pieces, and a consumer that adds its own waits less; or, for cfg.HAS_DQ_IN_REGISTERS,
+# consumers add from their registers.
 
 
 @gluon.jit
@@ -105,9 +105,9 @@ def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.co
 
 @gluon.jit
 def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr):
-    """Add what both consumers put into the staging ring, block after block of the tile's walk."""
+    """Add what both consumers put into the staging ring, in the order of the query loop."""
     count = work.end - work.begin
-    if ME == 0 and count > 0:  # the first one is nobody's
+    if ME == 0 and count > 0:  # the first pair belongs to no step
         staging.acquire(0)
         staging.release(0)
     i = 1  # pairs so far
@@ -139,25 +139,23 @@ def add_pair(outputs, staging, i, index, block, work, cfg: gl.constexpr):
         release_semaphore(outputs.semaphores + index, work.n)
 
 
-# dQ in a fixed order, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n -
-# 1.
+# The dQ semaphores, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n - 1.
 #
-# It learns that from a number in memory, the *turn* of the block and the adder: n + 1 once tile
-# n is done. All tiles walk down from the last row that sees them. So a tile comes to a block
-# later than the one before it, or, where both start at the same row, at the same time: it falls
-# behind once, by what an addition and its turn take, and waits no more.
+# Each block and adder has a number in memory: n + 1 after tile n has added. All tiles loop from the
+# last row that sees them to the first, so a tile reaches a block later than the tile before it or,
+# where both start at the same row, at the same time. It then waits once, for the duration of one
+# addition, and is never held up again.
 
 
 @gluon.jit
 def acquire_semaphore(semaphore, n, before_end, m):
     """Wait until tile n - 1 has added to block m, if it does at all.
 
-    No deadlock: tiles are numbered in the order in which programs start, so that a program waits
-    for none but one that runs already, and the first of those that run waits for none.
-    """
+    This cannot deadlock: tiles are numbered in the order in which programs start, so a program
+    waits only for programs that already run, and the first of these waits for none."""
     if m < before_end:
-        # The additions before and after go through another path to memory than this load. Both are
-        # of global memory; a fence for all memory would wait for what this thread has stored, too.
+        # The additions use another proxy than this load. The fence names global memory: a fence for
+        # all memory would also wait for this thread's stores.
         gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1];"
             " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async.global; mov.b32 $0, 0; }",
@@ -171,7 +169,7 @@ def acquire_semaphore(semaphore, n, before_end, m):
 
 @gluon.jit
 def await_additions():
-    """Wait until what this role has added is in memory (one of its threads started that)."""
+    """Wait until the additions of this role, which one of its threads started, are in memory."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;",
         "=r",

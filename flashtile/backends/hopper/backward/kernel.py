@@ -1,4 +1,4 @@
-"""The backward kernel: shared memory, and who does what.
+"""The backward kernel: shared memory, roles and the producer.
 
 FlashAttention-2's algorithm 2 (Dao 2023) with the roles of FlashAttention-3: a program owns a tile
 of keys, so that dK and dV stay in registers, summed over the query heads of a group; dQ is added to
@@ -32,9 +32,9 @@ class Channels(NamedTuple):
     dout: Any  # with -delta
     k: Any  # one tile, as v
     v: Any
-    p: Any  # P^T (2, BLOCK_N, BLOCK_M), where it passes through shared memory
+    p: Any  # P^T (2, BLOCK_N, BLOCK_M), where it goes through shared memory
     ds: Any  # dS^T: a ring, or as P^T
-    staging: Any  # dQ on its way out, if that leads through here: see `make_staging`
+    staging: Any  # dQ on its way to memory: see `make_staging`
 
 
 class Inputs(NamedTuple):
@@ -83,7 +83,7 @@ class KeySizes(NamedTuple):
 def make_rows(
     dtype: gl.constexpr, statistic, SLOTS: gl.constexpr, RELEASES: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
-    """A ring of blocks of rows; the rest of a slot is one number for each."""
+    """A ring of blocks of rows; the tail of a slot holds one statistic for each row."""
     shape: gl.constexpr = [SLOTS, 1, cfg.BLOCK_M, 1, cfg.BLOCK_D]
     tiles = gl.allocate_shared_memory(dtype, shape, shared_rows(cfg.BLOCK_D))
     numbers = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, cfg.BLOCK_M], statistic.layout)
@@ -189,7 +189,7 @@ def backward_kernel(
     inputs = Inputs(q, k, v, dout, lse, delta)
     outputs = Outputs(dk, dv, workspace, plain, semaphores)
     if cfg.IS_ORDERED:  # see `dq.acquire_semaphore`
-        tile = gl.atomic_add(counter, 1, sem="relaxed")  # nothing in memory goes with it
+        tile = gl.atomic_add(counter, 1, sem="relaxed")  # it orders no other memory access
     else:
         tile = gl.program_id(0)
     channels = make_channels(inputs, workspace, cfg)

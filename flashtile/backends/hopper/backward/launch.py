@@ -33,7 +33,7 @@ def backward(
     dlse: Tensor | None,
 ) -> Gradients:
     """Gradients of a problem."""
-    if 0 in operands.q.shape:  # no query asks anything of any key
+    if 0 in operands.q.shape:  # no queries
         dsink = None if operands.sink is None else torch.zeros_like(operands.sink)
         dq, dk, dv = map(torch.zeros_like, operands[:3])
         return Gradients(dq, dk, dv, None, dsink)
@@ -59,15 +59,15 @@ class Buffers(NamedTuple):
     workspace: Tensor  # dq in float32
     lse_log2: Tensor  # see `delta_kernel`
     minus_delta: Tensor
-    semaphores: Tensor | None  # whose turn it is to add to a block of dq, where there is an order
-    counter: Tensor | None  # of the tiles that have started, likewise
+    semaphores: Tensor | None  # the dQ semaphores, for ordered additions
+    counter: Tensor | None  # of the tiles that have started, for ordered additions
 
 
 def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
-    """Memory for the gradients, and for what is kept between the kernels."""
+    """Memory for the gradients and for intermediate results between the kernels."""
     config = backward_plan(problem)
     q, k, v = operands[:3]
-    # Rows that belong to no sequence are written by no program.
+    # No program writes rows that belong to no sequence.
     dq = (torch.empty_like if problem.layout == "dense" else torch.zeros_like)(
         q, memory_format=torch.contiguous_format
     )
@@ -219,7 +219,7 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def staged_pieces(made: Buffers, config: BackwardConfig) -> TensorDescriptor:
-    """The workspace in what one addition of TMA takes: a pair of pieces, or one."""
+    """The workspace in boxes of one TMA addition: a pair of pieces, or one piece."""
     return plain_descriptor(made.workspace, 2 * PIECE_ROWS.value // config.ADDERS)
 
 

@@ -14,11 +14,11 @@ from ..forward.plan import CACHED_BYTES, WIDEST_SWIZZLE
 
 
 class BackwardTile(NamedTuple):
-    """What a head dim runs with; two consumers always."""
+    """The tile for a head dim; there are always two consumers."""
 
     BLOCK_M: int  # queries of a step
     BLOCK_N: int  # keys of a program
-    q_stages: int  # blocks of Q in flight; 2 at least, for the next S^T starts before dK ends
+    q_stages: int  # blocks of Q in flight; at least 2, because the next S^T starts before dK ends
     do_stages: int  # and of dO
     is_split: bool  # the consumers share keys and split columns, else they split keys
 
@@ -32,13 +32,14 @@ TILES = {
 }
 
 
-# Tiles that add to the same rows start one after the other then, so that fewer of them wait.
+# With ordered additions: tiles that add to the same rows then start one after the other and wait
+# less.
 WIDEST_ORDERED = 64
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """What the kernels of a backward are compiled for; no lengths, no strides."""
+    """The compile-time constants of the backward kernels; no lengths, no strides."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -46,12 +47,12 @@ class BackwardConfig:
     Q_STAGES: int
     DO_STAGES: int
     IS_SPLIT: bool
-    FILLED: int  # columns that are not all zero, in whole 64s; products leave the others out
-    ADDERS: int  # parts of a block that are added to memory: by a writer, or by the consumers
-    WRITERS: int  # warps, which take turns; those of the consumers' additions have nothing to do
+    FILLED: int  # columns that are not all zero, in multiples of 64; products skip the others
+    ADDERS: int  # adders of a block of dQ: 1 writer, or 2 consumers
+    WRITERS: int  # writer warps, which alternate; idle where the consumers add
     HAS_DQ_IN_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
     HAS_CARRIED_LSE: bool  # to the next step, where registers allow
-    IS_DQ_FIRST: bool  # the late dQ is made before dS is stored: more overlap, one more barrier
+    IS_DQ_FIRST: bool  # the last step's dQ is issued before dS is stored: overlap for a barrier
     D: int
     DV: int
     HAS_LEFT: bool
@@ -65,7 +66,7 @@ class BackwardConfig:
 
 @memoised(4096)
 def backward_plan(problem: AttentionProblem) -> BackwardConfig:
-    """What the kernels of a call are compiled for."""
+    """The compile-time constants for a problem."""
     options = problem.options
     columns = padded_columns(problem)
     tile = TILES[columns]
@@ -96,11 +97,11 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
 
 
 def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
-    """Whether consumers add dQ straight from their registers, not through a writer: in packed
-    batches, which lack the registers that staging takes, and in short loops, which end sooner.
+    """Whether consumers add dQ from their registers, not through a writer: in packed batches, where
+    registers for staging are lacking, and in short query loops, which then end sooner.
 
-    Not at 64 columns, where dense batches lost most by it, nor where there is an order: every
-    thread would wait for its additions before a turn could be passed on.
+    Not at 64 columns, where it made dense batches slower, and not with ordered additions, where
+    every thread would have to wait for its additions before the semaphore is released.
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
@@ -109,8 +110,8 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
 
 
 def padded_columns(problem: AttentionProblem) -> int:
-    """Columns of the tiles. 128 queries of a step, as 64 columns have them, leave no registers for
-    the slope of softcap."""
+    """Columns of the tiles. With 64 columns a step has 128 queries, which leaves no registers for
+    the derivative of softcap."""
     fewest = 128 if problem.options.softcap > 0 else 64
     return next(size for size in TILES if max(problem.D, problem.Dv, fewest) <= size)
 
@@ -134,8 +135,8 @@ def backward_swizzle(problem: AttentionProblem) -> int:
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:
     """Whether a tile of keys may be seen by no query, so that no program writes its gradients.
 
-    Queries are the last ones of the sequence: without more keys than queries, each key has a query
-    of its own, which sees it under every mask.
+    Queries are aligned with the last keys: if there are no more keys than queries, each key has a
+    query at its own position, which sees it under every mask.
     """
     options = problem.options
     bounded = options.window_left is not None or options.attention_chunk > 0
@@ -143,7 +144,7 @@ def leaves_keys_unseen(problem: AttentionProblem) -> bool:
 
 
 def describe_backward(problem: AttentionProblem) -> str:
-    """The plan of the backward in words, for `explain`."""
+    """The plan of the backward as text, for `explain`."""
     config = backward_plan(problem)
     order = "in the order of the keys" if config.IS_ORDERED else "in the order of arrival"
     others = "a producer warp"

@@ -1,4 +1,4 @@
-"""The products of the backward, and the parts of tiles that a consumer multiplies."""
+"""The products of the backward, the parts of tiles that a consumer multiplies, and P."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..shared.softmax import LOG2E, bounds, tanh
 
 @gluon.constexpr_function
 def own_columns(ME, cfg):
-    """Columns of dK and dV that a consumer adds up: all, or its half as far as it is filled."""
+    """Columns of dK and dV that a consumer accumulates: all, or the filled part of its half."""
     half = cfg.BLOCK_D // 2
     return min(half, cfg.FILLED - ME * half) if cfg.IS_SPLIT else cfg.BLOCK_D
 
 
 @gluon.constexpr_function
 def products_along(cfg):
-    """Products that one along the columns takes, each of a power of two of them."""
+    """Number of products for one over all columns, each over a power of two of them."""
     return 1 if cfg.FILLED == cfg.BLOCK_D else 2
 
 
@@ -50,7 +50,7 @@ def half(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
 
 @gluon.jit
 def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """The rows of it for which this consumer makes scores."""
+    """The rows of it for this consumer's scores."""
     HALF: gl.constexpr = cfg.BLOCK_M // 2
     rows = rows_tile(channel, i, cfg)
     if cfg.IS_SPLIT:
@@ -60,7 +60,7 @@ def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
 
 @gluon.jit
 def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
-    """The rows of K or V of which this consumer makes scores, (64, BLOCK_D)."""
+    """The rows of K or V for this consumer's scores, (64, BLOCK_D)."""
     rows = tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
     if not cfg.IS_SPLIT:
         rows = rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
@@ -80,7 +80,7 @@ def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
 
 @gluon.jit
 def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """The number that came with each row of a block, one a column of the scores."""
+    """The statistic of each row of a block, one for each column of the scores."""
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     numbers = recast(channel.tail(i), gl.float32, [cfg.BLOCK_M], shared_value())
     if cfg.IS_SPLIT:
@@ -93,7 +93,7 @@ def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
 
 @gluon.jit
 def multiply_along(keys, rows, start, use_start: gl.constexpr, cfg: gl.constexpr):
-    """`keys` (64, BLOCK_D) times `rows` (., BLOCK_D) transposed, under way."""
+    """Start `keys` (64, BLOCK_D) times `rows` (., BLOCK_D) transposed."""
     if products_along(cfg) == 1:
         x = warpgroup_mma(keys, rows.permute((1, 0)), start, use_acc=use_start, is_async=True)
     else:
@@ -109,7 +109,7 @@ def multiply_along(keys, rows, start, use_start: gl.constexpr, cfg: gl.constexpr
 
 @gluon.jit
 def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
-    """S^T = K Q^T of block i, under way."""
+    """Start S^T = K Q^T of block i."""
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     q = queries_of(ME, channels.q, i, cfg)
     return multiply_along(keys_tile(ME, k, cfg), q, empty_accumulator(COLUMNS), False, cfg)
@@ -117,7 +117,7 @@ def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
 
 @gluon.jit
 def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
-    """dP^T - delta = V dO^T - delta of block i, under way."""
+    """Start dP^T - delta = V dO^T - delta of block i."""
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     minus_delta = statistic(ME, channels.dout, i, cfg)
     start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, COLUMNS])
@@ -127,8 +127,8 @@ def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
 
 @gluon.jit
 def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
-    """A piece (64, 64) of dQ = dS K, under way: rows or columns 64 PART and on. dS^T is in slot `i`
-    of `tiles`."""
+    """Start a piece (64, 64) of dQ = dS K: rows or columns from 64 PART on. dS^T is in slot `i` of
+    `tiles`."""
     FIRST: gl.constexpr = PART * CONSUMER_ROWS
     k = k.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
     ds = tiles.index(i % 2)
@@ -167,14 +167,14 @@ def probabilities(s, lse_log2, keys, m0, slope, score, IS_MASKED: gl.constexpr, 
     factor = p
     if cfg.HAS_SOFTCAP:
         factor = p * (1.0 - t * t)
-        if IS_MASKED and cfg.IS_PACKED:  # what lies behind the last row may be NaN
+        if IS_MASKED and cfg.IS_PACKED:  # memory after the last row may contain NaN
             factor = masked_rows(factor, 0.0, keys.start - m0, keys.stop - m0, cfg)
     return p, factor
 
 
 @gluon.jit
 def masked_rows(x, hidden, start, stop, cfg: gl.constexpr):
-    """`hidden` where a column lies outside of its key's [start, stop), both (64,)."""
+    """`hidden` where a column lies outside its key's [start, stop), both (64,)."""
     COLUMNS: gl.constexpr = x.shape[1]
     by_eights = x.reshape([64, COLUMNS // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
@@ -188,7 +188,7 @@ def masked_rows(x, hidden, start, stop, cfg: gl.constexpr):
 
 @gluon.jit
 def distances(bound, s):
-    """Columns less a bound (64,), laid out as the scores `s`."""
+    """Columns minus a bound (64,), in the layout of the scores `s`."""
     COLUMNS: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.reshape([64, COLUMNS // 8, 8]).type.layout
     d = eights(COLUMNS, LAYOUT) - bounds(bound, LAYOUT)
@@ -197,7 +197,7 @@ def distances(bound, s):
 
 @gluon.jit
 def eights(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(1, COLUMNS / 8, 1): where the eights of a block of queries start; see `softmax.eights`."""
+    """(1, COLUMNS / 8, 1): the first query of each eight of a block; see `softmax.eights`."""
     COUNT: gl.constexpr = COLUMNS // 8
     eight = 8 * gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     return eight[None, :, None]

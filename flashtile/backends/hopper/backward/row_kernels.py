@@ -1,9 +1,8 @@
-"""The kernels before and after that of the backward: row statistics, and dQ rounded.
+"""The kernels before and after the backward kernel: row statistics, and dQ rounded.
 
-What the backward needs of every row before it starts takes one pass over O and dO.
-
-delta = rowsum(dO * O) (Dao et al. 2022, equation 4) less the cotangent of the log-sum-exp, which
-adds P * dlse to dS. The same pass clears what tiles of keys will add to.
+The first makes one pass over O and dO: delta = rowsum(dO * O) (Dao et al. 2022, equation 4) minus
+the cotangent of the log-sum-exp, which adds P * dlse to dS. It also clears the workspace of dQ and
+its semaphores.
 """
 
 from __future__ import annotations

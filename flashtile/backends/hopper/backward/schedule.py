@@ -1,7 +1,7 @@
 """Which tile of keys a program has, and which blocks of queries see it.
 
-The rows of the float32 workspace of dQ, and of the statistics of the rows, come in whole blocks of
-BLOCK_M: every sequence starts a new block, `blocks_before` counts those before it.
+The float32 workspace of dQ and the row statistics have whole blocks of BLOCK_M rows: every sequence
+starts a new block, and `blocks_before` counts the blocks before it.
 """
 
 from triton.experimental import gluon
@@ -53,8 +53,8 @@ class KeyWork:
 
 @gluon.jit
 def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a tile number; equal tiles of a section's heads follow each other, first keys
-    first (under a causal mask most queries see them)."""
+    """The work of a tile number, in the order of the head swizzle and first keys first: under a
+    causal mask most queries see them."""
     n, bh = swizzled_order(
         tile, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.swizzle
     )
@@ -99,8 +99,9 @@ def seeing_rows(key, rows, shift, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def rows_to_mask(M, cfg: gl.constexpr):
-    """Rows that need no mask for being past the end. Those of a dense tensor are zero there and
-    weigh nothing (their log-sum-exp is +inf); packed, they are another sequence's."""
+    """The number of rows that need no mask at the end of the sequence. Rows past the end of a dense
+    tensor are zero and weigh nothing (their log-sum-exp is +inf); packed, they belong to another
+    sequence."""
     rows = gl.cdiv(M, cfg.BLOCK_M) * cfg.BLOCK_M
     if cfg.IS_PACKED:
         rows = M
@@ -109,8 +110,8 @@ def rows_to_mask(M, cfg: gl.constexpr):
 
 @gluon.jit
 def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
-    """Blocks of queries [begin, end) that see a key of [n0, n0 + BLOCK_N), and [full_begin,
-    full_end) inside of them, which need no mask. All equal where no query sees a key.
+    """Blocks of queries [begin, end) that see a key of [n0, n0 + BLOCK_N), and the blocks
+    [full_begin, full_end) among them that need no mask. All are equal if no query sees a key.
 
     begin and end never fall from a tile of keys to the next.
     """
@@ -129,5 +130,5 @@ def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def visited_block(j, work):
-    """The block of step `j`, of each head: downwards, see `dq.py`."""
+    """The block of step `j` of each head: from the last to the first, see `dq.py`."""
     return work.end - 1 - j

@@ -1,8 +1,8 @@
 """A consumer of float8 tiles: one warpgroup with 64 rows of the tile of queries.
 
 As `forward/consumer.py`, but Q, K and V are e4m3 and so is P (FlashAttention-3, Shah et al. 2024,
-section 3.3). Scales stand outside of the products: those of Q and K multiply S, and the output so
-far is kept in the unit of the block of V that was added last.
+section 3.3). The scales of Q and K multiply S. The output so far is kept in units of the scale of
+the block of V that was added last.
 """
 
 from typing import Any, NamedTuple
@@ -57,13 +57,13 @@ class Scales(NamedTuple):
 
 @aggregate
 class Progress:
-    """What a consumer carries from block to block."""
+    """The state of the KV loop."""
 
     i: gl.tensor  # use of the rings: the last block whose scores are known
     block: gl.tensor  # its number
     p: gl.tensor  # its weights, `packed_weights`
     o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it, in its units
-    row_max: gl.tensor  # (64,) or a little less, see `lazy_max`
+    row_max: gl.tensor  # (64,) lazy, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
     v_unit: gl.tensor  # scale of its values
     k_next: gl.tensor  # scales of the next block, loaded early
@@ -86,7 +86,7 @@ class Progress:
 def consumer(
     ME: gl.constexpr, output, channels, scales, sizes, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
-    """Attend float8 tiles."""
+    """The consumer of float8 tiles."""
     attend_tiles(float8_math, ME, output, channels, scales, sizes, mask, score, cfg)
 
 
@@ -95,7 +95,7 @@ class Float8Math:
     """The arithmetic of a float8 tile, with its scales: as `forward.consumer.Math16`."""
 
     score: gl.tensor  # softmax scale times that of Q, and of K where it has one for each head
-    k: gl.tensor  # where the scales of its blocks start
+    k: gl.tensor  # pointer to the scales of its blocks
     v: gl.tensor  # likewise, or the scale of V for all blocks
 
     @gluon.constexpr_function
@@ -108,7 +108,7 @@ class Float8Math:
     def first_block(
         self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
     ):
-        """The block that is visited first, which holds the last keys that its rows see."""
+        """The first step of the loop, on the block with the last keys that the rows see."""
         n0 = block * cfg.BLOCK_N
         k_unit, v_unit = self.scales_of(block, cfg)
         k_next, v_next = self.scales_of(block - 1, cfg)
@@ -143,7 +143,7 @@ class Float8Math:
         self, ME: gl.constexpr, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
         cfg: gl.constexpr,
     ):  # fmt: skip
-        """Scores of the block before `now.block`, and the output of that one."""
+        """One step: scores of the block before `now.block`, and the output of `now.block`."""
         i, block = now.i + 1, now.block - 1
         k_next, v_next = self.scales_of(block - 1, cfg)
         channels.k.acquire(i)
@@ -178,7 +178,7 @@ class Float8Math:
 
     @gluon.jit
     def issue_output(self, now, channels, cfg: gl.constexpr):
-        """O += P V of block i, under way."""
+        """Start O += P V of the last block."""
         channels.v.acquire(now.i)
         v = channels.v.tile(now.i).reshape([cfg.BLOCK_DV, cfg.BLOCK_N]).permute((1, 0))
         o = warpgroup_mma(weights_operand(now.p), v, now.o, is_async=True)
@@ -186,7 +186,7 @@ class Float8Math:
 
     @gluon.jit
     def scales_of(self, block, cfg: gl.constexpr):
-        """Scales of K and V of a block; before the first one, of that."""
+        """Scales of K and V of a block; before the first block, those of the first."""
         k, v = self.score, self.score
         if cfg.HAS_BLOCK_SCALES:
             block = gl.maximum(block, 0)
@@ -195,7 +195,7 @@ class Float8Math:
 
     @gluon.jit
     def scores(self, s, rows, k_unit, score, cfg: gl.constexpr):
-        """From products to scores in base 2, less the factor that comes second."""
+        """Scores in base 2 from products, and the factor that is still to be applied."""
         unit = self.score
         if cfg.HAS_BLOCK_SCALES:
             unit = unit * k_unit
@@ -210,7 +210,7 @@ class Float8Math:
 
     @gluon.jit
     def output_scale(self, scale, done, cfg: gl.constexpr):
-        """`scale` in the unit of the output."""
+        """`scale` times the scale of V."""
         if cfg.HAS_BLOCK_SCALES:
             scale = scale * done.v_unit
         else:
@@ -227,7 +227,7 @@ def float8_math(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr)
     if cfg.HAS_BLOCK_SCALES:
         query_head = (work.b * sizes.heads + work.h).to(gl.int64)
         query_blocks = gl.cdiv(sizes.M, CONSUMER_ROWS)
-        # A consumer past the last row has no scale, nor need of one.
+        # A consumer past the last row has no scale and needs none.
         query_block = gl.minimum(work.m0 // CONSUMER_ROWS + ME, query_blocks - 1)
         unit = unit * gl.load(scales.q + query_head * query_blocks + query_block)
         key_blocks = gl.cdiv(sizes.N, cfg.BLOCK_N)
@@ -246,7 +246,7 @@ def float8_math(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr)
 
 @gluon.constexpr_function
 def bytes_of_values(warps):
-    """Float8 rows of 128 keys as threads like them: 16 bytes each, neighbours side by side."""
+    """Coalesced float8 rows of 128 keys: 16 bytes for each thread."""
     return gl.BlockedLayout([1, 16], [4, 8], [warps, 1], [1, 0])
 
 
@@ -254,8 +254,8 @@ def bytes_of_values(warps):
 def clear_past_end(ME: gl.constexpr, v, count, cfg: gl.constexpr):
     """Zero the keys of a block of V from `count` on, which belong to another sequence or to none.
 
-    Their weight is zero, but what memory holds there may be NaN. All consumers write the same
-    values, so none waits for another.
+    Their weight is zero, but memory may contain NaN. All consumers write the same values, so they
+    need not wait for each other.
     """
     STEP: gl.constexpr = 32
     DIMS: gl.constexpr = cfg.BLOCK_DV

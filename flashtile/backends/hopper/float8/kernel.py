@@ -53,7 +53,7 @@ class Keys(NamedTuple):
     """K as TMA sees it: groups of rows (group, 2, 4, 2, all heads side by side)."""
 
     groups: Any
-    batch_groups: Any  # from one batch to the next; sequences have one more than they fill, packed
+    batch_groups: Any  # groups from one batch to the next; packed sequences ignore it
     head_step: Any  # elements from one head to the next
 
 

@@ -1,4 +1,4 @@
-"""Runs a float8 problem on the GPU: puts K and V as the kernel reads them, and launches."""
+"""Runs a float8 problem on the GPU: describes K and V in the order that the kernel reads."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def float8_launch(
 
 
 def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
-    """K (batch, rows, heads, columns) in whole groups of rows, or a copy that has them.
+    """`k` (batch, rows, heads, columns) if it has whole groups of rows, or a copy that has.
 
-    TMA takes rows of all heads as one long row, so nothing but zeros may follow on a
-    row of a head; every sequence starts a group.
+    TMA reads the rows of all heads as one long row, so only zeros may follow the row of a head;
+    every sequence starts a group.
     """
     if cu_seqlens is not None:
         return grouped(k, cu_seqlens, columns)
@@ -81,8 +81,8 @@ def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
 
 
 def grouped(x: Tensor, cu_seqlens: Tensor, columns: int) -> Tensor:
-    """Packed K or V (total, heads, dim) as (1, rows, heads, columns), sequence b from group
-    ``cu_seqlens[b] // GROUP + b`` on: there the one before it has ended."""
+    """Packed K or V (total, heads, dim) as (1, rows, heads, columns). Sequence b starts at group
+    ``cu_seqlens[b] // GROUP + b``, after the end of the one before it."""
     total, heads, D = x.shape
     sequences = cu_seqlens.shape[0] - 1
     rows = (total // GROUP + sequences + 1) * GROUP
@@ -108,10 +108,10 @@ def group_descriptor(k: Tensor, config: Float8Config) -> tuple[TensorDescriptor,
 
 
 def readable_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """V (batch, rows, heads, dim) with its keys adjacent, rows of them at multiples of 16 bytes, or
-    a copy.
+    """`v` (batch, rows, heads, dim) if its keys are adjacent and their rows start at multiples of
+    16 bytes, or a copy for which this holds.
 
-    TMA also starts at multiples of 16 bytes alone, so every sequence starts a group.
+    TMA only reads from multiples of 16 bytes, so every sequence starts a group.
     """
     if cu_seqlens is not None:
         v = grouped(v, cu_seqlens, v.shape[-1])

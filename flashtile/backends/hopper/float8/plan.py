@@ -16,15 +16,16 @@ DTYPE = torch.float8_e4m3fn
 # TMA wants rows at multiples of 16 bytes.
 HEAD_DIM_STEP = 16
 
-# Head dim, key's and value's, rounded up. Q lies as `plan.Q_LOCATIONS` says, never as once or held.
+# Head dim, key's and value's, rounded up. `Q_LOCATIONS` without once and held.
 TILES = {
     64: Tile(3, FLOAT8_KEY_BLOCK, 3, False, "registers", "late"),
     128: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "registers", "freely"),
     256: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "apart", "freely"),
 }
 
-# Where one exponential in eight is a polynomial: with two consumers at head dim 128 both units are
-# busy. A third consumer fills the gaps, and 256 columns keep the tensor cores busy longer.
+# Where one exponential in eight is a polynomial: with two consumers at head dim 128, the tensor
+# cores and the exponential unit are equally busy. At 64 a third consumer fills the gaps, and at 256
+# the tensor cores are busy for longer.
 POLYNOMIAL_HEAD_DIM = 128
 
 # The rows of a consumer share a scale.
@@ -33,7 +34,7 @@ assert CONSUMER_ROWS == FLOAT8_QUERY_BLOCK
 
 @dataclass(frozen=True)
 class Float8Config(KernelConfig):
-    """What the float8 kernel is compiled for."""
+    """The compile-time constants of the float8 kernel."""
 
     HAS_BLOCK_SCALES: bool  # a scale for each block of rows, not one for each head
     HAS_POLYNOMIAL: bool  # for one exponential in eight
@@ -59,10 +60,10 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
 
 @memoised(4096)
 def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
-    """What the kernel of a call is compiled for."""
+    """The compile-time constants for a problem."""
     head_dim = next(size for size in TILES if max(problem.D, problem.Dv) <= size)
     tile = TILES[head_dim]
-    whole = problem._replace(D=head_dim, Dv=head_dim)  # no rest of columns
+    whole = problem._replace(D=head_dim, Dv=head_dim)  # no tail
     options = asdict(plan(whole)) | {
         "BITS": 8,
         "CONSUMERS": tile.consumers,
@@ -84,7 +85,7 @@ def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
 
 
 def describe_float8(problem: AttentionProblem) -> str:
-    """The plan in words, for `explain`."""
+    """The plan as text, for `explain`."""
     config = float8_plan(problem, block_scales=False)
     return (
         f"forward in float8: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "

@@ -1,11 +1,10 @@
-"""What a consumer of float8 tiles does between its two products, beside `shared/softmax.py`.
+"""What a consumer of float8 tiles computes between its two products, besides `shared/softmax.py`.
 
-The left operand of a float8 product and the accumulator of the product before it do not agree: of
-16 columns a thread has 2t, 2t + 1, 2t + 8 and 2t + 9 as accumulator, and 4t to 4t + 3 as operand.
-Keys are therefore stored in shared memory so that the former columns of S belong to the latter
-keys. TMA does that: it takes 16 rows of K as (a, t, b), row 2a + 4t + b, in this order.
-Then a thread's weights already are its part of P, with the keys of V in their own order.
-"""
+The layouts of a float8 left operand and of the accumulator before it differ: of 16 columns, thread
+t holds 2t, 2t + 1, 2t + 8 and 2t + 9 of an accumulator, but 4t to 4t + 3 of an operand. The keys
+are therefore permuted in shared memory, so that the former columns of S belong to the latter keys.
+TMA does this: it reads 16 rows of K as (a, t, b), row 2a + 4t + b. Then the weights that a thread
+computed are its part of P, and the keys of V keep their order."""
 
 from __future__ import annotations
 
@@ -21,17 +20,16 @@ KEY_GROUP = gl.constexpr(16)
 # its subnormal ones.
 WEIGHT_LOG2 = gl.constexpr(8.0)
 
-# A row's maximum stays while scores exceed it by no more than this, in base 2: 2**8.75 is 431.
-# Nine in ten new maxima of random scores do not.
+# Lazy row max, in base 2: 2**8.75 is 431. Nine in ten new maxima of random scores stay below it.
 SLACK_LOG2 = gl.constexpr(0.75)
 
 
 @gluon.jit
 def masked(s, start, stop, n0, cfg: gl.constexpr):
-    """-inf where a key of the block from n0 on is outside of its row's [start, stop), both (64,).
+    """-inf where a key of the block from n0 on lies outside its row's [start, stop), both (64,).
 
     A column 16 c + 8 a + 2 t + b holds key 16 c + 2 a + 4 t + b. As in `softmax.masked`, c and a
-    are constants of a register, and t and b are added to the row's side.
+    are constants of a register, and t and b are subtracted from the row's bound.
     """
     by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
@@ -55,8 +53,8 @@ def bounds(bound, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def exponentials(x, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
-    """2**x. Where the unit for exponentials is as busy as the tensor cores and the one for products
-    is not, one in eight is a polynomial, but for masked blocks."""
+    """2**x. Where the exponential unit is as busy as the tensor cores, one in eight is computed by
+    a polynomial, except in masked blocks."""
     if cfg.HAS_POLYNOMIAL and not IS_MASKED:
         p = some_by_polynomial(x)
     else:
@@ -69,7 +67,7 @@ def packed_weights(p, COLUMNS: gl.constexpr):
     """P (64, keys) in e4m3, four to an int32, in the registers of the operand of a product that
     accumulates (64, COLUMNS). Of four neighbours in the result the first holds them all.
 
-    Between two steps of a loop the compiler would take float8 numbers apart, one a register.
+    The compiler would keep float8 loop variables in one register each.
     """
     KEYS: gl.constexpr = p.shape[1]
     in_order = p.reshape([64, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, KEYS])
@@ -88,8 +86,8 @@ def weights_operand(packed):
 
 @gluon.jit
 def four_to_float8(x):
-    """Four neighbours, float32, rounded to e4m3 in one int32; the other three are zero. What is
-    larger than the largest number becomes that; NaN stays NaN."""
+    """Four neighbours, float32, rounded to e4m3 in one int32; the other three are zero. Saturates;
+    NaN stays NaN."""
     return gl.inline_asm_elementwise(
         "{ .reg .b16 low, high;"
         " cvt.rn.satfinite.e4m3x2.f32 low, $5, $4; cvt.rn.satfinite.e4m3x2.f32 high, $7, $6;"
@@ -112,8 +110,8 @@ def same_float8(packed):
 
 @gluon.constexpr_function
 def _exponential_assembly():
-    """Eight times 2**x, the first by a parabola on the fraction of x in [-1/2, 1/2], good to
-    2**-9: the sum of x and 1.5 * 2**23 has the whole part in its last bits, which become the
+    """Eight times 2**x, the first by a parabola in the fraction of x in [-1/2, 1/2], with an error
+    of 2**-9: the sum of x and 1.5 * 2**23 has the integer part in its last bits, which become the
     exponent."""
     units = " ".join(f"ex2.approx.ftz.f32 ${i}, ${i + 8};" for i in range(1, 8))
     return (
@@ -129,8 +127,8 @@ def _exponential_assembly():
 
 @gluon.jit
 def some_by_polynomial(x):
-    """2**x, one in eight of a thread's numbers without the unit for exponentials; those below
-    2**-120 come out as that."""
+    """2**x, one in eight of a thread's numbers without the exponential unit; results are at least
+    2**-120 there."""
     return gl.inline_asm_elementwise(
         _exponential_assembly(),
         "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f",

@@ -1,8 +1,11 @@
 """A consumer: one warpgroup with 64 rows of the tile of queries.
 
-FlashAttention-3 (Shah et al. 2024), algorithm 2: while the tensor cores make the scores of a block
-and the output of the block before it, this warpgroup waits for its turn; while another warpgroup
-has the tensor cores, it takes the exponentials.
+FlashAttention-3 (Shah et al. 2024), algorithm 2: a consumer issues the scores of a block together
+with the output of the block before it, and computes its exponentials while another warpgroup uses
+the tensor cores.
+
+`attend_tiles` is the loop over tiles and `attend` the KV loop. The float8 kernel runs both with its
+own arithmetic in place of `Math16`.
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +56,7 @@ from ..shared.softmax import (
 
 
 class Output(NamedTuple):
-    """Where the results go."""
+    """The destinations of the results."""
 
     desc: Any  # Described
     ptr: Any
@@ -62,7 +65,7 @@ class Output(NamedTuple):
 
 @aggregate
 class Rows:
-    """What the rows of a consumer see."""
+    """The rows of a consumer, and the keys that they see."""
 
     number: gl.tensor  # (64,) row in the sequence
     start: gl.tensor  # (64,) visible keys [start, stop)
@@ -81,15 +84,15 @@ class Rows:
 
 @aggregate
 class Progress:
-    """What a consumer carries from block to block."""
+    """The state of the KV loop."""
 
     i: gl.tensor  # use of the rings: the last block whose scores are known
     block: gl.tensor  # its number
     p: gl.tensor  # (64, BLOCK_N / 2) its weights, `paired`
     o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it
     o_tail: gl.tensor
-    rescale: gl.tensor  # (64,) what that output is still to be multiplied with
-    row_max: gl.tensor  # (64,) or a little less, see `lazy_max`
+    rescale: gl.tensor  # (64,) the factor still to be applied to that output
+    row_max: gl.tensor  # (64,) lazy, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
 
     @gluon.constexpr_function
@@ -108,7 +111,7 @@ class Progress:
 def consumer(
     ME: gl.constexpr, output, channels, sizes, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
-    """Attend 16-bit tiles."""
+    """The consumer of 16-bit tiles."""
     attend_tiles(math16, ME, output, channels, None, sizes, mask, score, cfg)
 
 
@@ -117,7 +120,7 @@ def attend_tiles(
     math_of: gl.constexpr, ME: gl.constexpr, output, channels, scales, sizes, mask, score,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Attend tile after tile, until the producer has no more; `math_of` a tile: as `Math16`."""
+    """Process tiles until the producer has no more; `math_of` gives the arithmetic of a tile."""
     open_ping_pong(ME, cfg)
     count = 0  # tiles so far
     i = 0  # blocks so far
@@ -127,7 +130,7 @@ def attend_tiles(
         o, o_tail, done, math = attend(
             math_of, ME, count, i, channels, scales, sizes, work, mask, score, cfg
         )
-        # again, for registers are scarce until here
+        # read again, because registers are scarce until here
         work = read_work(channels.work, count, sizes, cfg)
         scale, lse = math.normalisation(ME, done, work, score.sink_ptr, cfg)
         store_lse(ME, lse, output, work, sizes, cfg)
@@ -156,8 +159,8 @@ def attend(
     math_of: gl.constexpr, ME: gl.constexpr, count, i, channels, scales, sizes, work, mask, score,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Walk over the blocks of keys, from the last to the first: the output, its last product under
-    way, and how far it has come."""
+    """The KV loop, from the last block to the first: the output, its last product in flight, the
+    state of the loop, and the arithmetic of the tile."""
     first_row = work.m0 + ME * CONSUMER_ROWS
     last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
     begin, end = own_blocks(first_row, last_row, work, mask, cfg)
@@ -168,7 +171,7 @@ def attend(
     q, q_tail = queries(q_use, channels, cfg)
     i = pass_blocks(ME, i, work.end - end, channels, cfg)
     now = math.first_block(ME, q, q_tail, i, end - 1, channels, rows, work, score, cfg)
-    if cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:  # a product has used them: they have arrived
+    if cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:  # read by a product: they have arrived
         channels.q.release_operand(q_use)
     # Three phases: masked, full, masked.
     if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
@@ -187,7 +190,7 @@ def key_loop(
     math, ME: gl.constexpr, now, q, q_tail, stop, channels, rows, score, IS_MASKED: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Blocks before `now.block`, down to `stop`."""
+    """The blocks before `now.block`, down to `stop`."""
     for _ in range(now.block - stop):
         now = math.next_block(ME, now, q, q_tail, channels, rows, score, IS_MASKED, cfg)
     return now
@@ -195,7 +198,7 @@ def key_loop(
 
 @gluon.jit
 def queries(q_use, channels, cfg: gl.constexpr):
-    """Q, in registers or in shared memory, and the rest of its columns."""
+    """Q and its tail, in registers or in shared memory."""
     channels.q.acquire(q_use)
     q = channels.q.tile(q_use).reshape([CONSUMER_ROWS, cfg.BLOCK_D])
     q_tail = q
@@ -209,7 +212,7 @@ def queries(q_use, channels, cfg: gl.constexpr):
 
 @gluon.jit
 def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
-    """Let `count` blocks go by that no row of this consumer sees, from use `i` on; the use after
+    """Skip `count` blocks that no row of this consumer sees, from use `i` on; returns the use after
     them."""
     for _ in range(count):
         await_ping_pong(ME, cfg)
@@ -234,7 +237,7 @@ def rows_of(ME: gl.constexpr, work, mask, score, cfg: gl.constexpr):
 
 @gluon.jit
 def issue_scores(q, q_tail, i, channels, cfg: gl.constexpr):
-    """S = Q K^T of block i, under way."""
+    """Start S = Q K^T of block i."""
     k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
     s = warpgroup_mma(q, k, empty_accumulator(cfg.BLOCK_N, cfg.BITS), use_acc=False, is_async=True)
     if cfg.TAIL_D > 0:
@@ -255,7 +258,7 @@ def finished_output(o, o_tail, cfg: gl.constexpr):
 
 @gluon.jit
 def finished_scores(s, n0, rows, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
-    """From products to scores in base 2, less `linear_scale`; -inf where masked."""
+    """Scores in base 2 from products, up to the factor `linear_scale`; -inf where masked."""
     distance = 0
     if cfg.HAS_ALIBI:
         distance = distances(rows.number + rows.shift, n0, s, cfg)
@@ -277,7 +280,7 @@ class Math16:
     def first_block(
         self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
     ):
-        """The block that is visited first, which holds the last keys that its rows see."""
+        """The first step of the loop, on the block with the last keys that the rows see."""
         n0 = block * cfg.BLOCK_N
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
@@ -312,7 +315,7 @@ class Math16:
         self, ME: gl.constexpr, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
         cfg: gl.constexpr,
     ):  # fmt: skip
-        """Scores of the block before `now.block`, and the output of that one."""
+        """One step: scores of the block before `now.block`, and the output of `now.block`."""
         VALUE_PRODUCTS: gl.constexpr = 1 if cfg.TAIL_DV == 0 else 2
         i, block = now.i + 1, now.block - 1
         channels.k.acquire(i)
@@ -343,7 +346,7 @@ class Math16:
 
     @gluon.jit
     def issue_output(self, now, channels, cfg: gl.constexpr):
-        """O += P V of block i, under way."""
+        """Start O += P V of the last block."""
         dtype: gl.constexpr = channels.v.tiles.dtype
         channels.v.acquire(now.i)
         o, o_tail = rescaled_where_needed(now.o, now.rescale), now.o_tail
@@ -359,12 +362,12 @@ class Math16:
 
     @gluon.jit
     def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):
-        """What the output of every row is multiplied with, and its log-sum-exp."""
+        """The factor of the output of each row, and its log-sum-exp."""
         return normalisation(ME, done.row_max, done.row_sum, work, sink_ptr, cfg)
 
     @gluon.jit
     def output_scale(self, scale, done, cfg: gl.constexpr):
-        """`scale` in the unit of the output."""
+        """The factor of the output; 16-bit tiles have no scale of V."""
         return scale
 
 
@@ -378,8 +381,8 @@ def math16(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
 def clear_past_end(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
     """Zero the rows of a block of V from `count` on, which belong to another sequence or to none.
 
-    Their weight is zero, but what memory holds there may be infinite. All consumers write the same
-    values, so none waits for another.
+    Their weight is zero, but zero times infinity is NaN. All consumers write the same values, so
+    they need not wait for each other.
     """
     STEP: gl.constexpr = 32
     BLOCK: gl.constexpr = cfg.BLOCK_N
@@ -396,8 +399,8 @@ def clear_past_end(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.co
 
 @gluon.jit
 def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.constexpr):
-    """What the output of every row is multiplied with, and its log-sum-exp; 0 and -inf for padding
-    rows and for those that saw no key."""
+    """The factor of the output of each row, and its log-sum-exp; 0 and -inf for padding rows and
+    for rows that saw no key."""
     rows = work.m0 + ME * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     row_sum = whole_row_sum(row_sum, cfg)
@@ -432,8 +435,8 @@ def store_output(
     ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, COLUMNS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Columns from COLUMN on of the output, through shared memory: by TMA, which clips
-    at the end of the tensor, or, where a sequence can end before it, by the threads."""
+    """Store the output's columns from COLUMN on, through shared memory: by TMA, which clips at the
+    end of the tensor, or by the threads where a sequence can end before it."""
     row = work.m0 + ME * CONSUMER_ROWS
     tile = tiles.index(ME)
     tile.reshape([CONSUMER_ROWS, COLUMNS]).store(o.to(tiles.dtype))
@@ -447,7 +450,7 @@ def store_output(
         offsets = (work.start_q + offs).to(gl.int64) * strides[1] + work.h.to(gl.int64) * strides[2]
         if not cfg.IS_PACKED:
             offsets += work.b.to(gl.int64) * strides[0]
-        # Rows start at multiples of 16 bytes, as TMA wants them.
+        # Rows start at multiples of 16 bytes, as TMA requires.
         offsets = gl.multiple_of(offsets, [1, 8])
         gl.store(output.ptr + offsets + dims, x, mask=(offs < work.M) & (dims < cfg.DV))
     elif COLUMN == 0:

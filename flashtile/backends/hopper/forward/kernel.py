@@ -1,4 +1,4 @@
-"""The forward kernel: shared memory, and who does what.
+"""The forward kernel: shared memory, roles and the producer.
 
 A persistent program has three roles: one producer warp copies, and consumer warpgroups multiply
 (warp specialisation, FlashAttention-3, Shah et al. 2024). The producer is in this
@@ -30,7 +30,7 @@ from ..shared.schedule import (
 from ..shared.softmax import Score
 from .consumer import Output, consumer
 
-# Registers a thread that a role asks for: two consumers, three consumers, the producer.
+# Registers for each thread of a role: two consumers, three consumers, the producer.
 OF_TWO = gl.constexpr(240)
 OF_THREE = gl.constexpr(160)
 OF_PRODUCER = gl.constexpr(24)
@@ -44,7 +44,7 @@ class Channels(NamedTuple):
     v: Any
     o: Any  # plain tiles, one for each consumer
     o_tail: Any
-    work: Any  # where the tiles of queries lie, and which keys they see
+    work: Any  # the tiles of queries, and the keys that they see
 
 
 @gluon.jit
@@ -52,7 +52,7 @@ def make_tiles(
     dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
-    """COUNT tiles, and COUNT tiles with the rest of their columns if there is one."""
+    """COUNT tiles, and COUNT tails where there are any."""
     tiles = gl.allocate_shared_memory(dtype, [COUNT, 1, ROWS, 1, COLUMNS], shared_rows(COLUMNS))
     tails = tiles
     if TAIL > 0:
@@ -98,8 +98,8 @@ def load_tiles(
 ):  # fmt: skip
     """Take tile after tile; load its queries, and by `load_keys` its blocks of keys and values from
     the last to the first."""
-    # Blocks that come after the search for the next tile. Where that takes long, because lengths
-    # are read, consumers have a block to go meanwhile; elsewhere the block would be late.
+    # Blocks that are loaded after the search for the next tile. Where the search is slow, because
+    # it reads lengths, consumers still have a block to process; elsewhere the block would be late.
     LEFT: gl.constexpr = 1 if cfg.IS_PACKED else 0
     count = 0  # tiles so far
     i = 0  # blocks so far
@@ -121,7 +121,7 @@ def load_tiles(
 
 @gluon.jit
 def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
-    """Each consumer's rows have a slot of their own."""
+    """Load the queries of a tile: a slot for each consumer."""
     batch = batch_of(work.b, at.cu_seqlens_q)
     CONSUMERS: gl.constexpr = cfg.CONSUMERS
     for c in gl.static_range(CONSUMERS):
@@ -132,7 +132,8 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
 
 @gluon.jit
 def load_blocks(k, v, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr):
-    """Blocks [begin, end) of K and V, counted from the tile's last; the number of blocks so far."""
+    """Load blocks [begin, end) of K and V, counted from the last one of the tile; returns the
+    number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
     for j in range(begin, end):
@@ -145,7 +146,7 @@ def load_blocks(k, v, i, begin, end, channels, work, start_k, group, at, cfg: gl
 
 @gluon.jit
 def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, TAIL: gl.constexpr):
-    """Start the copy of the rows from `row` on into slot `i`; zeros past the ends of the tensor."""
+    """Start the copy of the rows from `row` on into slot `i`; zeros outside the tensor."""
     BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + TAIL) // COLUMNS
     full = channel.acquire_empty(i, BYTES)
     copy_to_shared(x.tiles, [batch, row, head, 0], full, channel.tile(i))

@@ -51,10 +51,10 @@ def outputs(operands: Operands, config: KernelConfig) -> tuple[Tensor, Tensor]:
     """(out, lse) to write to."""
     q, dtype = operands.q, output_dtype(operands.q.dtype)
     shape = (*q.shape[:-1], config.DV)
-    if config.IS_RAGGED:  # rows that belong to no sequence are written by no program
+    if config.IS_RAGGED:  # no program writes rows that belong to no sequence
         lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
         return q.new_zeros(shape, dtype=dtype), lse
-    # Sizes one by one: PyTorch takes half as long to read them as it takes for a tuple.
+    # Separate sizes: PyTorch parses them in half the time of a tuple.
     out = q.new_empty(*shape, dtype=dtype)
     return out, q.new_empty(*lse_shape(operands), dtype=torch.float32)
 
@@ -121,7 +121,7 @@ def common_arguments(
 def descriptors(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: KernelConfig
 ) -> dict[str, TensorDescriptor | None]:
-    """The tensors in tiles of their first columns, and in tiles of the rest where there is one."""
+    """Descriptors for tiles of the first columns and, where there is a tail, for that."""
     of_keys = {"tiles": config.BLOCK_D, "tails": config.TAIL_D}
     of_values = {"tiles": config.BLOCK_DV, "tails": config.TAIL_DV}
     found = {}

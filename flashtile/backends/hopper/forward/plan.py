@@ -23,12 +23,12 @@ OLDEST_TRITON = (3, 6)
 # TMA wants rows at multiples of 16 bytes.
 HEAD_DIM_STEP = 8
 
-# Fewer queries leave most of a tile empty.
+# With fewer queries most of a tile is empty.
 FEWEST_QUERIES = 65
 
 CONSUMER_ROWS = 64
 
-# Bytes of keys and values that may lie in the second-level cache together.
+# Bytes of keys and values that should fit the L2 cache together.
 CACHED_BYTES = 32 * 2**20
 WIDEST_SWIZZLE = 16
 
@@ -46,31 +46,31 @@ TRITON_VERSION = _triton_version()
 
 
 class Tile(NamedTuple):
-    """What a head dim, key's and value's, runs with."""
+    """The tile for a pair of head dims, of keys and of values."""
 
     consumers: int  # warpgroups, each with 64 rows of the tile
     BLOCK_N: int  # keys of a block
     stages: int  # blocks of K and of V in flight
-    ping_pong: bool  # consumers issue products one after the other (ping-pong)
-    q: str  # where a consumer's queries lie, see below
-    waits: str = "freely"  # where a consumer waits for the output of a block, see below
+    ping_pong: bool  # consumers alternate at the tensor cores
+    q: str  # location of a consumer's queries: `Q_LOCATIONS`
+    waits: str = "freely"  # where a consumer waits for the output of a block: `WAITS`
 
 
-# Where the queries lie while their tile runs.
-# registers: in those of the consumer; the next tile's arrive meanwhile.
-# twice: in shared memory, in two slots, for this tile and the next one.
-# once: in shared memory, in one slot that the output then passes through.
-# held: in registers, from such a slot, so that shared memory has room for more blocks.
-# apart: as once, but the output has shared memory of its own.
+# Where the queries are while their tile runs.
+# registers: in registers of the consumer; the next tile's queries are copied meanwhile.
+# twice: in two slots of shared memory, for this tile and the next one.
+# once: in one slot of shared memory, which the output uses afterwards.
+# held: in registers, loaded from such a slot, so that shared memory has room for more blocks.
+# apart: as once, but the output has its own shared memory.
 Q_LOCATIONS = ("registers", "twice", "once", "held", "apart")
 
 # Where a consumer waits for O += P V of the last block.
-# early: before the exponentials of this block, during which others keep the tensor cores busy.
-# late: behind them.
+# early: before the exponentials of this block, while other consumers keep the tensor cores busy.
+# late: after them.
 # freely: where the assembler puts it, which is among them.
 WAITS = ("early", "late", "freely")
 
-# Head dims that tiles come in: columns of a tile, a power of two, and the rest of them.
+# Native head dims: columns of a tile, a power of two, and of its tail.
 HEAD_DIMS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
 
 # (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
@@ -84,17 +84,17 @@ TILES = {
 }
 UNLIKE = Tile(2, 64, 2, True, "apart")  # every other pair; fits the largest
 
-# Where every row walks over all keys, the consumers stay in step. Masks have no registers for it:
-# with Triton 3.9 they spill.
+# Where every row sees all keys, the consumers stay in step. Under masks the registers do not
+# suffice: Triton 3.9 spills.
 UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
 
-# Where most walks end after a few blocks, fewer rows a tile waste less at the diagonal.
+# Where most KV loops end after a few blocks, tiles of fewer rows waste less at the diagonal.
 SHORT_CAUSAL = 1024  # keys
 SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 
 
 def tile_of(problem: AttentionProblem) -> Tile:
-    """The tile that a problem runs with."""
+    """The tile for a problem."""
     options, head_dims = problem.options, (padded(problem.D), padded(problem.Dv))
     of_mask: dict[tuple[int, int], Tile] = {}
     if not problem.facts:
@@ -106,14 +106,14 @@ def tile_of(problem: AttentionProblem) -> Tile:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What the kernel is compiled for. Lengths and strides are not in here: they recompile
-    nothing, but that a short causal problem may have another tile."""
+    """The compile-time constants of the kernel. Lengths and strides are not among them and
+    recompile nothing, except that a short causal problem may have another tile."""
 
     BITS: int  # of an element of Q, K, V and P
     CONSUMERS: int
     BLOCK_M: int
     BLOCK_N: int
-    BLOCK_D: int  # columns of a tile of keys; a second tile has the rest of them
+    BLOCK_D: int  # columns of a tile of keys; a second tile has the tail
     TAIL_D: int
     BLOCK_DV: int
     TAIL_DV: int
@@ -121,9 +121,9 @@ class KernelConfig:
     STAGES: int
     Q_SLOTS: int
     HAS_Q_IN_REGISTERS: bool
-    IS_Q_REUSED: bool  # the output passes through the shared memory of the queries
+    IS_Q_REUSED: bool  # the output reuses the shared memory of the queries
     HAS_PING_PONG: bool
-    WAITS: str  # for the output of a block: `WAITS` above
+    WAITS: str  # for the output of a block: `WAITS`
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -131,7 +131,7 @@ class KernelConfig:
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     IS_PACKED: bool
-    IS_RAGGED: bool  # sequences can end before the tensors do
+    IS_RAGGED: bool  # sequences can be shorter than the tensors
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -188,7 +188,7 @@ def _has_negative_side(problem: AttentionProblem) -> bool:
 
 @memoised(4096)
 def plan(problem: AttentionProblem) -> KernelConfig:
-    """What the kernel of a call is compiled for."""
+    """The compile-time constants for a problem."""
     options = problem.options
     head_dims = padded(problem.D), padded(problem.Dv)
     (BLOCK_D, TAIL_D), (BLOCK_DV, TAIL_DV) = (HEAD_DIMS[size] for size in head_dims)
@@ -222,10 +222,10 @@ def plan(problem: AttentionProblem) -> KernelConfig:
 
 
 def swizzle_of(problem: AttentionProblem) -> int:
-    """Heads whose tiles run side by side.
+    """Heads whose tiles run side by side (the head swizzle).
 
-    Where tiles differ in length, equal ones of several heads run together, as many heads as the
-    second-level cache holds.
+    Where tiles differ in length, equal tiles of several heads run together, as many heads as fit
+    the L2 cache.
     """
     options = problem.options
     if options.window_right is None and options.attention_chunk == 0:
@@ -235,12 +235,12 @@ def swizzle_of(problem: AttentionProblem) -> int:
 
 
 def padded(head_dim: int) -> int:
-    """The head dim that the tiles have."""
+    """The native head dim that contains `head_dim`."""
     return next(size for size in HEAD_DIMS if head_dim <= size)
 
 
 def describe_forward(problem: AttentionProblem) -> str:
-    """The plan of the forward in words, for `explain`."""
+    """The plan of the forward as text, for `explain`."""
     config = plan(problem)
     return (
         f"forward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "

@@ -1,9 +1,9 @@
 """Ring buffers in shared memory, between the producer and the consumers.
 
-A slot holds a tile and, where the head dim is no power of two, a second tile with the rest of its
-columns. It is full or empty; each has an mbarrier. Use number `i` of a ring is in slot
-`i % SLOTS`, in round `i // SLOTS`, and a wait names the parity of the round that it waits for. Both
-sides count their uses, so nothing is sent along.
+A slot holds a tile and, where the head dim is no power of two, a second tile with its tail, the
+remaining columns. Each slot has two mbarriers: full and empty. Use `i` of a ring has slot
+`i % SLOTS` in round `i // SLOTS`, and a wait gives the parity of its round. Producer and consumers
+count their uses themselves.
 """
 
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ from .intrinsics import (
 
 
 class Described(NamedTuple):
-    """A tensor of head rows as TMA sees it, in tiles of its first columns and, where
-    the head dim is no power of two, of the rest of them."""
+    """The TMA descriptors of a tensor of head rows: for tiles of its first columns and, where the
+    head dim is no power of two, for its tail."""
 
     tiles: Any
     tails: Any
@@ -36,7 +36,7 @@ class Channel:
     """A ring of tiles that TMA fills."""
 
     tiles: gl.shared_memory_descriptor  # (SLOTS, ...)
-    tails: gl.shared_memory_descriptor  # the same as `tiles` where there is no rest
+    tails: gl.shared_memory_descriptor  # `tiles` again where there is no tail
     full: gl.shared_memory_descriptor  # (SLOTS, 1) mbarriers
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
@@ -51,7 +51,7 @@ class Channel:
 
     @gluon.jit
     def acquire_empty(self, i, BYTES: gl.constexpr):
-        """Wait until slot `i` may be overwritten, and announce BYTES to come; its barrier."""
+        """Wait until slot `i` is empty, and expect BYTES; returns its full barrier."""
         slot = i % self.SLOTS
         mbarrier.wait(self.empty.index(slot), ((i // self.SLOTS) & 1) ^ 1)
         mbarrier.expect(self.full.index(slot), BYTES)
@@ -70,27 +70,27 @@ class Channel:
 
     @gluon.jit
     def tail(self, i):
-        """The rest of its columns."""
+        """The tail of slot `i`."""
         return self.tails.index(i % self.SLOTS)
 
     @gluon.jit
     def release(self, i):
-        """The threads of this consumer have read slot `i`; they wait for each other first."""
+        """Release slot `i`, after all threads of this consumer have read it."""
         mbarrier.arrive(self.empty.index(i % self.SLOTS), count=1)
 
     @gluon.jit
     def release_operand(self, i):
-        """The products of this consumer that read slot `i` are complete.
+        """Release slot `i`, after the products of this consumer that read it have completed.
 
-        One thread has waited for them, and a product is complete for the warpgroup or not at all:
-        it needs operands of all four warps. So no warp waits for another here.
+        A product needs operands of all four warps and completes for the whole warpgroup, so it is
+        enough that one thread has waited for it.
         """
         arrive_alone(self.empty.index(i % self.SLOTS))
 
 
 @gluon.jit
 def make_channel(tiles, tails, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """The ring over `tiles` and `tails`; a slot is empty once RELEASES consumers released it."""
+    """The ring over `tiles` and `tails`; a slot is empty after RELEASES releases."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -101,7 +101,7 @@ def make_channel(tiles, tails, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
 
 @gluon.jit
 def put(queue, i, numbers):
-    """The producer's one warp hands the consumers a tuple of numbers, use `i` of the ring."""
+    """Send a tuple of numbers from the producer warp to the consumers, as use `i` of the ring."""
     COUNT: gl.constexpr = len(numbers)
     slot = i % queue.SLOTS
     mbarrier.wait(queue.empty.index(slot), ((i // queue.SLOTS) & 1) ^ 1)
@@ -112,34 +112,31 @@ def put(queue, i, numbers):
 
 @gluon.jit
 def number_of(queue, i, N: gl.constexpr, WARPS: gl.constexpr):
-    """Number N of use `i` of the ring, once that is full."""
+    """Number N of use `i` of the ring, which is full."""
     COUNT: gl.constexpr = queue.tiles.shape[0] // queue.SLOTS
     return gl.max(queue.tiles.index(i % queue.SLOTS * COUNT + N).load(one_value(WARPS)), 0)
 
 
 @gluon.jit
 def make_queue(SLOTS: gl.constexpr, COUNT: gl.constexpr, RELEASES: gl.constexpr):
-    """A ring of COUNT numbers each."""
+    """A ring whose slots hold COUNT numbers."""
     numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * COUNT, 1], shared_value())
     return make_channel(numbers, numbers, SLOTS, RELEASES)
 
 
-# Consumers take turns at the tensor cores (ping-pong, FlashAttention-3, section 3.1).
-#
-# One issues its two products, then the next one does, while the first takes its exponentials. The
-# order is a ring of hardware barriers, one for each consumer: it waits at its own and comes to that
-# of the next. Every consumer has one turn for each block of a tile but the first, whether it sees
-# the block or lets it pass, so the rings stay in step.
-#
+# Ping-pong (FlashAttention-3, section 3.1): the consumers alternate at the tensor cores. While one
+# issues its two products, another computes exponentials. Each consumer has a hardware barrier; the
+# barriers form a ring: a consumer waits at its own and arrives at that of the next. It passes the
+# ring once for every block of a tile except the first, skipped blocks included, so that the counts
+# of all consumers agree.
 
-
-# Threads of two consumers: the one that waits, and the one before it.
+# Threads of two consumers: the one that waits and the one before it.
 PAIR = gl.constexpr(256)
 
 
 @gluon.jit
 def open_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
-    """The first consumer starts: the last one gives it the turn."""
+    """Let the first consumer start: the last one arrives at its barrier."""
     if cfg.HAS_PING_PONG and ME == cfg.CONSUMERS - 1:
         arrive_at_barrier(FIRST_BARRIER, PAIR)
 
@@ -160,6 +157,6 @@ def pass_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def close_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
-    """Take the turn that is left over, so that no barrier is left half full."""
+    """Wait for the last arrival, so that no barrier is left half full."""
     if cfg.HAS_PING_PONG and ME == 0:
         wait_at_barrier(FIRST_BARRIER, PAIR)

@@ -3,8 +3,8 @@ Gluon lacks or names differently between Triton versions.
 
 A consumer is one warpgroup (four warps) with 64 rows of the tile of queries. wgmma fixes what its
 threads hold: in an accumulator a thread has two rows and, of every eight columns, two neighbouring
-ones; four threads share a row. An accumulator of scores is, rounded to 16 bits, already the left
-operand of the next product, which is how P stays in registers.
+ones; four threads share a row. Rounded to 16 bits, an accumulator of scores has the layout of
+the left operand of the next product. This is how P stays in registers.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def left_operand(columns, bits=16):
 
 @gluon.constexpr_function
 def row_values(columns):
-    """One value a row of `accumulator`, (64,)."""
+    """One value for each row of an `accumulator`, (64,)."""
     return gl.SliceLayout(1, accumulator(columns))
 
 
 @gluon.constexpr_function
 def rows_of_heads(columns, warps):
-    """16-bit rows as memory likes them: 16 bytes a thread, neighbours side by side."""
+    """Coalesced 16-bit rows: 16 bytes for each thread, neighbouring threads side by side."""
     across = min(32, columns // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
@@ -90,23 +90,23 @@ def _barrier_assembly(instruction, number, threads):
 
 @gluon.jit
 def wait_at_barrier(NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Wait until THREADS threads, these included, have come to a hardware barrier."""
+    """Wait until THREADS threads, these included, have arrived at a hardware barrier."""
     ASSEMBLY: gl.constexpr = _barrier_assembly("sync", NUMBER, THREADS)
     gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def arrive_at_barrier(NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Come to a hardware barrier without waiting."""
+    """Arrive at a hardware barrier without waiting."""
     ASSEMBLY: gl.constexpr = _barrier_assembly("arrive", NUMBER, THREADS)
     gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def show_written(NUMBER: gl.constexpr):
-    """What the four warps of a consumer have written, its products and copies now see.
+    """Make the stores of a consumer's four warps visible to its products and copies.
 
-    Triton puts no barrier between the stores of threads and a product that reads them.
+    Triton inserts no barrier between the stores of threads and a product that reads them.
     """
     fence_async_shared()
     wait_at_barrier(NUMBER, 128)
@@ -114,19 +114,19 @@ def show_written(NUMBER: gl.constexpr):
 
 @gluon.jit
 def arrive_alone(barrier):
-    """One thread comes to an mbarrier, without waiting for the others of its role.
+    """Arrive at an mbarrier with one thread, without synchronising the others of its role.
 
-    `mbarrier.arrive` makes them all wait first. To expect no bytes is to arrive, too.
+    `mbarrier.arrive` synchronises them first. Expecting zero bytes also arrives.
     """
     mbarrier.expect(barrier, 0)
 
 
 @gluon.jit
 def pin(x):
-    """Keep what makes `x` (64,) above this line, and waits for products below it.
+    """Keep the computation of `x` (64,) above this line, and waits for products below it.
 
-    The assembler moves such waits up, so that nothing overlaps with the product. A branch on the
-    value, never taken, stops it.
+    The assembler otherwise moves the waits up, and nothing overlaps with the product. A branch on
+    the value that is never taken prevents this.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .f32 t; add.f32 t, $2, $3; setp.neu.f32 p, t, 0f7F800000;"
@@ -141,7 +141,7 @@ def pin(x):
 
 @gluon.jit
 def log2(x):
-    """The hardware's logarithm, good to 2**-22; Triton's takes thirty instructions."""
+    """The hardware's logarithm, with an error of 2**-22; Triton's takes thirty instructions."""
     return gl.inline_asm_elementwise(
         "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -149,7 +149,7 @@ def log2(x):
 
 @gluon.constexpr_function
 def _multiply_assembly(count):
-    # A thread has two rows: in every four neighbours of an accumulator, two of each.
+    # A thread holds two rows: of every four neighbouring registers, two belong to each.
     first, second = f"${2 * count}", f"${2 * count + 2}"
     products = "".join(
         f"mul.f32 ${n}, ${n}, {first if n % 4 < 2 else second}; " for n in range(count)
@@ -168,8 +168,8 @@ def _multiply_constraints(count):
 
 @gluon.jit
 def multiply_unless_one(x, factor):
-    """`x` times `factor`, accumulators of one warpgroup with one factor a row; a warp whose factors
-    are all one jumps over the products."""
+    """`x` times `factor`, one factor for each row of an accumulator. A warp whose factors are all
+    one skips the multiplications."""
     COUNT: gl.constexpr = x.shape[1] // 2  # elements a thread
     ASSEMBLY: gl.constexpr = _multiply_assembly(COUNT)
     CONSTRAINTS: gl.constexpr = _multiply_constraints(COUNT)
@@ -209,7 +209,8 @@ def halves(pairs, dtype: gl.constexpr):
 
 @builtin
 def recast(tile, dtype, shape, layout, _semantic=None):
-    """The same shared memory as another tile; the versions of Triton call it differently."""
+    """The same shared memory with another type, shape and layout; the name differs between Triton
+    versions."""
     dtype, shape, layout = (_unwrap_if_constexpr(x) for x in (dtype, shape, layout))
     shape = [_unwrap_if_constexpr(size) for size in shape]
     return _semantic.memdesc_reinterpret(tile, dtype, shape, layout)
@@ -224,18 +225,18 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
 
 
-# Triton 3.6 has the operation, and no word for it.
+# Triton 3.6 has the operation, but no function for it.
 add_to_global = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
-# All warps of a role wait for each other, where the compiler knows it.
+# All warps of a role wait for each other; the compiler knows this barrier.
 sync_warps = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
 def opaque_zero(i):
-    """Zero, which the compiler does not know: what is indexed with it inside of a loop is not
-    computed before the loop and kept in registers (48 of them)."""
+    """A zero that the compiler cannot see through: addresses computed with it inside a loop are not
+    hoisted out of the loop, where they would occupy 48 registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -243,8 +244,8 @@ def opaque_zero(i):
 
 @gluon.jit
 def opaque_zeros(COLUMNS: gl.constexpr):
-    """An accumulator (64, COLUMNS) of zeros that the compiler does not know to be zeros: it would
-    start the first product without them, and take the loop apart."""
+    """An accumulator (64, COLUMNS) of zeros that the compiler cannot see through: it would
+    otherwise peel the first product off the loop."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;",
         "=f,f",

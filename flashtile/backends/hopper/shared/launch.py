@@ -14,7 +14,7 @@ from .intrinsics import shared_rows
 
 def readable(x: Tensor) -> Tensor:
     """`x`, or a copy that TMA can read."""
-    if x.shape[0] == 0:  # it reads from no empty tensor
+    if x.shape[0] == 0:  # TMA cannot describe an empty tensor
         x = x.new_zeros((1, *x.shape[1:]))
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
@@ -35,15 +35,15 @@ def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) ->
     )
 
 
-_layout = memoised(128)(shared_rows)  # which takes longer to make than the rest of a descriptor
+_layout = memoised(128)(shared_rows)  # a layout takes longer to build than the descriptor
 
 
 _counters: Memo[tuple[int, int], Tensor] = Memo(256)
 
 
 def tile_counter(device: torch.device) -> Tensor:
-    """Two zeros, which every launch leaves at zero; launches of one stream follow each other, so
-    they share."""
+    """Two zeros, which every launch resets to zero. Launches of one stream run one after another,
+    so they share the counter."""
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return tile_counter(device)

@@ -1,8 +1,8 @@
 """Which tile of queries comes next, and which keys it sees.
 
 Programs are persistent, one for each multiprocessor. The producer of a program takes the number of
-its next tile from a counter that all programs share, and tells its consumers where that tile lies:
-whoever is early takes more, so long and short tiles even out.
+its next tile from a counter that all programs share and sends the tile to its consumers. A program
+that finishes early takes more tiles, so long and short tiles balance.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ NUMBERS = (
 
 
 class Sequences(NamedTuple):
-    """Where the sequences lie: the tensors that say more than the bounds in `Sizes`."""
+    """Lengths of the sequences, where they are tensors; `Sizes` has the bounds."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -43,12 +43,12 @@ class Sizes(NamedTuple):
     total_k: Any
     heads: Any
     group: Any  # query heads that share a key head
-    swizzle: Any  # heads whose tiles run side by side
+    swizzle: Any  # heads whose tiles run side by side (L2 swizzle)
     tiles: Any
 
 
 class Mask(NamedTuple):
-    """The numbers of the structural mask; which of them hold is in the plan."""
+    """The numbers of the structural mask; flags of the plan say which of them apply."""
 
     left: Any
     right: Any
@@ -82,7 +82,7 @@ class Work:
 
 @aggregate
 class Cursor:
-    """How far the tiles of sequences of unlike lengths are counted."""
+    """A position in the count of tiles, for sequences of different lengths."""
 
     b: gl.tensor  # a sequence
     first: gl.tensor  # number of its first tile
@@ -95,12 +95,13 @@ class Cursor:
 
 @gluon.jit
 def swizzled_order(tile, m_tiles, heads, swizzle):
-    """(tile of queries, head): all tiles of `swizzle` heads, heads fastest, then the next swizzle.
+    """(tile, head) of a tile number under the head swizzle: all tiles of a group of `swizzle`
+    heads, heads fastest, then the next group.
 
-    The heads of a swizzle share the cache, and equal tiles of all of them run together. Heads that
-    are left over come first: at the end their few long tiles would leave most programs idle.
+    The heads of a group share the L2 cache. If the heads do not divide evenly, the first group is
+    the smaller one: at the end its few long tiles would leave most programs idle.
     """
-    missing = (swizzle - heads % swizzle) % swizzle  # heads that the first swizzle lacks
+    missing = (swizzle - heads % swizzle) % swizzle  # heads that the first group lacks
     first = (tile + missing * m_tiles) // (m_tiles * swizzle) * swizzle - missing
     width = swizzle + gl.minimum(first, 0)
     first = gl.maximum(first, 0)
@@ -147,13 +148,13 @@ def visible_keys(p, N, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def start_cursor():
-    """Where the search for tiles of sequences of unlike lengths starts."""
+    """The start of the search for tiles, for sequences of different lengths."""
     return Cursor(gl.program_id(0) * 0, gl.program_id(0) * 0)
 
 
 @gluon.jit
 def tiles_of(b, sizes, at, cfg: gl.constexpr):
-    """Tiles of a sequence, all heads."""
+    """Number of tiles of a sequence, over all heads."""
     _, M = sequence(
         gl.minimum(b, sizes.B - 1), at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M
     )
@@ -162,9 +163,9 @@ def tiles_of(b, sizes, at, cfg: gl.constexpr):
 
 @gluon.jit
 def find_sequence(tile, cursor, sizes, at, cfg: gl.constexpr):
-    """The sequence that holds `tile`, searched from `cursor` on; past the last if none does.
+    """The cursor at the sequence that contains `tile`, or past the last sequence.
 
-    Numbers are given to tiles that exist, so what a program takes only grows.
+    The search goes on from `cursor`: the tile numbers that a program takes only grow.
     """
     stop = cursor.first + tiles_of(cursor.b, sizes, at, cfg)
     while (cursor.b < sizes.B) & (tile >= stop):
@@ -175,8 +176,8 @@ def find_sequence(tile, cursor, sizes, at, cfg: gl.constexpr):
 
 @gluon.jit
 def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a tile number, without blocks of keys if there is no such tile; the first row of
-    its keys; and the cursor, for the next search."""
+    """The work of a tile number (no blocks of keys if there is no such tile), the first row of its
+    keys, and the cursor for the next search."""
     if cfg.IS_RAGGED:
         cursor = find_sequence(tile, cursor, sizes, at, cfg)
         exists = cursor.b < sizes.B
@@ -193,7 +194,7 @@ def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
         b, h = bh // sizes.heads, bh % sizes.heads
         start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
-        m = m_tiles - 1 - m  # the longest walks first
+        m = m_tiles - 1 - m  # LPT order: the longest KV loops first
     m0 = m * cfg.BLOCK_M
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
     begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
@@ -226,7 +227,7 @@ def read_work(queue, i, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def blocks_of(first, last, M, N, mask, cfg: gl.constexpr):
-    """Blocks of keys [begin, end) that a row of [first, last] sees; the first block if none."""
+    """Blocks of keys [begin, end) that some row of [first, last] sees; the first block if none."""
     start, _ = visible_keys(first + N - M, N, mask, cfg)
     _, stop = visible_keys(last + N - M, N, mask, cfg)
     seen = (first <= last) & (start < stop)
@@ -237,8 +238,8 @@ def blocks_of(first, last, M, N, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def own_blocks(first, last, work, mask, cfg: gl.constexpr):
-    """Blocks of keys [begin, end) of the tile that a row of [first, last] sees; one of them if
-    none."""
+    """The blocks of keys [begin, end) of the tile that some row of [first, last] sees; at least
+    one block."""
     begin, end = blocks_of(first, last, work.M, work.N, mask, cfg)
     begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
     end = gl.minimum(gl.maximum(end, begin + 1), work.end)
@@ -247,7 +248,7 @@ def own_blocks(first, last, work, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def full_blocks(first, last, begin, end, work, mask, cfg: gl.constexpr):
-    """Blocks of keys of [begin, end) that every row of [first, last] sees whole."""
+    """The blocks of [begin, end) that every row of [first, last] sees completely."""
     shift = work.N - work.M
     _, stop = visible_keys(first + shift, work.N, mask, cfg)
     start, _ = visible_keys(last + shift, work.N, mask, cfg)
@@ -258,13 +259,13 @@ def full_blocks(first, last, begin, end, work, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def next_number(counter):
-    """A tile number that no program has had; the first ones are the programs' own."""
+    """A tile number that no program has taken yet; the first ones are the program ids."""
     return gl.atomic_add(counter, 1) + gl.num_programs(0)
 
 
 @gluon.jit
 def retire(counter):
-    """The last program to come here leaves both counters at zero for the next launch."""
+    """The last program to arrive resets both counters for the next launch."""
     done = gl.atomic_add(counter + 1, 1)
     if done == gl.num_programs(0) - 1:
         gl.store(counter, 0)
@@ -273,7 +274,7 @@ def retire(counter):
 
 @gluon.jit
 def batch_of(b, cu_seqlens):
-    """Where sequence `b` lies in the first dimension: packed sequences share one."""
+    """The index of sequence `b` in the first dimension, which packed sequences share."""
     batch = b
     if cu_seqlens is not None:
         batch = b * 0

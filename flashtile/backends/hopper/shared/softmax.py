@@ -1,8 +1,8 @@
-"""Online softmax on a block of scores: what one consumer does between its two products.
+"""Online softmax on a block of scores: what a consumer computes between its two products.
 
 A block of scores is (64, BLOCK_N). Scores, maxima and the log-sum-exp are in base 2 (suffix
-`_log2`): the hardware's exponential is 2**x. A row sum stays spread over the four threads that
-share the row, (64, 4), until the tile is done.
+`_log2`), because the hardware's exponential is 2**x. A row sum is kept as four partial sums, one in
+each thread that shares the row, (64, 4), until the end of the tile.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from .intrinsics import halves, left_operand, multiply_unless_one, round_to_pair
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
-# A row's maximum stays while scores exceed it by no more than this, in base 2. Weights are then up
-# to 2**8, far inside of float16; as fractions of the row sum they are rounded as before.
+# Lazy row max: the maximum of a row rises only when a score exceeds it by more than this, in base
+# 2. Weights are then at most 2**8, well within float16; relative to the row sum they round as
+# before.
 SLACK_LOG2 = gl.constexpr(8.0)
 
 
 class Pointers(NamedTuple):
-    """Tensors that some calls have."""
+    """Optional tensors of a call."""
 
     alibi_slopes: Tensor | None
     sink: Tensor | None
 
 
 class Score(NamedTuple):
-    """What turns a product into a score in base 2, and a score beside those of the keys."""
+    """What turns a product into a score in base 2, and the sink, an additional score."""
 
     scale: Any
     softcap: Any
@@ -58,8 +59,8 @@ def tanh(x):
 def scores_log2(s, distance, slope, score, cfg: gl.constexpr):
     """Scores in base 2 from q k^T: scale, then softcap, then ALiBi.
 
-    Where nothing but a positive scale applies (cfg.IS_LINEAR) `s` comes back as it is: the scale is
-    then multiplied inside the exponential (`linear_scale`). `distance`: row position less key.
+    Where only a positive scale applies (cfg.IS_LINEAR), `s` is returned as it is, and the scale is
+    applied inside the exponential (`linear_scale`). `distance`: row position minus key.
     """
     if not cfg.IS_LINEAR:
         if cfg.HAS_SOFTCAP:
@@ -73,7 +74,7 @@ def scores_log2(s, distance, slope, score, cfg: gl.constexpr):
 
 @gluon.jit
 def linear_scale(score, cfg: gl.constexpr):
-    """What is left to multiply `scores_log2` with."""
+    """The factor that remains to be applied to `scores_log2`."""
     if cfg.IS_LINEAR:
         factor = score.scale * LOG2E
     else:
@@ -92,7 +93,7 @@ def alibi_slope(b, h, score, cfg: gl.constexpr):
 
 @gluon.jit
 def distances(position, n0, s, cfg: gl.constexpr):
-    """Positions (64,) less the keys [n0, n0 + BLOCK_N), laid out as the scores `s`."""
+    """Positions (64,) minus the keys [n0, n0 + BLOCK_N), in the layout of the scores `s`."""
     LAYOUT: gl.constexpr = s.reshape([64, cfg.BLOCK_N // 8, 8]).type.layout
     d = bounds(position - n0, LAYOUT) - eights(LAYOUT, cfg)
     return gl.convert_layout(d.reshape(s.shape), s.type.layout, assert_trivial=True)
@@ -100,7 +101,7 @@ def distances(position, n0, s, cfg: gl.constexpr):
 
 @gluon.jit
 def masked(s, start, stop, n0, cfg: gl.constexpr):
-    """-inf where a key of [n0, n0 + BLOCK_N) is outside of its row's [start, stop), both (64,)."""
+    """-inf where a key of [n0, n0 + BLOCK_N) lies outside its row's [start, stop), both (64,)."""
     by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
     eight = eights(LAYOUT, cfg)
@@ -111,14 +112,14 @@ def masked(s, start, stop, n0, cfg: gl.constexpr):
     return gl.convert_layout(by_eights.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
-# A key's number in a block is split in a multiple of eight, of which every thread has all, and a
-# place inside of the eight. The first is a constant in each register's comparison, and the second
-# is added to the row's side: hardly any registers for numbers of keys.
+# The index of a key in a block is split into a multiple of eight, of which every thread holds all,
+# and a column inside the eight. The first is a constant in the comparison of each register; the
+# second is subtracted from the row's bound. So key indices need hardly any registers.
 
 
 @gluon.jit
 def eights(LAYOUT: gl.constexpr, cfg: gl.constexpr):
-    """(1, BLOCK_N / 8, 1): where the eights of a block of keys start."""
+    """(1, BLOCK_N / 8, 1): the first key of each eight of a block."""
     COUNT: gl.constexpr = cfg.BLOCK_N // 8
     eight = 8 * gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     return eight[None, :, None]
@@ -126,7 +127,7 @@ def eights(LAYOUT: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def bounds(bound, LAYOUT: gl.constexpr):
-    """A bound on keys (64,) as one on eights, by place inside of them: (64, 1, 8)."""
+    """A bound on keys (64,) as a bound on `eights`, for each column inside them: (64, 1, 8)."""
     bound = gl.convert_layout(bound, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     return bound[:, None, None] - column[None, None, :]
@@ -134,16 +135,16 @@ def bounds(bound, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def lazy_max(row_max, seen, SLACK_LOG2: gl.constexpr):
-    """The maximum of a row, raised to the largest score `seen` only when it is more than SLACK_LOG2
-    behind. Any number near the maximum serves: what is summed is divided by a sum against the same
-    number."""
+    """The row maximum, raised to the largest score `seen` only when that exceeds it by more than
+    SLACK_LOG2. Any number near the maximum works, because output and row sum are relative to the
+    same number."""
     return gl.where(seen - row_max > SLACK_LOG2, seen, row_max)
 
 
 @gluon.jit
 def pivot_of(row_max, IS_MASKED: gl.constexpr):
-    """What the exponents are taken against: while a row has seen no key, -inf less -inf would be
-    NaN."""
+    """The number subtracted from the scores: `row_max`, or 0 while a row has seen no key, because
+    -inf minus -inf is NaN."""
     pivot = row_max
     if IS_MASKED:
         pivot = gl.where(row_max == -float("inf"), 0.0, row_max)
@@ -152,7 +153,7 @@ def pivot_of(row_max, IS_MASKED: gl.constexpr):
 
 @gluon.jit
 def partial_row_sum(p):
-    """Sums inside of each thread: (64, columns) -> (64, 4)."""
+    """Sums within each thread: (64, columns) -> (64, 4)."""
     COLUMNS: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([64, COLUMNS // 8, 4, 2]), 3), 1)
 
@@ -166,7 +167,7 @@ def rescaled(x, factor):
 
 @gluon.jit
 def rescaled_where_needed(x, factor):
-    """`rescaled`, for factors that are mostly one: a warp with no other multiplies nothing."""
+    """`rescaled` for factors that are mostly one: a warp in which all are one skips it."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     factor = gl.convert_layout(factor, LAYOUT, assert_trivial=True)
     return multiply_unless_one(x, factor[:, None].broadcast_to(x.shape))
@@ -176,7 +177,7 @@ def rescaled_where_needed(x, factor):
 def paired(p, dtype: gl.constexpr):
     """P in 16 bits, two neighbours in an int32: (64, columns) -> (64, columns / 2).
 
-    Between two steps of a loop the compiler would take 16-bit numbers apart, one a register.
+    The compiler would keep 16-bit loop variables in one register each.
     """
     COLUMNS: gl.constexpr = p.shape[1]
     low, high = gl.split(p.reshape([64, COLUMNS // 2, 2]))
@@ -185,7 +186,7 @@ def paired(p, dtype: gl.constexpr):
 
 @gluon.jit
 def as_left_operand(pairs, COLUMNS: gl.constexpr, dtype: gl.constexpr):
-    """`paired` P as the product that accumulates (64, COLUMNS) takes it, still in registers."""
+    """`paired` P as the left operand of a product that accumulates (64, COLUMNS), in registers."""
     low, high = halves(pairs, dtype)
     p = gl.join(low, high).reshape([64, 2 * pairs.shape[1]])
     return gl.convert_layout(p, left_operand(COLUMNS), assert_trivial=True)
