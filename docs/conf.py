@@ -49,7 +49,6 @@ copybutton_exclude = ".linenos, .gp, .go"  # neither the prompt of a console nor
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"  # the docstrings add shapes, dtypes and units
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -70,19 +69,31 @@ def run_examples(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = snippets.with_output(source[0], page)
 
 
-def without_catch_all(
+# What signatures say in the code, and what readers can look up.
+READABLE = {
+    r"\bBackendName\b": "Literal['cpu', 'hopper', 'triton']",
+    r"\bResult\b": "Tensor | tuple[Tensor, ...]",
+    r"\bWindowSize\b": "Sequence[int | None] | None",
+    r",\s*\*\*unknown: [~\w.]*Never": "",  # which only gives unknown keywords a better message
+    r"<(?:built-in )?function (\w+)>": r"\1",
+    r"<class '(?:\w+\.)*(\w+)'>": r"\1",
+}
+
+
+def readable(
     app: Sphinx,
     kind: str,
     name: str,
     object_: Any,
     options: Any,
     signature: str | None,
-    returns: Any,
-) -> tuple[str, Any] | None:
-    """Leave out the `**unknown: Never` that gives unknown keywords a better message."""
-    if signature is None:
-        return None
-    return re.sub(r",\s*\*\*unknown: [~\w.]*Never", "", signature), returns
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Spell out the aliases of types, and show functions as defaults by their names."""
+    for pattern, text in READABLE.items():
+        signature = signature and re.sub(pattern, text, signature)
+        returns = returns and re.sub(pattern, text, returns)
+    return signature, returns
 
 
 def skip_unexplained(
@@ -96,7 +107,7 @@ def skip_unexplained(
 def setup(app: Sphinx) -> None:
     """Connect the functions above, draw the pictures and write the examples' pages."""
     app.connect("source-read", run_examples)
-    app.connect("autodoc-process-signature", without_catch_all)
+    app.connect("autodoc-process-signature", readable)
     app.connect("autodoc-skip-member", skip_unexplained)
     figures.draw_all(DOCS / "figures")
     notebooks.write_all(DOCS / "examples")

@@ -108,7 +108,7 @@ def attention(
         NotImplementedError: no backend can run the call; the message lists each with its reasons.
 
     Source: FlashAttention (Dao et al. 2022) algorithms 1 and 2; FlashAttention-2 (Dao 2023)
-        algorithm 1.
+    algorithm 1.
     """
     refuse_unknown(options, AttentionOptions, attention)
     return _run((q, k, v), Dense(), options, backend, return_lse, return_attn_probs, out)
