@@ -1,9 +1,9 @@
 """Who may import whom, and how big a file may grow: the architecture, read off the syntax trees.
 
-A call flows one way through the rooms of the package. Imports follow it: a room imports rooms that
-stand below it in `ROOMS`, never one above, so every file can be read with only those below in mind.
-Inside a room no imports form a cycle. A backend is loaded by its name: nothing outside of its
-folder imports from it, except the commands of `cli`.
+A call goes in one direction through the package, and so do the imports: a unit (a module or a
+folder) imports units that are below it in `ORDER`, never one above, so a reader of a file has to
+know only those below it. No imports form a cycle, not even inside a unit. A backend is loaded by
+its name: nothing outside its folder imports from it, except the commands of `cli`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "flashtile"
 
-# From top to bottom. Rooms of one line do not import each other. A room is a module or a folder; a
-# folder may have rooms of its own, such as "call.checks", which count for themselves. "" is the
-# package itself, that is its `__init__.py`.
-ROOMS: tuple[tuple[str, ...], ...] = (
+# From top to bottom. Units of one line do not import each other. A unit is a module or a folder.
+# Parts of a folder can be listed by themselves, such as "call.checks". "" is the package itself,
+# that is its `__init__.py`.
+ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__", "as_flash_attn"),
     ("cli",),
     ("integrations",),
@@ -52,18 +52,18 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("ops",),
     ("gpu",),
-    # The words that all the rooms above share: a call described, its mask, its dropout, its parts.
+    # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("masks", "dropout", "flops", "lazy", "lru", "native_kernels"),
     ("autocast",),
 )
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 
 # Inside one backend, from top to bottom; any other file of a backend is one of its kernels.
 STAGES = {"": 0, "launch": 1, "kernel": 2, "plan": 3}
 
-# The files of one op: it chooses between its kernel and its formula, which do not know each other.
-# Other files, such as a matrix that both need, stand below. An op may use another op, a kernel
+# The files of one op: it chooses between its kernel and its formula, which do not import each
+# other. Other files, such as a matrix that both need, are below. An op may use another op, a kernel
 # another op's kernel, and a formula another op's formula.
 OP_STAGES = {"op": 0, "kernel": 1, "formula": 1}
 HAS_TRITON = ("kernel", "intrinsics", "launch")  # files of ops/ and gpu/ that may import Triton
@@ -77,7 +77,7 @@ FOLDERS = {
 }
 
 # What may be imported besides the standard library: torch and what torch itself requires, and, in
-# some rooms alone, the optional packages.
+# some units only, the optional packages.
 REQUIRED = {"torch", "typing_extensions"}
 OPTIONAL = {
     "cli": {"triton"},
@@ -126,25 +126,25 @@ def imports_of(path: Path, package: Path) -> Iterator[tuple[int, Module | None, 
                 yield node.lineno, child if exists(child, package) else base, ""
 
 
-def room_of(module: Module) -> str:
-    """The room that a module stands in: the innermost one that `ROOMS` lists."""
+def unit_of(module: Module) -> str:
+    """The unit that a module belongs to: the innermost one that `ORDER` lists."""
     names = [".".join(module[:length]) for length in range(len(module), 0, -1)]
     return next((name for name in names if name in LEVEL), module[0] if module else "")
 
 
 def complaint(importer: Module, imported: Module, package: Path) -> str | None:
     """Why `importer` may not import `imported`, or None when it may."""
-    here, there = room_of(importer), room_of(imported)
-    for room in (here, there):
-        if room not in LEVEL:
-            return f"room {room!r} has no place in ROOMS"
+    here, there = unit_of(importer), unit_of(imported)
+    for unit in (here, there):
+        if unit not in LEVEL:
+            return f"{unit!r} is not in ORDER"
     ours, theirs = backend_of(importer, package), backend_of(imported, package)
     if theirs is not None and here not in ("backends", "cli"):
         return f"{here!r} imports backend {theirs!r}, which is loaded by its name"
     if here != there:
         if LEVEL[here] < LEVEL[there]:
             return None
-        return f"{here!r} imports {there or '__init__'!r}, which does not stand below it"
+        return f"{here!r} imports {there or '__init__'!r}, which is not below it"
     if here == "ops":
         return op_complaint(importer, imported)
     if theirs is None or here != "backends":
@@ -186,14 +186,14 @@ def foreign(importer: Module, name: str, package: Path) -> str | None:
     top = name.split(".")[0]
     if top == package.name:
         return f"imports {name!r} absolutely; inside the package imports are relative"
-    allowed = REQUIRED | OPTIONAL.get(room_of(importer), set()) | set(sys.stdlib_module_names)
-    if room_of(importer) in ("ops", "gpu") and importer[-1] not in HAS_TRITON:
+    allowed = REQUIRED | OPTIONAL.get(unit_of(importer), set()) | set(sys.stdlib_module_names)
+    if unit_of(importer) in ("ops", "gpu") and importer[-1] not in HAS_TRITON:
         allowed -= {"triton"}  # so that flashtile can be imported without it
-    return None if top in allowed else f"imports {top!r}, which is not a dependency of this room"
+    return None if top in allowed else f"imports {top!r}, which is not a dependency of this module"
 
 
 def import_violations(package: Path) -> list[str]:
-    """Every import that breaks the order of the rooms, as "file:line: why"."""
+    """Every import that breaks the order of the units, as "file:line: why"."""
     found = []
     for path in sorted(package.rglob("*.py")):
         importer = module_of(path, package)
@@ -235,7 +235,7 @@ def function_violations(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        # A public signature takes a line a parameter and its docstring as many: neither is logic.
+        # A public signature and its docstring take a line for each parameter: neither is logic.
         has_docstring = ast.get_docstring(node, clean=False) is not None
         first = (node.body[0].end_lineno or 0) + 1 if has_docstring else node.body[0].lineno
         lines = (node.end_lineno or first) - first + 1
@@ -296,17 +296,17 @@ def test_the_check_catches_a_planted_cycle(tmp_path, files, cycle):
     assert import_cycles(plant(tmp_path, files)) == ([] if cycle is None else [cycle])
 
 
-def test_every_room_in_the_table_exists():
-    missing = [room for room in LEVEL if room and not exists(tuple(room.split(".")), PACKAGE)]
+def test_every_unit_in_the_table_exists():
+    missing = [unit for unit in LEVEL if unit and not exists(tuple(unit.split(".")), PACKAGE)]
     assert not missing
 
 
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("problem.py", "from .call.dispatch import select", "does not stand below"),
-        ("backends/cpu/launch.py", "from ...api import attention", "does not stand below"),
-        ("backends/cpu/launch.py", "def f():\n    from ... import api", "does not stand below"),
+        ("problem.py", "from .call.dispatch import select", "is not below"),
+        ("backends/cpu/launch.py", "from ...api import attention", "is not below"),
+        ("backends/cpu/launch.py", "def f():\n    from ... import api", "is not below"),
         ("backends/cpu/launch.py", "from ..triton import plan", "imports backend 'triton'"),
         ("backends/shared.py", "from .cpu import plan", "imports backend 'cpu'"),
         ("backends/cpu/plan.py", "from . import launch", "imports its 'launch'"),
@@ -315,31 +315,31 @@ def test_every_room_in_the_table_exists():
         ("api.py", "from .backends.triton import plan", "imports backend 'triton'"),
         ("integrations/sdpa.py", "from ..backends import cpu", "imports backend 'cpu'"),
         ("call/dispatch.py", "from ..backends.cpu import plan", "imports backend 'cpu'"),
-        ("ops/turn/kernel.py", "from .formula import x", "'kernel' of an op imports 'formula'"),
-        ("ops/turn/formula.py", "from .op import x", "'formula' of an op imports 'op'"),
-        ("ops/turn/formula.py", "from ..merge.kernel import x", "imports 'kernel'"),
-        ("ops/turn/op.py", "import triton", "not a dependency"),
-        ("api.py", "from .testing import reference", "does not stand below"),
-        ("__init__.py", "from . import testing", "does not stand below"),
-        ("api.py", "if TYPE_CHECKING:\n    from . import testing", "does not stand below"),
-        ("call/dispatch.py", "from ..integrations import sdpa", "does not stand below"),
-        ("call/checks/tensors.py", "from ..prepare import X", "does not stand below"),
-        ("masks.py", "from . import __version__", "does not stand below"),
+        ("ops/rotate/kernel.py", "from .formula import x", "'kernel' of an op imports 'formula'"),
+        ("ops/rotate/formula.py", "from .op import x", "'formula' of an op imports 'op'"),
+        ("ops/rotate/formula.py", "from ..merge.kernel import x", "imports 'kernel'"),
+        ("ops/rotate/op.py", "import triton", "not a dependency"),
+        ("api.py", "from .testing import reference", "is not below"),
+        ("__init__.py", "from . import testing", "is not below"),
+        ("api.py", "if TYPE_CHECKING:\n    from . import testing", "is not below"),
+        ("call/dispatch.py", "from ..integrations import sdpa", "is not below"),
+        ("call/checks/tensors.py", "from ..prepare import X", "is not below"),
+        ("masks.py", "from . import __version__", "is not below"),
         ("api.py", "from flashtile.problem import AttentionProblem", "absolutely"),
         ("api.py", "import triton", "not a dependency"),
         ("api.py", "import numpy as np", "not a dependency"),
-        ("attic.py", "from .problem import AttentionProblem", "no place"),
+        ("attic.py", "from .problem import AttentionProblem", "not in ORDER"),
     ],
 )
 def test_the_check_catches_a_planted_violation(tmp_path, name, text, why):
-    rooms = ("__init__", "api", "call/dispatch", "call/prepare", "problem", "masks")
-    files = {f"{room}.py": "" for room in rooms}
+    units = ("__init__", "api", "call/dispatch", "call/prepare", "problem", "masks")
+    files = {f"{unit}.py": "" for unit in units}
     files |= {"testing/reference.py": "", "integrations/sdpa.py": ""}
-    files |= {"ops/turn/op.py": "from . import kernel\nfrom ..merge import op"}
-    files |= {"ops/turn/kernel.py": "import triton\nfrom ..merge.kernel import x"}
-    files |= {"ops/turn/formula.py": "from .matrix import x\nfrom ..merge.formula import x"}
+    files |= {"ops/rotate/op.py": "from . import kernel\nfrom ..merge import op"}
+    files |= {"ops/rotate/kernel.py": "import triton\nfrom ..merge.kernel import x"}
+    files |= {"ops/rotate/formula.py": "from .matrix import x\nfrom ..merge.formula import x"}
     files |= {f"ops/merge/{name}.py": "" for name in ("formula", "kernel", "op")}
-    files |= {"ops/turn/matrix.py": "", "cli/tune.py": "from ..backends.triton import plan"}
+    files |= {"ops/rotate/matrix.py": "", "cli/tune.py": "from ..backends.triton import plan"}
     files |= {"backends/triton/plan.py": "", "backends/cpu/plan.py": ""}
     files |= {"backends/gradients.py": "from ..problem import X"}
     files |= {"backends/cpu/launch.py": "from .plan import plan\nfrom ..gradients import X"}
@@ -358,7 +358,7 @@ def test_files_and_functions_stay_within_the_budget():
             if lines > MAX_FILE_LINES:
                 found.append(f"{path.name}: {lines} lines, the limit is {MAX_FILE_LINES}")
             if FORBIDDEN_NAMES & {path.stem, path.parent.name}:
-                found.append(f"{path.name}: a helper gets a room with a name")
+                found.append(f"{path.name}: a helper gets a module with a telling name")
             if folder in ("flashtile", "benchmarks", "examples"):
                 found.extend(function_violations(path))
     assert not found

@@ -1,4 +1,4 @@
-"""A call like an earlier one skips the checks; whatever they look at must make it another call."""
+"""A call that equals an earlier one skips the checks; its key must hold all that they look at."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def qkv(**changes):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """An entry for each call that was checked."""
+    """A list with an entry for each call that was checked."""
     seen = []
     describe = prepare.describe
 
@@ -161,11 +161,11 @@ def test_a_bad_call_after_a_good_one_is_refused(changes, error):
         flashtile.attention(*qkv(), **changes)
 
 
-@pytest.mark.parametrize("places", [("sink", "alibi_slopes"), ("seqused_q", "seqused_k")])
-def test_the_same_tensor_in_another_place_is_another_call(places, monkeypatch):
+@pytest.mark.parametrize("names", [("sink", "alibi_slopes"), ("seqused_q", "seqused_k")])
+def test_the_same_tensor_as_another_argument_is_another_call(names, monkeypatch):
     q, k, v = qkv()
-    x = torch.ones(4) if "sink" in places else torch.tensor([2, 3], dtype=torch.int32)
-    for name in (*places, *places):  # remembered, then recalled
+    x = torch.ones(4) if "sink" in names else torch.tensor([2, 3], dtype=torch.int32)
+    for name in (*names, *names):  # the first time makes an entry, the second time uses it
         with monkeypatch.context() as patch:
             patch.setattr(memo, "_decisions", {})
             want = flashtile.attention(q, k, v, **{name: x})
@@ -227,19 +227,19 @@ def test_values_are_checked_when_asked_for(monkeypatch):
         flashtile.attention_varlen(q, k, v, *bad, 5, 14)
 
 
-def test_the_op_is_called_where_somebody_watches():
+def test_dispatch_modes_and_profilers_see_the_op():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen = []
 
-    class Watch(TorchDispatchMode):
+    class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             seen.append(str(op))
             return op(*args, **(kwargs or {}))
 
     q, k, v = qkv()
     flashtile.attention(q, k, v)
-    with Watch():
+    with Recorder():
         flashtile.attention(q, k, v)
     assert "flashtile.attention_forward.default" in seen
     with torch.profiler.profile() as profile:
@@ -247,7 +247,7 @@ def test_the_op_is_called_where_somebody_watches():
     assert any(event.key == "flashtile::attention_forward" for event in profile.key_averages())
 
 
-def test_an_unwatched_call_goes_straight_to_the_backend(monkeypatch):
+def test_without_a_dispatch_mode_the_call_skips_the_op(monkeypatch):
     def refuse(*args):
         raise AssertionError("the op was called")
 

@@ -1,5 +1,4 @@
-"""A training call that nobody watches goes to the backend without the registered ops, and is the
-same call."""
+"""Outside dispatch modes a training call skips the registered ops, with the same results."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import flashtile
 from flashtile.testing import cu_seqlens, generator, normal, qkv
 
 
-class Watch(TorchDispatchMode):
-    """Writes down the ops that pass."""
+class Recorder(TorchDispatchMode):
+    """Records the names of the ops that are called."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +22,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def made(**given):
+def inputs(**given):
     """q, k, v and more operands, all with gradients."""
     g = generator(0)
     q, k, v = qkv(g, B=2, M=5, N=7, Hq=4, Hk=2, D=8, dtype=torch.float32)
@@ -32,17 +31,17 @@ def made(**given):
     return [x.requires_grad_() for x in tensors]
 
 
-def gradients(options, uses, watch=None):
-    """Gradients of what `uses` makes of (out, lse), the call watched or not."""
-    leaves = made(**options)
+def gradients(options, loss, mode=None):
+    """Gradients of `loss(out, lse)`; the forward runs under `mode`, if there is one."""
+    leaves = inputs(**options)
     extra = dict(zip((n for n in ("bias", "sink") if n in options), leaves[3:], strict=True))
-    rest = {n: x for n, x in options.items() if n not in extra}
-    if watch is None:
-        out, lse = flashtile.attention(*leaves[:3], **extra, **rest, return_lse=True)
+    others = {n: x for n, x in options.items() if n not in extra}
+    if mode is None:
+        out, lse = flashtile.attention(*leaves[:3], **extra, **others, return_lse=True)
     else:
-        with watch:
-            out, lse = flashtile.attention(*leaves[:3], **extra, **rest, return_lse=True)
-    return torch.autograd.grad(uses(out, lse), leaves)
+        with mode:
+            out, lse = flashtile.attention(*leaves[:3], **extra, **others, return_lse=True)
+    return torch.autograd.grad(loss(out, lse), leaves)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def gradients(options, uses, watch=None):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "uses",
+    "loss",
     [
         lambda out, lse: out.sum(),
         lambda out, lse: lse.sum(),
@@ -59,36 +58,36 @@ def gradients(options, uses, watch=None):
     ],
     ids=["out", "lse", "both"],
 )
-def test_gradients_are_those_through_the_ops(options, uses):
-    watch = Watch()
-    through_ops = gradients(options, uses, watch)
-    assert "flashtile.attention_forward.default" in watch.names
-    for x, y in zip(gradients(options, uses), through_ops, strict=True):
+def test_gradients_are_those_through_the_ops(options, loss):
+    recorder = Recorder()
+    through_ops = gradients(options, loss, recorder)
+    assert "flashtile.attention_forward.default" in recorder.names
+    for x, y in zip(gradients(options, loss), through_ops, strict=True):
         assert torch.equal(x, y)
 
 
 def test_packed_sequences():
-    q, k, v = (x.flatten(0, 1).detach().requires_grad_() for x in made()[:3])
+    q, k, v = (x.flatten(0, 1).detach().requires_grad_() for x in inputs()[:3])
     cu_q, cu_k = cu_seqlens([5, 5]), cu_seqlens([7, 7])
     found = []
-    for watch in (Watch(), None):
-        with watch or torch.enable_grad():
+    for mode in (Recorder(), None):
+        with mode or torch.enable_grad():
             out = flashtile.attention_varlen(q, k, v, cu_q, cu_k, 5, 7)
         found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
     for x, y in zip(*found, strict=True):
         assert torch.equal(x, y)
 
 
-def test_who_begins_to_watch_before_the_backward_sees_its_op():
-    q, k, v = made()
+def test_a_dispatch_mode_around_the_backward_sees_its_op():
+    q, k, v = inputs()
     out = flashtile.attention(q, k, v)
-    with Watch() as watch:
+    with Recorder() as recorder:
         torch.autograd.grad(out.sum(), (q, k, v))
-    assert "flashtile.attention_backward.default" in watch.names
+    assert "flashtile.attention_backward.default" in recorder.names
 
 
 def test_batched_gradients():
-    q, k, v = made()
+    q, k, v = inputs()
     out = flashtile.attention(q, k, v)
     douts = normal(generator(1), 3, *out.shape)
     batched = torch.autograd.grad(out, (q, k, v), douts, retain_graph=True, is_grads_batched=True)
@@ -98,7 +97,7 @@ def test_batched_gradients():
 
 
 def test_only_some_inputs_need_gradients():
-    q, k, v = made()
+    q, k, v = inputs()
     out = flashtile.attention(q, k.detach(), v)
     dq, dv = torch.autograd.grad(out.sum(), (q, v))
     whole = torch.autograd.grad(flashtile.attention(q, k, v).sum(), (q, k, v))
@@ -106,7 +105,7 @@ def test_only_some_inputs_need_gradients():
 
 
 def test_an_input_changed_in_place_is_noticed():
-    q, k, v = made()
+    q, k, v = inputs()
     out = flashtile.attention(q, k, v)
     with torch.no_grad():
         k.add_(1)
@@ -115,7 +114,7 @@ def test_an_input_changed_in_place_is_noticed():
 
 
 def test_hooks_on_saved_tensors_see_them():
-    q, k, v = made()
+    q, k, v = inputs()
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
         out = flashtile.attention(q, k, v)
