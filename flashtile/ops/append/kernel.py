@@ -49,8 +49,8 @@ class AppendConfig:
 
 @triton.jit
 def copy_heads(
-    target, target_base, source, source_base, descale, HEADS_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    target, target_base, source, source_base, descale_ptr, HEADS_DIM: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy all heads of one token."""
     for first in range(0, HEADS_DIM, BLOCK):
@@ -59,76 +59,78 @@ def copy_heads(
         dim = offs % DIM
         inside = offs < HEADS_DIM
         x = tl.load(source_base + head * source.head + dim * source.dim, mask=inside)
-        x = as_stored(x, target, descale, head, inside)
+        x = as_stored(x, target, descale_ptr, head, inside)
         tl.store(target_base + head * target.head + dim * target.dim, x, mask=inside)
 
 
 @triton.jit
 def slot_of_token(
-    token, lengths_ptr, cu_seqlens, page_table, cache_batch_idx, B, seq, rows, capacity,
+    token, lengths_ptr, cu_seqlens_ptr, page_table_ptr, cache_batch_idx_ptr, B, seq, rows, capacity,
     page_columns, cfg: tl.constexpr,
 ):  # fmt: skip
     """(fits, sequence, index among its new tokens, cache row, slot in the row) of a new token.
 
     New tokens are stored after the first `lengths` tokens of their sequence.
     """
-    b, index = index_of_token(token, cu_seqlens, B, seq)
+    b, index = index_of_token(token, cu_seqlens_ptr, B, seq)
     exists = (b < B) & (index >= 0)
     position = tl.load(lengths_ptr + b, mask=exists, other=-1).to(tl.int32) + index
     fits = exists & (position >= 0) & (position < capacity)
     if cfg.PAGE_SIZE > 0:
         column = b.to(tl.int64) * page_columns + position // cfg.PAGE_SIZE
-        row = tl.load(page_table + column, mask=fits, other=-1)
+        row = tl.load(page_table_ptr + column, mask=fits, other=-1)
         slot = position % cfg.PAGE_SIZE
     else:
         row = b
-        if cache_batch_idx is not None:
-            row = tl.load(cache_batch_idx + b, mask=fits, other=-1)
+        if cache_batch_idx_ptr is not None:
+            row = tl.load(cache_batch_idx_ptr + b, mask=fits, other=-1)
         slot = position
     return fits & (row >= 0) & (row < rows), b, index, row, slot
 
 
 @triton.jit
 def store_key(
-    token, b, index, row, slot, k_cache, k, base_ptr, cos, sin, cu_seqlens, descale, table_rows,
-    cfg: tl.constexpr,
+    token, b, index, row, slot, k_cache, k, base_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, descale_ptr,
+    table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
     """Store the keys of one token, rotated if `cfg.ROTATION` is given."""
-    source = token_base(k, token, b, index, cu_seqlens)
+    source = token_base(k, token, b, index, cu_seqlens_ptr)
     target = token_base(k_cache, token, row, slot, None)
-    if descale is not None:
-        descale += b * cfg.HEADS
+    if descale_ptr is not None:
+        descale_ptr += b * cfg.HEADS
     if cfg.ROTATION is None:
-        copy_heads(k_cache, target, k, source, descale, cfg.HEADS * cfg.D, cfg.D, cfg.BLOCK)
+        copy_heads(k_cache, target, k, source, descale_ptr, cfg.HEADS * cfg.D, cfg.D, cfg.BLOCK)
     else:
         ROTATION: tl.constexpr = cfg.ROTATION
         position = tl.load(base_ptr + b) + index
         rotate_heads(
-            k_cache, target, k, source, descale, position, cos, sin, table_rows, cfg.HEADS, cfg.D,
-            False, ROTATION,
+            k_cache, target, k, source, descale_ptr, position, cos_ptr, sin_ptr, table_rows,
+            cfg.HEADS, cfg.D, False, ROTATION,
         )  # fmt: skip
 
 
 @triton.jit
-def store_value(token, b, index, row, slot, v_cache, v, cu_seqlens, descale, cfg: tl.constexpr):
+def store_value(
+    token, b, index, row, slot, v_cache, v, cu_seqlens_ptr, descale_ptr, cfg: tl.constexpr
+):
     """Store the values of one token."""
-    source = token_base(v, token, b, index, cu_seqlens)
+    source = token_base(v, token, b, index, cu_seqlens_ptr)
     target = token_base(v_cache, token, row, slot, None)
-    if descale is not None:
-        descale += b * cfg.HEADS
-    copy_heads(v_cache, target, v, source, descale, cfg.HEADS * cfg.DV, cfg.DV, cfg.BLOCK)
+    if descale_ptr is not None:
+        descale_ptr += b * cfg.HEADS
+    copy_heads(v_cache, target, v, source, descale_ptr, cfg.HEADS * cfg.DV, cfg.DV, cfg.BLOCK)
 
 
 @triton.jit
-def store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, CHUNK: tl.constexpr):
+def store_used(used_ptr, lengths_ptr, cu_seqlens_ptr, B, seq, CHUNK: tl.constexpr):
     """Store the lengths with the new tokens."""
     for first in range(0, B, CHUNK):
         offs = first + tl.arange(0, CHUNK)
         inside = offs < B
         count = tl.load(lengths_ptr + offs, mask=inside).to(tl.int32)
-        if cu_seqlens is not None:
-            count += tl.load(cu_seqlens + offs + 1, mask=inside).to(tl.int32)
-            count -= tl.load(cu_seqlens + offs, mask=inside).to(tl.int32)
+        if cu_seqlens_ptr is not None:
+            count += tl.load(cu_seqlens_ptr + offs + 1, mask=inside).to(tl.int32)
+            count -= tl.load(cu_seqlens_ptr + offs, mask=inside).to(tl.int32)
         else:
             count += seq
         tl.store(used_ptr + offs, count, mask=inside)
@@ -136,19 +138,20 @@ def store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, CHUNK: tl.constexpr):
 
 @triton.jit
 def rotate_query(
-    token, q, q_rotated, base_ptr, cos, sin, cu_seqlens, B, seq, table_rows, cfg: tl.constexpr
-):
+    token, q, q_rotated, base_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, B, seq, table_rows,
+    cfg: tl.constexpr,
+):  # fmt: skip
     """Rotate one token of the queries; one after the last sequence is copied unchanged."""
     ROTATION: tl.constexpr = cfg.ROTATION
-    b, index = index_of_token(token, cu_seqlens, B, seq)
+    b, index = index_of_token(token, cu_seqlens_ptr, B, seq)
     position = tl.load(base_ptr + b, mask=b < B, other=-1)
     if cfg.HAS_OWN_POSITIONS:
         position = tl.where(b < B, position + index, -1)
-    source_base = token_base(q, token, b, index, cu_seqlens)
-    target_base = token_base(q_rotated, token, b, index, cu_seqlens)
+    source_base = token_base(q, token, b, index, cu_seqlens_ptr)
+    target_base = token_base(q_rotated, token, b, index, cu_seqlens_ptr)
     rotate_heads(
-        q_rotated, target_base, q, source_base, None, position, cos, sin, table_rows, cfg.HEADS_Q,
-        cfg.D, False, ROTATION,
+        q_rotated, target_base, q, source_base, None, position, cos_ptr, sin_ptr, table_rows,
+        cfg.HEADS_Q, cfg.D, False, ROTATION,
     )  # fmt: skip
 
 
@@ -158,9 +161,10 @@ def rotate_query(
     ]
 )  # fmt: skip
 def append_kernel(
-    k_cache, v_cache, k, v, q, q_rotated, lengths_ptr, used_ptr, base_ptr, cos, sin, cu_seqlens,
-    cu_seqlens_q, page_table, cache_batch_idx, k_descale, v_descale, B, seq, seq_q, tokens, rows,
-    capacity, page_columns, table_rows, cfg: tl.constexpr,
+    k_cache, v_cache, k, v, q, q_rotated, lengths_ptr, used_ptr, base_ptr, cos_ptr, sin_ptr,
+    cu_seqlens_ptr, cu_seqlens_q_ptr, page_table_ptr, cache_batch_idx_ptr, k_descale_ptr,
+    v_descale_ptr, B, seq, seq_q, tokens, rows, capacity, page_columns, table_rows,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """One program stores the new lengths, the keys or the values of one of the new `tokens`, or one
     token of the queries. A token that does not fit is dropped.
@@ -172,25 +176,27 @@ def append_kernel(
         let_next_kernel_start()
     program = tl.program_id(0) - 1
     if program < 0:
-        store_used(used_ptr, lengths_ptr, cu_seqlens, B, seq, 128)
+        store_used(used_ptr, lengths_ptr, cu_seqlens_ptr, B, seq, 128)
     elif program < 2 * tokens:
         token = program // 2
         fits, b, index, row, slot = slot_of_token(
-            token, lengths_ptr, cu_seqlens, page_table, cache_batch_idx, B, seq, rows, capacity,
-            page_columns, cfg,
+            token, lengths_ptr, cu_seqlens_ptr, page_table_ptr, cache_batch_idx_ptr, B, seq, rows,
+            capacity, page_columns, cfg,
         )  # fmt: skip
         if fits:
             if program % 2 == 0:
                 store_key(
-                    token, b, index, row, slot, k_cache, k, base_ptr, cos, sin, cu_seqlens,
-                    k_descale, table_rows, cfg,
+                    token, b, index, row, slot, k_cache, k, base_ptr, cos_ptr, sin_ptr,
+                    cu_seqlens_ptr, k_descale_ptr, table_rows, cfg,
                 )  # fmt: skip
             else:
-                store_value(token, b, index, row, slot, v_cache, v, cu_seqlens, v_descale, cfg)
+                store_value(
+                    token, b, index, row, slot, v_cache, v, cu_seqlens_ptr, v_descale_ptr, cfg
+                )
     elif cfg.ROTATION is not None:
         rotate_query(
-            program - 2 * tokens, q, q_rotated, base_ptr, cos, sin, cu_seqlens_q, B, seq_q,
-            table_rows, cfg,
+            program - 2 * tokens, q, q_rotated, base_ptr, cos_ptr, sin_ptr, cu_seqlens_q_ptr, B,
+            seq_q, table_rows, cfg,
         )  # fmt: skip
 
 
@@ -262,14 +268,14 @@ def append_launch(
         "lengths_ptr": given.lengths.contiguous(),
         "used_ptr": given.used,
         "base_ptr": contiguous(given.base),
-        "cos": contiguous(cos),
-        "sin": contiguous(given.sin),
-        "cu_seqlens": contiguous(given.cu_seqlens),
-        "cu_seqlens_q": contiguous(given.cu_seqlens_q),
-        "page_table": contiguous(page_table),
-        "cache_batch_idx": contiguous(given.cache_batch_idx),
-        "k_descale": contiguous(given.k_descale),
-        "v_descale": contiguous(given.v_descale),
+        "cos_ptr": contiguous(cos),
+        "sin_ptr": contiguous(given.sin),
+        "cu_seqlens_ptr": contiguous(given.cu_seqlens),
+        "cu_seqlens_q_ptr": contiguous(given.cu_seqlens_q),
+        "page_table_ptr": contiguous(page_table),
+        "cache_batch_idx_ptr": contiguous(given.cache_batch_idx),
+        "k_descale_ptr": contiguous(given.k_descale),
+        "v_descale_ptr": contiguous(given.v_descale),
         "B": given.lengths.shape[0],
         "seq": 1 if packed else k.shape[1],
         "seq_q": 1 if q is None else q.shape[1],

@@ -30,7 +30,7 @@ def element_offset(x, offs, HEADS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pages", "columns"])
 def gather_kernel(
-    k, v, k_rows, v_rows, page_table, used_ptr, pages, columns, PAGE: tl.constexpr,
+    k, v, k_rows, v_rows, page_table_ptr, used_ptr, pages, columns, PAGE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy a part of the keys and values of one page of one sequence, if it is used."""
@@ -40,7 +40,7 @@ def gather_kernel(
     column = number % columns
     if column * PAGE >= tl.load(used_ptr + b):
         return
-    page = tl.load(page_table + number.to(tl.int64))
+    page = tl.load(page_table_ptr + number.to(tl.int64))
     page = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
     row = column.to(tl.int64) * PAGE
     offs = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +67,7 @@ def gather_launch(
         "v": rows_of(v),
         "k_rows": rows_of(k_rows),
         "v_rows": rows_of(v_rows),
-        "page_table": page_table.contiguous(),
+        "page_table_ptr": page_table.contiguous(),
         "used_ptr": used.contiguous(),
         "pages": k.shape[0],
         "columns": columns,

@@ -57,7 +57,7 @@ def largest_finite(tile):
 
 
 @triton.jit
-def rotated(x, tile, base, rows, inside, cos, sin, recipe: tl.constexpr):
+def rotated(x, tile, base, rows, inside, cos_ptr, sin_ptr, recipe: tl.constexpr):
     """The tile with its features rotated by the angles of its rows."""
     HALF: tl.constexpr = recipe.HALF
     d = tl.arange(0, recipe.BLOCK_D)
@@ -69,15 +69,15 @@ def rotated(x, tile, base, rows, inside, cos, sin, recipe: tl.constexpr):
     known = inside & moves[None, :]
     other = tl.load(base + rows[:, None] * x.row + partner[None, :] * x.dim, mask=known, other=0.0)
     offs = rows[:, None] * HALF + pair[None, :]
-    c = tl.load(cos + offs, mask=known, other=1.0).to(tl.float32)
-    s = tl.load(sin + offs, mask=known, other=0.0).to(tl.float32)
+    c = tl.load(cos_ptr + offs, mask=known, other=1.0).to(tl.float32)
+    s = tl.load(sin_ptr + offs, mask=known, other=0.0).to(tl.float32)
     s = tl.where(first[None, :], -s, s)
     return tile.to(tl.float32) * c + other.to(tl.float32) * s
 
 
 @triton.jit(do_not_specialize=["M", "total", "tiles"])
 def quantize_kernel(
-    x, out, descale, matrix, mean, cos, sin, cu_seqlens, M, total, tiles,
+    x, out, descale_ptr, matrix_ptr, mean_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, M, total, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, recipe: tl.constexpr,
 ):  # fmt: skip
     """Blocks of `x` in float8, and their scales (B, heads, blocks), or with those given (B, heads /
@@ -86,19 +86,19 @@ def quantize_kernel(
     ROWS: tl.constexpr = recipe.ROWS
     d = tl.arange(0, recipe.BLOCK_D)
     blocks = tl.cdiv(M, ROWS)
-    if matrix is not None:
+    if matrix_ptr is not None:
         # (BLOCK_D, BLOCK_D)
         real = (d[:, None] < recipe.DIM) & (d[None, :] < recipe.DIM)
-        hadamard = tl.load(matrix + d[:, None] * recipe.DIM + d[None, :], mask=real, other=0.0)
+        hadamard = tl.load(matrix_ptr + d[:, None] * recipe.DIM + d[None, :], mask=real, other=0.0)
     for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head = index % HEADS
         block = index // HEADS % blocks
         b = index // HEADS // blocks
         start, count = b * 0, M
         batch = b.to(tl.int64)
-        if cu_seqlens is not None:
-            start = tl.load(cu_seqlens + b).to(tl.int32)
-            stop = tl.minimum(tl.load(cu_seqlens + b + 1).to(tl.int32), total)
+        if cu_seqlens_ptr is not None:
+            start = tl.load(cu_seqlens_ptr + b).to(tl.int32)
+            stop = tl.minimum(tl.load(cu_seqlens_ptr + b + 1).to(tl.int32), total)
             start = tl.minimum(tl.maximum(start, 0), total)
             count = tl.minimum(stop - start, M)
             batch = batch * 0
@@ -110,23 +110,23 @@ def quantize_kernel(
         # (ROWS, BLOCK_D)
         tile = tl.load(base + rows[:, None] * x.row + d[None, :] * x.dim, mask=inside, other=0.0)
         if recipe.HALF > 0:
-            tile = rotated(x, tile, base, rows, inside, cos, sin, recipe).to(dtype)
-        if mean is not None:
-            taken = tl.load(mean + (b * HEADS + head) * recipe.DIM + d, mask=d < recipe.DIM)
+            tile = rotated(x, tile, base, rows, inside, cos_ptr, sin_ptr, recipe).to(dtype)
+        if mean_ptr is not None:
+            taken = tl.load(mean_ptr + (b * HEADS + head) * recipe.DIM + d, mask=d < recipe.DIM)
             tile = tl.where(inside, tile.to(tl.float32) - taken[None, :], 0.0).to(dtype)
-        if matrix is not None:
+        if matrix_ptr is not None:
             tile = tl.dot(tile, hadamard)
         tile = tile.to(tl.float32)
         scale_index = (b * HEADS + head).to(tl.int64) * blocks + block
         if recipe.HAS_SCALES:
-            scale = tl.load(descale + b * (HEADS // GROUP) + head // GROUP)
+            scale = tl.load(descale_ptr + b * (HEADS // GROUP) + head // GROUP)
             inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         else:
             magnitude = largest_finite(tile) * recipe.UNIT
             scale, inverse = power_of_two(magnitude)
             if recipe.MEASURES:  # a block of zeros has no say in a scale that it shares
                 scale = tl.where(magnitude > 0.0, scale, 0.0)
-            tl.store(descale + scale_index, scale)
+            tl.store(descale_ptr + scale_index, scale)
         if not recipe.MEASURES:
             # Infinity times zero is NaN; of finite numbers nothing is added.
             small = (tile * (inverse * recipe.UNIT) + tile * 0.0).to(tl.float8e4nv)
@@ -161,12 +161,12 @@ def quantize_launch(
     arguments: dict[str, Any] = {
         "x": rows_of(x),
         "out": rows_of(out),
-        "descale": descale,
-        "matrix": matrix,
-        "mean": mean,
-        "cos": rotary[0],
-        "sin": rotary[1],
-        "cu_seqlens": cu_seqlens,
+        "descale_ptr": descale,
+        "matrix_ptr": matrix,
+        "mean_ptr": mean,
+        "cos_ptr": rotary[0],
+        "sin_ptr": rotary[1],
+        "cu_seqlens_ptr": cu_seqlens,
         "M": longest,
         "total": x.shape[0],
         "tiles": tiles,

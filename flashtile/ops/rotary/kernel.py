@@ -48,22 +48,22 @@ def rotation_of(cos: Tensor, head_dim: int, interleaved: bool, backward: bool = 
 
 
 @triton.jit
-def sequence_of_token(token, cu_seqlens, B, CHUNK: tl.constexpr):
+def sequence_of_token(token, cu_seqlens_ptr, B, CHUNK: tl.constexpr):
     """The sequence of a token of a packed tensor: the number of sequences that end before it."""
     count = token * 0
     for first in range(0, B, CHUNK):
         offs = first + tl.arange(0, CHUNK)
-        end = tl.load(cu_seqlens + 1 + offs, mask=offs < B, other=2**31 - 1)
+        end = tl.load(cu_seqlens_ptr + 1 + offs, mask=offs < B, other=2**31 - 1)
         count += tl.sum((end <= token).to(tl.int32), 0)
     return count
 
 
 @triton.jit
-def index_of_token(token, cu_seqlens, B, seq):
+def index_of_token(token, cu_seqlens_ptr, B, seq):
     """(sequence, index in it) of a token; (B, -1) after the last sequence of a packed tensor."""
-    if cu_seqlens is not None:
-        b = sequence_of_token(token, cu_seqlens, B, 128)
-        index = token - tl.load(cu_seqlens + b, mask=b < B, other=0).to(tl.int32)
+    if cu_seqlens_ptr is not None:
+        b = sequence_of_token(token, cu_seqlens_ptr, B, 128)
+        index = token - tl.load(cu_seqlens_ptr + b, mask=b < B, other=0).to(tl.int32)
         index = tl.where(b < B, index, -1)
     else:
         b = token // seq
@@ -72,9 +72,9 @@ def index_of_token(token, cu_seqlens, B, seq):
 
 
 @triton.jit
-def token_base(x, token, b, index, cu_seqlens):
+def token_base(x, token, b, index, cu_seqlens_ptr):
     """Pointer to the heads of a token, of a packed tensor or not."""
-    if cu_seqlens is not None:
+    if cu_seqlens_ptr is not None:
         base = x.ptr + token.to(tl.int64) * x.row
     else:
         base = x.ptr + b.to(tl.int64) * x.batch + index.to(tl.int64) * x.row
@@ -82,13 +82,13 @@ def token_base(x, token, b, index, cu_seqlens):
 
 
 @triton.jit
-def as_stored(x, target, descale, head, inside):
+def as_stored(x, target, descale_ptr, head, inside):
     """`x` in the dtype of `target`; float8 is divided by its head's factor first, and saturates."""
     dtype: tl.constexpr = target.ptr.dtype.element_ty
     if dtype.primitive_bitwidth == 8:
         x = x.to(tl.float32)
-        if descale is not None:
-            x = x / tl.load(descale + head + 0 * inside.to(tl.int32), mask=inside, other=1.0)
+        if descale_ptr is not None:
+            x = x / tl.load(descale_ptr + head + 0 * inside.to(tl.int32), mask=inside, other=1.0)
         inside_range = tl.minimum(tl.maximum(x, -LARGEST_FLOAT8), LARGEST_FLOAT8)
         x = tl.where(x == x, inside_range, x)  # NaN stays NaN
     return x.to(dtype)
@@ -96,7 +96,7 @@ def as_stored(x, target, descale, head, inside):
 
 @triton.jit
 def rotate_heads(
-    target, target_base, source, source_base, descale, position, cos, sin, table_rows,
+    target, target_base, source, source_base, descale_ptr, position, cos_ptr, sin_ptr, table_rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEEPS_TAIL: tl.constexpr, rotation: tl.constexpr,
 ):  # fmt: skip
     """Rotate all heads of one token by the angles of its position; copy it if that is outside the
@@ -108,8 +108,8 @@ def rotate_heads(
     row = position.to(tl.int64) + 0 * pairs
     known = (row >= 0) & (row < table_rows) & (pairs < HALF)
     offs = row * HALF + pairs
-    c = tl.load(cos + offs, mask=known, other=1.0).to(tl.float32)
-    s = tl.load(sin + offs, mask=known, other=0.0).to(tl.float32)
+    c = tl.load(cos_ptr + offs, mask=known, other=1.0).to(tl.float32)
+    s = tl.load(sin_ptr + offs, mask=known, other=0.0).to(tl.float32)
     if rotation.IS_BACKWARD:
         s = -s
     if rotation.IS_INTERLEAVED:
@@ -126,34 +126,34 @@ def rotate_heads(
         # (BLOCK_HEADS, BLOCK_HALF)
         a = tl.load(read + first * source.dim, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(read + second * source.dim, mask=inside, other=0.0).to(tl.float32)
-        rotated_a = as_stored(a * c - b * s, target, descale, heads, inside)
-        rotated_b = as_stored(a * s + b * c, target, descale, heads, inside)
+        rotated_a = as_stored(a * c - b * s, target, descale_ptr, heads, inside)
+        rotated_b = as_stored(a * s + b * c, target, descale_ptr, heads, inside)
         tl.store(write + first * target.dim, rotated_a, mask=inside)
         tl.store(write + second * target.dim, rotated_b, mask=inside)
         if not KEEPS_TAIL and 2 * HALF < DIM:
             offs_tail = 2 * HALF + tl.arange(0, rotation.BLOCK_TAIL)[None, :]
             inside = (heads < HEADS) & (offs_tail < DIM)
             x = tl.load(read + offs_tail * source.dim, mask=inside)
-            x = as_stored(x, target, descale, heads, inside)
+            x = as_stored(x, target, descale_ptr, heads, inside)
             tl.store(write + offs_tail * target.dim, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["offset", "B", "seq", "table_rows"])
 def rotary_kernel(
-    x, out, cos, sin, offsets_ptr, cu_seqlens, offset, B, seq, table_rows,
+    x, out, cos_ptr, sin_ptr, offsets_ptr, cu_seqlens_ptr, offset, B, seq, table_rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, IN_PLACE: tl.constexpr, rotation: tl.constexpr,
 ):  # fmt: skip
     """One token of `x`, whose position is its index in its sequence plus the offset."""
     token = tl.program_id(0)
-    b, index = index_of_token(token, cu_seqlens, B, seq)
+    b, index = index_of_token(token, cu_seqlens_ptr, B, seq)
     position = index.to(tl.int64) + offset
     if offsets_ptr is not None:
         position += tl.load(offsets_ptr + b, mask=b < B, other=0)
     position = tl.where(b < B, position, -1)
-    source_base = token_base(x, token, b, index, cu_seqlens)
-    target_base = token_base(out, token, b, index, cu_seqlens)
+    source_base = token_base(x, token, b, index, cu_seqlens_ptr)
+    target_base = token_base(out, token, b, index, cu_seqlens_ptr)
     rotate_heads(
-        out, target_base, x, source_base, None, position, cos, sin, table_rows, HEADS, DIM,
+        out, target_base, x, source_base, None, position, cos_ptr, sin_ptr, table_rows, HEADS, DIM,
         IN_PLACE, rotation,
     )  # fmt: skip
 
@@ -176,10 +176,10 @@ def rotary_launch(
     arguments = {
         "x": rows_of(x),
         "out": rows_of(out),
-        "cos": cos.contiguous(),
-        "sin": sin.contiguous(),
+        "cos_ptr": cos.contiguous(),
+        "sin_ptr": sin.contiguous(),
         "offsets_ptr": None if offsets is None else offsets.contiguous(),
-        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
+        "cu_seqlens_ptr": None if cu_seqlens is None else cu_seqlens.contiguous(),
         "offset": offset,
         "B": x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         "seq": 1 if packed else x.shape[1],
