@@ -232,6 +232,7 @@ def attention_with_kvcache(
             (GPT-NeoX).
         qv: shaped as q with the value head dim; read after the append, not rotated. Copies both
             caches, unless they are views of one latent buffer.
+        scheduler_metadata: int32, another performance hint of FlashAttention-3.
         return_lse: return (out, lse).
         workspace: (bytes,) uint8, contiguous, at least `workspace_size` of them: memory for the
             partial results of split keys on a GPU, which the call otherwise allocates. It holds

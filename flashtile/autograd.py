@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import backends, flops
+from .autocast import autocast_off
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -86,7 +87,7 @@ def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tenso
     # Nobody would see the ops, which cost as much time as all that is above.
     if problem.needs_grad:
         return UnwatchedAttention.apply(problem, operands, *operands[:DIFFERENTIABLE])
-    return backends.forward(problem, operands)
+    return _run_forward(problem, operands)
 
 
 def _is_transformed() -> bool:
@@ -129,10 +130,37 @@ def _told_apart(operands: Operands) -> Operands:
     return Operands(*result)  # type: ignore[arg-type]
 
 
+# A backend says in which dtype each of its products runs, so autocast is off inside.
+
+
+def _run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the backend that `problem` names."""
+    with autocast_off(operands.q):
+        return backends.load(problem.options.backend).forward(problem, operands)
+
+
+def _run_backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> backends.Gradients:
+    with autocast_off(operands.q):
+        backend = backends.load(problem.options.backend)
+        return backend.backward(problem, operands, out, lse, dout, dlse)
+
+
+def _run_probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
+    with autocast_off(operands.q):
+        return backends.load(problem.options.backend).probabilities(problem, operands, lse)
+
+
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)
-    return backends.forward(problem, operands)
+    return _run_forward(problem, operands)
 
 
 def _backward(
@@ -145,7 +173,7 @@ def _backward(
 ) -> Any:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)._replace(bias_needs_grad=bias_needs_grad)
-    gradients = backends.backward(problem, operands, out, lse, dout, dlse)
+    gradients = _run_backward(problem, operands, out, lse, dout, dlse)
     # An op returns tensors, never None: an empty one stands for "no such operand".
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
@@ -153,7 +181,7 @@ def _backward(
 def _probabilities(*args: Any) -> Tensor:
     operands, lse, options = Operands(*args[:_INPUTS]), args[_INPUTS], Options(*args[_INPUTS + 1 :])
     problem = AttentionProblem.of(operands, options)
-    return backends.probabilities(problem, operands, lse)
+    return _run_probabilities(problem, operands, lse)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -253,7 +281,7 @@ class UnwatchedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, problem: AttentionProblem, operands: Operands, *differentiable: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = backends.forward(problem, operands)
+        out, lse = _run_forward(problem, operands)
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         ctx.save_for_backward(out, lse, *operands)
@@ -276,7 +304,7 @@ class UnwatchedAttention(torch.autograd.Function):
         ):
             given = (dout, dlse, out, lse, problem.bias_needs_grad, *operands, *problem.options)
             return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])
-        return None, None, *backends.backward(problem, operands, out, lse, dout, dlse)
+        return None, None, *_run_backward(problem, operands, out, lse, dout, dlse)
 
 
 class AttentionBackwardFunction(torch.autograd.Function):

@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from ..autocast import autocast_off
 from ..problem import AttentionProblem, Operands
 
 
@@ -69,32 +68,3 @@ def load(name: str) -> Backend:
     if name not in _loaded:
         _loaded[name] = cast(Backend, import_module(f".{name}", __name__))
     return _loaded[name]
-
-
-# A backend says in which dtype each of its products runs, so autocast is off inside.
-
-
-def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the backend that `problem` names."""
-    with autocast_off(operands.q):
-        return load(problem.options.backend).forward(problem, operands)
-
-
-def backward(
-    problem: AttentionProblem,
-    operands: Operands,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> Gradients:
-    """Gradients by the backend that `problem` names."""
-    with autocast_off(operands.q):
-        backend = load(problem.options.backend)
-        return backend.backward(problem, operands, out, lse, dout, dlse)
-
-
-def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
-    """Softmax probabilities by the backend that `problem` names."""
-    with autocast_off(operands.q):
-        return load(problem.options.backend).probabilities(problem, operands, lse)
