@@ -1,9 +1,9 @@
-"""One key in Triton's cache for a kernel, whatever a process compiled before it.
+"""Cache keys of kernels that do not depend on what a process compiled earlier.
 
 Triton 3.6 hashes a kernel together with the constants of the functions it calls, but only of those
 that have been hashed already (`DependenciesFinder._update_hash` takes a function's constants before
 it asks for its hash; later releases do not). A process that starts with another kernel would look
-for other keys and compile again. So functions are hashed before those that call them.
+for other keys and compile again. So functions are hashed before their callers.
 """
 
 from __future__ import annotations

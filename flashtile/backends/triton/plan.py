@@ -266,8 +266,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     table = architecture(problem.capability)
     if table in FOR_DESCRIPTORS and not described:
         table = "pointers"  # which take registers
-    forward, *rest = tiles_for(table, problem.dtype, head_dim)
-    keys, queries, *values = rest
+    forward, keys, queries, *values = tiles_for(table, problem.dtype, head_dim)
     if problem.block_tile is not None and problem.dtype != torch.float32:
         forward = BLOCK_MASK_FORWARD.get(architecture(problem.capability), {}).get(
             column_of(head_dim), forward

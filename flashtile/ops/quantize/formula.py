@@ -75,7 +75,7 @@ def means_of(k: Tensor, rows: Rows) -> Tensor:
 
 
 def smoothed(k: Tensor, means: Tensor, rows: Rows) -> Tensor:
-    """`k` less the mean of its sequence."""
+    """`k` minus the mean of its sequence."""
     tokens = k.reshape(-1, *k.shape[-2:])
     padded = torch.cat((means, means.new_zeros(1, *means.shape[1:])))
     return (tokens - padded[rows.sequence]).view(k.shape)

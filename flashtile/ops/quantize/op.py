@@ -99,7 +99,7 @@ def quantize_on_gpu(
 def _quantize(
     x: Tensor, out: Tensor, block: int, rows: Rows, kv_heads: int, recipe: Recipe, how: Any
 ) -> Tensor:
-    """Fill `out`; the scales."""
+    """Write `x` in float8 to `out` and return the scales."""
     from . import kernel
 
     heads, dim = x.shape[-2:]
@@ -138,7 +138,6 @@ def _quantize(
 
 @memoised(32)
 def signs(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    """`rotation` as a matrix of 0 and plus or minus 1, and the number that it is to be multiplied
-    with."""
+    """`rotation` as a matrix of 0 and plus or minus 1, and the factor that scales it."""
     unit = (dim & -dim) ** -0.5
     return (rotation(dim, seed) / unit).round().to(device, dtype), unit
