@@ -259,6 +259,23 @@ class TestPackedQueries:
             backend, **c.new_tokens(sum(new)), cu_seqlens_k_new=cu_seqlens(list(new)), causal=True
         )
 
+    @pytest.mark.parametrize("storage", ["contiguous", "paged"])
+    def test_tokens_of_no_sequence_are_not_stored(self, storage, backend, seed):
+        """A packed buffer may be longer than its sequences."""
+        c = self.packed(seed)
+        if storage == "paged":
+            c.to_pages(8)
+        new = c.new_tokens(8)
+        call = c.call | {"cu_seqlens_k_new": cu_seqlens([4, 0, 2]), "cache_seqlens": c.seqlens}
+        stored = []
+        for used in (6, 8):
+            caches = [c.k_cache.clone(), c.v_cache.clone()]
+            tokens = {name: x[:used] for name, x in new.items()}
+            flashtile.attention_with_kvcache(c.q, *caches, **tokens, **call, backend=backend)
+            stored.append([x.nan_to_num(nan=7e4) for x in caches])
+        for wanted, got in zip(*stored, strict=True):
+            assert torch.equal(got, wanted)
+
     def test_rotary(self, backend, seed):
         c = self.packed(seed)
         cos, sin = rotary_tables(CAPACITY + 8, 16)
