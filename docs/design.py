@@ -6,8 +6,10 @@ that contains it.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,8 +51,18 @@ def counts(page: str) -> list[tuple[str, int, int]]:
 def _output(command: str) -> str:
     """What a command prints; in a table, | is written \\|."""
     command = command.replace("\\|", "|")
+    # `python` is this one, and imports this copy of the package.
+    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}
+    found_first = {
+        name: f"{path}{os.pathsep}{os.environ.get(name, '')}" for name, path in paths.items()
+    }
     run = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, check=True, capture_output=True, text=True
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=ROOT,
+        env=os.environ | found_first,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return run.stdout
 
