@@ -41,11 +41,13 @@ class Packed(NamedTuple):
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         """The tensors of a checked call, without its options."""
-        operands = Operands(q, k, v, cu_seqlens_q=self.cu_seqlens_q)
+        starts_q, starts_k = self.cu_seqlens_q, self.cu_seqlens_k
         if self.page_table is None:
-            return operands._replace(cu_seqlens_k=self.cu_seqlens_k, leftpad_k=self.leftpad_k)
+            pads = self.leftpad_k
+            return Operands(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, leftpad_k=pads)
         # The table says where the keys are; cu_seqlens_k only how many each sequence has.
-        return operands._replace(page_table=self.page_table, seqused_k=self.cu_seqlens_k.diff())
+        used, table = starts_k.diff(), self.page_table
+        return Operands(q, k, v, cu_seqlens_q=starts_q, seqused_k=used, page_table=table)
 
 
 class Cached(NamedTuple):

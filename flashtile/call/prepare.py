@@ -83,8 +83,9 @@ def prepare(
     explains = not torch.compiler.is_compiling() and this_thread.explains
     key = None
     if not explains:
-        strides = _strides(*qkv[1:]) if isinstance(layout, Cached) else ()
-        asked = (backend, wants_probabilities, strides)
+        asked: tuple[Any, ...] = (backend, wants_probabilities)
+        if isinstance(layout, Cached):
+            asked += _strides(*qkv[1:])
         key = memo.key_of((type(layout), *given), (*qkv, *layout, *given.values(), *asked))
     decision = memo.recall(key)
     if decision is not None:
@@ -239,8 +240,9 @@ def _check_memory_and_values(
     """The checks that every call has to pass, whatever an equal call has passed."""
     checks.output(out, operands)
     checks.workspace(operands, options)
-    new = layout if isinstance(layout, Cached) else ()  # the others' tensors are operands
-    if not checks.checking_values((*operands, *new)):
+    # The tensors of other layouts are operands.
+    tensors = (*operands, *layout) if isinstance(layout, Cached) else operands
+    if not checks.checking_values(tensors):
         return
     if isinstance(layout, Packed) and layout.page_table is not None:
         checks.page_lengths(layout, operands.k, given.get("seqused_k"))
