@@ -23,8 +23,8 @@ def sample(cases: Iterable[Case], step: int) -> list[Case]:
     return list(cases)[:: 1 if FULL else step]
 
 
-def in_turn(cases: Iterable[Case], kinds: Iterable[Kind]) -> list[tuple[Case, Kind]]:
-    """Every case with every kind, or every case with one kind, which takes its turn.
+def one_kind_each(cases: Iterable[Case], kinds: Iterable[Kind]) -> list[tuple[Case, Kind]]:
+    """Every case with every kind, or every case with one kind, round robin.
 
     Each kind occurs if there are at least as many cases as kinds.
     """

@@ -120,8 +120,8 @@ def rotations(x, cos, sin):
     qkv = apply_rotary_emb_qkv_(torch.stack([x, x, x], dim=2), cos, sin)
     kv = apply_rotary_emb_kv_(torch.stack([x, x], dim=2), cos, sin)
     by_hand = torch.cat([cos, cos], -1)[:, None], torch.cat([sin, sin], -1)[:, None]
-    turned = x[..., : 2 * cos.shape[-1]]
-    turned = turned * by_hand[0] + rotate_half(turned) * by_hand[1]
+    rotated = x[..., : 2 * cos.shape[-1]]
+    rotated = rotated * by_hand[0] + rotate_half(rotated) * by_hand[1]
     return [
         apply_rotary_emb(x, cos, sin),
         apply_rotary_emb(x.clone(), cos, sin, inplace=True),
@@ -130,5 +130,5 @@ def rotations(x, cos, sin):
         qkv[:, :, 0],
         qkv[:, :, 1],
         kv[:, :, 0],
-        torch.cat([turned, x[..., 2 * cos.shape[-1] :]], -1),
+        torch.cat([rotated, x[..., 2 * cos.shape[-1] :]], -1),
     ]

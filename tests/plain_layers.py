@@ -50,16 +50,16 @@ def plain_attention(
 
 
 def plain_rotation(x: Tensor, dim: int, base: float, interleaved: bool) -> Tensor:
-    """x (batch, seq, heads, head_dim), its first `dim` features turned by the positions."""
+    """x (batch, seq, heads, head_dim), its first `dim` features rotated by the positions."""
     frequency = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
     angle = torch.outer(torch.arange(x.shape[1]).float(), frequency)
-    turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype)).unsqueeze(1)
+    rotation = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype)).unsqueeze(1)
     first, second = slice(0, dim // 2), slice(dim // 2, dim)
     if interleaved:
         first, second = slice(0, dim, 2), slice(1, dim, 2)
-    turned = torch.complex(x[..., first], x[..., second]) * turn
+    rotated = torch.complex(x[..., first], x[..., second]) * rotation
     result = x.clone()
-    result[..., first], result[..., second] = turned.real, turned.imag
+    result[..., first], result[..., second] = rotated.real, rotated.imag
     return result
 
 

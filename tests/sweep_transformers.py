@@ -376,8 +376,8 @@ def compare(family):
         return DIFFERS, str(difference)
     except Exception as error:
         trace = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{os.path.basename(trace.filename)}:{trace.lineno}"
-        return DIFFERS, f"{type(error).__name__} at {place}: {' '.join(str(error).split())[:200]}"
+        where = f"{os.path.basename(trace.filename)}:{trace.lineno}"
+        return DIFFERS, f"{type(error).__name__} at {where}: {' '.join(str(error).split())[:200]}"
     if not calls.count:
         return OWN, "; ".join(notes)
     return EQUAL, "; ".join([type(model).__name__, *parts, *notes])

@@ -185,7 +185,7 @@ def test_max_seqlen_bounds_what_is_used():
 
 
 def test_values_changed_in_place_are_checked_again():
-    """The decision about a call is remembered, not what its tensors held."""
+    """The memo holds the decision about a call, not the values of its tensors."""
     call = packed()
     del call["out"]
     for _ in range(2):

@@ -121,7 +121,7 @@ def test_interleave_takes_turns_in_random_order() -> None:
     samples = timing.interleave(calls, clock, budget_ms=0, min_rounds=20)
     assert samples == {"a": [10.0] * 20, "b": [20.0] * 20, "c": [30.0] * 20}
     rounds = [tuple(clock.order[i : i + 3]) for i in range(3, 63, 3)]  # after the warm-up
-    assert all(sorted(turn) == [10.0, 20.0, 30.0] for turn in rounds)
+    assert all(sorted(times) == [10.0, 20.0, 30.0] for times in rounds)
     assert len(set(rounds)) > 3
 
 
@@ -268,9 +268,9 @@ def test_float64_judges_one_group_of_heads(variant: str) -> None:
     for name, truth in wanted.items():
         assert truth.dtype == torch.float64
         heads = 1 if name in ("k", "v") else 2
-        place = {"sink": 0, "bias": 1}.get(name, -2)  # of the heads
-        found = got[name].movedim(place, 0)[:heads].double()
-        torch.testing.assert_close(found, truth.movedim(place, 0), atol=1e-4, rtol=1e-4)
+        axis = {"sink": 0, "bias": 1}.get(name, -2)  # of the heads
+        found = got[name].movedim(axis, 0)[:heads].double()
+        torch.testing.assert_close(found, truth.movedim(axis, 0), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("wrong", ["out", "gradients"])

@@ -143,8 +143,8 @@ def test_an_older_file_lacks_columns(tmp_path: Path) -> None:
     saved.write_csv(path, [_row("fa2", 1.0)], ORIGIN)
     with path.open(newline="") as file:
         names, line = csv.reader(file)
-    keep = [place for place, name in enumerate(names) if name not in ("preset", "host_us")]
-    lines = [",".join(cells[place] for place in keep) for cells in (names, line)]
+    keep = [column for column, name in enumerate(names) if name not in ("preset", "host_us")]
+    lines = [",".join(cells[column] for column in keep) for cells in (names, line)]
     path.write_text("\n".join(lines) + "\n")
     ((row, _),) = saved.read_csv(path)
     assert (row.preset, row.host_us, row.provider) == ("", None, "fa2")

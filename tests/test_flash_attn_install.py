@@ -121,12 +121,12 @@ def test_modules_beside_attention_compute(seed):
         from flash_attn.ops.triton.rotary import apply_rotary
         from flash_attn.utils.generation import InferenceParams
 
-        turned = apply_rotary(x, cos, sin, 2, interleaved=True)
+        rotated = apply_rotary(x, cos, sin, 2, interleaved=True)
         wanted = flashtile.layers.rotary.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=2)
-        assert torch.equal(turned, wanted)
+        assert torch.equal(rotated, wanted)
         lengths = (cos.square() + sin.square())[2:, None].repeat_interleave(2, dim=-1)
-        back = apply_rotary(turned, cos, sin, 2, interleaved=True, inplace=True, conjugate=True)
-        assert back is turned
+        back = apply_rotary(rotated, cos, sin, 2, interleaved=True, inplace=True, conjugate=True)
+        assert back is rotated
         torch.testing.assert_close(back, x * lengths)
         logits, labels = torch.randn(4, 9), torch.arange(4)
         losses, _ = cross_entropy_loss(logits, labels)

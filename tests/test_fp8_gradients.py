@@ -105,8 +105,8 @@ def floors(
     gradients = torch.autograd.grad((found.out, found.lse), leaves, cotangents)
     # A rotation adds up D of them, and their roundings.
     return {
-        name: floor_of(2 * x @ turn.mT.square())
-        for name, x, turn in zip(("dq", "dk", "dv"), gradients, (R, R, R_v), strict=True)
+        name: floor_of(2 * x @ matrix.mT.square())
+        for name, x, matrix in zip(("dq", "dk", "dv"), gradients, (R, R, R_v), strict=True)
     }
 
 

@@ -83,8 +83,8 @@ def check(
         *small[:3], *layout, **given, compute_dtype=torch.float32, attend=attention_in_float8
     )
     moved = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in given.items()}
-    places = [x.cuda() if isinstance(x, Tensor) else x for x in layout]
-    call = partial(function, *map(carried, small[:3]), *places, **moved, return_lse=True)
+    layout_tensors = [x.cuda() if isinstance(x, Tensor) else x for x in layout]
+    call = partial(function, *map(carried, small[:3]), *layout_tensors, **moved, return_lse=True)
     got = call()
     for _ in range(REPEATS):
         assert all(map(torch.equal, call(), got))

@@ -34,7 +34,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """How tiles are loaded; by itself the plan takes descriptors for large calls alone.
 
-    Compiled kernels are remembered by the call, whose plan never changes otherwise.
+    Compiled kernels are cached for the call, whose plan never changes otherwise.
     """
     monkeypatch.setattr(relaunch, "_repeats", {})
     monkeypatch.setattr(relaunch, "_compiled", {})

@@ -68,7 +68,7 @@ def test_models_that_read_the_mask_themselves(family, side):
 
 
 def test_two_packed_masks_hide_what_either_hides():
-    """A pattern has room for one of them; two become the exact mask."""
+    """A pattern holds one of them; two become the exact mask."""
     first, second = (torch.tensor([[0] * n + [1] * (8 - n)]) for n in (3, 5))
     packed = [masking_utils.packed_sequence_mask_function(x) for x in (first, second)]
     both = masking_utils.and_masks(*packed, masking_utils.causal_mask_function)

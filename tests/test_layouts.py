@@ -143,7 +143,7 @@ def test_autocast_casts_padded_inputs():
     assert out.dtype == torch.bfloat16
 
 
-def test_rotary_seqlens_without_tables_turn_nothing():
+def test_rotary_seqlens_without_tables_rotate_nothing():
     """As in FlashAttention-3: there is nothing to take positions for."""
     g = generator(1)
     cache = {"q": normal(g, 2, 1, 4, 8), "k_cache": normal(g, 2, 9, 2, 8)}

@@ -264,10 +264,10 @@ def test_half_precision_rounds_neither_slopes_nor_angles(seed):
     layer = MHA(32, 16, head_dim=8, rotary_emb_dim=8, use_alibi=True, attend=attend).bfloat16()
     layer(x)
     assert torch.equal(seen["alibi_slopes"], plain_slopes(16))
-    turned, layer.rotary_emb = seen["q"].double(), None
+    rotated, layer.rotary_emb = seen["q"].double(), None
     layer(x)
     want = plain_rotation(seen["q"].double(), 8, 10000.0, interleaved=False)
-    assert ((turned - want).abs() <= 2**-8 * want.abs() + 1e-6).all()  # one rounding, of the result
+    assert ((rotated - want).abs() <= 2**-8 * want.abs() + 1e-6).all()  # one rounding
 
 
 @DTYPES

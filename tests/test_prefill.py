@@ -62,13 +62,13 @@ def arguments(seed, storage):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (4, 1), "softcap": 2.0}])
 @pytest.mark.parametrize("storage", ["rows", "pages", "packed queries"])
 def test_the_results_are_those_of_the_cache(storage, options, calls, seed):
-    for turn in range(2):  # the second time from memory
-        call = arguments(seed + turn, storage) | options
+    for repeat in range(2):  # the second call is served from the memo
+        call = arguments(seed + repeat, storage) | options
         copy = {name: x.clone() if torch.is_tensor(x) else x for name, x in call.items()}
         got = flashtile.attention_with_kvcache(**call)
-        assert [problem.layout for problem in calls] == ["packed"] * (turn + 1)
+        assert [problem.layout for problem in calls] == ["packed"] * (repeat + 1)
         wanted = flashtile.attention_with_kvcache(**copy, backend="cpu")
-        assert len(calls) == turn + 1
+        assert len(calls) == repeat + 1
         for x, y in zip(got, wanted, strict=True):
             assert x.shape == y.shape and x.is_contiguous()
             torch.testing.assert_close(x, y)

@@ -88,11 +88,11 @@ class TestOps:
     def test_the_gradient_of_a_bias_is_made_where_it_is_wanted(self, wanted, monkeypatch):
         made, backward = [], cpu.backward
 
-        def watched(*args):
+        def recorded(*args):
             made.append(backward(*args))
             return made[-1]
 
-        monkeypatch.setattr(cpu, "backward", watched)
+        monkeypatch.setattr(cpu, "backward", recorded)
         q, k, v = (x.requires_grad_() for x in heads_and_lengths(7))
         bias = torch.randn(4, 7, 10, requires_grad=wanted)
         flashtile.attention(q, k, v, bias=bias).sum().backward()

@@ -88,8 +88,8 @@ def test_quantising_rounds_once(scales: str, seed: int):
 def test_rotary_comes_first(interleaved: bool, seed: int):
     q, k, v = qkv(generator(seed), M=30, N=50, D=32)
     cos, sin = rotary_tables(50, 16)
-    turned = (apply_rotary_emb(x, cos, sin, interleaved) for x in (q, k))
-    wanted = quantize_qkv(*turned, v)
+    rotated = (apply_rotary_emb(x, cos, sin, interleaved) for x in (q, k))
+    wanted = quantize_qkv(*rotated, v)
     got = quantize_qkv(q, k, v, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved)
     assert all(torch.equal(x.float(), y.float()) for x, y in zip(got[:6], wanted[:6], strict=True))
     assert not torch.equal(got.q.float(), quantize_qkv(q, k, v).q.float())
@@ -243,7 +243,7 @@ def test_rotation_halves_the_error_of_outliers(head_dim: int, seed: int):
 
 
 def test_block_scales_keep_rows_that_a_shared_scale_loses(seed: int):
-    """Keys of a later block are 2**20 times smaller: one scale turns their values to zero."""
+    """Keys of a later block are 2**20 times smaller: with one scale their values become zero."""
     q, k, v = qkv(generator(seed), B=1, M=70, N=256, Hq=2, Hk=2, D=32)
     v[:, 128:] *= 2.0**-20
     options = {"window_size": (0, 40)}  # late rows see late keys alone

@@ -1,4 +1,4 @@
-"""Rotary embedding against complex multiplication in float64, another way to turn a pair."""
+"""Rotary embedding against complex multiplication in float64, another way to rotate a pair."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tables(rows: int, half: int, dtype: torch.dtype = torch.float64) -> tuple[Te
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def turned(
+def rotated(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, interleaved: bool = False
 ) -> Tensor:
     """x (..., heads, head_dim) in float64 with its pairs multiplied by exp(i angle).
@@ -44,19 +44,20 @@ def turned(
     x, half = x.detach().double().clone(), cos.shape[-1]
     if isinstance(positions, int):
         positions = torch.arange(positions, positions + x.shape[1])
-    turns = torch.complex(cos.double(), sin.double())
-    turns = torch.cat((turns, torch.ones_like(turns[:1])))  # the last row is for any other position
+    rotations = torch.complex(cos.double(), sin.double())
+    none = torch.ones_like(rotations[:1])  # the last row, for positions outside the table
+    rotations = torch.cat((rotations, none))
     positions = torch.where((positions >= 0) & (positions < cos.shape[0]), positions, -1)
     first, second = slice(0, half), slice(half, 2 * half)
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    z = torch.complex(x[..., first], x[..., second]) * turns[positions].unsqueeze(-2)
+    z = torch.complex(x[..., first], x[..., second]) * rotations[positions].unsqueeze(-2)
     x[..., first], x[..., second] = z.real, z.imag
     return x
 
 
 def close(got: Tensor, want: Tensor) -> None:
-    """Equal but for a rounding or two of a value of 8, the largest that the inputs turn into."""
+    """Equal up to two roundings of a value of 8, the largest that the inputs become."""
     atol = 8 * torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.detach().double(), want, rtol=0, atol=atol)
 
@@ -86,8 +87,8 @@ def test_dense(sizes: str, interleaved: bool, dtype: torch.dtype) -> None:
     assert sum(t.numel() for t in kept) <= cos.numel() + sin.numel()
     out.backward(grad)
     assert out.dtype == x.grad.dtype == dtype
-    close(out, turned(x, cos, sin, 2, interleaved))
-    close(x.grad, turned(grad, cos, -sin, 2, interleaved))
+    close(out, rotated(x, cos, sin, 2, interleaved))
+    close(x.grad, rotated(grad, cos, -sin, 2, interleaved))
     assert torch.equal(out[..., 2 * half :], x[..., 2 * half :])
     assert torch.equal(x, before)
     assert x.numel() == 0 or out.data_ptr() != x.data_ptr()
@@ -98,7 +99,7 @@ def test_offsets_beyond_the_table_leave_the_row_alone(index_dtype: torch.dtype) 
     x, (cos, sin) = torch.randn(5, 3, 2, 4, dtype=torch.float64), tables(5, 2)
     offsets = torch.tensor([3, 1000, -2, 5, 1], dtype=index_dtype)
     out = apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets)
-    close(out, turned(x, cos, sin, offsets[:, None] + torch.arange(3)))
+    close(out, rotated(x, cos, sin, offsets[:, None] + torch.arange(3)))
     assert (out == x).all(dim=(2, 3)).sum(dim=1).tolist() == [1, 3, 2, 3, 0]
 
 
@@ -115,14 +116,14 @@ def test_packed(lengths: list[int], interleaved: bool, index_dtype: torch.dtype)
             x, cos, sin, interleaved, False, given, cu(lengths).to(index_dtype), longest + 1
         )
         positions = [o + t for n, o in zip(lengths, each, strict=True) for t in range(n)]
-        close(out[:used], turned(x[:used], cos, sin, torch.tensor(positions).long(), interleaved))
+        close(out[:used], rotated(x[:used], cos, sin, torch.tensor(positions).long(), interleaved))
         assert torch.equal(out[used:], x[used:])  # behind the last sequence
 
 
 def test_sixteen_bit_input_is_rotated_in_float32() -> None:
     x, (cos, sin) = torch.randn(2, 64, 4, 64).bfloat16(), tables(64, 32, torch.float32)
     # Products or tables in bfloat16 would move about half of the results.
-    moved = apply_rotary_emb(x, cos, sin) != turned(x, cos, sin, 0).to(torch.bfloat16)
+    moved = apply_rotary_emb(x, cos, sin) != rotated(x, cos, sin, 0).to(torch.bfloat16)
     assert moved.float().mean() < 1e-3
 
 
@@ -132,9 +133,9 @@ def test_non_contiguous_inputs() -> None:
     offsets = torch.tensor([[1, 9], [0, 9]])[:, 0]
     assert not any(t.is_contiguous() for t in (x, cos, sin, offsets))
     out = apply_rotary_emb(x, cos, sin, True, seqlen_offsets=offsets)
-    close(out, turned(x, cos, sin, offsets[:, None] + torch.arange(5), True))
+    close(out, rotated(x, cos, sin, offsets[:, None] + torch.arange(5), True))
     repeated = torch.randn(1, 5, 1, 6, dtype=torch.float64).expand(2, 5, 3, 6)
-    close(apply_rotary_emb(repeated, cos, sin), turned(repeated, cos, sin, 0))
+    close(apply_rotary_emb(repeated, cos, sin), rotated(repeated, cos, sin, 0))
 
 
 @STYLES
@@ -146,7 +147,7 @@ def test_the_plain_functions(positions: Tensor, interleaved: bool) -> None:
     quarter = rotate_half(torch.tensor([1.0, 2.0, 3.0, 4.0]), interleaved)
     assert quarter.tolist() == ([-2, 1, -4, 3] if interleaved else [-3, -4, 1, 2])
     out = apply_rotary_emb_torch(x, cos[positions], sin[positions], interleaved)
-    close(out, turned(x, cos, sin, positions, interleaved))
+    close(out, rotated(x, cos, sin, positions, interleaved))
 
 
 @STYLES
@@ -197,13 +198,13 @@ def test_function_transforms() -> None:
 
     close(torch.func.vmap(one)(args[0]), out)
     grads = torch.func.vmap(torch.func.grad(lambda x: one(x).pow(3).sum()))(args[0])
-    close(grads, turned(3 * out.square(), args[1], -args[2], 0))
+    close(grads, rotated(3 * out.square(), args[1], -args[2], 0))
 
 
 def test_inplace_writes_into_the_given_memory_and_nowhere_else() -> None:
     (cos, sin), whole = tables(5, 2), torch.randn(2, 5, 4, 6)
     want, x = whole.double(), whole[:, :, 1:3]
-    want[:, :, 1:3] = turned(x, cos, sin, 0)
+    want[:, :, 1:3] = rotated(x, cos, sin, 0)
     out = apply_rotary_emb(x, cos, sin, inplace=True)
     assert out is x
     assert out.data_ptr() == whole[:, :, 1:3].data_ptr()
@@ -216,7 +217,7 @@ def test_inplace_on_a_view_reaches_the_gradient_of_its_base() -> None:
     apply_rotary_emb(base[:, :, 1], cos, sin, inplace=True)
     grad = torch.randn_like(base)
     base.backward(grad)
-    grad[:, :, 1] = turned(grad[:, :, 1], cos, -sin, 0)
+    grad[:, :, 1] = rotated(grad[:, :, 1], cos, -sin, 0)
     close(x.grad, grad)
 
 
@@ -261,8 +262,8 @@ def test_inplace(layout: str, own_k: tuple[int, int], offsets: Tensor, leaf: boo
 
     positions = offsets[..., None] + torch.arange(M)
     for part, (cos, sin) in zip(parts, (q_tables, k_used), strict=False):
-        want[:, :, part] = turned(want[:, :, part], cos, sin, positions, True)
-        grad[:, :, part] = turned(grad[:, :, part], cos, -sin, positions, True)
+        want[:, :, part] = rotated(want[:, :, part], cos, sin, positions, True)
+        grad[:, :, part] = rotated(grad[:, :, part], cos, -sin, positions, True)
     close(out, want)
     close(x.grad, grad)
 
@@ -278,8 +279,8 @@ def test_module(layout: str, scale_base: float | None, interleaved: bool) -> Non
     growth = ((2 * i / dim + 0.4) / 1.4) ** ((m - rows // 2) / (scale_base or torch.inf))
     (q, k, v), offsets = torch.randn(3, 2, M, 3, 8).unbind(), torch.tensor([3, 6])
     positions = offsets[:, None] + torch.arange(M)
-    want_q = turned(q, angle.cos() * growth, angle.sin() * growth, positions, interleaved)
-    want_k = turned(k, angle.cos() / growth, angle.sin() / growth, positions, interleaved)
+    want_q = rotated(q, angle.cos() * growth, angle.sin() * growth, positions, interleaved)
+    want_k = rotated(k, angle.cos() / growth, angle.sin() / growth, positions, interleaved)
     if layout == "q and kv":
         kv = torch.stack((k, v), dim=2)
         out_q, out_kv = rope(q, kv, offsets, rows)

@@ -89,7 +89,7 @@ def test_refused(function: str, name: str, value: Any) -> None:
     refuse(call, given | {name: value}, name, untouched)
     with pytest.raises((TypeError, ValueError), match=f"^{with_name} .*, want "):
         call(**(given | {name: value}))
-    call(**given)  # nothing of it is remembered
+    call(**given)  # the error left nothing in the memo
 
 
 def answer(**options: Any) -> Any:

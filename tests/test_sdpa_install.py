@@ -230,7 +230,7 @@ def test_transformer_encoder_layer(masks, training, seed):
 
 
 def test_transformer_encoder_in_evaluation_with_padding(seed):
-    """PyTorch turns the padded batch into a nested tensor for its fast path."""
+    """PyTorch makes the padded batch a nested tensor for its fast path."""
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2).eval()
     x = torch.randn(2, 9, 32)

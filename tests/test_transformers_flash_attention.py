@@ -1,4 +1,4 @@
-"""Transformers' own flash_attention_2 and flash_attention_3, with flashtile in flash_attn's place.
+"""Transformers' own flash_attention_2 and flash_attention_3, with flashtile instead of flash_attn.
 
 Transformers asks for a CUDA device before it takes flash_attn; the calls it then makes run on a CPU
 as well. So the model runs in a process of its own, where `torch.cuda` claims a device while

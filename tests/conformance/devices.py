@@ -103,10 +103,10 @@ class _Carry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: torch.device, memory: Memory) -> Tensor:
-        place = x.untyped_storage().data_ptr(), x.dtype
-        if place not in memory:
-            memory[place] = _storage(x).to(device)
-        return memory[place].as_strided(x.shape, x.stride(), x.storage_offset())
+        key = x.untyped_storage().data_ptr(), x.dtype
+        if key not in memory:
+            memory[key] = _storage(x).to(device)
+        return memory[key].as_strided(x.shape, x.stride(), x.storage_offset())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

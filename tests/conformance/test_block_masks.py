@@ -162,7 +162,7 @@ class TestFlexAttention:
         """FlexAttention's tiles reach to 256, its mask to 200."""
         q, k, v = qkv(generator(0), M=lengths[0], N=lengths[1])
         flex = create_block_mask(sliding, None, None, 200, 200, device="cpu", BLOCK_SIZE=128)
-        for _ in range(2):  # neither is it remembered that the call was refused
+        for _ in range(2):  # a refusal leaves no memo entry
             with pytest.raises(ValueError, match="block_mask: was made for 200 queries and 200"):
                 flashtile.attention(q, k, v, block_mask=flex)
 

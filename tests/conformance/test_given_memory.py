@@ -16,7 +16,7 @@ storages = pytest.mark.parametrize("storage", ["contiguous", "paged", "packed", 
 
 
 def call_of(storage: str) -> dict:
-    """New tokens appended and turned; 3 queries of each sequence, or 4 and 2 of them packed."""
+    """New tokens appended and rotated; 3 queries of each sequence, or 4 and 2 of them packed."""
     call = cache_call(3, "contiguous" if storage in ("rows", "pads") else storage)
     if storage == "rows":
         call["cache_batch_idx"] = torch.tensor([1, 0], dtype=torch.int32)

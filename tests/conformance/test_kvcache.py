@@ -134,7 +134,7 @@ class TestRotary:
 
     @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
     @pytest.mark.parametrize("options", ["nothing", "causal", "window", "chunk", "causal window"])
-    def test_queries_turn_where_the_mask_orders_them(self, interleaved, options, backend, seed):
+    def test_queries_rotate_where_the_mask_orders_them(self, interleaved, options, backend, seed):
         self.check(backend, Cache(seed), rotary_interleaved=interleaved, options=options)
 
     @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
@@ -191,9 +191,9 @@ class TestPages:
 
     def test_a_page_of_256(self, backend, seed):
         c = Cache(seed)
-        room = (0, 0, 0, 0, 0, 256 - CAPACITY)
+        padding = (0, 0, 0, 0, 0, 256 - CAPACITY)
         c.k_cache, c.v_cache = (
-            torch.nn.functional.pad(x, room, value=torch.nan) for x in (c.k_cache, c.v_cache)
+            torch.nn.functional.pad(x, padding, value=torch.nan) for x in (c.k_cache, c.v_cache)
         )
         c.to_pages(256)
         c.check(backend, **c.new_tokens(), causal=True)
@@ -330,8 +330,8 @@ class TestFloat8:
             assert (cache[1, 2, 1].float() == -448).all()
             assert (cache[2, 21, 0].float() == 416).all()
 
-    def test_rotary_turns_before_it_rounds(self, dtype, backend, seed):
-        """By angles of no turn and of half a turn, which round nothing themselves."""
+    def test_rotary_rotates_before_it_rounds(self, dtype, backend, seed):
+        """By angles of 0 and pi, at which the rotation itself does not round."""
         c = Cache(seed, dtype)
         c.to_float8()
         cos = 1 - 2 * (torch.arange(CAPACITY + 3) % 2).to(dtype)[:, None].expand(-1, 8)

@@ -85,7 +85,7 @@ def block_mask(tile_size: tuple[int, int], causal: bool = False, heads: int = 4)
 
 
 def bias(*shape: int) -> Callable[..., dict[str, Any]]:
-    """A bias of `shape`, -inf in one place and over one row."""
+    """A bias of `shape`, -inf at one position and over one row."""
 
     def options(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
         x = normal(g, *shape, dtype=dtype)

@@ -77,7 +77,7 @@ def probabilities_launches(operands: Operands, options: Options, device: str) ->
 
 def append_launches(device: str) -> list[Launch]:
     """The launches that write new tokens to a contiguous cache and to a paged one, as they are and
-    turned by angles that queries share."""
+    rotated by angles that queries share."""
     cache, new = torch.empty(2, 5, 16, 2, 64), torch.empty(2, 3, 4, 2, 64)
     lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
     q, tables = torch.empty(3, 4, 6, 64), torch.empty(2, 40, 16)

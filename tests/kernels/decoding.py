@@ -90,7 +90,7 @@ FLOAT8_CASES: dict[str, dict[str, Any]] = {
     "pages of 16": {"page_size": 16},
     "pages of 48": {"page_size": 48},
     "packed queries": {"packed": True, "causal": True},
-    # Wide enough to come in pairs of columns; but not if a row starts at an odd place.
+    # Wide enough to come in pairs of columns; but not if a row starts at an odd offset.
     "pairs": {"D": 64, "Dv": 32},
     "pairs of a padded head dim": {"Hq": 8, "Hk": 2, "M": 2, "D": 48, "Dv": 80, "causal": True},
     "pairs, pages of 16": {"page_size": 16, "D": 32, "Dv": 64},

@@ -50,7 +50,7 @@ ALLOWED = {
     ("gfx942", "large", "float32", 512, "dQ"): (2028, FLOAT32),
 }
 
-# The same for split walks: (device, head dim, case of `decoding.py`).
+# The same for split KV loops: (device, head dim, case of `decoding.py`).
 ALLOWED_IN_DECODING = {
     ("sm_90", 128, "one query"): (16, ASSEMBLER),
     ("sm_80", 64, "pages of 16"): (8, ASSEMBLER),  # with the newest Triton alone
@@ -66,5 +66,5 @@ ALLOWED_IN_DECODING = {
     ("sm_100", 512, "pages of 16"): (8, ASSEMBLER),
 }
 
-# The kernel that quantises: (head dim, numbers that rotary embedding turns) to bytes.
+# The kernel that quantises: (head dim, numbers that rotary embedding rotates) to bytes.
 ALLOWED_IN_QUANTIZING = {(256, 64): (40, ASSEMBLER)}  # with the newest Triton alone

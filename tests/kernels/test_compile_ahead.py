@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 
 import pytest
 import torch
-from configurations import FULL, in_turn, sample
+from configurations import FULL, one_kind_each, sample
 from float8_numbers import descales
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -103,10 +103,9 @@ def pass_of(launch: Launch) -> str:
     return names[launch.kernel.__name__]
 
 
-@pytest.mark.parametrize(("device", "head_dim"), in_turn(DEVICES, HEAD_DIMS))
+@pytest.mark.parametrize(("device", "head_dim"), one_kind_each(DEVICES, HEAD_DIMS))
 def test_decoding_kernels_fit(device: str, head_dim: int):
-    """Split walks over contiguous keys, over pages and over a float8 cache where there can be one,
-    and the joining of their parts."""
+    """Split KV loops over contiguous keys, pages and a float8 cache, and the merge of the parts."""
     for name, float8 in (("one query", False), ("pages of 16", False), ("one query", True)):
         if float8 and device in ("sm_80", "sm_86", "gfx942"):
             continue
@@ -119,7 +118,7 @@ def test_decoding_kernels_fit(device: str, head_dim: int):
             assert found.spilled <= allowed, f"{name}: {found}, allowed {allowed} ({reason})"
 
 
-@pytest.mark.parametrize(("device", "name"), in_turn(DEVICES, LATENT_CASES))
+@pytest.mark.parametrize(("device", "name"), one_kind_each(DEVICES, LATENT_CASES))
 def test_latent_decoding_kernels_fit(device: str, name: str):
     """Few heads, and as many as share the keys in DeepSeek's models."""
     for heads in (8, 128):
@@ -147,7 +146,7 @@ def test_float8_kernels_fit(head_dim: int, scales: str, M: int):
 
 
 def decoding(device: str, head_dim: int, name: str, float8: bool = False) -> list[Launch]:
-    """The launches of one query for each sequence, its walk cut into four parts."""
+    """The launches of one query for each sequence, its KV loop split into four parts."""
     sizes = {"D": head_dim, "Dv": head_dim, "float8": float8}
     operands, options = make_decoding(name, torch.bfloat16, **sizes)
     return launches(operands, options._replace(num_splits=4), device, backward=False)
@@ -187,12 +186,12 @@ OPTIONS = {
     "append": append_launches,
     "rotary": lambda device: rotary_launches(),
     "gather": lambda device: gather_launches(),
-    "split walks": lambda device: decoding(device, 64, "pages, packed queries"),
+    "split KV loops": lambda device: decoding(device, 64, "pages, packed queries"),
     "pages of 48": lambda device: decoding(device, 64, "pages of 48, left pads"),
 }
 
 
-@pytest.mark.parametrize(("option", "device"), in_turn(OPTIONS, DEVICES))
+@pytest.mark.parametrize(("option", "device"), one_kind_each(OPTIONS, DEVICES))
 def test_options_compile(device: str, option: str):
     """Options may spill; what they need of shared memory must be there."""
     for launch in OPTIONS[option](device):
@@ -231,4 +230,4 @@ def test_a_longer_cache_or_more_parts_compile_nothing_new():
         options = options._replace(num_splits=splits)
         for launch in launches(operands, options, "sm_80", backward=False):
             seen.add(f"{launch.kernel.__name__} {specialization(launch, 'sm_80')}")
-    assert len(seen) == 3  # whole walks, parts of them, joining
+    assert len(seen) == 3  # whole KV loops, parts of them, the merge

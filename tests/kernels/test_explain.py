@@ -48,7 +48,7 @@ def test_a_gpu_that_was_only_compiled_for(
 def test_the_parts_of_a_cache_call(
     monkeypatch: pytest.MonkeyPatch, seq_q: int, head_dims: tuple[int, int], wanted: str
 ):
-    """Few queries against a long cache: the tile of the split walk, and its parts."""
+    """Few queries against a long cache: the tile of the split KV loop, and its parts."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     with FakeTensorMode(), torch.no_grad():

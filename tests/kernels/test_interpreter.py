@@ -12,7 +12,7 @@ import os
 
 import pytest
 import torch
-from configurations import in_turn
+from configurations import one_kind_each
 
 from flashtile.backends import cpu
 from flashtile.problem import AttentionProblem
@@ -21,7 +21,7 @@ from flashtile.testing import assert_close, floor_of, rounding_variance
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
-# The interpreter of Triton 3.6 walks loops with an array as bound, which NumPy 2.4 refuses.
+# The interpreter of Triton 3.6 runs loops with an array as bound, which NumPy 2.4 refuses.
 
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.float16)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), in_turn(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
+    ("name", "dtype"), one_kind_each(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
 )
 def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
     assert_case(backend, name, dtype, seed)

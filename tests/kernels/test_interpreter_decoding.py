@@ -1,4 +1,4 @@
-"""Decoding in Triton's interpreter: walks over keys cut into parts, their joining, appending with
+"""Decoding in Triton's interpreter: KV loops split into parts, their merge, appending with
 rotary embedding, and rotary embedding by itself, against the CPU's results.
 
 Runs in a process of its own, for Triton decides at import whether it interprets:
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from configurations import in_turn
+from configurations import one_kind_each
 from torch import Tensor
 
 import flashtile.ops.gather.op  # noqa: F401  (defines the op)
@@ -52,7 +52,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remov
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), in_turn(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
+    ("name", "dtype"), one_kind_each(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
 )
 def test_decoding(name: str, dtype: torch.dtype, seed: int):
     """One part, and parts of up to two tiles with an empty one behind them."""
@@ -61,7 +61,7 @@ def test_decoding(name: str, dtype: torch.dtype, seed: int):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), in_turn(FLOAT8_CASES, [torch.float16, torch.bfloat16]), ids=str
+    ("name", "dtype"), one_kind_each(FLOAT8_CASES, [torch.float16, torch.bfloat16]), ids=str
 )
 def test_float8_cache(name: str, dtype: torch.dtype, seed: int):
     """Its numbers times a factor for each sequence and key head."""
@@ -132,7 +132,7 @@ def test_combine(shape: tuple[int, ...], dtype: torch.dtype, seed: int):
 
 
 def rotary_inputs(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x (3, 5, 3, 24), and tables of 12 positions that turn 16 of 24 features."""
+    """x (3, 5, 3, 24), and tables of 12 positions that rotate 16 of 24 features."""
     x = normal(generator(seed), 3, 5, 3, 24, dtype=dtype)
     return x, *rotary_tables(12, 16, dtype)
 
@@ -228,17 +228,17 @@ def test_rotate_and_append(layout: str, own: bool, dtype: torch.dtype, seed: int
     elif layout == "pages":
         lengths = torch.tensor([0, 30, 14], dtype=torch.int32)
         page_table = torch.tensor([[4, 0], [1, 3], [2, 9]], dtype=torch.int32)
-    places = (lengths, base, starts_q, starts_k, page_table, cache_rows, None, None)
-    rest = (*places, layout != "rows", own)
+    where = (lengths, base, starts_q, starts_k, page_table, cache_rows, None, None)
+    rest = (*where, layout != "rows", own)
 
     def run(call: Any, as_dtype: torch.dtype) -> list[Tensor]:
         written = [x.to(as_dtype, copy=True) for x in cache]
         tables = [x.to(as_dtype) for x in rotary_tables(17, 16, dtype)]
         tokens = [x.to(as_dtype) for x in new]
-        turned, used = call(q.to(as_dtype), *written, *tokens, *tables, *rest)
+        rotated, used = call(q.to(as_dtype), *written, *tokens, *tables, *rest)
         added = starts_k.diff() if starts_k is not None else 4
         assert torch.equal(used, lengths + added)
-        return [turned[:9] if layout == "packed" else turned, *written]  # 9 belong to sequences
+        return [rotated[:9] if layout == "packed" else rotated, *written]  # 9 belong to sequences
 
     reference = torch.ops.flashtile.kvcache_rotate_append
     got, plain = run(rotate_and_append, dtype), run(reference, dtype)
@@ -272,13 +272,13 @@ def test_rotate_and_append_in_float8(interleaved: bool, seed: int):
 
 
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
-@pytest.mark.parametrize("turned", [False, True], ids=["append", "rotate and append"])
-def test_a_backward_that_saved_a_cache_notices_an_append(turned: bool, cache: str):
+@pytest.mark.parametrize("rotated", [False, True], ids=["append", "rotate and append"])
+def test_a_backward_that_saved_a_cache_notices_an_append(rotated: bool, cache: str):
     """As of any write in place; a cache made in inference mode has no version, and no backward."""
     new, lengths = torch.ones(2, 1, 1, 1, 16), torch.zeros(1, dtype=torch.int32)
 
     def write(caches: list[Tensor]) -> None:
-        if turned:
+        if rotated:
             rest = (*rotary_tables(4, 16), lengths, lengths, *[None] * 6, True, True)
             append_op.rotate_and_append_on_gpu(new[0], *caches, *new, *rest)
         else:
@@ -320,7 +320,7 @@ def test_append_to_a_float8_cache(dtype: torch.dtype, seed: int):
 
 @pytest.mark.parametrize("page_size", [1, 8, 130])  # the last one is copied in two parts
 def test_gather_pages(page_size: int, seed: int):
-    """Used pages come side by side, from wherever they lie; the rest is not touched."""
+    """Used pages come side by side, from wherever they lie; the others are not touched."""
     g = generator(seed)
     k, v = (normal(g, 9, page_size, 2, d) for d in (20, 7))
     k = torch.stack([k, k], -2)[..., 0, :]

@@ -45,7 +45,7 @@ CASES: dict[str, Callable[[], Call]] = {
     "dense, no batch": lambda: dense(0, 3, 5),
     "dense, no queries": lambda: dense(2, 0, 5),
     "dense, no keys": lambda: dense(2, 3, 0),
-    "a cache without room": lambda: dense(2, 3, 0, seqused_k=lengths(4, 0)),
+    "a cache of capacity 0": lambda: dense(2, 3, 0, seqused_k=lengths(4, 0)),
 }
 
 

@@ -73,10 +73,10 @@ def test_a_repeated_call_uses_the_new_tensors(
     name: str, splits: int, repeats: list[Launch], seed: int
 ):
     """Other numbers, other lengths, other pages: the same kernels, found without Triton."""
-    for turn in range(3):
-        operands, options = make_decoding(name, torch.float32, seed + turn)
+    for step in range(3):
+        operands, options = make_decoding(name, torch.float32, seed + step)
         assert operands.seqused_k is not None
-        operands = operands._replace(seqused_k=operands.seqused_k - turn % 2)
+        operands = operands._replace(seqused_k=operands.seqused_k - step % 2)
         options = options._replace(num_splits=splits)
         problem = AttentionProblem.of(operands, options)
         got = backend.forward(problem, operands)
@@ -115,8 +115,8 @@ def test_parts_lie_in_the_workspace(
         return made[-1]
 
     monkeypatch.setattr(torch, "empty", counted)
-    for turn in range(3):
-        operands, options = make_decoding(name, torch.float16, seed + turn)
+    for step in range(3):
+        operands, options = make_decoding(name, torch.float16, seed + step)
         options = options._replace(num_splits=3)
         problem = AttentionProblem.of(operands, options)
         rows = operands.q.shape[:-1].numel()
@@ -139,15 +139,15 @@ def test_parts_lie_in_the_workspace(
 def test_repeated_appends_write_the_new_tokens(repeats: list[Launch], seed: int):
     g = generator(seed)
     tables = rotary_tables(17, 16)
-    for turn in range(3):
+    for step in range(3):
         cache = [normal(g, 3, 16, 2, d) for d in (20, 7)]
         new = [normal(g, 3, 2, 2, d) for d in (20, 7)]
-        q, lengths = normal(g, 3, 2, 4, 20), torch.tensor([0, 14 - turn % 2, 7], dtype=torch.int32)
+        q, lengths = normal(g, 3, 2, 4, 20), torch.tensor([0, 14 - step % 2, 7], dtype=torch.int32)
         wanted = [x.clone() for x in cache]
         rest = (*tables, lengths, lengths, *[None] * 6, True, True)
-        turned = rotate_and_append(q, *cache, *new, *rest)
+        rotated = rotate_and_append(q, *cache, *new, *rest)
         truth = torch.ops.flashtile.kvcache_rotate_append(q, *wanted, *new, *rest)
-        for x, y in zip((*turned, *cache), (*truth, *wanted), strict=True):
+        for x, y in zip((*rotated, *cache), (*truth, *wanted), strict=True):
             torch.testing.assert_close(x, y)
         assert len(repeats) == 1
 
@@ -174,9 +174,9 @@ def test_gradients_of_a_cache_are_kernels_of_their_own(repeats: list[Launch]):
 def test_repeated_training(name: str, launches: int, repeats: list[Launch], seed: int):
     """Forward and backward; the lists of a block mask's tiles are made anew each time."""
 
-    def results(turn: int) -> dict[str, Tensor]:
+    def results(step: int) -> dict[str, Tensor]:
         operands, options = make_call(name, torch.float32, seed)
-        g = generator(seed + turn)
+        g = generator(seed + step)
         q, k, v = (normal(g, *x.shape) for x in operands[:3])
         operands = operands._replace(q=q, k=k, v=v)
         packed = q.dim() == 3
@@ -184,7 +184,7 @@ def test_repeated_training(name: str, launches: int, repeats: list[Launch], seed
         dout = normal(g, *q.shape[:-1], v.shape[-1])
         return everything(backend, operands, options, dout, dlse)
 
-    again = [results(turn) for turn in range(3)]
+    again = [results(step) for step in range(3)]
     assert len(repeats) == launches
     relaunch._repeats.clear()
     relaunch._compiled.clear()
