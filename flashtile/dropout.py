@@ -1,8 +1,8 @@
-"""Dropout that every backend and every tiling draws alike.
+"""Dropout with the same mask on every backend and for every tiling.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a pure function
 from a counter and a key to four 32-bit words. The counter of a score is (key // 4, query, head,
-batch) and its lane is ``key % 4``, so the mask depends on nothing but the coordinates: not on the
+batch) and its lane is ``key % 4``, so the mask depends only on the coordinates: not on the
 tile size, the device, or how sequences are packed.
 The key is one Philox block of (seed, offset), which spreads neighbouring seeds apart.
 
@@ -35,9 +35,8 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for round_index in range(ROUNDS):
-        # A 32 x 32 bit product may wrap into the sign of int64; its bits are right all the same,
-        # and masking
-        # after the arithmetic shift takes exactly the upper 32.
+        # A 32 x 32 bit product may wrap into the sign bit of int64. Its bits are still right, and
+        # masking after the arithmetic shift takes exactly the upper 32.
         product_0 = c0 * MULTIPLIER_0
         product_1 = c2 * MULTIPLIER_1
         round_k0 = (k0 + round_index * WEYL_0) & WORD
@@ -51,7 +50,7 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 def draw_rng_state(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """(seed, offset) as int64 (2,) from `generator`, or PyTorch's own for `device`, so that
-    ``torch.manual_seed`` rules.
+    ``torch.manual_seed`` applies.
     """
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device, generator=generator)
 

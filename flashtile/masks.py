@@ -1,9 +1,9 @@
 """Which keys a query may see: small frozen rules that can be combined.
 
 A query at row ``i`` of ``M`` has the position ``p = i + N - M`` among the ``N`` keys (bottom-right
-alignment, as in FlashAttention since 2.1). Every rule turns ``p`` into one interval of visible
+alignment, as in FlashAttention since 2.1). Every rule maps ``p`` to one interval of visible
 keys; several rules intersect. Neither end of an interval moves left as ``p`` grows, so four
-integers tell whether a whole tile of the score matrix is empty, full or partial. Empty tiles are
+integers decide whether a whole tile of the score matrix is empty, full or partial. Empty tiles are
 skipped, and full tiles are not masked.
 
 A `BlockMask` is data instead of a rule: it marks tiles of the score matrix as empty, full or
@@ -48,7 +48,7 @@ class Window(NamedTuple):
         return Window(left, right)
 
 
-# Wider windows than this are open; keeps position arithmetic in kernels inside 32 bits.
+# Windows wider than this are unbounded, so that positions in kernels fit into 32 bits.
 WIDEST = 2**30
 
 
@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
 def structure(
     window_left: int | None, window_right: int | None, attention_chunk: int
 ) -> tuple[Window | Chunk, ...]:
-    """The facts that the plain numbers of a call describe (None is an open side, 0 is no chunk)."""
+    """The mask rules of a call, from its numbers (None is an unbounded side, 0 is no chunk)."""
     facts: list[Window | Chunk] = []
     if window_left is not None or window_right is not None:
         facts.append(Window(window_left, window_right))
@@ -114,7 +114,7 @@ class Visibility(NamedTuple):
         keys: tuple[int, int] | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """The truth, element by element: bool of shape (rows, keys), True where visible."""
+        """The mask, element by element: bool of shape (rows, keys), True where visible."""
         m0, m1 = rows or (0, self.M)
         n0, n1 = keys or (0, self.N)
         p = torch.arange(m0, m1, device=device)[:, None] + (self.N - self.M)
@@ -138,10 +138,10 @@ class BlockMask:
     Attributes:
         kinds: uint8 (batch or 1, heads or 1, ceil(M / BM), ceil(N / BN)); 0 empty, 1 full, 2
             partial.
-        partial_index: int32, same shape: where a partial tile stands in `partial_tiles`, -1
+        partial_index: int32, same shape: the index of a partial tile in `partial_tiles`, -1
             elsewhere.
         partial_tiles: bool (number of partial tiles, BM, BN), True where visible.
-        lengths: (M, N), the queries and keys that the mask is for; the tiles reach at least as far.
+        lengths: (M, N), the queries and keys that the mask is for; the tiles cover at least these.
 
     Source: FlashAttention (Dao et al. 2022), section 3.3, block-sparse FlashAttention.
     """
@@ -215,7 +215,7 @@ class BlockMask:
         """
         BM, BN = flex_mask.BLOCK_SIZE
         shape = flex_mask.kv_indices.shape  # (batch, heads, nM, nN)
-        # A mask of which tiles were cut off keeps the lengths that it had before.
+        # FlexAttention keeps the old lengths when tiles of a mask are cut off.
         M = min(flex_mask.seq_lengths[0], shape[2] * BM)
         N = min(flex_mask.seq_lengths[1], shape[3] * BN)
         kinds = torch.zeros(shape, dtype=torch.uint8, device=flex_mask.kv_indices.device)
@@ -241,7 +241,7 @@ class BlockMask:
         return _with_partial_tiles(kinds, evaluate, (M, N))
 
     def to_dense(self, M: int, N: int) -> Tensor:
-        """The truth, by element: bool (batch or 1, heads or 1, M, N), True where visible.
+        """The mask, element by element: bool (batch or 1, heads or 1, M, N), True where visible.
 
         Raises:
             ValueError: when M or N is more than the mask is for.

@@ -211,7 +211,7 @@ class _Loader(Loader):
             shown = {name: content[name] for name in names if not name.startswith("__")}
             vars(module).update(shown)
         vars(module).update(contents.constants)
-        module.__doc__ = f"{_OWN_NAME} in the place of {module.__name__}."
+        module.__doc__ = f"{_OWN_NAME} instead of {module.__name__}."
         vars(module)["__getattr__"] = _missing_from(module.__name__)
 
 
@@ -237,7 +237,7 @@ class _Metadata(Distribution):
         if filename == "METADATA":
             return (
                 f"Metadata-Version: 2.1\nName: {package.distribution}\nVersion: {package.version}\n"
-                f"Summary: {_OWN_NAME} in the place of {package.distribution}\n"
+                f"Summary: {_OWN_NAME} instead of {package.distribution}\n"
             )
         if filename == "top_level.txt":
             return "".join(f"{top}\n" for top in sorted({r.split(".")[0] for r in package.roots}))

@@ -31,14 +31,14 @@ def accepting_nested(forward: Callable[..., Any]) -> Callable[..., Any]:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        rest = need_weights, attn_mask, average_attn_weights, is_causal
+        options = need_weights, attn_mask, average_attn_weights, is_causal
         if not (query.is_nested or key.is_nested or value.is_nested):
-            result: Any = forward(self, query, key, value, key_padding_mask, *rest)
+            result: Any = forward(self, query, key, value, key_padding_mask, *options)
             return result
         _check(self, (query, key, value), key_padding_mask, attn_mask)
         lengths_q, lengths_k = _lengths(query), _lengths(key)
         padded = (pad_sequence(list(x.unbind()), batch_first=True) for x in (query, key, value))
-        out, weights = forward(self, *padded, _padding(lengths_k, key.device), *rest)
+        out, weights = forward(self, *padded, _padding(lengths_k, key.device), *options)
         rows = [x[:length] for x, length in zip(out, lengths_q, strict=True)]
         return torch.nested.as_nested_tensor(rows, layout=query.layout), weights
 
@@ -68,7 +68,7 @@ def _lengths(x: Tensor) -> list[int]:
 
 
 def _padding(lengths: list[int], device: torch.device) -> Tensor | None:
-    """(batch, longest) bool, True at padding as the module wants it; None where there is none."""
+    """(batch, longest) bool, True at padding as the module wants it; None if there is none."""
     longest = max(lengths)
     if min(lengths) == longest:
         return None

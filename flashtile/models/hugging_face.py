@@ -20,7 +20,7 @@ StateDict = dict[str, Tensor]
 class _Rule(NamedTuple):
     ours: str
     theirs: tuple[str, ...]
-    sizes: tuple[int, ...] = ()  # output features of theirs, where there are several
+    sizes: tuple[int, ...] = ()  # output features of each, if there are several
     transposed: bool = False
 
 

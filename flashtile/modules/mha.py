@@ -274,7 +274,7 @@ class MHA(nn.Module):
         return q, k, v
 
     def _options(self, q: Tensor) -> dict[str, Any]:
-        """What attention with and without a cache is told alike."""
+        """The options that attention with and without a cache share."""
         return {
             "causal": self.causal,
             "window_size": self.window_size,

@@ -1,4 +1,4 @@
-"""The truth for caches: append, rotate, then attend as `reference.py` says; and joining parts."""
+"""The reference for caches: append, rotate, then attend as in `reference.py`; the LSE merge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .visibility import window_sides
 
 @dataclass(frozen=True)
 class CacheReference:
-    """What attention over a cache returns, with the caches as they are after the append."""
+    """The result of attention over a cache, and the caches after the append."""
 
     out: Tensor
     lse: Tensor
@@ -60,22 +60,22 @@ def attention_with_kvcache_reference(
     q_rows = sequences(q.to(compute_dtype), cu_seqlens_q)
     moving = _is_causal_or_local(options)
 
-    def turned(rows: list[Tensor], moving: bool) -> list[Tensor]:
+    def rotated(rows: list[Tensor], moving: bool) -> list[Tensor]:
         if rotary_cos is None or rotary_sin is None:
             return rows
         cos, sin = rotary_cos.to(compute_dtype), rotary_sin.to(compute_dtype)
-        places = [s + torch.arange(len(x)) * moving for x, s in zip(rows, start, strict=True)]
-        pairs = zip(rows, places, strict=True)
-        return [rotate(x, cos, sin, place, rotary_interleaved) for x, place in pairs]
+        positions = [s + torch.arange(len(x)) * moving for x, s in zip(rows, start, strict=True)]
+        pairs = zip(rows, positions, strict=True)
+        return [rotate(x, cos, sin, at, rotary_interleaved) for x, at in pairs]
 
-    q_rows = turned(q_rows, moving)
+    q_rows = rotated(q_rows, moving)
     new = old
     if k is not None and v is not None:
         k_rows, v_rows = (sequences(x.to(compute_dtype), cu_seqlens_k_new) for x in (k, v))
-        k_rows = turned(k_rows, True)
+        k_rows = rotated(k_rows, True)
         for b in range(B):
-            places = torch.arange(len(k_rows[b])) + old[b]
-            slots = _slots(b, places, k_cache, cache_batch_idx, page_table)
+            positions = torch.arange(len(k_rows[b])) + old[b]
+            slots = _slots(b, positions, k_cache, cache_batch_idx, page_table)
             k_cache[slots] = _stored(k_rows[b], float8, k.dtype, options.get("k_descale"), b)
             v_cache[slots] = _stored(v_rows[b], float8, v.dtype, options.get("v_descale"), b)
         new = old + torch.tensor([len(x) for x in k_rows])
@@ -83,7 +83,7 @@ def attention_with_kvcache_reference(
     def gather(cache: Tensor) -> Tensor:  # logical position 0 is the first real key
         spans = [torch.arange(int(leftpad[b]), int(new[b])) for b in range(B)]
         slots = [_slots(b, spans[b], cache, cache_batch_idx, page_table) for b in range(B)]
-        return torch.stack([resize(cache[place][None], capacity)[0] for place in slots])
+        return torch.stack([resize(cache[slot][None], capacity)[0] for slot in slots])
 
     M = q.shape[1] if cu_seqlens_q is None else max_seqlen_q or max(map(len, q_rows), default=0)
     qv_rows = None if qv is None else sequences(qv.to(compute_dtype), cu_seqlens_q)
@@ -120,11 +120,11 @@ def combine_reference(
     lse_partial: Tensor,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Joins partial out (splits, ..., H, Dv) and natural-log lse (splits, ..., H)."""
+    """Merge partial out (splits, ..., H, Dv) and natural-log lse (splits, ..., H)."""
     lse = lse_partial.to(compute_dtype)
     total = lse.logsumexp(0)
     weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0)).unsqueeze(-1)
-    # A split of weight zero is nothing, whatever was left in its buffer.
+    # A split of weight zero counts as zeros, even if its buffer holds NaN.
     return torch.where(weight > 0, out_partial.to(compute_dtype) * weight, 0).sum(0), total
 
 
@@ -132,14 +132,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     """Rotary embedding of x (T, H, D) at `positions` (T,); cos, sin (length, rotary_dim / 2)."""
     rotary_dim = 2 * cos.shape[-1]
     c, s = cos[positions][:, None, :], sin[positions][:, None, :]
-    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotated, tail = x[..., :rotary_dim], x[..., rotary_dim:]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
     else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * c - b * s, a * s + b * c), dim=-1)
-    return torch.cat((turned, rest), dim=-1)
+        a, b = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((a * c - b * s, a * s + b * c), dim=-1)
+    return torch.cat((rotated, tail), dim=-1)
 
 
 def _slots(

@@ -1,6 +1,6 @@
-"""How wrong a result may be at least: a floor under the error that plain PyTorch makes.
+"""The error that is always allowed: a floor under the error that plain PyTorch makes.
 
-Plain PyTorch's error on few numbers is a matter of luck, and where terms cancel it may be nothing:
+Plain PyTorch's error on few numbers is a matter of luck, and where terms cancel it may be 0:
 a row that sees one key has dQ = 0. A kernel that adds up the same terms in another order is then
 not wrong, though its error is more than twice as large. So the rule (`tolerance.py`) never allows
 less than a few roundings of the terms themselves.

@@ -14,7 +14,7 @@ ODD_HEAD_DIMS = (1, 3, 8, 20, 33, 40, 64, 65)
 
 
 def generator(seed: int) -> Generator:
-    """A CPU generator of its own, so that making inputs leaves PyTorch's global one alone."""
+    """A new CPU generator, so that making inputs does not advance PyTorch's global one."""
     return Generator().manual_seed(seed)
 
 
@@ -97,11 +97,11 @@ def packed_qkv(
 def paged(
     g: Generator, dense: Tensor, page_size: int, *, shared: int = 0, spare: int = 2
 ) -> tuple[Tensor, Tensor]:
-    """Cuts a cache (B, S, H, D) into shuffled pages.
+    """Cut a cache (B, S, H, D) into shuffled pages.
 
     Returns pages (num_pages, page_size, H, D) and page_table (B, ceil(S / page_size)) int32. The
     unused end of a last page holds NaN. The first `shared` pages of every sequence are those of
-    sequence 0, stored once. `spare` pages belong to nobody and hold NaN.
+    sequence 0, stored once. `spare` pages belong to no sequence and hold NaN.
     """
     B, S, H, D = dense.shape
     columns = -(-S // page_size)

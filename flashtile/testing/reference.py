@@ -1,4 +1,4 @@
-"""The truth: dense attention in plain PyTorch, every option of the public API, nothing clever.
+"""The reference: dense attention in plain PyTorch with every option of the public API.
 
 Each backend is judged against this file. It materialises the whole score matrix, works in any
 `compute_dtype` (float64 gives the truth, the inputs' own dtype gives "plain PyTorch") and leaves
@@ -34,7 +34,7 @@ class Reference:
 
 
 class ScoreRule(NamedTuple):
-    """What turns q k into scores and their softmax into weights of v.
+    """What makes scores of q k, and weights of v of their softmax.
 
     The tensors broadcast to (B, Hq, M, N), the sink to (B, Hq, M, 1).
     """

@@ -21,9 +21,9 @@ def visible_keys(
     window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
 ) -> Tensor:
-    """Which key each query sees by position alone: bool (B, M, N).
+    """Which key each query sees by position: bool (B, M, N).
 
-    `m_used`, `n_used`: (B,) int64, the used lengths. Query i stands at the position
+    `m_used`, `n_used`: (B,) int64, the used lengths. Query i has the position
     `p = i + n_used - m_used` (bottom-right alignment).
     """
     i = torch.arange(M)[None, :, None]
@@ -43,7 +43,7 @@ def visible_keys(
 def window_sides(causal: bool, window_size: WindowSize) -> tuple[int | None, int | None]:
     """(left, right), None where unbounded. -1 is unbounded too, but not in a `Window`; other
     negative sides move the window past the query. Causal sets the right side to 0. A window
-    that has no key is none.
+    without any key is ignored.
     """
     left, right = window_size
     if not isinstance(window_size, Window):
