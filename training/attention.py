@@ -1,9 +1,9 @@
 """The attention of a run, by name: flashtile's, or one of PyTorch's to compare it with.
 
-PyTorch's are called as a user without flashtile would call them. They know causal attention and
-documents; `ValueError` says so when the model asks for more. `varlen` alone takes documents as they
-are packed. For the others the windows of a packed batch (training/batches.py) become rows, and a
-mask hides other documents.
+PyTorch's are called as a user without flashtile would call them. They support causal attention and
+documents; other options of the model raise `ValueError`. Only `varlen` takes packed documents. For
+the others the windows of a packed batch (training/batches.py) become rows, and a mask hides other
+documents.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def varlen(
         ends = torch.arange(rows + 1, device=q.device, dtype=torch.int32)
         cu_seqlens = ends * max_seqlen
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    # Grouped heads always worked; PyTorch 2.13 wants to be told, 2.11 does not know the word.
+    # Grouped heads always worked; PyTorch 2.13 needs this argument, 2.11 does not have it.
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     varlen_attn: Any = pytorch.varlen_attn
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -87,7 +87,7 @@ def sdpa(
     dropout_p: float,
     backend: SDPBackend | None = None,
 ) -> Tensor:
-    """PyTorch's `scaled_dot_product_attention`, held to one of its backends or free to choose."""
+    """PyTorch's `scaled_dot_product_attention`, with one of its backends or its own choice."""
     mask = None if cu_seqlens is None else document_mask(cu_seqlens, len(q), q.shape[2])
     with nullcontext() if backend is None else sdpa_kernel(backend):
         return F.scaled_dot_product_attention(
@@ -130,10 +130,10 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)
 
 
-# The layers of a model ask for the same mask with the same tensor one after another.
+# All layers of a model need the same mask of the same tensor, one after another.
 @functools.lru_cache(maxsize=1)
 def document_mask(cu_seqlens: Tensor, windows: int, context: int) -> Tensor:
-    """True where a token sees another: (windows, 1, context, context), causal inside documents."""
+    """True where a token sees another, (windows, 1, context, context): causal inside documents."""
     document = _document_numbers(cu_seqlens, windows, context)
     return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
@@ -184,10 +184,10 @@ def _on_windows(attention: Attend, context: int) -> Attend:
 
 
 def _refuse_more_than_causal(options: dict[str, Any]) -> None:
-    """`options` are those of `flashtile.modules.attend.Attend` that PyTorch's lack."""
+    """Reject the `options` of `flashtile.modules.attend.Attend` that PyTorch's attention lacks."""
     whole_window = tuple(options["window_size"]) == (-1, -1)
     has_alibi = options["alibi_slopes"] is not None
     if not options["causal"] or not whole_window or options["softcap"] or has_alibi:
         raise ValueError(
-            "the model has a window, a softcap or ALiBi, which attn=flashtile alone computes"
+            "the model has a window, a softcap or ALiBi, which only attn=flashtile supports"
         )

@@ -1,7 +1,7 @@
-"""Windows of a token stream, in an order that depends on nothing but the seed and the step.
+"""Windows of a token stream, in an order that depends only on the seed and the step.
 
-No state is kept between steps. A resumed run therefore reads what the uninterrupted one would have
-read, and so do several devices that share a batch.
+No state is kept between steps. A resumed run, and several devices that share a batch, therefore
+read the same windows as an uninterrupted run on one device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Batch:
     attended: float
 
     def to(self, device: torch.device) -> Batch:
-        """The same on `device`."""
+        """The same batch on `device`."""
         cu_seqlens = self.cu_seqlens
         return Batch(
             self.input_ids.to(device, non_blocking=True),
@@ -47,7 +47,7 @@ class Batch:
 
 
 def training_windows(stream: Stream, context: int, seed: int, first: int, count: int) -> np.ndarray:
-    """The starts of `count` windows of an endless training order from the `first` on.
+    """The starts of `count` windows of the endless training order, beginning with number `first`.
 
     (count,) int64. Every epoch is a new permutation of adjoining windows, shifted by a new offset.
     """
@@ -71,7 +71,7 @@ def validation_windows(stream: Stream, context: int, count: int, together: int) 
     """The starts of the first `count` windows of `stream`, or of all when there are fewer.
 
     A multiple of `together`, the windows of one forward pass on every device; `ValueError` names
-    the key when the stream has not even those.
+    the key when the stream has fewer.
     """
     windows = (len(stream.tokens) - 1) // context
     if windows < together:
@@ -103,7 +103,7 @@ def read_batch(stream: Stream, starts: np.ndarray, context: int, packed: bool) -
 def document_bounds(stream: Stream, starts: np.ndarray, context: int) -> np.ndarray:
     """Where documents begin in the flattened windows, and where the last ends: int32.
 
-    A window's own begin always counts, for the document that it cuts begins there.
+    The start of a window always counts, because the part of a cut document begins there.
     """
     bounds = [
         row * context + np.union1d(0, inside - start)

@@ -1,9 +1,8 @@
-"""Checkpoints that are whole or absent, whenever the process is killed.
+"""Checkpoints that are complete or absent, whenever the process is killed.
 
 A checkpoint is a folder `step-00000100` with the parameters and the optimizer's numbers in `state`,
-and in `run.json` what the run must have in common with one that continues it. It is written under
-another name, flushed to the disk and then renamed, which a file system does at once; it is removed
-in the opposite order.
+and with the settings that a continued run must share in `run.json`. It is written under another
+name, flushed to the disk and then renamed, which is atomic; it is removed in the opposite order.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def save(
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint below `folder`, or None."""
+    """The newest complete checkpoint below `folder`, or None."""
     return max(_whole_ones(folder), default=None)
 
 

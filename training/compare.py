@@ -1,4 +1,4 @@
-"""Runs side by side: a table and a picture of loss and speed.
+"""Compare runs: a table and a picture of loss and speed.
 
 `python -m training.compare [key=value ...] --attn flashtile sdpa ...` trains once for each of them
 from the same seed; the keys are those of training.train, and finished runs are not repeated.
@@ -29,7 +29,7 @@ from .curves import column, smoothed
 from .metrics import Row, read_metrics
 from .settings import ATTENTIONS
 
-FIRST_STEPS = 100  # for the distance of the curves, before rounding has grown into another path
+FIRST_STEPS = 100  # where curves are compared; later, rounding errors have grown too much
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def compare(curves: dict[str, list[Row]], devices: dict[str, int]) -> list[Result]:
-    """A result for each run; the first is what the others are measured against."""
+    """A result for each run; the first run is the baseline."""
     (first_name, first), *_ = curves.items()
     first_speed = np.nanmedian(column(first, "tokens_per_second")) / devices[first_name]
     results = []
@@ -123,7 +123,7 @@ def compare(curves: dict[str, list[Row]], devices: dict[str, int]) -> list[Resul
 
 
 def write_csv(results: list[Result], starts: dict[str, dict[str, Any]], path: Path) -> None:
-    """The table for machines: each line with the provenance of its run."""
+    """Write the table as CSV, each line with the provenance of its run."""
     lines = []
     for result in results:
         start = {key: value for key, value in starts[result.run].items() if key != "devices"}
@@ -135,7 +135,7 @@ def write_csv(results: list[Result], starts: dict[str, dict[str, Any]], path: Pa
 
 
 def as_table(results: list[Result]) -> Table:
-    """The table for people."""
+    """The table as text."""
     first = results[0].run
     table = Table(
         box=SIMPLE_HEAD,
@@ -172,7 +172,7 @@ def draw(curves: dict[str, list[Row]], path: Path) -> None:
     for number, (name, rows) in enumerate(curves.items()):
         loss, steps = column(rows, "loss"), column(rows, "step")
         style = {"color": f"C{number}", "label": name}
-        dashes = (0, (4, 2 * number)) if number else "-"  # so that equal curves are all seen
+        dashes = (0, (4, 2 * number)) if number else "-"  # so that equal curves are all visible
         left.plot(steps, smoothed(loss, max(1, len(rows) // 40)), linestyle=dashes, **style)
         if number:
             distance = [abs(row.loss - reference.get(row.step, np.nan)) for row in rows]

@@ -1,8 +1,8 @@
 """A folder of texts, tokenised once into files that are mapped into memory.
 
 Each split is one stream of tokens. Every document in it begins with the end-of-document token, so
-that its first token is predicted from something and the end of a document is predicted too. Beside
-the stream stand the positions at which documents begin.
+that its first token has a context and the end of a document is predicted too. The positions at
+which documents begin are stored beside the stream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads. `fingerprint` names the text and the way it was tokenised."""
+    """The text of a run. `fingerprint` identifies the text and its tokenisation."""
 
     train: Stream
     validation: Stream
@@ -122,7 +122,7 @@ def _fingerprint(data: DataSettings, files: list[Path]) -> str:
 
 
 def _write_whole(folder: Path, data: DataSettings, files: list[Path]) -> None:
-    """Tokenise into a folder of another name and rename it: a folder that exists is complete."""
+    """Tokenise into a temporary folder and rename it, so that an existing folder is complete."""
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     texts = [document for path in files for document in documents(path, data)]

@@ -1,4 +1,4 @@
-"""The processes of a run and what they share, by Lightning Fabric."""
+"""The processes of a run and what they share, with Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def launch(trainer: TrainerSettings) -> Fabric:
 
 
 def shard(model: GPTLMHeadModel, mesh: DeviceMesh, precision: str) -> GPTLMHeadModel:
-    """FSDP2: every block is gathered and freed by itself, then what is left of the model."""
+    """Apply FSDP2 to every block, and then to the rest of the model."""
     policy = MixedPrecisionPolicy()
-    if precision == "bf16-mixed":  # half of what is gathered; gradients are summed in float32
+    if precision == "bf16-mixed":  # halves the gathered bytes; gradients are summed in float32
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.transformer.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -59,5 +59,5 @@ def over_processes(fabric: Fabric, tensor: Tensor, operation: str) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """`tensor` itself, or what the parts of a sharded one make together."""
+    """`tensor` itself, or the full tensor if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
 """Peak memory of a training step against the length of the context: a table and a picture.
 
 `python -m training.memory [key=value ...] [--attn flashtile sdpa-math] [--contexts 2048 4096 ...]`
-The keys are those of training.train; `experiment=gpt-64k` is made for it. An attention for which
-the memory did not suffice is not tried with longer contexts.
+The keys are those of training.train; `experiment=gpt-64k` is made for it. An attention that
+ran out of memory is not tried with longer contexts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from matplotlib import pyplot as plt
 
 @dataclass(frozen=True)
 class Point:
-    """What a step of the optimizer takes; NaN where the device has not enough memory."""
+    """Memory and time of an optimizer step; NaN where the device has not enough memory."""
 
     attn: str
     context: int  # tokens
@@ -83,9 +83,8 @@ def settings_of(folder: Path, overrides: list[str], attn: str, context: int) -> 
 
 
 def measure(settings: Settings) -> Point:
-    """Two steps, because the optimizer's numbers come into being in the first; the second counts
-    for the time."""
-    gc.collect()  # gives back what runs before this one held
+    """Run two steps. The first allocates the optimizer's state; the second is timed."""
+    gc.collect()  # frees the memory of earlier runs
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     seconds = memory = NAN
@@ -102,7 +101,7 @@ def measure(settings: Settings) -> Point:
 
 
 def write_csv(points: list[Point], path: Path) -> None:
-    """The table for machines: each line with machine, versions and command."""
+    """Write the table as CSV, each line with machine, versions and command."""
     command = shlex.join(["python", "-m", "training.memory", *sys.argv[1:]])
     where = provenance("cuda" if torch.cuda.is_available() else "cpu", command)
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -112,7 +111,7 @@ def write_csv(points: list[Point], path: Path) -> None:
 
 
 def draw(points: list[Point], path: Path) -> None:
-    """Memory against context, each attention a line that ends where memory does."""
+    """Draw memory against context; the line of an attention ends where memory runs out."""
     figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
     for number, attn in enumerate(dict.fromkeys(point.attn for point in points)):
         own = [point for point in points if point.attn == attn]

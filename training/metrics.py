@@ -1,4 +1,4 @@
-"""How fast a run goes, and the files that keep what it measured."""
+"""The speed of a run, and the files that record its metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Row:
     peak_memory_mib: float = NAN  # of this device; of the process on a CPU
 
     def __str__(self) -> str:
-        """The numbers that a person watches, those that were measured."""
+        """The most important numbers as text, without those that were not measured."""
         numbers = {
             "loss {:.3f}": self.loss,
             "{:.3f} bits per byte": self.validation_bits_per_byte,
@@ -67,8 +67,8 @@ class TensorBoardFile:
     """The same rows as event files for TensorBoard, a curve for each column."""
 
     def __init__(self, folder: Path, after_step: int) -> None:
-        """TensorBoard hides what it has of later steps: a resumed run writes them again."""
-        # The package tensorboard is asked for by trainer.tensorboard alone.
+        """Hide the rows of later steps in TensorBoard, because a resumed run writes them again."""
+        # Only trainer.tensorboard needs the package tensorboard.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=after_step + 1)
@@ -102,7 +102,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 class Meter:
-    """Tokens a second and MFU of the time spent in training steps alone."""
+    """Tokens a second and MFU; only the time spent in training steps counts."""
 
     def __init__(self, device: torch.device, devices: int, peak_tflops: float | None) -> None:
         self._device = device
@@ -111,22 +111,22 @@ class Meter:
         self._tokens, self._flops, self._seconds, self._began = 0, 0.0, 0.0, 0.0
 
     def start(self) -> None:
-        """The clock runs from here, as after validation or a checkpoint."""
+        """Start the clock, also again after validation or a checkpoint."""
         self._wait()
         self._began = time.perf_counter()
 
     def stop(self) -> None:
-        """The clock stands, as for validation or a checkpoint."""
+        """Stop the clock, for example during validation or a checkpoint."""
         self._wait()
         self._seconds += time.perf_counter() - self._began
 
     def count(self, tokens: int, flops: float) -> None:
-        """A step of `tokens` tokens, over all devices, was trained."""
+        """Count one training step of `tokens` tokens over all devices."""
         self._tokens += tokens
         self._flops += flops
 
     def read(self) -> tuple[float, float]:
-        """(tokens a second, MFU) since the last reading; to be called while the clock stands."""
+        """(tokens a second, MFU) since the last reading; call it while the clock is stopped."""
         speed = self._tokens / self._seconds
         mfu = self._flops / self._seconds / self._peak_flops
         self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
@@ -138,7 +138,7 @@ class Meter:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Count from here: several runs may follow one another in a process. Not on a CPU."""
+    """Reset the peak, because a process may run several trainings. No effect on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate as a function of the step alone."""
+"""AdamW, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 

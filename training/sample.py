@@ -1,4 +1,4 @@
-"""What a trained model writes."""
+"""Generate a sample of text with a trained model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .tokenizer import Tokenizer
 def write_sample(
     fabric: Fabric, model: GPTLMHeadModel, tokenizer: Tokenizer, settings: Settings
 ) -> str:
-    """The prompt of `settings.sample` and what the model writes after it, up to the context.
+    """The prompt of `settings.sample` with the model's continuation, up to the context.
 
-    Nothing when no tokens are asked for.
+    The empty string if the settings ask for no tokens.
     """
     asked = settings.sample
     if asked.tokens == 0:

@@ -1,4 +1,4 @@
-"""What a run can be told: every key, its type and its meaning, checked before anything starts.
+"""The settings of a run: every key, its type and its meaning, checked before the run starts.
 
 Hydra composes the YAML files of `training/config` and the overrides of the command line; the result
 must fit the dataclasses below. A wrong value raises `ValueError` with the key's full name.
@@ -113,7 +113,7 @@ class Settings:
 # The first entry of config/config.yaml: Hydra then knows every key and its type.
 ConfigStore.instance().store(name="schema", node=Settings)
 
-# A resumed run may differ from its first part in these; all else would bend the curve.
+# A resumed run may change these settings; all others would affect the loss curve.
 FREE_ON_RESUME = {
     *("run_dir", "resume", "sample", "data_dir", "data.text", "data.prepared"),
     *("trainer.log_every", "trainer.validate_every", "trainer.validation_windows"),
@@ -135,7 +135,7 @@ def read_settings(config: DictConfig) -> Settings:
 
 
 def check(settings: Settings) -> None:
-    """Raise `ValueError`, naming the key, for a value with which no run could finish."""
+    """Raise `ValueError`, naming the key, for a value that would make the run fail."""
     _check_choices(settings)
     _check_ranges(settings)
     _check_model(settings)
@@ -170,9 +170,7 @@ def _check_choices(settings: Settings) -> None:
         if value not in choices:
             raise ValueError(f"{key}: {value!r} is not one of {', '.join(choices)}")
     if settings.attn in ON_CUDA_ALONE and settings.trainer.accelerator == "cpu":
-        raise ValueError(
-            f"attn: {settings.attn} trains on CUDA alone; trainer.accelerator is 'cpu'"
-        )
+        raise ValueError(f"attn: {settings.attn} trains only on CUDA; trainer.accelerator is 'cpu'")
     if settings.attn == "sdpa-flash" and settings.data.packed:
         raise ValueError(
             "attn: sdpa-flash takes no mask, which hides other documents; data.packed is true "

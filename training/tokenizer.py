@@ -31,7 +31,7 @@ class ByteTokenizer:
         return np.array([1] * 256 + [0])
 
     def save(self, folder: Path) -> None:
-        """Nothing needs keeping."""
+        """Write no file: bytes need no vocabulary."""
 
 
 class BPETokenizer:
@@ -59,7 +59,7 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> BPETokenizer:
-        """What `save` wrote."""
+        """The tokenizer that `save` wrote."""
         return cls(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

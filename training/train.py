@@ -1,8 +1,8 @@
 """Train a GPT: `python -m training.train [group=choice] [key=value]`; see docs/training.md.
 
-Everything random is a function of the seed, the step and the place in the step's batch: the order
-of the data, and the state of PyTorch's generators before each forward pass (so also flashtile's
-dropout offsets). A resumed run, or one on more devices, repeats the numbers for that reason alone.
+All randomness is a function of the seed, the step and the index in the step's batch: the order of
+the data, and the state of PyTorch's generators before each forward pass (and with it flashtile's
+dropout offsets). So a resumed run, or one on more devices, repeats the same numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONFIG = Path(__file__).parent / "config"
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
 def main(config: DictConfig) -> None:
-    """The command: a wrong configuration is one line and exit status 1."""
+    """Run the command; a wrong configuration prints one line and gives exit status 1."""
     try:
         settings = read_settings(config)
         run = Run(settings)
@@ -82,7 +82,7 @@ class Run:
             torch.from_numpy(self.corpus.tokenizer.bytes_per_token())
         )
         forget_peak_memory(self.fabric.device)
-        with self.fabric.device:  # where a billion random numbers are drawn in no time
+        with self.fabric.device:  # drawing a billion random numbers is fast there
             self.module = build_model(settings, self.corpus)
         if settings.trainer.compile:  # a block at a time: compiled once for all the layers
             for block in self.module.transformer.layers:
@@ -125,7 +125,7 @@ class Run:
         self.finish(name)
 
     def open_files(self) -> list[MetricsFile | TensorBoardFile]:
-        """What keeps the rows. provenance.jsonl says who writes: machine, versions, command."""
+        """Open the files for the rows. provenance.jsonl records machine, versions and command."""
         files: list[MetricsFile | TensorBoardFile] = [
             MetricsFile(self.folder / "metrics.csv", after_step=self.step)
         ]
@@ -148,16 +148,16 @@ class Run:
         passes = trainer.batch_size // (trainer.micro_batch_size * fabric.world_size)
         total, flops = torch.zeros((), device=fabric.device), 0.0
         for i in range(passes):
-            place = fabric.global_rank * passes + i
-            torch.manual_seed(derived_seed(settings.seed, self.step, place))
-            batch = self.training_batch(place)
+            index = fabric.global_rank * passes + i
+            torch.manual_seed(derived_seed(settings.seed, self.step, index))
+            batch = self.training_batch(index)
             with fabric.no_backward_sync(self.model, enabled=i < passes - 1):
                 loss = self.loss(batch) / passes
                 fabric.backward(loss)
             total += loss.detach()
             flops += batch.targets.numel() * self.module.flops_per_token(round(batch.attended))
         limit = settings.optimizer.grad_clip or float("inf")
-        # Whether it is finite is asked when it is logged: the question waits for the device.
+        # It is checked for NaN when it is logged, because reading it waits for the device.
         norm = fabric.clip_gradients(
             self.model, self.optimizer, max_norm=limit, error_if_nonfinite=False
         )
@@ -167,10 +167,10 @@ class Run:
         self.step += 1
         return over_processes(fabric, total, "mean"), whole(norm), flops * fabric.world_size
 
-    def training_batch(self, place: int) -> Batch:
-        """The micro-batch at `place` of this step's batch, on the device."""
+    def training_batch(self, index: int) -> Batch:
+        """Micro-batch number `index` of this step's batch, on the device."""
         data, trainer = self.settings.data, self.settings.trainer
-        first = self.step * trainer.batch_size + place * trainer.micro_batch_size
+        first = self.step * trainer.batch_size + index * trainer.micro_batch_size
         starts = training_windows(
             self.corpus.train, data.context, self.settings.seed, first, trainer.micro_batch_size
         )
@@ -178,7 +178,7 @@ class Run:
         return batch.to(self.fabric.device)
 
     def loss(self, batch: Batch, reduction: str = "mean") -> Tensor:
-        """The cross-entropy of the tokens that follow, in nats."""
+        """The cross-entropy of the next tokens, in nats."""
         return self.model(
             batch.input_ids,
             targets=batch.targets,
@@ -237,7 +237,7 @@ class Run:
         checkpoints.save(self.fabric, self.folder / "checkpoints", state, run, keep)
 
     def restore(self) -> None:
-        """Continue the run that the folder holds, if it holds one and it is this one."""
+        """Continue the run in the folder, if there is one with the same settings."""
         checkpoint = checkpoints.latest(self.folder / "checkpoints")
         if checkpoint is None:
             return
@@ -257,7 +257,7 @@ class Run:
         self.step = run["step"]
 
     def finish(self, name: str) -> None:
-        """The picture of the loss, and a text that the model writes."""
+        """Draw the loss and write a sample of text."""
         # All processes generate, because the parameters may be spread over them.
         text = write_sample(self.fabric, self.module, self.corpus.tokenizer, self.settings)
         if not self.fabric.is_global_zero:
@@ -271,7 +271,7 @@ class Run:
 
 
 def build_model(settings: Settings, corpus: Corpus) -> GPTLMHeadModel:
-    """The model with its first weights, which depend on the seed alone."""
+    """The model with its initial weights, which depend only on the seed."""
     # Rows up to a multiple of 64 keep the last matrix product on the tensor cores' fast path.
     vocab_size = -(-corpus.tokenizer.vocab_size // 64) * 64
     torch.manual_seed(settings.seed)
@@ -282,13 +282,13 @@ def build_model(settings: Settings, corpus: Corpus) -> GPTLMHeadModel:
     )
 
 
-def derived_seed(seed: int, step: int, place: int) -> int:
-    """A seed of its own for every forward pass of a run."""
-    return int(np.random.SeedSequence([seed, step, place]).generate_state(1, np.uint64)[0] >> 1)
+def derived_seed(seed: int, step: int, index: int) -> int:
+    """A different seed for every forward pass of a run."""
+    return int(np.random.SeedSequence([seed, step, index]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def progress_bar(enabled: bool) -> Progress:
-    """The bar of a terminal; elsewhere the lines of each validation are enough."""
+    """A progress bar in a terminal; elsewhere the lines of each validation are enough."""
     return Progress(
         BarColumn(bar_width=20),
         MofNCompleteColumn(),

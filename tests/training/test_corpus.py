@@ -167,7 +167,7 @@ def test_the_longest_document_of_a_batch_bounds_its_lengths():
     assert read_batch(stream, starts, 300, packed=False).max_seqlen is None
 
 
-def test_texts_may_lie_in_several_places(tmp_path):
+def test_texts_may_be_in_several_folders(tmp_path):
     for name in ("plays/a.txt", "plays/b.txt", "plays/notes.md", "verses.jsonl"):
         (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "text" / name).write_text('{"text": "In the beginning"}\n')

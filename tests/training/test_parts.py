@@ -51,7 +51,7 @@ def uncompiled_flex(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def varlen_on_a_cpu(monkeypatch):
-    """PyTorch has `varlen_attn` for CUDA alone; this one is called in the same way."""
+    """A stand-in for PyTorch's `varlen_attn`, which needs CUDA; it has the same signature."""
 
     def varlen_attn(*args: Any, scale: float, window_size: Any, enable_gqa: bool = False):
         assert enable_gqa == (args[0].shape[1] != args[1].shape[1])
@@ -81,7 +81,7 @@ def test_every_attention_computes_the_same(name, packed):
 
 
 def lengths_of_both(bounds: torch.Tensor) -> dict[str, object]:
-    """The reference's words for queries and keys of the same documents."""
+    """The mask options of the reference for queries and keys of the same documents."""
     return {
         **{"cu_seqlens_q": bounds, "cu_seqlens_k": bounds},
         **{"max_seqlen_q": CONTEXT, "max_seqlen_k": CONTEXT},
@@ -95,7 +95,7 @@ def lengths_of_both(bounds: torch.Tensor) -> dict[str, object]:
 def test_what_only_flashtile_computes_is_refused(name, change):
     q, k, v = qkv(generator(7), 1, 8, 8, 2, 2, 16)
     asked = PLAIN | {"cu_seqlens": None, "max_seqlen": None} | change
-    with pytest.raises(ValueError, match="which attn=flashtile alone computes"):
+    with pytest.raises(ValueError, match="which only attn=flashtile supports"):
         attention.attention_named(name, 8)(q, k, v, **asked)
 
 
@@ -135,7 +135,7 @@ def test_loss_curves_with_flashtile_sdpa_and_eager_agree(tmp_path):
 
 
 def cut(batch: Batch) -> int:
-    """Where the second document of a packed batch begins; a place inside the window of another."""
+    """Where the second document of a packed batch begins; inside the window of another."""
     return 8 if batch.cu_seqlens is None else int(batch.cu_seqlens[1])
 
 
@@ -147,7 +147,7 @@ def test_a_loss_sees_other_documents_only_when_nothing_is_packed(tmp_path, packe
     second = cut(batch)
     first_changed, targets = batch.input_ids.clone(), batch.targets.clone()
     first_changed.view(-1)[0] = (first_changed.view(-1)[0] + 1) % 200
-    targets.view(-1)[:second] = -100  # the loss of the tokens behind the first document alone
+    targets.view(-1)[:second] = -100  # only the loss of the tokens after the first document
     with torch.no_grad():
         before = run.loss(replace(batch, targets=targets))
         after = run.loss(replace(batch, targets=targets, input_ids=first_changed))
@@ -168,7 +168,7 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_share():
     assert learning_rate(4, 5, 2.0, all_warmup) == 2.0
 
 
-def test_seeds_differ_in_every_step_and_place():
+def test_seeds_differ_for_every_step_and_index():
     seeds = {derived_seed(*key) for key in np.ndindex(3, 40, 40)}
     assert len(seeds) == 3 * 40 * 40
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -241,7 +241,7 @@ def test_bfloat16_follows_float32(tmp_path, precision):
 
 
 def test_compiled_blocks_compute_the_same(tmp_path, monkeypatch):
-    """The tracing alone, which packed batches of changing lengths must not break."""
+    """Only traces; packed batches of changing lengths must not break it."""
     compile_block = torch.nn.Module.compile
     traced = partialmethod(compile_block, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)

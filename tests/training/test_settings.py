@@ -31,8 +31,8 @@ def test_every_file_of_every_group_is_valid(group):
     ("change", "message"),
     [
         ("attn=flash", "attn: 'flash' is not one of flashtile, sdpa, sdpa-flash, sdpa-cudnn"),
-        ("attn=flex", "attn: flex trains on CUDA alone; trainer.accelerator is 'cpu'"),
-        ("attn=varlen", "attn: varlen trains on CUDA alone"),
+        ("attn=flex", "attn: flex trains only on CUDA; trainer.accelerator is 'cpu'"),
+        ("attn=varlen", "attn: varlen trains only on CUDA"),
         ("attn=sdpa-flash", "attn: sdpa-flash takes no mask, which hides other documents"),
         ("seed=-1", "seed: -1"),
         ("data.tokenizer=words", "data.tokenizer: 'words' is not one of"),

@@ -58,7 +58,7 @@ def settings(folder: Path, *changes: str) -> Settings:
 
 
 def command(folder: Path, *changes: str, program: tuple[str, ...] = ("-m", "training.train")):
-    """Run `program` with that command line in a process of its own; its result, output as text."""
+    """Run `program` with that command line in a new process; its result, output as text."""
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *program, *overrides(folder, *changes)],
@@ -76,14 +76,14 @@ def checkpoint_tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     path = run_dir / "checkpoints" / f"step-{step:08d}" / "state"
     found: dict[str, torch.Tensor] = {}
 
-    def walk(tree: object, name: str) -> None:
+    def collect(tree: object, name: str) -> None:
         if isinstance(tree, torch.Tensor):
             found[name] = tree
         elif isinstance(tree, dict):
             for key, value in tree.items():
-                walk(value, f"{name}/{key}")
+                collect(value, f"{name}/{key}")
 
-    walk(torch.load(path), "")
+    collect(torch.load(path), "")
     return found
 
 
