@@ -1,1 +1,1 @@
-"""Measuring attention: `shapes` (what), `peers` (who), `measure` (how), `run`, `report`."""
+"""Benchmarks of attention: `shapes` (cases), `peers` (libraries), `measure`, `run`, `report`."""

@@ -71,11 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset",
         choices=[CPU_TARGETS, *PRESETS],
-        help="a measurement that is set up already; --seq-len, --head-dim and --use-causal keep "
+        help="a predefined measurement; --seq-len, --head-dim and --use-causal keep "
         "a part of its cases, so that one can be split into several commands",
     )
     parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="measure nothing: a page and pictures of its CSV"
+        "--report", type=Path, metavar="DIR", help="only make a page and pictures of its CSV files"
     )
     what = parser.add_argument_group("what to measure")
     what.add_argument(
@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write; 0 when something was measured and nothing of ours broke."""
+    """Measure, print, write; 0 if something was measured and no call of flashtile failed."""
     if args.report:
         return _report(args.report)
     groups = args.num_heads_kv or 1
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
 def _measured(
     args: argparse.Namespace, grid: Iterable[Case], settings: Settings, origin: Provenance
 ) -> Iterator[Row]:
-    """The rows of all cases, each in its file as soon as it is there."""
+    """The rows of all cases; each is written to its file at once."""
     paths = _files(args, args.csv, "csv")
     for path in paths:
         start_csv(path, origin)
@@ -181,7 +181,7 @@ def _measured(
 
 
 def _files(args: argparse.Namespace, file: Path | None, suffix: str) -> list[Path]:
-    """Where to write: the file asked for, and one in the folder asked for."""
+    """The CSV files to write: the one of --csv, and one in the folder of --output."""
     inside = args.output and args.output / f"{args.preset or 'results'}.{suffix}"
     return [path for path in (file, inside) if path]
 
@@ -218,7 +218,7 @@ def _report(folder: Path) -> int:
 
 
 def _draw(folder: Path, rows: list[Row], origin: Provenance) -> list[Path]:
-    """The pictures, where matplotlib is there to draw them."""
+    """Draw the pictures if matplotlib is installed."""
     try:
         pictures = draw(folder, rows, origin)
     except ImportError:
@@ -230,7 +230,7 @@ def _draw(folder: Path, rows: list[Row], origin: Provenance) -> list[Path]:
 
 
 def _without_folder(argument: str) -> str:
-    """An argument as it is recorded: of an absolute path, which means nothing elsewhere, the name.
+    """An argument as it is recorded: only the name of an absolute path, since the folder is local.
 
     >>> _without_folder("--csv=/anywhere/results.csv")
     '--csv=results.csv'
@@ -241,7 +241,7 @@ def _without_folder(argument: str) -> str:
 
 
 def _settings(args: argparse.Namespace, device: str) -> Settings:
-    """The preset's way of measuring, or the usual one, with what the flags change."""
+    """The preset's settings or the defaults, with the changes of the flags."""
     usual = Settings(peers=DEFAULT_PEERS[torch.device(device).type])
     settings = PRESETS[args.preset].settings if args.preset else usual
     return replace(
@@ -258,7 +258,7 @@ def _settings(args: argparse.Namespace, device: str) -> Settings:
 
 
 def cases(args: argparse.Namespace, device: str) -> list[Case]:
-    """Every combination of the flags, or those cases of the preset that the flags leave."""
+    """Every combination of the flags, or the cases of the preset that the flags select."""
     if args.preset:
         return [case for case in preset_cases(args.preset) if _is_asked_for(case, args)]
     dtypes = args.dtype or ["float32" if torch.device(device).type == "cpu" else "bfloat16"]
@@ -299,7 +299,7 @@ def _is_asked_for(case: Case, args: argparse.Namespace) -> bool:
 
 
 def _names() -> str:
-    """The choices of the flags that have many."""
+    """The values of the flags that have many."""
     return "\n".join(
         [
             fill(f"functions: {', '.join(VARIANTS)}", subsequent_indent="  "),

@@ -1,6 +1,6 @@
 """Float8 peers: attention on numbers that are quantised before the clock starts, and quantising.
 
-A case stays in its 16 bits, so that bfloat16 takes turns with float8 in it and the errors are those
+A case stays in its 16 bits, so that bfloat16 and float8 alternate in it and the errors are those
 of the whole recipe. Everyone gets the same numbers, with Q and K rotated.
 """
 
@@ -32,7 +32,7 @@ DENSE_ALONE = {
 
 
 def flashtile(case: Case, inputs: Inputs, scales: str) -> Prepared:
-    """This package, with a scale for each block or head; free to choose its backend."""
+    """flashtile, with per-block or per-head scales; it chooses its backend."""
     small, descales = _quantized(case, inputs, scales)
     options = {**descales, "causal": case.causal, "window_size": case.window}
     options["softcap"] = case.softcap
@@ -42,9 +42,9 @@ def flashtile(case: Case, inputs: Inputs, scales: str) -> Prepared:
 
 
 def fa3(case: Case, inputs: Inputs) -> Prepared:
-    """FlashAttention-3, which knows per-head scales.
+    """FlashAttention-3, which supports per-head scales.
 
-    As it is built by default it reads a V whose head dim is adjacent, and turns it on the way.
+    Its default build reads a V whose head dim is contiguous, and transposes it while loading.
     """
     module = cuda_package("flash_attn_interface", inputs)
     small, descales = _quantized(case, inputs, "head")

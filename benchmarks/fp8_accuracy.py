@@ -1,4 +1,4 @@
-"""What float8 costs in accuracy, and what each ingredient wins back: the table of
+"""The accuracy of float8 attention and the effect of each technique: the table of
 docs/log/float8.md.
 
     python -m benchmarks.fp8_accuracy                  # emulated on the CPU, ten minutes
@@ -6,7 +6,7 @@ docs/log/float8.md.
 
 The inputs are those of table 3 of FlashAttention-3 (Shah et al. 2024): N(0, 1) + N(0, 100) *
 Bernoulli(0.001), in float16. An error is the root mean square over all elements of the output,
-against float64. One head, 4,096 keys; the queries are fewer, which changes no error but its spread.
+against float64. One head, 4,096 keys; fewer queries, which affects only the spread of the errors.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def float8(**how: Any) -> Attend:
 
 
 def without_rounded_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Q, K and V in float8, and exact weights: what is left when P is not rounded."""
+    """Q, K and V in float8, and exact weights: the error without the rounding of P."""
     small = flashtile.quantize_qkv(q, k, v, **NONE)
     scales = {name: getattr(small, name) for name in ("q_descale", "k_descale", "v_descale")}
     return attention_reference(*(x.cpu() for x in small[:3]), **scales).out
 
 
 def rounding_alone(names: str) -> Attend:
-    """What the default recipe costs when only those of Q, K and V are rounded, and no weight."""
+    """The error of the default recipe if only `names` of Q, K and V are rounded, and no weight."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         small = flashtile.quantize_qkv(q, k, v)
-        turned = rotation(q.shape[-1], device=q.device).double()
+        R = rotation(q.shape[-1], device=q.device).double()
         rows_q, rows_k = rows_of(q, k, None)
         of_keys = rows_k, FLOAT8_KEY_BLOCK
         blocks = {"q": (rows_q, FLOAT8_QUERY_BLOCK), "k": of_keys, "v": of_keys}
@@ -61,7 +61,7 @@ def rounding_alone(names: str) -> Attend:
         for name in names:
             x8, descale = getattr(small, name), getattr(small, f"{name}_descale")
             x = dequantized(x8, descale, *blocks[name], torch.float64)
-            operands[name] = x if name == "v" else x @ turned.mT
+            operands[name] = x if name == "v" else x @ R.mT
         return attention_reference(*(operands[name].cpu() for name in ("q", "k", "v"))).out
 
     return attend

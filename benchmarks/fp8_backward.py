@@ -1,4 +1,4 @@
-"""What a backward pass in float8 would cost in accuracy: the experiment of docs/log/float8.md.
+"""The accuracy of a backward pass in float8: the experiment of docs/log/float8.md.
 
     python -m benchmarks.fp8_backward gradients    # errors of dQ, dK and dV; two minutes
     python -m benchmarks.fp8_backward training     # a small GPT on Shakespeare; twenty minutes
@@ -39,17 +39,17 @@ from flashtile.testing import generator, normal
 from .fp8_accuracy import inputs
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-WEIGHT = 2.0**8  # what P, at most 1, is multiplied with before it is rounded, as in the forward
+WEIGHT = 2.0**8  # multiplies P, at most 1, before it is rounded, as in the forward
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a backward pass rounds its operands to."""
+    """The formats to which a backward pass rounds its operands."""
 
     dO: torch.dtype = BF16  # a scale for each block of queries
     P: torch.dtype = BF16
     dS: torch.dtype = BF16
-    measures: bool = True  # a scale of dS for each tile, from its largest number; or from a bound
+    measures: bool = True  # the scale of dS for each tile: from its largest number, or from a bound
     float8_inputs: bool = True  # forward and operands in float8; or all in bfloat16
 
 
@@ -67,7 +67,7 @@ SCHEMES = {
     "dO e5m2, P and dS e4m3": Scheme(E5M2, E4M3, E4M3),
     "dO and dS e5m2, P e4m3, scale from a bound": Scheme(E5M2, E4M3, E5M2, measures=False),
 }
-# What a model is trained with: the package's functions by their own names, and schemes.
+# The attention of a trained model: functions of the package, and schemes.
 TRAINED = (
     *("float32", "bfloat16", "attention_fp8", "dO bfloat16, P and dS e4m3"),
     "dO and dS e5m2, P e4m3, scale from a bound",
@@ -120,7 +120,7 @@ def gradients(
 
 
 class Emulated(torch.autograd.Function):
-    """Attention of what bfloat16 holds, and its backward by a scheme."""
+    """Attention of inputs rounded to bfloat16; the backward follows a scheme."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: Scheme, causal: bool) -> Tensor:
@@ -144,8 +144,8 @@ class Emulated(torch.autograd.Function):
         dout = dout.to(BF16).float().transpose(1, 2)
         dq, dk, dv = gradients(ctx.saved_tensors, dout, ctx.how, ctx.causal)
         if ctx.how.float8_inputs:
-            turned = rotation(dq.shape[-1])
-            dq, dk = dq @ turned.mT, dk @ turned.mT
+            R = rotation(dq.shape[-1])
+            dq, dk = dq @ R.mT, dk @ R.mT
         return *(x.to(BF16).float().transpose(1, 2) for x in (dq, dk, dv)), None, None
 
 
@@ -201,7 +201,7 @@ def training_rows(text: Path | None, steps: int, seeds: int) -> Iterator[tuple[A
 
 
 def small_gpt(name: str) -> GPTLMHeadModel:
-    """Llama's kind, 0.9 million parameters, two heads of 64 features, in float32."""
+    """A Llama of 0.9 million parameters, two heads of 64 features, in float32."""
     how = SCHEMES.get(name)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

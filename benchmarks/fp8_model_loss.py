@@ -2,8 +2,8 @@
 
     python -m benchmarks.fp8_model_loss --output benchmarks/results/cpu/fp8-model-loss.csv
 
-On the CPU, with the roundings of a GPU's float8 units emulated; weights and all but attention in
-float32. Model and text are those of `make demo`, which fetches them.
+On the CPU, with the roundings of a GPU's float8 units emulated; weights and everything except
+attention in float32. Model and text are those of `make demo`, which fetches them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def in_16_bits(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 
 
 def in_8_bits(**how: Any) -> Attend:
-    """Attention in float8 of what bfloat16 holds."""
+    """Attention in float8 of inputs rounded to bfloat16."""
     return lambda q, k, v, **options: flashtile.attention_fp8(
         q.bfloat16(), k.bfloat16(), v.bfloat16(), **options, **how
     )
@@ -49,7 +49,7 @@ SCHEMES: dict[str, Attend] = {
 
 
 def attention_of(scheme: Attend) -> Attend:
-    """A scheme as transformers calls attention."""
+    """A scheme as an attention function of transformers."""
 
     def attend(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any

@@ -1,7 +1,7 @@
-"""The GPU targets: what flashtile wants to reach, against others in the same run on one H200.
+"""The performance targets on a GPU, relative to other libraries in the same run on one H200.
 
 The portable backend (Triton) is compared with FlashAttention-2, the Hopper backend with the fastest
-of FlashAttention-3, FlashAttention-4 and cuDNN: times of one case, whose peers took turns. Masks
+of FlashAttention-3, FlashAttention-4 and cuDNN: times of one case, measured alternately. Masks
 are compared with full attention by the same peer, decoding with the faster of two libraries and
 with the memory's speed, caches of other kinds with the plain one, float8 with FlashAttention-3's,
 quantising with a copy, the host's time of a call with a limit. All are ratios: more is better.
@@ -22,7 +22,7 @@ LONG = 4096
 
 @dataclass(frozen=True)
 class Target:
-    """One aim: which rows it is about, what is compared, and the least that is wanted."""
+    """One target: the rows it applies to, what is compared, and the smallest accepted ratio."""
 
     about: str
     ours: str  # the peer
@@ -161,7 +161,7 @@ class Outcome:
 
 
 def outcomes(rows: Sequence[Row]) -> list[Outcome]:
-    """Every target in every case that belongs to it and measured both sides."""
+    """Every target, in each of its cases for which both sides were measured."""
     found = [*_against_peers(rows), *_against_full(rows), *_against_plain_cache(rows)]
     found += _against_limit(rows)
     return sorted(found, key=lambda outcome: ALL.index(outcome.target))

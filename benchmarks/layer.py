@@ -1,8 +1,8 @@
-"""A transformer layer of GPT-2's kind around a peer's attention: what is trained in practice.
+"""A transformer layer like GPT-2's around a peer's attention, as it is trained in practice.
 
-Layer norm, one product for q, k and v, attention, a product, and the MLP behind another layer norm,
-with both residual connections; no biases, no dropout. Around every peer it is the same, but a peer
-that wants the heads first gets them as a view, as models do it.
+Layer norm, one product for q, k and v, attention, a product, and the MLP after another layer norm,
+with both residual connections; no biases, no dropout. The layer is the same for every peer; a peer
+whose layout has the heads first gets a view, as in models.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Quantity:
     value: Value
     form: str = ".3g"
     has_ratio: bool = False  # last columns: ours over others', see `RATIOS`
-    percent: Value = lambda row: None  # of the GPU's best, behind each number
+    percent: Value = lambda row: None  # of the GPU's best, after each number
 
 
 QUANTITIES = (
@@ -40,7 +40,7 @@ QUANTITIES = (
         percent=lambda row: row.percent_of_read,
     ),
     Quantity("host time of a call, µs", lambda row: row.host_us),
-    # 0 is no peak: results count, so something else was freed while it was measured.
+    # 0 is not a peak, since results count: other memory was freed during the measurement.
     Quantity("peak memory above the inputs, MiB", lambda row: row.peak_mib or None),
     Quantity("rms error against float64", lambda row: row.rms_error, ".1e"),
 )
@@ -128,8 +128,8 @@ def _cell(row: Row | None, quantity: Quantity) -> str:
         short = row is not None and row.skipped.startswith("out of memory")
         return "out of memory" if short else "-"
     percent = quantity.percent(row)
-    behind = "" if percent is None else f" ({percent:.0f})"
-    return number(quantity.value(row), quantity.form) + behind
+    suffix = "" if percent is None else f" ({percent:.0f})"
+    return number(quantity.value(row), quantity.form) + suffix
 
 
 def _ratio_name(ours: str, others: Sequence[str], peers: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""How it is measured: time, peak memory and error of a call."""
+"""Measure the time, peak memory and error of a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashtile.cli.timing import Call, Timing, interleave, timer_for
 class HostTimer:
     """Milliseconds until an eager call returns, without waiting for what it launched.
 
-    A burst of calls goes out to an idle card, few enough that the queue of launches never fills.
+    Sends a burst of calls to an idle GPU; they are so few that the launch queue never fills.
     """
 
     BURST = 20
@@ -38,7 +38,7 @@ class HostTimer:
 
 @lru_cache
 def matmul_tflops(device: str, dtype: torch.dtype, size: int = 8192) -> float:
-    """TFLOP/s that the device reaches in one large matrix product: what attention could."""
+    """TFLOP/s of one large matrix product on the device, an upper bound for attention."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     samples = interleave({"matmul": lambda: a @ b}, timer_for(device), budget_ms=500)
     return 2 * size**3 / Timing.of(samples["matmul"]).median_ms / 1e9
@@ -46,14 +46,14 @@ def matmul_tflops(device: str, dtype: torch.dtype, size: int = 8192) -> float:
 
 @lru_cache
 def read_gbps(device: str, size: int = 2 << 30) -> float:
-    """GB/s at which the device reads in one large sum: what a cache could be read at."""
+    """GB/s of one large sum on the device, an upper bound for reading a cache."""
     x = torch.ones(size // 4, device=device)
     samples = interleave({"sum": x.sum}, timer_for(device), budget_ms=100)
     return size / Timing.of(samples["sum"]).median_ms / 1e6
 
 
 def captured(call: Call) -> Call:
-    """The call as a CUDA graph: what remains is the card's own time."""
+    """The call as a CUDA graph, so that only the GPU's time remains."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -67,13 +67,13 @@ def captured(call: Call) -> Call:
 
 
 def peak_bytes(call: Call, device: str = "cpu") -> int:
-    """The most memory that `call` holds at once, above what is held when it begins.
+    """The peak memory of `call`, above what is allocated when it begins.
 
-    What the call returns counts. On a CPU every allocation and release that passes PyTorch's
+    Results count. On a CPU every allocation and release that passes PyTorch's
     allocator is recorded, the scratch space inside its C++ kernels included.
     """
     if torch.device(device).type == "cuda":
-        gc.collect()  # what an earlier call left must not be freed in this one
+        gc.collect()  # garbage of an earlier call must not be freed during this one
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

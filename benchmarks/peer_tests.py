@@ -41,7 +41,7 @@ class TookTooLong(BaseException):
 
 
 class Sample:
-    """The pytest plugin that draws the cases, watches the clock and counts."""
+    """The pytest plugin that draws the cases, enforces the time limits and counts."""
 
     def __init__(
         self, cases: int, seed: int, piece: str, case_seconds: int, seconds: float
@@ -82,7 +82,7 @@ class Sample:
             self.counts["skipped"] += not reason.startswith("Skipped: stopped")
         elif report.when == "call" or report.outcome == "failed":
             self.counts[report.outcome] += 1
-        if report.outcome == "failed":  # at once, for the run may be stopped before its end
+        if report.outcome == "failed":  # at once, since the run may be stopped before its end
             print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)
         if report.when == "teardown" and sum(self.counts.values()) % 10 == 0:
             print(f"\n{self.summary()}", flush=True)
@@ -124,8 +124,8 @@ def cuda_answers() -> Iterator[None]:
 
 
 def lend_cute_modules(checkout: Path, is_on_cpu: bool) -> None:
-    """What FlashAttention-4's tests import beside its functions: its reference, from the checkout,
-    and two names that cases for its own kernels use."""
+    """Other imports of FlashAttention-4's tests: its reference, from the checkout, and two names
+    that tests of its own kernels use."""
     source = (checkout / "flash_attn/cute/testing.py").read_text()
     testing = types.ModuleType("flash_attn.cute.testing")
     exec(on_cpu(source) if is_on_cpu else source, vars(testing))

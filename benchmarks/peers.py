@@ -1,7 +1,7 @@
-"""Who runs a case, one function each.
+"""The libraries that run a case, one function each.
 
 A peer takes a case with its inputs and returns a `Prepared` call, or raises `Skip` with the reason
-why it cannot. Each peer gets the tensors in the layout that it likes best, made beforehand.
+why it cannot. Each peer gets the tensors in its preferred layout, prepared beforehand.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from .prepared import (
     Skip,
     cuda_package,
     heads_first,
+    heads_first_view,
     leaves_of,
     output_alone,
     refuse,
     refuse_quadratic,
-    turned,
 )
 from .rows import is_ours
 from .shapes import BLOCK_TILE, Case, Inputs, visible
 
 Peer = Callable[[Case, Inputs], Prepared]
 
-FAILED = "failed"  # how the reason begins where flashtile itself broke
+FAILED = "failed"  # the reason begins with this if flashtile itself failed
 OTHER_CACHE_DTYPE = "wants a cache of the queries' dtype"
 NO_CACHE_OF_ITS_OWN = {"cache_dtype": OTHER_CACHE_DTYPE, "appends": "appends to no cache"}
 
@@ -52,7 +52,7 @@ NO_CACHE_OF_ITS_OWN = {"cache_dtype": OTHER_CACHE_DTYPE, "appends": "appends to 
 def flashtile(
     case: Case, inputs: Inputs, backend: str | None = None, *, deterministic: bool = False
 ) -> Prepared:
-    """This package, through its public functions, free to choose or held to one backend."""
+    """flashtile through its public functions; it chooses the backend unless one is given."""
     if deterministic:
         refuse(case, cached="a cache has no backward that could differ")
     tiles = inputs.tiles
@@ -91,7 +91,7 @@ def _chosen(
 
 
 def standard(case: Case, inputs: Inputs) -> Prepared:
-    """Attention as the textbook writes it: every score in memory, softmax in float32."""
+    """Textbook attention: every score in memory, softmax in float32."""
     refuse(case, page_size="gathers no pages", **NO_CACHE_OF_ITS_OWN)
     refuse_quadratic(case, inputs.q.device)
     leaves = leaves_of(inputs, heads_first if inputs.cu_seqlens is None else Tensor.detach)
@@ -147,7 +147,7 @@ def _textbook(
 def sdpa(
     case: Case, inputs: Inputs, backend: SDPBackend | None = None, *, as_views: bool = False
 ) -> Prepared:
-    """PyTorch's `scaled_dot_product_attention`, free to choose or held to one backend.
+    """PyTorch's `scaled_dot_product_attention`; it chooses the backend unless one is given.
 
     `as_views`: on flashtile's own tensors, transposed, instead of copies with the heads first.
     """
@@ -156,7 +156,7 @@ def sdpa(
         SDPBackend.EFFICIENT_ATTENTION,
         SDPBackend.CUDNN_ATTENTION,
     ):
-        raise Skip("PyTorch has it for CUDA alone")
+        raise Skip("PyTorch has it only for CUDA")
     refuse(
         case,
         documents="takes no packed sequences",
@@ -167,8 +167,8 @@ def sdpa(
     )
     if backend == SDPBackend.MATH:
         refuse_quadratic(case, device)
-    turn = turned if as_views else heads_first
-    leaves = leaves_of(inputs, turn)
+    layout = heads_first_view if as_views else heads_first
+    leaves = leaves_of(inputs, layout)
     q, k, v, bias = leaves["q"], leaves["k"], leaves["v"], leaves.get("bias")
     only_causal = case.causal and case.window == (-1, -1) and not case.chunk and M == N
     is_causal = only_causal and not (case.block_sparse or case.alibi or case.bias)
@@ -189,13 +189,13 @@ def sdpa(
             )
 
     call = partial(attend, q, k, v)
-    return Prepared(call, leaves, turn(inputs.dout), heads_first=True, attend=attend)
+    return Prepared(call, leaves, layout(inputs.dout), heads_first=True, attend=attend)
 
 
 def fa2(case: Case, inputs: Inputs) -> Prepared:
-    """FlashAttention-2 as PyTorch carries it: SDPA held to its flash backend, on a GPU."""
+    """FlashAttention-2 as part of PyTorch: SDPA with its flash backend, on a GPU."""
     if inputs.q.device.type != "cuda":
-        raise Skip("runs on CUDA alone")
+        raise Skip("runs only on CUDA")
     return sdpa(case, inputs, SDPBackend.FLASH_ATTENTION)
 
 
@@ -227,12 +227,12 @@ def flex(case: Case, inputs: Inputs) -> Prepared:
         "block_mask": block_mask,
         "enable_gqa": case.heads_q != case.heads_kv,
     }
-    torch._dynamo.reset()  # each case is a program of its own; the limit on recompiles is low
+    torch._dynamo.reset()  # each case compiles a new program; the limit on recompiles is low
     torch._functorch.config.donated_buffer = False  # the backward is run again and again
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
-        # On a CPU it refuses tensors that want a gradient, even where none is recorded.
+        # On a CPU it refuses tensors that require a gradient, even under no_grad.
         qkv = (q, k, v) if torch.is_grad_enabled() else (q.detach(), k.detach(), v.detach())
         out = compiled(*qkv, **options)
         return out if inputs.cu_seqlens is None else out[0].transpose(0, 1)
@@ -243,7 +243,7 @@ def flex(case: Case, inputs: Inputs) -> Prepared:
 
 
 def _mask_mod(case: Case, inputs: Inputs, M: int, N: int) -> Callable[..., Tensor] | None:
-    """The case's mask as a function of one score's place."""
+    """The case's mask as a function of one score's indices."""
     tiles, facts = inputs.tiles, case.visibility(M, N).facts
     document = None
     if inputs.cu_seqlens is not None:
@@ -283,7 +283,7 @@ def _score_mod(
 
 
 def fa2_package(case: Case, inputs: Inputs) -> Prepared:
-    """FlashAttention-2 as its authors ship it, the package `flash_attn`."""
+    """FlashAttention-2 from its authors, the package `flash_attn`."""
     module = cuda_package("flash_attn", inputs)
     refuse(
         case,
@@ -381,28 +381,28 @@ PEERS: dict[str, Peer] = {
 def failures_of(name: str) -> Iterator[None]:
     """Whatever the peer `name` raises becomes a `Skip` with the reason in one line.
 
-    Of flashtile's own errors only NotImplementedError, its word for "no backend can", is a reason
-    like that. Any other is a failure: the line begins with `FAILED`, the traceback is printed.
+    Of flashtile's own errors only NotImplementedError ("no backend can") is such a reason. Any
+    other error is a failure: the line begins with `FAILED`, and the traceback is printed.
     """
     ours = is_ours(name)
-    with warnings.catch_warnings(record=not ours) as told:
+    with warnings.catch_warnings(record=not ours) as warned:
         try:
             yield
         except Skip:
             raise
-        except Exception as error:  # whatever a peer raises costs its line, not the run
+        except Exception as error:  # an error of a peer costs only its line, not the run
             if ours and not isinstance(error, NotImplementedError):
                 traceback.print_exc()
                 raise Skip(f"{FAILED}: {_reason(error, [])}") from None
-            raise Skip(_reason(error, told or [])) from None
+            raise Skip(_reason(error, warned or [])) from None
 
 
-def _reason(error: Exception, told: list[warnings.WarningMessage]) -> str:
-    """An error in a line; SDPA gives its reasons as warnings and raises without one."""
+def _reason(error: Exception, warned: list[warnings.WarningMessage]) -> str:
+    """An error as one line; SDPA gives its reasons as warnings, not in the error."""
     if isinstance(error, torch.OutOfMemoryError):
         wanted = re.search(r"allocate ([\d.]+ \w+)", str(error))
         return "out of memory" + (f": {wanted[1]} wanted at once" if wanted else "")
-    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in told]
+    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
     reasons = [text for text in reasons if not text.endswith(("because:", "runtime disabled."))]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = lines or [type(error).__name__]

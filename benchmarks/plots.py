@@ -10,7 +10,7 @@ from typing import Any
 
 from .rows import Provenance, Row, faster_than_full, with_backend
 
-# One colour a peer in every picture, whoever else is in it; chosen to differ for the colour-blind.
+# A peer has the same colour in every picture; colour-blind people can tell the colours apart.
 COLOURS = {
     "flashtile": "#0072b2",
     "flashtile-triton": "#56b4e9",
@@ -40,17 +40,17 @@ MARKERS = {
     "fa4": "v",
     "flex": "P",
 }
-DASHES = {"math": ":", "efficient": "-.", "triton": "--", "deterministic": ":"}  # behind the hyphen
+DASHES = {"math": ":", "efficient": "-.", "triton": "--", "deterministic": ":"}  # after the hyphen
 Panel = tuple[bool, tuple[int, int, int]]  # causal; head dim, heads, key heads
 
 
 def draw(folder: Path, rows: Sequence[Row], provenance: Provenance) -> list[Path]:
-    """The PNGs that the rows have enough for; returns the files.
+    """Draw the PNGs for which there are enough rows; returns the files.
 
     Raises:
         ImportError: matplotlib is missing.
     """
-    import matplotlib.figure  # noqa: F401  # missing here, not half-way
+    import matplotlib.figure  # noqa: F401  # fails here, not half-way
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -68,7 +68,7 @@ def draw(folder: Path, rows: Sequence[Row], provenance: Provenance) -> list[Path
 
 
 def _series(row: Row) -> tuple[object, ...]:
-    """Rows of one picture. A preset knows how its batches belong together; else each is alone."""
+    """Rows of one picture. A preset groups its batches; otherwise each has its own picture."""
     return (row.preset, row.dtype, row.direction, row.variant, 0 if row.preset else row.batch)
 
 
@@ -117,7 +117,7 @@ def _host(rows: list[Row], provenance: Provenance) -> Any:
 
 
 def _best(row: Row) -> float:
-    """What the GPU reached in the row's run, in the row's unit; 0 when not measured."""
+    """The GPU's peak in the row's run, in the row's unit; 0 if not measured."""
     value, percent = row.tflops, row.percent_of_matmul
     if row.gbps is not None:
         value, percent = row.gbps, row.percent_of_read
@@ -127,7 +127,7 @@ def _best(row: Row) -> float:
 def _memory(rows: list[Row], provenance: Provenance) -> Any:
     """Panels of peak memory against length, both logarithmic; where a peer failed it says why.
 
-    A peak of 0 is no point: results count, so something else was freed meanwhile.
+    A peak of 0 is left out: results count, so other memory was freed meanwhile.
     """
     measured = _with_lengths([row for row in rows if row.peak_mib])
     if not measured or len({row.batch for row in measured}) > 1:
@@ -140,8 +140,8 @@ def _memory(rows: list[Row], provenance: Provenance) -> Any:
         _lines(axis, here, _length, lambda row: row.peak_mib)
         failed = [row for row in rows if row.skipped and _panel(row) == panel]
         for height, text in enumerate(_failures(failed)):
-            place = {"xy": (0.02, 0.96 - 0.05 * height), "xycoords": "axes fraction"}
-            axis.annotate(text, **place, va="top", fontsize=8, color="0.3")
+            position = {"xy": (0.02, 0.96 - 0.05 * height), "xycoords": "axes fraction"}
+            axis.annotate(text, **position, va="top", fontsize=8, color="0.3")
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
         low, high = axis.get_ylim()
@@ -154,7 +154,7 @@ PICTURES = {"speed": _speed, "host": _host, "memory": _memory}  # of one series 
 
 
 def _failures(rows: list[Row]) -> Iterator[str]:
-    """Who has no point where, and why, a line each."""
+    """A line for each missing point, with the reason."""
     for row in sorted(rows, key=lambda row: (row.peer, row.seqlen_k)):
         reason = row.skipped if len(row.skipped) < 60 else row.skipped[:57] + "..."
         yield f"no {row.peer} at {row.seqlen_k:,}: {reason}"
@@ -171,15 +171,15 @@ def _density(rows: list[Row], provenance: Provenance) -> Any:
     figure, grid = _panels(measured, title, provenance, width=6.4, by_mask=False)
     for panel, axis in grid:
         here = [row for row in measured if _panel(row)[1] == panel[1]]
-        alone = [row for row in here if row.causal]  # causality and windows, a point each
+        masks = [row for row in here if row.causal]  # causality and windows, a point each
         _lines(axis, [row for row in here if not row.causal], _percent, speed_ups.get)
-        for row in alone:
+        for row in masks:
             axis.plot(_percent(row), speed_ups[row], **_style(row), fillstyle="none")
-        for name, named in groupby(alone, key=lambda row: row.variant):
+        for name, named in groupby(masks, key=lambda row: row.variant):
             top = max(named, key=lambda row: speed_ups[row])
-            place = (_percent(top), speed_ups[top])
+            point = (_percent(top), speed_ups[top])
             text = "causal" if name == "dense" else name
-            axis.annotate(text, place, (7, 5), textcoords="offset points", fontsize=9)
+            axis.annotate(text, point, (7, 5), textcoords="offset points", fontsize=9)
         ends = sorted({100.0, *map(_percent, here)})
         ideal = [100 / end for end in ends]
         axis.plot(ends, ideal, color="0.6", linestyle=":", label="ideal: time as scores")
@@ -278,15 +278,15 @@ def _dress(axis: Any, label: str, rows: Sequence[Row] = ()) -> None:
 
 
 def _ticks(axis: Any, ticks: Mapping[Any, str]) -> None:
-    """A logarithmic axis below with these ticks alone."""
+    """A logarithmic x axis with only these ticks."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(ticks), list(ticks.values()))
     axis.xaxis.minorticks_off()
 
 
 def _from_zero(grid: list[tuple[Panel, Any]]) -> None:
-    """Zero below in all panels, once every line is drawn: they share the axis, which a limit
-    would keep from growing."""
+    """Start the y axis of all panels at zero. They share the axis, so call this after every line is
+    drawn: a limit stops autoscaling."""
     grid[0][1].set_ylim(bottom=0)
 
 

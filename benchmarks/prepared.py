@@ -1,4 +1,4 @@
-"""A peer's call made ready: the tensors in its layout, and the reasons why there is no call."""
+"""A peer's prepared call: the tensors in its layout, or the reason why there is no call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prepared:
         return self.forward_and_backward if direction == "both" else self.forward
 
     def backward(self) -> Callable[[], tuple[Tensor, ...]]:
-        """Run the forward once; returns the call that repeats the backward behind it."""
+        """Run the forward once; returns the call that repeats its backward."""
         out, leaves = self.forward(), tuple(self.leaves.values())
         return lambda: torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
 
@@ -53,9 +53,9 @@ class Prepared:
         return x.transpose(1, 2) if self.heads_first and name in ("out", "q", "k", "v") else x
 
 
-def leaves_of(inputs: Inputs, turn: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """What a peer differentiates; `turn` brings q, k and v into its layout."""
-    leaves = {"q": turn(inputs.q), "k": turn(inputs.k), "v": turn(inputs.v)}
+def leaves_of(inputs: Inputs, layout: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The tensors that a peer differentiates; `layout` brings q, k and v into its layout."""
+    leaves = {"q": layout(inputs.q), "k": layout(inputs.k), "v": layout(inputs.v)}
     leaves |= {
         name: x.detach()
         for name, x in (("bias", inputs.bias), ("sink", inputs.sink))
@@ -64,14 +64,14 @@ def leaves_of(inputs: Inputs, turn: Callable[[Tensor], Tensor]) -> dict[str, Ten
     return {name: x.requires_grad_() for name, x in leaves.items()}
 
 
-def turned(x: Tensor) -> Tensor:
-    """(B, length, H, dim) seen as (B, H, length, dim)."""
+def heads_first_view(x: Tensor) -> Tensor:
+    """(B, length, H, dim) viewed as (B, H, length, dim)."""
     return x.detach().transpose(1, 2)
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """(B, length, H, dim) as (B, H, length, dim), in memory too."""
-    return turned(x).contiguous()
+    """(B, length, H, dim) copied to (B, H, length, dim)."""
+    return heads_first_view(x).contiguous()
 
 
 def refuse(case: Case, **reasons: str) -> None:
@@ -84,7 +84,7 @@ def refuse(case: Case, **reasons: str) -> None:
 def refuse_quadratic(case: Case, device: torch.device) -> None:
     """Raise `Skip` when three float32 matrices of all scores exceed half of the memory.
 
-    Not on a GPU, where an allocation that does not fit fails at once and harms nothing.
+    Not on a GPU, where an allocation that does not fit fails at once without harm.
     """
     wanted = 3 * 4 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
     memory = memory_bytes(device)
@@ -95,7 +95,7 @@ def refuse_quadratic(case: Case, device: torch.device) -> None:
 def cuda_package(name: str, inputs: Inputs) -> Any:
     """An optional library that needs a GPU."""
     if inputs.q.device.type != "cuda":
-        raise Skip("runs on CUDA alone")
+        raise Skip("runs only on CUDA")
     try:
         return importlib.import_module(name)
     except ImportError as error:

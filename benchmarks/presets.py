@@ -1,4 +1,4 @@
-"""Measurements that are made again and again: named cases with the peers that belong to them."""
+"""Presets: named groups of cases with the peers to compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH_PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Preset:
-    """What to measure, and how where nothing else is asked for."""
+    """The cases to measure, and the default settings."""
 
     about: str
     cases: Sequence[Case]
@@ -146,7 +146,7 @@ def _decode() -> list[Case]:
 
 
 def _prefill() -> list[Case]:
-    """2,048 new tokens behind 30,720: as keys in one piece, in a cache, in pages."""
+    """2,048 new tokens after 30,720: as keys in one piece, in a cache, in pages."""
     plain = _case(128, 32768, seqlen_q=2048, heads_q=32, heads_kv=8, causal=True, variant="prefill")
     cached = replace(plain, cached=True, variant="prefill, cache")
     paged = [
@@ -241,7 +241,7 @@ PRESETS = {
         ),
     ),
     "gpu-prefill": Preset(
-        "2,048 new tokens behind 30,720 cached ones, against the same keys in one piece",
+        "2,048 new tokens after 30,720 cached ones, against the same keys in one piece",
         _prefill(),
         replace(
             _settings("flashtile fa3", ("forward",), 0.2),
@@ -254,7 +254,7 @@ PRESETS = {
         "the host's time of an eager call at small shapes",
         _host(),
         replace(
-            # Not SDPA held to a backend: what holds it takes the host's time as well.
+            # Not SDPA with a given backend, because selecting it takes host time as well.
             _settings("flashtile flashtile-triton sdpa fa3 fa4", ("forward", "both"), 0.05),
             host=True,
             memory=False,

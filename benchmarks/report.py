@@ -1,4 +1,4 @@
-"""What the terminal shows: a table, and a line for each reason why a peer was skipped."""
+"""The terminal output: a table, and a line for each reason why a peer was skipped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from .rows import Row, with_backend
 
-# Heading, and what stands under it.
+# Heading, and the value below it.
 TABLE: dict[str, Callable[[Row], str]] = {
     "pass": lambda row: row.direction,
     "function": lambda row: row.variant,
@@ -31,7 +31,7 @@ SUBJECT = ("pass", "function", "dtype", "causal", "B", "heads", "D", "length")
 
 
 def number(value: float | None, form: str = ".3g") -> str:
-    """Three digits, or all that stand before the point; a dash for what was not measured."""
+    """Three digits, or all before the point; a dash for what was not measured."""
     if value is None:
         return "-"
     return f"{value:.0f}" if form == ".3g" and abs(value) >= 1000 else format(value, form)
@@ -78,7 +78,7 @@ def skipped_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def print_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """With rich where it is installed, in plain columns elsewhere."""
+    """With rich if it is installed, else in plain columns."""
     try:
         from rich import box
         from rich.console import Console

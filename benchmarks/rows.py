@@ -1,4 +1,4 @@
-"""A measurement in numbers: one `Row` a pass of a case by a peer; to CSV and JSON and back."""
+"""The results: one `Row` for each pass of a case by a peer; to CSV and JSON, and back."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def is_ours(peer: str) -> bool:
 
 
 def with_backend(peer: str, rows: Iterable[Row]) -> str:
-    """The peer's name, and for our own the backends that ran its rows where it does not say so.
+    """The peer's name; for flashtile also the backends that ran, unless the name has one.
 
     `rows` may be of other peers too.
     """
     ran = dict.fromkeys(row.backend for row in rows if row.peer == peer and is_ours(peer))
-    told = [backend for backend in ran if backend and not peer.endswith(f"-{backend}")]
-    return f"{peer} ({', '.join(told)})" if told else peer
+    shown = [backend for backend in ran if backend and not peer.endswith(f"-{backend}")]
+    return f"{peer} ({', '.join(shown)})" if shown else peer
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class Row:
 
     @classmethod
     def of(cls, case: Case, peer: str, direction: str) -> Row:
-        """An empty row. `peer` is ``provider`` or ``provider-backend``; of our own peers the whole
-        name is the provider, and the backend is what ran."""
+        """An empty row. `peer` is ``provider`` or ``provider-backend``; for flashtile's peers it is
+        the provider, and `backend` is the one that ran."""
         provider, _, backend = (peer, "", "") if is_ours(peer) else peer.partition("-")
         shared = {f.name: getattr(case, f.name) for f in fields(cls) if hasattr(case, f.name)}
         shared |= {"provider": provider, "backend": backend, "direction": direction}
         return cls(density=density(case), **shared)
 
     def timed(self, case: Case, samples: Sequence[float]) -> Row:
-        """The row with what follows from the samples, milliseconds each."""
+        """The row with the numbers that follow from the samples in milliseconds."""
         timing = Timing.of(samples)
         seconds = timing.median_ms / 1e3
         row = replace(self, **timing._asdict())
@@ -92,14 +92,14 @@ class Row:
 
     @property
     def peer(self) -> str:
-        """Who was asked, in one word; a key of `peers.PEERS`."""
+        """The peer's name, a key of `peers.PEERS`."""
         if is_ours(self.provider) or not self.backend:
             return self.provider
         return f"{self.provider}-{self.backend}"
 
     @property
     def subject(self) -> tuple[Any, ...]:
-        """What was measured, whoever ran it: rows that may be compared share it."""
+        """The measured case without the peer: rows that may be compared share it."""
         sizes = (self.head_dim, self.head_dim_v, self.heads_q, self.heads_kv, self.batch)
         lengths = (self.seqlen_q, self.seqlen_k)
         kind = (self.preset, self.direction, self.dtype, self.variant, self.causal)
@@ -109,7 +109,7 @@ class Row:
 def faster_than_full(rows: Sequence[Row]) -> dict[Row, float]:
     """How many times as fast each row is as the same peer's full attention of the same sizes.
 
-    Nothing when no mask but causality hides any scores.
+    Empty if no mask except causality hides scores.
     """
     full = {_sizes(row): row.median_ms for row in rows if row.variant == "dense" and not row.causal}
     times = ((row, full.get(_sizes(row)), row.median_ms) for row in rows)
@@ -132,7 +132,7 @@ def records(rows: Iterable[Row], provenance: Provenance) -> list[dict[str, Any]]
 
 
 def start_csv(path: Path, provenance: Provenance) -> None:
-    """A new file with the column names alone."""
+    """Start a file with only the column names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerow([*COLUMNS, *provenance])

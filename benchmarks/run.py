@@ -1,4 +1,4 @@
-"""One case measured: every peer timed in turns, then its memory and its error."""
+"""Measure one case: time all peers alternately, then the memory and the error of each."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class Settings:
     memory: bool = True
     accuracy: bool = True
     host: bool = False  # the host's time of a call as well
-    cuda_graph: bool = False  # forward and decode alone
+    cuda_graph: bool = False  # only forward and decode
 
 
 @dataclass(frozen=True)
 class Task:
-    """One pass of one case, with what its measurements share."""
+    """One pass of one case, with the data that its measurements share."""
 
     case: Case
     direction: str
     inputs: Inputs
     settings: Settings
     timer: Timer
-    truth: dict[str, Tensor]  # what `accuracy` compares with; empty when it is not asked for
+    truth: dict[str, Tensor]  # `accuracy` compares with these; empty if it is not wanted
 
 
 def measure_case(case: Case, settings: Settings, timer: Timer | None = None) -> list[Row]:
@@ -98,7 +98,7 @@ def _direction(case: Case, direction: str) -> str:
 
 
 def _measure(task: Task) -> list[Row]:
-    """The rows of all peers, who are timed together and examined one by one."""
+    """The rows of all peers; they are timed together, other quantities are measured one by one."""
     settings = task.settings
     rows = {name: Row.of(task.case, name, task.direction) for name in settings.peers}
     ready: dict[str, Prepared] = {}
@@ -173,7 +173,7 @@ def _examined(row: Row, prepared: Prepared, task: Task) -> Row:
 
 
 def peak_memory(prepared: Prepared, direction: str, device: str) -> int:
-    """Bytes above the inputs: of the forward, or of the forward with the backward behind it."""
+    """Bytes above the inputs: of the forward, or of the forward with its backward."""
     backward = direction in DIFFERENTIATED
     with torch.set_grad_enabled(backward):
         return peak_bytes(prepared.forward_and_backward if backward else prepared.forward, device)
@@ -200,8 +200,8 @@ def _first_group(case: Case, name: str, x: Tensor) -> Tensor:
 
 
 def _has_truth(case: Case, inputs: Inputs) -> bool:
-    """Whether float64 can judge it: no layer, nothing that drops elements, within the memory; no
-    cache that is not what the case's keys are."""
+    """Whether float64 can judge it: no layer, no dropout, enough memory, and no cache that differs
+    from the case's keys."""
     scores = case.batch * case.seqlen_q * case.seqlen_k
     if case.documents:  # padded to the longest
         scores = case.documents * max(document_lengths(case)) ** 2

@@ -1,4 +1,4 @@
-"""What is measured: a `Case` is one attention problem in plain numbers, with inputs and work.
+"""A `Case` is one attention problem in plain numbers; its inputs and its number of operations.
 
 The count of operations follows the FlashAttention papers (4*B*H*M*N*D forward, halved when causal,
 2.5 times that backward), made exact: only the scores that the mask leaves visible count, and the
@@ -21,7 +21,7 @@ from flashtile.testing import cu_seqlens, dense_from_tiles, generator, paged
 
 BLOCK_TILE = 128  # rows and keys of a tile in the block-sparse cases
 LAYER_WEIGHTS = (
-    12  # of a layer, in squares of its width: 3 for q, k, v, 1 behind them, 8 in the MLP
+    12  # of a layer, in squares of its width: 3 for q, k, v, 1 after attention, 8 in the MLP
 )
 
 
@@ -47,8 +47,8 @@ class Case:
     bias: bool = False
     sink: bool = False
     block_density: float = 1.0  # share of tiles that a block mask keeps; 1: no block mask
-    documents: int = 0  # the batch's tokens packed as so many sequences; 0: not packed
-    lengths: tuple[int, ...] = ()  # theirs, which add up to the tokens; (): cut at random places
+    documents: int = 0  # number of sequences that the batch's tokens are packed as; 0: not packed
+    lengths: tuple[int, ...] = ()  # their lengths, which add up to the tokens; (): random
     cached: bool = False  # the keys come from a KV cache; forward only
     page_size: int = 0  # 0: the cache is contiguous
     cache_dtype: str = ""  # of the cache, where it is not `dtype`
@@ -159,7 +159,7 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
         if k_pages is not None and v_pages is not None:
             k_pages, v_pages = k_pages.to(stored), v_pages.to(stored)
     angle = torch.outer(torch.arange(N), 1e-4 ** torch.linspace(0, 1, case.head_dim // 2))
-    turned = angle.to(device) if case.appends else None
+    angle_on_device = angle.to(device) if case.appends else None
     head = torch.arange(1, Hq + 1, device=device, dtype=torch.float32)
     return Inputs(
         q=normal(*rows, Hq, case.head_dim),
@@ -176,14 +176,14 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
         page_table=page_table,
         k_new=normal(B, M, Hk, case.head_dim) if case.appends else None,
         v_new=normal(B, M, Hk, case.head_dim_v) if case.appends else None,
-        rotary_cos=None if turned is None else turned.cos().to(case.torch_dtype),
-        rotary_sin=None if turned is None else turned.sin().to(case.torch_dtype),
+        rotary_cos=None if angle_on_device is None else angle_on_device.cos().to(case.torch_dtype),
+        rotary_sin=None if angle_on_device is None else angle_on_device.sin().to(case.torch_dtype),
     )
 
 
 def document_lengths(case: Case) -> list[int]:
-    """The batch's tokens cut into `case.documents` pieces, at random places where the case does not
-    say which; none is empty."""
+    """The batch's tokens cut into `case.documents` pieces, at random positions if the case does not
+    give the lengths; none is empty."""
     if case.lengths:
         return list(case.lengths)
     tokens = case.batch * case.seqlen_k
@@ -193,7 +193,7 @@ def document_lengths(case: Case) -> list[int]:
 
 
 def block_tiles(case: Case) -> Tensor:
-    """Random tiles at the case's density; the first column and the diagonal always stay."""
+    """Random tiles at the case's density; the first column and the diagonal are always visible."""
     rows, columns = -(-case.seqlen_q // BLOCK_TILE), -(-case.seqlen_k // BLOCK_TILE)
     tiles = torch.rand(rows, columns, generator=generator(case.seed)) < case.block_density
     tiles[:, 0] = True
@@ -232,7 +232,7 @@ def _visible_pairs(case: Case, M: int, N: int) -> int:
     for fact in case.visibility(M, N).facts:
         start, stop = fact.key_range(position, N)
         first, past = torch.maximum(first, start), torch.minimum(past, stop)
-    past = torch.maximum(first, past)  # a row that sees nothing counts nothing
+    past = torch.maximum(first, past)  # a row without visible keys counts 0
     if not case.block_sparse:
         return int((past - first).sum())
     columns = block_tiles(case).repeat_interleave(BLOCK_TILE, 1)[:, :N].long()

@@ -1,11 +1,11 @@
-"""The CPU targets: what flashtile may take, measured against PyTorch's own kernel in the same run.
+"""The performance targets on a CPU, relative to PyTorch's own kernel in the same run.
 
 Where the native kernel can do the job itself (full attention, causal attention of equal lengths),
-flashtile may take 1.05 times as long. Elsewhere the yardstick is what the native kernel takes for
-as many unmasked scores: 1.4 times that forward, 1.5 backward. That is its full attention, or its
+flashtile may take 1.05 times as long. Elsewhere the baseline is the native kernel's time for as
+many unmasked scores: 1.4 times that forward, 1.5 backward. That is its full attention, or its
 causal attention when the job is causal, scaled by the scores; when decoding, its time over a
-contiguous cache. Both run on the same tensors, in flashtile's layout. Memory has to grow as the
-length does; the gradient of a bias, as large as the scores themselves, is left out of it.
+contiguous cache. Both run on the same tensors, in flashtile's layout. Memory has to grow
+linearly with the length; the gradient of a bias, as large as the scores, does not count.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Outcome:
 
     name: str
     row: Row
-    native: Row  # of the yardstick
+    native: Row  # of the baseline
     native_ms: float
     limit: float
 
@@ -95,7 +95,7 @@ class Outcome:
 
 
 def measure(base: Case) -> list[Outcome]:
-    """All jobs of a group, both passes, in turns with the native kernel."""
+    """All jobs of a group, both passes, alternating with the native kernel."""
     return [*_measure(base, "forward"), *_measure(base, "backward")]
 
 
@@ -124,7 +124,7 @@ def _measure(base: Case, direction: str) -> list[Outcome]:
 
 
 def _native(case: Case) -> Prepared:
-    """PyTorch's kernel on the very tensors that flashtile gets."""
+    """PyTorch's kernel on the same tensors as flashtile."""
     return sdpa(case, make_inputs(case), SDPBackend.FLASH_ATTENTION, as_views=True)
 
 

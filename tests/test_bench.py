@@ -103,7 +103,7 @@ def test_timing_is_median_and_spread() -> None:
 
 
 class FakeClock:
-    """Every call takes the time that it returns; remembers the order of the calls."""
+    """Every call takes the time that it returns; records the order of the calls."""
 
     def __init__(self) -> None:
         self.order: list[float] = []
@@ -355,8 +355,8 @@ def test_a_missing_peer_is_a_skipped_line(capsys: pytest.CaptureFixture[str]) ->
     assert rows[0].median_ms is None
     report.show(rows)
     printed = capsys.readouterr().out
-    assert "skipped fa2 (sink): runs on CUDA alone" in printed
-    assert "skipped cudnn (sink): PyTorch has it for CUDA alone" in printed
+    assert "skipped fa2 (sink): runs only on CUDA" in printed
+    assert "skipped cudnn (sink): PyTorch has it only for CUDA" in printed
 
 
 def _task(case: Case, direction: str = "forward") -> run.Task:

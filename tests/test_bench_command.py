@@ -22,7 +22,7 @@ def test_it_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command.main(argv) == 0
     captured = capsys.readouterr()
     assert "flashtile (cpu)" in captured.out
-    assert "skipped fa3 (dense): runs on CUDA alone" in captured.out
+    assert "skipped fa3 (dense): runs only on CUDA" in captured.out
     assert "[4/4," in captured.err
     with (tmp_path / "results.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))

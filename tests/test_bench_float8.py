@@ -28,7 +28,7 @@ QUICK = run.Settings(peers=ATTENDING, seconds=0, min_rounds=1, memory=False)
 def test_float8_takes_turns_with_bfloat16_on_the_same_case(causal: bool) -> None:
     rows = run.measure_case(replace(SMALL, causal=causal), QUICK, timer=lambda _: 1.0)
     plain, block, head, other = rows
-    assert other.skipped == "runs on CUDA alone"
+    assert other.skipped == "runs only on CUDA"
     assert len({row.subject for row in rows}) == 1
     assert plain.rms_error is not None
     for row in (block, head):

@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows in files, tables, a page, pictures; and the presets."""
+"""The output of a run: rows in files, tables, a page, pictures; and the presets."""
 
 from __future__ import annotations
 
