@@ -67,7 +67,7 @@ def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: 
 def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of a prepared call, recorded for gradients."""
     if torch.compiler.is_compiling():
-        operands = _told_apart(operands)
+        operands = _dealiased(operands)
     else:
         flops.register_when_counting()
     transforms = _is_transformed()
@@ -77,7 +77,7 @@ def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tenso
     if transforms:  # which wants nothing written in place
         operands = operands._replace(workspace=None)
     # Of a meta tensor the op makes sizes and dtypes.
-    if transforms or operands.q.is_meta or is_watched(operands):
+    if transforms or operands.q.is_meta or is_traced(operands):
         options = problem.options
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
@@ -86,7 +86,7 @@ def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tenso
         return torch.ops.flashtile.attention_forward(*operands, *options)
     # Nobody would see the ops, which cost as much time as all that is above.
     if problem.needs_grad:
-        return UnwatchedAttention.apply(problem, operands, *operands[:DIFFERENTIABLE])
+        return DirectAttention.apply(problem, operands, *operands[:DIFFERENTIABLE])
     return _run_forward(problem, operands)
 
 
@@ -100,10 +100,10 @@ def _is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
-_UNWATCHED = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def is_watched(tensors: tuple[Tensor | None, ...]) -> bool:
+def is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether a tracer, a mode, a profiler or a subclass of Tensor is to see the op itself."""
     return (
         torch.compiler.is_compiling()
@@ -111,11 +111,11 @@ def is_watched(tensors: tuple[Tensor | None, ...]) -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch.autograd.profiler._is_profiler_enabled
         or torch.jit.is_tracing()
-        or not _UNWATCHED.issuperset(map(type, tensors))
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
-def _told_apart(operands: Operands) -> Operands:
+def _dealiased(operands: Operands) -> Operands:
     """Tensors that stand in two places (self-attention's q and k, one cu_seqlens) as views in the
     second: a tracer refuses the same input of a Function twice."""
     seen: list[Tensor] = []
@@ -269,7 +269,7 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
     return tuple(g if wanted else None for g, wanted in pairs)
 
 
-class UnwatchedAttention(torch.autograd.Function):
+class DirectAttention(torch.autograd.Function):
     """`AttentionFunction` without the registered ops: it calls the backend directly.
 
     (problem, operands, the differentiable ones of them) -> (out, lse). It is used
@@ -300,7 +300,7 @@ class UnwatchedAttention(torch.autograd.Function):
             or _is_transformed()
             or _is_batched(dout)
             or _is_batched(dlse)
-            or is_watched((dout, dlse, *saved))
+            or is_traced((dout, dlse, *saved))
         ):
             given = (dout, dlse, out, lse, problem.bias_needs_grad, *operands, *problem.options)
             return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])

@@ -190,7 +190,7 @@ def test_gradients_are_recorded_after_a_call_without():
     with torch.no_grad():
         assert not flashtile.attention(q, k, v).requires_grad
     out = flashtile.attention(q, k, v)
-    assert "UnwatchedAttention" in type(out.grad_fn).__name__  # not the backend's own operations
+    assert "DirectAttention" in type(out.grad_fn).__name__  # not the backend's own operations
 
 
 def test_a_forced_backend_is_noticed():

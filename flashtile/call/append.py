@@ -49,7 +49,7 @@ def rotate_and_append(call: Prepared) -> Operands:
 def _ops(operands: Operands, k: Tensor, v: Tensor) -> tuple[Any, Any]:
     """The two ops or, on a GPU without a tracer or dispatch mode, their functions."""
     transforms = torch._C._are_functorch_transforms_active()
-    if not operands.k.is_cuda or transforms or autograd.is_watched((*operands, k, v)):
+    if not operands.k.is_cuda or transforms or autograd.is_traced((*operands, k, v)):
         ops = torch.ops.flashtile
         return ops.kvcache_append, ops.kvcache_rotate_append
     return op.append_on_gpu, op.rotate_and_append_on_gpu

@@ -97,12 +97,12 @@ def _none(given: tuple[Any, ...]) -> tuple[()]:
     return ()
 
 
-def recall(key: Any) -> Decision | None:
+def get(key: Any) -> Decision | None:
     """The decision for a call of this key, if there was one."""
     return None if key is None else _decisions.get(key)
 
 
-def remember(key: Any, decision: Decision) -> None:
-    """Keep a decision for `recall`."""
+def put(key: Any, decision: Decision) -> None:
+    """Keep a decision for `get`."""
     if key is not None:
         _decisions[key] = decision

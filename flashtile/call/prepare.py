@@ -87,7 +87,7 @@ def prepare(
         if isinstance(layout, Cached):
             asked += _strides(*qkv[1:])
         key = memo.key_of((type(layout), *given), (*qkv, *layout, *given.values(), *asked))
-    decision = memo.recall(key)
+    decision = memo.get(key)
     if decision is not None:
         if not decision.has_extras and out is None:
             return Prepared(decision.problem, Operands(*qkv), layout, given)
@@ -106,7 +106,7 @@ def prepare(
         raise Description(problem, operands, layout, given, backend)
     problem = decide(problem, operands, layout, backend)
     has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
-    memo.remember(key, memo.Decision(problem, has_extras))
+    memo.put(key, memo.Decision(problem, has_extras))
     if isinstance(layout, Cached):  # stand-ins until the new tokens are in the cache
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
