@@ -50,8 +50,8 @@ def with_gradients(dtype):
 
 
 # %% [markdown]
-# `assert_close` knows no fixed tolerance. It takes the result in float64 as the truth, and allows
-# twice the error that plain PyTorch makes in the precision of the inputs.
+# `assert_close` has no fixed tolerance. It compares with the result in float64, and allows twice
+# the error that plain PyTorch makes in the precision of the inputs.
 
 # %%
 truth, plain = with_gradients(torch.float64), with_gradients(torch.bfloat16)

@@ -32,7 +32,7 @@ def sequences(lengths):
 
 
 # %% [markdown]
-# The model does not know how its tokens are arranged: `attend` does.
+# The model does not depend on the layout of its tokens; only `attend` does.
 
 
 # %%
@@ -85,7 +85,7 @@ def padded_loss(model, batch):
 
 
 # %% [markdown]
-# Loss and gradients of both, in float64, where only roundings may differ.
+# Loss and gradients of both, in float64, where only rounding errors may differ.
 
 # %%
 model = Model().double()

@@ -48,7 +48,7 @@ angles = torch.outer(positions, 10_000.0 ** (-torch.arange(0, DIM, 2) / DIM))
 cos, sin = angles.cos(), angles.sin()
 
 # %% [markdown]
-# The pool, and for each slot the list of its pages. Page 0 belongs to nobody: slots without a
+# The pool, and for each slot the list of its pages. Page 0 is a dummy: slots without a
 # request write to it.
 
 # %%
@@ -143,7 +143,7 @@ def plain_attend(q, k, v):
 
 
 def without_cache(dtype):
-    """Logits of every served token, computed in a precision from the whole text before it."""
+    """Logits of every served token, computed in one precision from the whole text before it."""
     model.to(dtype)
     return torch.cat(
         [

@@ -67,8 +67,8 @@ for name, *results in zip(("out", "dq", "dk", "dv"), ours, truth, rounded, stric
 print("output and gradients agree with the dense mask")
 
 # %% [markdown]
-# The same mask as a function, the way FlexAttention wants it. flashtile reads FlexAttention's
-# `BlockMask` as it is.
+# The same mask as a function for FlexAttention. flashtile accepts FlexAttention's `BlockMask`
+# directly.
 
 
 # %%

@@ -47,7 +47,7 @@ attention_mask = (tokens != 0).long()
 
 @torch.no_grad()
 def eager_logits(dtype):
-    """One row for each token of both prompts, computed in a precision."""
+    """One row for each token of both prompts, computed in one precision."""
     model.to(dtype).set_attn_implementation("eager")
     return torch.cat([model(prompt).logits[0] for prompt in prompts])
 

@@ -36,7 +36,7 @@ class Block(nn.Module):
 block = Block()
 
 # %% [markdown]
-# A break of the graph raises, because of `fullgraph=True`. So does a second compilation, after the
+# A graph break raises an error because of `fullgraph=True`. So does another compilation after the
 # first length.
 
 # %%

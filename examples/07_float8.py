@@ -2,9 +2,9 @@
 # # Float8 attention
 #
 # `attention_fp8` takes 16-bit tensors and computes both matrix products in float8 (e4m3). The
-# inputs of language models have outliers, large numbers in a few places, which cost float8 most
+# inputs of language models have outliers, a few large numbers, which cost float8 most
 # of its precision when a whole tensor has one scale. By default, flashtile rotates queries and
-# keys (Hadamard) and gives each block of rows its own scale. The CPU rounds in the same places as
+# keys (Hadamard) and gives each block of rows its own scale. The CPU rounds at the same steps as
 # the GPU kernel, so the error can be studied anywhere.
 
 # %%

@@ -17,9 +17,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, LENGTH, HEADS, DIM, REACH = 2, 400, 4, 64, 32
 
 # %% [markdown]
-# A table with a number for each head and each distance up to 32 in both directions; what is farther
-# away has the number of distance 32. Indexing it makes a bias of (1, heads, seq, seq), which all
-# sequences share.
+# A table with a number for each head and each distance up to 32 in both directions; larger
+# distances use the number of distance 32. Indexing it makes a bias of (1, heads, seq, seq), which
+# all sequences share.
 
 # %%
 positions = torch.arange(LENGTH, device=device)
@@ -54,7 +54,7 @@ dout = torch.randn(shapes[0], device=device, dtype=dtype)
 
 
 def with_gradients(attend, dtype):
-    """Output and gradients of a function of the inputs, computed in a precision."""
+    """Output and gradients of a function of the inputs, computed in one precision."""
     leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
     out = attend(*leaves)
     return out, *torch.autograd.grad(out, leaves, dout.to(dtype))
@@ -68,8 +68,8 @@ for name, ours, exact, rounding in zip(("out", *gradients), got, truth, rounded,
     print(f"{name:>6}: largest error {errors[0]:.1e}, of plain bfloat16 {errors[1]:.1e}")
 
 # %% [markdown]
-# A bias that is the same for all queries costs less: give it the shape (1, heads, 1, seq). Straight
-# lines in the distance need no matrix at all: pass `alibi_slopes`.
+# A bias that is the same for all queries costs less: give it the shape (1, heads, 1, seq). A bias
+# that is linear in the distance needs no matrix: pass `alibi_slopes`.
 
 # %%
 q, k, v = (x.float() for x in inputs[:3])

@@ -1,1 +1,1 @@
-"""The demo: `inputs` (model and text), `layer` and `model_checks` (what is compared), `show`."""
+"""The demo: `inputs` (model and text), `layer` and `model_checks` (the comparisons), `show`."""

@@ -22,13 +22,13 @@ FETCH = "`make demo` fetches it"
 
 
 class MissingInputError(RuntimeError):
-    """A file that the demo needs is not there."""
+    """A file that the demo needs is missing."""
 
 
 def find_model(asked: Path | None = None) -> Path:
     """The GGUF file: the one asked for, or the one inside the installed package.
 
-    The package's own code is not imported: it wants a tool that the demo does without.
+    The package's own code is not imported, because it needs a tool that the demo does not use.
 
     Raises:
         MissingInputError: there is none.
@@ -75,7 +75,7 @@ def load(path: Path, device: str) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder, name = str(path.parent), path.name
-    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be disabled
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
         model = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=name, dtype=torch.float32, attn_implementation="eager"
@@ -92,7 +92,7 @@ class Text(NamedTuple):
 
 
 def cut(play: str, tokenizer: Any, tokens: int, device: str) -> Text:
-    """Cut the play into what the checks read; `tokens` for the loss."""
+    """Cut the play into the inputs of the checks; `tokens` for the loss."""
 
     def encode(text: str) -> Tensor:
         return tokenizer(text, return_tensors="pt").input_ids

@@ -20,7 +20,7 @@ HEADS, KEY_HEADS, HEAD_DIM = 9, 3, 64  # of SmolLM2-135M
 PASSES = ("forward", "forward + backward")
 MAX_ROUNDS = 9
 COMPARED = 256  # queries whose results are compared: the last ones, which see the most keys
-# What each kind of device trains in, and the difference that its rounding explains.
+# The dtype of each kind of device, and the difference that its rounding explains.
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -28,7 +28,7 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention as the textbook has it, with the whole (seq, seq) matrix in memory."""
+    """Textbook causal attention, with the whole (seq, seq) matrix in memory."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
@@ -38,14 +38,14 @@ def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by PyTorch's fused attention."""
+    """The same with PyTorch's fused attention."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
 
 def flashtile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by flashtile."""
+    """The same with flashtile."""
     return attention(q, k, v, causal=True)
 
 
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """All rows, and what they say about growth."""
+    """All rows, and how they grow with the length."""
 
     rows: list[Row]
     dtype: torch.dtype = torch.float32
@@ -117,7 +117,7 @@ def measure(lengths: Sequence[int], device: str, budget_ms: float) -> Iterator[R
             }
             samples = {name: Samples(call, device, budget_ms) for name, call in calls.items()}
             for _ in range(MAX_ROUNDS):
-                for ours in samples.values():  # in turns: the machine drifts alike for all
+                for ours in samples.values():  # alternating: the machine drifts alike for all
                     ours.take_one_more()
             for name in LAYERS:
                 taken = samples.get(name)
@@ -132,12 +132,12 @@ def measure(lengths: Sequence[int], device: str, budget_ms: float) -> Iterator[R
 
 
 def standard_bytes(length: int) -> int:
-    """What standard attention needs for training in float32: three score matrices and a bit."""
+    """Bytes to train with standard attention in float32: a bit more than three score matrices."""
     return round(3.2 * HEADS * length**2 * 4)
 
 
 def free_bytes(device: str) -> float:
-    """Memory that can be had, in bytes; infinite where the system does not say."""
+    """Available memory in bytes; infinite if the system does not report it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
@@ -178,8 +178,8 @@ def _call(
 class Samples:
     """Peak memory of a call, and its times until they have taken `budget_ms`.
 
-    The first run is for the memory and warms up. On a CPU it is also the only sample of a call so
-    slow that it alone spends the budget: what it does for the first time is then nothing to it.
+    The first run measures the memory and warms up. On a CPU it is also the only sample of a call
+    that is so slow that one run exceeds the budget: warming up then hardly matters.
     """
 
     def __init__(self, call: Callable[[], object], device: str, budget_ms: float) -> None:

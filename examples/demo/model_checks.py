@@ -1,4 +1,4 @@
-"""The checks on a language model: the same numbers, whoever computes the attention."""
+"""The checks on a language model: equal numbers with every implementation of attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Loss(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether they are one number; NaN is none."""
+        """Whether all are equal; NaN equals nothing."""
         first, *others = self.mean.values()
         return all(abs(other - first) <= LOSS_TOLERANCE for other in others)
 
@@ -56,14 +56,14 @@ def loss(model: Any, ids: Tensor, names: Sequence[str], advance: Advance) -> Los
 
 
 class Continuation(NamedTuple):
-    """What the model says next, by attention implementation."""
+    """The continuation of the model, by attention implementation."""
 
     tokens: dict[str, Tensor]
     seconds: dict[str, float]
 
     @property
     def passed(self) -> bool:
-        """Whether they say the same, token for token."""
+        """Whether they are equal, token for token."""
         first, *others = self.tokens.values()
         return all(torch.equal(first, other) for other in others)
 
@@ -77,7 +77,7 @@ def continuation(
     `advance` is called once for each new token.
     """
 
-    def watch(ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
+    def count(ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
         advance()
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # do not stop
 
@@ -91,7 +91,7 @@ def continuation(
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             do_sample=False,
-            stopping_criteria=[watch],
+            stopping_criteria=[count],
         )
         result.seconds[name] = time.perf_counter() - start
         result.tokens[name] = output[0, ids.shape[1] :].cpu()

@@ -64,7 +64,7 @@ def _style(name: str) -> dict[str, Any]:
 
 
 def _draw_guides(axis: Any, layers: layer.Layers, direction: str) -> None:
-    """What a square and a straight line look like on these axes, and how far they are apart."""
+    """Draw quadratic and linear growth on these axes, and the gap between them."""
     last = {name: layers.column(name, direction)[-1] for name in ("standard", "flashtile")}
     lengths = [row.length for row in layers.column("flashtile", direction)]
     for name, power, label in (("standard", 2, "length²"), ("flashtile", 1, "length")):
@@ -101,7 +101,7 @@ def _dress(axis: Any, layers: layer.Layers, title: str) -> None:
 
 
 def _draw_loss(axis: Any, loss: model_checks.Loss) -> None:
-    """Every token's loss, one way against the other: equal numbers stand on the diagonal."""
+    """Plot every token's loss of two ways; equal numbers are on the diagonal."""
     reference, *_, ours = loss.per_token
     x, y = loss.per_token[reference].numpy(), loss.per_token[ours].numpy()
     limit = max(x.max(), y.max())
@@ -124,7 +124,9 @@ def _draw_continuation(axis: Any, results: Results) -> None:
     same = "the same tokens, each way" if results.continuation.passed else "the tokens DIFFER"
     axis.set_title(f"Writing on through the key-value cache:\n{same}", fontsize=11)
     axis.text(0.02, 0.94, f"... {results.prompt}", color="gray", **_prose(axis))
-    axis.text(0.02, 0.86, "\n".join(results.words.strip().splitlines()[:9]), **_prose(axis))
+    axis.text(
+        0.02, 0.86, "\n".join(results.continuation_text.strip().splitlines()[:9]), **_prose(axis)
+    )
 
 
 def _prose(axis: Any) -> dict[str, Any]:

@@ -4,9 +4,9 @@
 
 Every slot of a fixed batch holds one request. All slots take a step together: one token each, whose
 key and value are rotated and written into pages by the same call that attends to them. A request
-that ends gives its pages back, and the next one moves in while the others go on. On a GPU the step
-is captured once as a CUDA graph and replayed: lengths and page tables are tensors, which nobody
-reads on the host.
+that ends gives its pages back, and the next one takes its slot while the others go on. On a GPU the
+step is captured once as a CUDA graph and replayed: lengths and page tables are tensors that are
+never read on the host.
 
 The model is SmolLM2-135M as `make demo` fetches it, with the weights and layers of transformers;
 the plain loop it is measured against is `generate` over batches of as many requests, padded. Both
@@ -36,7 +36,7 @@ CHUNK = 512  # tokens of a prompt that one call takes in
 
 @dataclass
 class Request:
-    """A prompt and what the model made of it."""
+    """A prompt and the model's answer."""
 
     prompt: list[int]
     new_tokens: int  # at most
@@ -60,14 +60,14 @@ class Pages:
         self.free = deque(range(WASTE + 1, count))
 
     def take(self, tokens: int) -> list[int] | None:
-        """Pages for so many tokens, or None while there are not enough."""
+        """Pages for `tokens` tokens, or None while there are not enough."""
         count = -(-tokens // PAGE_SIZE)
         if count > len(self.free):
             return None
         return [self.free.popleft() for _ in range(count)]
 
     def give_back(self, pages: list[int]) -> None:
-        """Pages whose request has ended."""
+        """Take back the pages of a request that has ended."""
         self.free.extend(pages)
 
 
@@ -86,14 +86,14 @@ class Server:
         count = pages or 1 + slots * columns
         head_dim = model.model.layers[0].self_attn.head_dim
         shape = (config.num_hidden_layers, count, PAGE_SIZE, config.num_key_value_heads, head_dim)
-        # Zeros: what a page holds before it is written is masked, but must be numbers.
+        # Zeros: unwritten parts of a page are masked, but must not be NaN.
         self.k_cache = torch.zeros(shape, dtype=model.dtype, device=device)
         self.v_cache = torch.zeros_like(self.k_cache)
         rotary = model.model.rotary_emb
         angles = torch.outer(torch.arange(longest, device=device), rotary.inv_freq.float())
         self.cos = (angles.cos() * rotary.attention_scaling).to(model.dtype)
         self.sin = (angles.sin() * rotary.attention_scaling).to(model.dtype)
-        # What a step reads and writes, in place: the next token of every slot, its length so far.
+        # A step reads and writes these in place: the next token and the length of every slot.
         self.tokens = torch.zeros(slots, 1, dtype=torch.long, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self.is_live = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -103,8 +103,8 @@ class Server:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def forward(self, tokens: Tensor, lengths: Tensor, page_table: Tensor) -> Tensor:
-        """The likeliest token behind the last of `tokens` (batch, seq), which go behind the
-        `lengths` tokens that each sequence has: (batch, 1)."""
+        """The likeliest next token after `tokens` (batch, seq), which are appended to the `lengths`
+        tokens of each sequence: (batch, 1)."""
         batch, seq = tokens.shape
         x = self.model.model.embed_tokens(tokens)
         for i, layer in enumerate(self.model.model.layers):
@@ -139,7 +139,7 @@ class Server:
         self.lengths.add_(self.is_live)
 
     def capture(self) -> None:
-        """Record a step, while no slot has a request: what it writes goes to waste."""
+        """Record a step while no slot has a request, so that its writes do not matter."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -151,7 +151,7 @@ class Server:
         self.graph = graph
 
     def admit(self, request: Request, slot: int) -> bool:
-        """Read the prompt into pages of its own; False while there are not enough."""
+        """Read the prompt into new pages; False while there are not enough."""
         pages = self.free_pages.take(request.longest)
         if pages is None:
             return False
@@ -184,9 +184,9 @@ class Server:
         Raises:
             ValueError: a request could have more tokens than its slot, or the whole cache, holds.
         """
-        room = min(len(self.cos), self.free_pages.count * PAGE_SIZE)
-        if any(request.longest > room for request in requests):
-            raise ValueError(f"a request may become longer than {room} tokens")
+        longest = min(len(self.cos), self.free_pages.count * PAGE_SIZE)
+        if any(request.longest > longest for request in requests):
+            raise ValueError(f"a request may become longer than {longest} tokens")
         waiting = deque(requests)
         if self.tokens.is_cuda and self.graph is None:
             self.capture()
@@ -207,7 +207,7 @@ class Server:
 
 @torch.inference_mode()
 def plain(model: Any, requests: list[Request], batch: int, end: int | None = None) -> None:
-    """The same answers by transformers' own loop, `batch` padded prompts at a time."""
+    """The same answers with transformers' own loop, `batch` padded prompts at a time."""
     for start in range(0, len(requests), batch):
         group = requests[start : start + batch]
         longest = max(len(request.prompt) for request in group)
@@ -227,7 +227,7 @@ def plain(model: Any, requests: list[Request], batch: int, end: int | None = Non
 
 
 def requests_from(text: str, tokenizer: Any, count: int, new_tokens: int) -> list[Request]:
-    """Speeches of a play to go on from; answers of different lengths, as users want them."""
+    """Requests with speeches of a play as prompts; the lengths of the answers differ."""
     speeches = [part for part in text.split("\n\n") if len(part) > 200][:count]
     return [
         Request(tokenizer(speech).input_ids, new_tokens // 2 + (17 * i) % (new_tokens // 2 + 1))
@@ -272,7 +272,7 @@ def main() -> int:
     if args.device == "cuda":
         frequencies = model.model.rotary_emb.inv_freq
         model = model.to(torch.bfloat16)
-        model.model.rotary_emb.inv_freq = frequencies  # bfloat16 would turn by other angles
+        model.model.rotary_emb.inv_freq = frequencies  # bfloat16 would change the rotation angles
     end = tokenizer.eos_token_id
 
     def fresh() -> list[Request]:

@@ -1,4 +1,4 @@
-"""What the demo prints: four checks, one after the other, each with its table and its verdict."""
+"""The output of the demo: four checks, each with its table and its verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text as Words
+from rich.text import Text
 
 from flashtile import __version__, attention
 from flashtile.cli.machine import busy, device_name
@@ -47,7 +47,7 @@ class Results(NamedTuple):
     loss: model_checks.Loss
     continuation: model_checks.Continuation
     prompt: str  # its last line
-    words: str  # what follows it
+    continuation_text: str  # what follows it
     layers: layer.Layers
     packed: model_checks.Packed
 
@@ -116,7 +116,7 @@ def _measure(
     name = register()
     names = ("eager", "sdpa", name)
     with warnings.catch_warnings(), _progress(console) as progress:
-        warnings.simplefilter("ignore")  # of libraries; ours are printed
+        warnings.simplefilter("ignore")  # of libraries; flashtile's are printed
 
         task = progress.add_task("1 reading", total=len(names))
         loss = model_checks.loss(model, cut.passage, names, lambda: progress.advance(task))
@@ -126,9 +126,9 @@ def _measure(
         continuation = model_checks.continuation(
             model, cut.prompt, names, size.new_tokens, lambda: progress.advance(task)
         )
-        words = tokenizer.decode(continuation.tokens[name], skip_special_tokens=True)
+        text = tokenizer.decode(continuation.tokens[name], skip_special_tokens=True)
         prompt = tokenizer.decode(cut.prompt[0]).splitlines()[-1]
-        _print_continuation(console, continuation, prompt, words)
+        _print_continuation(console, continuation, prompt, text)
 
         task = progress.add_task(
             "3 measuring", total=len(size.lengths) * len(layer.LAYERS) * len(layer.PASSES)
@@ -143,7 +143,7 @@ def _measure(
         task = progress.add_task("4 packing", total=3)
         packed = model_checks.packed(model, cut.sentences, name, lambda: progress.advance(task))
         _print_packed(console, packed)
-    return Results(device, loss, continuation, prompt, words, layers, packed)
+    return Results(device, loss, continuation, prompt, text, layers, packed)
 
 
 def _label(name: str) -> str:
@@ -161,7 +161,7 @@ def _print_check(console: Console, title: str, table: Table, passed: bool, verdi
     console.print(f"\n[bold]{title}[/bold]")
     console.print(table)
     mark, style = ("equal", "bold green") if passed else ("FAILED", "bold red")
-    console.print(Words.assemble((mark, style), f": {verdict}"))
+    console.print(Text.assemble((mark, style), f": {verdict}"))
 
 
 def _print_loss(console: Console, loss: model_checks.Loss, tokens: int) -> None:
@@ -173,7 +173,7 @@ def _print_loss(console: Console, loss: model_checks.Loss, tokens: int) -> None:
 
 
 def _print_continuation(
-    console: Console, continuation: model_checks.Continuation, prompt: str, words: str
+    console: Console, continuation: model_checks.Continuation, prompt: str, text: str
 ) -> None:
     table = _table("attention", "new tokens", "tokens per second")
     for name, tokens in continuation.tokens.items():
@@ -189,7 +189,7 @@ def _print_continuation(
         continuation.passed,
         verdict,
     )
-    console.print(Words.assemble(("  ... " + prompt, "dim"), (words, "italic")))
+    console.print(Text.assemble(("  ... " + prompt, "dim"), (text, "italic")))
 
 
 def _print_layers(console: Console, layers: layer.Layers) -> None:
@@ -212,7 +212,7 @@ def _print_layers(console: Console, layers: layer.Layers) -> None:
     )
     mark, style = ("as it must be", "bold green") if layers.passed else ("FAILED", "bold red")
     console.print(
-        Words.assemble(
+        Text.assemble(
             (mark, style),
             f": equal results (they differ by {layers.error:.0e}), and from the last length but "
             f"one to the last the memory of training grows as {growths}: 2 is the quadratic "
@@ -227,7 +227,7 @@ def _layer_cells(layers: layer.Layers, direction: str, length: int) -> list[str]
     }
     times = [row.milliseconds for row in rows.values()]
     peaks = [row.peak_mib for row in rows.values()]
-    faster, smaller = "possible", "possible"  # where the standard way no longer is
+    faster, smaller = "possible", "possible"  # if standard attention cannot run
     if times[0] is not None and peaks[0] is not None:
         faster = f"{times[0] / cast(float, times[-1]):.1f}"
         smaller = f"{peaks[0] / cast(float, peaks[-1]):.0f}"
