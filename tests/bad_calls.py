@@ -1,4 +1,4 @@
-"""Good calls that tests spoil, and what a refusal must look like."""
+"""Good calls that tests make invalid, and the check of the resulting error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ERRORS = (ValueError, TypeError, NotImplementedError)
 
 
 def refuse(function, call, argument, untouched):
-    """Calls, and wants an error that names `argument` and wrote to none of `untouched`."""
+    """Call, and expect an error that names `argument` and leaves `untouched` unchanged.
+    dividing"""
     before = [x.clone() for x in untouched]
     state = torch.get_rng_state()
     with pytest.raises(ERRORS) as caught:

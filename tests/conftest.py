@@ -13,8 +13,8 @@ import pytest
 import torch
 from conformance.devices import carry_calls, device_of
 
-# One line adds a backend to the conformance suite. It is skipped where it says that it cannot run a
-# call, for the reasons that it gives.
+# One line adds a backend to the conformance suite. Calls that it refuses are skipped with the
+# reasons that it gives.
 BACKENDS = [
     "cpu",
     pytest.param("triton", marks=pytest.mark.gpu),
@@ -36,7 +36,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    # Left out rather than skipped: a thousand lines of "no CUDA device" would hide real skips.
+    # Deselected, not skipped: a thousand lines of "no CUDA device" would hide real skips.
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=gpu)
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The backend under test; calls are carried to its device."""
+    """The backend under test; calls are copied to its device."""
     name = str(request.param)
     device = device_of(name)
     if device.type != "cpu":
@@ -91,7 +91,7 @@ def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @pytest.fixture
 def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every uninitialised buffer that flashtile makes holds NaN, so an unwritten element shows."""
+    """Fill uninitialised buffers of flashtile with NaN, so that unwritten elements are found."""
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
         monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):

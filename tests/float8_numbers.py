@@ -1,4 +1,4 @@
-"""What quantised tensors stand for, written out a second time for the tests."""
+"""The values of quantised tensors, computed independently for the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def factors(descale: Tensor, x: Tensor, block: int) -> Tensor:
 
 
 def unscaled(small: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers that float8 holds, float64."""
+    """The values of the float8 numbers, in float64."""
     return (
         small.q.double() * factors(small.q_descale, small.q, 64),
         small.k.double() * factors(small.k_descale, small.k, 128),

@@ -1,7 +1,7 @@
 """The layers of `flashtile.modules` written out in plain PyTorch, with the same parameters.
 
-The whole score matrix, one head after the other repeated, complex numbers for the rotation: slow,
-and another way to the same numbers.
+They build the whole score matrix, repeat key heads and rotate with complex numbers: slow, and
+independent of the implementation.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def check_against_plain(
     dtype: torch.dtype,
     call: Callable[..., Tensor] | None = None,
 ) -> None:
-    """The result and every gradient of module(*inputs) against plain(module, *inputs) in float64.
+    """Compare result and gradients of module(*inputs) with plain(module, *inputs) in float64.
 
     Args:
         module: in any dtype; copied.

@@ -1,4 +1,4 @@
-"""A few processes that run one script together, as `torchrun` starts them."""
+"""Start a few processes that run one script together, as `torchrun` does."""
 
 from __future__ import annotations
 

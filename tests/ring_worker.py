@@ -21,7 +21,7 @@ from flashtile.testing import (
     rounding_variance,
 )
 
-# Its adapter for transformers asks for a name that newer versions of that no longer have.
+# Its adapter for transformers imports a name that newer versions no longer have.
 ADAPTERS = ("substitute_hf_flash_attn", "update_ring_flash_attn_params")
 sys.modules["ring_flash_attn.adapters"] = ModuleType("ring_flash_attn.adapters")
 for name in ADAPTERS:
@@ -61,7 +61,7 @@ def results(whole, leaves, dout, dtype, **how):
 
 
 def check(name, function, q, k, v, dout, whole, own, *lengths, **options):
-    """Output and gradients of a ring against those of attention over everything, by the rule."""
+    """Compare a ring's output and gradients with attention over the whole sequence."""
     leaves = [own(x).detach().clone().requires_grad_() for x in (q, k, v)]
     out = function(*leaves, *lengths, causal=True, **options)
     got = [out, *torch.autograd.grad(out, leaves, own(dout))]

@@ -1,4 +1,4 @@
-"""What a precision may lose of whole layers and models, whoever adds up the terms of their sums."""
+"""The allowed error of whole layers and models, for any order of their sums."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Run = dict[str, Tensor]  # results by name
 
 
 def judge_client(got: Run, plain: Callable[[torch.dtype], Run], seed: int) -> None:
-    """What a library makes with flashtile by the rule: `plain(dtype)` are the same results in that
-    precision without it."""
+    """Check the results of a library with flashtile by the rule. `plain(dtype)` gives the results
+    without flashtile in that precision."""
     dtype = next(iter(got.values())).dtype
     with sdpa_kernel(SDPBackend.MATH):
         truth, low = plain(torch.float64), plain(torch.float32)
@@ -69,7 +69,7 @@ class RoundedResults(TorchDispatchMode):
             sizes = func(args[0].abs(), *args[1:], **(kwargs or {}))
         elif func is aten._softmax.default:
             sizes = result * (1 + result.clamp(min=1e-30).log().abs())
-        elif any(x.alias_info is not None for x in func._schema.returns):  # nothing new
+        elif any(x.alias_info is not None for x in func._schema.returns):  # the result is a view
             return result
         else:
             return tree_map_only(Tensor, self._rounded, result)

@@ -1,4 +1,4 @@
-"""Fields of configurations, by model type, where smaller numbers alone give no model.
+"""Fields of configurations, by model type, for which smaller numbers are not enough.
 
 They apply to the configuration of a family and to the same configuration as a part of another one.
 """

@@ -43,7 +43,7 @@ def videos(config):
 
 
 def patches(config):
-    """Patches of two images in one row, as the vision towers of Qwen's family have them."""
+    """Patches of two images in one row, the layout of the vision towers of Qwen's family."""
     channels = first(config, "in_channels", "num_channels", "in_chans", default=3)
     size = first(config, "patch_size", default=8)
     return normal(
@@ -324,7 +324,7 @@ INPUTS = {
 
 
 def candidates(model):
-    """Keyword arguments to try in turn until the model's forward function takes them."""
+    """Candidate keyword arguments; the first that the model's forward function accepts are used."""
     config, parameters = model.config, inspect.signature(model.forward).parameters
     if config.model_type in INPUTS:
         by_hand = INPUTS[config.model_type](config)

@@ -144,7 +144,7 @@ def part_classes(config_class: type) -> dict[str, type]:
     try:
         whole = config_class()
         parts = {name: type(getattr(whole, name, None)) for name in names}
-    except Exception:  # some have to be told all of their parts
+    except Exception:  # some need all of their parts
         parts = dict(names)
     return {n: kind for n, kind in parts.items() if issubclass(kind, PreTrainedConfig)}
 
@@ -165,7 +165,7 @@ def small(field: dataclasses.Field, sizes, special):
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Weights of which every one counts, under which attention is far from uniform."""
+    """Initialise so that every weight matters and attention is far from uniform."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -164,7 +164,7 @@ def outputs(model, inputs):
 
 
 class Precision(TorchFunctionMode):
-    """Everything in the model's precision: in float64 also what a model computes in float32."""
+    """Compute everything in the model's precision, also what models always compute in float32."""
 
     def __init__(self, model):
         super().__init__()
@@ -192,7 +192,7 @@ class Precision(TorchFunctionMode):
 
 
 def tensors(output):
-    """The floating tensors of a model's output, the most telling one first."""
+    """The floating tensors of a model's output, the most important one first."""
     for name in ("logits", "last_hidden_state"):
         if isinstance(getattr(output, name, None), torch.Tensor):
             return [getattr(output, name)]
@@ -213,8 +213,8 @@ def tensors(output):
 class Rule:
     """The rule of correctness for one model.
 
-    What plain PyTorch errs is the most that it errs in any output so far: in a few numbers it is a
-    matter of luck.
+    The error of plain PyTorch is its largest error in any output so far, because the error of a
+    few numbers is a matter of luck.
     """
 
     def __init__(self):
@@ -294,7 +294,7 @@ class Family:
             padded = self.inputs | {"attention_mask": mask, "input_ids": ids}
             try:
                 plain = tensors(outputs(self.plain, padded))
-                # Other tokens at the padding: what changes, reads it, and is of no use to anybody.
+                # Results that change with other tokens at the padding are not compared.
                 others = padded | {
                     "input_ids": ids.where(mask.bool(), torch.tensor(SPECIAL_TOKENS))
                 }
@@ -436,7 +436,7 @@ def compare_parts(model, names, calls, notes):
 
 
 def child(family, gigabytes, pipe):
-    """The process of one family."""
+    """Start the process of one family."""
     resource.setrlimit(resource.RLIMIT_DATA, (gigabytes << 30,) * 2)
     torch.set_num_threads(1)
     pipe.send(compare(family))

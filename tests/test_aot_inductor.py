@@ -45,7 +45,7 @@ def test_export_with_a_dynamic_length(exported, tmp_path):
     module, program = exported
     values = {node.op: node for node in program.graph.nodes}
     out = values["output"].args[0][0].meta["val"]
-    assert isinstance(out.shape[1], torch.SymInt)  # so a compiler allocates for any length
+    assert isinstance(out.shape[1], torch.SymInt)  # makes a compiler allocate for any length
     assert_same_at_other_lengths(module, program.module())
     torch.export.save(program, tmp_path / "attend.pt2")
     loaded = torch.export.load(tmp_path / "attend.pt2")

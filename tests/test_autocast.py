@@ -1,5 +1,4 @@
-"""Autocast changes no result: at an entrance the inputs are cast, and inside every product runs in
-the dtype that the algorithm says."""
+"""Autocast casts the inputs of a call; inside, every product runs in the dtype of the algorithm."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 def run(entry: Entry, inputs: list[Tensor], autocast: torch.dtype | None) -> list[Tensor]:
-    """Results and gradients of `entry`, both made under autocast to the dtype `autocast`."""
+    """Results and gradients of `entry` under autocast to the dtype `autocast`."""
     torch.manual_seed(7)  # of dropout
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
@@ -171,7 +170,7 @@ def test_attention_casts_its_inputs_only(name: str, autocast: torch.dtype, seed:
 
 
 def test_the_error_is_that_of_16_bits() -> None:
-    """The call that found this: an error of 0.7 where 0.001 is right."""
+    """The call that showed the bug: its error was 0.7 instead of 0.001."""
     q, k, v = heads(0, torch.float16, *[(2, 300, 4, 64)] * 3)
     truth = attention_reference(q.double(), k.double(), v.double(), alibi_slopes=ALIBI).out
     with torch.autocast("cpu", dtype=torch.float16):
@@ -180,7 +179,7 @@ def test_the_error_is_that_of_16_bits() -> None:
 
 
 def with_cache(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """A cached call that appends and rotates; its result and what is then in the cache."""
+    """A cached call that appends and rotates: its result and the contents of the cache after it."""
     caches = [torch.zeros(2, 64, 2, 24, dtype=dtype or x.dtype) for x in (k, v)]
     angle = torch.linspace(0, 3, 64 * 12).view(64, 12)
     out, lse = flashtile.attention_with_kvcache(
@@ -304,7 +303,7 @@ def test_linear_cross_entropy(autocast: torch.dtype, seed: int) -> None:
 
     inputs = heads(seed, autocast, (2, 20, 16), (50, 16), (50,))
     assert_equal(run(entry, inputs, autocast), run(entry, inputs, None))
-    exact = [x.double() for x in inputs]  # which autocast leaves as they are
+    exact = [x.double() for x in inputs]  # which autocast does not cast
     assert_equal(run(entry, exact, autocast), run(entry, exact, None))
 
 
@@ -355,7 +354,7 @@ def test_compiled_rotary(seed: int) -> None:
 
 
 def test_autocast_of_another_device(seed: int) -> None:
-    """Autocast of a GPU is none of a CPU tensor's."""
+    """Autocast for a GPU does not affect CPU tensors."""
     entry, shapes = ATTENTION["softcap"]
     inputs = heads(seed, torch.float32, *shapes)
     torch.set_autocast_enabled("cuda", True)

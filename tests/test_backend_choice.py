@@ -1,4 +1,4 @@
-"""`flashtile.backend`: forced from a call on, or inside a block, of one thread or of all."""
+"""`flashtile.backend` forces a backend from a call on or in a block, for one thread or for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def nothing_stays_forced():
 
 
 def runs_on(name):
-    """Whether a call is refused, here where there is no GPU, in the name of that backend."""
+    """Whether a call is refused with that backend's name, on a machine without a GPU."""
     q = torch.randn(1, 5, 1, 8)
     try:
         flashtile.attention(q, q, q)
@@ -120,7 +120,7 @@ def test_a_block_is_of_its_thread():
 
 
 def test_blocks_of_two_threads_that_overlap():
-    """Entered first and left first: neither may restore what the other has forced."""
+    """Two blocks, of which the first ends first: neither may restore the other's backend."""
     first_inside, second_inside, first_left = (threading.Event() for _ in range(3))
     seen = []
 

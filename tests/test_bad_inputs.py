@@ -1,4 +1,4 @@
-"""Bad input of every kind is a clear error, and nothing was written before it.
+"""Invalid input of every kind raises a clear error before anything is written.
 
 The error is a `ValueError`, `TypeError` or `NotImplementedError` whose message names the argument.
 `out`, the caches and the state of the generator are as they were.
@@ -14,7 +14,7 @@ import flashtile
 from flashtile.masks import BlockMask
 from flashtile.testing import cu_seqlens, generator, qkv, rotary_tables
 
-# Named argument of the message, then what to change in a good call.
+# The argument that the message names, and the change of a valid call.
 DENSE = {
     "q of rank 3": ("q", {"q": zeros(5, 4, 8)}),
     "q of rank 5": ("q", {"q": zeros(1, 2, 5, 4, 8)}),

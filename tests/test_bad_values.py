@@ -1,5 +1,4 @@
-"""Bad numbers inside of tensors are refused where reading them costs nothing, and do no harm
-elsewhere."""
+"""Invalid values in tensors raise an error where reading them is free, and do no harm elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from flashtile.testing import rotary_tables
 COS, SIN = rotary_tables(32, 8)
 ROWS = {"cache_batch_idx": tensor(0, 1)}
 
-# Checks that look at values: by default of tensors on a CPU, with FLASHTILE_CHECK=1 on a GPU too.
+# Values are checked for CPU tensors by default, with FLASHTILE_CHECK=1 also for GPU tensors.
 PACKED_VALUES = {
     "cu_seqlens_q decreases": ("cu_seqlens_q", {"cu_seqlens_q": tensor(0, 6, 5)}),
     "cu_seqlens_q starts at 1": ("cu_seqlens_q", {"cu_seqlens_q": tensor(1, 3, 5)}),
@@ -48,7 +47,7 @@ def test_packed_values(case, asked, monkeypatch):
 
 @pytest.mark.parametrize("case", PACKED_VALUES)
 def test_packed_values_unchecked_stay_in_bounds(case, monkeypatch):
-    """Without the check the call runs, and reads and writes inside its tensors alone."""
+    """Without the check the call runs, and reads and writes only inside its tensors."""
     ask(monkeypatch, "0")
     _, change = PACKED_VALUES[case]
     call = packed() | change
@@ -123,7 +122,7 @@ def test_cache_values(case, asked, monkeypatch):
 
 @pytest.mark.parametrize("case", [c for c in CACHE_VALUES if "rotary" not in c])
 def test_cache_values_unchecked_stay_in_bounds(case, monkeypatch):
-    """Without the check, wrong values write inside the cache alone."""
+    """Without the check, calls with wrong values write only inside the cache."""
     ask(monkeypatch, "0")
     _, change = CACHE_VALUES[case]
     call = cache() | change
@@ -226,7 +225,7 @@ def test_nothing_is_read_where_there_are_no_values(monkeypatch):
 
 def test_queries_without_positions_of_their_own_need_one_row_of_the_tables():
     """Neither causal nor local: all are rotated like the first one."""
-    tables = {"rotary_cos": COS[:12], "rotary_sin": SIN[:12]}  # the last new token stands at 11
+    tables = {"rotary_cos": COS[:12], "rotary_sin": SIN[:12]}  # the last new token is at 11
     call = cache() | tables | {"q": zeros(2, 5, 4, 8), "out": None, "causal": False}
     call["cache_batch_idx"] = tensor(0, 1)
     assert flashtile.attention_with_kvcache(**call).isfinite().all()

@@ -1,4 +1,4 @@
-"""The measuring library: its numbers, not this machine's. Nothing here asserts a time."""
+"""The functions that measure. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -412,7 +412,7 @@ def test_whatever_a_peer_raises_is_a_line(
     assert (row.skipped, row.median_ms) == ("no such kernel", None)
     assert other.median_ms == 1.0
     assert capsys.readouterr().err == ""
-    assert [held() for held in missing.held] == [None] * fails_at  # its memory is free again
+    assert [held() for held in missing.held] == [None] * fails_at  # its memory has been freed
 
 
 def test_our_own_failure_is_told_apart(

@@ -1,4 +1,4 @@
-"""The command of the benchmarks: it refuses what it cannot do, and writes what it measured."""
+"""The benchmark command: it rejects wrong arguments, and writes its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's float8: who attends to what, what quantising moves, what belongs together."""
+"""Float8 in the benchmarks: the peers, the bytes that quantising moves, the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measuring library on a GPU: its clocks, its memory, and peers that compute the case."""
+"""The functions that measure on a GPU: time, memory, and peers that compute the case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU targets: which rows they are about, who is compared with whom, what counts as missed."""
+"""The GPU targets: their rows, the compared peers, and when a target is missed."""
 
 from __future__ import annotations
 

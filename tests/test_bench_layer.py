@@ -1,4 +1,4 @@
-"""The layer around a peer's attention: the same one around every peer."""
+"""The layer around a peer's attention is the same for every peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU targets: who is compared with whom, and what counts as missed."""
+"""The CPU targets: the compared calls, and when a target is missed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_targets_are_judged_at_equal_work(monkeypatch: pytest.MonkeyPatch) -> No
     }
     assert found["full", "forward"].limit == found["causal", "backward"].limit == 1.05
     assert (found["sink", "forward"].limit, found["sink", "backward"].limit) == (1.4, 1.5)
-    assert found["sink", "forward"].ratio == 1.0  # as many scores as the causal yardstick
+    assert found["sink", "forward"].ratio == 1.0  # as many scores as the causal baseline
     half = found["causal, M = N/2", "forward"]
     share = (64 * 64 + 64 * 65 / 2) / (128 * 129 / 2)
     assert half.native_ms == pytest.approx(10.0 * share)

@@ -75,7 +75,7 @@ def test_calls_go_on_after_the_caches_are_emptied():
 
 
 def test_no_cache_is_made_elsewhere():
-    """Benchmarks keep what they have measured about the machine."""
+    """Benchmarks keep their measurements of the machine."""
     found = [
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")

@@ -1,4 +1,4 @@
-"""`flashtile check`: what is right passes, what is wrong is found, named and written down."""
+"""`flashtile check`: correct results pass; wrong ones are found, named and reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def named(*names: str, dtype: str = "float32") -> list[Case]:
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[Case]], None]:
-    """Leaves some cases and one short time."""
+    """Reduces the checks to some cases and one short measurement."""
 
     def leave(cases: Iterable[Case]) -> None:
         monkeypatch.setattr(check, "cases", lambda device, quick: list(cases))

@@ -1,4 +1,4 @@
-"""The command: it finds its parts, imports no more than it needs, and writes what it says."""
+"""The command line: it finds its subcommands, imports only what it needs, and writes its files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 @pytest.fixture
 def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registering is a global act, and importing transformers takes seconds."""
+    """In a new process, since registering is global and importing transformers takes seconds."""
     monkeypatch.setattr(info, "transformers_state", lambda: {"state": "not asked"})
 
 

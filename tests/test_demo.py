@@ -98,7 +98,7 @@ def test_a_failed_check_fails_the_demo(arguments, capsys, monkeypatch, tolerance
 
 
 def test_standard_attention_that_does_not_fit(arguments, capsys, monkeypatch):
-    """It is left out, and the rest is measured."""
+    """It is left out, and the others are measured."""
     too_much = layer.standard_bytes(1024)
     monkeypatch.setattr(layer, "free_bytes", lambda device: too_much)
     assert show.show(arguments, SIZE) == 0
@@ -143,7 +143,7 @@ def test_packed_counts(arguments):
 
 
 def test_memory_of_the_layer():
-    """Two score matrices and more for the standard way, about the result alone for ours."""
+    """Standard attention takes at least two score matrices, flashtile little more than out."""
     rows = {(r.name, r.direction): r for r in layer.measure((1024,), "cpu", budget_ms=1.0)}
     scores = layer.HEADS * 1024**2 * 4 / 2**20
     result = layer.HEADS * 1024 * layer.HEAD_DIM * 4 / 2**20

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
-SCREEN = 25  # lines by which a place may be off until `make format` corrects it
+SCREEN = 25  # lines by which a line number may be off until `make format` corrects it
 
 
 @pytest.fixture

@@ -271,7 +271,7 @@ def test_signatures(name):
     [n for n in SIGNATURES if "varlen" in n or (n.startswith("flash_attn_") and "comb" not in n)],
 )
 def test_extras_are_keyword_only(name):
-    """`bias`, `sink` and the rest can be asked for, by every way Python tells them."""
+    """`bias`, `sink` and the other keywords are visible to Python's introspection."""
     function = getattr(flashtile, name)
     q, k, v = qkv(generator(0), Hq=2, Hk=2)
     cu = cu_seqlens([17, 17])

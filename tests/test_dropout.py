@@ -1,4 +1,4 @@
-"""Dropout against answers from outside: Random123's vectors, and Philox written in plain integers.
+"""Dropout against independent results: Random123's vectors, and Philox in plain integers.
 
 The conformance suite gives the reference the mask that `keep_mask` draws, so an error in it would
 agree with itself there.
@@ -86,7 +86,7 @@ def test_mask_is_a_function_of_the_coordinates(n0, n1, seed):
 
 
 def test_state_comes_from_the_generator_and_fills_both_words():
-    """`torch.manual_seed` rules, each draw moves on, and neither half of a word is constant."""
+    """`torch.manual_seed` fixes the draws, every draw differs, and both halves of a word vary."""
     torch.manual_seed(5)
     first, second = (draw_rng_state(torch.device("cpu")) for _ in range(2))
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""DTensors, sharded over batch or heads: two processes over gloo, and four that are imagined."""
+"""DTensors, sharded over batch or heads: two processes over gloo, and four simulated ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_shardings(tmp_path):
 
 @pytest.fixture
 def mesh():
-    """Two by two processes, of which this one is the first and the others are imagined."""
+    """A mesh of two by two processes: this one is the first, the others are simulated."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,6 +1,6 @@
-"""The floor under the allowed error: right sums are never below it, wrong ones never hide in it.
+"""The floor under the allowed error: correct sums stay within it, wrong ones exceed it.
 
-That right sums pass whatever is drawn is `test_random_combinations.py`'s to show; with
+`test_random_combinations.py` shows that correct sums pass for random inputs; with
 `FLASHTILE_DRAWS=10000` it does so for as many calls.
 """
 
@@ -56,7 +56,7 @@ def results(leaves, cotangents, dtype, **how):
 
 
 def case(seed, dtype, options="nothing", through_lse=True, **sizes):
-    """truth, plain and floor of a random call by name, and what computes more of it."""
+    """truth, plain and floor of a random call by name, and the function that computes them."""
     g = generator(seed)
     leaves = dict(zip("qkv", qkv(g, **sizes, dtype=dtype), strict=True))
     made = OPTIONS[options](g)
@@ -97,8 +97,8 @@ def test_an_error_of_four_floors_is_caught(dtype, options, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_where_terms_cancel_the_floor_is_a_few_roundings_of_them(dtype, seed):
-    """A row that sees one key: dQ = scale P (dP - delta) K = 0. Plain PyTorch may find just that,
-    and no kernel must; but four floors are too many, and a floor is not much."""
+    """A row that sees one key: dQ = scale P (dP - delta) K = 0. Plain PyTorch may get exactly 0; a
+    kernel need not. But an error of four floors is too large, and a floor is small."""
     truth, plain, floor, _ = case(seed, dtype, through_lse=False, N=1)
     assert truth["dq"].abs().max() < 1e-12
     size = 16**0.5 * 16**-0.5  # |dP| |K| scale: 16 columns of about 1 each
@@ -124,7 +124,7 @@ def test_nothing_is_allowed_where_nothing_is_seen(seed):
 
 
 def keep_bits(x, bits):
-    """`x` rounded to so many bits behind the first."""
+    """`x` rounded to `bits` bits after the first."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2.0 ** (bits + 1)).round() / 2.0 ** (bits + 1), exponent)
 

@@ -53,7 +53,7 @@ def test_positional_order(name):
 
 
 RULE = {"causal": True, "window_size_left": 9, "window_size_right": -1, "softcap": 2.0}
-OPTIONS = {"causal": True, "window_size": (9, -1), "softcap": 2.0}  # the same, as others say it
+OPTIONS = {"causal": True, "window_size": (9, -1), "softcap": 2.0}  # the same under other names
 
 
 class Client(torch.autograd.Function):

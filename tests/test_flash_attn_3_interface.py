@@ -206,7 +206,7 @@ def test_private_backward(packed, seed):
 
 @pytest.mark.parametrize("given", ["float8", "qv"])
 def test_a_call_without_backward_fails_in_its_backward_only(given, monkeypatch):
-    """On a GPU, whose answer to `_has_no_backward` this test gives on every device."""
+    """Like on a GPU: the test patches `_has_no_backward` on every device."""
     monkeypatch.setattr(forward_only, "_has_no_backward", lambda q, qv: True)
     dtype = torch.float8_e4m3fn if given == "float8" else torch.bfloat16
     q, k, v, qv = (torch.randn(1, 9, 2, 32).to(dtype).requires_grad_() for _ in range(4))

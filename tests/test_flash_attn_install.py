@@ -18,7 +18,7 @@ from flashtile import as_flash_attn
 from flashtile.integrations import flash_attn
 from flashtile.integrations.flash_attn_modules import PACKAGES
 
-# Wherever these tests run, they see none of the real ones.
+# The tests hide installed packages of these names.
 REAL = [package.distribution for package in PACKAGES if flash_attn.is_installed(package)]
 pytestmark = pytest.mark.skipif(bool(REAL), reason=f"installed here: {REAL}")
 

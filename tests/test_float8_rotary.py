@@ -18,7 +18,7 @@ LARGEST = torch.finfo(E4M3).max
 
 
 def float8(seed: int, *shape: int) -> Tensor:
-    """Up to the largest numbers, of which rotated ones may be larger still."""
+    """Values up to the largest float8 number, which the rotation may exceed."""
     x = normal(generator(seed), *shape, scale=400)
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 

@@ -1,4 +1,4 @@
-"""Gradients of `attention_fp8`: those of attention in 16 bits on the numbers that float8 holds."""
+"""Gradients of `attention_fp8`: those of 16-bit attention on the dequantised inputs."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def plain_gradients(
     options: dict[str, Any],
     dtype: torch.dtype,
 ) -> Run:
-    """FlashAttention-2's backward written out in `dtype` on the numbers that float8 holds, with the
-    output and the log-sum-exp of their forward."""
+    """FlashAttention-2's backward in plain PyTorch in `dtype` on the dequantised inputs, with the
+    output and the log-sum-exp of the float8 forward."""
     small = quantize_qkv(*given, **how)
     rounded, lse = flashtile.attention(*small[:3], **descales(small), **options, return_lse=True)
     R, R_v = rotations(how, dtype)
@@ -86,7 +86,7 @@ def plain_gradients(
 
 
 def rotations(how: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What q and k, and what v are multiplied with before they are rounded."""
+    """The rotation matrices of q and k, and of v, before rounding."""
     rotated = how.get("hadamard", True), how.get("hadamard_v", False)
     return tuple((rotation(D) if x else torch.eye(D)).to(dtype) for x in rotated)
 
@@ -97,7 +97,7 @@ def floors(
     how: dict[str, Any],
     options: dict[str, Any],
 ) -> Run:
-    """What float32 may lose of these gradients."""
+    """The allowed float32 error of these gradients."""
     R, R_v = rotations(how, torch.float64)
     leaves = [x.double().requires_grad_() for x in unscaled(quantize_qkv(*given, **how))]
     found = attention_reference(*leaves, **options, attend=rounding_variance(torch.float32))
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_the_numbers_that_float8_holds(
 
 @pytest.mark.parametrize("scales", ["tensor", "head", "block"])
 def test_bfloat16_holds_what_float8_does(scales: str, seed: int) -> None:
-    """So that a backward in bfloat16 rounds none of its inputs."""
+    """Inputs that a backward in bfloat16 represents exactly."""
     given = [x * torch.logspace(-3, 3, x.shape[1]).view(1, -1, 1, 1) for x in qkv(generator(seed))]
     small = quantize_qkv(*given, scales=scales)
     rows_q, rows_k = rows_of(small.q, small.k, None)
@@ -147,7 +147,7 @@ def test_bfloat16_holds_what_float8_does(scales: str, seed: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["default", "a scale a head", "all"])
 def test_packed_sequences_have_their_own_gradients(recipe: str, seed: int) -> None:
-    """As each alone; tokens of no sequence have none."""
+    """Like each sequence by itself; tokens outside of sequences get no gradient."""
     g, how = generator(seed), RECIPES[recipe]
     lengths_q, lengths_k = [70, 0, 1, 130], [130, 40, 0, 265]
     leaves = packed_qkv(g, [*lengths_q, 5], [*lengths_k, 5], D=64)

@@ -1,4 +1,4 @@
-"""Configurations: what they resolve to, and that a bad value is refused by its name."""
+"""Configurations: their defaults, and errors that name the wrong field."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_from_llama_and_mistral():
 
 
 def test_from_an_older_transformers():
-    """Until version 5 the base of the rotation stood beside rope_scaling."""
+    """Before version 5 the base of the rotation was a field beside rope_scaling."""
     old = SimpleNamespace(
         model_type="llama",
         vocab_size=10,

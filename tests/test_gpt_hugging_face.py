@@ -1,4 +1,4 @@
-"""Models of transformers and ours with the same weights: the same logits, gradients and texts."""
+"""Models of transformers and of flashtile with the same weights give the same results."""
 
 from __future__ import annotations
 

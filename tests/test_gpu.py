@@ -1,7 +1,7 @@
-"""What PyTorch does to a call on a GPU: dispatch, streams, graphs, compilation, autocast,
+"""PyTorch's features around a call on a GPU: dispatch, streams, graphs, compilation, autocast,
 checkpoints, training.
 
-What the kernels compute is judged by the conformance suite and in `test_gpu_kernels.py`.
+The conformance suite and `test_gpu_kernels.py` check the results of the kernels.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def test_training_inside_a_graph():
 
 
 def test_two_streams_at_once():
-    """Each launch goes to the stream that is current; nothing is shared between them."""
+    """Each launch goes to the current stream; streams share nothing."""
     inputs = [torch.randn(4, 512, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
     triples = inputs[:3], inputs[3:]
 
@@ -201,7 +201,7 @@ def test_two_streams_at_once():
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_more_than_two_to_the_31_elements(backend):
-    """Offsets into q, k, v and out pass 32 bits; the last heads and rows are right all the same."""
+    """Offsets into q, k, v and out exceed 32 bits; the last heads and rows are still correct."""
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Hopper backend wants compute capability 9.0")
     B, N, H, D = 2, 2**17 + 5, 66, 128  # 2.2e9 elements each

@@ -1,5 +1,5 @@
-"""Float8 on Hopper by the public functions: what dispatch chooses, against the rule and the CPU's
-emulation, and whether repeats agree.
+"""Float8 on Hopper through the public functions: the chosen backend, the results against the rule
+and the CPU's emulation, and whether repeated calls agree.
 
 The tensor cores keep 13 bits of a sum of float8 products (SageAttention2, Zhang et al. 2024). One
 instruction adds 32 of them to the sum so far, and each of the 33 terms loses less than 2^-13 of the
@@ -53,7 +53,7 @@ MOST = 1.2
 
 @pytest.fixture(autouse=True)
 def on_hopper() -> None:
-    """Nothing here runs elsewhere."""
+    """Skip these tests on other devices."""
     if torch.cuda.get_device_capability() != (9, 0):
         found = torch.cuda.get_device_name()
         pytest.skip(f"the float8 kernel wants compute capability 9.0, this is {found}")

@@ -1,6 +1,6 @@
-"""The Hopper kernels at work: repeats, streams, graphs, compilation, and whether they ever hang.
+"""The Hopper kernels on a GPU: repeated calls, streams, graphs, compilation, and deadlocks.
 
-What they compute is judged in `conformance/test_hopper.py` and `test_random_hopper.py`. The tests
+`conformance/test_hopper.py` and `test_random_hopper.py` check their results. The tests
 under `small` are short enough for a checker of memory accesses:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
@@ -28,7 +28,7 @@ WATCHDOG_SECONDS = 140  # of which nearly all is for compiling
 
 @pytest.fixture(autouse=True)
 def on_hopper() -> None:
-    """Nothing here runs elsewhere."""
+    """Skip these tests on other devices."""
     if torch.cuda.get_device_capability() != (9, 0):
         found = torch.cuda.get_device_name()
         pytest.skip(f"the Hopper backend wants compute capability 9.0, this is {found}")
@@ -210,7 +210,7 @@ def test_small(D, options):
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_small_packed(D):
     cu_q, cu_k = cu_seqlens([70, 0, 1, 66]).cuda(), cu_seqlens([90, 3, 0, 40]).cuda()
-    q, k, v, dout = (x[0] for x in inputs(1, 140, 140, 4, 2, D))  # three rows belong to nobody
+    q, k, v, dout = (x[0] for x in inputs(1, 140, 140, 4, 2, D))  # three rows belong to no sequence
     leaves = [x.requires_grad_() for x in (q, k, v)]
     given = (cu_q, cu_k, 70, 90)
     out = flashtile.attention_varlen(*leaves, *given, causal=True, backend="hopper")

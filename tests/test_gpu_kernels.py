@@ -1,7 +1,7 @@
 """Every kernel on the GPU, small and odd, called as the launcher calls it.
 
-The conformance suite judges what users see; here nothing stands between the case and the kernels,
-so that a run under a checker of memory accesses is short:
+The conformance suite checks the public functions. These tests call the kernels directly, so that a
+run under a checker of memory accesses is short:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
         python -m pytest -m gpu tests/test_gpu_kernels.py -k bfloat16
@@ -32,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(params=["pointers", "descriptors"])
 def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """How tiles are loaded; by itself the plan takes descriptors for large calls alone.
+    """How tiles are loaded; without a patch the plan takes descriptors only for large calls.
 
     Compiled kernels are cached for the call, whose plan never changes otherwise.
     """
@@ -78,7 +78,7 @@ def test_gather_pages(page_size, seed):
 
 @pytest.mark.parametrize("storage", ["rows", "pages"])
 def test_a_prompt_in_pieces(storage, seed, monkeypatch):
-    """Onto a cache, by whatever backend takes it, as by the portable one; again from memory."""
+    """Prefill by the chosen backend equals the portable one; also a call from the memo."""
     g = generator(seed)
     q = normal(g, 2, 700, 8, 128, dtype=torch.bfloat16).cuda()
     caches = [normal(g, 2, 2048, 2, 128, dtype=torch.bfloat16) for _ in range(2)]

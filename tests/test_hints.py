@@ -1,4 +1,4 @@
-"""Performance hints of FlashAttention-3: accepted, checked, honoured or said to be ignored."""
+"""Performance hints of FlashAttention-3 are accepted and checked; `explain` names ignored ones."""
 
 from __future__ import annotations
 

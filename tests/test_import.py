@@ -1,6 +1,6 @@
-"""Importing flashtile: torch alone suffices, nothing else is pulled in, and nothing is changed.
+"""Importing flashtile needs only torch, imports nothing else, and changes no global state.
 
-Each check runs in a process of its own, since this one has imported everything already.
+Each check runs in a new process, since this one has imported everything already.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_import_pulls_in_nothing_but_torch_and_the_standard_library(new_modules)
 
 
 def test_import_leaves_installed_packages_alone(tmp_path):
-    """Also where the optional packages are present: parts of torch import Triton if it is."""
+    """Also if the optional packages are installed: parts of torch then import Triton."""
     for name in OPTIONAL:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
@@ -150,7 +150,7 @@ def test_import_leaves_installed_packages_alone(tmp_path):
 
 
 def test_import_is_light(new_modules, record_property):
-    """Time is printed, not judged, for a busy machine would fail a good import."""
+    """The time is printed, not asserted, because it depends on the machine's load."""
     print(f"import flashtile after torch: {new_modules['milliseconds']:.1f} ms of processor time")
     record_property("import_milliseconds", new_modules["milliseconds"])
     assert len(new_modules["new"]) < MAX_NEW_MODULES

@@ -1,4 +1,4 @@
-"""Tiny transformers of diffusers: the same output and gradients on its native backend and ours."""
+"""Tiny transformers of diffusers give the same results with its native backend and flashtile."""
 
 from __future__ import annotations
 

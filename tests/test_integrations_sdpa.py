@@ -1,4 +1,4 @@
-"""The same call to PyTorch's function and to ours: same result, same gradients, same shape."""
+"""PyTorch's SDPA and flashtile's give the same results, gradients and shapes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_bool_masks_of_many_tiles(pattern, seed):
 @pytest.mark.parametrize(("M", "N"), [(30, 30), (30, 41), (41, 30)])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_mask_on_top_of_causal(M, N, kind, seed):
-    """PyTorch's CPU kernel takes both; its documentation does not."""
+    """PyTorch's CPU kernel accepts both; its documentation excludes it."""
     mask = torch.rand(M, N) > 0.3
     mask = mask if kind == "bool" else torch.zeros(M, N).masked_fill(~mask, float("-inf"))
     visible = torch.ones(M, N, dtype=torch.bool).tril() & (mask if kind == "bool" else mask == 0)

@@ -20,7 +20,7 @@ AutoModel = transformers.AutoModel
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
 
 NAME = integration.register()
-PUBLIC_NAME = integration.register("tiles")  # no "flash": public functions of transformers alone
+PUBLIC_NAME = integration.register("tiles")  # no "flash": only public functions of transformers
 both_names = pytest.mark.parametrize("name", [NAME, PUBLIC_NAME])
 
 OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23)
@@ -221,7 +221,7 @@ def test_images_of_different_sizes(name):
 @both_names
 @torch.no_grad()
 def test_custom_masks(name):
-    """4-D masks of the user's, bool and additive; images that see themselves both ways."""
+    """4-D masks from the user, bool and additive; image tokens that attend in both directions."""
     model = build("llama")
     visible = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(2)) > 0.4
     visible |= torch.eye(24, dtype=torch.bool)
@@ -316,7 +316,7 @@ def test_continuous_batching(family):
 
 @torch.no_grad()
 def test_paged_decoding_kernel():
-    """The block-table call, which transformers makes on a GPU alone."""
+    """The block-table call, which transformers makes only on a GPU."""
     loader = integration.patch_loader.__globals__
     flash_attn_with_kvcache = loader["flash_attn_with_kvcache"]
     page_size, pages = 16, 8
@@ -342,14 +342,14 @@ def test_paged_decoding_kernel():
 
 
 def test_threads_may_register_the_same_name(monkeypatch):
-    """While one of them is half done, the name is not yet ours."""
+    """While one thread is registering, the name is not registered yet."""
     half_done = types.SimpleNamespace(register=lambda name, function: time.sleep(0.05))
     monkeypatch.setattr(integration, "AttentionMaskInterface", half_done)
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(integration.register, ["of_threads"] * 8)) == {"of_threads"}
 
 
-# The private loader of transformers may change: then the public functions must do.
+# If the private loader of transformers has changed, only public functions are used.
 
 
 def broken_by_removal(monkeypatch, loader):
@@ -434,7 +434,7 @@ def test_other_flash_names_are_left_alone():
 
 
 def test_models_go_through_flashtile(monkeypatch):
-    """What the other tests compare is flashtile: without it the model cannot run."""
+    """The other tests do reach flashtile: without it the model cannot run."""
 
     def refuse(*args, **kwargs):
         raise RuntimeError("here")

@@ -31,7 +31,7 @@ def one_thread():
 @pytest.mark.parametrize("family", ["pegasus_x", "nllb_moe", "bigbird_pegasus"])
 @torch.no_grad()
 def test_decoder_whose_layers_say_they_are_not_causal(family):
-    """The last one also has layers in its encoder that add the mask to scores of their own."""
+    """The last one also has encoder layers that add the mask to their own scores."""
     model = build(family, SEQ2SEQ)
     inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(length=9, seed=5)}
     inputs["attention_mask"] = padding("right")
@@ -220,7 +220,7 @@ def test_a_mask_changed_in_place_is_read_anew(inference):
 
 
 def test_rows_that_an_additive_mask_hides_with_the_smallest_number():
-    """They see every key alike, as in eager attention: the smallest number swallows the scores."""
+    """Such rows see every key equally, as in eager attention: the scores are lost in rounding."""
     q, k, v = (x.float() for x in heads((4, 6, 16), (4, 6, 16), (4, 6, 16)))
     visible = torch.ones(2, 1, 6, 6, dtype=torch.bool)
     visible[1, :, 3:] = False

@@ -144,7 +144,7 @@ def test_autocast_casts_padded_inputs():
 
 
 def test_rotary_seqlens_without_tables_rotate_nothing():
-    """As in FlashAttention-3: there is nothing to take positions for."""
+    """As in FlashAttention-3, the argument then has no effect."""
     g = generator(1)
     cache = {"q": normal(g, 2, 1, 4, 8), "k_cache": normal(g, 2, 9, 2, 8)}
     cache |= {"v_cache": normal(g, 2, 9, 2, 8), "cache_seqlens": USED, "causal": True}

@@ -107,7 +107,7 @@ def test_chunks_make_no_difference(name, reduction, chunk_tokens, with_bias, see
 
 
 def test_no_token_counts():
-    """As PyTorch: the mean of nothing is NaN, the sum 0."""
+    """As in PyTorch, the mean of no elements is NaN and the sum is 0."""
     hidden, weight = torch.randn(3, 4), torch.randn(9, 4)
     target = torch.full((3,), -100)
     assert math.isnan(linear_cross_entropy(hidden, weight, target))

@@ -1,4 +1,4 @@
-"""The rules of masks by themselves: tiles, intervals and block masks against their dense form."""
+"""The mask rules: tiles, intervals and block masks against their dense form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_tile_of_one_rule_is_what_its_elements_say(facts):
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=str)
 def test_a_tile_of_two_rules_is_never_skipped_nor_left_unmasked(chunk):
-    """Two rules may leave an empty tile partial, which costs time and nothing else."""
+    """With two rules an empty tile may be classified as partial, which costs only time."""
     for window, (M, N) in product(WINDOWS, ((3, 4), (5, 2))):
         for kind, some, every in classified(Visibility((window, chunk), M, N)):
             assert not (kind == EMPTY and some)
@@ -60,7 +60,7 @@ def test_dense_and_key_range_are_the_reference(size):
     for left, right in product(SIDES, SIDES):
         window = Window(left, right)
         if left is not None and right is not None and left + right < 0:
-            continue  # `Window.under` takes these for no window at all
+            continue  # `Window.under` ignores these windows
         facts = (window, *((Chunk(size),) if size else ()))
         for M, N in SIZES:
             visibility = Visibility(facts, M, N)

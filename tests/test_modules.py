@@ -131,7 +131,7 @@ def test_the_cache_knows_each_sequence_s_length(seed):
     layer, x = mha("all", layer_idx=0).double(), torch.randn(3, 9, 32).double()
     lengths = torch.tensor([1, 8, 4], dtype=torch.int32)
     cache = InferenceParams(max_seqlen=9, max_batch_size=3)
-    layer(x[:, :8], inference_params=cache)  # of which only the first so many tokens count
+    layer(x[:, :8], inference_params=cache)  # of which only the first 8 tokens count
     cache.lengths_per_sample = lengths
     newest = x[torch.arange(3), lengths.long()].unsqueeze(1)
     got = layer(newest, inference_params=cache)
@@ -253,7 +253,7 @@ def test_xpos_scales_queries_and_keys_apart(seed):
 
 
 def test_half_precision_rounds_neither_slopes_nor_angles(seed):
-    """model.bfloat16() casts buffers too; positions must not feel it."""
+    """model.bfloat16() casts buffers too; it must not affect positions."""
     seen = {}
 
     def attend(q, k, v, **options):

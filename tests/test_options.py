@@ -1,4 +1,4 @@
-"""The table of options: what it says is what functions accept, ops take and calls check.
+"""The table of options agrees with the functions, the ops and the checks.
 
 The last test adds an option to a copy of the package by two edits outside the backends.
 """
@@ -68,7 +68,7 @@ def test_the_schema_has_the_numbers_in_order():
     assert [argument.name for argument in arguments] == [*Operands._fields, *Options._fields]
 
 
-# What `CONTRIBUTING.md` asks for: a line of the table, a fact.
+# The steps of `CONTRIBUTING.md`: a line of the table, a fact.
 EDITS = {
     "call/options.py": (
         "    attention_chunk: Annotated[int, number(0, checks.chunk)]\n",

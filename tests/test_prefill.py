@@ -1,4 +1,4 @@
-"""Many queries onto a cache are packed sequences to a backend that takes those alone."""
+"""Chunked prefill becomes a packed call for a backend without cached calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILLED = torch.tensor([5, 0, 20], dtype=torch.int32)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The problems that a backend got which takes packed sequences and goes before the CPU's."""
+    """The problems that reach a fake backend for packed sequences, which precedes the CPU's."""
     seen = []
 
     def forward(problem, operands):
@@ -39,7 +39,7 @@ def calls(monkeypatch):
 
 
 def arguments(seed, storage):
-    """A call that appends its tokens; what nobody filled is NaN."""
+    """A call that appends its tokens; empty slots are NaN."""
     g = generator(seed)
     q, k, v = (normal(g, B, M, *size) for size in ((HQ, D), (HK, D), (HK, DV)))
     caches = [normal(g, B, CAPACITY, HK, size) for size in (D, DV)]

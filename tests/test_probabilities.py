@@ -124,7 +124,7 @@ def test_training_goes_on_beside_the_probabilities(backend, seed):
 
 
 def test_a_backend_without_probabilities_is_passed_over(monkeypatch):
-    """Also where the same call without them has been decided before."""
+    """Also after the same call without probabilities."""
     able = cpu.unsupported_reasons
 
     def reasons(problem):

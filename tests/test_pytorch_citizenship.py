@@ -1,5 +1,5 @@
-"""What PyTorch does to functions, done to ours: opcheck, autocast, FLOPs, checkpointing, forward
-mode, double backward, vmap. Right answers or a clear error, never silence.
+"""PyTorch's features applied to flashtile: opcheck, autocast, FLOPs, checkpointing, forward mode,
+double backward, vmap. Each gives correct results or a clear error.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def op_arguments():
     }
 
 
-# What has no kernel for a CPU, where the formula is called instead of the op.
+# Ops without a CPU kernel; on a CPU the formula is called instead.
 OPS_OF_GPUS = {"rotate_tokens"}
 
 
@@ -201,7 +201,7 @@ class TestCheckpoint:
             assert torch.equal(a, b)
 
     def test_saved_tensor_hooks(self):
-        """Tensors saved for the backward may be moved away and back."""
+        """Tensors saved for the backward may be offloaded."""
         leaves = [x.requires_grad_() for x in heads_and_lengths(9)]
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
             out = flashtile.attention(*leaves, causal=True)
@@ -221,7 +221,7 @@ class TestCheckpoint:
 
 
 def answer(call, wanted):
-    """The right answer, or NotImplementedError with words; never something else."""
+    """The correct result, or NotImplementedError with a message."""
     refusal = None
     try:
         got = call()
@@ -244,7 +244,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 class TestHigherDerivatives:
-    """Float64 against the reference, which autograd differentiates as often as one likes."""
+    """Float64 against the reference, whose second derivatives come from autograd."""
 
     def flash(self, options):
         return lambda q, k, v: flashtile.attention(q, k, v, return_lse=True, **options)
@@ -325,7 +325,7 @@ class TestHigherDerivatives:
         answer(lambda: of(self.flash(options)), lambda: of(self.truth(options)))
 
     def test_vjp_and_jacrev(self, options, seed):
-        """First derivatives through torch.func are there, not just refused."""
+        """First derivatives through torch.func work."""
         primals = self.inputs(seed)
         out, pull = vjp(self.flash(options), *primals)
         true_out, true_pull = vjp(self.truth(options), *primals)

@@ -67,7 +67,7 @@ def lengths(n):
     }
 
 
-# Every public function that attends, with the leaves of its gradient first in the arguments.
+# Every public attention function; the tensors with gradients are its first arguments.
 TRAINING = {
     "attention": dense(flashtile.attention, return_lse=True),
     "attention, causal window": dense(flashtile.attention, causal=True, window_size=(5, 2)),

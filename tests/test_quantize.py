@@ -1,5 +1,5 @@
-"""Float8: what quantising keeps, and what attention makes of it, with the roundings of a GPU's
-float8 units emulated on the CPU."""
+"""Float8: the error of quantising, and of attention on quantised inputs, with the roundings of a
+GPU's float8 units emulated on the CPU."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_nan_and_infinity_come_out_as_nan_of_their_own_rows_alone(bad: float, sc
 
 
 def test_what_is_too_large_saturates():
-    """Weights are at most 2**8.75, so attention never comes there."""
+    """Weights are at most 2**8.75, so attention never reaches these numbers."""
     from flashtile.backends.cpu.float8 import rounded
 
     x = torch.tensor([448.0, 449.0, 1e30, 464.0])
@@ -227,7 +227,7 @@ def test_emulation_makes_the_roundings_of_the_kernel(scales: str, causal: bool, 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_rotation_halves_the_error_of_outliers(head_dim: int, seed: int):
-    """On the mean of five draws: of single ones the ratio spreads from 0.4 to 0.8."""
+    """The mean of five draws; for single ones the ratio varies from 0.4 to 0.8."""
     g = generator(seed)
     sizes = {"B": 1, "M": 256, "N": 2048, "Hq": 2, "Hk": 2, "D": head_dim}
     draws = [with_outliers(g, **sizes, dtype=torch.float16) for _ in range(5)]
@@ -246,7 +246,7 @@ def test_block_scales_keep_rows_that_a_shared_scale_loses(seed: int):
     """Keys of a later block are 2**20 times smaller: with one scale their values become zero."""
     q, k, v = qkv(generator(seed), B=1, M=70, N=256, Hq=2, Hk=2, D=32)
     v[:, 128:] *= 2.0**-20
-    options = {"window_size": (0, 40)}  # late rows see late keys alone
+    options = {"window_size": (0, 40)}  # late rows see only late keys
     truth = attention_reference(q, k, v, **options).out[:, -20:]
 
     def error(scales: str) -> float:

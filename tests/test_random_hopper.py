@@ -50,7 +50,7 @@ sequences = st.tuples(st.integers(0, 150), st.one_of(st.integers(0, 12), st.inte
 
 
 class Combination(NamedTuple):
-    """What kernels are compiled for, beside the dtype."""
+    """The configuration of the compiled kernels, except the dtype."""
 
     head_dims: tuple[int, int]
     packed: bool
@@ -58,7 +58,7 @@ class Combination(NamedTuple):
 
 
 def combination(number: int, head_dim: int) -> Combination:
-    """What stands together; the same for a number everywhere."""
+    """A combination of options; a number always gives the same one."""
     chance = random.Random(1000 * head_dim + number)
     dims, packed = chance.choice(HEAD_DIMS[head_dim]), chance.random() < 0.5
     mask = chance.choice(["full", "causal", "causal", "left", "right", "window", "chunk"])
@@ -97,7 +97,7 @@ def options_of(chosen: frozenset[str], left: int, right: int, chunk: int, packed
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The backend's name; calls are carried to the GPU."""
+    """The backend's name; calls are copied to the GPU."""
     if torch.cuda.get_device_capability() != (9, 0):
         found = torch.cuda.get_device_name()
         pytest.skip(f"the Hopper backend wants compute capability 9.0, this is {found}")

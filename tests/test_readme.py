@@ -1,4 +1,4 @@
-"""The README's tables, pictures and examples are what the package says and does."""
+"""The README's tables, pictures and examples agree with the package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @pytest.mark.parametrize("script", ["support_table.py", "performance.py"])
 def test_the_generated_tables_are_current(script):
-    """They say what the backends and the measurements say."""
+    """They agree with the backends and the measurements."""
     command = [sys.executable, str(REPOSITORY / "docs" / script), "--check"]
     assert subprocess.run(command, check=False).returncode == 0, f"run `python docs/{script}`"
 
@@ -24,7 +24,7 @@ def test_the_generated_tables_are_current(script):
 @pytest.mark.parametrize("name", ["speed", "memory"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_pictures_are_current(name, theme, monkeypatch):
-    """They show what the measurements say."""
+    """They agree with the measurements."""
     picture = REPOSITORY / "docs" / "_static" / f"{name}-{theme}.svg"
     committed = picture.read_text()
     if f"Matplotlib v{matplotlib.__version__}," not in committed:

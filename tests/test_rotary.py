@@ -117,7 +117,7 @@ def test_packed(lengths: list[int], interleaved: bool, index_dtype: torch.dtype)
         )
         positions = [o + t for n, o in zip(lengths, each, strict=True) for t in range(n)]
         close(out[:used], rotated(x[:used], cos, sin, torch.tensor(positions).long(), interleaved))
-        assert torch.equal(out[used:], x[used:])  # behind the last sequence
+        assert torch.equal(out[used:], x[used:])  # after the last sequence
 
 
 def test_sixteen_bit_input_is_rotated_in_float32() -> None:

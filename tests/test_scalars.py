@@ -1,4 +1,4 @@
-"""Plain numbers and flags of a call: honoured, or refused in words that name them."""
+"""Numbers and flags of a call are honoured, or refused with an error that names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashtile.integrations import sdpa
 from flashtile.layers.rotary import apply_rotary_emb, apply_rotary_emb_qkv_
 
 INFINITY, NAN = float("inf"), float("nan")
-# What is no number at all, and what is none that attention can compute with.
+# Values that are not numbers, and numbers that attention cannot use.
 NO_NUMBERS: list[Any] = [
     "1", [1.0], 1j, True, False, torch.tensor(1.0), torch.ones(1), torch.ones(2), np.ones(1),
     np.bool_(True), object(), INFINITY, -INFINITY, NAN, np.float32("nan"), np.float64("inf"),

@@ -1,4 +1,4 @@
-"""`sdpa.install()`: effective at once, counted, undone; and what computes attention past it."""
+"""`sdpa.install()`: its effect, its counter, uninstalling; and modules that bypass it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_block_inside_of_a_call_without_with():
 
 
 def test_blocks_of_two_threads_that_overlap():
-    """Entered first and left first: the other block's calls still come here."""
+    """Two blocks, of which the first ends first: calls of the other still reach flashtile."""
     first_inside, second_inside, first_left = (threading.Event() for _ in range(3))
     seen = []
 
@@ -111,7 +111,7 @@ def nested(layout, *lengths):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_multihead_attention_of_nested_tensors(layout, need_weights):
-    """Each sequence as if it came alone, with gradients."""
+    """Each sequence by itself, with gradients."""
     module = nn.MultiheadAttention(16, 2, batch_first=True)
     query, rows = nested(layout, 3, 7, 1)
     key, other_rows = nested(layout, 5, 2, 7)
@@ -173,7 +173,7 @@ def outputs_and_gradients(module, x, **masks):
     x = x.clone().requires_grad_()
     out = module(x, **masks)
     out = out[0] if isinstance(out, tuple) else out
-    out = out if not masks else out * ~PADDING[..., None]  # padded rows are nobody's business
+    out = out if not masks else out * ~PADDING[..., None]  # padded rows are not compared
     gradients = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
     return [out, *gradients]
 
@@ -256,7 +256,7 @@ def test_training_drops_probabilities(seed):
 
 
 class OwnSoftmax(nn.Module):
-    """As older models spell it."""
+    """Older models pass the mask like this."""
 
     def __init__(self, spelling):
         super().__init__()
@@ -304,7 +304,7 @@ def test_strict_knows_an_attention_by_its_name_in_the_model():
 
     block, x = Block(), torch.randn(2, 5, 8)
     with sdpa.install(strict=True):
-        block("gate", x)  # a softmax that is no attention
+        block("gate", x)  # a softmax outside of attention
         torch.softmax(x, -1)
         with pytest.raises(RuntimeError, match="self_attn"):
             block("self_attn", x)

@@ -19,7 +19,7 @@ def jagged(lengths, heads, head_dim):
 
 
 def with_lengths_of(x, heads, head_dim):
-    """Another one that shares the ragged structure, as projections of one input do."""
+    """Another tensor with the same ragged structure, like two projections of one input."""
     values = torch.randn(x.values().shape[1], heads, head_dim, dtype=torch.float64)
     values.requires_grad_()
     return torch.nested.nested_tensor_from_jagged(values, x.offsets()).transpose(1, 2), values

@@ -19,7 +19,7 @@ def model() -> Any:
 
 
 def requests(lengths: list[tuple[int, int]]) -> list[Any]:
-    """Random prompts with so many tokens, and answers of so many."""
+    """Random prompts and answers of the given lengths."""
     g = torch.Generator().manual_seed(3)
     return [
         serve.Request(torch.randint(3, 97, (prompt,), generator=g).tolist(), answer)

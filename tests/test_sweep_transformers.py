@@ -1,4 +1,4 @@
-"""A sample of the sweep over transformers' families, and what the sweep itself says."""
+"""A sample of the sweep over transformers' families, and tests of the sweep itself."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 sweep = pytest.importorskip("sweep_transformers")
 
 SAMPLE = [
-    "bigbird_pegasus",  # layers that add the mask themselves, decoders that deny being causal
+    "bigbird_pegasus",  # layers that add the mask themselves, decoders with is_causal=False
     "bridgetower",  # a mask of one query, layers that claim to be causal
     "deepseek_v32",  # reads the mask and chooses keys
     "doge",
     "encoder-decoder",  # a mask with fewer keys than the cache
-    "gemma3",  # images that see themselves both ways
+    "gemma3",  # image tokens that attend in both directions
     "git",  # text layers that add the mask themselves, under a vision tower that does not
     "inkling2_text",  # a sink of every query
     "llama4",  # chunks

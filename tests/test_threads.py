@@ -1,4 +1,4 @@
-"""Several host threads call the package at once; each gets the results that it would get alone."""
+"""Several host threads call flashtile at once; each gets the same results as without the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Outcome = list[Tensor] | str  # the results, or why the call was refused
 
 @pytest.fixture(autouse=True)
 def threads_alternate() -> Iterator[None]:
-    """Python changes threads as often as it can."""
+    """Make Python switch threads as often as it can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -118,7 +118,7 @@ def test_eight_threads_of_mixed_calls(device: str, seed: int) -> None:
 
 
 def test_tables_of_a_rotary_embedding_are_whole_while_another_thread_replaces_them() -> None:
-    """One thread asks in float32, another in float64: each gets four tables of its own dtype."""
+    """One thread uses float32, another float64: each gets four tables of its dtype."""
     rope = RotaryEmbedding(4, scale_base=512)
 
     def use(dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""timm's transformers under `sdpa.install()`: the same numbers, or the name of what bypasses it."""
+"""timm's transformers under `sdpa.install()`: equal results, or an error that names the bypass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`cross_entropy_loss` and what `CrossEntropyLoss` has from it: known log-sum-exps, gradients in
-place, a vocabulary over several processes."""
+"""`cross_entropy_loss` and the options that `CrossEntropyLoss` passes on: precomputed log-sum-exps,
+in-place gradients, a vocabulary sharded over processes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def calls(activated, monkeypatch):
 
 
 def plain(q, k, v, visible=None, scale=None):
-    """The formula, in the inputs' dtype; rows that see nothing are zero."""
+    """The formula in the inputs' dtype; rows without visible keys are zero."""
     heads = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(heads, 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -198,7 +198,7 @@ def test_varlen_attn_of_pages_and_into_a_given_output(activated, seed):
 
 
 def test_the_operators_of_cuda_honour_dropout(activated, seed):
-    """They are registered for the CPU too, where they can be tried."""
+    """They are registered for the CPU too, so they can be tested there."""
     q, k, v = torch.randn(3, 2, 3, 20, 8).unbind()
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, _, _, M, N, rng_state, unused, debug_mask = operator(q, k, v, 0.3, True, True)

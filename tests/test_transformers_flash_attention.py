@@ -1,8 +1,7 @@
 """Transformers' own flash_attention_2 and flash_attention_3, with flashtile instead of flash_attn.
 
-Transformers asks for a CUDA device before it takes flash_attn; the calls it then makes run on a CPU
-as well. So the model runs in a process of its own, where `torch.cuda` claims a device while
-transformers asks.
+Transformers requires a CUDA device before it uses flash_attn, but its calls also run on a CPU. So
+the model runs in a new process, where `torch.cuda` reports a device during that check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`flashtile tune` without a GPU: which tile wins, what is written and who reads it."""
+"""`flashtile tune` without a GPU: the choice of a tile, its file and the use of that file."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 def error(name: str, **unknown: Any) -> str:
-    """What a call with these keywords says."""
+    """The error message of a call with these keywords."""
     function: Callable[..., Any] = getattr(flashtile, name)
     with pytest.raises(TypeError) as raised:
         function(*CALLS[name], **unknown)
@@ -58,7 +58,7 @@ def test_the_error_names_the_function_that_was_called(name, keyword):
         ("score_mod", "softcap or alibi_slopes or bias"),
         ("dropout", "dropout_p"),
         ("sinks", "sink"),
-        ("windows_size", "window_size"),  # a slip of the keyboard
+        ("windows_size", "window_size"),  # a typo
         ("cu_seqlens", "cu_seqlens_q"),
     ],
 )
@@ -98,7 +98,7 @@ def test_only_arguments_that_the_function_has_are_suggested():
     ],
 )
 def test_masks_of_other_libraries(name, masks, padding):
-    """Every function suggests what it has instead, whatever the name of the mask."""
+    """Every function suggests its own argument for masks of other names."""
     wants = {"mask": f"{masks} or {padding}", "attention_mask": f"{masks} or {padding}"}
     wants["padding_mask"] = padding
     if name not in ("attention", "explain"):

@@ -1,4 +1,4 @@
-"""`window_size` as any pair of integers, in every function, alike in eager and compiled calls."""
+"""`window_size` as any pair of integers, in every function, in eager and compiled calls."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def call():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_means_the_same(form, call):
-    for pair in ((2, 1), (3, 0), (-1, 2), (-3, 5)):  # a memo must tell them apart
+    for pair in ((2, 1), (3, 0), (-1, 2), (-3, 5)):  # they need different memo entries
         if form == "torch.Size" and min(pair) < 0:
             continue
         wanted = flashtile.attention(**call, window_size=pair)

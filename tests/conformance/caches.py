@@ -70,7 +70,8 @@ class Cache:
 
     def to_float8(self, factors: bool = True) -> None:
         """Both caches in float8, with a factor for each sequence and head. Powers of two: dividing
-        by them rounds nothing."""
+        dividing
+        by them is exact."""
         self.k_cache, self.v_cache = (
             x.to(torch.float8_e4m3fn) for x in (self.k_cache, self.v_cache)
         )
@@ -80,7 +81,7 @@ class Cache:
                 self.call[name] = torch.exp2(power.float())
 
     def check(self, backend: str, **call: Any) -> None:
-        """Calls the function on copies of the caches and judges everything that it returned."""
+        """Call the function on copies of the caches and check all results and caches."""
         call = self.call | call
         call.setdefault("cache_seqlens", self.seqlens)
         names: Options = call.pop("options", "nothing")

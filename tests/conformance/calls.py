@@ -1,4 +1,4 @@
-"""Small calls whose lengths grow with n, for what PyTorch does to functions."""
+"""Small calls whose lengths grow with n, to test PyTorch's transformations of functions."""
 
 from __future__ import annotations
 

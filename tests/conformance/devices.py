@@ -1,8 +1,8 @@
 """Calls on the device of a backend under test.
 
 The suite makes its inputs on the CPU and judges results there. For a backend of another device,
-every call is carried: its tensors travel with their strides and offsets, gradients and what was
-written in place travel back.
+the tensors of every call are copied there with their strides and offsets; gradients and tensors
+written in place are copied back.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from flashtile.masks import BlockMask
 FUNCTIONS = ("attention", "attention_varlen", "attention_with_kvcache")
 WRITTEN = ("out", "k_cache", "v_cache")  # arguments that a call may write to
 
-Memory = dict[tuple[int, torch.dtype], Tensor]  # what was carried, by address and dtype
+Memory = dict[tuple[int, torch.dtype], Tensor]  # the copies, by address and dtype
 
 
 def device_of(backend: str | None) -> torch.device:
-    """Where the tensors of a backend live."""
+    """The device of a backend's tensors."""
     return torch.device("cpu" if backend in (None, "cpu") else "cuda")
 
 
 def carry_calls(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, refusals: str = "skip"
 ) -> None:
-    """From now on, flashtile's functions take tensors of the CPU and compute on `device`.
+    """Patch flashtile's functions so that they take CPU tensors and compute on `device`.
 
     A call that the forced backend refuses skips its test for the backend's own reasons
     (`unsupported_reasons`), or fails it where `refusals` is "fail".
@@ -92,14 +92,14 @@ def _moved(value: Any, device: torch.device, memory: Memory) -> Any:
 
 
 def _storage(x: Tensor) -> Tensor:
-    """All that lies behind `x`, as one row of its dtype."""
+    """The whole storage of `x`, as one row of its dtype."""
     size = x.untyped_storage().nbytes() // x.element_size()
     return x.detach().as_strided((size,), (1,), 0)
 
 
 class _Carry(torch.autograd.Function):
-    """A tensor on another device with the strides and the offset that it has; in `memory`, so that
-    tensors which share theirs share it there, too."""
+    """A copy on another device with the same strides and offset. `memory` keeps the storages, so
+    that tensors that share memory here share it there, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: torch.device, memory: Memory) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs one call through a backend and the reference, and compares outputs and gradients."""
+"""Run one call through a backend and the reference, and compare outputs and gradients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Masked:
-    """A block mask as the backend gets it, and as the reference does: a dense bool tensor."""
+    """A block mask for the backend, and the same as a dense bool tensor for the reference."""
 
     block_mask: BlockMask
     dense: Tensor
@@ -76,7 +76,7 @@ def partial_tiles(g: torch.Generator, s: Sizes) -> Masked:
 
 
 def bias_with_infinities(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> Tensor:
-    """An additive mask: -inf in places, the whole second row included."""
+    """An additive mask: -inf at some positions and over the whole second row."""
     bias = normal(g, s.B, 1, s.M, s.N, dtype=dtype)
     bias.masked_fill_(torch.rand(bias.shape, generator=g) < 0.3, -torch.inf)
     bias[:, :, 1:2] = -torch.inf
@@ -94,7 +94,7 @@ def sink_dtype(dtype: torch.dtype) -> torch.dtype:
 
 Make = Callable[[torch.Generator, Sizes, torch.dtype], dict[str, Any]]
 
-# Every option of a call by the name that its test cases carry.
+# Every option of a call, by the name in the ids of the test cases.
 OPTIONS: dict[str, Make] = {
     "nothing": lambda g, s, t: {},
     "scale": lambda g, s, t: {"softmax_scale": 0.37},
@@ -135,7 +135,7 @@ OPTIONS: dict[str, Make] = {
 }
 
 
-# Names joined by ` + `, or what makes the options.
+# Names joined by ` + `, or a function that makes the options.
 Options = str | Make
 
 
@@ -166,7 +166,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 def dropout_keep(seed: int, dropout_p: float, s: Sizes, backend: str | None) -> Tensor | None:
     """The mask that a call right after `torch.manual_seed(seed)` draws: bool (B, Hq, M, N).
 
-    Each device has a generator of its own; what follows from the seed is the same everywhere.
+    Each device has its own generator; its seed gives the same mask everywhere.
     """
     if dropout_p == 0:
         return None
@@ -177,7 +177,7 @@ def dropout_keep(seed: int, dropout_p: float, s: Sizes, backend: str | None) -> 
 
 
 def judge_outputs(got: Run, reference: Callable[..., Any], dtype: torch.dtype, seed: int) -> None:
-    """Judges outputs without gradients; `reference(compute_dtype=..., ...)` has them by name."""
+    """Check outputs without gradients; `reference(compute_dtype=..., ...)` has them by name."""
 
     def judge(compute_dtype: torch.dtype, **how: Any) -> Run:
         result = reference(compute_dtype=compute_dtype, **how)
@@ -199,7 +199,7 @@ def compare(
     backward: bool = True,
     through: tuple[str, ...] = ("out", "out and lse"),
 ) -> None:
-    """Judges out, lse and, through each of `through`, the gradient of every leaf by the rule.
+    """Check out, lse and, through each of `through`, the gradient of every leaf by the rule.
 
     `flash(leaves)` gives out or (out, lse); `reference(leaves, compute_dtype=..., ...)` makes the
     same call. Random gradients flow back through the outputs that `through` names.

@@ -91,7 +91,7 @@ def test_rotation_leaves_qv_as_it_is(backend, seed):
 
 @pytest.mark.parametrize("values_first", [True, False])
 def test_views_of_one_buffer_are_not_copied(values_first, backend, seed, monkeypatch):
-    """Where keys and values lie side by side in one buffer, the backend reads the buffer."""
+    """If keys and values are adjacent in one buffer, the backend reads the buffer."""
     g = generator(seed)
     q, qv = normal(g, 2, 3, 4, 8), normal(g, 2, 3, 4, 24)
     latents = normal(g, 2, 11, 1, 32)
@@ -160,7 +160,7 @@ def test_float8_is_refused():
 
 
 def test_the_cache_is_not_written_when_no_backend_can(seed):
-    """Keys and values of 600 columns together: too many, which is known before the append."""
+    """Keys and values of 600 columns together are too many; the error comes before the append."""
     c = Cache(seed, Hk=1, D=100, Dv=500)
     with pytest.raises(NotImplementedError, match="head_dim=600"):
         flashtile.attention_with_kvcache(

@@ -29,7 +29,7 @@ def right_padding(s):
     return torch.arange(s.N) < torch.tensor([s.N, 9, 0])[:, None]
 
 
-# Each makes bool masks: attn_mask, key_padding_mask.
+# Each function makes bool masks: attn_mask, key_padding_mask.
 MASKS = {
     "matrix": lambda g, s: {"attn_mask": random_mask(g, s.M, s.N)},
     "of a batch": lambda g, s: {"attn_mask": some_rows_see_nothing(g, s)},
@@ -48,7 +48,7 @@ MASKS = {
 
 
 def dense_of(masks, s):
-    """What the masks leave, bool (B, Hq, M, N)."""
+    """The intersection of the masks, bool (B, Hq, M, N)."""
     visible = torch.ones(s.B, s.Hq, s.M, s.N, dtype=torch.bool)
     if masks.get("attn_mask") is not None and masks["attn_mask"].dtype == torch.bool:
         visible &= masks["attn_mask"]

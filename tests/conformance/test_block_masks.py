@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 
 def check(mask, dense, backend, seed, dtype=torch.float32, B=2, M=None, N=None, **options):
-    """A mask as the backend takes it against the same as a dense bool tensor."""
+    """A block mask compared with the same mask as a dense bool tensor."""
     M, N = M or dense.shape[-2], N or dense.shape[-1]
     leaves = dict(zip("qkv", qkv(generator(seed), B=B, M=M, N=N, dtype=dtype), strict=True))
     compare(
@@ -173,7 +173,7 @@ class TestFlexAttention:
         check(mask, create_mask(sliding, 1, 1, 100, 64, device="cpu"), backend, seed)
 
     def test_a_mask_of_some_rows_of_tiles(self, backend, seed):
-        """Slicing leaves the lengths of the whole, and the function to its user."""
+        """A sliced FlexAttention mask keeps the lengths of the whole; the user adapts mask_mod."""
         flex = create_block_mask(sliding, None, None, 128, 128, device="cpu", BLOCK_SIZE=32)
         part = flex[:, :, 1]
         part.mask_mod = lambda b, h, i, j: sliding(b, h, i + 32, j)

@@ -1,4 +1,4 @@
-"""What the suite leaves out: what the forced backend itself refuses, for its own reasons."""
+"""The suite skips only calls that the forced backend refuses, with the backend's reasons."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_refusal_fails_where_it_is_none_to_skip(monkeypatch):
 
 
 def test_what_is_no_refusal_is_not_skipped(monkeypatch):
-    """Neither a wrong argument nor an error from within a backend that took the call."""
+    """Wrong arguments and errors inside a backend are not skipped."""
     carry_calls(monkeypatch, CPU)
     q, k, v = qkv(generator(0))
     with pytest.raises(ValueError, match="backend"):

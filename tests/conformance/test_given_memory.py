@@ -1,4 +1,4 @@
-"""Memory that the caller gives, `out` and `workspace`: neither changes a bit of the result."""
+"""Memory from the caller, `out` and `workspace`, does not change a bit of the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def call_of(storage: str) -> dict:
 
 
 def given_workspace(backend: str, seq_q: int, heads: int, dim: int, num_splits: int = 0):
-    """As many bytes as the call wants, all set: numbers in them are NaN."""
+    """A workspace of the required size with all bits set, so that its numbers are NaN."""
     sizes = (2, seq_q, heads, dim, num_splits)
     count = flashtile.workspace_size(*sizes, device=device_of(backend))
     return torch.full((count,), 255, dtype=torch.uint8)
@@ -76,7 +76,7 @@ def test_the_functions_of_flash_attention_take_a_workspace():
 
 
 def test_a_workspace_too_small_is_refused_before_anything_is_written(monkeypatch):
-    """Also where a call like it went well before."""
+    """Also after a valid call with the same arguments."""
     given = torch.zeros(640, dtype=torch.uint8)
     for wanted in (640, 641):
         monkeypatch.setattr(results, "workspace_size", lambda *sizes, wanted=wanted: wanted)

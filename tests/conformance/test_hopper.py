@@ -1,7 +1,7 @@
 """The Hopper backend by the same rule, at lengths and head dims that it takes.
 
-The rest of this suite is mostly shorter than one of its tiles, and skipped where the backend says
-so. What it takes here it must take: a refusal is a failure, so nothing is left out unseen.
+The calls in the other files of this suite are mostly shorter than one tile, and the backend skips
+many of them. Here a refusal is a failure, so no call is skipped unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers", "on_t
 BACKEND = "hopper"
 DTYPES = [torch.bfloat16, torch.float16]
 
-# Options by the names of `harness.OPTIONS`, alone and together.
+# Names of `harness.OPTIONS`, single and combined.
 ALONE = (
     *("nothing", "scale", "negative scale", "causal", "window", "window to the left"),
     *("window to the right", "window of one key", "causal window", "chunk", "softcap", "alibi"),
@@ -35,7 +35,7 @@ TOGETHER = (
     "causal window + sink + deterministic",
     "window + alibi",
 )
-# Names are there for what the small windows of `harness.OPTIONS` leave out: several tiles.
+# More names, because the small windows of `harness.OPTIONS` do not span several tiles.
 WIDE = {
     "wide window": {"window_size": (150, 40)},
     "wide causal window": {"window_size": (100, 0)},
@@ -50,7 +50,7 @@ PACKED = Sizes(B=6, M=201, N=257, D=64)
 
 @pytest.fixture
 def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are carried to the GPU; without one of this kind the reason is the backend's own."""
+    """Calls are copied to the GPU; without a Hopper GPU the backend gives the reason to skip."""
     if torch.cuda.get_device_capability() != (9, 0):
         found = torch.cuda.get_device_name()
         pytest.skip(f"the Hopper backend wants compute capability 9.0, this is {found}")
@@ -117,7 +117,7 @@ def test_strides(style, packed, seed):
 @pytest.mark.parametrize("options", ["nothing", "causal", "softcap + sink", "alibi"])
 @pytest.mark.parametrize("factor", [5, 20])
 def test_large_inputs_do_not_overflow(options, factor, seed):
-    """Scores of many hundreds: exp overflows, the softmax must not."""
+    """Scores of many hundreds, whose exp overflows; the softmax must not overflow."""
 
     def layout(x):
         return x * factor
@@ -128,7 +128,7 @@ def test_large_inputs_do_not_overflow(options, factor, seed):
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (0, 0)}], ids=str)
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_rows_that_see_no_key_have_no_gradient(options, D, seed):
-    """Of 300 queries the first 230 see none of the 70 keys: nothing of them, never NaN."""
+    """Of 300 queries the first 230 see none of the 70 keys; their results are 0, never NaN."""
     leaves = qkv(generator(seed), M=300, N=70, D=D, dtype=torch.bfloat16)
     leaves = [x.requires_grad_() for x in leaves]
     out, lse = flashtile.attention(*leaves, **options, return_lse=True, backend=BACKEND)
@@ -142,7 +142,7 @@ def test_rows_that_see_no_key_have_no_gradient(options, D, seed):
 
 
 def test_keys_that_no_query_sees_have_no_gradient(seed):
-    """A window of 40 keys behind 70 queries leaves the first of 600 keys unseen."""
+    """With a window of 40 keys and 70 queries, no query sees the first of 600 keys."""
     leaves = qkv(generator(seed), M=70, N=600, D=64, dtype=torch.bfloat16)
     leaves = [x.requires_grad_() for x in leaves]
     out = flashtile.attention(*leaves, window_size=(39, 0), backend=BACKEND)
@@ -153,7 +153,7 @@ def test_keys_that_no_query_sees_have_no_gradient(seed):
 
 
 def test_tokens_past_the_last_sequence_get_zero(seed):
-    """A packed buffer may be longer than its sequences, and hold anything there."""
+    """A packed buffer may be longer than its sequences; the values there do not matter."""
     q, k, v = packed_qkv(generator(seed), [90, 120], [90, 120], D=64, dtype=torch.bfloat16)
     q[195:], k[195:], v[195:] = torch.nan, torch.nan, torch.nan
     cu = cu_seqlens([85, 110])

@@ -1,7 +1,7 @@
 """Attention over a key-value cache: append, rotation, pages, rows, left pads, packed queries.
 
-Every case compares the output, the LSE and the caches' contents: what was written is judged by the
-rule, what was not meant to be written must keep its bits. Slots that nobody filled hold NaN.
+Every case compares the output, the LSE and the caches' contents: written slots are checked by the
+rule, all others must keep their bits. Empty slots hold NaN.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_grouped_heads_and_another_value_head_dim(backend, seed):
 
 
 def test_more_queries_than_new_tokens_may_see_nothing(backend, seed):
-    """Five queries over a cache of 1, 0 and 9 tokens: dead rows stand first."""
+    """Five queries over a cache of 1, 0 and 9 tokens: rows without keys come first."""
     Cache(seed, M=5, filled=(1, 0, 9)).check(backend, causal=True)
 
 
@@ -297,7 +297,7 @@ class TestFloat8:
     @pytest.mark.parametrize("factors", [True, False], ids=["factors", "as it is"])
     @pytest.mark.parametrize("storage", ["contiguous", "paged"])
     def test_append(self, storage, factors, dtype, backend, seed):
-        """Some new tokens are larger than what float8 holds."""
+        """Some new tokens are larger than the largest float8 number."""
         c = Cache(seed, dtype)
         if storage == "paged":
             c.to_pages(8)
@@ -309,12 +309,12 @@ class TestFloat8:
     @pytest.mark.parametrize("rotary", [False, True], ids=["as they are", "rotary"])
     def test_append_saturates(self, rotary, dtype, backend, seed):
         """Keys and values too large for the cache become its largest number, of either sign. The
-        scale counts first: what the division makes fit stays as it is."""
+        division by the scale comes first: numbers that then fit are not clamped."""
         c = Cache(seed, dtype)
         c.to_float8(factors=False)
         c.call |= dict.fromkeys(("k_descale", "v_descale"), torch.full((B, c.Hk), 4.0))
         new = c.new_tokens()
-        if rotary:  # by no angle
+        if rotary:  # rotation by the angle 0
             tables = torch.ones(CAPACITY + 3, 8), torch.zeros(CAPACITY + 3, 8)
             new["rotary_cos"], new["rotary_sin"] = (x.to(dtype) for x in tables)
         for name in "kv":

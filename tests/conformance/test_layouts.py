@@ -28,7 +28,7 @@ SIZES = Sizes(B=4, M=9, N=12, Hq=4, Hk=2, D=16, Dv=12)
 
 
 def side(g, lengths, heads, head_dim, form):
-    """Tokens of sequences of `lengths` as `form` has them; NaN stands where nobody may look."""
+    """Tokens of sequences of `lengths` in layout `form`; slots that must not be read hold NaN."""
     tokens = normal(g, sum(lengths), heads, head_dim)
     if form == "packed":
         return tokens
@@ -148,7 +148,7 @@ def test_longest_lengths(given, backend, seed, monkeypatch):
     assert torch.equal(got, wanted)
     got = flashtile.flash_attn_varlen_func(**leaves, **layout, **given_lengths)
     torch.testing.assert_close(got, wanted)
-    if given(4) is not None:  # a smaller bound of the same form hides tokens, where it may
+    if given(4) is not None:  # a smaller bound hides tokens, if the layout allows it
         monkeypatch.setenv("FLASHTILE_CHECK", "0")
         short = {"max_seqlen_q": given(4), "max_seqlen_k": given(12)}
         got = flashtile.attention_varlen(**leaves, **layout, **short, backend=backend)

@@ -1,4 +1,4 @@
-"""Every option alone in every dtype, then pairs and more, on dense inputs, forward and backward."""
+"""Single options in every dtype, then combinations, on dense inputs, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
 
-# Each crosses two paths of the code: mask with mask, mask with score, score with softmax.
+# Each combines two paths of the code: mask and mask, mask and score, score and softmax.
 COMBINATIONS = (
     "causal + softcap",
     "causal + alibi",

@@ -145,7 +145,7 @@ def test_packed_and_dense_dropout_agree(backend, seed):
 
 
 class TestCombine:
-    """`flash_attn_combine`: parts that saw different keys make the whole."""
+    """`flash_attn_combine` merges results over parts of the keys into the result over all keys."""
 
     @pytest.mark.parametrize("splits", [1, 2, 5])
     @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -154,9 +154,9 @@ class TestCombine:
         lead = (7,) if packed else (2, 7)
         out_partial = normal(g, splits, *lead, 4, 9)
         lse_partial = normal(g, splits, *lead, 4, scale=4)
-        lse_partial[:, ..., :2, 1] = -torch.inf  # nobody saw these rows
+        lse_partial[:, ..., :2, 1] = -torch.inf  # rows without keys in every part
         lse_partial[0] = -torch.inf
-        out_partial[0] = torch.nan  # what a split that saw nothing left behind
+        out_partial[0] = torch.nan  # an empty split may leave NaN
         out, lse = flashtile.flash_attn_combine(out_partial, lse_partial)
         assert out.dtype == torch.float32
 
@@ -185,7 +185,7 @@ class TestCombine:
         wanted_out, wanted_lse = flashtile.flash_attn_combine(*parts)
         wanted_out[0, 5:], wanted_lse[0, 5:] = 0, -torch.inf
         wanted_out[1], wanted_lse[1] = 0, -torch.inf
-        parts[0][:, 1] = torch.nan  # what is not used may hold anything
+        parts[0][:, 1] = torch.nan  # unused values may be anything
         order = torch.tensor([1, 0], dtype=torch.int32)
         lengths = {"seqused": torch.tensor([5, 0], dtype=torch.int32), "virtual_batch_idx": order}
         out, lse = flashtile.flash_attn_combine(*parts, **lengths)
@@ -200,7 +200,7 @@ class TestCombine:
         g = generator(seed)
         parts = normal(g, 3, 12, 4, 8), normal(g, 3, 12, 4)
         whole_out, whole_lse = flashtile.flash_attn_combine(*parts)
-        cu = cu_seqlens([4, 0, 6])  # two tokens behind them
+        cu = cu_seqlens([4, 0, 6])  # two tokens after the last sequence
         for seqused, used in (
             (None, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
             ([1, 0, 9], [0, *range(4, 10)]),

@@ -1,4 +1,4 @@
-"""The judge is judged first: against PyTorch's own math, by hand, and by finite differences."""
+"""Tests of the reference itself: against PyTorch, by hand, and by finite differences."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_window_and_chunk_by_hand():
     wanted = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]).bool()
     assert torch.equal(visible_keys(m, n, 3, 5, window_size=(1, 0))[0], wanted)
     assert torch.equal(visible_keys(m, n, 3, 5, window_size=(1, 7), causal=True)[0], wanted)
-    # Negative sides: keys after the query alone, or before it alone.
+    # Negative sides: only keys after the query, or only keys before it.
     wanted = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     assert torch.equal(visible_keys(m, n, 3, 5, window_size=(-2, 9))[0], wanted)
     wanted = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]).bool()
     assert torch.equal(visible_keys(m, n, 3, 5, window_size=(None, -2))[0], wanted)
     wanted = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]).bool()
     assert torch.equal(visible_keys(m, n, 3, 5, window_size=Window(None, -1))[0], wanted)
-    # A window without a key is none.
+    # A window without a key is ignored.
     assert visible_keys(m, n, 3, 5, window_size=(1, -2)).all()
     wanted = visible_keys(m, n, 3, 5, causal=True)
     assert torch.equal(visible_keys(m, n, 3, 5, window_size=(-2, 5), causal=True), wanted)

@@ -79,7 +79,7 @@ def test_strides(style, options, dtype, backend, seed):
 
 @pytest.mark.parametrize("options", [*WAYS, "bias", "dropout"])
 def test_stride_zero(options, backend, seed):
-    def expanded(x):  # one batch and one head, seen as many
+    def expanded(x):  # one batch and one head, expanded
         return x[:1, :, :1].expand(x.shape)
 
     check_dense(Sizes(), options, torch.float32, backend, seed, layout=expanded)
@@ -107,7 +107,7 @@ def test_dead_rows(options, backend, seed):
 @pytest.mark.parametrize("options", [*WAYS, "alibi", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_scores_far_beyond_the_range_of_exp(options, dtype, backend, seed):
-    """Scores of several hundreds: exp overflows, the softmax must not."""
+    """Scores of several hundreds, whose exp overflows; the softmax must not overflow."""
     check_dense(Sizes(), options, dtype, backend, seed, layout=lambda x: x * 20)
 
 

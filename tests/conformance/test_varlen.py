@@ -102,7 +102,7 @@ def test_heads_and_head_dims(Hq, Hk, D, Dv, backend, seed):
 
 
 def test_tokens_past_the_last_sequence_get_zero(backend, seed):
-    """A packed buffer may be longer than its sequences, and hold anything there."""
+    """A packed buffer may be longer than its sequences; the values there do not matter."""
     g = generator(seed)
     q, k, v = packed_qkv(g, [9, 6], [9, 6])
     q[12:], k[12:], v[12:] = torch.nan, torch.nan, torch.nan
@@ -153,7 +153,7 @@ def test_pages(page_size, options, backend, seed):
 
 @pytest.mark.parametrize("options", ["causal", "softcap + sink"])
 def test_pages_have_gradients(options, backend, seed):
-    """Two sequences that share a page add up their gradients there."""
+    """The gradients of two sequences that share a page are added there."""
     g = generator(seed)
     s = Sizes(B=2, M=7, N=16)
     k_dense, v_dense = normal(g, 2, 16, 2, 16), normal(g, 2, 16, 2, 16)

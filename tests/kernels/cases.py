@@ -41,7 +41,7 @@ FEW = {"B": 2, "M": 3, "N": 70, "Hq": 4, "Hk": 1, "D": 16}
 
 
 def packed(g: torch.Generator, dtype: torch.dtype) -> Call:
-    """Sequences of odd lengths, an empty one, and rows behind the last one."""
+    """Sequences of odd lengths, an empty one, and rows after the last one."""
     q, k, v = packed_qkv(g, [17, 0, 33, 5], [20, 4, 9, 0], dtype=dtype)
     q = torch.cat([q, q[:3]])
     layout = Packed(cu_seqlens([17, 0, 33, 5]), cu_seqlens([20, 4, 9, 0]), 33, 20)

@@ -53,18 +53,18 @@ ALLOWED = {
 # The same for split KV loops: (device, head dim, case of `decoding.py`).
 ALLOWED_IN_DECODING = {
     ("sm_90", 128, "one query"): (16, ASSEMBLER),
-    ("sm_80", 64, "pages of 16"): (8, ASSEMBLER),  # with the newest Triton alone
+    ("sm_80", 64, "pages of 16"): (8, ASSEMBLER),  # only with the newest Triton
     ("sm_89", 512, "one query"): (24, ASSEMBLER),  # of a float8 cache
     ("sm_90", 512, "one query"): (8, ASSEMBLER),
     ("sm_90", 576, "latent keys"): (16, ASSEMBLER),
-    ("sm_80", 576, "latent keys"): (8, ASSEMBLER),  # with the newest Triton alone
+    ("sm_80", 576, "latent keys"): (8, ASSEMBLER),  # only with the newest Triton
     ("sm_86", 576, "latent keys, pages of 16"): (8, ASSEMBLER),
     ("sm_89", 576, "latent keys, pages of 16"): (8, ASSEMBLER),
     ("sm_120", 576, "latent keys, pages of 16"): (8, ASSEMBLER),
     ("sm_100", 576, "latent keys, pages of 16"): (8, ASSEMBLER),
-    ("sm_100", 128, "one query"): (8, UNTUNED),  # with the newest Triton alone
+    ("sm_100", 128, "one query"): (8, UNTUNED),  # only with the newest Triton
     ("sm_100", 512, "pages of 16"): (8, ASSEMBLER),
 }
 
 # The kernel that quantises: (head dim, numbers that rotary embedding rotates) to bytes.
-ALLOWED_IN_QUANTIZING = {(256, 64): (40, ASSEMBLER)}  # with the newest Triton alone
+ALLOWED_IN_QUANTIZING = {(256, 64): (40, ASSEMBLER)}  # only with the newest Triton

@@ -95,7 +95,7 @@ def test_default_kernels_fit(device: str, size: str, dtype: torch.dtype, head_di
 
 
 def pass_of(launch: Launch) -> str:
-    """What a launch computes, in the words of `explain`."""
+    """The kernel of a launch, as `explain` names it."""
     if launch.kernel.__name__ == "key_gradient_kernel":
         made = [name for name in ("dK", "dV") if launch.arguments[f"HAS_{name.upper()}"]]
         return " and ".join(made)

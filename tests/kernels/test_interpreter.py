@@ -1,7 +1,7 @@
 """Every option of the kernels, forward and backward, in Triton's interpreter, against the CPU
 backend in float64.
 
-Runs in a process of its own, for Triton decides at import whether it interprets:
+Runs in a separate process, because Triton decides at import whether it interprets:
 
     TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter.py
 """
@@ -19,7 +19,7 @@ from flashtile.problem import AttentionProblem
 from flashtile.testing import assert_close, floor_of, rounding_variance
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 # The interpreter of Triton 3.6 runs loops with an array as bound, which NumPy 2.4 refuses.
 

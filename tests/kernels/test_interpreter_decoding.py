@@ -1,7 +1,7 @@
 """Decoding in Triton's interpreter: KV loops split into parts, their merge, appending with
 rotary embedding, and rotary embedding by itself, against the CPU's results.
 
-Runs in a process of its own, for Triton decides at import whether it interprets:
+Runs in a separate process, because Triton decides at import whether it interprets:
 
     TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_decoding.py
 """
@@ -33,7 +33,7 @@ from flashtile.testing import (
 )
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
@@ -55,7 +55,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remov
     ("name", "dtype"), one_kind_each(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
 )
 def test_decoding(name: str, dtype: torch.dtype, seed: int):
-    """One part, and parts of up to two tiles with an empty one behind them."""
+    """One part, and parts of up to two tiles followed by an empty one."""
     parts = 4 if dtype == torch.float32 else 3
     assert_decoding(backend, name, dtype, seed, splits=(1, parts))
 
@@ -87,7 +87,7 @@ def test_decoding_by_default(seed: int):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", ["one query", "pages of 16", "few queries, causal"])
 def test_a_number_of_splits_leaves_the_batch_out(name: str, splits: int, seed: int):
-    """A sequence has the same bits alone and among others."""
+    """A sequence gives the same bits by itself and in a batch."""
     operands, options = make_decoding(name, torch.float16, seed)
     options = options._replace(num_splits=splits)
     whole = backend.forward(AttentionProblem.of(operands, options), operands)
@@ -320,7 +320,7 @@ def test_append_to_a_float8_cache(dtype: torch.dtype, seed: int):
 
 @pytest.mark.parametrize("page_size", [1, 8, 130])  # the last one is copied in two parts
 def test_gather_pages(page_size: int, seed: int):
-    """Used pages come side by side, from wherever they lie; the others are not touched."""
+    """Used pages are gathered in order; the others are not read."""
     g = generator(seed)
     k, v = (normal(g, 9, page_size, 2, d) for d in (20, 7))
     k = torch.stack([k, k], -2)[..., 0, :]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from float8_numbers import descales as of_quantized
@@ -69,7 +69,7 @@ def check(call: tuple[Operands, Options], reference: Any, seed: int, splits: int
     assert out.dtype == torch.bfloat16
     truth, plain = reference(), reference(compute_dtype=torch.float32, attend=attention_in_float8)
     assert_close("out", out, truth.out, plain.out, dtype=torch.bfloat16, seed=seed)
-    # As on the tensor cores, sums are in float32 and in an order of their own.
+    # As on the tensor cores, sums are in float32 and in another order.
     assert_close("lse", lse, truth.lse, plain.lse, dtype=torch.bfloat16, seed=seed)
 
 

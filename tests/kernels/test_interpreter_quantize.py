@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     # Triton decides at import whether to interpret.
-    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 
 from flashtile.call.layouts import Packed
 from flashtile.ops.quantize.formula import Quantized, Recipe
@@ -39,7 +39,7 @@ def compare(given: Any, recipe: Recipe, layout: Packed | None = None, rotary: An
         if name.endswith("descale"):
             assert torch.equal(x, y), name
             continue
-        if layout is not None:  # what lies behind the last sequence is nobody's
+        if layout is not None:  # rows after the last sequence are not compared
             end = (layout.cu_seqlens_q if name == "q" else layout.cu_seqlens_k)[-1]
             x, y = x[:end], y[:end]
         assert torch.equal(x.float().isnan(), y.float().isnan()), name
@@ -89,7 +89,7 @@ def test_packed(scales: str, seed: int):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_nan_and_infinity_count_for_no_scale(bad: float, seed: int):
-    """Scales alone: the interpreter has no NaN in float8."""
+    """Only the scales, because the interpreter has no NaN in float8."""
     q, k, v = qkv(generator(seed), M=70, N=140, D=32, dtype=F16)
     q[0, 3, 1, 5], k[1, 130, 0, 0], v[0, 7, 1, 31] = bad, bad, bad
     got = quantize_on_gpu(q, k, v, Recipe(), *rows_of(q, k, None), None, programs=3)

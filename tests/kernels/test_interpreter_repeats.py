@@ -1,7 +1,7 @@
 """Repeated calls in Triton's interpreter: described, launched again, repeated with other tensors,
 each as if nothing had been before it.
 
-Runs in a process of its own, for Triton decides at import whether it interprets:
+Runs in a separate process, because Triton decides at import whether it interprets:
 
     TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_repeats.py
 """
@@ -21,7 +21,7 @@ from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import generator, normal, rotary_tables
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend

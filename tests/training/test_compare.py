@@ -1,4 +1,4 @@
-"""The comparison: what it runs, what it computes, what it refuses."""
+"""`training.compare`: its runs, its numbers and its errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_speed_is_compared_a_device():
 
 
 def write_run(run: Path, devices: int) -> None:
-    """A finished run as training.train leaves it."""
+    """The folder of a finished run of training.train."""
     file = MetricsFile(run / "metrics.csv", after_step=0)
     for row in curve(0.0, 100.0 * devices):
         file.write(row)

@@ -1,4 +1,4 @@
-"""Memory against context: what is measured, where it ends, what is refused."""
+"""`training.memory`: its measurements, the end of memory, and its errors."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def rows_without_speed(run_dir: Path) -> list[tuple[float, ...]]:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """The folder of a run that nothing interrupted; its checkpoints are those of steps 4 and 6."""
+    """The folder of an uninterrupted run; its checkpoints are those of steps 4 and 6."""
     folder = tmp_path_factory.mktemp("whole")
     Run(settings(folder, "trainer.keep_checkpoints=3")).train()
     return folder

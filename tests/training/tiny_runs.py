@@ -20,7 +20,7 @@ WORDS = ["thou", "art", "the", "king", "of", "naples,", "and", "caliban", "speak
 
 
 def write_texts(folder: Path, count: int, words: int) -> list[str]:
-    """Files of random words below `folder`, of unequal lengths; their texts."""
+    """Write files of random words below `folder`, of unequal lengths; returns their texts."""
     draw = random.Random(3)
     folder.mkdir(parents=True, exist_ok=True)
     texts = [" ".join(draw.choices(WORDS, k=words + number)) + "\n" for number in range(count)]
