@@ -41,8 +41,9 @@ def forward_only(
     Both leave everything as it is, unless the call requires a gradient that no GPU backend has.
     Then the inputs are detached, and the backward of the result raises NotImplementedError.
     """
-    inputs = [x for x in (q, k, v, qv) if x is not None]
-    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    inputs = [q, k, v] if qv is None else [q, k, v, qv]
+    are_tensors = all(isinstance(x, Tensor) for x in inputs)  # the call refuses others by name
+    requires_grad = torch.is_grad_enabled() and are_tensors and any(x.requires_grad for x in inputs)
     if not (requires_grad and _has_no_backward(q, qv)):
         return q, k, v, qv, lambda result: result
     what = "float8 inputs have" if q.dtype in FLOAT8 else "qv with this head dim has"

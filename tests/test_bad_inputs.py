@@ -290,6 +290,14 @@ def test_cache(case):
     refuse(flashtile.attention_with_kvcache, call, argument, untouched)
 
 
+@pytest.mark.parametrize("argument", ["q", "k_cache", "v_cache"])
+@pytest.mark.parametrize("given", [None, [[1.0]]])
+def test_inputs_that_are_no_tensors_under_autocast(argument, given):
+    call = cache() | ROWS | {argument: given}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refuse(flashtile.attention_with_kvcache, call, argument, [call["out"]])
+
+
 def test_both_names_of_the_page_table():
     call = cache() | {"page_table": tensor([0, 1], [2, 3]), "block_table": tensor([0, 1], [2, 3])}
     untouched = [call[n] for n in ("k_cache", "v_cache", "out")]

@@ -231,3 +231,17 @@ def test_a_call_without_backward_fails_in_its_backward_only(given, monkeypatch):
 
 def test_the_widest_head_dim_with_a_gradient_is_the_backends():
     assert forward_only.WIDEST_WITH_GRADIENT == triton_plan.MAX_HEAD_DIM
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "qv"])
+def test_an_input_that_is_no_tensor_is_named(name):
+    given = [[1.0]]
+    x = torch.randn(1, 9, 2, 32, requires_grad=True)
+    with pytest.raises(TypeError, match=f"^{name}: got "):
+        fa3.flash_attn_func(**{"q": x, "k": x, "v": x, name: given})
+    packed, lengths = x.flatten(0, 1), cu_seqlens([9])
+    call = {"q": packed, "k": packed, "v": packed, name: given}
+    with pytest.raises(TypeError, match=f"^{name}: got "):
+        fa3.flash_attn_varlen_func(
+            **call, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=9, max_seqlen_k=9
+        )

@@ -188,7 +188,7 @@ def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     q, k, v = qkv
     dtype = torch.get_autocast_dtype(q.device.type)
     if isinstance(layout, Cached):
-        if k.dtype not in FLOAT8:
+        if isinstance(k, Tensor) and k.dtype not in FLOAT8:
             dtype = k.dtype
         new = (cast_input(x, dtype) for x in (layout.k_new, layout.v_new))
         layout = layout._replace(**dict(zip(("k_new", "v_new"), new, strict=True)))
