@@ -100,3 +100,18 @@ def test_a_forced_backend_that_cannot_is_no_error():
     assert report.chosen is None
     with flashtile.backend("triton"):
         assert flashtile.explain(q, k, v).chosen is None
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_compiled_function_writes_nothing(has_run):
+    compiled = torch.compile(
+        lambda *tensors: flashtile.attention_with_kvcache(*tensors, cache_seqlens=2),
+        backend="eager",
+    )
+    q, cache, new = torch.randn(1, 3, 2, 8), torch.zeros(1, 9, 2, 8), torch.randn(1, 3, 2, 8)
+    if has_run:
+        compiled(q, cache.clone(), cache.clone(), new, new)
+    explanation = flashtile.explain(compiled, q, cache, cache, new, new)
+    assert explanation.chosen == "cpu"
+    assert explanation.steps == ("append the new keys and values to the cache",)
+    assert not cache.any()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import backends
@@ -68,12 +72,26 @@ def explained(
     """
     before, this_thread.explains = this_thread.explains, True
     try:
-        function(*call, **options)
+        with _compiled_functions_run_eagerly():
+            function(*call, **options)
     except Description as description:
         return _explanation(description)
     finally:
         this_thread.explains = before
     raise ValueError(f"explain: {function} makes no call of attention")
+
+
+_stance_lock = threading.RLock()  # PyTorch has one stance for all threads
+
+
+@contextmanager
+def _compiled_functions_run_eagerly() -> Iterator[None]:
+    """A compiled graph holds the call itself: it would run, and write, without being explained."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+        yield
+        return
+    with _stance_lock, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _explanation(call: Description) -> Explanation:
