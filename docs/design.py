@@ -1,7 +1,7 @@
 """The line numbers and the counts of DESIGN.md: `python docs/design.py` corrects and prints them.
 
-A place is written as `path:line` (`text`). Its line is the one that defines `text`, or the only one
-that contains it.
+A reference is written as `path:line` (`text`). Its line is the one that defines `text`, or the only
+one that contains it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "DESIGN.md"
-PLACE = re.compile(r"`(?P<path>[\w/.]+\.py):(?P<line>\d+)` \(`(?P<text>[^`]+)`\)")
+REFERENCE = re.compile(r"`(?P<path>[\w/.]+\.py):(?P<line>\d+)` \(`(?P<text>[^`]+)`\)")
 COUNT = re.compile(r"^\| (?P<what>[^|]+) \| (?P<most>\d+) \| `(?P<command>.+)` \|$", re.M)
 
 
 def line_of(path: str, text: str) -> int:
-    """The number of the line of a place.
+    """The line number of a reference.
 
     Raises:
         ValueError: the file does not define `text`, and not exactly one line contains it.
@@ -34,12 +34,12 @@ def line_of(path: str, text: str) -> int:
 
 
 def corrected(page: str) -> str:
-    """The page with the lines as they are now."""
+    """The page with current line numbers."""
 
-    def place(old: re.Match[str]) -> str:
+    def update(old: re.Match[str]) -> str:
         return f"`{old['path']}:{line_of(old['path'], old['text'])}` (`{old['text']}`)"
 
-    return PLACE.sub(place, page)
+    return REFERENCE.sub(update, page)
 
 
 def counts(page: str) -> list[tuple[str, int, int]]:

@@ -1,8 +1,8 @@
-"""Memo tables: what a call has worked out, kept for the calls like it.
+"""Bounded memo tables: results that later calls with equal keys use again.
 
 Every cache of the package is made here, so all of them are bounded, drop the entry that was used
 least recently, may be used by several threads at once and are emptied by `clear_caches`. A cache
-holds only what can be worked out again.
+holds only what can be computed again.
 """
 
 from __future__ import annotations

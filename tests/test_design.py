@@ -19,14 +19,14 @@ def design(monkeypatch):
     return importlib.import_module("design")
 
 
-def test_every_place_is_there(design):
-    places = design.PLACE.findall(PAGE)
-    assert len(places) >= 10
-    for path, line, text in places:
+def test_every_reference_is_current(design):
+    references = design.REFERENCE.findall(PAGE)
+    assert len(references) >= 10
+    for path, line, text in references:
         assert abs(design.line_of(path, text) - int(line)) <= SCREEN, f"{path}: {text}"
 
 
-def test_a_place_is_a_definition_or_the_only_line_with_a_text(design):
+def test_a_reference_is_a_definition_or_the_only_line_with_a_text(design):
     here = "tests/test_design.py"
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     assert lines[design.line_of(here, "SCREEN") - 1].startswith("SCREEN = ")

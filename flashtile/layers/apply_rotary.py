@@ -19,8 +19,8 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """`apply_rotary_emb` without recording gradients; backwards with `conjugate`, as its gradient
-    is.
+    """`apply_rotary_emb` without recording gradients; `conjugate` rotates backwards, as its
+    gradient does.
     """
     with torch.no_grad():
         return apply_rotary_emb(

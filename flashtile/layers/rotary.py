@@ -49,7 +49,7 @@ def apply_rotary_emb_torch(
 ) -> Tensor:
     """The formula in one line, in the dtype that PyTorch promotes its arguments to.
 
-    `apply_rotary_emb` is more exact in 16 bits, and knows offsets and packed sequences.
+    `apply_rotary_emb` is more exact in 16 bits, and supports offsets and packed sequences.
 
     Args:
         x: (batch, seq, heads, head_dim).

@@ -1,4 +1,4 @@
-"""What may be rotated: shapes, dtypes and devices, before anything is written."""
+"""Checks of the arguments of rotary embedding, before anything is written."""
 
 from __future__ import annotations
 

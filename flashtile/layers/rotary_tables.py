@@ -1,4 +1,4 @@
-"""The tables of cosines and sines that a rotary embedding multiplies with."""
+"""The tables of cosines and sines of a rotary embedding."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_tables(
         device: of the tables.
         dtype: of the tables.
     """
-    # Tables made in inference mode would be of no use to autograd later.
+    # Autograd could not use tables that were made in inference mode.
     with torch.inference_mode(False):
         position = torch.arange(length, device=device, dtype=torch.float32)
         angle = torch.outer(position, inv_freq.to(device))

@@ -118,7 +118,7 @@ def linear_cross_entropy(
     """``loss(hidden @ weight.T + bias, target)`` from a chunk of tokens at a time.
 
     Memory is that of one chunk's logits, and of the gradients of `hidden` and `weight`: both are
-    computed on the way forward, while the chunk's logits are there, so nothing is computed twice.
+    computed in the forward pass, while the chunk's logits exist, so nothing is computed twice.
 
     Args:
         hidden: (..., features).

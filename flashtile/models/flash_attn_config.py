@@ -71,7 +71,7 @@ def added_fields(config: Any, activation: str, gated: bool) -> dict[str, Any]:
 
 
 def _both(config: Any, first: str, second: str) -> bool:
-    """A choice that flash-attn makes twice and this model once."""
+    """One value for two attributes of flash-attn, which must agree."""
     choices = getattr(config, first, True), getattr(config, second, True)
     if choices[0] != choices[1]:
         raise ValueError(f"{first}, {second}: got {choices[0]} and {choices[1]}, want them equal")

@@ -101,7 +101,7 @@ def generate(
     cache = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
     hidden = model.transformer(input_ids, inference_params=cache)
     logits = model.lm_head(hidden[torch.arange(batch, device=device), lengths.long() - 1])
-    # From here on a tensor counts the tokens, so that a captured step sees it grow.
+    # From here on a tensor counts the tokens, so that a captured step reads the new count.
     cache.lengths_per_sample = lengths.clone()
     step: Callable[[Tensor], Tensor] = _step(model, cache)
     running = lengths < max_length
@@ -116,7 +116,7 @@ def generate(
             running &= token != eos_token_id
         if left == 0 or (eos_token_id is not None and not running.any()):
             break
-        # The last token of each row; rows that have ended go on writing there, which harms nobody.
+        # The last token of each row; rows that have ended keep writing there, without effect.
         cache.lengths_per_sample.copy_(lengths - 1)
         if cuda_graph and not isinstance(step, CapturedStep):
             step = CapturedStep(step, token)
@@ -136,7 +136,7 @@ class CapturedStep:
 
     def __init__(self, step: Callable[[Tensor], Tensor], token: Tensor) -> None:
         self.token = token.clone()
-        # Kernels are compiled and memory is reserved on the way, which a capture does not allow.
+        # This compiles kernels and reserves memory, which is not allowed during a capture.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -38,14 +38,14 @@ _NORMS: dict[str, type[nn.Module]] = {"layer_norm": nn.LayerNorm, "rms_norm": nn
 
 
 class CausalLMOutput(NamedTuple):
-    """What a language model returns: logits without targets, the loss with them."""
+    """The result of a language model: logits without targets, the loss with them."""
 
     logits: Tensor | None
     loss: Tensor | None
 
 
 class GPTModel(nn.Module):
-    """Embeddings, blocks and a last norm: tokens in, features of each token out.
+    """Embeddings, blocks and a last norm: maps tokens to the features of each token.
 
     Args:
         config: `GPTConfig`, or a transformers GPT2Config, LlamaConfig or MistralConfig.

@@ -1,4 +1,4 @@
-"""What a GPT is made of: one frozen dataclass for GPT-2, Llama and what lies between them."""
+"""The configuration of a GPT: one frozen dataclass for GPT-2, Llama and mixtures of both."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         window: Any = self.window_size
-        if isinstance(window, list):  # configuration files know no tuples
+        if isinstance(window, list):  # configuration files have lists, not tuples
             object.__setattr__(self, "window_size", tuple(window))
         self._check_types()
         self._check_ranges()
@@ -290,7 +290,7 @@ def _from_llama(config: Any) -> dict[str, Any]:
 
 
 def _lookup(name: str, config: Any, names: dict[str, str]) -> str:
-    """Our name of an activation."""
+    """flashtile's name of an activation."""
     value = getattr(config, name)
     if value not in names:
         raise ValueError(f"{name}: got {value!r}, want one of {', '.join(names)}")

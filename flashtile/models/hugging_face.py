@@ -1,7 +1,7 @@
-"""The weights of Hugging Face's GPT-2 and Llama under our names, and back.
+"""Convert the weights of GPT-2 and Llama between Hugging Face's names and flashtile's.
 
-A table of rules, read in either direction: one weight of ours is one or several of theirs, joined
-along the output features, and transposed where theirs is a ``Conv1D`` (GPT-2).
+A table of rules is read in either direction: one weight of flashtile is one or several of Hugging
+Face's, joined along the output features, and transposed if theirs is a ``Conv1D`` (GPT-2).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Rule(NamedTuple):
 
 
 def state_dict_from_transformers(state_dict: StateDict, config: GPTConfig) -> StateDict:
-    """Their state dict as one that `GPTLMHeadModel` loads.
+    """Convert a state dict of transformers to one that `GPTLMHeadModel` loads.
 
     Args:
         state_dict: of a GPT2LMHeadModel, LlamaForCausalLM or MistralForCausalLM.
@@ -46,7 +46,7 @@ def state_dict_from_transformers(state_dict: StateDict, config: GPTConfig) -> St
     if head is None and not config.tie_word_embeddings:
         raise ValueError("state_dict: 'lm_head.weight' is missing, and the config does not tie it")
     ours["lm_head.weight"] = ours[_WORDS] if head is None else head
-    # Old checkpoints hold causal masks and rotary frequencies, which are no weights.
+    # Old checkpoints hold causal masks and rotary frequencies, which are not weights.
     left = [name for name in remaining if not name.endswith(_NO_WEIGHTS)]
     if left:
         raise ValueError(f"state_dict: {left[0]!r} and {len(left) - 1} others fit no parameter")
@@ -54,7 +54,7 @@ def state_dict_from_transformers(state_dict: StateDict, config: GPTConfig) -> St
 
 
 def state_dict_to_transformers(state_dict: StateDict, config: GPTConfig) -> StateDict:
-    """`GPTLMHeadModel`'s state dict as one that theirs loads.
+    """Convert `GPTLMHeadModel`'s state dict to one that transformers loads.
 
     Args:
         state_dict: of our model.

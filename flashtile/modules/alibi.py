@@ -9,8 +9,8 @@ from torch import Tensor
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slope of each head, (num_heads,) float32.
 
-    A geometric sequence from ``2 ** (-8 / n)`` for n heads, n a power of two; other numbers of
-    heads fill up with slopes that 2n heads would have in between (Press et al. 2021, "Train Short,
+    For n heads, n a power of two, a geometric sequence from ``2 ** (-8 / n)``. Other numbers of
+    heads add slopes of the sequence for 2n heads (Press et al. 2021, "Train Short,
     Test Long", https://arxiv.org/abs/2108.12409, section 3 and the authors' code).
     """
     n = 2 ** (num_heads.bit_length() - 1)  # the largest power of two up to num_heads

@@ -1,4 +1,4 @@
-"""The one function that the modules call for self-attention, so that it can be exchanged."""
+"""The function that the modules call for self-attention; users can replace it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flash_attend(
     max_seqlen_k: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """`Attend` by flashtile.
+    """`Attend` with flashtile.
 
     Args:
         q, k, v: dense or packed, as in `flashtile.attention` and `flashtile.attention_varlen`.

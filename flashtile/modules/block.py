@@ -1,8 +1,8 @@
 """One layer of a transformer: attention and MLP around a residual stream.
 
 The parameters are those of ``flash_attn.modules.block``. `forward` returns one tensor, the residual
-stream: flash-attn hands on the last branch and the stream apart, so that its kernels can fuse an
-addition with the norm that follows it.
+stream: flash-attn returns the last branch and the stream separately, so that its kernels can fuse
+an addition with the next norm.
 """
 
 from __future__ import annotations

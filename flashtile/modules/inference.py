@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass
 class InferenceParams:
-    """What the layers of a model share while they generate, under flash-attn's names.
+    """The state that the layers of a model share during generation, with flash-attn's names.
 
-    The caller moves it on: after each call of the model, add the number of tokens that went in to
+    The caller advances it: after each call of the model, add the number of new tokens to
     `seqlen_offset`, or to `lengths_per_sample` in place.
 
     Args:

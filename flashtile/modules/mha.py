@@ -327,7 +327,7 @@ class MHA(nn.Module):
 
 
 def _head_dim(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int | None) -> int:
-    """Features of a head, once the numbers are known to fit together."""
+    """Features of a head; raises ValueError if the numbers do not fit together."""
     for name, heads in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv)):
         if heads < 1:
             raise ValueError(f"{name}: must be positive, got {heads}")

@@ -1,12 +1,12 @@
-"""The one rule that says how wrong a result may be: every machine, every output, every gradient.
+"""The tolerance rule: the allowed error of every output and gradient on every machine.
 
 Allowed error = twice the error that plain PyTorch makes in the same low precision on the same
 inputs (largest absolute difference from float64), plus one rounding of the largest absolute value
 of the truth. Both come from the same inputs, so there is no table of tolerances. -inf must match
 exactly, and a NaN in the result always fails.
 
-Where terms cancel, plain PyTorch's error says nothing: it may be 0 by luck, and other orders of
-the same sums are no less right. An element is therefore always allowed a few roundings of the
+Where terms cancel, plain PyTorch's error is no measure: it may be 0 by luck, and other orders of
+the same sums are equally correct. An element is therefore always allowed a few roundings of the
 terms that it is made of, its floor (`error_model.py`).
 """
 
@@ -22,7 +22,7 @@ def plain_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def allowed_error(dtype: torch.dtype, truth: Tensor, plain: Tensor) -> float:
-    """How far a result may be from `truth` (float64), given what plain PyTorch made.
+    """The allowed distance from `truth` (float64), given the result `plain` of plain PyTorch.
 
     `dtype` is the low precision, that of the call's inputs. Float64 has no truth above it: `plain`
     is then a float32 run, whose error is scaled by eps64 / eps32.
