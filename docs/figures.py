@@ -401,9 +401,9 @@ def float8_errors() -> Figure:
     for head_dim, color in (("64", ORANGE), ("128", BLUE), ("256", GREEN)):
         found = [row for row in rows if row["head_dim"] == head_dim]
         x, spread = ([float(row[name]) for row in found] for name in ("rmse", "spread"))
-        places = [schemes.index(row["scheme"]) for row in found]
+        y = [schemes.index(row["scheme"]) for row in found]
         style = {"fmt": "o", "color": color, "capsize": 2, "elinewidth": 0.8}
-        axes.errorbar(x, places, xerr=spread, label=f"head dim {head_dim}", **style)
+        axes.errorbar(x, y, xerr=spread, label=f"head dim {head_dim}", **style)
     axes.set_yticks(range(len(schemes)), schemes)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="root mean square error against float64")
@@ -423,10 +423,10 @@ def float8_gradients() -> Figure:
     for gradient, color in (("dq", ORANGE), ("dk", BLUE), ("dv", GREEN)):
         for inputs, marker in (("normal", "o"), ("outliers", "x")):
             found = [row for row in rows if (row["gradient"], row["inputs"]) == (gradient, inputs)]
-            x, places = zip(
+            x, y = zip(
                 *((float(row["rmse"]), schemes.index(row["scheme"])) for row in found), strict=True
             )
-            left.scatter(x, places, color=color, marker=marker, label=f"{gradient}, {inputs}")
+            left.scatter(x, y, color=color, marker=marker, label=f"{gradient}, {inputs}")
     left.set_yticks(range(len(schemes)), schemes)
     left.invert_yaxis()
     left.set(xscale="log", xlabel="relative root mean square error, head dim 128")
@@ -435,7 +435,7 @@ def float8_gradients() -> Figure:
         steps = [row for row in csv.DictReader(file) if row["held_out"]]
     colors = (INK, GREY, BLUE, GREEN, RED)
     names = dict.fromkeys(row["scheme"] for row in steps)
-    for place, (name, color) in enumerate(zip(names, colors, strict=True)):
+    for index, (name, color) in enumerate(zip(names, colors, strict=True)):
         held_out: dict[int, list[float]] = {}  # of every seed, by step
         for row in steps:
             if row["scheme"] == name:
@@ -444,7 +444,7 @@ def float8_gradients() -> Figure:
         below = [m - min(losses) for m, losses in zip(mean, held_out.values(), strict=True)]
         above = [max(losses) - m for m, losses in zip(mean, held_out.values(), strict=True)]
         style = {"color": color, "fmt": "o-", "markersize": 3, "linewidth": 1, "capsize": 2}
-        x = [step + 3 * (place - 2) for step in held_out]
+        x = [step + 3 * (index - 2) for step in held_out]
         right.errorbar(x, mean, yerr=(below, above), label=name, **style)
     right.set(xlabel="step", ylabel="held-out loss, nats a byte", ylim=(2.28, 3.1))
     right.set_title("mean and range of four seeds, points set apart", fontsize=9)

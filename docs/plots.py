@@ -39,9 +39,9 @@ def bars(axes: Axes, direction: str) -> None:
     peers = [peer for peer in COLOURS if any(peer in case for case in cases.values())]
     width = 0.84 / len(peers)
     for i, peer in enumerate(peers):
-        places = [x + (i - (len(peers) - 1) / 2) * width for x in range(len(cases))]
+        positions = [x + (i - (len(peers) - 1) / 2) * width for x in range(len(cases))]
         heights = [case.get(peer, 0) for case in cases.values()]
-        axes.bar(places, heights, 0.9 * width, color=COLOURS[peer], label=NAMES[peer])
+        axes.bar(positions, heights, 0.9 * width, color=COLOURS[peer], label=NAMES[peer])
     lengths = [int(length) for (length,) in cases]
     axes.set_xticks(range(len(cases)), [short(length) for length in lengths])
     axes.set_title(direction, fontsize=11)

@@ -94,7 +94,7 @@ def test_an_error_in_what_a_cache_holds_is_found(monkeypatch: pytest.MonkeyPatch
     assert [failure.split(":")[0] for failure in outcome.failures] == ["v_cache"]
 
 
-def test_a_crash_is_reported_with_its_place(
+def test_a_crash_is_reported_with_its_location(
     only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flashtile.backends.cpu import launch

@@ -83,8 +83,8 @@ def _draw_guides(axis: Any, layers: layer.Layers, direction: str) -> None:
         )
     high, low = (cast(float, last[name].peak_mib) for name in ("standard", "flashtile"))
     if last["standard"].length == last["flashtile"].length:
-        place = {"xy": (lengths[-1], low * 1.3), "xytext": (lengths[-1], high / 1.3)}
-        axis.annotate("", **place, arrowprops={"arrowstyle": "<->", "color": "black"})
+        ends = {"xy": (lengths[-1], low * 1.3), "xytext": (lengths[-1], high / 1.3)}
+        axis.annotate("", **ends, arrowprops={"arrowstyle": "<->", "color": "black"})
         axis.text(lengths[-1] / 1.08, (high * low) ** 0.5, f"{high / low:.0f}x", ha="right")
 
 

@@ -1,4 +1,4 @@
-"""One call of `cases.py` through a backend's own functions, judged by the rule."""
+"""Run a call of `cases.py` through a backend's own functions and check it by the rule."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def everything(
 
 
 def expected(operands: Operands, options: Options, dout: Tensor, dlse: Tensor, **how: Any) -> Run:
-    """What the reference makes of the same, computed as `how` says."""
+    """The reference's results for the same call; `how` is the precision."""
     leaves = {
         name: x.detach().to(how["compute_dtype"]).requires_grad_()
         for name in DIFFERENTIABLE
@@ -67,7 +67,7 @@ def assert_case(
 ) -> None:
     """Compare outputs and gradients of a case with the reference's in float64.
 
-    `capability`: plan as for such a device, whatever the tensors are on.
+    `capability`: plan for such a device, on whichever device the tensors are.
     """
     operands, options = make_call(name, dtype, seed)
     rows, Hq, Dv = operands.q.shape[:-1], operands.q.shape[-2], operands.v.shape[-1]

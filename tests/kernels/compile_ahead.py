@@ -1,4 +1,4 @@
-"""Compiles the launches of a call for a GPU that is not here, and reads the compiler's report."""
+"""Compile the launches of a call for an absent GPU, and read the compiler's report."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def append_launches(device: str) -> list[Launch]:
 
 
 def gather_launches() -> list[Launch]:
-    """The launch that copies pages side by side."""
+    """The launch that gathers pages."""
     cache, rows = torch.empty(2, 5, 16, 2, 64), torch.empty(2, 3, 32, 2, 64)
     table, used = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     return [gather_launch(*cache, table, used, *rows)]
 
 
 def rotary_launches() -> list[Launch]:
-    """The launches that turn a dense tensor in place, and a packed one into another."""
+    """The launches that rotate a dense tensor in place, and a packed one into another tensor."""
     x, out, tables = torch.empty(3, 4, 6, 64), torch.empty(3, 4, 6, 64), torch.empty(2, 40, 16)
     starts = torch.zeros(4, dtype=torch.int32)
     packed = (x.flatten(0, 1), out.flatten(0, 1), *tables, None, 0, starts, True, True)
@@ -118,7 +118,7 @@ def _problem(operands: Operands, options: Options, device: str) -> AttentionProb
 
 
 class Report(NamedTuple):
-    """What became of one kernel."""
+    """The compiler's report on one kernel."""
 
     kernel: str
     registers: int
@@ -134,7 +134,7 @@ def report(launch: Launch, device: str) -> Report:
 
 
 def ptx(launch: Launch) -> str:
-    """What one launch is in NVIDIA's virtual instructions."""
+    """The PTX of one launch."""
     text: str = _compiled(launch, "sm_90").asm["ptx"]
     return text
 
@@ -150,7 +150,7 @@ def _compiled(launch: Launch, device: str) -> Any:
 
 
 def specialization(launch: Launch, device: str) -> str:
-    """What Triton compiles a launch for; it compiles nothing twice."""
+    """The key of a launch in the cache of compiled kernels."""
     _, (_, specialized, _) = _bind(launch, DEVICES[device].target)
     return str(specialized)
 

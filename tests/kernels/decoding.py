@@ -1,7 +1,7 @@
 """Calls of few queries against long caches, one for each option and layout, described as operands.
 
-Lengths of the four sequences: none, one, the edge of a page, and an odd one. What lies behind a
-length is NaN, which must not be read into a result.
+Lengths of the four sequences: none, one, the edge of a page, and an odd one. Slots after a
+length hold NaN, which must not reach a result.
 """
 
 from __future__ import annotations

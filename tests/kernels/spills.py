@@ -1,7 +1,7 @@
 """The default kernels that spill registers: (device, size of the call, dtype, head dim, pass) to
 the bytes that a thread spills at most with either release of Triton, and why that is left so.
 
-Every default kernel that is not in here spills nothing. "small" are calls too small for tensor
+All other default kernels have no spills. "small" are calls too small for tensor
 descriptors, on a device that has them; all others are "large".
 """
 

@@ -65,7 +65,7 @@ SLOWEST = [(d, "large", torch.float32, 512, "causal") for d in ("sm_80", "sm_120
 
 @pytest.fixture(autouse=True)
 def _as_on_the_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Plan as PyTorch for that device does, and take the call for a large or a small one."""
+    """Plan like PyTorch for that device, and treat the call as a large or a small one."""
     given = getattr(request.node, "callspec", None)
     params = given.params if given else {}
     monkeypatch.setattr(hardware, "is_rocm", lambda: params.get("device") == "gfx942")
@@ -79,7 +79,7 @@ def _as_on_the_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_default_kernels_fit(device: str, size: str, dtype: torch.dtype, head_dim: int, mask: str):
-    """Shared memory is enough, and no register spills but those in `spills.py`."""
+    """Shared memory suffices, and only the kernels of `spills.py` spill registers."""
     q, k, v = qkv(generator(0), B=1, M=256, N=256, Hq=2, Hk=2, D=head_dim, dtype=dtype)
     call = describe((q, k, v), Dense(), {"causal": mask == "causal"})
     too_much = []
@@ -133,7 +133,7 @@ def test_latent_decoding_kernels_fit(device: str, name: str):
 @pytest.mark.parametrize("M", [1, 256])
 @pytest.mark.parametrize(("head_dim", "scales"), [(64, "block"), (256, "block"), (256, "head")])
 def test_float8_kernels_fit(head_dim: int, scales: str, M: int):
-    """Float8 queries in what Hopper's own float8 kernel does not do: few of them, and a chunk."""
+    """Float8 queries that Hopper's own float8 kernel does not support: few of them, and a chunk."""
     tensors = qkv(generator(0), B=1, M=M, N=256, Hq=2, Hk=2, D=head_dim)
     made = quantize_qkv(*tensors, scales=scales)
     given = dict(causal=True, attention_chunk=100, **descales(made))
@@ -153,7 +153,7 @@ def decoding(device: str, head_dim: int, name: str, float8: bool = False) -> lis
 
 
 def scores() -> Call:
-    """Everything that changes a score, at once: the most registers that a kernel can want."""
+    """Everything that changes a score, at once: the largest number of registers of a kernel."""
     g = generator(0)
     q, k, v = qkv(g, B=1, M=256, N=256, Hq=2, Hk=2, D=128, dtype=torch.bfloat16)
     bias = normal(g, 1, 2, 256, 256, dtype=torch.bfloat16)
@@ -173,7 +173,7 @@ def tiles() -> Call:
     return describe((q, k, v), Dense(), {"block_mask": mask, "causal": True, **used})
 
 
-# One call an option, or several options that one kernel can have at once.
+# One call for each option, or for several options of one kernel.
 OPTIONS = {
     "scores": lambda device: launches(*scores(), device),
     "tiles": lambda device: launches(*tiles(), device),
@@ -201,7 +201,7 @@ def test_options_compile(device: str, option: str):
 
 def test_no_kernel_is_left_out():
     compiled = {launch.kernel.__name__ for make in OPTIONS.values() for launch in make("sm_80")}
-    # It writes float8, which not every device has; a module of its own compiles it.
+    # It writes float8, which not every device has; a separate module compiles it.
     compiled.add(quantize_launch(64, 64, of_values=False).kernel.__name__)
     names = [f"{backend.__name__}.{m.name}" for m in iter_modules(backend.__path__)]
     names += [f"{ops.__name__}.{m.name}.kernel" for m in iter_modules(ops.__path__)]

@@ -1,4 +1,4 @@
-"""What `explain` says of a GPU that is not here."""
+"""`explain` for a GPU that is absent."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_lengths_need_not_be_contiguous(seed: int):
 
 
 def test_decoding_by_default(seed: int):
-    """As many parts as the plan takes by itself."""
+    """With the number of parts that the plan chooses."""
     assert_decoding(backend, "few queries, causal", torch.float32, seed, splits=(0,))
 
 
@@ -115,7 +115,7 @@ def test_the_number_of_splits_fills_the_gpu(programs: int, steps: int, wanted: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(5, 2, 3, 4, 20), (1, 7, 2, 64), (40, 2, 1, 16)], ids=str)
 def test_combine(shape: tuple[int, ...], dtype: torch.dtype, seed: int):
-    """Parts that saw nothing hold NaN; one row is seen by none."""
+    """Parts without visible keys hold NaN; one row sees no key in any part."""
     g = generator(seed)
     parts, lse = normal(g, *shape, dtype=dtype), 4 * normal(g, *shape[:-1])
     unseen = torch.rand(lse.shape, generator=g) < 0.3
@@ -139,7 +139,7 @@ def rotary_inputs(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 @pytest.fixture
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Calls take the kernel, which here is interpreted on the CPU."""
+    """Make calls use the kernel, which is interpreted on the CPU here."""
     library = torch.library.Library("flashtile", "IMPL")
     library.impl("rotate_tokens", lambda x, out, *rest: rotate(x, out, *rest), "CPU")
     monkeypatch.setattr(rotary_op, "runs_as_kernel", lambda *args: True)

@@ -1,5 +1,5 @@
-"""Float8 queries, keys and values by the Triton kernel, in its interpreter: what the float8 kernel
-for Hopper does not do, against the float64 reference by the rule for float8."""
+"""Float8 queries, keys and values in the Triton kernel, interpreted: calls that the float8 kernel
+for Hopper does not support, against the float64 reference by the rule for float8."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_per_block_scales(case: str, seed: int):
 
 @pytest.mark.parametrize(("page_size", "splits"), [(0, 1), (16, 1), (256, 3)])
 def test_per_block_scales_of_packed_queries_and_pages(page_size: int, splits: int, seed: int):
-    """Blocks are counted from the start of each sequence, wherever that lies."""
+    """Blocks are counted from the start of each sequence, wherever it begins."""
     g = generator(seed)
     lengths_q, lengths_k = [3, 0, 70], [200, 7, 300]
     starts = cu_seqlens(lengths_q), cu_seqlens(lengths_k)

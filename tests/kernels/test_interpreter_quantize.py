@@ -28,8 +28,8 @@ F16 = torch.float16
 
 
 def compare(given: Any, recipe: Recipe, layout: Packed | None = None, rotary: Any = None) -> None:
-    """Equal but for sums in another order, which may turn a rounding here and there. What is turned
-    or smoothed is rounded to float16 on the way."""
+    """Equal up to sums in another order, which may change a few roundings. Rotated and smoothed
+    values are rounded to float16 in between."""
     step = 2**-9 if rotary is None and not recipe.smooth_k else 448 * torch.finfo(F16).eps
     got = quantize_on_gpu(*given, recipe, *rows_of(*given[:2], layout), rotary, programs=3)
     wanted = quantized(*given, recipe, layout, rotary)

@@ -1,5 +1,5 @@
-"""Repeated calls in Triton's interpreter: described, launched again, repeated with other tensors,
-each as if nothing had been before it.
+"""Repeated calls in Triton's interpreter: memo entries and launches are used again with other
+tensors, and the results are those of a first call.
 
 Runs in a separate process, because Triton decides at import whether it interprets:
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 
 class AsCompiled:
-    """A kernel of the interpreter as Triton hands out compiled ones: ``compiled[grid](*args)``."""
+    """Every new launch, which later calls like it repeat."""
 
     def __init__(self, launch: Launch):
         self.launch = launch
@@ -47,7 +47,7 @@ class AsCompiled:
 
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Every launch that is made anew, after which calls like it repeat it."""
+    """Every new launch; later calls like it repeat the launch."""
     made: list[Launch] = []
     interpret = Launch._run
 

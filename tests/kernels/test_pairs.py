@@ -19,7 +19,7 @@ def pair_of(
     aligned: bool = True,
     capability: tuple[int, int] = (9, 0),
 ) -> tuple[int, int]:
-    """Of the whole walk and of the split one, 32 query heads on 8 key heads."""
+    """For the whole KV loop and for the split one, with 32 query heads and 8 key heads."""
     D, Dv = head_dims
     q = torch.empty(1, seq_q, 32, D, dtype=torch.bfloat16, device="meta")
     k, v = (torch.empty(1, 4096, 8, d, dtype=dtype, device="meta") for d in (D, Dv))

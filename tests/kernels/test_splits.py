@@ -66,7 +66,7 @@ def test_rows_of_no_sequence_count():
 
 
 def test_a_packed_batch_without_tokens_is_not_split():
-    """Its bound says that there may be queries, its tensor that there are none."""
+    """The bound allows queries, but the tensor has none."""
     problem = problem_of(2, 7, 250, (4, 2), num_splits=0)
     config = plan(problem, False).split.config
     assert splits_of(problem, config, 132, tokens=0) == 1
