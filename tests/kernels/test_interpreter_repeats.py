@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 
 class AsCompiled:
-    """Every new launch, which later calls like it repeat."""
+    """An interpreted kernel with the interface of compiled ones: ``compiled[grid](*args)``."""
 
     def __init__(self, launch: Launch):
         self.launch = launch
