@@ -487,3 +487,10 @@ def test_bad_input_of_the_other_functions() -> None:
         with pytest.raises(ValueError, match=pattern):
             f(*args)
     assert ones.eq(1).all(), "written to before the error"
+
+
+def test_the_length_that_flash_attn_layers_read():
+    rope = RotaryEmbedding(4)
+    assert rope._seq_len_cached == 0
+    rope._update_cos_sin_cache(5, torch.device("cpu"), torch.float32)
+    assert rope._seq_len_cached == 5

@@ -253,6 +253,10 @@ class RotaryEmbedding(torch.nn.Module):
         self.tables(seqlen, device, dtype)
 
     @property
+    def _seq_len_cached(self) -> int:
+        return 0 if self._tables is None else self._tables.cos.shape[0]
+
+    @property
     def _cos_cached(self) -> Tensor | None:
         return None if self._tables is None else self._tables.cos
 
@@ -301,7 +305,7 @@ class RotaryEmbedding(torch.nn.Module):
             elif self._tables is None:
                 raise ValueError("max_seqlen: needed when seqlen_offset is a tensor, got None")
             else:
-                max_seqlen = max(max_seqlen, self._tables.cos.shape[0])
+                max_seqlen = max(max_seqlen, self._seq_len_cached)
         cos, sin, cos_k, sin_k = self.tables(max_seqlen, qkv.device, qkv.dtype)
         if kv is None:
             return apply_rotary_emb_qkv_(
