@@ -192,6 +192,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer": SMALL_CODEC,
     "vibevoice_acoustic_tokenizer_decoder": SMALL_CODEC,
     "vibevoice_acoustic_tokenizer_encoder": SMALL_CODEC,
+    "align_vision_model": {"image_size": 64},
     "kosmos-2": {"latent_query_num": 4},
     "seggpt": {"image_size": [64, 32]},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},

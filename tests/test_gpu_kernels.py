@@ -93,6 +93,6 @@ def test_a_prompt_in_pieces(storage, seed, monkeypatch):
     for _ in range(2):
         got = flashtile.attention_with_kvcache(*args, **call).float()
         assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
-    chosen = {d.options.backend for d in decisions.values() if d.problem.M == 700}
+    chosen = {d.problem.options.backend for d in decisions.values() if d.problem.M == 700}
     if torch.cuda.get_device_capability() == (9, 0):
         assert "hopper" in chosen

@@ -22,8 +22,11 @@ SAMPLE = [
     "git",  # text layers that add the mask themselves, under a vision tower that does not
     "inkling2_text",  # a sink of every query
     "llama4",  # chunks
+    "informer",  # encoder layers that add the mask themselves
     "moshi",  # a mask made in advance
+    "muse_glimmer_assistant",  # a window without a mask
     "pegasus_x",
+    "siglip2",  # reads the mask of its images
     "t5",  # position bias
     "whisper",
 ]

@@ -205,6 +205,9 @@ def attention_forward(
                 "has no such keyword; use attn_implementation='eager' for this model"
             )
     causal = _says_causal(module) if is_causal is None else is_causal
+    has_lengths = all(options.get(name) is not None for name in _LENGTHS)
+    if attention_mask is None and not has_lengths and _is_transformers(module):
+        sliding_window = None  # as in eager attention: without a mask every key is visible
     # Transformers counts the query itself.
     side = -1 if sliding_window is None else sliding_window - 1
     q, k, v = _inputs(query, key, value)
@@ -243,9 +246,14 @@ def _says_causal(module: torch.nn.Module) -> bool:
     key, as in eager attention, whatever its `is_causal` says (BridgeTower's image stream). Layers
     defined elsewhere may rely on their `is_causal`, as with flash attention.
     """
-    if type(module).__module__.startswith("transformers."):
+    if _is_transformers(module):
         return False
     return bool(getattr(module, "is_causal", True))
+
+
+def _is_transformers(module: torch.nn.Module) -> bool:
+    """Whether the layer is defined in transformers."""
+    return type(module).__module__.startswith("transformers.")
 
 
 def _continuous_batching(

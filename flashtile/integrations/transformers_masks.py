@@ -149,9 +149,10 @@ _READERS_OF_MASKS = {
     "glm_moe_dsa",
     "hy_v4",
     "mistral_large4",
+    "siglip2_vision_model",
 }
 # Model types with layers that add the mask to their own scores, as eager attention does.
-_ADDERS_OF_MASKS = {"bigbird_pegasus", "gemma4_audio", "git"}
+_ADDERS_OF_MASKS = {"bigbird_pegasus", "gemma4_audio", "git", "informer", "pix2struct_text_model"}
 
 
 def attention_mask(
@@ -208,9 +209,9 @@ def attention_mask(
     # quadratic memory.
     is_read = not allowed and pattern.segments is None
     model_type = getattr(options.get("config"), "model_type", None)
-    if model_type in _READERS_OF_MASKS or model_type in _ADDERS_OF_MASKS:
-        is_read = True
-    if is_read and tracing:
+    is_read = is_read or model_type in _READERS_OF_MASKS
+    is_4d = is_read or model_type in _ADDERS_OF_MASKS
+    if is_4d and tracing:
         return exact()
     keys = kv_length
     if pattern.causal:
@@ -233,7 +234,7 @@ def attention_mask(
         # Not every causal layer says that it is causal.
         mask = torch.ones(batch_size, keys, dtype=torch.bool, device=options.get("device"))
         mask = attach_pattern(mask, pattern, whole=True)
-    return with_short_form(exact(), mask) if is_read and mask is not None else mask
+    return with_short_form(exact(), mask) if is_4d and mask is not None else mask
 
 
 def _exact(

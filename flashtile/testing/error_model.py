@@ -7,11 +7,13 @@ less than a few roundings of the terms themselves.
 
 `rounding_variance` makes the reference compute the squared size of the error that those roundings
 add up to, each independent of the others; `u` is the largest one of a number 1 (of float32; of
-float64 for float64 inputs). With P the probabilities, L the log-sum-exp and [x] the variance of x:
+float64 for float64 inputs), and `a` is `APPROXIMATE`. With P the probabilities, L the log-sum-exp
+and [x] the variance of x:
 
     [S]      (u/2 |scale| |q||k|)^2 + u^2 (S^2 + alibi^2 + bias^2)
-    [L]      P^2 @ [S] + u^2 (L^2 + m^2 + 4), m the largest score of the row
-    [P]      P^2 ([S] + u^2 (2 + (S - L)^2)), and P^2 [L] of the whole row
+    [L]      P^2 @ [S] + u^2 (2 L^2 + m^2 + 4 + a (L - m)^2), m the largest score of the row,
+             stored to base e and read to base 2
+    [P]      P^2 ([S] + u^2 (2 + a + (S - L)^2)), and P^2 [L] of the whole row
     [out]    ([P] @ v^2) and so on: every product has the variances of its factors ...
     [x @ y]  ... and, of its sum, (u/2 |x| @ |y|)^2
 
@@ -30,6 +32,10 @@ from .reference import Attend, ScoreRule, softmax_weights
 
 # Of how many standard deviations the floor is. Rounding errors are at most 1.7 of theirs.
 DEVIATIONS = 6.0
+
+# The variance, in u^2, of a relative error of at most 4 u = 2^-22, which a GPU's exponential and
+# logarithm to base 2 have (PTX ISA, ex2.approx and lg2.approx).
+APPROXIMATE = 16 / 3
 
 
 def floor_of(variance: Tensor) -> Tensor:
@@ -118,9 +124,12 @@ class _Variance(torch.autograd.Function):
         P = torch.exp(S - L).masked_fill(dead, 0)
         from_L = torch.where(P > 0, S - L, 0)
         largest = S.amax(-1, keepdim=True) if S.shape[-1] else L
-        L_var = _square_sum(P, S_var) + u**2 * (L.square() + largest.square() + 4)
+        L_var = _square_sum(P, S_var) + u**2 * (2 * L.square() + largest.square() + 4)
+        L_var = L_var + u**2 * APPROXIMATE * (L - largest).square()
         L_var = L_var.masked_fill(dead, 0)
-        P_var = P.square() * (S_var + u**2 * (2 + from_L.square()))  # beside that of its row's L
+        P_var = P.square() * (
+            S_var + u**2 * (2 + APPROXIMATE + from_L.square())
+        )  # beside that of its row's L
         out = torch.einsum("bhmn,bnhd->bmhd", P * factor, v)
         out_var = (
             torch.einsum("bhmn,bnhd->bmhd", P_var * factor.square(), v.square())
