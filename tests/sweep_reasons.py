@@ -1,0 +1,87 @@
+"""What the sweep over transformers' families does not compare, or not with eager attention."""
+
+from __future__ import annotations
+
+# Why a family is not compared; every other one has to be equal.
+LIBRARY = "needs a library that is not installed here: "
+VIDEO = "needs a session that tracks objects through a video"
+CONVOLUTIONS = "convolutions or recurrence only, no attention"
+ASSISTANT = "drafts for another model, from whose keys and values it reads"
+SIZES_ARE_TIED = "sizes that depend on each other: no small configuration by hand yet"
+TIMM = "its vision tower is a model of timm's, which is not small"
+CODES = "one half of a codec, compared as a whole under the codec's name"
+LARGE = "takes minutes with the smallest configuration"
+REASONS: dict[str, str] = {
+    "edgetam": SIZES_ARE_TIED,
+    "edgetam_vision_model": SIZES_ARE_TIED,
+    "efficientnet": CONVOLUTIONS,
+    "eomt": SIZES_ARE_TIED,
+    "eomt_dinov3": SIZES_ARE_TIED,
+    "fast_vlm": TIMM,
+    "gemma3n": TIMM,
+    "gemma3n_vision": TIMM,
+    "omdet-turbo": TIMM,
+    "pe_audio_video": SIZES_ARE_TIED,
+    "pe_audio_video_encoder": SIZES_ARE_TIED,
+    "perception_lm": TIMM,
+    "pocket_tts_audio_tokenizer_decoder": CODES,
+    "sam3": LARGE,
+    "sam3_lite_text": LARGE,
+    "sam3_video": VIDEO,
+    "timm_backbone": TIMM,
+    "tvp": SIZES_ARE_TIED,
+    "vibevoice_acoustic_tokenizer_decoder": CODES,
+    "vibevoice_acoustic_tokenizer_encoder": CODES,
+    "chmv2": SIZES_ARE_TIED,
+    "dbrx": SIZES_ARE_TIED,
+    "depth_pro": SIZES_ARE_TIED,
+    "efficientloftr": SIZES_ARE_TIED,
+    "emu3": SIZES_ARE_TIED,
+    "granite4_vision": SIZES_ARE_TIED,
+    "inkling2_vision": SIZES_ARE_TIED,
+    "jev": SIZES_ARE_TIED,
+    "kyutai_speech_to_text": SIZES_ARE_TIED,
+    "longcat_flash": SIZES_ARE_TIED,
+    "lw_detr": SIZES_ARE_TIED,
+    "mimi_decoder": SIZES_ARE_TIED,
+    "musicgen": SIZES_ARE_TIED,
+    "musicgen_melody": SIZES_ARE_TIED,
+    "nemo_speechlm": SIZES_ARE_TIED,
+    "nemotron_h_omni": SIZES_ARE_TIED,
+    "neucodec": SIZES_ARE_TIED,
+    "pp_doclayout_v2": SIZES_ARE_TIED,
+    "pp_doclayout_v3": SIZES_ARE_TIED,
+    "pp_doclayout_v4": SIZES_ARE_TIED,
+    "vitmatte": SIZES_ARE_TIED,
+    "xcodec": SIZES_ARE_TIED,
+    "xcodec2": SIZES_ARE_TIED,
+    "bark": "three families under one name; none of them calls the attention interface",
+    "blt": "its own generation of patches reads sizes that a small configuration does not have",
+    "dinat": LIBRARY + "natten",
+    "gemma4_assistant": ASSISTANT,
+    "gemma4_unified_assistant": ASSISTANT,
+    "glm_image_vqmodel": "a codec without a forward function",
+    "layoutlmv2": LIBRARY + "detectron2",
+    "pp_ocrv5_mobile_det": CONVOLUTIONS,
+    "pp_ocrv5_server_det": CONVOLUTIONS,
+    "pp_ocrv6_medium_det": CONVOLUTIONS,
+    "pp_ocrv6_small_det": CONVOLUTIONS,
+    "qwen2_5_omni": "compared as qwen2_5_omni_thinker",
+    "qwen3_omni_moe": "compared as qwen3_omni_moe_thinker",
+    "sam3_tracker_video": VIDEO,
+    "slanet": CONVOLUTIONS,
+    "t5gemma2_encoder": "compared as a part of t5gemma2",
+    "uvdoc": CONVOLUTIONS,
+    "vits": "the length of its output depends on the last bit of a duration",
+    "voxtral_realtime_text": "transformers names a model class that it does not have",
+    "xlstm": CONVOLUTIONS,
+}
+# Families whose eager attention is wrong in transformers, so that SDPA is compared: Nemotron's
+# speech models fill with -inf the keys that the mask shows, Grounding DINO adds a mask of bools.
+EAGER_IS_WRONG = {
+    "grounding-dino",
+    "mm-grounding-dino",
+    "nemotron3_5_asr",
+    "nemotron_asr_streaming",
+    "nemotron_asr_streaming_encoder",
+}
