@@ -71,6 +71,7 @@ REASONS: dict[str, str] = {
     "sam3_tracker_video": VIDEO,
     "slanet": CONVOLUTIONS,
     "t5gemma2_encoder": "compared as a part of t5gemma2",
+    "univnet": CONVOLUTIONS,
     "uvdoc": CONVOLUTIONS,
     "vits": "the length of its output depends on the last bit of a duration",
     "voxtral_realtime_text": "transformers names a model class that it does not have",
