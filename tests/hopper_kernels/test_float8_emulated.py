@@ -209,7 +209,7 @@ def test_repeated_calls(N: int, described: int, monkeypatch: pytest.MonkeyPatch)
         emulator.run(launch, 0)
         return Emulated(launch)
 
-    def describe(*arguments: Any) -> Launch:
+    def counting_launch(*arguments: Any) -> Launch:
         nonlocal calls
         calls += 1
         return float8_launch(*arguments)
@@ -223,7 +223,7 @@ def test_repeated_calls(N: int, described: int, monkeypatch: pytest.MonkeyPatch)
         return hopper.forward(problem, operands)
 
     monkeypatch.setattr(Launch, "run", run)
-    monkeypatch.setattr(float8_path, "float8_launch", describe)
+    monkeypatch.setattr(float8_path, "float8_launch", counting_launch)
     monkeypatch.setattr(forward_path, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(forward_path, "tile_counter", lambda device: counter)
     for known in (relaunch._repeats, relaunch._compiled):
