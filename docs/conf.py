@@ -14,7 +14,7 @@ sys.path.insert(0, str(DOCS))  # for the modules beside this file
 
 # E402: these can only be found after the path has been set.
 import figures  # noqa: E402
-import notebooks  # noqa: E402
+import notebooks  # noqa: E402  # needs the path above
 import snippets  # noqa: E402
 
 import flashtile  # noqa: E402

@@ -39,6 +39,7 @@ def trace(backend: str) -> Trace:
     q, k, v = (torch.randn(1, 37, heads, 32) for heads in (4, 2, 2))
 
     def call() -> None:
+        # The command line gives a string, where the type wants one of the names.
         with flashtile.backend(backend):  # type: ignore[arg-type]
             flashtile.flash_attn_func(q, k, v, causal=True)
 

@@ -8,7 +8,7 @@ VIDEO = "needs a session that tracks objects through a video"
 CONVOLUTIONS = "convolutions or recurrence only, no attention"
 ASSISTANT = "drafts for another model, from whose keys and values it reads"
 SIZES_ARE_TIED = "sizes that depend on each other: no small configuration by hand yet"
-TIMM = "its vision tower is a model of timm's, which is not small"
+TIMM = "its vision tower is a model of timm's: no small configuration by hand yet"
 CODES = "one half of a codec, compared as a whole under the codec's name"
 LARGE = "takes minutes with the smallest configuration"
 REASONS: dict[str, str] = {
@@ -27,7 +27,7 @@ REASONS: dict[str, str] = {
     "pocket_tts_audio_tokenizer_decoder": CODES,
     "sam3": LARGE,
     "sam3_lite_text": LARGE,
-    "sam3_video": VIDEO,
+    "sam3_video": LARGE,
     "timm_backbone": TIMM,
     "tvp": SIZES_ARE_TIED,
     "vibevoice_acoustic_tokenizer_decoder": CODES,

@@ -155,6 +155,7 @@ def accepts(kind: Any) -> Callable[[_Function], _Function]:
             )
         ]
         parameters = [*leading, *keywords, *given[len(leading) :]]
+        # `inspect` reads this attribute, which the type of functions lacks.
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 

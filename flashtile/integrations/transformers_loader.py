@@ -74,6 +74,7 @@ def patch_loader(name: str) -> None:
 
     def patch(imports: Any, check: Any) -> None:
         # These are private functions, replaced on purpose, which no type annotation allows.
+        # A private name, which the type of a module does not know.
         loader._lazy_imports = imports  # type: ignore[attr-defined]
         PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
 

@@ -69,7 +69,7 @@ def outcome_of(case: Case, device: str, seed: int) -> Outcome:
             return Outcome(case, written, _crash(error))
         reasons = str(error).splitlines()[-1].partition(": ")[2]
         return Outcome(case, written, unsupported=reasons)
-    except Exception as error:
+    except Exception as error:  # whatever a call raises is a failure in the report
         return Outcome(case, written, _crash(error))
     return Outcome(case, written, tuple(failures))
 
