@@ -26,8 +26,9 @@ from .inputs import (
     strided,
     tile_kinds,
 )
-from .reference import Reference, attention_reference, attention_varlen_reference
+from .reference import Reference, attention_reference
 from .tolerance import allowed_error, assert_close, plain_dtype
+from .varlen_reference import attention_varlen_reference
 from .visibility import dense_block_mask, visible_keys
 
 __all__ = [

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..problem import FLOAT8
-from .reference import attention_reference, padded, resize, sequences
+from .reference import attention_reference
+from .varlen_reference import padded, resize, sequences
 from .visibility import window_sides
 
 

@@ -2,8 +2,8 @@
 
 Each backend is judged against this file. It materialises the whole score matrix, works in any
 `compute_dtype` (float64 gives the truth, the inputs' own dtype gives "plain PyTorch") and leaves
-the gradients to autograd. Layouts are those of the public API. The other entry points, for packed
-sequences here and for caches in `cache_reference.py`, rearrange their inputs and call
+the gradients to autograd. Layouts are those of the public API. The references for packed sequences
+(`varlen_reference.py`) and for caches (`cache_reference.py`) rearrange their inputs and call
 `attention_reference`.
 
 Sizes: `B` batch, `M` query length, `N` key length, `Hq`/`Hk` heads, `D`/`Dv` head dims.
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
@@ -134,17 +132,18 @@ def attention_reference(
     k, v = (x.masked_fill(~live_k[:, :, None, None], 0) for x in (k, v))
     k, v = (x.repeat_interleave(Hq // Hk, dim=2) for x in (k, v))
 
-    facts = (causal, window_size, attention_chunk)
-    visible = visible_keys(m_used, n_used, M, N, *facts)[:, None]
+    visible = visible_keys(m_used, n_used, M, N, causal, window_size, attention_chunk)[:, None]
     if block_mask is not None:
         visible = visible & dense_block_mask(block_mask, M, N)
     if sink is not None:
         sink = sink.to(compute_dtype)[None, :, None, None].expand(B, Hq, M, 1)
         sink = sink.masked_fill(~live_q[:, None, :, None], -torch.inf)
+
     factor = torch.ones(1, 1, 1, 1, dtype=compute_dtype)
     if dropout_p > 0:
         assert keep is not None, "the reference takes the dropout mask, it does not draw one"
         factor = keep.to(compute_dtype) / (1 - dropout_p)
+
     rule = ScoreRule(
         scale=D**-0.5 if softmax_scale is None else softmax_scale,
         softcap=softcap,
@@ -155,55 +154,6 @@ def attention_reference(
         factor=factor,
     )
     return Reference(*attend(q, k, v, rule))
-
-
-def attention_varlen_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    qv: Tensor | None = None,
-    page_table: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    **options: Any,
-) -> Reference:
-    """Packed attention: unpack to padded batches, attend, pack again.
-
-    q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv). With `page_table` (B, pages) int32,
-    k and v are pages (num_pages, page_size, Hk, D or Dv). Without cumulative lengths a side is
-    padded already, (B, length, heads, head_dim).
-    """
-    lengths_q = _lengths(q, cu_seqlens_q)
-    lengths_k = _lengths(k, cu_seqlens_k)
-    used_q = lengths_q if seqused_q is None else torch.minimum(lengths_q, seqused_q.long())
-    if page_table is not None:
-        k, v = (x[page_table.long()].flatten(1, 2) for x in (k, v))
-        lengths_k = lengths_k if cu_seqlens_k is not None else _lengths(k, None)
-        used_k = lengths_k if seqused_k is None else seqused_k.long()
-        k, v = (resize(x, max_seqlen_k) for x in (k, v))
-    else:
-        used_k = lengths_k if seqused_k is None else torch.minimum(lengths_k, seqused_k.long())
-        k, v = (_unpack(x, cu_seqlens_k, max_seqlen_k) for x in (k, v))
-    result = attention_reference(
-        _unpack(q, cu_seqlens_q, max_seqlen_q),
-        k,
-        v,
-        qv=None if qv is None else _unpack(qv, cu_seqlens_q, max_seqlen_q),
-        seqused_q=used_q,
-        seqused_k=used_k,
-        **options,
-    )
-    if cu_seqlens_q is None:
-        return result
-    rows = range(len(lengths_q))
-    out = torch.cat([result.out[b, : lengths_q[b]] for b in rows])
-    lse = torch.cat([result.lse[b, :, : lengths_q[b]] for b in rows], dim=-1)
-    return Reference(out, lse, result.probs)
 
 
 def _alibi(slopes: Tensor, m_used: Tensor, n_used: Tensor, M: int, N: int) -> Tensor:
@@ -226,27 +176,3 @@ def _descaled(x: Tensor, descale: Tensor | None, block: int) -> Tensor:
 
 def _used(seqused: Tensor | None, B: int, length: int) -> Tensor:
     return torch.full((B,), length) if seqused is None else seqused.long().clamp(max=length)
-
-
-def resize(x: Tensor, length: int) -> Tensor:
-    """x (B, S, H, D) cut or zero-padded to `length` along S."""
-    return F.pad(x[:, :length], (0, 0, 0, 0, 0, max(0, length - x.shape[1])))
-
-
-def _lengths(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return torch.full((len(x),), x.shape[1]) if cu_seqlens is None else cu_seqlens.diff().long()
-
-
-def sequences(x: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
-    if cu_seqlens is None:
-        return list(x.unbind(0))
-    bounds = cu_seqlens.tolist()
-    return [x[a:b] for a, b in pairwise(bounds)]
-
-
-def padded(rows: list[Tensor], length: int) -> Tensor:
-    return torch.stack([resize(x[None], length)[0] for x in rows])
-
-
-def _unpack(x: Tensor, cu_seqlens: Tensor | None, length: int) -> Tensor:
-    return padded(sequences(x, cu_seqlens), length)
