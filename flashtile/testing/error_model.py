@@ -7,13 +7,13 @@ less than a few roundings of the terms themselves.
 
 `rounding_variance` makes the reference compute the squared size of the error that those roundings
 add up to, each independent of the others; `u` is the largest one of a number 1 (of float32; of
-float64 for float64 inputs), and `a` is `APPROXIMATE`. With P the probabilities, L the log-sum-exp
-and [x] the variance of x:
+float64 for float64 inputs), `e` is `EXPONENTIAL` and `l` is `LOGARITHM`. With P the probabilities,
+L the log-sum-exp and [x] the variance of x:
 
     [S]      (u/2 |scale| |q||k|)^2 + u^2 (S^2 + alibi^2 + bias^2)
-    [L]      P^2 @ [S] + u^2 (2 L^2 + m^2 + 4 + a (L - m)^2), m the largest score of the row,
-             stored to base e and read to base 2
-    [P]      P^2 ([S] + u^2 (2 + a + (S - L)^2)), and P^2 [L] of the whole row
+    [L]      P^2 @ [S] + u^2 (2 L^2 + m^2 + 4 + l (L - m)^2), m the largest score of the row;
+             2 L^2 because L is multiplied by ln 2 when stored and by log2 e when read
+    [P]      P^2 ([S] + u^2 (2 + e + (S - L)^2)), and P^2 [L] of the whole row
     [out]    ([P] @ v^2) and so on: every product has the variances of its factors ...
     [x @ y]  ... and, of its sum, (u/2 |x| @ |y|)^2
 
@@ -33,9 +33,17 @@ from .reference import Attend, ScoreRule, softmax_weights
 # Of how many standard deviations the floor is. Rounding errors are at most 1.7 of theirs.
 DEVIATIONS = 6.0
 
-# The variance, in u^2, of a relative error of at most 4 u = 2^-22, which a GPU's exponential and
-# logarithm to base 2 have (PTX ISA, ex2.approx and lg2.approx).
-APPROXIMATE = 16 / 3
+# The variances, in u^2, of the relative errors of a GPU's exponential and logarithm to base 2. All
+# errors up to the largest count as equally likely: largest^2 / 3.
+# - Triton makes ex2.approx of exp2. It is within 2 ulp of the correctly rounded result, so within
+#   2.5 ulp of the exact one, and an ulp is at most 2 u.
+#   https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
+# - The Hopper kernels call lg2.approx, with an error of at most 2^-22 = 4 u: absolute for numbers
+#   from 0.5 to 2, which the 4 in [L] covers ((4 u ln 2)^2 / 3 = 2.6 u^2), else relative. Triton
+#   makes libdevice's logarithm of log2, which is within 2 u.
+#   https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-lg2
+EXPONENTIAL = 5**2 / 3
+LOGARITHM = 4**2 / 3
 
 
 def floor_of(variance: Tensor) -> Tensor:
@@ -125,10 +133,10 @@ class _Variance(torch.autograd.Function):
         from_L = torch.where(P > 0, S - L, 0)
         largest = S.amax(-1, keepdim=True) if S.shape[-1] else L
         L_var = _square_sum(P, S_var) + u**2 * (2 * L.square() + largest.square() + 4)
-        L_var = L_var + u**2 * APPROXIMATE * (L - largest).square()
+        L_var = L_var + u**2 * LOGARITHM * (L - largest).square()
         L_var = L_var.masked_fill(dead, 0)
         P_var = P.square() * (
-            S_var + u**2 * (2 + APPROXIMATE + from_L.square())
+            S_var + u**2 * (2 + EXPONENTIAL + from_L.square())
         )  # beside that of its row's L
         out = torch.einsum("bhmn,bnhd->bmhd", P * factor, v)
         out_var = (
