@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,24 @@ def judge_client(got: Run, plain: Callable[[torch.dtype], Run], seed: int) -> No
     assert got.keys() == truth.keys()
     for name, x in got.items():
         assert_close(name, x, truth[name], low[name], floor=floor[name], seed=seed)
+
+
+def judge_with_gradients(
+    got: Tensor, plain: Callable[..., Tensor], inputs: Sequence[Tensor], seed: int
+) -> None:
+    """Check `got` and its gradients by the rule; `plain(*inputs)` makes the same of `inputs` in
+    their precision."""
+    cotangent = torch.randn_like(got)
+
+    def named(out: Tensor, leaves: Sequence[Tensor]) -> Run:
+        gradients = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+        return {"out": out.detach()} | {f"gradient {i}": x for i, x in enumerate(gradients)}
+
+    def run(dtype: torch.dtype) -> Run:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        return named(plain(*leaves), leaves)
+
+    judge_client(named(got, inputs), run, seed)
 
 
 def floors(run: Callable[[], Run], truth: Run, dtype: torch.dtype, seed: int) -> dict[str, float]:

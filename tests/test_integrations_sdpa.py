@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conformance.harness import judge_outputs
+from rounded_results import judge_client
 
 from flashtile.integrations import sdpa
+from flashtile.testing import attention_reference
 
 PYTORCH = F.scaled_dot_product_attention
 
@@ -142,10 +147,11 @@ def test_scale_and_dtypes(seed):
     assert_as_pytorch(*make((2, 3, 20, 8), (2, 3, 30, 8), (2, 3, 30, 8)), scale=0.7)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         q, k, v = torch.randn(3, 2, 3, 64, 16).to(dtype).unbind()
-        want = PYTORCH(q.double(), k.double(), v.double(), is_causal=True)
         got = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
         assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, atol=4 * torch.finfo(dtype).eps, rtol=0.05)
+        given = (x.transpose(1, 2) for x in (q, k, v))
+        reference = partial(attention_reference, *given, causal=True)
+        judge_outputs({"out": got.transpose(1, 2)}, reference, dtype, seed)
 
 
 def test_dropout(seed):
@@ -178,7 +184,6 @@ def test_install_reaches_modules(seed, monkeypatch):
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     x = torch.randn(2, 10, 32)
     padding = torch.arange(10) >= torch.tensor([[10], [7]])
-    want = layer(x, src_key_padding_mask=padding)
     calls = []
     monkeypatch.setattr(
         sdpa, "attention", lambda *a, f=sdpa.attention, **k: calls.append(1) or f(*a, **k)
@@ -186,7 +191,12 @@ def test_install_reaches_modules(seed, monkeypatch):
     with sdpa.install():
         got = layer(x, src_key_padding_mask=padding)
     assert calls
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+    def plain(dtype):
+        same = copy.deepcopy(layer).to(dtype)
+        return {"out": same(x.to(dtype), src_key_padding_mask=padding)}
+
+    judge_client({"out": got}, plain, seed)
 
 
 def test_import_installs_nothing():
