@@ -5,15 +5,18 @@ They apply to the configuration of a family and to the same configuration as a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import (
+    DacConfig,
     Dinov2Config,
     Dinov2WithRegistersConfig,
     DINOv3ViTConfig,
     PreTrainedConfig,
     ResNetConfig,
     SwinConfig,
+    VitDetConfig,
 )
 
 VOCABULARY = 99
@@ -23,6 +26,7 @@ SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
 SMALL_CODEC = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
+RESNET_STAGES = ("stage2", "stage3", "stage4")
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -51,10 +55,10 @@ def depth_model(**fields: Any) -> dict[str, Any]:
     }
 
 
-def small_rt_detr() -> dict[str, Any]:
+def small_rt_detr(stages: Sequence[str] = RESNET_STAGES) -> dict[str, Any]:
     """Fields of the detectors in the line of RT-DETR."""
     return {
-        "backbone_config": small_resnet()["backbone_config"],
+        "backbone_config": small_resnet(stages)["backbone_config"],
         "encoder_in_channels": [16, 32, 32],
         "decoder_in_channels": [64, 64, 64],
         "num_queries": 20,
@@ -73,14 +77,14 @@ def small_swin() -> SwinConfig:
     )
 
 
-def small_resnet() -> dict[str, Any]:
+def small_resnet(stages: Sequence[str] = RESNET_STAGES) -> dict[str, Any]:
     """Fields that give a detector a small convolutional network instead of one of timm's."""
     backbone = ResNetConfig(
         embedding_size=16,
         hidden_sizes=[16, 16, 32, 32],
         depths=[1, 1, 1, 1],
         layer_type="basic",
-        out_features=["stage2", "stage3", "stage4"],
+        out_features=list(stages),
     )
     return {"use_timm_backbone": False, "backbone": None, "backbone_config": backbone}
 
@@ -110,7 +114,22 @@ FIELDS: dict[str, dict[str, Any]] = {
     # One layer of each kind whose keys others share.
     "gemma3n_text": SLIDING_AND_FULL | {"num_kv_shared_layers": 0},
     # Convolutional codecs.
+    "kyutai_speech_to_text": {"num_codebooks": 4, "codebook_vocab_size": 50},
     "mimi": {"upsample_groups": 64},
+    # The decoders' padding is the token after the last of the vocabulary.
+    "musicgen_decoder": {"pad_token_id": VOCABULARY, "bos_token_id": VOCABULARY},
+    "musicgen_melody_decoder": {"pad_token_id": VOCABULARY, "bos_token_id": VOCABULARY},
+    "neucodec": {"quantization_dim": 128},
+    "xcodec": {
+        "acoustic_model_config": DacConfig(
+            hidden_size=64,
+            encoder_hidden_size=16,
+            decoder_hidden_size=64,
+            downsampling_ratios=[8, 5, 4, 2],
+            upsampling_ratios=[8, 5, 4, 2],
+        )
+    },
+    "xcodec2": {"quantization_dim": 128},
     # Detectors.
     "conditional_detr": small_resnet(),
     "dab-detr": small_resnet(),
@@ -187,7 +206,18 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mimi_decoder": {"upsample_groups": 64},
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "paddleocr_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
-    "vitmatte": {"fusion_hidden_sizes": [64, 32, 16, 8], "convstream_hidden_sizes": [16, 16, 16]},
+    "vitmatte": {
+        "backbone_config": VitDetConfig(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=64,
+            patch_size=16,
+            out_features=["stage2"],
+        ),
+        "fusion_hidden_sizes": [64, 32, 16, 8],
+        "convstream_hidden_sizes": [16, 16, 16],
+    },
     "perceiver": {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 2},
     "vibevoice_acoustic_tokenizer": SMALL_CODEC,
     "vibevoice_acoustic_tokenizer_decoder": SMALL_CODEC,
@@ -198,7 +228,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
     "luke": {"entity_vocab_size": 50},
     "blt": {"encoder_hash_byte_group_vocab": 101},
-    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
+    "longcat_flash": {
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "Nemotron3DiarizationHeadConfig": {"audio_hidden_size": 64},
+    "nemotron_h_omni": {"vision_hidden_size": 64, "image_token_id": 20, "audio_token_id": 21},
+    "radio": {"video_temporal_patch_size": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "xlstm": {"num_heads": 4, "chunk_size": 16},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
@@ -221,4 +259,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "rt_detr": small_rt_detr(),
     "rt_detr_v2": small_rt_detr(),
     "deimv2": small_rt_detr(),
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "pp_doclayout_v2": small_rt_detr() | {"class_thresholds": [0.5, 0.5], "class_order": [1, 0]},
+    "pp_doclayout_v3": small_rt_detr(["stage1", "stage2", "stage3", "stage4"]) | {"x4_feat_dim": 16},
+    "pp_doclayout_v4": small_rt_detr(),
 }

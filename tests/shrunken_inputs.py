@@ -89,6 +89,11 @@ def image_tokens(config, count):
     return torch.cat([torch.full((2, count), config.image_token_index), tokens()], dim=1)
 
 
+def codes(config):
+    """The codebooks of two pieces of music, one row for each codebook."""
+    return tokens(9, seed=5).repeat_interleave(config.decoder.num_codebooks, dim=0)
+
+
 def series(config):
     """Two time series with the features of their dates, and the dates to predict."""
     past = config.context_length + max(config.lags_sequence)
@@ -308,7 +313,19 @@ INPUTS = {
     "voxtral_realtime": with_tokens(
         input_features=lambda config: normal(2, config.audio_config.num_mel_bins, 8 * LENGTH)
     ),
+    "kyutai_speech_to_text": lambda config: {
+        "input_ids": torch.stack(
+            [tokens(seed=seed) % 50 for seed in range(config.num_codebooks + 1)], dim=2
+        )
+    },
+    "musicgen": lambda config: {"input_ids": tokens(), "decoder_input_ids": codes(config)},
+    "musicgen_melody": lambda config: {
+        "input_ids": tokens(),
+        "input_features": normal(2, 5, config.num_chroma),
+        "decoder_input_ids": codes(config),
+    },
     "mimi": lambda config: {"input_values": normal(2, 1, 3840)},
+    "mimi_decoder": lambda config: {"latents": normal(2, config.hidden_size, 8)},
     "encodec": lambda config: {"input_values": normal(2, config.audio_channels, 3200)},
     "dac": lambda config: {"input_values": normal(2, 1, 3200)},
     "xcodec": lambda config: {"input_values": normal(2, 1, 3200)},

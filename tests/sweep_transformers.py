@@ -192,9 +192,14 @@ class Rule:
             self.plain_error = plain_error
 
 
+def of_tokens(mask, ids):
+    """The mask in the shape of token ids, which have a third dimension where there are codebooks."""
+    return mask.view(*mask.shape, *[1] * (ids.dim() - mask.dim()))
+
+
 def ended(inputs, mask):
     """Token ids with padding; every row ends in the end token, where some models pool."""
-    ids = inputs["input_ids"] * mask
+    ids = inputs["input_ids"] * of_tokens(mask, inputs["input_ids"])
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
     ids[torch.arange(len(ids)), last] = 2
     return ids
@@ -234,7 +239,7 @@ class Family:
         if "input_ids" not in self.inputs:
             return
         for side in ("right", "left"):
-            mask = torch.ones_like(self.inputs["input_ids"])
+            mask = torch.ones(self.inputs["input_ids"].shape[:2], dtype=torch.long)
             mask[1, slice(0, 4) if side == "left" else slice(-4, None)] = 0
             ids = ended(self.inputs, mask)
             padded = self.inputs | {"attention_mask": mask, "input_ids": ids}
@@ -242,7 +247,7 @@ class Family:
                 plain = tensors(outputs(self.plain, padded))
                 # Results that change with other tokens at the padding are not compared.
                 others = padded | {
-                    "input_ids": ids.where(mask.bool(), torch.tensor(SPECIAL_TOKENS))
+                    "input_ids": ids.where(of_tokens(mask, ids).bool(), torch.tensor(SPECIAL_TOKENS))
                 }
                 changed = tensors(outputs(self.plain, others))
             except Exception:
