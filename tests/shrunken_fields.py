@@ -261,6 +261,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deimv2": small_rt_detr(),
     "lw_detr": {"projector_scale_factors": [1.0]},
     "pp_doclayout_v2": small_rt_detr() | {"class_thresholds": [0.5, 0.5], "class_order": [1, 0]},
-    "pp_doclayout_v3": small_rt_detr(["stage1", "stage2", "stage3", "stage4"]) | {"x4_feat_dim": 16},
+    "pp_doclayout_v3": small_rt_detr(["stage1", *RESNET_STAGES]) | {"x4_feat_dim": 16},
     "pp_doclayout_v4": small_rt_detr(),
 }

@@ -193,7 +193,7 @@ class Rule:
 
 
 def of_tokens(mask, ids):
-    """The mask in the shape of token ids, which have a third dimension where there are codebooks."""
+    """The mask in the shape of token ids, which may have a third dimension, of codebooks."""
     return mask.view(*mask.shape, *[1] * (ids.dim() - mask.dim()))
 
 
@@ -246,9 +246,8 @@ class Family:
             try:
                 plain = tensors(outputs(self.plain, padded))
                 # Results that change with other tokens at the padding are not compared.
-                others = padded | {
-                    "input_ids": ids.where(of_tokens(mask, ids).bool(), torch.tensor(SPECIAL_TOKENS))
-                }
+                shown = of_tokens(mask, ids).bool()
+                others = padded | {"input_ids": ids.where(shown, torch.tensor(SPECIAL_TOKENS))}
                 changed = tensors(outputs(self.plain, others))
             except Exception:
                 continue  # eager attention has no padding, either

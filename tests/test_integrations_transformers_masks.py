@@ -67,6 +67,24 @@ def test_models_that_read_the_mask_themselves(family, side):
     assert_same(run(model, NAME, **inputs), run(model, "eager", **inputs), real)
 
 
+@torch.no_grad()
+def test_a_part_that_adds_the_mask_without_a_model_type():
+    """PP-DocLayoutV2 sorts the boxes that it found; the rest of its table is padding."""
+    module = transformers.models.pp_doclayout_v2.modeling_pp_doclayout_v2
+    config = module.PPDocLayoutV2ReadingOrderConfig(
+        hidden_size=32, num_attention_heads=4, intermediate_size=48, num_hidden_layers=2
+    )
+    torch.manual_seed(0)
+    model = module.PPDocLayoutV2ReadingOrder(config).eval()
+    inputs = {"boxes": torch.arange(2 * 6 * 4).view(2, 6, 4) * 20.0}
+    inputs["mask"] = torch.tensor([[1] * 6, [1] * 4 + [0] * 2]).bool()
+    found = []
+    for name in (NAME, "eager"):
+        model.set_attn_implementation(name)
+        found.append(model(**inputs))
+    assert_same(*found)
+
+
 def test_two_packed_masks_hide_what_either_hides():
     """A pattern holds one of them; two become the exact mask."""
     first, second = (torch.tensor([[0] * n + [1] * (8 - n)]) for n in (3, 5))

@@ -151,8 +151,16 @@ _READERS_OF_MASKS = {
     "mistral_large4",
     "siglip2_vision_model",
 }
-# Model types with layers that add the mask to their own scores, as eager attention does.
-_ADDERS_OF_MASKS = {"bigbird_pegasus", "gemma4_audio", "git", "informer", "pix2struct_text_model"}
+# Model types with layers that add the mask to their own scores, as eager attention does; the class
+# of the configuration where it has no model type.
+_ADDERS_OF_MASKS = {
+    "PPDocLayoutV2ReadingOrderConfig",
+    "bigbird_pegasus",
+    "gemma4_audio",
+    "git",
+    "informer",
+    "pix2struct_text_model",
+}
 
 
 def attention_mask(
@@ -208,7 +216,8 @@ def attention_mask(
     # For packed sequences transformers never allows the skip, but their 4-D mask would take
     # quadratic memory.
     is_read = not allowed and pattern.segments is None
-    model_type = getattr(options.get("config"), "model_type", None)
+    config = options.get("config")
+    model_type = getattr(config, "model_type", None) or type(config).__name__
     is_read = is_read or model_type in _READERS_OF_MASKS
     is_4d = is_read or model_type in _ADDERS_OF_MASKS
     if is_4d and tracing:
