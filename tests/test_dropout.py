@@ -85,6 +85,20 @@ def test_mask_is_a_function_of_the_coordinates(n0, n1, seed):
                 assert mask[ib, ih, iq].tolist() == [word < THRESHOLDS[p] for word in words]
 
 
+def test_a_word_below_the_threshold_is_kept_and_one_equal_to_it_is_not(seed):
+    """``1 - word / 2**32`` is exact, so every word of a block can be the threshold itself."""
+    state = draw_rng_state(torch.device("cpu"), generator(seed))
+    zero = torch.zeros(1, dtype=torch.int64)
+    block = philox4x32((zero, zero, zero, zero), philox_key(state))
+    for lane, word in enumerate(int(x) for x in block):
+        for threshold in (word, word + 1):
+            p = 1 - threshold / 2**32
+            assert keep_threshold(p) == threshold
+            assert keep_mask(state, p, zero, zero, zero, lane, lane + 1).item() == (
+                word < threshold
+            )
+
+
 def test_state_comes_from_the_generator_and_fills_both_words():
     """`torch.manual_seed` fixes the draws, every draw differs, and both halves of a word vary."""
     torch.manual_seed(5)
@@ -95,5 +109,6 @@ def test_state_comes_from_the_generator_and_fills_both_words():
     states = torch.stack([draw_rng_state(torch.device("cpu")) for _ in range(64)])
     assert states.dtype == torch.int64
     assert states.min() >= 0
+    assert states.max() >= 2**61  # words have 62 random bits
     for half in (states & 0xFFFFFFFF, states >> 32):
         assert half.unique().numel() == half.numel()

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from flashtile.masks import EMPTY, FULL, Chunk, Visibility, Window
+from flashtile.masks import EMPTY, FULL, Chunk, Visibility, Window, as_kernel_number
 from flashtile.testing import visible_keys
 
 SIDES = (None, -2, -1, 0, 1, 2, 4)
@@ -73,3 +73,11 @@ def test_dense_and_key_range_are_the_reference(size):
                 inside = torch.zeros(N, dtype=torch.bool)
                 inside[start : max(start, stop)] = True
                 assert torch.equal(inside, wanted[i])
+
+
+@pytest.mark.parametrize(
+    ("size", "number"),
+    [(None, 0), (0, 0), (7, 7), (-7, -7), (2**30, 2**30), (2**40, 2**30), (-(2**40), -(2**30))],
+)
+def test_kernels_get_sizes_that_fit_into_32_bits(size, number):
+    assert as_kernel_number(size) == number
