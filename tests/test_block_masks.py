@@ -95,7 +95,8 @@ def test_from_flex(lengths):
 
 
 def test_from_flex_reads_only_the_used_slots_of_each_row(seed):
-    """Slots past the count repeat indices of used ones; tiles differ for each batch and head."""
+    """Slots past the count repeat indices of used ones; tiles differ for each batch and head. The
+    elements may be numbers."""
     dense = torch.rand(2, 3, 4, 6, generator=generator(seed)) < 0.5
     kinds = BlockMask.from_dense(dense, (2, 2)).kinds
     slots = []
@@ -105,6 +106,6 @@ def test_from_flex_reads_only_the_used_slots_of_each_row(seed):
         unused = torch.arange(3) >= counts[..., None]
         slots += [counts.int(), columns.masked_fill(unused, 0).int()]
     flex = FlexBlockMask.from_kv_blocks(
-        *slots, BLOCK_SIZE=(2, 2), mask_mod=lambda b, h, i, j: dense[b, h, i, j]
+        *slots, BLOCK_SIZE=(2, 2), mask_mod=lambda b, h, i, j: dense[b, h, i, j].int()
     )
     check(BlockMask.from_flex(flex), dense, (2, 2))

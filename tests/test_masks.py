@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from flashtile.masks import EMPTY, FULL, Chunk, Visibility, Window, as_kernel_number
+from flashtile.masks import EMPTY, FULL, Chunk, Visibility, Window, as_kernel_number, structure
 from flashtile.testing import visible_keys
 
 SIDES = (None, -2, -1, 0, 1, 2, 4)
@@ -81,3 +81,27 @@ def test_dense_and_key_range_are_the_reference(size):
 )
 def test_kernels_get_sizes_that_fit_into_32_bits(size, number):
     assert as_kernel_number(size) == number
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_that_holds_no_key_is_ignored(causal):
+    """Seen from the middle of a sequence, far from both of its ends."""
+    for left, right in product(SIDES, SIDES):
+        window = Window(left, 0 if causal else right)
+        start, stop = Visibility((window,), 20, 20).key_range(10)
+        ignored = Window(None, 0 if causal else None)
+        assert Window(left, right).under(causal) == (window if start < stop else ignored)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rules"),
+    [
+        ((None, None, 0), ()),
+        ((0, None, 0), (Window(0, None),)),
+        ((None, 0, 0), (Window(None, 0),)),
+        ((None, None, 1), (Chunk(1),)),
+        ((3, -1, 2), (Window(3, -1), Chunk(2))),
+    ],
+)
+def test_rules_of_a_call(numbers, rules):
+    assert structure(*numbers) == rules
