@@ -109,6 +109,28 @@ def test_a_left_pad_as_long_as_the_sequence_leaves_nothing_to_see(new, storage, 
     c.check(backend, **(c.new_tokens() if new else {}), options="causal")
 
 
+@pytest.mark.parametrize("storage", ["contiguous", "rows", "paged"])
+def test_no_sequences(storage, backend, seed):
+    """A batch of 0 appends nothing and leaves the cache as it is."""
+    c = Cache(seed)
+    if storage == "paged":
+        c.to_pages(4)
+        call = {"page_table": torch.zeros(0, 8).int()}
+    else:
+        call = {"cache_batch_idx": torch.zeros(0).int()} if storage == "rows" else {}
+    rows = slice(0, 0 if storage == "contiguous" else None)
+    caches = [x[rows].clone() for x in (c.k_cache, c.v_cache)]
+    new = {name: x[:0] for name, x in c.new_tokens().items()}
+    new["rotary_cos"], new["rotary_sin"] = rotary_tables(CAPACITY + 3, 16)
+    out, lse = flashtile.attention_with_kvcache(
+        c.q[:0], *caches, **new, **call, cache_seqlens=c.seqlens[:0], return_lse=True,
+        backend=backend,
+    )  # fmt: skip
+    assert (out.shape, lse.shape) == ((0, 3, 4, 16), (0, 4, 3))
+    for cache, before in zip(caches, (c.k_cache, c.v_cache), strict=True):
+        assert torch.equal(cache.nan_to_num(7e4), before[rows].nan_to_num(7e4))
+
+
 def test_grouped_heads_and_another_value_head_dim(backend, seed):
     c = Cache(seed, Hq=6, Hk=1, D=20, Dv=33)
     c.check(backend, **c.new_tokens(), causal=True)
@@ -182,12 +204,15 @@ class TestPages:
         pages, size = shape
         caches = [c.k_cache.new_zeros(pages, size, c.Hk, c.D) for _ in "kv"]
         table = torch.zeros(B, 2 if pages == 0 else 0, dtype=torch.int32)
-        out, lse = flashtile.attention_with_kvcache(
-            c.q, *caches, cache_seqlens=c.seqlens, page_table=table, return_lse=True,
-            backend=backend,
-        )  # fmt: skip
-        assert not out.any()
-        assert (lse == -torch.inf).all()
+        call = {"page_table": table, "backend": backend}
+        for lengths in (c.seqlens, None):  # None is a full cache
+            out, lse = flashtile.attention_with_kvcache(
+                c.q, *caches, cache_seqlens=lengths, return_lse=True, **call
+            )
+            assert not out.any()
+            assert (lse == -torch.inf).all()
+        with pytest.raises(ValueError, match="got 1 with 0 new tokens, but the cache holds 0"):
+            flashtile.attention_with_kvcache(c.q, *caches, cache_seqlens=1, **call)
 
     def test_a_page_of_256(self, backend, seed):
         c = Cache(seed)

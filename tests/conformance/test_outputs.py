@@ -219,6 +219,7 @@ class TestCombine:
     @pytest.mark.parametrize(
         ("shape", "lengths", "message"),
         [
+            ((2, 4, 8), {}, "out_partial: got shape"),
             ((2, 3, 5, 4, 8), {"seqused": [1, 2]}, "seqused: got shape"),
             ((2, 3, 5, 4, 8), {"virtual_batch_idx": [1, 2]}, "virtual_batch_idx: got shape"),
             ((2, 3, 5, 4, 8), {"cu_seqlens": [0, 5]}, "cu_seqlens: is for packed tokens"),
@@ -226,7 +227,7 @@ class TestCombine:
             ((2, 5, 4, 8), {"cu_seqlens": [0, 5], "seqused": [5, 5]}, "seqused: got shape"),
         ],
     )
-    def test_lengths_that_do_not_fit_are_refused(self, shape, lengths, message):
+    def test_shapes_and_lengths_that_do_not_fit_are_refused(self, shape, lengths, message):
         given = {name: torch.tensor(x, dtype=torch.int32) for name, x in lengths.items()}
         with pytest.raises(ValueError, match=message):
             flashtile.flash_attn_combine(torch.zeros(shape), torch.zeros(shape[:-1]), **given)

@@ -46,6 +46,14 @@ def test_masks_of_unequal_lengths(M, N, options, backend, seed):
     check_dense(Sizes(M=M, N=N), options, torch.float32, backend, seed)
 
 
+@pytest.mark.parametrize(("M", "N"), [(600, 650), (650, 600)])
+@pytest.mark.parametrize("options", ["causal", "causal + sink"])
+def test_many_causal_rows(M, N, options, backend, seed):
+    """From 512 rows on, a CPU attends to the square under the diagonal and to the keys before it
+    in two calls, and merges them."""
+    check_dense(Sizes(B=1, M=M, N=N, Hq=2, Hk=1, D=8), options, torch.float32, backend, seed)
+
+
 @pytest.mark.parametrize(("Hq", "Hk"), [(1, 1), (3, 3), (4, 1), (6, 2), (9, 3)])
 @pytest.mark.parametrize("options", [*WAYS, "dropout + alibi"])
 def test_grouped_heads(Hq, Hk, options, backend, seed):
