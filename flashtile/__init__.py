@@ -1,5 +1,5 @@
-"""FlashAttention for PyTorch in pure Python: exact attention without the N x N matrix, on every
-machine.
+"""FlashAttention for PyTorch in pure Python: exact attention without the N x N matrix, on CPUs and
+CUDA GPUs.
 """
 
 from . import lazy

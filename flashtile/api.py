@@ -1,4 +1,6 @@
-"""The three attention functions: tensors and plain arguments in, a backend's `(out, lse)` out."""
+"""The public attention functions: they take tensors and plain arguments, run the call on a backend
+and return `(out, lse)`.
+"""
 
 from __future__ import annotations
 
@@ -41,61 +43,62 @@ def attention(
     memory.
 
     A score is ``s = softmax_scale * q_i . k_j``, then ``softcap * tanh(s / softcap)``, then ALiBi,
-    then bias; masked scores leave the softmax. Masks are aligned to the bottom-right corner. Query
-    head ``h`` reads key head ``h // (heads / kv_heads)``. A query that sees no key gets out 0 and
-    lse -inf (the sink, if there is one).
+    then bias; the softmax leaves out masked scores. Masks are aligned to the bottom-right corner.
+    Query head ``h`` reads key head ``h // (heads / kv_heads)``. A query that sees no key has out 0
+    and lse -inf (with `sink`: the sink's logit).
 
     Args:
         q: (batch, seq_q, heads, head_dim); float16, bfloat16, float32, float64, or float8_e4m3fn
             (forward only).
         k: (batch, seq_k, kv_heads, head_dim); kv_heads divides heads.
         v: (batch, seq_k, kv_heads, value_head_dim).
-        qv: (batch, seq_q, heads, value_head_dim), the absorbed form of multi-head latent attention
-            (DeepSeek-V2): a score is ``softmax_scale * (q_i . k_j + qv_i . v_j)``. The call copies
-            keys and values into one tensor, unless they are views of one latent buffer and record
-            no gradient. Not with float8.
-        softmax_scale: factor on the scores; by default ``head_dim ** -0.5``, with `qv` ``(head_dim
-            + value_head_dim) ** -0.5``.
+        qv: (batch, seq_q, heads, value_head_dim), queries for the values, as in the absorbed form
+            of multi-head latent attention (DeepSeek-V2): a score is ``softmax_scale * (q_i . k_j +
+            qv_i . v_j)``. The call copies keys and values into one tensor, unless they are views of
+            one latent buffer and record no gradient. Not with float8.
+        softmax_scale: factor on the scores; by default ``head_dim ** -0.5``, or ``(head_dim +
+            value_head_dim) ** -0.5`` with `qv`.
         causal: key j is visible to query i when ``j <= i + seq_k - seq_q``; sets the window's right
             side to 0.
-        window_size: (left, right), a pair of ints in any form: key j is visible to query i when
-            ``p - left <= j <= p + right`` at ``p = i + seq_k - seq_q``. -1 or None is unbounded.
-            Other negative sides put the window after the query (left) or before it (right). A
-            window without any key, ``left + right < 0``, is ignored, as in FlashAttention-4. The
-            host reads a tensor, and waits for the GPU to do so.
-        attention_chunk: a query sees only the keys of its own chunk of this many positions (Llama
-            4); 0 is off.
+        window_size: (left, right), a tuple, list, array or tensor of two ints: key j is visible to
+            query i when ``p - left <= j <= p + right`` at ``p = i + seq_k - seq_q``. -1 or None is
+            unbounded. Other negative sides put the window after the query (left) or before it
+            (right). A window without any key, ``left + right < 0``, is ignored, as in
+            FlashAttention-4. The host waits for the GPU to read a tensor there.
+        attention_chunk: chunk size in positions; a query sees only the keys of its own chunk (Llama
+            4). 0 is off.
         softcap: bound on the scores' magnitude; 0 is off.
         alibi_slopes: (heads,) or (batch, heads); adds ``-slope * |i + seq_k - seq_q - j|``. No
             gradient.
         bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores; its gradient is
             summed over broadcast dimensions.
-        sink: (heads,), an additional logit in the softmax's denominator, whose value is 0; has a
-            gradient.
+        sink: (heads,), the logit of one additional key per head whose value is 0: it only adds to
+            the softmax's denominator. Has a gradient.
         block_mask: `BlockMask`, or FlexAttention's; its empty tiles are skipped.
         attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
-            where a query sees a key; the call cuts it into tiles, and the host waits for the GPU to
-            do so. Floating: added to the scores like `bias`, with a gradient.
+            where a query sees a key; the call converts it to a block mask, for which the host waits
+            for the GPU. Floating: added to the scores like `bias`, with a gradient.
         key_padding_mask: (batch, seq_k) bool, True for the keys that take part, as in flash_attn's
             modules (PyTorch's `nn.MultiheadAttention` means the opposite). Padding may be on the
             left, on the right or in between; it does not shift positions.
-        dropout_p: probability in [0, 1) with which a probability is dropped; the rest scale by ``1
-            / (1 - p)``.
-        seqused_q, seqused_k: (batch,) int32, how many tokens of each sequence to use, from its
-            start.
-        q_descale, k_descale, v_descale: (batch, kv_heads) float32, factors of float8 inputs; or all
-            three with a factor for each block of rows, (batch, heads, ceil(seq_q / 64)) and (batch,
-            kv_heads, ceil(seq_k / 128)), as `quantize_qkv` makes them.
+        dropout_p: rate in [0, 1) at which attention probabilities are dropped; those that are kept
+            are scaled by ``1 / (1 - p)``.
+        seqused_q, seqused_k: (batch,) int32, number of valid tokens of each sequence, counted from
+            its start; the others are padding.
+        q_descale, k_descale, v_descale: (batch, kv_heads) float32, scales by which float8 inputs
+            are multiplied; or all three with per-block scales, (batch, heads, ceil(seq_q / 64)) for
+            q and (batch, kv_heads, ceil(seq_k / 128)) for k and v, as `quantize_qkv` makes them.
         deterministic: make the backward bitwise repeatable (the forward always is).
-        num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
-        pack_gqa, sm_margin: performance hints of FlashAttention-3. Like `num_splits` they change no
-            result beyond roundings; `explain` says whether a backend honours or ignores them.
+        num_splits: number of programs that share one sequence's keys on a GPU; 0 lets the backend
+            choose.
+        pack_gqa, sm_margin: performance hints of FlashAttention-3. Like `num_splits`, they change
+            results only by rounding; `explain` says whether a backend honours or ignores them.
         return_lse: return (out, lse).
         return_attn_probs: return (out, lse, probs). Quadratic in memory: probs is (batch, heads,
-            seq_q, seq_k) in q's dtype, normalised, negative where dropout dropped, without
-            gradient.
-        out: (batch, seq_q, heads, value_head_dim), where to write the result; not while recording
-            gradients.
+            seq_q, seq_k) in q's dtype, normalised, negative where dropout dropped a probability,
+            without gradient.
+        out: (batch, seq_q, heads, value_head_dim), the tensor to write the result to; not allowed
+            while gradients are recorded.
         backend: name of the backend to force; it never falls back to another.
 
     Returns:
@@ -131,12 +134,12 @@ def attention_varlen(
     backend: BackendName | None = None,
     **options: Unpack[VarlenOptions],
 ) -> Result:
-    """Attention inside each of several sequences of different lengths, packed back to back.
+    """Attention within each of several sequences of different lengths, packed back to back.
 
     Sequence ``b`` owns the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]``, and likewise the
     keys; it may have no queries or no keys. Queries or keys without cumulative lengths are padded:
-    sequence ``b`` owns the first ``seqused[b]`` tokens of its row, or all of them. Every other
-    option has the meaning that it has in `attention`, counted within the sequence.
+    sequence ``b`` owns the first ``seqused[b]`` tokens of its row, or all of them. All other
+    options mean the same as in `attention`, with positions counted within the sequence.
 
     Args:
         q: (total_q, heads, head_dim), or padded (batch, seq_q, heads, head_dim).
@@ -146,17 +149,18 @@ def attention_varlen(
             queries or keys, and for pages whose lengths are in `seqused_k`.
         qv: (total_q, heads, value_head_dim).
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths; tokens past them are an error on a
-            CPU and ignored on a GPU. None stands for the size of the padded dimension, or for the
-            longest length, which the host reads from the cumulative lengths. To read it, or a
-            tensor given here, the host waits for the GPU. Under torch.compile they must be ints.
+            CPU and ignored on a GPU. None means the size of the padded dimension or, for packed
+            tokens, the longest length, which the host reads from the cumulative lengths. The host
+            waits for the GPU to read it, or to read a tensor given here. Under torch.compile they
+            must be ints.
         bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's
             start.
-        seqused_q, seqused_k: (batch,) int32, how many tokens of each sequence to use, from its
-            start.
+        seqused_q, seqused_k: (batch,) int32, number of valid tokens of each sequence, counted from
+            its start; the others are padding.
         page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
-            `cu_seqlens_k`, if given, then only says the lengths.
-        scheduler_metadata: int32, another performance hint of FlashAttention-3.
-        workspace: as in `attention_with_kvcache`; not while recording gradients.
+            `cu_seqlens_k`, if given, then only gives the lengths.
+        scheduler_metadata: int32, a performance hint of FlashAttention-3 that changes no result.
+        workspace: as in `attention_with_kvcache`; not allowed while gradients are recorded.
 
     Returns:
         out (total_q, heads, value_head_dim), and on request lse (heads, total_q); for padded
@@ -201,7 +205,7 @@ def attention_with_kvcache(
 ) -> Result:
     """Append new keys and values to a key-value cache, then attend to it.
 
-    For inference: it records no gradient. It appends in place and, on a GPU, does not read lengths
+    For inference: it records no gradients. It appends in place and, on a GPU, does not read lengths
     on the host.
 
     Args:
@@ -213,16 +217,16 @@ def attention_with_kvcache(
         k, v: (batch, seq_new, kv_heads, head_dim) or, with `cu_seqlens_k_new`, (total_new,
             kv_heads, head_dim), in q's dtype: written into the cache at `cache_seqlens` before
             attending. Tokens past the capacity are an error on a CPU and dropped on a GPU; numbers
-            above float8's largest number become that number.
+            beyond the range of float8 saturate.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions
             ``cache_seqlens + t``. Queries are rotated at the same positions when the mask is causal
             or a window, otherwise all at ``cache_seqlens``. Float8 is rotated in float32 and
             rounded to float8 again.
-        cache_seqlens: tokens in each sequence's cache before the append, an int or (batch,) int32;
-            includes the left pad. By default the whole cache.
+        cache_seqlens: number of tokens in each sequence's cache before the append, an int or
+            (batch,) int32; includes the left pad. By default the capacity of the cache.
         cache_batch_idx: (batch,) int32, the cache row of each sequence, or its row of the
             page table.
-        cache_leftpad: (batch,) int32, where each sequence starts in its cache row.
+        cache_leftpad: (batch,) int32, index of each sequence's first token in its cache row.
         page_table: (batch, pages per sequence) int32, or (rows, pages per sequence) with
             `cache_batch_idx`. Pages may have any size.
         cu_seqlens_q, max_seqlen_q: packed queries, as in `attention_varlen`.
@@ -230,16 +234,17 @@ def attention_with_kvcache(
             without rotary tables it has no effect.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves
             (GPT-NeoX).
-        qv: shaped as q with the value head dim; read after the append, not rotated. Copies both
-            caches, unless they are views of one latent buffer.
-        scheduler_metadata: int32, another performance hint of FlashAttention-3.
+        qv: shaped as q with the value head dim; read after the append, not rotated. The call copies
+            both caches, unless they are views of one latent buffer.
+        scheduler_metadata: int32, a performance hint of FlashAttention-3 that changes no result.
         return_lse: return (out, lse).
-        workspace: (bytes,) uint8, contiguous, at least `workspace_size` of them: memory for the
-            partial results of split keys on a GPU, which the call otherwise allocates. It holds
+        workspace: (bytes,) uint8, contiguous, at least `workspace_size` bytes: scratch buffer for
+            the partial results of split keys on a GPU, allocated per call if omitted. It holds
             nothing between calls, so all calls of one stream can share it, and it changes no
             result.
 
-    Other arguments are those of `attention`. Per-block scales do not go with `cache_leftpad`.
+    Other arguments are those of `attention`. Per-block scales cannot be combined with
+    `cache_leftpad`.
 
     Returns:
         out, shaped as q with the value head dim, and on request lse (batch, heads, seq_q) or
@@ -279,7 +284,8 @@ def attention_with_kvcache(
 
 
 def explain(*call: Any, **options: Any) -> Explanation:
-    """Every backend with its reasons and its plan for a call that is not made.
+    """Say which backend would run a call and how, and why the others would not; the call is not
+    made.
 
     ::
 
@@ -289,9 +295,14 @@ def explain(*call: Any, **options: Any) -> Explanation:
 
     Args:
         call: q, k and v as in `attention` or, with its layout arguments by keyword, as in
-            `attention_varlen`; or a function and its arguments. The function may be any of this
+            `attention_varlen`; or a function and its arguments. The function may be one of this
             package or one that calls it: it runs up to its first call of attention.
         options: the other arguments of the call.
+
+    Returns:
+        An `Explanation`: each backend with its plan, or with its reasons against the call; the name
+        of the chosen backend (None if no backend can run the call); and the hints. Printing it
+        gives the report.
 
     Raises:
         ValueError, TypeError: as the call itself would.
@@ -319,20 +330,21 @@ def workspace_size(
     num_splits: int = 0,
     device: torch.device | str = "cuda",
 ) -> int:
-    """Bytes of `workspace` that are enough for every call of these sizes and of smaller ones,
-    however long the caches are.
+    """Bytes of a `workspace` that is large enough for every call of at most these sizes, whatever
+    the length of the caches.
 
     Args:
-        batch: sequences at most.
-        seq_q: query tokens of each at most; packed queries are at most ``batch * seq_q``.
-        heads: query heads.
+        batch: largest number of sequences.
+        seq_q: largest number of query tokens of a sequence; packed queries may have up to
+            ``batch * seq_q`` tokens.
+        heads: number of query heads.
         value_head_dim: head dim of the values.
-        num_splits: as in the calls; with 0 of them, chosen for you, calls of `num_splits=1` may
-            use the same memory.
-        device: of the calls; 0 bytes on a CPU, where keys are not split.
+        num_splits: as in the calls; the size for 0 is also enough for calls with `num_splits=1`.
+        device: device of the calls; a CPU does not split keys and needs 0 bytes.
 
     Raises:
-        ValueError, TypeError: for a size that is no length, and a device that is no GPU or CPU.
+        ValueError, TypeError: a size is not a non-negative int, or the device is neither a CPU nor
+            a CUDA GPU.
     """
     sizes = {"batch": batch, "seq_q": seq_q, "heads": heads, "value_head_dim": value_head_dim}
     for name, size in sizes.items():
@@ -357,7 +369,7 @@ def _run(
     """Prepare the call and run it.
 
     Args:
-        padded: batch and length of the caller's queries and results, if they are padded.
+        padded: (batch, seq_q) of the caller's queries and results, if they are padded.
     """
     return_lse = checks.flag("return_lse", return_lse)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)

@@ -1,5 +1,5 @@
 """``python -m flashtile.as_flash_attn script.py args...`` runs a script that was written for
-flash_attn, without changing it.
+flash_attn, unchanged.
 
 ``-m module args...`` runs a module, as Python's own ``-m`` does. With `--force` before either,
 flashtile also replaces an installed flash-attn.
@@ -17,7 +17,9 @@ USAGE = "usage: python -m flashtile.as_flash_attn [--force] (script.py | -m modu
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script or module that the arguments name, with the rest as its ``sys.argv``."""
+    """Run the script or module that the arguments name; it gets the other arguments as
+    ``sys.argv``.
+    """
     force = arguments[:1] == ["--force"]
     arguments = arguments[force:]
     is_module = arguments[:1] == ["-m"]

@@ -1,4 +1,4 @@
-"""Autocast: public functions cast their inputs as it requires, and turn it off inside.
+"""Autocast: public functions cast their inputs as autocast requires, and turn it off inside.
 
 PyTorch casts the inputs of single operations: under autocast ``x @ y`` of float32 tensors is a
 product in 16 bits, even inside our algorithms. An algorithm that prescribes the dtype of each
@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-_CAST = (torch.float16, torch.bfloat16, torch.float32)  # float64 and float8 stay
+_CAST = (torch.float16, torch.bfloat16, torch.float32)  # autocast leaves float64 and float8
 _NOTHING_TO_DO = nullcontext()
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -23,14 +23,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def is_autocasting(x: Any) -> bool:
     """Whether autocast is on for the device of `x`; False for devices other than CPU and CUDA."""
-    if not torch._C._is_any_autocast_enabled():  # five times cheaper than to ask for one device
+    if not torch._C._is_any_autocast_enabled():  # five times cheaper than asking for one device
         return False
     known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")  # PyTorch raises for others
     return known and torch.is_autocast_enabled(x.device.type)
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """A block in which operations on the device of `x` run in the dtypes of their inputs."""
+    """A context in which operations on the device of `x` run in the dtypes of their inputs."""
     if not is_autocasting(x):
         return _NOTHING_TO_DO
     return torch.autocast(x.device.type, enabled=False)
@@ -49,7 +49,7 @@ def without_autocast(function: _Function) -> _Function:
 
 def cast_inputs(*inputs: Any) -> tuple[Any, ...]:
     """Cast as PyTorch's own operations do: if autocast is on for the device of the first input,
-    every tensor of float16, bfloat16 or float32 becomes one of the autocast dtype."""
+    cast every float16, bfloat16 or float32 tensor to the autocast dtype."""
     if not is_autocasting(inputs[0]):
         return inputs
     dtype = torch.get_autocast_dtype(inputs[0].device.type)

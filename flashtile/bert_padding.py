@@ -1,10 +1,12 @@
-"""From padded batches to packed sequences and back, as ``flash_attn.bert_padding`` names it.
+"""Convert padded batches to packed sequences and back, with the names of
+``flash_attn.bert_padding``.
 
-A padded batch is (batch, seq, ...) with a mask; packed, its valid tokens lie one after the other
-in (total, ...), and cu_seqlens (batch + 1,) says where each sequence starts, and the end. All
+A padded batch is (batch, seq, ...) with a mask. Packed, its valid tokens follow each other in
+(total, ...), and cu_seqlens (batch + 1,) holds the start of each sequence and the total. All
 functions are differentiable, in every dtype and on every device.
 
-How many tokens are valid is a size of the result, so the two unpad functions wait for the device.
+The number of valid tokens is a size of the result, so the host waits for the GPU in the two unpad
+functions.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Put rows among zeros: values (n, ...), distinct indices (n,) int -> (first_axis_dim, ...).
+    """Scatter rows into zeros: values (n, ...), distinct indices (n,) int -> (first_axis_dim, ...).
 
     Raises:
-        ValueError: not one index for each row of values.
+        ValueError: the number of indices is not the number of rows of values.
     """
     if indices.shape != values.shape[:1]:
         raise ValueError(
@@ -33,12 +35,14 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
             f"got shape {tuple(indices.shape)}"
         )
     rows = values.new_zeros((first_axis_dim, *values.shape[1:]))
-    with autocast_off(values):  # which on a CPU refuses 16 bits other than its own
+    with autocast_off(values):  # autocast on a CPU refuses 16-bit dtypes other than its own
         return rows.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """`index_first_axis`, and the input itself, whose gradient joins that of the rows taken."""
+    """`index_first_axis` and the input itself, for a residual connection; the input's gradient is
+    the sum of both.
+    """
     return index_first_axis(input, indices), input
 
 
@@ -60,7 +64,7 @@ def unpad_input(
         seqused: (batch,) int32, number of valid tokens.
 
     Raises:
-        ValueError: a mask that is not (batch, seq).
+        ValueError: a mask is not (batch, seq).
     """
     _check_mask("attention_mask", attention_mask, hidden_states)
     kept = valid = attention_mask != 0
@@ -79,19 +83,20 @@ def unpad_input_for_concatenated_sequences(
 
     Args:
         hidden_states: (batch, seq, ...).
-        attention_mask_in_length: (batch, seq) int: the nonzero numbers of a row are the lengths
-            of its sequences, in order: [2, 3, 0, 0, 0, 0] is 2 tokens, then 3, then 1 of padding.
+        attention_mask_in_length: (batch, seq) int. The nonzero numbers of a row are the lengths of
+            its sequences, in order: [2, 3, 0, 0, 0, 0] means 2 tokens, then 3 tokens, then 1 token
+            of padding.
 
     Returns:
-        hidden_states: (total, ...), the tokens that are no padding.
+        hidden_states: (total, ...), the tokens without the padding.
         indices: (total,) int64, their rows in the flattened (batch * seq, ...).
         cu_seqlens: (sequences + 1,) int32.
         max_seqlen_in_batch: int, the longest sequence.
 
     Raises:
-        ValueError: a mask that is not (batch, seq), a negative length, or a row whose lengths add
-            up to more than seq (a compiled graph does not check the numbers).
-        TypeError: lengths that are not integers.
+        ValueError: the mask is not (batch, seq), a length is negative, or the lengths of a row add
+            up to more than seq (a compiled graph does not check the last two).
+        TypeError: the lengths are not integers.
     """
     lengths = attention_mask_in_length
     _check_mask("attention_mask_in_length", lengths, hidden_states)
@@ -101,25 +106,26 @@ def unpad_input_for_concatenated_sequences(
     if not torch.compiler.is_compiling() and bool((lengths < 0).any() | (used > seqlen).any()):
         raise ValueError(
             f"attention_mask_in_length: expected lengths of at least 0 that add up to at most "
-            f"{seqlen} in a row, got lengths from {lengths.min()} on and sums up to {used.max()}"
+            f"{seqlen} in a row, got a smallest length of {lengths.min()} and a largest sum of "
+            f"{used.max()}"
         )
     kept = torch.arange(seqlen, device=lengths.device) < used
     return _pack(hidden_states, kept, lengths[lengths != 0])
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Put packed tokens back where `unpad_input` took them from; padding becomes zero.
+    """Undo `unpad_input`: put packed tokens back at their positions in the batch; padding is zero.
 
     Args:
         hidden_states: (total, ...).
-        indices: (total,) int, as `unpad_input` returns them.
+        indices: (total,) int, from `unpad_input`.
         batch, seqlen: sizes of the padded batch.
 
     Returns:
         (batch, seqlen, ...).
 
     Raises:
-        ValueError: not one index for each token.
+        ValueError: the number of indices is not the number of tokens.
     """
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.unflatten(0, (batch, seqlen))
@@ -128,10 +134,10 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def _pack(
     hidden_states: Tensor, kept: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Pack the kept tokens; lengths are those of the sequences that they form."""
+    """Pack the kept tokens; `lengths` are the lengths of the packed sequences."""
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    # The leading zero of cu_seqlens makes the maximum of no lengths 0.
+    # The leading zero makes the maximum 0 when there are no lengths.
     max_seqlen = int(F.pad(lengths, (1, 0)).max().item())
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen
 

@@ -50,18 +50,19 @@ def flash_attn_combine(
             floating.
         lse_partial: (splits, batch, seq, heads) or (splits, total, heads), float32 or float64,
             natural log.
-        out: where to write the result; its dtype overrides `out_dtype`.
+        out: tensor of the result's shape to write the result to; its dtype overrides `out_dtype`.
         out_dtype: dtype of the result; `out_partial`'s by default.
         cu_seqlens: (batch + 1,) int32, where each sequence starts among the packed tokens.
-        seqused: (batch,) int32, how many tokens of each sequence to combine, from its start.
+        seqused: (batch,) int32, number of tokens of each sequence to combine, counted from its
+            start.
         virtual_batch_idx: (batch,) int32, the order in which FlashAttention-4 processes the batch.
-            A hint, which is ignored; it changes no result.
+            Accepted and ignored: it changes no result.
         return_lse: False returns None in place of the log-sum-exp.
 
     Returns:
         out (batch, seq, heads, head_dim) or (total, heads, head_dim), and lse (batch, seq, heads)
-        or (total, heads). A row that no split saw, or that is not one of a sequence's used
-        tokens, has out 0 and lse -inf.
+        or (total, heads). A row has out 0 and lse -inf if no split saw a key for it, or if
+        `cu_seqlens` and `seqused` leave it out.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -110,13 +111,13 @@ def _check_lengths(
         checks.cumulative("cu_seqlens", cu_seqlens, out_partial)
         if not is_packed:
             raise ValueError(
-                f"cu_seqlens: is for packed tokens, but out_partial has the shape "
-                f"{checks.shape_of(out_partial)} of a batch"
+                f"cu_seqlens: is for packed tokens, but out_partial is a padded batch of shape "
+                f"{checks.shape_of(out_partial)}"
             )
         batch = cu_seqlens.shape[0] - 1
     for name, x in (("seqused", seqused), ("virtual_batch_idx", virtual_batch_idx)):
         if x is not None and batch is None:
-            raise ValueError(f"{name}: needs cu_seqlens where tokens are packed")
+            raise ValueError(f"{name}: needs cu_seqlens when out_partial is packed")
         checks.per_sequence(name, x, out_partial, batch or 0)
 
 

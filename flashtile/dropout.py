@@ -1,12 +1,12 @@
-"""Dropout with the same mask on every backend and for every tiling.
+"""Dropout whose mask is the same on every backend and for every tiling.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a pure function
 from a counter and a key to four 32-bit words. The counter of a score is (key // 4, query, head,
 batch) and its lane is ``key % 4``, so the mask depends only on the coordinates: not on the
 tile size, the device, or how sequences are packed.
-The key is one Philox block of (seed, offset), which spreads neighbouring seeds apart.
+The key is one Philox block of (seed, offset), so neighbouring seeds give unrelated masks.
 
-An element is kept when its word is below ``keep_threshold(p)``: p is exact to 2**-32.
+An element is kept when its word is below ``keep_threshold(p)``, so p is exact to 2**-32.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def keep_mask(
     n0: int,
     n1: int,
 ) -> Tensor:
-    """Which scores of a tile stay: bool (batch, heads, queries, n1 - n0).
+    """Which scores of a tile dropout keeps: bool (batch, heads, queries, n1 - n0).
 
     Args:
         rng_state: int64 (2,), seed and offset.
         dropout_p: probability of dropping, in [0, 1).
-        batch, heads, queries: int64 1-D, the coordinates; in packed calls the batch is the number
-            of the sequence and the query counts from its start, so packed and dense calls agree.
+        batch, heads, queries: int64 1-D, the coordinates; in packed calls the batch is the index
+            of the sequence and queries count from its start, so packed and dense calls agree.
         n0, n1: the keys ``[n0, n1)``, counted from the sequence's first key.
     """
     device = rng_state.device

@@ -1,9 +1,9 @@
 """The functions of FlashAttention-2's compiled extension, which it imports as `flash_attn_gpu`.
 
 They have the same positional order and results, write gradients into given tensors, and run on
-every device. `flash_attn_2_interface` has the same functions with keywords. Nothing here records
-gradients. As everywhere in flashtile, the log-sum-exp of a row without keys is -inf, and dropout
-works together with softcap.
+every device. `flash_attn_2_interface` has the same functions with keywords. None of them records
+gradients. Two things differ from FlashAttention-2: the log-sum-exp of a row without keys is -inf,
+and dropout and softcap can be combined.
 
 Source: FlashAttention 2.8.4, ``csrc/flash_attn/flash_api.cpp``.
 """
@@ -41,16 +41,17 @@ def fwd(
     return_softmax: bool,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
-    """[out, lse, S_dmask, rng_state] of q (batch, seq_q, heads, head_dim) over k and v (batch,
-    seq_k, kv_heads, head_dim).
+    """Attention of q (batch, seq_q, heads, head_dim) over k and v (batch, seq_k, kv_heads,
+    head_dim).
 
     Args:
-        out: where to write the result.
+        out: the tensor to write the result to.
         return_softmax: compute S_dmask, see `s_dmask`; otherwise it is empty.
-        generator: draws the dropout's rng_state; by default PyTorch's generator of the device.
+        generator: draws the rng_state of dropout; by default PyTorch's generator of the device.
 
     Returns:
-        Four tensors; rng_state is int64 (2,), for `bwd`, and zeros without dropout.
+        [out, lse, S_dmask, rng_state]; rng_state is int64 (2,), for `bwd`, and zeros without
+        dropout.
 
     Raises:
         RuntimeError: `generator` is a tensor, as in old versions.
@@ -89,14 +90,14 @@ def varlen_fwd(
     head_dim), or (num_pages, page_size, kv_heads, head_dim) with `block_table`.
 
     Args:
-        seqused_k: (batch,) int32, how many keys of each sequence to use, from its start.
-        leftpad_k: (batch,) int32, how many of those keys to skip at the start; not with pages.
-        zero_tensors: ignored; rows outside of every sequence are always zeros.
+        seqused_k: (batch,) int32, number of valid keys of each sequence, counted from its start.
+        leftpad_k: (batch,) int32, number of those keys to skip at the start; not with pages.
+        zero_tensors: ignored; rows that belong to no sequence are always zeros.
     """
     if block_table is not None and num_splits > 1:
         raise RuntimeError("num_splits > 1 is not supported for varlen paged KV")
     if block_table is not None and leftpad_k is not None:
-        raise ValueError("leftpad_k: got it with block_table, want one of the two")
+        raise ValueError("leftpad_k: got both leftpad_k and block_table, want at most one of them")
     window = window_size_left, window_size_right
     options = _options(
         alibi_slopes,
@@ -133,16 +134,17 @@ def bwd(
     generator: torch.Generator | None = None,
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
-    """[dq, dk, dv, softmax_d] from the inputs and the results of `fwd`.
+    """The gradients, from the inputs and the results of `fwd`.
 
     Args:
         out, softmax_lse: the result over these keys or, in ring attention, over these and others.
-        dq, dk, dv: where to write the gradients; may have any strides.
+        dq, dk, dv: the tensors to write the gradients to; may have any strides.
         generator: ignored; `rng_state` determines the dropout.
         rng_state: from the forward; needed with dropout.
 
     Returns:
-        softmax_d (batch, heads, seq_q rounded up to 128) float32: the row sums of dout * out.
+        [dq, dk, dv, softmax_d]; softmax_d (batch, heads, seq_q rounded up to a multiple of 128)
+        float32 holds the row sums of dout * out.
 
     Raises:
         ValueError: a tensor has another shape than in the forward, or `rng_state` is missing.
@@ -247,7 +249,7 @@ def fwd_kvcache(
 def s_dmask(probabilities: Tensor) -> Tensor:
     """Convert the probabilities of a call with `return_attn_probs` to FlashAttention-2's S_dmask.
 
-    (batch, heads, seq_q, seq_k) becomes (batch, heads, seq_q and seq_k rounded up to 128). Each row
+    (batch, heads, seq_q, seq_k) is padded to multiples of 128 in its last two dimensions. Each row
     is divided by its largest probability: ``exp(score - largest score)``, negative where dropped.
     """
     M, N = probabilities.shape[-2:]
@@ -266,7 +268,7 @@ def _options(
     softcap: float,
     **more: Any,
 ) -> Given:
-    """The options that the functions for training share, and those that one of them adds."""
+    """The options that all functions for training share, and `more`."""
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,
@@ -315,7 +317,7 @@ def backward(
 
     Args:
         results: (dout, out, softmax_lse).
-        targets: where to write dq, dk and dv.
+        targets: the tensors to write dq, dk and dv to.
     """
     operands, found = gradients(qkv, layout, options, results, targets, rng_state)
     dout, out, _ = results
@@ -338,7 +340,7 @@ def gradients(
         backend = dispatch.select(problem._replace(needs_grad=True))
         if problem.options.dropout_p > 0:
             if rng_state is None:
-                raise ValueError("rng_state: got None, want what the forward with dropout returned")
+                raise ValueError("rng_state: got None, want the rng_state of the forward's dropout")
             operands = operands._replace(rng_state=rng_state)
         q, k, v = operands[:3]
         _check_shape("dout", dout, (*q.shape[:-1], v.shape[-1]))
@@ -365,9 +367,9 @@ def layout_of(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> Dense | Packed:
-    """The layout of packed sequences or of a padded batch; `backward` has no mixtures.
+    """The layout of packed sequences or of a padded batch; `backward` supports no mixtures.
 
-    Without a longest length all tokens are an upper bound, and nothing is read.
+    A missing longest length becomes the number of all tokens, an upper bound that the host knows.
     """
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return Dense()

@@ -2,7 +2,7 @@
 import from it.
 
 The private functions have FlashAttention-2's positional order, keywords and results. The public
-ones are those of `flash_attn_interface`, except that `return_attn_probs` returns S_dmask
+functions are those of `flash_attn_interface`, except that `return_attn_probs` returns S_dmask
 (`flash_attn_2_cuda.s_dmask`; empty without dropout) instead of probabilities. `flash_attn_2_cuda`
 lists the differences from FlashAttention-2.
 
@@ -38,7 +38,7 @@ def round_multiple(x: int, m: int) -> int:
 def _get_block_size_n(
     device: torch.device | str, head_dim: int, is_dropout: bool, is_causal: bool
 ) -> int:
-    """The keys over which S_dmask takes the largest score: in flashtile always the whole row."""
+    """Number of keys among which S_dmask takes the largest score: in flashtile always all keys."""
     return 2**31 - 1
 
 
@@ -238,7 +238,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def _returning_s_dmask(function: Callable[..., Any]) -> Any:
-    """A function of `flash_attn_interface` that returns S_dmask instead of probabilities."""
+    """Wrap a function of `flash_attn_interface` to return S_dmask instead of probabilities."""
     names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -276,7 +276,7 @@ def _applying(function: Callable[..., Any], parameters: int) -> Any:
 
 
 class FlashAttnFunc:
-    """`flash_attn_func` with positional arguments, as ``apply``."""
+    """`flash_attn_func` as the ``apply`` of a class, with positional arguments."""
 
     apply = _applying(flash_attn_func, 11)
 

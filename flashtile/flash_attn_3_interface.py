@@ -1,9 +1,9 @@
 """``flash_attn_interface`` of FlashAttention-3: its names, positional order, defaults and results.
 
-The options have the meaning and the accepted values of `flashtile.attention`; so any head dim, page
-size and device works, and `attention_chunk` has gradients. Two results differ from
-FlashAttention-3's. The log-sum-exp of a query that sees no key is -inf even if there are no keys at
-all. `flash_attn_with_kvcache` returns empty tensors for the partial results of split keys.
+The options mean the same and accept the same values as in `flashtile.attention`, so any head dim,
+page size and device works, and `attention_chunk` has gradients. Two results differ from
+FlashAttention-3's: the log-sum-exp of a query that sees no key is -inf even if there are no keys at
+all, and `flash_attn_with_kvcache` returns empty tensors for the partial results of split keys.
 
 Source: FlashAttention commit 0251105a, ``hopper/flash_attn_interface.py``.
 """
@@ -273,8 +273,8 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """An empty int32 tensor on the device of `cache_seqlens`, which `scheduler_metadata` accepts.
-    flashtile needs no preparation, because it plans from sizes only.
+    """Return an empty int32 tensor on the device of `cache_seqlens`, which `scheduler_metadata`
+    accepts. flashtile needs no metadata, because it plans from sizes only.
 
     Raises:
         ValueError, TypeError: `cache_seqlens` or a hint is not valid for the call.
@@ -324,9 +324,9 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, out_accum, softmax_lse_accum), where the last two are empty.
 
-    With an argument that only caches have it calls `flashtile.attention_with_kvcache`, which
-    records no gradient; else `flashtile.attention_varlen` with cumulative lengths on either side,
-    and `flashtile.attention` without.
+    If an argument is given that only caches have, it calls `flashtile.attention_with_kvcache`,
+    which records no gradient. Otherwise it calls `flashtile.attention_varlen` if queries or keys
+    have cumulative lengths, and `flashtile.attention` if not.
     """
     shared: dict[str, Any] = {
         "qv": qv,
@@ -358,7 +358,7 @@ def _flash_attn_forward(
     given = [name for name, x in of_caches.items() if x is not None]
     result: Any
     if given and cu_seqlens_k is not None:
-        raise ValueError(f"{given[0]}: goes with a cache, not with cu_seqlens_k")
+        raise ValueError(f"{given[0]}: is for a cache and cannot be combined with cu_seqlens_k")
     if not given:
         shared |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
         if cu_seqlens_q is None and cu_seqlens_k is None:
@@ -367,7 +367,9 @@ def _flash_attn_forward(
             packing: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             result = attention_varlen(q, k, v, *packing, **shared)
     elif seqused_q is not None:
-        raise NotImplementedError("seqused_q: does not go with a cache; shorten cu_seqlens_q")
+        raise NotImplementedError(
+            "seqused_q: cannot be combined with a cache; shorten cu_seqlens_q instead"
+        )
     else:
         shared |= {_NAMES_OF_CACHES.get(name, name): x for name, x in of_caches.items()}
         result = attention_with_kvcache(
@@ -445,7 +447,7 @@ def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
         return checks.unpacked("qkv", qkv, 3, "batch, seq, 3, heads, head_dim")
     checks.rank("qkv", qkv, "batch, seq, num_heads_q + 2 * kv_heads, head_dim")
     if num_heads_q is None:
-        raise ValueError("num_heads_q: got None, want the number of query heads in a 4-dim qkv")
+        raise ValueError("num_heads_q: got None, want the number of query heads of a 4-D qkv")
     heads = qkv.shape[2] - checks.length("num_heads_q", num_heads_q)
     if heads < 2 or heads % 2:
         raise ValueError(

@@ -2,10 +2,9 @@
 
 The functions always return (out, lse). lse is None if it is neither requested nor needed for a
 gradient; with `qv` its heads are last, as in FlashAttention-4. A window side is unbounded when it
-is None, and -1 is an offset like any other. Queries may be padded, (batch, seq, ...), with packed
-keys, and the reverse. Functions in FlashAttention-4's domain-specific language (`score_mod`,
-`mask_mod`), its block-sparse tensors and `gather_kv_indices` raise a NotImplementedError that names
-the argument.
+is None, and -1 is an offset like any other. Queries and keys may each be padded, (batch, seq, ...),
+or packed. Functions in FlashAttention-4's domain-specific language (`score_mod`, `mask_mod`), its
+block-sparse tensors and `gather_kv_indices` raise a NotImplementedError that names the argument.
 
 Source: FlashAttention commit 0251105a, ``flash_attn/cute/interface.py``.
 """
@@ -125,11 +124,11 @@ def flash_attn_varlen_func(
     Args:
         q, qv: (total_q, heads, head dim) with `cu_seqlens_q`, else (batch, seq_q, heads, head dim).
         k, v: likewise; with `page_table` (num_pages, page_size, kv_heads, head dim).
-        max_seqlen_q, max_seqlen_k: by default the number of all tokens, an upper bound that needs
-            no reading on the host.
-        page_table: `seqused_k` is then the number of tokens in each sequence's pages; by default
-            the pages are full.
-        min_seqlen_k, scheduler_metadata, disable_scheduler_metadata: hints, which are ignored.
+        max_seqlen_q, max_seqlen_k: longest lengths; by default the number of all tokens, an upper
+            bound for which the host reads nothing from the GPU.
+        page_table: (batch, pages per sequence) int32; `seqused_k` is then the number of tokens in
+            each sequence's pages, which are full by default.
+        min_seqlen_k, scheduler_metadata, disable_scheduler_metadata: hints; they are ignored.
     """
     _refuse(
         gather_kv_indices=gather_kv_indices,
@@ -195,7 +194,7 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> SchedulerMetadataTensorsTorch:
-    """Empty metadata, which `scheduler_metadata` accepts; flashtile plans from sizes only."""
+    """Return empty metadata for `scheduler_metadata`; flashtile plans from sizes only."""
     _refuse(seqlen_k_per_split=seqlen_k_per_split)
     if all(x is None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
         raise ValueError("cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: want one of them")
@@ -265,7 +264,7 @@ def _flash_attn_fwd(
     heads_last = qv is not None
     if q is None or k is None:
         if qv is None or k is not q:
-            raise ValueError("q, k: got one of them None, want both or, with qv, neither")
+            raise ValueError("q, k: got one of them, want both or, with qv, neither")
         q, k, qv = qv, v, None
     _check_metadata(scheduler_metadata)
     layout = Layout(
@@ -390,7 +389,7 @@ def _forward(tensors: Tensors, layout: Layout, return_lse: bool, **options: Any)
 def _check_metadata(given: Any) -> None:
     if given is not None and not isinstance(given, SchedulerMetadataTensorsTorch):
         got = type(given).__name__
-        raise TypeError(f"scheduler_metadata: got {got}, want what get_scheduler_metadata returns")
+        raise TypeError(f"scheduler_metadata: got {got}, want a result of get_scheduler_metadata")
 
 
 _WHY = {
@@ -400,8 +399,8 @@ _WHY = {
     "alibi_slopes and bias",
     "mask_mod": "functions of the mask are not supported; flashtile.attention takes a block_mask",
     "block_sparse_tensors": "not supported; flashtile.attention takes a block_mask",
-    "seqlen_k_per_split": "parts of a given size are not supported; num_splits=1 makes a sequence "
-    "independent of the batch",
+    "seqlen_k_per_split": "splits of a given size are not supported; with num_splits=1 the result "
+    "of a sequence does not depend on the batch",
 }
 
 

@@ -1,4 +1,4 @@
-"""FlashAttention-4's layouts: queries and keys are padded or packed, each side as it likes."""
+"""FlashAttention-4's layouts: queries and keys are padded or packed, independently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Tensors(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the tokens lie; a side without cumulative lengths is padded."""
+    """The layout of queries and keys; those without cumulative lengths are padded."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -42,8 +42,8 @@ def attend(tensors: Tensors, layout: Layout, **options: Any) -> tuple[Tensor, Te
         result = attention(q, k, v, **options)
         return result
     if page_table is not None and cu_seqlens_k is not None:
-        raise ValueError("cu_seqlens_k: does not go with page_table; pass seqused_k")
-    # All the tokens are an upper bound that reads nothing.
+        raise ValueError("cu_seqlens_k: cannot be combined with page_table; pass seqused_k")
+    # The number of all tokens is an upper bound that the host knows without waiting for the GPU.
     if cu_seqlens_q is not None and M is None:
         M = q.shape[0]
     if cu_seqlens_k is not None and N is None:

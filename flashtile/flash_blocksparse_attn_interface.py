@@ -1,8 +1,8 @@
-"""Block-sparse attention with the function and the tile size of FlashAttention 1.
+"""Block-sparse attention with FlashAttention 1's function and tile size.
 
-FlashAttention-2 still ships this import path, but not the extension behind it. Here it runs on
-every backend; for other tile sizes, masks per head or FlexAttention's masks pass ``block_mask=`` to
-any attention function.
+FlashAttention-2 still ships this import path, but not the extension that it needs. Here it runs on
+every backend. For other tile sizes, masks per head or FlexAttention's masks, pass ``block_mask=``
+to any attention function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TILE_SIZE = (16, 256)  # queries, keys: FlashAttention 1's
 
 
 def convert_blockmask(blockmask: Tensor, causal: bool = False) -> Tensor:
-    """FlashAttention 1's list form of a mask of tiles.
+    """Convert a mask of tiles to FlashAttention 1's index lists.
 
     Args:
         blockmask: (query tiles, key tiles), non-zero where visible.
@@ -26,9 +26,12 @@ def convert_blockmask(blockmask: Tensor, causal: bool = False) -> Tensor:
             instead.
 
     Returns:
-        int32 (key tiles, query tiles). A row has the query tiles that see a key tile, padded with
-        -1; a number is four times the query tile, plus 1 on the first key tile that this query tile
-        sees and 2 on the last.
+        int32 (key tiles, query tiles). Each row lists the query tiles that see one key tile, padded
+        with -1. An entry is four times the query tile's index, plus 1 if this is the first key tile
+        that the query tile sees, plus 2 if it is the last.
+
+    Raises:
+        ValueError: `blockmask` is not 2-D, or `causal` is True.
     """
     checks.rank("blockmask", blockmask, "query tiles, key tiles")
     if causal:
@@ -46,7 +49,8 @@ def convert_blockmask(blockmask: Tensor, causal: bool = False) -> Tensor:
 def _tiles_of(converted: Tensor) -> Tensor:
     """The inverse of `convert_blockmask`: (query tiles, key tiles) bool."""
     tiles = converted.new_zeros(converted.shape[1] + 1, converted.shape[0], dtype=torch.bool)
-    rows = torch.where(converted < 0, converted.shape[1], converted // 4)  # padding: a row more
+    # Padding goes to one extra row, which the last line drops.
+    rows = torch.where(converted < 0, converted.shape[1], converted // 4)
     tiles.scatter_(0, rows.T.long(), True)
     return tiles[:-1]
 
@@ -69,11 +73,10 @@ def flash_blocksparse_attn_func(
         cu_seqlens: (batch + 1,) int32, cumulative lengths, 0 first.
         blockmask: (ceil(max_s / 16), ceil(max_s / 256)), non-zero where a tile of 16 queries and
             256 keys is visible; one mask for every sequence and head.
-        dropout_p: probability in [0, 1) with which a probability is dropped.
+        dropout_p: rate in [0, 1) at which attention probabilities are dropped.
         max_s: longest sequence.
         softmax_scale, causal, return_attn_probs: as in `flashtile.attention_varlen`.
-        convert_mask: must be True; FlashAttention 1's preconverted index lists are an internal of
-            its kernel.
+        convert_mask: pass False if `blockmask` is already a result of `convert_blockmask`.
 
     Returns:
         out (total, heads, head_dim), and with `return_attn_probs` (out, lse, probs).

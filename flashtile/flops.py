@@ -1,7 +1,8 @@
-"""What ``torch.utils.flop_counter`` counts for our ops: as it counts SDPA, whatever the mask hides.
+"""FLOP formulas of our ops for ``torch.utils.flop_counter``: those of SDPA, which ignore masks.
 
-That module imports Triton where Triton is installed, so it is not imported here: the formulas are
-registered once somebody else has imported it, which a process that counts has.
+``torch.utils.flop_counter`` imports Triton if it is installed, so this module does not import it.
+It registers the formulas once other code has imported the counter, as every process that counts
+FLOPs does.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _register() -> None:
     ops = torch.ops.flashtile
     register_flop_formula([ops.attention_forward, ops.attention_forward_in_workspace])(forward)
     register_flop_formula(torch.ops.flashtile.attention_backward)(backward)
-    # A counter copies the registry when it is made; one that runs already gets the formulas here.
+    # A counter copies the registry when it is created, so counters that already run are updated.
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "counter"):
             mode.counter.flop_registry.update(flop_registry)
@@ -59,7 +60,7 @@ def _dense_shapes(args: Sequence[Any]) -> tuple[Any, Any, Any]:
     q, k, v = args[:3]
     if len(q) == 3:  # packed: counted as one long sequence, an upper bound
         q, k, v = ((1, *x) if len(x) == 3 else (1, x[0] * x[1], *x[2:]) for x in (q, k, v))
-    heads = q[2]  # grouped heads multiply once for each query head
+    heads = q[2]  # every query head multiplies, also where query heads share a key head
     return (
         (q[0], heads, q[1], q[3]),
         (q[0], heads, k[1], k[3]),

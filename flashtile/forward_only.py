@@ -1,8 +1,8 @@
-"""Results without a backward, for calls that FlashAttention-3 takes although it cannot train them.
+"""Results without a backward, for calls that FlashAttention-3 can run but not train.
 
 FlashAttention-3 runs float8 inputs and `qv` whether or not they require gradients; only its
-backward fails. On a GPU `flashtile.attention` refuses such a call at once. Code written for
-FlashAttention-3 runs as it does there.
+backward fails. `flashtile.attention` refuses such a call on a GPU before it runs. The interface for
+FlashAttention-3 uses this module instead, so that code written for it behaves as it does there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from .problem import FLOAT8
 
-# The largest head dim, with `qv` that of both products, whose gradient the GPU backends have.
+# Largest head dim for which a GPU backend has a backward; with `qv`, the sum of both head dims.
 WIDEST_WITH_GRADIENT = 512
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Its tensors as they are; their backward raises."""
+    """The identity on tensors, with a backward that raises."""
 
     @staticmethod
     def forward(ctx: Any, reason: str, inputs: int, *tensors: Tensor) -> Any:
@@ -36,18 +36,18 @@ class _ForwardOnly(torch.autograd.Function):
 def forward_only(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Callable[[Any], Any]]:
-    """The inputs for the call, and a function for its result.
+    """Return the inputs to use for the call, and a function to apply to its result.
 
-    Both leave everything as it is, unless the call requires a gradient that no GPU backend has.
-    Then the inputs are detached, and the backward of the result raises NotImplementedError.
+    If the call requires a gradient that no GPU backend has, the inputs are detached, and the
+    backward of the result raises NotImplementedError. Otherwise both are left unchanged.
     """
     inputs = [q, k, v] if qv is None else [q, k, v, qv]
-    are_tensors = all(isinstance(x, Tensor) for x in inputs)  # the call refuses others by name
+    are_tensors = all(isinstance(x, Tensor) for x in inputs)  # the call itself rejects others
     requires_grad = torch.is_grad_enabled() and are_tensors and any(x.requires_grad for x in inputs)
     if not (requires_grad and _has_no_backward(q, qv)):
         return q, k, v, qv, lambda result: result
     what = "float8 inputs have" if q.dtype in FLOAT8 else "qv with this head dim has"
-    reason = f"{what} no backward on a GPU; flashtile.attention refuses such a call at once"
+    reason = f"{what} no backward on a GPU; flashtile.attention refuses such a call before it runs"
 
     def attach(result: Any) -> Any:
         results = result if isinstance(result, tuple) else (result,)

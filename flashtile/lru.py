@@ -1,8 +1,8 @@
-"""Bounded memo tables: results that later calls with equal keys use again.
+"""Bounded caches: later calls with an equal key reuse a result.
 
-Every cache of the package is made here, so all of them are bounded, drop the entry that was used
-least recently, may be used by several threads at once and are emptied by `clear_caches`. A cache
-holds only what can be computed again.
+Every cache of the package is made here, so all of them are bounded, drop the least recently used
+entry, may be used by several threads at once and are emptied by `clear_caches`. A cache holds only
+what can be computed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _caches: list[_lru_cache_wrapper[Any]] = []
 
 
 def memoised(size: int) -> Callable[[Callable[..., V]], _lru_cache_wrapper[V]]:
-    """Decorate a function of hashable arguments: it keeps its last `size` results."""
+    """Decorate a function of hashable arguments so that it caches its last `size` results."""
 
     def decorate(function: Callable[..., V]) -> _lru_cache_wrapper[V]:
         cached = lru_cache(maxsize=size)(function)
@@ -30,10 +30,10 @@ def memoised(size: int) -> Callable[[Callable[..., V]], _lru_cache_wrapper[V]]:
 
 
 class Memo(Generic[K, V]):
-    """The last `size` entries of a table, for values that a function of their key cannot make."""
+    """A table of the last `size` entries, for values that cannot be computed from the key only."""
 
-    # An lru_cache of cells, because it hashes a key once for each look-up, which is most of its
-    # cost. An ordered dict hashes it again to move it to the end, and needs a lock.
+    # An lru_cache of one-element lists. It hashes the key once for each look-up, and hashing is
+    # most of the cost; an OrderedDict hashes it again in `move_to_end`, and needs a lock.
 
     def __init__(self, size: int) -> None:
         def empty_cell(key: K) -> list[V]:
@@ -47,7 +47,7 @@ class Memo(Generic[K, V]):
     @overload
     def get(self, key: K, default: Default) -> V | Default: ...
     def get(self, key: K, default: Any = None) -> Any:
-        """The value kept under `key`, or `default`."""
+        """The value stored under `key`, or `default`."""
         cell = self._cell(key)
         return cell[0] if cell else default
 
@@ -59,9 +59,8 @@ def clear_caches() -> None:
     """Empty every cache of this process.
 
     The caches hold decisions about earlier calls, plans, tiles that ``flashtile tune`` has found,
-    compiled kernels ready to launch, and small tensors on the GPU. Nothing depends on them but
-    time: later calls return the same results, and the first one of each kind takes longer. Any
-    thread may call this at any time.
+    compiled kernels ready to launch, and small tensors on the GPU. Later calls return the same
+    results; only the first call of each kind takes longer. Any thread may call this at any time.
 
     Triton's own caches of compiled kernels stay as they are.
     """

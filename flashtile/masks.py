@@ -39,8 +39,8 @@ class Window(NamedTuple):
         return start, stop
 
     def under(self, causal: bool) -> Window:
-        """This window in a call that is causal or not: `causal` sets the right side to 0, and a
-        window without any key (``left + right < 0``) is ignored, as in FlashAttention-4.
+        """The window that a call uses, given its `causal` argument: `causal` sets the right side to
+        0, and a window without any key (``left + right < 0``) is ignored, as in FlashAttention-4.
         """
         left, right = self.left, 0 if causal else self.right
         if left is not None and right is not None and left + right < 0:
@@ -48,7 +48,7 @@ class Window(NamedTuple):
         return Window(left, right)
 
 
-# Windows wider than this are unbounded, so that positions in kernels fit into 32 bits.
+# Wider windows are clamped to this size, so that positions in kernels fit into 32 bits.
 WIDEST = 2**30
 
 
@@ -59,8 +59,8 @@ def as_kernel_number(size: int | None) -> int:
 
 
 class Chunk(NamedTuple):
-    """Keys of the query's own chunk of ``size`` positions: ``floor(j / size) == floor(p / size)``
-    (Llama 4).
+    """A query sees only keys of its own chunk of ``size`` positions: ``floor(j / size) ==
+    floor(p / size)`` (Llama 4).
     """
 
     size: int
@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
 def structure(
     window_left: int | None, window_right: int | None, attention_chunk: int
 ) -> tuple[Window | Chunk, ...]:
-    """The mask rules of a call, from its numbers (None is an unbounded side, 0 is no chunk)."""
+    """The mask rules of a call, from its options (None is an unbounded side, 0 is no chunk)."""
     facts: list[Window | Chunk] = []
     if window_left is not None or window_right is not None:
         facts.append(Window(window_left, window_right))
@@ -86,7 +86,7 @@ def structure(
 
 
 class Visibility(NamedTuple):
-    """The composed structural facts over ``M`` queries and ``N`` keys of one sequence."""
+    """Mask rules, intersected, for one sequence of ``M`` queries and ``N`` keys."""
 
     facts: tuple[Window | Chunk, ...]
     M: int
@@ -130,9 +130,9 @@ class Visibility(NamedTuple):
 class BlockMask:
     """Block-sparse mask: the score matrix cut into tiles, each empty, full or partial.
 
-    Tile coordinates count from the first query and the first key of each sequence; they do not
-    shift when lengths differ: a call of fewer queries or keys than the mask is for takes its upper
-    left corner. A call of more is refused. A mask with batch or head size 1 is shared over that
+    Tile coordinates count from the first query and the first key of each sequence and do not shift
+    when lengths differ: a call with fewer queries or keys than `lengths` uses the upper left corner
+    of the mask. A call with more is refused. A mask with batch or head size 1 is shared over that
     dimension. It is combined (AND) with every other mask option of the call.
 
     Attributes:
@@ -166,7 +166,7 @@ class BlockMask:
             tile_size: (BM, BN), rows and keys of a tile.
 
         Raises:
-            ValueError: when `kinds` is not 2-D or 4-D, or a tile size is not positive.
+            ValueError: `kinds` is not 2-D or 4-D, or a tile size is not a positive int.
         """
         kinds = _four_dimensional(kinds, "kinds") != 0
         BM, BN = _checked_tile_size(tile_size)
@@ -179,12 +179,15 @@ class BlockMask:
 
     @staticmethod
     def from_dense(mask: Tensor, tile_size: tuple[int, int] = (128, 128)) -> BlockMask:
-        """Cut a dense bool mask, (M, N) or (batch or 1, heads or 1, M, N), True where visible, into
-        tiles.
+        """Cut a dense mask into tiles.
+
+        Args:
+            mask: bool, (M, N) or (batch or 1, heads or 1, M, N), True where visible.
+            tile_size: (BM, BN), rows and keys of a tile.
 
         Raises:
-            TypeError: when `mask` is not bool.
-            ValueError: when `mask` is not 2-D or 4-D, or a tile size is not positive.
+            TypeError: `mask` is not bool.
+            ValueError: `mask` is not 2-D or 4-D, or a tile size is not a positive int.
         """
         if mask.dtype != torch.bool:
             raise TypeError(f"mask: got dtype {mask.dtype}, want torch.bool (True where visible)")
@@ -204,18 +207,18 @@ class BlockMask:
 
     @staticmethod
     def from_flex(flex_mask: Any) -> BlockMask:
-        """Take a FlexAttention ``BlockMask`` as it is, for the lengths that it was made for; its
-        ``mask_mod`` is evaluated only on the partial tiles.
+        """Convert a FlexAttention ``BlockMask``, with its tile size and lengths; its ``mask_mod``
+        is evaluated only on the partial tiles.
 
         Args:
             flex_mask: ``torch.nn.attention.flex_attention.BlockMask``.
 
-        The number of partial tiles is data, so this reads it on the host. Convert once and reuse
-        the result, and convert outside of ``torch.compile``.
+        The number of partial tiles depends on data, so the host waits for the GPU. Convert once
+        and reuse the result, and convert outside of ``torch.compile``.
         """
         BM, BN = flex_mask.BLOCK_SIZE
         shape = flex_mask.kv_indices.shape  # (batch, heads, nM, nN)
-        # FlexAttention keeps the old lengths when tiles of a mask are cut off.
+        # Slicing a FlexAttention mask keeps the lengths of the whole mask.
         M = min(flex_mask.seq_lengths[0], shape[2] * BM)
         N = min(flex_mask.seq_lengths[1], shape[3] * BN)
         kinds = torch.zeros(shape, dtype=torch.uint8, device=flex_mask.kv_indices.device)
@@ -231,7 +234,8 @@ class BlockMask:
         def evaluate(where: tuple[Tensor, ...]) -> Tensor:
             b, h, m, n = where
             device = kinds.device
-            # Rows and keys past the end are never used; clamping keeps a captured tensor in bounds.
+            # Rows and keys past the end are never used. They are clamped because `mask_mod` may
+            # index a captured tensor with them.
             rows = (m[:, None] * BM + torch.arange(BM, device=device)).clamp(max=M - 1)
             keys = (n[:, None] * BN + torch.arange(BN, device=device)).clamp(max=N - 1)
             if b.numel() == 0:
@@ -244,7 +248,7 @@ class BlockMask:
         """The mask, element by element: bool (batch or 1, heads or 1, M, N), True where visible.
 
         Raises:
-            ValueError: when M or N is more than the mask is for.
+            ValueError: M or N is larger than in `lengths`.
         """
         if self.lengths[0] < M or self.lengths[1] < N:
             raise ValueError(f"M, N: got {(M, N)}, want at most {self.lengths}")
@@ -272,7 +276,7 @@ def _mark(kinds: Tensor, counts: Tensor, indices: Tensor, kind: int) -> None:
     """Write `kind` at the first `counts` of the key-tile `indices` of every query-tile row."""
     slots = torch.arange(indices.shape[-1], device=indices.device)
     used = slots < counts[..., None]
-    # Unused slots repeat arbitrary indices: adding leaves what a used slot marked.
+    # Unused slots hold arbitrary indices; adding their 0 keeps the mark of a used slot.
     marks = torch.zeros_like(kinds).scatter_add_(-1, indices.long(), used.to(kinds.dtype))
     kinds[marks > 0] = kind
 
@@ -280,7 +284,7 @@ def _mark(kinds: Tensor, counts: Tensor, indices: Tensor, kind: int) -> None:
 def _with_partial_tiles(
     kinds: Tensor, evaluate: Callable[[tuple[Tensor, ...]], Tensor], lengths: tuple[int, int]
 ) -> BlockMask:
-    """Number the partial tiles and ask `evaluate` for their elements."""
+    """Number the partial tiles and compute their elements with `evaluate`."""
     where = (kinds == PARTIAL).nonzero(as_tuple=True)
     partial_index = torch.full(kinds.shape, -1, dtype=torch.int32, device=kinds.device)
     count = where[0].numel()

@@ -1,7 +1,7 @@
-"""PyTorch's own flash attention kernels for a CPU, which the CPU backend calls for each tile.
+"""PyTorch's own flash attention kernels for CPUs, which the CPU backend calls for each tile.
 
-Code that replaces PyTorch's operators by flashtile's passes the original kernels to `use_kernels`.
-Otherwise the backend would call itself through the replaced operators.
+Code that replaces PyTorch's operators with flashtile's passes the original kernels to
+`use_kernels`. Otherwise the backend would call itself through the replaced operators.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _kernels: tuple[Kernel, Kernel] = (
 
 
 def kernels() -> tuple[Kernel, Kernel]:
-    """The forward and the backward in use."""
+    """The forward and the backward kernel in use."""
     return _kernels
 
 
 def use_kernels(forward: Kernel, backward: Kernel) -> None:
-    """Call these functions from now on."""
+    """Use these kernels from now on."""
     global _kernels
     _kernels = forward, backward

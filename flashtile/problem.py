@@ -1,9 +1,9 @@
-"""One attention call, described: `Operands` (tensors), `Options` (plain numbers),
-`AttentionProblem` (facts alone).
+"""The description of one attention call: `Operands` (tensors), `Options` (plain numbers) and
+`AttentionProblem` (facts without tensors).
 
-`Operands` and `Options` travel through autograd and the registered ops in this order. The
-`AttentionProblem` is what backends read to say whether and how they run the call; it holds no
-tensor, so it is hashable and its plan is cached.
+The registered ops take the fields of `Operands` and `Options` in this order. A backend reads the
+`AttentionProblem` to decide whether and how it runs the call; it holds no tensor, so it is
+hashable and its plan can be cached.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Operands(NamedTuple):
     partial_index: Tensor | None = None
     partial_tiles: Tensor | None = None
     rng_state: Tensor | None = None  # (2,) int64, seed and offset of dropout
-    # Float8 inputs only: (B, Hk) float32, or one for each block of rows, (B, Hq, blocks of M) and
-    # (B, Hk, blocks of N).
+    # Float8 inputs only: float32 per-head scales (B, Hk), or per-block scales (B, Hq, blocks of M)
+    # for q and (B, Hk, blocks of N) for k and v.
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
-    workspace: Tensor | None = None  # (bytes,) uint8, for what a forward writes in between
+    workspace: Tensor | None = None  # (bytes,) uint8, scratch for partial results of a forward
 
 
 class Options(NamedTuple):
-    """The numbers of a call, normalised: None is an open window side, 0 is no chunk, no softcap, no
-    dropout.
+    """The numeric options of a call, normalised: None is an unbounded window side, 0 is no chunk,
+    no softcap, no dropout.
     """
 
     max_seqlen_q: int
@@ -63,17 +63,17 @@ class Options(NamedTuple):
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:
-        """The structural mask facts: none where every query sees all keys."""
+        """The mask rules: none if every query sees all keys."""
         return structure(self.window_left, self.window_right, self.attention_chunk)
 
 
 class AttentionProblem(NamedTuple):
-    """Everything about a call that decides who runs it and how; no tensors."""
+    """Everything about a call that decides which backend runs it and how; no tensors."""
 
     device_type: str
     capability: tuple[int, int] | None  # CUDA compute capability
     dtype: torch.dtype
-    layout: str  # "dense", "packed" (both sides) or "packed_queries" (cache behind packed queries)
+    layout: str  # "dense", "packed" (queries and keys) or "packed_queries" (keys in a cache)
     B: int
     M: int  # longest query
     N: int  # longest key
@@ -92,13 +92,13 @@ class AttentionProblem(NamedTuple):
     needs_grad: bool
     bias_needs_grad: bool
     wants_probabilities: bool = False
-    has_float8_keys: bool = False  # and values, under queries of 16 bits: a cache
+    has_float8_keys: bool = False  # a float8 cache of keys and values, with 16-bit queries
     has_cache_rows: bool = False  # cache_batch_idx or leftpad_k
-    has_block_descale: bool = False  # a scale of float8 for each block of rows, not for each head
+    has_block_descale: bool = False  # per-block instead of per-head scales of float8
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:
-        """The structural mask facts."""
+        """The mask rules."""
         return self.options.facts
 
     @property
@@ -158,7 +158,7 @@ class AttentionProblem(NamedTuple):
 
 DIFFERENTIABLE = 5  # q, k, v, bias, sink lead `Operands`
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Rows of float8 queries, and of keys and values, that share a scale where scales are of blocks.
+# Rows of float8 queries, and of float8 keys and values, that share a per-block scale.
 FLOAT8_QUERY_BLOCK, FLOAT8_KEY_BLOCK = 64, 128
 
 
@@ -170,7 +170,7 @@ def batch_size(operands: Operands) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As users write it, without PyTorch's own name in front."""
+    """The name of a dtype without the prefix ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 

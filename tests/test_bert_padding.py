@@ -254,9 +254,9 @@ def test_bad_input_is_named() -> None:
     for wrong in (mask, mask.bool()):
         with pytest.raises(TypeError, match=r"^attention_mask_in_length: expected integers"):
             unpad_input_for_concatenated_sequences(x, wrong)
-    with pytest.raises(ValueError, match=r"^attention_mask_in_length: .* at most 3 .* up to 4"):
+    with pytest.raises(ValueError, match=r"^attention_mask_in_length: .* at most 3 .* sum of 4"):
         unpad_input_for_concatenated_sequences(x, torch.tensor([[2, 2, 0], [1, 0, 0]]))
-    with pytest.raises(ValueError, match=r"^attention_mask_in_length: .* from -1 on"):
+    with pytest.raises(ValueError, match=r"^attention_mask_in_length: .* smallest length of -1"):
         unpad_input_for_concatenated_sequences(x, torch.tensor([[2, -1, 0], [1, 0, 0]]))
     with pytest.raises(ValueError, match=r"^indices: .*\(2, 3, 4\), got shape \(3,\)"):
         pad_input(x, torch.arange(3), 2, 3)

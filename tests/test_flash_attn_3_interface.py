@@ -150,7 +150,7 @@ def test_private_forward(tensors, seed):
     torch.testing.assert_close(packed.view_as(out), out)
     padded_keys = fa3._flash_attn_forward(flat[0], k, v, **packing, causal=True)[0]
     torch.testing.assert_close(padded_keys.view_as(out), out)
-    with pytest.raises(ValueError, match="leftpad_k: goes with a cache"):
+    with pytest.raises(ValueError, match="leftpad_k: is for a cache"):
         fa3._flash_attn_forward(*flat, **packing, **keys, leftpad_k=rows)
 
 

@@ -147,7 +147,7 @@ def test_pages(has_lengths, seed):
         q, k_pages, v_pages, seqused_k=used, page_table=table, causal=True
     )
     torch.testing.assert_close(out, flashtile.attention(q, k, v, seqused_k=used, causal=True))
-    with pytest.raises(ValueError, match="cu_seqlens_k: does not go with page_table"):
+    with pytest.raises(ValueError, match="cu_seqlens_k: cannot be combined with page_table"):
         fa4.flash_attn_varlen_func(
             q, k_pages, v_pages, page_table=table, cu_seqlens_k=cu_seqlens([5, 16])
         )

@@ -295,7 +295,7 @@ def test_bad_calls():
     for inputs, arguments, words in (
         (ids[0], {}, r"input_ids: expected \(batch, seq\), got shape \(9,\)"),
         (ids, {"cu_seqlens": CU_SEQLENS, "max_seqlen": 9}, r"input_ids: expected \(total,\) with"),
-        (tokens(24), {"cu_seqlens": CU_SEQLENS}, "cu_seqlens, max_seqlen: give both or none"),
+        (tokens(24), {"cu_seqlens": CU_SEQLENS}, "cu_seqlens, max_seqlen: pass both or none"),
         (tokens(1, 25), {}, "25 tokens in a row, but max_position_embeddings is 24"),
         (tokens(30), long, "max_seqlen: 30 exceeds max_position_embeddings 24"),
         (ids, {"targets": ids[:, 1:]}, r"target: expected shape \(2, 9\), got \(2, 8\)"),

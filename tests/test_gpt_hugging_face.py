@@ -142,7 +142,7 @@ def test_state_dicts_that_do_not_fit():
         less = {name: x for name, x in state.items() if name != key}
         with pytest.raises(ValueError, match=f"{key}.* is missing"):
             state_dict_from_transformers(less, config)
-    with pytest.raises(ValueError, match="config: transformers' GPT-2 has learned positions"):
+    with pytest.raises(ValueError, match="want a GPT-2 "):
         state_dict_to_transformers(build("gpt-neox").state_dict(), CONFIGS["gpt-neox"])
 
 

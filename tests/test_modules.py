@@ -368,9 +368,9 @@ def test_bad_sizes(arguments, words):
 def test_bad_calls():
     x, flat = torch.randn(2, 5, 32), torch.randn(20, 32)
     calls = [
-        (mha(), (x, x), {}, "x_kv: not wanted"),
-        (mha(cross_attn=True), (x,), {}, "x_kv: needed"),
-        (mha(), (flat,), {"cu_seqlens": CU_SEQLENS}, "cu_seqlens, max_seqlen: give both"),
+        (mha(), (x, x), {}, "x_kv: got a tensor, want None"),
+        (mha(cross_attn=True), (x,), {}, "x_kv: got None, want a tensor"),
+        (mha(), (flat,), {"cu_seqlens": CU_SEQLENS}, "cu_seqlens, max_seqlen: pass both"),
         (mha(), (flat,), {}, r"x: expected \(batch, seq, embed_dim\) without cu_seqlens"),
         (mha(), (x,), {"cu_seqlens": CU_SEQLENS, "max_seqlen": 5}, r"x: expected \(total"),
         (

@@ -440,9 +440,9 @@ BAD_CALLS: list[tuple[dict, type[Exception], str]] = [
     ({"sin": COS[:, :1]}, ValueError, r"^sin: .*got \(5, 1\)"),
     ({"cos": COS.int()}, TypeError, "^cos: .*got torch.int32"),
     ({"sin": COS.to("meta")}, ValueError, "^sin: is on meta, but the input is on cpu"),
-    ({"x": X[..., :3]}, ValueError, "^cos: 2 columns .* head_dim is 3"),
-    ({"cos": COS[:2], "sin": COS[:2]}, ValueError, "^cos: 2 rows .* at least 3"),
-    ({"seqlen_offsets": 3}, ValueError, "^cos: 5 rows .* 3 positions from 3 on.* 6 rows"),
+    ({"x": X[..., :3]}, ValueError, "^cos: got 2 columns.* head_dim is 3"),
+    ({"cos": COS[:2], "sin": COS[:2]}, ValueError, "^cos: got 2 rows.* at least 3"),
+    ({"seqlen_offsets": 3}, ValueError, "^cos: got 5 rows.* at least 6 for 3 positions from 3"),
     ({"seqlen_offsets": -1}, ValueError, "^seqlen_offsets: .*-1"),
     ({"seqlen_offsets": 1.5}, TypeError, "^seqlen_offsets: .*1.5"),
     ({"seqlen_offsets": ZEROS}, ValueError, r"^seqlen_offsets: .*\(2,\), got \(3,\)"),
@@ -450,7 +450,7 @@ BAD_CALLS: list[tuple[dict, type[Exception], str]] = [
     (PACKED, ValueError, "^max_seqlen: needed"),
     ({**PACKED, "cu_seqlens": torch.zeros(3), "max_seqlen": 3}, TypeError, "^cu_seqlens: .*float"),
     ({**PACKED, "cu_seqlens": ZEROS[None], "max_seqlen": 3}, ValueError, "^cu_seqlens: .*1, 3"),
-    ({**PACKED, "max_seqlen": 6}, ValueError, "^cos: 5 rows"),
+    ({**PACKED, "max_seqlen": 6}, ValueError, "^cos: got 5 rows"),
 ]
 
 
@@ -467,7 +467,7 @@ def test_bad_input_of_the_other_functions() -> None:
     for f, args, message in (
         (apply_rotary_emb_qkv_, (kv, *tables_), "qkv: expected .* 3, heads.* got (2, 3, 2, 2, 4)"),
         (apply_rotary_emb_qkv_, (q[0, 0], *tables_), "qkv: .*got (2, 4)"),
-        (apply_rotary_emb_qkv_, (ones, *tables_, *short), "cos_k: 2 rows"),
+        (apply_rotary_emb_qkv_, (ones, *tables_, *short), "cos_k: got 2 rows"),
         (apply_rotary_emb_qkv_, (q, *tables_), "num_heads_q: needed .*(2, 3, 2, 4)"),
         (apply_rotary_emb_qkv_, (q, *tables_, None, None, False, 0, 1), "num_heads_q: 1 of the 2"),
         (apply_rotary_emb_qkv_, (q, *tables_, None, None, False, 0, 4), "num_heads_q: 4 of the 2"),

@@ -1,8 +1,8 @@
-"""The seven functions of FlashAttention-2: same names, positional order, defaults and return
-values.
+"""The seven functions of FlashAttention-2, with the same names, positional order, defaults and
+return values.
 
-``from flash_attn import ...`` becomes ``from flashtile import ...``. Everything newer is
-keyword-only (`Extras`), with the meaning it has in `flashtile.attention`.
+``from flash_attn import ...`` becomes ``from flashtile import ...``. All newer options are
+keyword-only (`Extras`) and mean the same as in `flashtile.attention`.
 """
 
 from .cache import flash_attn_with_kvcache

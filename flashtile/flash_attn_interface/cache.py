@@ -40,21 +40,22 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     **extras: Unpack[CacheExtras],
 ) -> Result:
-    """Attention of new queries over a key-value cache, to which `k` and `v` are appended first.
+    """Append `k` and `v` to a key-value cache, then attend to it.
 
-    For inference: no gradient is recorded, the cache is written in place. Masks are aligned to the
-    bottom-right corner of each sequence's own length, as in `flash_attn_func`.
+    For inference: no gradient is recorded, and the cache is written in place. Masks are aligned to
+    the bottom-right corner of each sequence's own length, as in `flash_attn_func`.
 
     Args:
         q: (batch, seq_q, heads, head_dim).
         k_cache, v_cache: (cache rows, capacity, kv_heads, head_dim), or pages: (num_pages,
             page_size, kv_heads, head_dim).
         k, v: (batch, seq_new, kv_heads, head_dim), written at `cache_seqlens`.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate the new keys and the queries.
-        cache_seqlens: an int or (batch,) int32, tokens in each cache before the append.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), tables that rotate the new keys and the
+            queries.
+        cache_seqlens: an int or (batch,) int32, number of tokens in each cache before the append.
         cache_batch_idx: (batch,) int32, the cache row of each sequence.
-        cache_leftpad: (batch,) int32, where each sequence starts in its cache row.
-        block_table, page_table: two names of (batch, pages per sequence) int32.
+        cache_leftpad: (batch,) int32, index of each sequence's first token in its cache row.
+        block_table, page_table: (batch, pages per sequence) int32; two names of one argument.
         softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
         causal: hide the keys after each query.
         window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
@@ -62,7 +63,7 @@ def flash_attn_with_kvcache(
         alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of the two halves.
         num_splits: programs that share one sequence's keys on a GPU; 0 lets the backend choose.
-        return_softmax_lse, return_lse: two names; return (out, lse).
+        return_softmax_lse, return_lse: return (out, lse); two names of one argument.
         extras: keyword options as `flashtile.attention_with_kvcache` describes them.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Padded batches: `flash_attn_func`, and the same with packed arguments."""
+"""Padded batches: `flash_attn_func`, and variants with keys and values in one tensor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flash_attn_func(
         q: (batch, seq_q, heads, head_dim); float16, bfloat16, float32, float64 or float8.
         k: (batch, seq_k, kv_heads, head_dim); kv_heads divides heads.
         v: (batch, seq_k, kv_heads, value_head_dim).
-        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        dropout_p: rate in [0, 1) at which attention probabilities are dropped; 0 for evaluation.
         softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
         causal: hide the keys after each query.
         window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
@@ -59,7 +59,7 @@ def flash_attn_func(
     Returns:
         out (batch, seq_q, heads, value_head_dim); with `return_lse` (out, lse), with
         `return_attn_probs` (out, lse, probs): lse (batch, heads, seq_q) float32, differentiable;
-        probs (batch, heads, seq_q, seq_k), negative where dropout dropped.
+        probs (batch, heads, seq_q, seq_k), negative where dropout dropped a probability.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -94,12 +94,12 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[PaddedExtras],
 ) -> Result:
-    """`flash_attn_func` with keys and values in one tensor; its masks, heads and options.
+    """`flash_attn_func` with keys and values in one tensor, and the same masks and options.
 
     Args:
         q: (batch, seq_q, heads, head_dim).
         kv: (batch, seq_k, 2, kv_heads, head_dim).
-        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        dropout_p: rate in [0, 1) at which attention probabilities are dropped; 0 for evaluation.
         softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
         causal: hide the keys after each query.
         window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
@@ -144,11 +144,12 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[PaddedExtras],
 ) -> Result:
-    """`flash_attn_func` with everything in one tensor; its masks and options.
+    """`flash_attn_func` with queries, keys and values in one tensor, and the same masks and
+    options.
 
     Args:
         qkv: (batch, seq, 3, heads, head_dim).
-        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        dropout_p: rate in [0, 1) at which attention probabilities are dropped; 0 for evaluation.
         softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
         causal: hide the keys after each query.
         window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.

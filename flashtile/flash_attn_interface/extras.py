@@ -9,7 +9,7 @@ from ..call.options import NewerOptions, NewerTrainingOptions, PaddedMaskOptions
 
 
 class Extras(NewerTrainingOptions, total=False):
-    """Keyword-only options of the functions for training beyond FlashAttention-2."""
+    """Keyword-only options beyond FlashAttention-2 of the functions for training."""
 
     return_lse: bool
     out: Tensor | None
@@ -17,11 +17,11 @@ class Extras(NewerTrainingOptions, total=False):
 
 
 class PaddedExtras(Extras, PaddedMaskOptions, total=False):
-    """Those of the functions for padded batches."""
+    """`Extras` of the functions for padded batches."""
 
 
 class CacheExtras(NewerOptions, ServingOptions, total=False):
-    """Keyword-only options of `flash_attn_with_kvcache` beyond FlashAttention-2."""
+    """Keyword-only options beyond FlashAttention-2 of `flash_attn_with_kvcache`."""
 
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | Tensor | None

@@ -1,4 +1,4 @@
-"""Packed sequences: `flash_attn_varlen_func`, and the same with packed arguments."""
+"""Packed sequences: `flash_attn_varlen_func`, and variants with keys and values in one tensor."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def flash_attn_varlen_func(
     workspace: Tensor | None = None,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_func` over sequences packed back to back, each of which sees only itself.
+    """`flash_attn_func` for sequences packed back to back; a query sees only its own sequence.
 
     Args:
         q: (total_q, heads, head_dim).
         k, v: (total_k, kv_heads, head_dim) and (total_k, kv_heads, value_head_dim), or pages:
             (num_pages, page_size, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths that begin with 0.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
-        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        dropout_p: rate in [0, 1) at which attention probabilities are dropped; 0 for evaluation.
         softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
         causal: hide the keys after each query.
         window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
@@ -53,8 +53,8 @@ def flash_attn_varlen_func(
         alibi_slopes: (heads,) or (batch, heads) float32; adds ``-slope * |distance|`` to a score.
         deterministic: make the backward bitwise repeatable (the forward always is).
         return_attn_probs: also return the log-sum-exp and the probabilities, quadratic in memory.
-        block_table, page_table: two names of (batch, pages per sequence) int32.
-        workspace: memory for partial results, as in `flashtile.attention_with_kvcache`.
+        block_table, page_table: (batch, pages per sequence) int32; two names of one argument.
+        workspace: scratch buffer, as in `flashtile.attention_with_kvcache`.
         extras: keyword options beyond FlashAttention-2, as `flashtile.attention` describes them.
 
     Returns:
@@ -104,14 +104,14 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_varlen_func` with keys and values in one tensor; its masks and options.
+    """`flash_attn_varlen_func` with keys and values in one tensor, and the same masks and options.
 
     Args:
         q: (total_q, heads, head_dim).
         kv: (total_k, 2, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths that begin with 0.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths, 0 first.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
-        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        dropout_p: rate in [0, 1) at which attention probabilities are dropped; 0 for evaluation.
         softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
         causal: hide the keys after each query.
         window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.
@@ -162,13 +162,14 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     **extras: Unpack[Extras],
 ) -> Result:
-    """`flash_attn_varlen_func` with everything in one tensor; its masks and options.
+    """`flash_attn_varlen_func` with queries, keys and values in one tensor, and the same masks and
+    options.
 
     Args:
         qkv: (total, 3, heads, head_dim).
-        cu_seqlens: (batch + 1,) int32, cumulative lengths that begin with 0.
+        cu_seqlens: (batch + 1,) int32, cumulative lengths, 0 first.
         max_seqlen: upper bound of the lengths.
-        dropout_p: probability in [0, 1) with which a probability is dropped; 0 for evaluation.
+        dropout_p: rate in [0, 1) at which attention probabilities are dropped; 0 for evaluation.
         softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
         causal: hide the keys after each query.
         window_size: (left, right) keys that a query sees on its two sides; -1 is unbounded.

@@ -1,4 +1,4 @@
-"""Layers around attention, under the same import paths as in ``flash_attn.layers``."""
+"""Layers around attention, with the import paths of ``flash_attn.layers``."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""``flash_attn.ops.triton.rotary``: the rotation without gradients."""
+"""Rotary embedding without gradients, as in ``flash_attn.ops.triton.rotary``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """`apply_rotary_emb` without recording gradients; `conjugate` rotates backwards, as its
-    gradient does.
+    """`apply_rotary_emb` without recording gradients. `conjugate` rotates by the opposite angles,
+    as the backward does.
     """
     with torch.no_grad():
         return apply_rotary_emb(

@@ -1,17 +1,19 @@
-"""Rotary position embedding (RoPE) and XPos, as ``flash_attn.layers.rotary`` names and calls them.
+"""Rotary position embedding (RoPE) and XPos, with the names and signatures of
+``flash_attn.layers.rotary``.
 
 Each pair of features (a, b) of the token at position m is rotated by the angle m * theta:
 
     a' = a cos(m theta) - b sin(m theta)
     b' = a sin(m theta) + b cos(m theta)
 
-so that a query at m and a key at n meet at an angle that depends only on m - n (RoFormer, Su et
-al. 2021, https://arxiv.org/abs/2104.09864, equation 34). A pair is one feature from each half of
-the rotated dimensions (GPT-NeoX style), or two neighbours if ``interleaved`` (GPT-J style).
+so that the score of a query at m and a key at n depends on the positions only through m - n
+(RoFormer, Su et al. 2021, https://arxiv.org/abs/2104.09864, equation 34). A pair is one feature
+from each half of the rotated dimensions (GPT-NeoX style), or two neighbours if ``interleaved``
+(GPT-J style).
 
-In float16, bfloat16, float32 and float64; 16-bit inputs are rotated in float32. `ops/rotary` holds
-the formula in plain PyTorch, and the kernel that computes it on a GPU. Lengths and offsets that
-come as tensors are never read by the host.
+Inputs may be float16, bfloat16, float32 or float64; 16-bit inputs are rotated in float32.
+`ops/rotary` holds the formula in plain PyTorch, and the kernel that computes it on a GPU. The host
+never reads lengths and offsets that are tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """The formula in one line, in the dtype that PyTorch promotes its arguments to.
+    """The formula in plain PyTorch, in the dtype to which PyTorch promotes its arguments.
 
     `apply_rotary_emb` is more exact in 16 bits, and supports offsets and packed sequences.
 
@@ -84,7 +86,7 @@ def apply_rotary_emb(
     """Rotate the first rotary_dim features of x by the angles of their positions.
 
     Row t of sequence b is at position t + seqlen_offsets[b]. A row whose position is outside the
-    table stays unchanged; this can happen only with tensors of offsets or lengths. Rows of a packed
+    table stays unchanged; this can happen only if offsets or lengths are tensors. Rows of a packed
     x after its last sequence stay unchanged, too.
 
     Args:
@@ -92,10 +94,10 @@ def apply_rotary_emb(
         cos, sin: (table_len, rotary_dim / 2) of any floating dtype, rotary_dim <= head_dim.
         interleaved: a pair is (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         inplace: write into the memory of x. Use the returned tensor afterwards: if x is a leaf
-            that requires a gradient, only the returned tensor records the rotation. A compiled
-            graph then returns a second tensor with its own memory.
+            that requires a gradient, only the returned tensor records the rotation. In that case a
+            compiled graph returns a second tensor with its own memory.
         seqlen_offsets: the position of each sequence's first row: int, or (batch,) int32 or int64.
-        cu_seqlens: (batch + 1,) int32 or int64: where each packed sequence starts, and the end.
+        cu_seqlens: (batch + 1,) int32 or int64, cumulative lengths of packed sequences, 0 first.
         max_seqlen: upper bound of the packed lengths, needed with cu_seqlens.
 
     Returns:
@@ -103,8 +105,8 @@ def apply_rotary_emb(
         cos and sin get gradients too if they require them.
 
     Raises:
-        ValueError: shapes or devices that do not fit together, or a table that is too short.
-        TypeError: a wrong dtype or type.
+        ValueError: shapes or devices do not fit together, or a table is too short.
+        TypeError: an argument has a wrong dtype or type.
     """
     layout = "batch, seq, heads, head_dim" if cu_seqlens is None else "total, heads, head_dim"
     check_layout("x", x, layout)
@@ -132,11 +134,11 @@ def apply_rotary_emb_qkv_(
 
     Args:
         qkv: (batch, seq, 3, heads, head_dim), or (batch, seq, heads_q + 2 * heads_k, head_dim) with
-            num_heads_q. Go on with the returned tensor, as in `apply_rotary_emb`.
+            num_heads_q. Use the returned tensor afterwards, as with `apply_rotary_emb`.
         cos, sin: (table_len, rotary_dim / 2).
-        cos_k, sin_k: other tables for k, as XPos has them. Default: those of q.
+        cos_k, sin_k: separate tables for k, as for XPos; those of q by default.
         interleaved, seqlen_offsets: as in `apply_rotary_emb`.
-        num_heads_q: heads of q in the four-dimensional layout.
+        num_heads_q: number of query heads in the four-dimensional layout.
 
     Returns:
         qkv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
@@ -168,7 +170,7 @@ def apply_rotary_emb_kv_(
     """Rotate k in place inside one tensor that also holds v.
 
     Args:
-        kv: (batch, seq, 2, heads, head_dim). Go on with the returned tensor.
+        kv: (batch, seq, 2, heads, head_dim). Use the returned tensor afterwards.
         cos, sin, interleaved, seqlen_offsets: as in `apply_rotary_emb`.
 
     Returns:
@@ -181,20 +183,20 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary embedding that makes, keeps and grows its own tables; with scale_base it is XPos.
+    """Rotary embedding that computes, caches and grows its own tables; with scale_base it is XPos.
 
-    The frequencies are theta_i = base ** (-2 i / dim). The tables are made in float32 and then cast
-    to the dtype of the input. XPos (Sun et al. 2022, https://arxiv.org/abs/2212.10554) multiplies q
-    and divides k by zeta_i ** ((m - c) / scale_base), zeta_i = (2 i / dim + 0.4) / 1.4, which makes
-    far keys fade. c is the middle of the table, so tables of different lengths do not fit together:
-    when decoding with XPos, pass the same max_seqlen from the first call on.
+    The frequencies are theta_i = base ** (-2 i / dim). The tables are computed in float32 and then
+    cast to the dtype of the input. XPos (Sun et al. 2022, https://arxiv.org/abs/2212.10554)
+    multiplies q and divides k by zeta_i ** ((m - c) / scale_base), zeta_i = (2 i / dim + 0.4) /
+    1.4, so the scores of distant keys decay. c is the middle of the table, so tables of different
+    lengths cannot be mixed: when decoding with XPos, pass the same max_seqlen in every call.
 
     Args:
-        dim: rotated features of each head (rotary_dim), even.
+        dim: number of rotated features of each head (rotary_dim), even.
         base: the longest wavelength is about 2 pi * base tokens.
         interleaved: as in `apply_rotary_emb`.
         scale_base: None for plain RoPE; 512 is usual for XPos.
-        device: where the buffers live.
+        device: device of the buffers.
 
     Raises:
         ValueError: dim is not a positive even number.
@@ -221,18 +223,19 @@ class RotaryEmbedding(torch.nn.Module):
         scale = None if scale_base is None else xpos_scale(dim, device)
         self.register_buffer("inv_freq", frequencies(dim, self.base, device), persistent=False)
         self.register_buffer("scale", scale, persistent=False)
-        # All in one attribute, so that two threads of one model never see halves of two tables.
+        # One attribute holds all tables, so that another thread never sees parts of two sets.
         self._tables: RotaryTables | None = None
 
     def tables(
         self, length: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> RotaryTables:
-        """The tables of at least the first `length` positions, kept from the last call if they fit.
+        """Tables of at least the first `length` positions; those of the last call are reused if
+        they fit.
 
         Args:
-            length: of the longest sequence.
-            device: of the tables.
-            dtype: of the tables; they are computed in float32 and rounded once.
+            length: length of the longest sequence.
+            device: device of the tables.
+            dtype: dtype of the tables; they are computed in float32 and rounded once.
         """
         tables = self._tables
         if tables is None or not tables.fit(length, device, dtype):
@@ -283,11 +286,11 @@ class RotaryEmbedding(torch.nn.Module):
         """Rotate q and k in place.
 
         Args:
-            qkv: as in `apply_rotary_emb_qkv_`; with kv just q, (batch, seq, heads, head_dim).
+            qkv: as in `apply_rotary_emb_qkv_`; with kv only q, (batch, seq, heads, head_dim).
             kv: (batch, seq, 2, heads, head_dim), or None.
             seqlen_offset: position of the first row: int, or (batch,) int32 or int64.
-            max_seqlen: grow the tables to this length; needed, at the latest in the first call, if
-                seqlen_offset is a tensor, which the host does not read.
+            max_seqlen: length of the tables. The first call needs it if seqlen_offset is a tensor,
+                because the host does not read tensors.
             num_heads_q: as in `apply_rotary_emb_qkv_`.
 
         Returns:
@@ -311,7 +314,7 @@ class RotaryEmbedding(torch.nn.Module):
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
             )
-        # Both checks come before the first write.
+        # Check q and kv before the first write.
         angles_q = _angles(qkv, cos, sin, seqlen_offset)
         if cos_k is not None and sin_k is not None:
             cos, sin = cos_k, sin_k
@@ -323,10 +326,11 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def _in_place(x: Tensor, change: Callable[[Tensor], None]) -> Tensor:
-    """Let `change` write to x, also where PyTorch forbids it: on a leaf that requires a gradient.
+    """Let `change` write to x, even if PyTorch forbids it because x is a leaf that requires a
+    gradient.
 
-    There the history goes to a second tensor on the same memory. A compiled graph cannot return
-    such an alias, so its second tensor gets its own memory.
+    For such a leaf, a second tensor on the same memory records the history. A compiled graph cannot
+    return such an alias, so there the second tensor has its own memory.
     """
     if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
         change(x)
@@ -353,8 +357,8 @@ def _angles(
     first = 0 if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
     if first + seqlen > cos.shape[0]:
         raise ValueError(
-            f"cos{suffix}: {cos.shape[0]} rows do not reach {seqlen} positions from {first} on; "
-            f"wanted at least {first + seqlen} rows"
+            f"cos{suffix}: got {cos.shape[0]} rows, want at least {first + seqlen} for {seqlen} "
+            f"positions from {first}"
         )
     return Angles(cos, sin, seqlen_offsets, cu_seqlens)
 
@@ -370,8 +374,8 @@ def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
         raise ValueError(f"num_heads_q: needed with a qkv of four dimensions, {tuple(qkv.shape)}")
     if not 0 <= num_heads_q <= heads or (heads - num_heads_q) % 2:
         raise ValueError(
-            f"num_heads_q: {num_heads_q} of the {heads} heads of qkv {tuple(qkv.shape)} leave "
-            f"{heads - num_heads_q} for k and v; wanted an even number of at least 0"
+            f"num_heads_q: got {num_heads_q} of the {heads} heads of qkv {tuple(qkv.shape)}, which "
+            f"leaves {heads - num_heads_q} for k and v; want an even number of at least 0"
         )
     check_layout("qkv", qkv, "batch, seq, heads_q + 2 * heads_k, head_dim")
     return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : (heads + num_heads_q) // 2]

@@ -1,4 +1,4 @@
-"""Checks of the arguments of rotary embedding, before anything is written."""
+"""Checks of the arguments of rotary embedding. They run before anything is written."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def check_tables(x: Tensor, cos: Tensor, sin: Tensor, suffix: str) -> None:
 def check_rotary_dim(name: str, table: Tensor, head_dim: int) -> None:
     if 2 * table.shape[-1] > head_dim:
         raise ValueError(
-            f"{name}: {table.shape[-1]} columns rotate {2 * table.shape[-1]} features of a head, "
-            f"but head_dim is {head_dim}; wanted at most {head_dim // 2} columns"
+            f"{name}: got {table.shape[-1]} columns, which rotate {2 * table.shape[-1]} features "
+            f"of a head, but head_dim is {head_dim}; want at most {head_dim // 2} columns"
         )
 
 
 def check_positions(
     x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> int:
-    """The largest number of positions of a sequence."""
+    """Check the positions and return the length of the longest sequence."""
     batch, seqlen = x.shape[:2]
     if cu_seqlens is not None:
         if max_seqlen is None:

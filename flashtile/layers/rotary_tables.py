@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines (positions, dim / 2); those of the keys are None unless they differ."""
+    """Cosines and sines, (positions, dim / 2); `cos_k` and `sin_k` are None if the keys use the
+    same tables as the queries.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -44,14 +46,14 @@ def make_tables(
     """The tables of the positions 0 to length - 1, computed in float32 and rounded once.
 
     Args:
-        length: how many positions.
-        inv_freq: `frequencies`.
-        scale: `xpos_scale`, or None for plain RoPE.
-        scale_base: of XPos.
-        device: of the tables.
-        dtype: of the tables.
+        length: number of positions.
+        inv_freq: the result of `frequencies`.
+        scale: the result of `xpos_scale`, or None for plain RoPE.
+        scale_base: scale_base of XPos, or None for plain RoPE.
+        device: device of the tables.
+        dtype: dtype of the tables.
     """
-    # Autograd could not use tables that were made in inference mode.
+    # Autograd cannot save tensors that were created in inference mode.
     with torch.inference_mode(False):
         position = torch.arange(length, device=device, dtype=torch.float32)
         angle = torch.outer(position, inv_freq.to(device))

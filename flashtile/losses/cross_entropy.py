@@ -1,5 +1,6 @@
-"""Cross-entropy of next tokens, as ``flash_attn.losses.cross_entropy`` names it, and a version that
-never holds the logits of all tokens."""
+"""Cross-entropy of next tokens, with the names of ``flash_attn.losses.cross_entropy``, and a
+version that never holds the logits of all tokens in memory.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ class CrossEntropyLoss(nn.Module):
     https://arxiv.org/abs/2204.02311, section 5).
 
     Args:
-        ignore_index: targets that do not count.
-        reduction: "mean" over the targets that count (NaN if none does, as in PyTorch), "sum", or
-            "none".
+        ignore_index: value of the targets to ignore.
+        reduction: "mean" over the targets that are not ignored (NaN if all are, as in PyTorch),
+            "sum", or "none".
         label_smoothing: in [0, 1).
-        logit_scale: the logits are multiplied by it first.
+        logit_scale: the logits are first multiplied by this number.
         lse_square_scale: weight of the z-loss.
         inplace_backward: let the backward write the gradient over the logits.
         process_group: of torch.distributed; each process has the logits of its part of the
@@ -40,7 +41,7 @@ class CrossEntropyLoss(nn.Module):
             same way and without gradient.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -115,19 +116,19 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     chunk_tokens: int = 4096,
 ) -> Tensor:
-    """``loss(hidden @ weight.T + bias, target)`` from a chunk of tokens at a time.
+    """Compute ``loss(hidden @ weight.T + bias, target)``, one chunk of tokens at a time.
 
-    Memory is that of one chunk's logits, and of the gradients of `hidden` and `weight`: both are
-    computed in the forward pass, while the chunk's logits exist, so nothing is computed twice.
+    It needs memory for the logits of one chunk and for the gradients of `hidden` and `weight`. The
+    forward computes these gradients while the chunk's logits exist, so nothing is computed twice.
 
     Args:
         hidden: (..., features).
         weight: (vocab, features).
         target: (...) int64, in [0, vocab) or ignore_index.
-        loss: with reduction "mean" or "sum", without return_z_loss and process_group;
+        loss: a loss with reduction "mean" or "sum", without return_z_loss and process_group;
             ``CrossEntropyLoss()`` by default.
         bias: (vocab,).
-        chunk_tokens: tokens whose logits are in memory at one time.
+        chunk_tokens: number of tokens whose logits are in memory at one time.
 
     Returns:
         A scalar in float32 (float64 for float64). It has no second derivative.
@@ -139,8 +140,8 @@ def linear_cross_entropy(
     loss = CrossEntropyLoss() if loss is None else loss
     if loss.reduction == "none" or loss.return_z_loss:
         raise ValueError(
-            "loss: must reduce to one number; got "
-            f"reduction={loss.reduction!r}, return_z_loss={loss.return_z_loss}"
+            f"loss: got reduction={loss.reduction!r}, return_z_loss={loss.return_z_loss}; want a "
+            "loss that returns one number"
         )
     if loss.process_group is not None:
         raise ValueError("loss: got a process_group, want a loss of the whole vocabulary")
@@ -210,7 +211,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _sum_and_gradient(
     logits: Tensor, target: Tensor, loss: CrossEntropyLoss
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of scaled logits (tokens, vocab), and its gradient in them."""
+    """Sum of the losses of scaled logits (tokens, vocab), and its gradient by the logits."""
     smoothing, z_scale = loss.label_smoothing, loss.lse_square_scale
     counts = (target != loss.ignore_index).unsqueeze(-1)
     target = target.unsqueeze(-1).where(counts, 0)

@@ -1,4 +1,4 @@
-"""The cross-entropy of each token, as ``flash_attn.ops.triton.cross_entropy`` names it.
+"""The cross-entropy of each token, with the names of ``flash_attn.ops.triton.cross_entropy``.
 
 Logits may have any floating dtype, the gradient may overwrite them, and several processes may share
 the vocabulary.
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..autocast import autocast_off
 from ..call import checks
 
-# The number of logits that are in float32 at one time: 128 MiB.
+# Number of logits that are converted to float32 at one time: 128 MiB.
 CHUNK = 2**25
 
 
@@ -30,27 +30,29 @@ def cross_entropy_loss(
     inplace_backward: bool = False,
     process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """(losses, z_losses) of each token; `CrossEntropyLoss` has the formula.
+    """(losses, z_losses) of each token, by the formula of `CrossEntropyLoss`.
 
     Args:
         logits: (tokens, vocab) of any floating dtype.
         labels: (tokens,) int64, in [0, vocab) or ignore_index.
         precomputed_lse: (tokens,), the log-sum-exp of each row of `logits`, if it is known. It gets
             no gradient, and is ignored if `logit_scale` is not 1.
-        inplace_backward: let the backward write the gradient over `logits`, which saves that much
-            memory; nothing may read the logits afterwards.
-        process_group: of torch.distributed; its processes share the vocabulary in equal parts. Each
-            process passes the `logits` and `precomputed_lse` of its part and all `labels`, and gets
-            the losses over the whole vocabulary.
+        label_smoothing, logit_scale, lse_square_scale, ignore_index: as in `CrossEntropyLoss`.
+        inplace_backward: let the backward write the gradient over `logits`, which saves as much
+            memory as `logits` takes; nothing may read the logits afterwards.
+        process_group: group of torch.distributed whose processes share the vocabulary in equal
+            parts. Each process passes the `logits` and `precomputed_lse` of its part and all
+            `labels`, and gets the losses over the whole vocabulary.
 
     Returns:
         Two (tokens,) tensors in float32 (float64 for float64), 0 for ignored tokens. The first
-        includes the z-loss; the second is the z-loss by itself, without gradient.
+        includes the z-loss; the second is only the z-loss, without gradient.
 
     Raises:
         ValueError: an argument does not fit.
-        IndexError: a label is out of range. On a CUDA device, without ``FLASHTILE_CHECK=1``,
-            PyTorch's assertion fails instead or, with a process group, the loss is NaN.
+        IndexError: a label is out of range. On a CUDA device this check needs
+            ``FLASHTILE_CHECK=1``; without it an assertion of PyTorch fails or, with a process
+            group, the loss is NaN.
     """
     _check(logits, labels, precomputed_lse)
     vocab = logits.shape[-1]
@@ -82,7 +84,7 @@ def cross_entropy_loss(
 
 
 def check_labels(name: str, labels: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise an IndexError for a label that is out of range, where values are checked."""
+    """Raise an IndexError if a label is out of range, unless values are not checked."""
     if not checks.checking_values((labels,)):
         return
     outside = _outside(labels, classes, ignore_index)
@@ -109,8 +111,9 @@ def _check(logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None) -> No
 
 
 def _over_processes(lse: Tensor, score: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Combine the parts of all processes to the lse and score of the whole vocabulary; each process
-    differentiates only its own part."""
+    """Combine the parts of all processes into the lse and score of the whole vocabulary; each
+    process differentiates only its own part.
+    """
     parts = [torch.empty_like(lse) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, lse.detach(), group=group)
     parts[torch.distributed.get_rank(group)] = lse
@@ -156,7 +159,7 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, dlse: Tensor, dscore: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, is_here, lse = ctx.saved_tensors
         scale, weight, share, in_place = ctx.numbers
-        # While a second derivative is recorded, the logits must not be overwritten.
+        # A second derivative needs the logits.
         in_place = in_place and not torch.is_grad_enabled()
         gradient = logits.detach() if in_place else torch.empty_like(logits)
         for rows in _chunks(logits):

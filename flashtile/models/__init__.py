@@ -1,4 +1,4 @@
-"""Language models made of `flashtile.modules`."""
+"""Language models built from `flashtile.modules`."""
 
 from typing import TYPE_CHECKING
 

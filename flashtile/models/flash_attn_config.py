@@ -1,17 +1,17 @@
 """flash-attn's additions to a transformers ``GPT2Config``, as fields of a `GPTConfig`.
 
-``flash_attn.models.gpt`` reads attributes that transformers' class does not declare. Attributes
-that change the model are honoured or raise an error. Those that only choose a kernel
+``flash_attn.models.gpt`` reads attributes that transformers' class does not declare. An attribute
+that changes the model is honoured or raises an error. Attributes that only choose a kernel
 (``use_flash_attn``, ``fused_mlp``, ``fused_bias_fc``, ``fused_dropout_add_ln``,
-``mlp_checkpoint_lvl``) or share the work between processes (``sequence_parallel``) change no
-result and are not read.
+``mlp_checkpoint_lvl``) or divide the work among processes (``sequence_parallel``) change no result
+and are ignored.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Attributes that change the model but have no field here, with the value that changes nothing.
+# Attributes that change the model but have no field in `GPTConfig`, with their neutral values.
 _NOT_HERE: dict[str, Any] = {
     "attn_dwconv": False,
     "lm_head_bias": False,
@@ -30,7 +30,7 @@ _GATED_MULTIPLE = 128  # flash-attn rounds the width of a gated MLP up to a mult
 
 
 def added_fields(config: Any, activation: str, gated: bool) -> dict[str, Any]:
-    """Fields of a `GPTConfig` that flash-attn's attributes of a ``GPT2Config`` decide.
+    """Fields of a `GPTConfig` that depend on flash-attn's attributes of a ``GPT2Config``.
 
     Args:
         config: the ``GPT2Config``.
@@ -38,7 +38,7 @@ def added_fields(config: Any, activation: str, gated: bool) -> dict[str, Any]:
         gated: whether that activation is gated.
 
     Raises:
-        ValueError: a `GPTModel` lacks what an attribute asks for; the message names the attribute.
+        ValueError: `GPTModel` does not support an attribute's value; the message names both.
     """
     refused = {
         name: getattr(config, name, neutral)
@@ -91,8 +91,8 @@ def _positions(config: Any) -> dict[str, Any]:
         names = ", ".join(ways[way][0] for way in asked)
         values = ", ".join(f"{ways[way][0]}={ways[way][1]}" for way in asked)
         raise ValueError(
-            f"{names}: got {values}; this model has one kind of positions, so with rotary or ALiBi "
-            "pass n_positions=0"
+            f"{names}: got {values}; want only one position encoding (pass n_positions=0 with "
+            "rotary or ALiBi)"
         )
     fields: dict[str, Any] = {"position": asked[0] if asked else "none"}
     if config.n_positions > 0:

@@ -1,4 +1,4 @@
-"""Text from a model, a token at a time, with a cache of keys and values."""
+"""Generate text, one token at a time, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ def sample(
 
     Args:
         logits: (batch, vocab).
-        top_k: draw from the `top_k` most likely tokens; 1 takes the likeliest, 0 means no limit.
-        top_p: draw among the likeliest tokens whose probabilities together reach top_p (nucleus
-            sampling, Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 0 is no limit.
-        temperature: the logits are divided by it.
-        generator: of the random numbers, on the device of logits.
+        top_k: draw from the `top_k` likeliest tokens; 1 takes the likeliest, 0 means no limit.
+        top_p: draw from the smallest set of likeliest tokens whose probabilities add up to top_p
+            (nucleus sampling, Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 0 means no
+            limit.
+        temperature: the logits are divided by this number.
+        generator: random number generator on the device of logits.
 
     Returns:
         (batch,) int64.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
     if top_k < 0:
         raise ValueError(f"top_k: must not be negative, got {top_k}")
@@ -69,25 +70,25 @@ def generate(
     generator: torch.Generator | None = None,
     cuda_graph: bool = False,
 ) -> Tensor:
-    """Continue prompts until they are max_length tokens long or end.
+    """Continue prompts until they have max_length tokens or end with eos_token_id.
 
     Args:
-        model: `GPTLMHeadModel`; runs in the mode that it is in, so call `eval()` before.
+        model: `GPTLMHeadModel`. Its training mode is left as it is, so call `eval()` first.
         input_ids: (batch, prompt) integers.
-        max_length: tokens of a sequence, its prompt included.
-        top_k, top_p, temperature, generator: as `sample` has them; the likeliest token by default.
-        eos_token_id: a sequence ends with it.
-        prompt_lengths: (batch,) integers: how many tokens of each row are its prompt; what follows
-            is padding. By default whole rows.
-        cuda_graph: capture the step for one token in a CUDA graph, which saves the time that the
-            host takes to launch small kernels.
+        max_length: largest number of tokens of a sequence, including its prompt.
+        top_k, top_p, temperature, generator: as in `sample`; the likeliest token by default.
+        eos_token_id: the token that ends a sequence.
+        prompt_lengths: (batch,) integers, number of prompt tokens of each row; the rest of the row
+            is padding. By default there is no padding.
+        cuda_graph: capture the step for one token in a CUDA graph, which saves the time in which
+            the host launches small kernels.
 
     Returns:
         (batch, length) int64, length <= max_length. Each row is its prompt, directly followed by
-        its new tokens, and then eos_token_id (0 if there is none) up to the longest row's end.
+        its new tokens, and padded with eos_token_id (0 if None) to the length of the longest row.
 
     Raises:
-        ValueError: lengths that do not fit together, or a CUDA graph without a CUDA device.
+        ValueError: the lengths do not fit together, or cuda_graph is set without a CUDA device.
     """
     if cuda_graph and input_ids.device.type != "cuda":
         raise ValueError(f"cuda_graph: needs a CUDA device, but input_ids is on {input_ids.device}")
@@ -101,7 +102,7 @@ def generate(
     cache = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
     hidden = model.transformer(input_ids, inference_params=cache)
     logits = model.lm_head(hidden[torch.arange(batch, device=device), lengths.long() - 1])
-    # From here on a tensor counts the tokens, so that a captured step reads the new count.
+    # From here on a tensor holds the lengths, because a captured step must read the new ones.
     cache.lengths_per_sample = lengths.clone()
     step: Callable[[Tensor], Tensor] = _step(model, cache)
     running = lengths < max_length
@@ -116,7 +117,7 @@ def generate(
             running &= token != eos_token_id
         if left == 0 or (eos_token_id is not None and not running.any()):
             break
-        # The last token of each row; rows that have ended keep writing there, without effect.
+        # The step writes the last token of each row; a finished row rewrites it without effect.
         cache.lengths_per_sample.copy_(lengths - 1)
         if cuda_graph and not isinstance(step, CapturedStep):
             step = CapturedStep(step, token)
@@ -125,18 +126,18 @@ def generate(
 
 
 class CapturedStep:
-    """A step of generation as a CUDA graph, replayed for each token.
+    """A step of generation, captured as a CUDA graph and replayed for each token.
 
     The step reads the lengths from the cache's tensor, so nothing else changes between replays.
 
     Args:
-        step: from tokens (batch,) to logits (batch, vocab); calling it twice must change nothing.
-        token: the first tokens.
+        step: maps tokens (batch,) to logits (batch, vocab); a second call must have no effect.
+        token: the first tokens, (batch,).
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], token: Tensor) -> None:
         self.token = token.clone()
-        # This compiles kernels and reserves memory, which is not allowed during a capture.
+        # The first run compiles kernels and allocates memory, which a capture does not allow.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -154,7 +155,7 @@ class CapturedStep:
 
 
 def _step(model: Any, cache: InferenceParams) -> Callable[[Tensor], Tensor]:
-    """From the newest token of each row, (batch,), to the logits of the next, (batch, vocab)."""
+    """Return a function: newest token of each row, (batch,) -> next logits, (batch, vocab)."""
     return lambda token: model(token.unsqueeze(-1), inference_params=cache).logits[:, -1]
 
 

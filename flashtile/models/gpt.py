@@ -1,4 +1,4 @@
-"""GPT: decoder-only language models, GPT-2 and Llama among them.
+"""GPT: decoder-only language models such as GPT-2 and Llama.
 
 The parameters have flash-attn's names (``flash_attn.models.gpt``), so state dicts can be exchanged.
 """
@@ -45,13 +45,13 @@ class CausalLMOutput(NamedTuple):
 
 
 class GPTModel(nn.Module):
-    """Embeddings, blocks and a last norm: maps tokens to the features of each token.
+    """Embeddings, blocks and a final norm: maps tokens to features.
 
     Args:
         config: `GPTConfig`, or a transformers GPT2Config, LlamaConfig or MistralConfig.
-        attend: computes self-attention; flashtile by default.
-        activation_checkpointing: in training mode, compute each block again in the backward instead
-            of keeping its activations. May be changed at any time.
+        attend: function that computes self-attention; flashtile by default.
+        activation_checkpointing: in training mode, recompute each block in the backward instead of
+            keeping its activations. May be changed at any time.
         device, dtype: of the parameters.
     """
 
@@ -80,7 +80,8 @@ class GPTModel(nn.Module):
         )
         self.ln_f = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **where)
         self.apply(partial(_initialize, std=config.initializer_range))
-        # Each layer adds two branches to the stream, whose variance would grow with them (GPT-2).
+        # GPT-2 scales these weights, because each layer adds two branches to the residual stream,
+        # whose variance would grow with the number of layers.
         branch_std = config.initializer_range / math.sqrt(2 * config.num_layers)
         layers: list[Any] = list(self.layers)
         for layer in layers:
@@ -123,7 +124,7 @@ class GPTModel(nn.Module):
         max_seqlen: int | None,
         inference_params: InferenceParams | None,
     ) -> Tensor | None:
-        """Positions for the learned embeddings; None if 0, 1, ... or not needed."""
+        """Positions for the learned embeddings; None if they are 0, 1, ... or not needed."""
         if self.config.position != "learned":
             return None
         limit = self.config.max_position_embeddings
@@ -136,7 +137,7 @@ class GPTModel(nn.Module):
             return None
         row = torch.arange(input_ids.shape[0], device=input_ids.device)
         document = torch.searchsorted(cu_seqlens, row, right=True) - 1
-        # Wrong lengths must not read past the table.
+        # Clamped, because wrong lengths must not read past the table.
         return (row - cu_seqlens[document]).clamp(0, longest - 1)
 
 
@@ -144,7 +145,7 @@ class GPTLMHeadModel(nn.Module):
     """`GPTModel` and a linear layer from features to the logits of the next token.
 
     Args:
-        config, attend, activation_checkpointing, device, dtype: as `GPTModel` has them.
+        config, attend, activation_checkpointing, device, dtype: as in `GPTModel`.
     """
 
     def __init__(
@@ -169,14 +170,16 @@ class GPTLMHeadModel(nn.Module):
 
     @classmethod
     def from_transformers(cls, model: Any, **keywords: Any) -> GPTLMHeadModel:
-        """The same model with a copy of the same weights, in evaluation mode.
+        """Convert a model of transformers; the result has a copy of its weights and is in
+        evaluation mode.
 
         Args:
             model: a GPT2LMHeadModel, LlamaForCausalLM or MistralForCausalLM of transformers.
-            keywords: as for the constructor; device and dtype are those of `model` by default.
+            keywords: arguments of the constructor; device and dtype are those of `model` by
+                default.
 
         Raises:
-            ValueError: the model has an option that this one lacks; the message names it.
+            ValueError: `model` has an option that `GPTConfig` lacks; the message names it.
         """
         ours = cls(model.config, **{"device": model.device, "dtype": model.dtype, **keywords})
         state = hugging_face.state_dict_from_transformers(model.state_dict(), ours.config)
@@ -197,23 +200,23 @@ class GPTLMHeadModel(nn.Module):
         """Logits of the next token, or the loss.
 
         Args:
-            input_ids: (batch, seq) integers, padded on the right if at all: no token sees what
-                follows it. Or (total,) with cu_seqlens.
+            input_ids: (batch, seq) integers, or (total,) with cu_seqlens. Padding must be on the
+                right: a token sees all tokens before it.
             targets: input_ids' shape, int64: the token that follows each token, or the loss's
-                ignore_index. With targets the logits of all tokens are never in memory at once.
-            loss: of the targets; ``CrossEntropyLoss()`` by default.
-            cu_seqlens: (documents + 1,) int32, where packed documents begin, and the end. Attention
-                stays inside a document, and positions count from its start.
+                ignore_index. With targets, the logits of all tokens are never in memory at once.
+            loss: the loss function; ``CrossEntropyLoss()`` by default.
+            cu_seqlens: (documents + 1,) int32, cumulative lengths of packed documents, 0 first. A
+                token sees only its own document, and positions count from the document's start.
             max_seqlen: upper bound of the documents' lengths.
             inference_params: keys and values of earlier tokens, to which those of input_ids are
                 appended. No gradient is recorded through attention.
-            num_last_tokens: compute the logits of only this many last tokens of each row; 0 is all.
+            num_last_tokens: compute logits only for this many last tokens of each row; 0 for all.
 
         Returns:
             (logits, None) with logits (..., vocab_size), or with targets (None, loss).
 
         Raises:
-            ValueError: arguments that do not fit together; the message names them.
+            ValueError: the arguments do not fit together; the message names them.
         """
         hidden = self.transformer(
             input_ids,
@@ -237,8 +240,8 @@ class GPTLMHeadModel(nn.Module):
         """Number of parameters.
 
         Args:
-            embeddings: count the embedding tables too. Without them it is the number of weights
-                that a token is multiplied with: a table that is also the head counts.
+            embeddings: count the embedding tables too. False counts only the weights that a token
+                is multiplied by, which include a table that is tied to the head.
         """
         total = sum(parameter.numel() for parameter in self.parameters())
         if embeddings:
@@ -250,19 +253,19 @@ class GPTLMHeadModel(nn.Module):
         return total
 
     def flops_per_token(self, seqlen: int) -> float:
-        """Floating-point operations of a training step a token, forward and backward.
+        """Floating-point operations per token of a training step, forward and backward.
 
-        Six for each weight that a token is multiplied with, and twelve a layer for each feature of
-        the query heads and key that the token sees on average (Chowdhery et al. 2022, "PaLM",
-        appendix B, whose count of keys ignores the mask).
+        A token needs 6 for each weight that it is multiplied by and, in each layer, 12 for each
+        pair of a feature of the query heads and a visible key, on average (Chowdhery et al. 2022,
+        "PaLM", appendix B, which counts masked keys too).
 
         Args:
-            seqlen: tokens of a sequence.
+            seqlen: number of tokens of a sequence.
         """
         config = self.config
         left = config.window_size[0]
         most = seqlen if left < 0 else min(seqlen, left + 1)  # keys that a token sees
-        seen = most * (most + 1) / 2 + (seqlen - most) * most  # by all tokens together
+        seen = most * (most + 1) / 2 + (seqlen - most) * most  # summed over all tokens
         attention = 12.0 * config.num_layers * config.num_heads * config.head_size * seen / seqlen
         return 6.0 * self.num_parameters(embeddings=False) + attention
 
@@ -314,7 +317,7 @@ def _block(
 
 
 def _initialize(module: nn.Module, std: float) -> None:
-    """GPT-2's weights of a new layer."""
+    """Initialise a layer as GPT-2 does."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -323,7 +326,7 @@ def _initialize(module: nn.Module, std: float) -> None:
 
 def _check_tokens(input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
     if (cu_seqlens is None) != (max_seqlen is None):
-        raise ValueError("cu_seqlens, max_seqlen: give both or none")
+        raise ValueError("cu_seqlens, max_seqlen: pass both or none")
     dims, wanted = (2, "(batch, seq)") if cu_seqlens is None else (1, "(total,) with cu_seqlens")
     if input_ids.dim() != dims:
         raise ValueError(f"input_ids: expected {wanted}, got shape {tuple(input_ids.shape)}")

@@ -1,4 +1,4 @@
-"""The configuration of a GPT: one frozen dataclass for GPT-2, Llama and mixtures of both."""
+"""The configuration of a GPT: one frozen dataclass for GPT-2, Llama and models in between."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ class GPTConfig:
     """Sizes and choices of a `GPTModel`; the defaults are GPT-2 small without dropout.
 
     Args:
-        vocab_size: tokens.
-        hidden_size: features of a token.
-        num_layers: blocks.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of num_heads; num_heads by default.
+        vocab_size: number of tokens in the vocabulary.
+        hidden_size: number of features of a token.
+        num_layers: number of blocks.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of num_heads; num_heads by default.
         head_dim: ``hidden_size / num_heads`` by default.
-        intermediate_size: features inside the MLP; ``4 * hidden_size`` by default, for a gated MLP
-            ``8 / 3 * hidden_size`` rounded up to a multiple of 128.
+        intermediate_size: number of features inside the MLP; ``4 * hidden_size`` by default, for a
+            gated MLP ``8 / 3 * hidden_size`` rounded up to a multiple of 128.
         max_position_embeddings: rows of the table of learned positions, which limits the length of
-            a sequence; no limit with other positions.
+            a sequence. Other kinds of positions have no limit.
         position: "learned", "rotary", "alibi" or "none".
         rotary_base: the longest wavelength is about ``2 pi * rotary_base`` tokens.
         rotary_fraction: share of a head's features that is rotated, in (0, 1].
         rotary_interleaved: pairs of neighbours (GPT-J) instead of halves (GPT-NeoX, Llama).
         norm: "layer_norm" or "rms_norm".
-        norm_eps: added to the variance.
+        norm_eps: number that the norms add to the variance.
         activation: "gelu", "gelu_tanh" (GPT-2), "relu", or gated: "swiglu" (Llama), "geglu".
         attention_bias, mlp_bias: whether the projections have a bias.
-        tie_word_embeddings: the head uses the weight of the word embeddings.
-        parallel_block: attention and MLP read the same stream (`ParallelBlock`).
-        window_size: (left, right) keys visible around a query, -1 is unbounded; causal in any case.
+        tie_word_embeddings: the head shares the weight of the word embeddings.
+        parallel_block: attention and MLP read the same input (`ParallelBlock`).
+        window_size: (left, right), numbers of keys visible on the two sides of a query; -1 is
+            unbounded. Attention is always causal.
         softcap: bound on the attention scores; 0 is off.
         softmax_scale: factor on the attention scores; ``head_dim ** -0.5`` by default.
-        embedding_dropout, residual_dropout, attention_dropout: probabilities in [0, 1).
+        embedding_dropout, residual_dropout, attention_dropout: dropout rates in [0, 1).
         initializer_range: standard deviation of new weights.
 
     Raises:
@@ -82,7 +83,7 @@ class GPTConfig:
 
     @classmethod
     def llama(cls, **changes: Any) -> GPTConfig:
-        """Llama's choices (Touvron et al. 2023), at GPT-2 small's size, with `changes`."""
+        """Llama's architecture (Touvron et al. 2023) in the size of GPT-2 small, with `changes`."""
         llama = {
             "position": "rotary",
             "norm": "rms_norm",
@@ -95,13 +96,14 @@ class GPTConfig:
 
     @classmethod
     def from_transformers(cls, config: Any) -> GPTConfig:
-        """The same model as a transformers GPT2Config, LlamaConfig or MistralConfig describes.
+        """Convert a transformers GPT2Config, LlamaConfig or MistralConfig.
 
         A GPT2Config may have flash-attn's additional attributes, such as `rotary_emb_fraction`,
         `n_head_kv`, `rms_norm` and `parallel_block`.
 
         Raises:
-            ValueError: another model, or an option that this one lacks; the message names it.
+            ValueError: `config` is of another model, or has an option that `GPTConfig` lacks; the
+                message names it.
         """
         readers = {"gpt2": _from_gpt2, "llama": _from_llama, "mistral": _from_llama}
         model_type = getattr(config, "model_type", type(config).__name__)
@@ -190,7 +192,7 @@ class GPTConfig:
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads: {self.num_heads} does not divide hidden_size {self.hidden_size}; "
-                "give head_dim for heads of another size"
+                "pass head_dim for heads of another size"
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(
@@ -221,14 +223,14 @@ _POSITIVE = (
     "initializer_range",
 )
 
-# The activations of transformers, and those that a gated MLP has with them.
+# Activations of transformers -> ours, for a plain MLP; `_GATED_ACTIVATIONS` for a gated one.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# Those that only flash-attn has in a GPT2Config.
+# Activations that only flash-attn accepts in a GPT2Config.
 _FLASH_ATTN_ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_approx": "gelu_tanh",
@@ -259,7 +261,7 @@ def _from_gpt2(config: Any) -> dict[str, Any]:
 
 def _from_llama(config: Any) -> dict[str, Any]:
     """Fields of a LlamaConfig or MistralConfig."""
-    # Before transformers 5 the base was a separate field, and the dictionary was rope_scaling.
+    # Before transformers 5 the base was a separate field, and the dictionary was `rope_scaling`.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

@@ -1,7 +1,7 @@
 """Convert the weights of GPT-2 and Llama between Hugging Face's names and flashtile's.
 
-A table of rules is read in either direction: one weight of flashtile is one or several of Hugging
-Face's, joined along the output features, and transposed if theirs is a ``Conv1D`` (GPT-2).
+One table of rules serves both directions: a weight of flashtile is one or several weights of
+Hugging Face, joined along the output features, and transposed if theirs is a ``Conv1D`` (GPT-2).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def state_dict_from_transformers(state_dict: StateDict, config: GPTConfig) -> St
     """Convert a state dict of transformers to one that `GPTLMHeadModel` loads.
 
     Args:
-        state_dict: of a GPT2LMHeadModel, LlamaForCausalLM or MistralForCausalLM.
-        config: of our model.
+        state_dict: state dict of a GPT2LMHeadModel, LlamaForCausalLM or MistralForCausalLM.
+        config: configuration of our model.
 
     Raises:
-        ValueError: a weight is missing, or one is left over.
+        ValueError: a weight is missing, or `GPTLMHeadModel` has no parameter for a weight.
     """
     remaining, ours = dict(state_dict), {}
     for rule in _rules(config):
@@ -57,11 +57,11 @@ def state_dict_to_transformers(state_dict: StateDict, config: GPTConfig) -> Stat
     """Convert `GPTLMHeadModel`'s state dict to one that transformers loads.
 
     Args:
-        state_dict: of our model.
-        config: of our model; as `GPTConfig.from_transformers` made it.
+        state_dict: state dict of our model.
+        config: configuration of our model, from `GPTConfig.from_transformers`.
 
     Raises:
-        ValueError: neither GPT-2 nor Llama is such a model.
+        ValueError: the model is neither a GPT-2 nor a Llama.
     """
     theirs = {"lm_head.weight": state_dict["lm_head.weight"]}
     for rule in _rules(config):
@@ -84,10 +84,10 @@ def _rules(config: GPTConfig) -> Iterator[_Rule]:
     if kind == ("rotary", "rms_norm", True, False):
         return _llama_rules(config)
     raise ValueError(
-        "config: transformers' GPT-2 has learned positions, layer_norm and a plain MLP, its Llama "
-        f"rotary positions, rms_norm and a gated MLP; got position={config.position!r}, "
-        f"norm={config.norm!r}, activation={config.activation!r}, "
-        f"parallel_block={config.parallel_block}"
+        f"config: got position={config.position!r}, norm={config.norm!r}, "
+        f"activation={config.activation!r}, parallel_block={config.parallel_block}; want a GPT-2 "
+        "(learned positions, layer_norm, plain MLP) or a Llama (rotary positions, rms_norm, gated "
+        "MLP) of transformers"
     )
 
 

@@ -1,4 +1,4 @@
-"""Building blocks of transformers, with the names that ``flash_attn.modules`` gives them."""
+"""Building blocks of transformers, with the names of ``flash_attn.modules``."""
 
 from typing import TYPE_CHECKING
 

@@ -20,5 +20,5 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
-    """`alibi_slopes` as a list, as flash-attn has it."""
+    """`alibi_slopes` as a list of floats, like flash-attn's function of this name."""
     return alibi_slopes(nheads).tolist()

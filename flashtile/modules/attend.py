@@ -51,12 +51,16 @@ def flash_attend(
 
     Args:
         q, k, v: dense or packed, as in `flashtile.attention` and `flashtile.attention_varlen`.
-        cu_seqlens, max_seqlen: where packed queries begin, and their longest length; None if dense.
+        cu_seqlens, max_seqlen: cumulative lengths, (batch + 1,) int32, and longest length of packed
+            queries; None if dense.
         cu_seqlens_k, max_seqlen_k: the same for the keys; those of the queries by default.
-        options: of `flashtile.attention`.
+        options: options of `flashtile.attention`.
+
+    Returns:
+        The shape of q with the head dim of v.
 
     Raises:
-        ValueError: cu_seqlens without max_seqlen or the other way round, or what attention raises.
+        ValueError: only one of cu_seqlens and max_seqlen is given; also what attention raises.
     """
     if cu_seqlens_k is None and max_seqlen_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen

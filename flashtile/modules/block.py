@@ -1,8 +1,8 @@
 """One layer of a transformer: attention and MLP around a residual stream.
 
-The parameters are those of ``flash_attn.modules.block``. `forward` returns one tensor, the residual
-stream: flash-attn returns the last branch and the stream separately, so that its kernels can fuse
-an addition with the next norm.
+The parameters are those of ``flash_attn.modules.block``, but `forward` returns one tensor, the
+residual stream. flash-attn returns the last branch and the stream separately, so that its kernels
+can fuse the addition with the next norm.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Block(nn.Module):
         x = x + dropout1(mixer(norm1(x)))
         x = x + dropout2(mlp(norm2(x)))
 
-    without (the first transformer, BERT)::
+    Without it (the original transformer, BERT)::
 
         x = norm1(x + dropout1(mixer(x)))
         x = norm2(x + dropout2(mlp(x)))
 
     Args:
-        dim: features of a token.
-        mixer_cls, mlp_cls, norm_cls: make a layer of `dim` features.
-        prenorm: where the norms are.
-        resid_dropout1, resid_dropout2: probability of dropping a feature of a branch.
+        dim: number of features of a token.
+        mixer_cls, mlp_cls, norm_cls: functions of `dim` that return the layer.
+        prenorm: whether the norms come before the branches or after the additions.
+        resid_dropout1, resid_dropout2: dropout rates of the two branches.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class ParallelBlock(nn.Module):
         x = x + dropout1(mixer(norm1(x))) + dropout2(mlp(norm2(x)))
 
     Args:
-        dim, mixer_cls, mlp_cls, norm_cls, resid_dropout1, resid_dropout2: as `Block` has them.
-        tied_norm: the MLP reads ``norm1(x)`` too (GPT-J), and there is no norm2.
+        dim, mixer_cls, mlp_cls, norm_cls, resid_dropout1, resid_dropout2: as in `Block`.
+        tied_norm: the MLP also reads ``norm1(x)`` (GPT-J), and there is no norm2.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Token embeddings, as ``flash_attn.modules.embedding`` names them."""
+"""Token embeddings, with the names of ``flash_attn.modules.embedding``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class GPT2Embeddings(nn.Module):
     """Word embeddings plus learned position embeddings.
 
     Args:
-        embed_dim: features of a token.
+        embed_dim: number of features of a token.
         vocab_size: rows of `word_embeddings`.
-        max_position_embeddings: rows of `position_embeddings`; 0 is none, for models that tell
-            positions in another way.
+        max_position_embeddings: rows of `position_embeddings`; 0 for models that encode positions
+            in another way.
         padding_idx: a token whose embedding is zero and gets no gradient.
     """
 
@@ -48,7 +48,7 @@ class GPT2Embeddings(nn.Module):
             (..., seq, embed_dim).
 
         Raises:
-            ValueError: without position_ids, more tokens than positions.
+            ValueError: position_ids is None and there are more tokens than positions.
         """
         embedded = self.word_embeddings(input_ids)
         if self.max_position_embeddings <= 0:

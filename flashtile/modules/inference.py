@@ -1,4 +1,4 @@
-"""The keys and values that a model keeps while it generates, one cache a layer."""
+"""The keys and values that a model keeps while it generates: one cache for each layer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class InferenceParams:
     `seqlen_offset`, or to `lengths_per_sample` in place.
 
     Args:
-        max_seqlen: tokens that the cache of a sequence holds.
-        max_batch_size: sequences.
-        seqlen_offset: tokens already in the cache, the same for all sequences.
+        max_seqlen: capacity of the cache of one sequence, in tokens.
+        max_batch_size: largest number of sequences.
+        seqlen_offset: number of tokens already in the cache, the same for all sequences.
         key_value_memory_dict: layer_idx -> (max_batch_size, max_seqlen, 2, kv_heads, head_dim),
             filled in by the layers.
-        lengths_per_sample: (batch,) int32, tokens already in the cache of each sequence. It counts
-            instead of `seqlen_offset` where it is given; the host never reads it.
+        lengths_per_sample: (batch,) int32, number of tokens already in the cache of each sequence.
+            Replaces `seqlen_offset` if given; the host never reads it.
     """
 
     max_seqlen: int
@@ -39,8 +39,11 @@ class InferenceParams:
     def cache(self, layer_idx: int, k: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, (batch, max_seqlen, kv_heads, head_dim) each.
 
-        They are made at the first call, in the dtype and on the device of `k`, the new keys
+        The first call allocates them, in the dtype and on the device of `k`, the new keys
         (batch, seq, kv_heads, head_dim).
+
+        Raises:
+            ValueError: `max_batch_size` or `max_seqlen` is too small.
         """
         batch, new, heads, head_dim = k.shape
         if batch > self.max_batch_size:

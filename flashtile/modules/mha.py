@@ -1,4 +1,4 @@
-"""Multi-head attention as a layer, as ``flash_attn.modules.mha`` names it."""
+"""Multi-head attention layers, with the names of ``flash_attn.modules.mha``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FlashSelfAttention(_Options):
 
     Args:
         causal, softmax_scale, window_size, softcap, deterministic: as in `flashtile.attention`.
-        attention_dropout: probability of dropping a weight in training mode.
+        attention_dropout: dropout rate of the attention probabilities in training mode.
         alibi_slopes: (heads,) or (batch, heads).
     """
 
@@ -79,7 +79,7 @@ class FlashSelfAttention(_Options):
 
         Args:
             qkv: (batch, seq, 3, heads, head_dim), or (total, 3, heads, head_dim) if packed.
-            causal: instead of the layer's own.
+            causal: overrides the layer's own setting.
             cu_seqlens, max_seqlen: of packed sequences, as in `flashtile.attention_varlen`.
 
         Returns:
@@ -111,7 +111,7 @@ class FlashCrossAttention(_Options):
         Args:
             q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) if packed.
             kv: (batch, seq_k, 2, kv_heads, head_dim), or (total_k, 2, kv_heads, head_dim).
-            causal: instead of the layer's own; aligned to the bottom-right corner.
+            causal: overrides the layer's own setting; aligned to the bottom-right corner.
             cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k: of packed queries and keys, as in
                 `flashtile.attention_varlen`.
 
@@ -130,29 +130,30 @@ class FlashCrossAttention(_Options):
 
 
 class MHA(nn.Module):
-    """Projections, rotary embedding, attention, output projection.
+    """Multi-head attention: projections, rotary embedding, attention, output projection.
 
-    Self-attention projects with `Wqkv` to the query heads, then the key heads, then the value
-    heads; cross-attention with `Wq` and `Wkv`.
+    Self-attention projects with `Wqkv`, whose output holds the query heads, then the key heads,
+    then the value heads. Cross-attention projects with `Wq` and `Wkv`.
 
     Args:
-        embed_dim: features of a token.
-        num_heads: query heads.
-        num_heads_kv: key and value heads, a divisor of num_heads, which is the default.
+        embed_dim: number of features of a token.
+        num_heads: number of query heads.
+        num_heads_kv: number of key and value heads, a divisor of num_heads; num_heads by default.
         cross_attn: queries and keys come from different tokens.
         qkv_proj_bias, out_proj_bias: whether the projections have a bias.
-        dropout: probability of dropping an attention weight in training mode.
+        dropout: dropout rate of the attention probabilities in training mode.
         softmax_scale, causal, window_size, softcap: as in `flashtile.attention`.
-        layer_idx: which layer of its model it is; needed with `inference_params`.
-        rotary_emb_dim: features of a head to rotate; 0 is none.
-        rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: as `RotaryEmbedding` has
-            base, scale_base and interleaved.
+        layer_idx: index of the layer in its model; needed with `inference_params`.
+        rotary_emb_dim: number of features of a head to rotate; 0 for no rotation.
+        rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: base, scale_base and
+            interleaved of `RotaryEmbedding`.
         use_alibi: penalise distance with the slopes of `alibi_slopes`.
         head_dim: ``embed_dim / num_heads`` by default.
-        attend: computes self-attention; flashtile by default. It may be changed later.
+        attend: function that computes self-attention; flashtile by default. May be changed later.
+        device, dtype: of the parameters.
 
     Raises:
-        ValueError: numbers that do not fit together; the message names the argument.
+        ValueError: the numbers do not fit together; the message names the argument.
     """
 
     def __init__(
@@ -231,19 +232,19 @@ class MHA(nn.Module):
             x_kv: the tokens that cross-attention attends to, shaped like x.
             cu_seqlens, max_seqlen: of packed sequences, as in `flashtile.attention_varlen`.
                 Positions count from the start of each sequence.
-            cu_seqlens_k, max_seqlen_k: those of x_kv.
-            inference_params: append to the cache, and attend to all that it then holds. No gradient
-                is recorded.
+            cu_seqlens_k, max_seqlen_k: the same for x_kv.
+            inference_params: the cache to append to; x attends to all tokens that it then holds.
+                No gradient is recorded.
 
         Returns:
             The shape of x.
 
         Raises:
-            ValueError: arguments that do not fit together.
+            ValueError: the arguments do not fit together.
         """
         if (x_kv is not None) != self.cross_attn:
-            needed = "needed" if self.cross_attn else "not wanted"
-            raise ValueError(f"x_kv: {needed} by a layer with cross_attn={self.cross_attn}")
+            got, wanted = ("None", "a tensor") if self.cross_attn else ("a tensor", "None")
+            raise ValueError(f"x_kv: got {got}, want {wanted} with cross_attn={self.cross_attn}")
         q, k, v = self._project(x, x_kv)
         packing = _packing(q, cu_seqlens, max_seqlen)
         if inference_params is not None:
@@ -274,20 +275,20 @@ class MHA(nn.Module):
         return q, k, v
 
     def _options(self, q: Tensor) -> dict[str, Any]:
-        """The options that attention with and without a cache share."""
+        """The options that calls with and without a cache share."""
         return {
             "causal": self.causal,
             "window_size": self.window_size,
             "softcap": self.softcap,
             "softmax_scale": self.softmax_scale,
-            # Made anew for each call: a buffer would be rounded by model.half().
+            # Computed for each call, because model.half() would round a buffer.
             "alibi_slopes": alibi_slopes(self.num_heads, q.device) if self.use_alibi else None,
         }
 
     def _rotate(
         self, q: Tensor, k: Tensor, packing: Packing, packing_k: Packing
     ) -> tuple[Tensor, Tensor]:
-        """q and k with RoPE for their positions in their sequences."""
+        """Apply RoPE to q and k for the positions in their sequences."""
         if self.rotary_emb is None:
             return q, k
         longest = max(
@@ -300,14 +301,14 @@ class MHA(nn.Module):
     def _angles(self, q: Tensor, length: int) -> tuple[Angles, Angles]:
         """(cos, sin, interleaved) for queries and for keys, of positions below `length`."""
         rotary = cast(RotaryEmbedding, self.rotary_emb)
-        # A cosine rounded to 16 bits is off by as much as the rotated features themselves.
+        # Rounding a cosine to 16 bits would cause as large an error as rounding the result.
         dtype = torch.promote_types(q.dtype, torch.float32)
         cos, sin, cos_k, sin_k = rotary.tables(length, q.device, dtype)
         of_q = cos, sin, rotary.interleaved
         return of_q, of_q if cos_k is None or sin_k is None else (cos_k, sin_k, rotary.interleaved)
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cached: InferenceParams) -> Tensor:
-        """Append k and v to the layer's cache, and attend to all that it then holds."""
+        """Append k and v to the layer's cache, then attend to all tokens in it."""
         if self.cross_attn or not self.causal or self.layer_idx is None or q.dim() != 4:
             raise ValueError(
                 "inference_params: the cache is for causal self-attention of (batch, seq, "
@@ -327,7 +328,7 @@ class MHA(nn.Module):
 
 
 def _head_dim(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int | None) -> int:
-    """Features of a head; raises ValueError if the numbers do not fit together."""
+    """The head dim; raises ValueError if the numbers do not fit together."""
     for name, heads in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv)):
         if heads < 1:
             raise ValueError(f"{name}: must be positive, got {heads}")
@@ -335,7 +336,7 @@ def _head_dim(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int |
         raise ValueError(f"num_heads_kv: {num_heads_kv} does not divide num_heads {num_heads}")
     if head_dim is None and embed_dim % num_heads:
         raise ValueError(
-            f"num_heads: {num_heads} does not divide embed_dim {embed_dim}; give head_dim then"
+            f"num_heads: {num_heads} does not divide embed_dim {embed_dim}; pass head_dim"
         )
     return embed_dim // num_heads if head_dim is None else head_dim
 
@@ -343,10 +344,10 @@ def _head_dim(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int |
 def _packing(
     x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, of_keys: str = ""
 ) -> Packing:
-    """Where packed sequences of x (..., heads, head_dim) lie, as keywords; both None if dense."""
+    """`cu_seqlens` and `max_seqlen` of x (..., heads, head_dim) as keywords; both None if dense."""
     packed = cu_seqlens is not None
     if packed != (max_seqlen is not None):
-        raise ValueError(f"cu_seqlens{of_keys}, max_seqlen{of_keys}: give both or none")
+        raise ValueError(f"cu_seqlens{of_keys}, max_seqlen{of_keys}: pass both or none")
     if x.dim() != (3 if packed else 4):
         wanted = "(total, embed_dim)" if packed else "(batch, seq, embed_dim)"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The layers between two attentions, as ``flash_attn.modules.mlp`` names them."""
+"""MLP layers, with the names of ``flash_attn.modules.mlp``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Mlp(nn.Module):
     """``fc2(activation(fc1(x)))``.
 
     Args:
-        in_features: of x.
-        hidden_features: between the layers; ``4 * in_features`` by default.
-        out_features: `in_features` by default.
-        activation: acts on each feature.
+        in_features: number of features of x.
+        hidden_features: number of features between the layers; ``4 * in_features`` by default.
+        out_features: number of features of the result; `in_features` by default.
+        activation: elementwise function.
         bias1, bias2: whether fc1 and fc2 have a bias.
     """
 
@@ -47,19 +47,19 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """``fc2(y * activation(gate))`` with ``(y, gate)`` the halves of ``fc1(x)``.
+    """``fc2(y * activation(gate))``, where ``y`` and ``gate`` are the halves of ``fc1(x)``.
 
     With `F.silu` this is SwiGLU, with `F.gelu` GEGLU (Shazeer 2020, "GLU Variants Improve
     Transformer", https://arxiv.org/abs/2002.05202).
 
     Args:
-        in_features: of x.
-        hidden_features: of y; ``8 / 3 * in_features`` by default, which gives as many weights as
-            `Mlp` has.
-        out_features: `in_features` by default.
-        activation: acts on each feature of the gate.
+        in_features: number of features of x.
+        hidden_features: number of features of y; ``8 / 3 * in_features`` by default, so that there
+            are as many weights as in `Mlp`.
+        out_features: number of features of the result; `in_features` by default.
+        activation: elementwise function of the gate.
         bias1, bias2: whether fc1 and fc2 have a bias.
-        multiple_of: hidden_features is rounded up to a multiple of it.
+        multiple_of: hidden_features is rounded up to a multiple of this.
     """
 
     def __init__(
