@@ -48,7 +48,7 @@ def test_a_mask_of_another_width_is_refused_before_it_is_cut(width):
 
 def test_values_of_another_length_are_refused_before_they_are_cut():
     q, k, v = make((1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 7, 8))
-    with pytest.raises(ValueError, match="value: got 7 keys, want 6"):
+    with pytest.raises(ValueError, match="value: got 7 rows, want 6"):
         sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

@@ -1,5 +1,6 @@
-"""Integrations with other libraries. Importing flashtile imports none of them; each takes effect
-only when the user calls it."""
+"""Integrations with other libraries. ``import flashtile`` imports none of these libraries; an
+integration takes effect only when the user calls it.
+"""
 
 from typing import TYPE_CHECKING
 

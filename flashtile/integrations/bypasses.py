@@ -1,7 +1,7 @@
 """Detect modules that compute attention without `scaled_dot_product_attention`.
 
 While `refused` is active, a softmax that such a module calls raises an error. A module counts as
-attention if the name of its class, or its own name in the model, says so.
+attention if the name of its class, or its own name in the model, matches `ATTENTION`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _refusing() -> Iterator[None]:
     previous = functional.softmax, torch.softmax
     functional.softmax = _checking(previous[0])
     torch.softmax = _checking(previous[1])
-    # torch.Tensor inherits the method, so deleting our attribute restores it. (A method is replaced
-    # on purpose, which no type annotation allows.)
+    # torch.Tensor inherits the method, so deleting our attribute restores it. (The type checker
+    # does not allow replacing a method.)
     torch.Tensor.softmax = _checking(torch.Tensor.softmax)  # type: ignore[method-assign]
     try:
         yield
@@ -62,8 +62,8 @@ def _refuse_attention(frame: FrameType) -> None:
     if ATTENTION.search(type(inner).__name__) or ATTENTION.search(path.rpartition(".")[2]):
         named = f"{path} ({type(inner).__name__})" if path else type(inner).__name__
         raise RuntimeError(
-            f"sdpa.install(strict=True): {named} computes attention by its own softmax, past "
-            f"scaled_dot_product_attention{HINTS.get(type(inner), '')}"
+            f"sdpa.install(strict=True): {named} computes attention with its own softmax instead "
+            f"of scaled_dot_product_attention{HINTS.get(type(inner), '')}"
         )
 
 

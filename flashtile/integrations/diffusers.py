@@ -6,7 +6,7 @@
 
     pipe.transformer.set_attention_backend(flashtile_diffusers.register())
 
-or, around a call, ``with diffusers.attention_backend("flashtile")``.
+or, for calls within a block, ``with diffusers.attention_backend("flashtile")``.
 """
 
 from __future__ import annotations
@@ -65,18 +65,19 @@ def attend(
         query: (batch, seq_q, heads, head_dim).
         key, value: (batch, seq_k, kv_heads, head_dim).
         attn_mask: as in `sdpa.scaled_dot_product_attention`, or (batch, seq_k).
+        dropout_p, is_causal, scale, enable_gqa: as in `sdpa.scaled_dot_product_attention`.
 
     Returns:
-        (batch, seq_q, heads, head_dim).
+        (batch, seq_q, heads, value_head_dim).
 
     Raises:
-        NotImplementedError: `return_lse`, or context parallelism.
+        NotImplementedError: `return_lse` is True, or context parallelism is requested.
     """
     if return_lse:
         raise NotImplementedError("return_lse: got True, want False with the backend flashtile")
     if _parallel_config is not None:
         raise NotImplementedError(
-            "parallel_config: got one, but the backend flashtile has no context parallelism"
+            "parallel_config: got one, want None; the backend flashtile has no context parallelism"
         )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
@@ -87,8 +88,7 @@ def attend(
 
 
 def _add_member(names: Any) -> None:
-    """Add a member to diffusers' enumeration of backends; diffusers offers no other way to add a
-    name."""
+    """Add a member to diffusers' enumeration of backends; diffusers offers no public way."""
     member = str.__new__(names, NAME)
     member._name_, member._value_ = NAME.upper(), NAME
     names._member_map_[member._name_] = member

@@ -26,7 +26,7 @@ from ..problem import DIFFERENTIABLE, Operands
 _INPUTS = len(Operands._fields)
 _Sharding = tuple[list[Placement | None], list[Placement | None]]
 
-# The batch dimension, or head dimension, of each operand of a dense call. A call with an operand
+# The batch dimension and the head dimension of each operand of a dense call. A call with an operand
 # that is not listed cannot be sharded; a dimension of size 1 is replicated.
 _BATCH = {"q": 0, "k": 0, "v": 0, "bias": 0, "seqused_q": 0, "seqused_k": 0}
 _HEADS = {"q": 2, "k": 2, "v": 2, "bias": 1, "sink": 0}
@@ -114,7 +114,7 @@ def _head_dims(operands: Operands) -> dict[str, int | None] | None:
 
 
 def _processes_over_heads(operands: Operands) -> int:
-    """The number of processes over which the heads are sharded already, or of the whole mesh."""
+    """The number of processes over which heads are already sharded, or of the mesh if none are."""
     specs: list[Any] = [operands.q, operands.k, operands.v]
     mesh = specs[0].mesh
     spread = {

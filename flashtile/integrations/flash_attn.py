@@ -34,15 +34,15 @@ _OWN_NAME = __name__.split(".")[0]
 def install(force: bool = False) -> Installation:
     """Let ``import flash_attn`` find flashtile, from now on or in a ``with`` block.
 
-    If a distribution of the FlashAttention project is really installed, imports continue to find
-    it. Blocks nest; leaving the outermost one restores ``sys.modules`` and ``sys.meta_path``, also
+    If a distribution of the FlashAttention project is installed, imports continue to find it.
+    Blocks nest; leaving the outermost one restores ``sys.modules`` and ``sys.meta_path``, also
     after an exception.
 
     Args:
         force: replace installed distributions, too.
 
     Returns:
-        The installation, a context manager, with a method `uninstall`.
+        The installation: a context manager with a method `uninstall`.
     """
     return Installation(force)
 
@@ -149,8 +149,11 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module that we provide. To import a missing one raises an error;
-        `importlib.util.find_spec` returns None for it."""
+        """The spec of a module that we provide.
+
+        Importing any other module of our packages raises an error; `importlib.util.find_spec`
+        returns None for it.
+        """
         package = _owner(fullname)
         if package is None or package not in self.packages:
             return None
@@ -167,7 +170,7 @@ class _Finder(DistributionFinder):
             return spec
         if _real_spec(fullname, path) is not None or _is_probe(sys._getframe(1)):
             return None
-        # Without the argument `name`: with it, ``from`` would replace the error by its own.
+        # Not with the argument `name`: ``from ... import`` would then raise its own error instead.
         raise ModuleNotFoundError(f"{_OWN_NAME} has no {fullname}")
 
     def find_distributions(
@@ -197,13 +200,13 @@ def _is_probe(frame: FrameType | None) -> bool:
 
 
 class _Loader(Loader):
-    """Makes a module with the names of flashtile's modules."""
+    """Creates a module that holds names of flashtile's modules."""
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module, as an import does."""
+        """Fill the module with the names of its sources."""
         contents = self.contents
         for source in contents.sources:
             content = vars(importlib.import_module(f"{_OWN_NAME}.{source}"))

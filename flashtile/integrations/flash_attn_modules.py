@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Contents(NamedTuple):
     """The contents of a module."""
 
-    sources: tuple[str, ...] = ()  # modules of flashtile, without "flashtile."; all their names
-    names: tuple[str, ...] | None = None  # these only
+    sources: tuple[str, ...] = ()  # modules of flashtile, without the prefix "flashtile."
+    names: tuple[str, ...] | None = None  # names to take from them; None for all
     constants: tuple[tuple[str, object], ...] = ()
 
 
@@ -22,7 +22,7 @@ class Package(NamedTuple):
 
     distribution: str
     version: str
-    # If this module can be imported from elsewhere, the real distribution is installed.
+    # The real distribution is installed if another finder knows this module.
     marker: str
     modules: dict[str, Contents]
 

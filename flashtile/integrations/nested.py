@@ -1,5 +1,6 @@
-"""Attention over jagged nested tensors: `flashtile.attention_varlen` takes their values and offsets
-as packed sequences."""
+"""Attention over jagged nested tensors, whose values and offsets are packed sequences for
+`flashtile.attention_varlen`.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +38,31 @@ def attend(
     """`sdpa.scaled_dot_product_attention` for jagged nested tensors.
 
     Args:
-        query: jagged, (batch, heads, seq_q, head_dim), as ``transpose(1, 2)`` makes it from a
+        query: jagged, (batch, heads, seq_q, head_dim): the result of ``transpose(1, 2)`` on a
             nested tensor (batch, seq, heads, head_dim).
         key, value: jagged, (batch, kv_heads, seq_k, head_dim), with the same lengths.
         attn_mask: must be None; the only mask for nested tensors is `is_causal`.
-        dropout_p, is_causal, scale, enable_gqa: as in that function.
+        dropout_p, is_causal, scale, enable_gqa: as in `sdpa.scaled_dot_product_attention`.
 
     Returns:
         jagged, (batch, heads, seq_q, value_head_dim), with the query's lengths.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
-        NotImplementedError: a mask, or `is_causal` where a sequence has more queries than keys.
+        NotImplementedError: `attn_mask` is given, or `is_causal` is True and a sequence has more
+            queries than keys.
     """
     if attn_mask is not None:
         raise NotImplementedError(
-            "attn_mask: not with nested tensors; flashtile.attention_varlen takes bias and "
-            "block_mask"
+            "attn_mask: got a mask with nested tensors, want None; flashtile.attention_varlen "
+            "takes bias and block_mask"
         )
     q, k, v = _jagged("query", query), _jagged("key", key), _jagged("value", value)
     _check_sizes(q, k, v)
     heads = q.values.shape[1], k.values.shape[1], v.values.shape[1]
     if not enable_gqa and len(set(heads)) > 1:
         raise ValueError(
-            f"query, key, value: got {heads} heads, want equal numbers (or else enable_gqa=True)"
+            f"query, key, value: got {heads} heads, want equal numbers or enable_gqa=True"
         )
     seqused_k = _causal_keys(q, k) if is_causal else k.lengths
     drop_all = dropout_p == 1.0
@@ -87,7 +89,9 @@ def attend(
 
 def _jagged(name: str, x: Any) -> _Jagged:
     if not x.is_nested:
-        raise TypeError(f"{name}: got a dense tensor beside nested ones, want all three jagged")
+        raise TypeError(
+            f"{name}: got a dense tensor, want a jagged one like the other two of query, key, value"
+        )
     if x.layout != torch.jagged:
         raise TypeError(
             f"{name}: got a nested tensor of layout {x.layout}, want torch.jagged; for example "
@@ -110,18 +114,21 @@ def _jagged(name: str, x: Any) -> _Jagged:
 def _check_sizes(q: _Jagged, k: _Jagged, v: _Jagged) -> None:
     batch = [x.offsets.shape[0] - 1 for x in (q, k, v)]
     if len(set(batch)) > 1:
-        raise ValueError(f"query, key, value: got batches of {batch} sequences, want one number")
+        raise ValueError(f"query, key, value: got batches of {batch} sequences, want equal numbers")
     same = k.offsets is v.offsets or torch.equal(k.offsets, v.offsets)
     if not same or not torch.equal(k.sizes(), v.sizes()):
         raise ValueError("value: got other sequence lengths than the key's, want the same")
 
 
 def _causal_keys(q: _Jagged, k: _Jagged) -> Tensor | None:
-    """Use as many keys of each sequence as it has queries. No query sees a later key, and with
-    equal lengths the causal mask is the same from either corner."""
+    """The number of keys to use of each sequence: as many as it has queries.
+
+    No query sees a later key, and with equal lengths top-left and bottom-right causal masks agree.
+    """
     M, N = q.sizes(), k.sizes()
     if bool((M > N).any()):
         raise NotImplementedError(
-            "is_causal: not with nested tensors of which a sequence has more queries than keys"
+            "is_causal: got True with a sequence of more queries than keys, want at least as many "
+            "keys in nested tensors"
         )
     return k.lengths if torch.equal(M, N) else M

@@ -1,8 +1,8 @@
 """`nn.MultiheadAttention` on nested tensors while `sdpa.install` is active.
 
-PyTorch accepts them only in the module's fast path, which does not call
-`scaled_dot_product_attention`; `install` switches it off. Here the sequences are padded for the
-module, and the padding is hidden and removed again.
+PyTorch accepts nested tensors only in the module's fast path, which does not call
+`scaled_dot_product_attention`, so `install` switches that path off. This module pads the sequences
+for `nn.MultiheadAttention`, masks the padding and removes it from the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def accepting_nested(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`nn.MultiheadAttention.forward` that also takes nested tensors."""
+    """Wrap `nn.MultiheadAttention.forward` to take nested tensors, too."""
 
     @wraps(forward)
     def run(
@@ -53,14 +53,17 @@ def _check(
 ) -> None:
     query, key, value = tensors
     if not all(x.is_nested for x in tensors):
-        raise TypeError("query, key, value: got nested and dense tensors, want all of one kind")
+        raise TypeError("query, key, value: got nested and dense tensors, want only one kind")
     if not module.batch_first:
         raise ValueError("query: got a nested tensor, want a module with batch_first=True")
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if mask is not None:
             raise ValueError(f"{name}: got a mask with nested tensors, want None")
     if _lengths(key) != _lengths(value) or query.size(0) != key.size(0):
-        raise ValueError("query, key, value: got nested tensors of different sequences")
+        raise ValueError(
+            "query, key, value: got nested tensors of different sequences, want equal batches, and "
+            "equal lengths of key and value"
+        )
 
 
 def _lengths(x: Tensor) -> list[int]:
@@ -68,7 +71,7 @@ def _lengths(x: Tensor) -> list[int]:
 
 
 def _padding(lengths: list[int], device: torch.device) -> Tensor | None:
-    """(batch, longest) bool, True at padding as the module wants it; None if there is none."""
+    """(batch, longest) bool, True at padding, the module's convention; None without padding."""
     longest = max(lengths)
     if min(lengths) == longest:
         return None

@@ -6,12 +6,12 @@ flashtile.
     from flashtile.integrations import sdpa
 
     out = sdpa.scaled_dot_product_attention(query, key, value, is_causal=True)
-    sdpa.install()  # every torch.nn.functional.scaled_dot_product_attention from here on
+    sdpa.install()  # replace torch.nn.functional.scaled_dot_product_attention from here on
     with sdpa.install():  # or inside a block
         model(inputs)
 
-As in PyTorch, and other than in `flashtile.attention`, the layout is (..., heads, seq, head_dim)
-and the causal mask starts in the top-left corner.
+As in PyTorch, and unlike in `flashtile.attention`, the layout is (..., heads, seq, head_dim) and
+the causal mask starts in the top-left corner.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``softmax(scale * query key^T + attn_mask) value``, as
+    """``softmax(scale * query key^T + attn_mask) value``, like
     ``torch.nn.functional.scaled_dot_product_attention``.
 
     Args:
         query: (..., heads, seq_q, head_dim); the leading dimensions broadcast, and may be absent.
-            Or all three are jagged nested tensors (batch, heads, seq, head_dim).
+            Alternatively query, key and value are jagged nested tensors (batch, heads, seq,
+            head_dim).
         key: (..., heads, seq_k, head_dim).
         value: (..., heads, seq_k, value_head_dim).
         attn_mask: broadcasts to (..., heads, seq_q, seq_k). Bool: True where a query sees a key.
-            Floating: added to the scores; has a gradient. Or ``torch.nn.attention.bias``'s
-            causal_upper_left or causal_lower_right.
-        dropout_p: probability in [0, 1] of dropping a probability; applied in evaluation mode too.
-        is_causal: query i sees the keys ``j <= i`` (top-left corner), whatever the lengths; not
-            with `attn_mask`.
+            Floating: added to the scores; has a gradient. May also be causal_upper_left or
+            causal_lower_right of ``torch.nn.attention.bias``.
+        dropout_p: rate in [0, 1] at which attention probabilities are dropped, also in evaluation
+            mode.
+        is_causal: query i sees the keys ``j <= i`` (top-left corner), whatever the lengths.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
         enable_gqa: key and value may have fewer heads; their number divides the query's.
 
@@ -82,9 +83,9 @@ def scaled_dot_product_attention(
         )
     M, N = query.shape[-2], key.shape[-2]
     if value.shape[-2] != N:
-        raise ValueError(f"value: got {value.shape[-2]} keys, want {N}, as key")
+        raise ValueError(f"value: got {value.shape[-2]} rows, want {N}, as many as key")
     sizes = M, N
-    if is_causal:  # no query sees keys after M; without them M >= N
+    if is_causal:  # no query sees keys from M on; dropping them makes M >= N
         N = min(M, N)
         key, value = key[..., :N, :], value[..., :N, :]
 
@@ -92,9 +93,9 @@ def scaled_dot_product_attention(
     options: dict[str, Any] = {}
     if attn_mask is not None:
         options = _mask_options(attn_mask, leading, sizes, N)
-    if is_causal:  # top-left, j <= i, where a window ends at i + N - M + right
+    if is_causal:  # top-left means j <= i, and a window ends at i + N - M + right
         options["window_size"] = (-1, M - N)
-    drop_all = dropout_p == 1.0  # PyTorch allows it: zeros, with zero gradients
+    drop_all = dropout_p == 1.0  # PyTorch allows it: the result is 0, with zero gradients
     dropout_p = 0.0 if drop_all else dropout_p
     out = cast(Tensor, attention(q, k, v, softmax_scale=scale, dropout_p=dropout_p, **options))
     out = out.transpose(1, 2).reshape(*leading, M, v.shape[-1])
@@ -104,7 +105,7 @@ def scaled_dot_product_attention(
 def _with_causal_bias(
     query: Tensor, key: Tensor, value: Tensor, bias: CausalBias, *options: Any
 ) -> Tensor:
-    """With ``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right`` as the mask."""
+    """Attention with ``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right``."""
     dropout_p, is_causal, scale, enable_gqa = options
     sizes = query.shape[-2], key.shape[-2]
     if is_causal:
@@ -155,7 +156,7 @@ _installed: list[Installation] = []
 
 
 def install(*, strict: bool = False) -> Installation:
-    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by this module's function.
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` with this module's function.
 
     ::
 
@@ -164,17 +165,20 @@ def install(*, strict: bool = False) -> Installation:
             model(inputs)
         print(installation.calls)
 
-    It affects code that looks the function up in that module at each call, as models do. A name
-    that was imported from there before keeps its old value. It also switches off the fast paths of
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``, which do not call the function
-    (``torch.backends.mha.set_fastpath_enabled``); ``nn.MultiheadAttention`` still takes nested
-    tensors, which it pads. It applies to all threads. Blocks nest, and
-    leaving the outermost one restores the previous state, also after an exception.
+    It affects code that looks the function up in ``torch.nn.functional`` at each call, as models
+    do. A name that was imported from there before keeps its old value. `install` also switches off
+    the fast paths of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``, which do not
+    call the function (``torch.backends.mha.set_fastpath_enabled``); ``nn.MultiheadAttention`` still
+    takes nested tensors, which it then pads. It applies to all threads. Blocks nest, and leaving
+    the outermost one restores the previous state, also after an exception.
 
     Args:
         strict: raise a RuntimeError that names the module when an attention module computes a
             softmax itself instead of calling this function; for example ``nn.MultiheadAttention``
             with ``need_weights=True``. Compiled graphs are not checked.
+
+    Returns:
+        The installation: a context manager that counts the calls.
     """
     return Installation(strict)
 
@@ -188,7 +192,7 @@ def uninstall() -> None:
 @contextmanager
 def _replacing() -> Iterator[None]:
     functional, fast_paths = torch.nn.functional, torch.backends.mha
-    module: Any = torch.nn.MultiheadAttention  # so that its method may be replaced
+    module: Any = torch.nn.MultiheadAttention  # Any, because its method is replaced
     previous = functional.scaled_dot_product_attention, module.forward
     had_fast_paths = fast_paths.get_fastpath_enabled()
     functional.scaled_dot_product_attention = scaled_dot_product_attention
@@ -214,17 +218,18 @@ def _count_call() -> None:
 def _four_dimensional(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
 ) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
-    """Leading dimensions of the result, and q, k, v as (batch, seq, heads, head_dim) with those
-    dimensions folded."""
+    """The leading dimensions of the result, and q, k, v as (batch, seq, heads, head_dim), where
+    all leading dimensions but the heads are folded into the batch.
+    """
     inputs = [query, key, value]
     shaped = inputs if attn_mask is None else [*inputs, attn_mask]
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in shaped))
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in inputs]
     Hq = heads[0] if enable_gqa else max(heads)
     if any(H < 1 or (Hq % H if enable_gqa else H not in (1, Hq)) for H in heads):
-        wanted = "that divide the query's" if enable_gqa else "equal or 1 (or else enable_gqa=True)"
+        wanted = "that divide the query's" if enable_gqa else "equal or 1 (or enable_gqa=True)"
         raise ValueError(f"query, key, value: got {heads} heads, want numbers {wanted}")
-    if heads[1] != heads[2]:  # attention() has one number of key heads, PyTorch has two
+    if heads[1] != heads[2]:  # `attention` wants as many heads of v as of k, PyTorch does not
         heads[1:] = [Hq, Hq]
     heads[0] = Hq
     q, k, v = (
@@ -242,7 +247,7 @@ def _with_heads(x: Tensor, H: int) -> Tensor:
 
 
 def _folded(x: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """`x` (..., a, b, c) broadcast over the dimensions `batch`, which become one."""
+    """Broadcast `x` (..., a, b, c) to the leading dimensions `batch` and fold these into one."""
     x = x.expand(*batch, *x.shape[-3:])
     return x.flatten(0, -4) if batch else x[None]
 
@@ -250,8 +255,9 @@ def _folded(x: Tensor, batch: tuple[int, ...]) -> Tensor:
 def _mask_options(
     attn_mask: Tensor, leading: tuple[int, ...], sizes: tuple[int, int], N: int
 ) -> dict[str, Any]:
-    """The first `N` columns of `attn_mask`, which fits queries and keys of `sizes`, as an option of
-    `attention`, folded to four dimensions like the inputs."""
+    """Convert the first `N` columns of `attn_mask` to an option of `attention`, folded to four
+    dimensions like the inputs; `sizes` are the lengths of the queries and keys that it must fit.
+    """
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(
             f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool or a floating dtype"

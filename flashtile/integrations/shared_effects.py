@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 
 class SharedEffect:
-    """A context made by `make`, which the first user enters and the last one leaves.
+    """A context from `make`, which the first user enters and the last user leaves.
 
     Callers must hold a lock.
     """

@@ -8,8 +8,8 @@
     activate_flash_attention_impl(torch_registry.register())
 
 From then on ``scaled_dot_product_attention`` uses flashtile wherever PyTorch chooses its flash
-kernel. ``torch.nn.attention.varlen.varlen_attn`` always uses flashtile, on CUDA and on the CPU,
-for which PyTorch has no kernel. ``restore_flash_attention_impl`` undoes both.
+kernel. ``torch.nn.attention.varlen.varlen_attn`` always uses flashtile, on CUDA and also on the
+CPU, for which PyTorch has no such kernel. ``restore_flash_attention_impl`` undoes both.
 
 `sdpa.install` covers more: every mask, dtype and head dim, and dropout on the CPU. The registry
 also affects code that calls PyTorch's operators instead of ``torch.nn.functional``.
@@ -47,16 +47,16 @@ def register() -> str:
         from torch.nn.attention import register_flash_attention_impl
     except ImportError:
         raise ImportError(
-            f"torch.nn.attention.register_flash_attention_impl: torch {torch.__version__} does "
-            "not have it, torch 2.13 does; flashtile.integrations.sdpa.install() works with "
-            "every version"
+            "torch.nn.attention.register_flash_attention_impl: got torch "
+            f"{torch.__version__}, want 2.13 or newer; flashtile.integrations.sdpa.install() works "
+            "with every version"
         ) from None
     register_flash_attention_impl(NAME, register_fn=_Activation)
     return NAME
 
 
 class _Activation:
-    """Puts our kernels into PyTorch's dispatcher until `remove`. The registry keeps this object."""
+    """Puts our kernels into PyTorch's dispatcher until `remove`. PyTorch keeps this object."""
 
     def __init__(self) -> None:
         self._native = native_kernels.kernels()
@@ -77,8 +77,9 @@ class _Activation:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    """PyTorch's own CPU kernel of an operator. Our CPU backend calls it directly, since the
-    operator would call flashtile again."""
+    """PyTorch's own CPU kernel of an operator. Our CPU backend calls it directly, because the
+    operator would call flashtile again.
+    """
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -115,7 +116,7 @@ def _flash_forward(
     tail = (0.0, return_debug_mask)  # softcap
     if cum_seq_q is None:
         if seqused_k is not None or block_table is not None:
-            raise NotImplementedError("seqused_k, block_table: want cum_seq_q with them")
+            raise NotImplementedError("seqused_k, block_table: need cum_seq_q, got None")
         results = flash.fwd(
             query, key, value, out, alibi_slopes, dropout_p, scale, is_causal, *window, *tail
         )
@@ -149,7 +150,7 @@ def _flash_forward_inplace(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``aten::_flash_attention_forward_no_dropout_inplace``: writes `out`, returns the lse."""
     dropout_p = args[7]  # after q, k, v, offsets and lengths
     if dropout_p != 0.0:
-        raise ValueError(f"dropout_p: got {dropout_p}, want 0.0 where the output is given")
+        raise ValueError(f"dropout_p: got {dropout_p}, want 0.0 when `out` is given")
     return _flash_forward(*args, **kwargs, out=out)[1]
 
 
@@ -210,8 +211,8 @@ def _sdpa_flash(
 ) -> tuple[Any, ...]:
     """``aten::_scaled_dot_product_flash_attention``, (batch, heads, seq, head_dim).
 
-    Causal is bottom-right, as in PyTorch's kernel: SDPA calls it with equal lengths only, and
-    ``causal_lower_right`` calls it with others.
+    Causal is bottom-right, as in PyTorch's kernel: SDPA calls it only with equal lengths, and
+    ``causal_lower_right`` also with others.
     """
     M, N = query.shape[2], key.shape[2]
     out = query.new_empty(*query.shape[:3], value.shape[3])
@@ -340,7 +341,7 @@ def _cpu_call(
         )
     options: dict[str, Any] = {}
     M = query.shape[2]
-    if is_causal:  # top-left: no query sees keys after M; without them M >= N
+    if is_causal:  # top-left: no query sees keys from M on; dropping them makes M >= N
         key, value = key[:, :, :M], value[:, :, :M]
         attn_mask = None if attn_mask is None else attn_mask[..., :M]
         options["window_size"] = (-1, M - key.shape[2])
@@ -362,7 +363,7 @@ def _key_offsets(cum_seq_k: Tensor | None, seqused_k: Tensor | None) -> Tensor:
     if cum_seq_k is not None:
         return cum_seq_k.int()
     if seqused_k is None:
-        raise ValueError("cum_seq_k: got None, want it or, with block_table, seqused_k")
+        raise ValueError("cum_seq_k: got None, want cumulative lengths or, with pages, seqused_k")
     return torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int()
 
 

@@ -6,11 +6,11 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())
 
-Everything that models use is supported exactly: padding on either side, packed sequences, sliding
-windows, chunks, softcap, sinks, additive position biases with their gradient, grouped heads, value
-head dims that differ from the key's, dropout, custom 4-D masks, key-value caches, continuous
-batching. GPT-J, GPT-Neo, Falcon and Bark have attention layers of their own, which cannot be
-replaced.
+Everything that models use is supported without approximation: padding on either side, packed
+sequences, sliding windows, chunks, softcap, sinks, additive position biases with their gradient,
+grouped heads, value head dims that differ from the key's, dropout, custom 4-D masks, key-value
+caches, continuous batching. GPT-J, GPT-Neo, Falcon and Bark have their own attention layers, which
+cannot be replaced.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ except ImportError as error:
     raise requirement() or error from error
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Keywords that models pass to every layer and that do not affect attention: bookkeeping of the
-# loss, of the outputs and of the cache, and `seq_idx` for layers other than attention.
+# Keywords that models pass to every layer and that do not affect attention: they concern the loss,
+# the outputs or the cache; `seq_idx` is for layers other than attention.
 _HARMLESS = {
     "logits_to_keep",
     "num_items_in_batch",
@@ -78,20 +78,21 @@ def register(name: str = "flashtile") -> str:
     """Make ``attn_implementation=name`` mean flashtile in every transformers model.
 
     For a name that contains "flash", `register` patches a private function of transformers. Such a
-    name gets what transformers reserves for flash attention: images packed without padding, and
-    continuous batching. Without "flash" in the name, or when that private function has changed,
-    public functions provide everything else. Models with chunked attention (Llama 4) need a name
-    without "flash", because transformers rejects the others. A second call does nothing more.
+    name enables what transformers reserves for flash attention: packing images without padding, and
+    continuous batching. Everything else uses public functions, and also works without "flash" in
+    the name, or when that private function has changed. Models with chunked attention (Llama 4)
+    need a name without "flash", because transformers rejects the others. A second call has no
+    further effect.
 
     Args:
         name: the name of the implementation; must not be that of another implementation.
 
     Returns:
-        The name to pass to transformers. This is `name`; or, with a warning, `name` with "Flash"
-        instead of "flash" if transformers' private function has changed.
+        The name to pass to transformers: `name`, or, if transformers' private function has changed,
+        `name` with "Flash" instead of "flash", with a warning.
 
     Raises:
-        TransformersRequired: transformers is older than 5.17; it is an ImportError.
+        TransformersRequired: transformers is older than 5.17; a subclass of ImportError.
         ValueError: `name` is taken, or contains one of ``| / : @``.
     """
     problem = too_old(transformers.__version__)
@@ -107,16 +108,18 @@ def _register(name: str) -> str:
     if name in _registered:
         return name
     if name in ("eager", *AttentionInterface().valid_keys()):
-        raise ValueError(f"name: {name!r} is another attention implementation; choose a free name")
+        raise ValueError(
+            f"name: got {name!r}, which is another attention implementation; want a free name"
+        )
     if "flash" in name:
         try:
             patch_loader(name)
         except LoaderChangedError as change:
             public = name.replace("flash", "Flash")
             warnings.warn(
-                f"transformers {transformers.__version__} finds flash attention in a new way "
+                f"transformers {transformers.__version__} looks for flash attention in a new way "
                 f"({change}): pass attn_implementation={public!r}, the return value of register(). "
-                "Attention is exact as ever; continuous batching is not available.",
+                "Attention is still exact; continuous batching is not available.",
                 stacklevel=3,
             )
             return _register(public)
@@ -131,7 +134,7 @@ def _register_paged(name: str) -> None:
     """Register the second name, which transformers up to 5.22 uses for continuous batching."""
     try:
         from transformers.integrations.flash_paged import paged_attention_forward
-    except ImportError:  # later versions ask for the plain name
+    except ImportError:  # later versions use the plain name
         return
     AttentionInterface.register(f"paged|{name}", paged_attention_forward)
 
@@ -158,37 +161,42 @@ def attention_forward(
     """The attention function that `register` passes to transformers.
 
     Args:
-        module: the attention layer. Its `is_causal` counts if neither argument nor mask says
-            whether attention is causal, and if the layer is not defined in transformers.
+        module: the attention layer. Its `is_causal` is used if neither the argument nor a mask
+            determines causality and the layer is not defined in transformers.
         query: (batch, heads, seq_q, head_dim).
         key, value: (batch, kv_heads, seq_k, head_dim or value_head_dim).
-        attention_mask: what `transformers_masks.attention_mask` returned; (batch, keys) bool or
+        attention_mask: the result of `transformers_masks.attention_mask`; (batch, keys) bool or
             integers, 0 at padding; a mask that broadcasts to (batch, heads, seq_q, seq_k), bool or
             additive; or FlexAttention's BlockMask.
-        dropout, scaling, softcap: as in `flashtile.attention`.
-        sliding_window: number of tokens that a query sees, itself included.
-        s_aux: (heads,) sinks.
+        dropout, scaling, softcap: `dropout_p`, `softmax_scale` and `softcap` of
+            `flashtile.attention`.
+        sliding_window: number of tokens that a query sees, including itself.
+        is_causal: whether attention is causal, if the mask does not determine it.
+        s_aux: (heads,), `sink` of `flashtile.attention`.
         position_bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores.
         cache: the paged cache of continuous batching.
         sinks: (batch, heads, seq_q, 1), a sink for every query.
         indices: (batch, seq_q, chosen), the indices of the keys that a query may see.
         block_indices: (batch, groups of heads, seq_q, chosen), the indices of the blocks of
-            ``module.indexer.block_size`` keys that a query may see; -1 stands for no block.
+            ``module.indexer.block_size`` keys that a query may see; -1 means no block.
         options: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` of packed
             sequences, `position_ids`, `deterministic`; keywords that do not affect attention; and,
-            with a `cache`, keywords that transformers passes through to its own functions.
+            with a `cache`, keywords that transformers passes on to its own functions.
 
     Returns:
         (batch, seq_q, heads, value_head_dim), and None instead of the probabilities, which are
         never stored.
 
     Raises:
-        TypeError: an unknown keyword, unless the eager attention of the same layer ignores it.
+        TypeError: a keyword is unknown, and the eager attention of the same layer does not ignore
+            it.
         ValueError: `indices` or `block_indices` have a wrong shape.
+        NotImplementedError: an option is not supported together with `cache` or packed sequences.
     """
     if options.get("output_attentions"):
         _logger.warning_once(
-            "flashtile stores no attention probabilities; use eager attention for them"
+            "output_attentions: flashtile stores no attention probabilities; use "
+            "attn_implementation='eager' to get them"
         )
     if cache is not None:
         options |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
@@ -208,7 +216,7 @@ def attention_forward(
     has_lengths = all(options.get(name) is not None for name in _LENGTHS)
     if attention_mask is None and not has_lengths and _is_transformers(module):
         sliding_window = None  # as in eager attention: without a mask every key is visible
-    # Transformers counts the query itself.
+    # Transformers counts the query itself as part of the window.
     side = -1 if sliding_window is None else sliding_window - 1
     q, k, v = _inputs(query, key, value)
     call = _Call(
@@ -343,13 +351,14 @@ def _dense(call: _Call, block_mask: Any = None, bias: Tensor | None = None) -> T
 
 
 def _with_exact_mask(call: _Call, mask: Any) -> Tensor:
-    """Attention with a mask for single queries and keys, bool, additive or FlexAttention's. It
-    includes causality."""
+    """Attention with a mask for single queries and keys (bool, additive or FlexAttention's), which
+    already includes causality.
+    """
     call = call._replace(pattern=Pattern())
     if not isinstance(mask, Tensor):
         return _dense(call, block_mask=mask)
     M, N = call.q.shape[1], call.k.shape[1]
-    if mask.dim() < 4:  # as in plain PyTorch, where it is added to the scores
+    if mask.dim() < 4:  # broadcasts from the right, as in plain PyTorch
         mask = mask[(None,) * (4 - mask.dim())]
     if mask.shape[3] > N:
         mask = mask[..., :N]
@@ -370,8 +379,8 @@ def _with_lengths(
     """Attention over packed sequences whose lengths the caller passes."""
     if not call.is_plain:
         raise NotImplementedError(
-            "cu_seq_lens_q: not with position_bias, sinks, indices or block_indices, which have no "
-            "sequences to belong to"
+            "cu_seq_lens_q: cannot be combined with position_bias, sinks, indices or "
+            "block_indices, which do not refer to sequences"
         )
     q, k, v = (x.flatten(0, 1) for x in (call.q, call.k, call.v))
     max_q, max_k = (cast(int, x.item()) if isinstance(x, Tensor) else x for x in (max_q, max_k))
@@ -388,14 +397,14 @@ def _with_padding(call: _Call, mask: Tensor) -> Tensor:
     leftpad = once(mask, left_padding) if M < N and not _trains(call) else None
     if leftpad is not None:
         return _against_cache(call, leftpad)
-    # Without positions, this may be cross attention. The keys are then another sequence than the
-    # queries, and their padding does not apply to queries, so all queries are kept.
+    # A mask without positions may be cross attention. The keys are then not the queries' tokens,
+    # so their padding does not apply to queries, and all queries are kept.
     pack_queries = call.pattern.causal or call.pattern.has_positions
     return _packed(call, once(mask, packing, M, pack_queries))
 
 
 def _with_sequences(call: _Call, numbers: Tensor) -> Tensor:
-    """Attention over packed sequences; a (batch, seq) tensor numbers them from 1, 0 is padding."""
+    """Attention over packed sequences, numbered from 1 in a (batch, seq) tensor; 0 is padding."""
     if not call.is_plain or torch.compiler.is_compiling():
         same = numbers[:, None, :, None] == numbers[:, None, None, :]
         return _where_visible(call, same & (numbers > 0)[:, None, None, :])
@@ -411,7 +420,7 @@ def _where_visible(call: _Call, visible: Tensor) -> Tensor:
 
 
 def _packed(call: _Call, packing: Packing) -> Tensor:
-    """Attention over the packed real tokens, inside each sequence; the other queries get 0."""
+    """Attention within each sequence over the packed real tokens; queries at padding get 0."""
     batch, M = call.q.shape[:2]
     k, v = (x.flatten(0, 1).index_select(0, packing.key_index) for x in (call.k, call.v))
     out = attention_varlen(
@@ -449,11 +458,11 @@ def _against_cache(call: _Call, leftpad: Tensor) -> Tensor:
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in flashtile's layout, of one dtype and one batch size."""
-    # With adapters, norms and so queries and keys can be in float32 while the values are in the
+    """q, k, v in flashtile's layout, with equal dtypes and batch sizes."""
+    # With adapters, the norms of queries and keys can be in float32 while the values are in the
     # model's dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if query.shape[0] != key.shape[0]:  # learned queries, shared by the batch
+    if query.shape[0] != key.shape[0]:  # learned queries that the batch shares
         query = query.expand(key.shape[0], -1, -1, -1)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 

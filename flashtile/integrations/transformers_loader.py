@@ -2,8 +2,8 @@
 
 If the name of an attention implementation contains "flash", transformers looks for a kernel package
 of that name with its private function `_lazy_imports`. `patch_loader` makes that function return
-flashtile's functions for our names. Such names get what transformers reserves for flash attention:
-images of a batch packed without padding, and continuous batching.
+flashtile's functions for our names. Such a name enables what transformers reserves for flash
+attention: packing the images of a batch without padding, and continuous batching.
 
 The patch is checked before it is used. If transformers has changed, `patch_loader` raises
 `LoaderChangedError` and removes the patch.
@@ -25,7 +25,7 @@ _logger = logging.get_logger(__name__)
 
 
 class LoaderChangedError(RuntimeError):
-    """This version of transformers finds flash attention in another way."""
+    """This version of transformers looks for flash attention in another way."""
 
 
 def patch_loader(name: str) -> None:
@@ -59,13 +59,13 @@ def patch_loader(name: str) -> None:
     def check(
         self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> Any:
-        # Some models list the kernels that support what they need. flashtile is not on these lists,
-        # but supports it.
+        # Some models list the kernels that support what they need. flashtile supports it, but is
+        # not on these lists.
         if attn_implementation in ours:
             if _attends_by_itself(self):
                 _logger.warning(
-                    f"{type(self).__name__} computes attention in its own layers, which no "
-                    f"attn_implementation replaces: it runs with 'eager' instead of {name!r}"
+                    f"{type(self).__name__} computes attention in its own layers, which "
+                    f"attn_implementation cannot replace: it runs with 'eager' instead of {name!r}"
                 )
                 return "eager"
             loader.lazy_import_flash_attention(attn_implementation)
@@ -73,8 +73,7 @@ def patch_loader(name: str) -> None:
         return original_check(self, attn_implementation, *args, **kwargs)
 
     def patch(imports: Any, check: Any) -> None:
-        # These are private functions, replaced on purpose, which no type annotation allows.
-        # A private name, which the type of a module does not know.
+        # The type checker knows no private name of a module, and allows no replacing of a method.
         loader._lazy_imports = imports  # type: ignore[attr-defined]
         PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
 
@@ -82,7 +81,9 @@ def patch_loader(name: str) -> None:
     try:
         found = loader.lazy_import_flash_attention(name)[0]
         if tuple(found[:2]) != functions[:2]:
-            raise LoaderChangedError("lazy_import_flash_attention does not return what it is given")
+            raise LoaderChangedError(
+                "lazy_import_flash_attention does not return the functions of _lazy_imports"
+            )
     except Exception as error:  # a changed loader may raise anything
         patch(original_imports, original_check)
         raise LoaderChangedError(str(error)) from error
@@ -148,12 +149,13 @@ def flash_attn_varlen_func(
 
     Raises:
         ValueError: `max_seqlen_q` exceeds the number of all queries. This happens when a model that
-            does its own packing sums the numbers of packed sequences as if they were lengths.
+            packs by itself adds up the indices of packed sequences as if they were lengths.
     """
     if int(max_seqlen_q) > q.shape[0]:
         raise ValueError(
-            f"max_seqlen_q: got {int(max_seqlen_q)}, but there are {q.shape[0]} queries; for "
-            "packed sequences pass this model cu_seq_lens_q and _k, max_length_q and _k"
+            f"max_seqlen_q: got {int(max_seqlen_q)}, want at most {q.shape[0]}, the number of "
+            "queries; for packed sequences pass this model cu_seq_lens_q, cu_seq_lens_k, "
+            "max_length_q and max_length_k"
         )
     out = attention_varlen(
         q,

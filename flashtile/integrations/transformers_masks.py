@@ -4,7 +4,8 @@ Transformers describes a mask as a function of four indices, and each attention 
 converts it to the form it needs. `attention_mask` recognises the functions that transformers itself
 composes (causal, sliding window, chunk, packed sequences), so that the usual mask is a 2-D tensor
 of padding. Any other function becomes the exact 4-D mask. A model that reads its mask also gets the
-4-D mask, which keeps the 2-D one as an attribute; it is valid until the mask is changed.
+4-D mask, which has the 2-D one as an attribute. The attribute is valid until the mask is changed in
+place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class Pattern(NamedTuple):
-    """What a mask shows, except padding, as arguments of `flashtile.attention`."""
+    """A mask without its padding, as arguments of `flashtile.attention`."""
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -36,7 +37,7 @@ class Pattern(NamedTuple):
         return self.window_size != (-1, -1) or self.attention_chunk > 0
 
     def hides(self, keys: int) -> bool:
-        """Whether a window or chunk is short enough to hide some of that many keys."""
+        """Whether a window or chunk hides some keys of a sequence of length `keys`."""
         sides = [side for side in self.window_size if side >= 0]
         return any(side < keys - 1 for side in sides) or 0 < self.attention_chunk < keys
 
@@ -85,7 +86,7 @@ def _narrower(a: int, b: int) -> int:
 
 
 def _sliding_window(sliding_window: int) -> Pattern:
-    return Pattern(window_size=(sliding_window - 1, -1))  # transformers counts the query itself
+    return Pattern(window_size=(sliding_window - 1, -1))  # transformers includes the query
 
 
 def _bidirectional_window(sliding_window: int) -> Pattern:
@@ -93,9 +94,8 @@ def _bidirectional_window(sliding_window: int) -> Pattern:
 
 
 def _chunk(chunk_size: int, left_padding: Tensor) -> Pattern:
-    return Pattern(
-        attention_chunk=chunk_size
-    )  # counted from the first real token, as flashtile does
+    # Like flashtile, transformers counts positions from the first real token.
+    return Pattern(attention_chunk=chunk_size)
 
 
 def _packed(packed_sequence_mask: Tensor) -> Pattern:
@@ -103,8 +103,8 @@ def _packed(packed_sequence_mask: Tensor) -> Pattern:
 
 
 def _packed_positions(mask_function: MaskFunction, position_ids: Tensor) -> Pattern | None:
-    # Inside one packed sequence positions rise by one, so distances are the same; a chunk's start
-    # may not be.
+    # Within a packed sequence positions increase by one, so distances are unchanged; the start of a
+    # chunk may differ.
     inner = recognise(mask_function)
     return None if inner is None or inner.attention_chunk else inner
 
@@ -139,7 +139,7 @@ def _reader_table() -> dict[Any, Callable[..., Pattern | None]]:
 _READERS = _reader_table()
 
 
-# Model types whose layers read the mask; some of them do not say so by `allow_is_causal_skip`.
+# Model types whose layers read the mask. Some of them do not set `allow_is_causal_skip` to False.
 _READERS_OF_MASKS = {
     "axk2",
     "deepseek_v32",
@@ -180,21 +180,21 @@ def attention_mask(
     Args:
         batch_size, q_length, kv_length: sizes of the mask; query i has the position ``q_offset +
             i``, key j ``kv_offset + j``.
-        mask_function: whether a query sees a key, from (batch, head, query, key).
+        mask_function: function of (batch, head, query, key): whether the query sees the key.
         attention_mask: (batch, tokens) bool, False at padding, indexed by position.
-        allow_is_causal_skip, allow_is_bidirectional_skip: False when the model will read a causal
-            mask, or one that looks both ways, and so needs it in 4-D.
+        allow_is_causal_skip, allow_is_bidirectional_skip: False when the model reads a causal or a
+            bidirectional mask itself, and so needs it in 4-D.
         options: other arguments of transformers, for other implementations.
 
     Returns:
-        None, when every query sees every key; or (batch, keys) bool, False at padding; or (batch,
-        keys) integers, one from 1 up for each packed sequence; or (batch, 1, q_length, kv_length)
-        bool, the exact mask, additive for models that add it themselves. A 2-D mask carries its
+        None, if every query sees every key; or (batch, keys) bool, False at padding; or (batch,
+        keys) integers that number the packed sequences from 1; or (batch, 1, q_length, kv_length),
+        the exact mask: bool, or additive for models that add it themselves. A 2-D mask has its
         `Pattern` as an attribute; keys past its width are cache slots that are not written yet. A
-        4-D mask may carry its 2-D form.
+        4-D mask may have its 2-D form as an attribute.
     """
     if attention_mask is not None and attached_pattern(attention_mask) is not None:
-        return attention_mask  # `generate` made it in advance, and it is already complete
+        return attention_mask  # a complete mask that `generate` made in advance
     exact = partial(
         _exact,
         batch_size,
@@ -210,7 +210,7 @@ def attention_mask(
     pattern = recognise(mask_function)
     if pattern is None or (pattern.attention_chunk and kv_offset):
         return exact()
-    if tracing and isinstance(q_offset, Tensor):  # the filled length of a static cache is data
+    if tracing and isinstance(q_offset, Tensor):  # the used length of a static cache is data
         return exact()
     allowed = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
     # For packed sequences transformers never allows the skip, but their 4-D mask would take
@@ -240,7 +240,7 @@ def attention_mask(
     elif mask is not None:
         mask = attach_pattern(mask, pattern)
     elif keys < kv_length or (pattern.causal and q_length > 1) or pattern.hides(keys) or is_read:
-        # Not every causal layer says that it is causal.
+        # Not every causal layer declares that it is causal, so the pattern is attached to a mask.
         mask = torch.ones(batch_size, keys, dtype=torch.bool, device=options.get("device"))
         mask = attach_pattern(mask, pattern, whole=True)
     return with_short_form(exact(), mask) if is_4d and mask is not None else mask
@@ -256,12 +256,12 @@ def _exact(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """The exact 4-D mask, made by transformers."""
+    """The exact 4-D mask, computed by transformers."""
     visible = masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=cast(int, q_offset),  # it takes tensors, too
+        q_offset=cast(int, q_offset),  # tensors work, too
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
@@ -281,7 +281,7 @@ def has_holes(mask: Tensor) -> bool:
 
 
 # The functions below set our own attributes on tensors. Tensors and `torch.compile` allow this,
-# although the type does not say so. An attribute is valid for one version of the tensor's values; a
+# but the type checker does not. An attribute is valid for one version of the tensor's values; a
 # change in place invalidates it.
 
 
@@ -289,8 +289,8 @@ def attach_pattern(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tenso
     """Attach `pattern` to this tensor object, which transformers passes to every layer.
 
     Args:
-        mask: (batch, keys), padding or numbers of sequences.
-        pattern: what it shows, except padding.
+        mask: (batch, keys), padding or indices of sequences.
+        pattern: the mask without its padding.
         whole: the mask has no padding.
     """
     mask.flashtile_pattern = pattern  # type: ignore[attr-defined]
@@ -305,20 +305,20 @@ def attached_pattern(mask: Tensor) -> Pattern | None:
 
 
 def with_short_form(exact: Tensor, short: Tensor) -> Tensor:
-    """Attach its 2-D form to a 4-D mask."""
+    """Attach the 2-D form `short` to the 4-D mask `exact`."""
     exact.flashtile_short = (_version(exact), short)  # type: ignore[attr-defined]
     return exact
 
 
 def short_form(mask: Tensor) -> Tensor:
-    """The 2-D form of a 4-D mask that is unchanged since `attention_mask`, else `mask`."""
+    """The 2-D form of a 4-D mask that is unchanged since `attention_mask` made it; else `mask`."""
     version, short = getattr(mask, "flashtile_short", (None, mask))
     return short if version is not None and version == _version(mask) else mask
 
 
 def _version(mask: Tensor) -> int | None:
-    """A number that a change in place increases; None where PyTorch does not count them."""
-    if torch.compiler.is_compiling():  # nothing is changed in place between layers there
+    """A number that a change in place increases; None if PyTorch does not count such changes."""
+    if torch.compiler.is_compiling():  # a graph changes nothing in place between layers
         return 0
     return None if mask.is_inference() else mask._version
 
@@ -326,7 +326,7 @@ def _version(mask: Tensor) -> int | None:
 def is_whole(mask: Tensor) -> bool:
     """Whether a (batch, keys) bool mask is known to have no padding at all."""
     known = getattr(mask, "flashtile_whole", None)
-    if torch.compiler.is_compiling():  # the values of a mask cannot be read there
+    if torch.compiler.is_compiling():  # a graph cannot read the values of a mask
         return known is not None
     if known is not None and known == _version(mask):
         return True
@@ -338,7 +338,7 @@ def _has_no_padding(mask: Tensor) -> bool:
 
 
 def once(mask: Tensor, make: Callable[..., T], *arguments: Any) -> T:
-    """``make(mask, *arguments)``, kept on the tensor object, so that a model's layers share it."""
+    """``make(mask, *arguments)``, cached on the tensor object so that a model's layers share it."""
     version = _version(mask)
     if torch.compiler.is_compiling() or version is None:
         return make(mask, *arguments)
@@ -373,7 +373,7 @@ def chosen_keys(
     """The keys that sparse attention selects: bool, broadcasts to (batch, heads, seq_q, seq_k).
 
     Args:
-        module: the attention layer, whose `indexer` has the size of its blocks.
+        module: the attention layer; its `indexer` has the block size.
         q: (batch, seq_q, heads, head_dim).
         k: (batch, seq_k, kv_heads, head_dim).
         indices, block_indices: as in `attention_forward`.
@@ -422,10 +422,10 @@ def packing(mask: Tensor, q_length: int, pack_queries: bool) -> Packing:
     """The packing of a (batch, keys) mask.
 
     Args:
-        mask: bool, a row is a sequence; or integers that number sequences from 1 up. False and 0
-            are padding.
+        mask: bool, where each row is a sequence; or integers that number the sequences from 1.
+            False and 0 are padding.
         q_length: the queries are the last `q_length` tokens.
-        pack_queries: leave out the queries at padding, too. Otherwise every query is kept.
+        pack_queries: also leave out the queries at padding; if False, every query is kept.
     """
     key_index, cu_k, max_k = _sequences(mask)
     if pack_queries and q_length == mask.shape[1]:
@@ -440,8 +440,9 @@ def packing(mask: Tensor, q_length: int, pack_queries: bool) -> Packing:
 
 
 def _sequences(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Flat index of the real tokens, cumulative lengths of their sequences, and the longest
-    length."""
+    """Flat indices of the real tokens, cumulative lengths of their sequences, and the longest
+    length.
+    """
     index = mask.flatten().nonzero().flatten()
     if mask.dtype == torch.bool:
         lengths = mask.sum(1)
@@ -453,16 +454,17 @@ def _sequences(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def left_padding(mask: Tensor) -> Tensor | None:
-    """Padding tokens in front of each row of a (batch, keys) bool mask, int32; None if there are
-    any elsewhere."""
+    """The number of padding tokens at the start of each row of a (batch, keys) bool mask, (batch,)
+    int32; None if there is padding elsewhere.
+    """
     if has_holes(mask) or not bool(mask[:, -1].all()):
         return None
     return (~mask).sum(1).int()
 
 
 def restarting_positions(position_ids: Tensor, queries: int, keys: int) -> Tensor | None:
-    """Sequences packed into one row, numbered from 1 up, when (1, tokens) position ids start over;
-    else None.
+    """Number the sequences that are packed into one row from 1, if the (1, tokens) position ids
+    start over; else return None.
 
     Each sequence starts at the smallest position: the rule of transformers' own flash attention.
     """

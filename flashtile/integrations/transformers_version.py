@@ -1,4 +1,4 @@
-"""Check the version of transformers, with one-sentence errors."""
+"""Check the version of transformers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _WANTED = ".".join(map(str, MINIMUM_VERSION))
 
 
 class TransformersRequired(ImportError):
-    """transformers is absent, or older than the integration needs."""
+    """transformers is not installed, or too old for the integration."""
 
 
 def requirement() -> TransformersRequired | None:
-    """The error for a missing or too old transformers; None if the installed one is fine."""
+    """The error to raise if transformers is missing or too old; None if it is fine."""
     try:
         return too_old(importlib.import_module("transformers").__version__)
     except ImportError:
@@ -24,7 +24,7 @@ def requirement() -> TransformersRequired | None:
 
 
 def too_old(version: str) -> TransformersRequired | None:
-    """The error for a version of transformers that is too old, else None."""
+    """The error to raise if this version of transformers is too old; else None."""
     if tuple(int(part) for part in version.split(".")[:2]) >= MINIMUM_VERSION:
         return None
     return TransformersRequired(
