@@ -1,10 +1,10 @@
 """The backends, one folder each. A backend never imports another one.
 
-A backend module offers
+A backend module has
 
 - ``HINTS``: the performance hints that it honours;
 - ``unsupported_reasons(problem) -> list[str]``: plain sentences with the value and the limit; empty
-  means yes;
+  if the backend can run the problem;
 - ``describe_plan(problem) -> str``: what it would run, for `explain`;
 - ``forward(problem, operands) -> (out, lse)``;
 - ``backward(problem, operands, out, lse, dout, dlse) -> Gradients``;
@@ -22,17 +22,17 @@ from ..problem import AttentionProblem, Operands
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of `Operands`; None where there is no such operand."""
+    """Gradients in the order of `Operands`; None if there is no such operand."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None  # None too if it is not needed (`problem.bias_needs_grad`)
+    dbias: Tensor | None  # also None if it is not needed (`problem.bias_needs_grad`)
     dsink: Tensor | None
 
 
 class Backend(Protocol):
-    """What the module of a backend offers."""
+    """The interface of a backend's module."""
 
     HINTS: tuple[str, ...]
 
@@ -64,7 +64,7 @@ _loaded: dict[str, Backend] = {}
 
 
 def load(name: str) -> Backend:
-    """The backend module `name`, imported once; it leaves its kernels for the first launch."""
+    """The backend module `name`, imported once; the first launch imports its kernels."""
     if name not in _loaded:
         _loaded[name] = cast(Backend, import_module(f".{name}", __name__))
     return _loaded[name]

@@ -1,4 +1,4 @@
-"""Sentences of `unsupported_reasons` that more than one backend says."""
+"""Sentences of `unsupported_reasons` that backends share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..problem import AttentionProblem, dtype_name
 
 
 def dtype_reasons(problem: AttentionProblem, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """For a backend that takes `dtypes` alone."""
+    """For a backend that supports only `dtypes`."""
     if problem.dtype in dtypes:
         return []
     names = ", ".join(map(dtype_name, dtypes))
@@ -18,8 +18,9 @@ def dtype_reasons(problem: AttentionProblem, dtypes: tuple[torch.dtype, ...]) ->
 def head_dim_reasons(
     problem: AttentionProblem, largest: int, largest_value: int | None = None
 ) -> list[str]:
-    """For a backend that takes head dims up to `largest`, of values up to `largest_value` if that
-    differs."""
+    """For a backend that supports head dims up to `largest`, and value head dims up to
+    `largest_value` if that differs.
+    """
     limits = (
         ("head_dim", problem.D, largest),
         ("value head_dim", problem.Dv, largest_value or largest),
@@ -28,13 +29,14 @@ def head_dim_reasons(
 
 
 def head_dim_step_reasons(problem: AttentionProblem, step: int, where: str = "") -> list[str]:
-    """For a backend, or what it names as `where`, that takes head dims that are multiples of
-    `step`."""
+    """For a backend that supports only multiples of `step` as head dims; `where` may restrict the
+    limit, such as to a dtype.
+    """
     sizes = (("head_dim", problem.D), ("value head_dim", problem.Dv))
     wanted = f"{where}multiples of {step}"
     return [f"{name}={size} ({wanted})" for name, size in sizes if size % step]
 
 
 def dotted(numbers: tuple[int, int] | None) -> str:
-    """A version or a compute capability."""
+    """A version or a compute capability as text, such as 9.0."""
     return "unknown" if numbers is None else f"{numbers[0]}.{numbers[1]}"

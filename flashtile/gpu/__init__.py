@@ -1,1 +1,1 @@
-"""What all GPU code shares: hardware facts, launches, tensor arguments, intrinsics."""
+"""Code that all GPU code shares: hardware facts, launches, tensor arguments, intrinsics."""

@@ -12,7 +12,7 @@ from ..lru import memoised
 # torch.compile cannot trace the search.
 TRITON_IS_INSTALLED = find_spec("triton") is not None
 
-OLDEST_CAPABILITY = (8, 0)  # that the Triton kernels are compiled for
+OLDEST_CAPABILITY = (8, 0)  # of the GPUs that run the Triton kernels
 
 
 def is_rocm() -> bool:
@@ -26,8 +26,8 @@ def has_tma(capability: tuple[int, int] | None) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors (SMs) of a GPU, by default of the current one."""
-    if device.type == "cpu" or not torch.cuda.is_available():  # under the interpreter
+    """The number of multiprocessors (SMs) of a GPU; without an index, of the current one."""
+    if device.type == "cpu" or not torch.cuda.is_available():  # the interpreter: as on an H100
         return 132
     return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 

@@ -9,8 +9,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-# Programmatic dependent launch (Hopper on): a kernel launched early has its programs ready when the
-# kernel before it ends. It reads and writes nothing before the wait.
+# Programmatic dependent launch (Hopper and newer): the programs of a kernel that is launched early
+# are ready when the previous kernel ends. They read and write nothing before the wait.
 
 
 @triton.jit
@@ -21,13 +21,13 @@ def wait_for_earlier_kernels():
 
 @triton.jit
 def let_next_kernel_start():
-    """Let the next kernel, if launched early, take free multiprocessors and wait there."""
+    """Let the next kernel, if launched early, occupy free multiprocessors and wait there."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def rows_base(x, batch, row, head):
-    """Pointer to one head of one row of `x`; 64-bit, for tensors may pass 2**31 elements."""
+    """Pointer to one head of one row of `x`; 64-bit, as tensors may have over 2**31 elements."""
     return (
         x.ptr + batch.to(tl.int64) * x.batch + row.to(tl.int64) * x.row + head.to(tl.int64) * x.head
     )

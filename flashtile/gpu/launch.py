@@ -1,5 +1,6 @@
-"""One kernel launch, described before it is made, so that the same code also compiles ahead of time
-for a device that is not there."""
+"""One kernel launch, described before it is made, so that the same code can also compile ahead of
+time for an absent device.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     warps: int = 4
-    stages: int | None = None  # None for Gluon kernels, which pipeline by themselves
-    is_early: bool = False  # starts while the kernel before it ends: see `intrinsics.py`
+    stages: int | None = None  # None for Gluon kernels, which pipeline explicitly
+    is_early: bool = False  # starts while the previous kernel ends: see `intrinsics.py`
 
     @property
     def needs_scratch(self) -> bool:
-        """Whether the kernel builds tensor descriptors, for which Triton asks for memory."""
+        """Whether the kernel builds tensor descriptors, for which Triton allocates memory."""
         config = self.arguments.get("cfg")
         return getattr(config, "HAS_DESCRIPTORS", False)
 
     def run(self) -> Any:
-        """Launch on the current device, unless there is nothing to do; the compiled kernel."""
+        """Launch on the current device; return the compiled kernel, or None for an empty grid."""
         if 0 in self.grid:
             return None
         if self.needs_scratch:
@@ -40,7 +41,7 @@ class Launch(NamedTuple):
         return self._run()
 
     def launcher(self, compiled: Any) -> Callable[..., Any]:
-        """What launches the compiled kernel on the arguments in order."""
+        """A function of the arguments, in order, that launches the compiled kernel."""
         launcher = compiled[(*self.grid, 1, 1)[:3]]
         return partial(with_scratch, launcher) if self.needs_scratch else launcher
 
@@ -56,7 +57,7 @@ class Launch(NamedTuple):
 
 
 def run(launches: list[Launch], x: Tensor) -> list[Any]:
-    """Launch on the device of `x`; the compiled kernels."""
+    """Launch on the device of `x` and return the compiled kernels."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             return [launch.run() for launch in launches]
@@ -64,8 +65,9 @@ def run(launches: list[Launch], x: Tensor) -> list[Any]:
 
 
 def with_scratch(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call with our allocator set, in a copy of the context, so that the user's allocator stays
-    set."""
+    """Call `function` with our allocator in a copy of the context, which leaves the user's
+    allocator set.
+    """
     return copy_context().run(_call_with_scratch, function, *arguments)
 
 

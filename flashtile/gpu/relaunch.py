@@ -1,11 +1,11 @@
-"""Memoised launches: a call like an earlier one is launched without preparing its arguments anew.
+"""Memoised launches: a call like an earlier one is launched without preparing its arguments again.
 
 For a first call, the backend describes its launches (tensors with strides, numbers), and Triton
-inspects every argument (type, alignment, specialised values) to find the compiled kernel. Both cost
-more than the launch. A later call that differs only in the contents and addresses of its tensors
+inspects every argument (type, alignment, specialised values) to find the compiled kernel. Both take
+longer than the launch. A later call that differs only in the contents and addresses of its tensors
 reuses the earlier launches with its own tensors and goes straight to the compiled kernel, through
 the public interface ``compiled[grid](*arguments)``. Other calls are described again; a backend may
-say which of them share compiled kernels, such as packed batches, whose total is always new.
+declare that they share compiled kernels, such as packed batches, whose total length always differs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..lru import Memo
-from .rows import ALIGNMENT  # Triton compiles other code for tensors that start elsewhere
+from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
 
-if TYPE_CHECKING:  # it imports Triton
+if TYPE_CHECKING:  # the module imports Triton
     from .launch import Launch
 
 Tensors = tuple[Tensor | None, ...]
@@ -46,8 +46,8 @@ class Repeat(NamedTuple):
         self.launcher(*arguments)
 
 
-# What is known of a call without memoised launches. Many calls come only once, so the second call
-# decides whether launches can be repeated: those that read copies of tensors cannot.
+# States of a call without memoised launches. Many calls occur only once, so only the second call
+# determines whether its launches can be repeated; launches that read copies of tensors cannot.
 NEVER, ONCE, IMPOSSIBLE = "never", "once", "impossible"
 
 _repeats: Memo[Any, list[Repeat] | str] = Memo(1024)
@@ -62,16 +62,16 @@ def run_all(
     describe: Describe,
     config: Any = None,
 ) -> None:
-    """Launch what ``describe(given, made)`` says, on the device of the tensors.
+    """Make the launches of ``describe(given, made)`` on the device of the tensors.
 
     Args:
-        name: of the pass.
-        call: with the tensors, all that decides the launches.
-        given: the tensors of the call; the first one says the device.
-        made: those that were allocated for it, always in the same way.
-        describe: gives the launches, of the tensors as they are or of copies.
-        config: what decides the compiled kernels, if that is neither all of `call` nor the first
-            sizes of the tensors.
+        name: name of the pass.
+        call: hashable; together with the tensors' metadata, it determines the launches.
+        given: the tensors of the call; the first one determines the device.
+        made: the tensors that the call allocates, always in the same way.
+        describe: returns the launches, which read the tensors themselves or copies.
+        config: hashable; determines the compiled kernels, if these depend neither on all of `call`
+            nor on the first sizes of the tensors.
     """
     assert given[0] is not None
     device = given[0].device
@@ -92,7 +92,7 @@ def _run_all(
         for repeat in known:
             repeat.run(tensors)
         return
-    if known == ONCE:  # one tensor used twice in this call may be two in the next one
+    if known == ONCE:  # a tensor that this call passes twice may be two tensors in the next call
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     launches = describe(tensors[: len(given)], tensors[len(given) :])
     kind = key if config is None else (name, config, *map(_kind_of, given))
@@ -104,7 +104,7 @@ def _run_all(
 
 
 def _key(name: str, call: Any, given: Tensors) -> Any:
-    """All of a call except the addresses and the contents of its tensors."""
+    """Everything about a call except the addresses and the contents of its tensors."""
     assert given[0] is not None
     facts = [
         None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT)
@@ -114,14 +114,14 @@ def _key(name: str, call: Any, given: Tensors) -> Any:
 
 
 def _kind_of(x: Tensor | None) -> Any:
-    """What Triton looks at in a tensor; it takes the first length as it comes."""
+    """The properties of a tensor that Triton specialises on; the first size is not one of them."""
     if x is None:
         return None
     return x.device.index, x.dtype, x.shape[1:], x.stride(), x.data_ptr() % ALIGNMENT
 
 
 def _launched(launches: Sequence[Launch], kind: Any) -> list[Any]:
-    """Launch; the compiled kernels, None for one of no programs or where Triton interprets."""
+    """Launch and return the compiled kernels; None for an empty grid and under the interpreter."""
     compiled = _compiled.get(kind)
     if compiled is None:
         compiled = [launch.run() for launch in launches]
@@ -149,7 +149,7 @@ def ordered(launch: Launch) -> list[Any]:
 
 
 def repeat_of(launch: Launch, compiled: Any, tensors: Tensors) -> Repeat | None:
-    """How to make a launch again with other `tensors`; None for one that reads a copy of them."""
+    """How to repeat a launch with other `tensors`; None if it reads a copy of one of them."""
     numbers = _numbers_of(tensors)
     arguments, makers = ordered(launch), []
     try:
@@ -164,7 +164,7 @@ def repeat_of(launch: Launch, compiled: Any, tensors: Tensors) -> Repeat | None:
 
 
 def _numbers_of(tensors: Tensors) -> dict[Any, int]:
-    """Tensors by identity, and by where they start, which says all of a view of one of them."""
+    """Indices of the tensors by identity and by start address, which identifies their views."""
     present = [(number, x) for number, x in enumerate(tensors) if x is not None]
     starts = Counter(x.data_ptr() for _, x in present)
     by_start = {("at", x.data_ptr()): number for number, x in present if starts[x.data_ptr()] == 1}
@@ -177,10 +177,10 @@ def _number_of(x: Tensor, numbers: dict[Any, int]) -> int:
 
 
 def _maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
-    """What makes an argument out of other tensors; None for one that holds none.
+    """A function that makes an argument from other tensors; None if the argument has no tensor.
 
     Raises:
-        LookupError: it holds a tensor that is none of the call's.
+        LookupError: the argument has a tensor that is not one of the call's.
     """
     if isinstance(argument, Tensor):
         return itemgetter(_number_of(argument, numbers))
@@ -192,7 +192,7 @@ def _maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
 
 
 def _tuple_maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
-    """Of a named tuple."""
+    """`_maker` for a named tuple."""
     makers = [_maker(part, numbers) for part in argument]
     if not any(makers):
         return None
@@ -208,7 +208,7 @@ def _tuple_maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
 
 
 def _descriptor_maker(argument: Any, number: int) -> Make:
-    """Of a tensor described for TMA: the same description, without Triton's checks."""
+    """`_maker` for a TMA descriptor: it copies the descriptor without Triton's checks."""
     kind = type(argument)
     fields = {**vars(argument), "base": None}
 

@@ -1,4 +1,4 @@
-"""Tensors of head rows as kernel arguments. Triton takes named tuples.
+"""Tensors of head rows as kernel arguments, in named tuples, which Triton accepts.
 
 All strides count elements.
 """
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes, at which TMA and vector loads want rows to start
+ALIGNMENT = 16  # bytes; TMA and vector loads need rows that start at multiples of it
 
 
 class Rows(NamedTuple):
-    """A tensor of head rows: (batch, row, head, dim) strides; for pages the batch is the page."""
+    """A tensor of head rows and its strides; for pages `batch` is the stride of a page."""
 
     ptr: Tensor
     batch: int
@@ -41,5 +41,5 @@ def is_aligned(*tensors: Tensor) -> bool:
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """An optional tensor whose strides follow from its shape."""
+    """`x.contiguous()`, or None."""
     return None if x is None else x.contiguous()

@@ -1,7 +1,7 @@
 """Limits of split-KV partial results, which a caller's workspace must hold.
 
-They depend on sizes only: lengths on the GPU are not read, so one workspace serves a captured graph
-whose caches grow.
+They depend only on sizes, not on lengths on the GPU, so one workspace serves a captured graph whose
+caches grow.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 from .hardware import multiprocessors
 
 MAX_SPLITS = 256
-# Rows of partial results to a multiprocessor, one for each query, head and part: more would take
-# much memory for little time.
+# Largest number of rows of partial results per multiprocessor; a row belongs to one query, head and
+# part. More rows would take much memory and save little time.
 MOST_PART_ROWS = 512
 
 
 def workspace_size(
     tokens: int, heads: int, value_head_dim: int, num_splits: int, device: torch.device
 ) -> int:
-    """Bytes that partial results take at most, in calls of up to `tokens` query tokens."""
+    """Largest size in bytes of the partial results of calls with up to `tokens` query tokens."""
     rows = tokens * heads
     if device.type == "cpu" or num_splits == 1:
         return 0

@@ -1,5 +1,5 @@
-"""Operations beside attention, one folder each.
+"""Operations other than attention, one folder each.
 
-``formula.py`` is plain PyTorch: the definition, and what a CPU runs. ``kernel.py`` is the Triton
-kernel. ``op.py`` chooses between the two and registers the op: schema, fake, device keys.
+``formula.py`` is plain PyTorch: it defines the operation, and runs on a CPU. ``kernel.py`` is the
+Triton kernel. ``op.py`` chooses between the two and registers the op: schema, fake, device keys.
 """

@@ -1,4 +1,4 @@
-"""Attention in 8 bits: bring tensors to float8, and attend to them."""
+"""Attention in 8 bits: quantise tensors to float8, and attend to them."""
 
 from ..ops.quantize.formula import Quantized
 from ..ops.quantize.hadamard import rotation

@@ -1,4 +1,4 @@
-"""Attention in float8 for tensors in 16 bits, in one call, with gradients in 16 bits."""
+"""Float8 attention for 16-bit tensors in one call, with 16-bit gradients."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ def attention_fp8(
     backend: BackendName | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention whose products are made in float8 e4m3: `quantize_qkv`, then `attention`.
+    """Attention whose matrix products are in float8 e4m3: `quantize_qkv`, then `attention`.
 
-    Gradients are those of attention in 16 bits on the numbers that float8 holds, as if the
-    derivative of quantising were 1 (a straight-through estimate). There is no second derivative.
+    Gradients are those of 16-bit attention on the quantised numbers, as if the derivative of
+    quantising were 1 (a straight-through estimate). There is no second derivative.
 
     Args:
         q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`;
             float16, bfloat16 or float32.
         k, v: (batch, seq_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim).
         softmax_scale, causal, window_size, softcap: as in `flashtile.attention`.
-        scales, hadamard, hadamard_v, smooth_k, seed: as in `quantize_qkv`. Smoothing moves the
-            scores, so it excludes softcap.
+        scales, hadamard, hadamard_v, smooth_k, seed: as in `quantize_qkv`. Smoothing shifts the
+            scores, so it cannot be combined with softcap.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: packed sequences, as in
             `flashtile.attention_varlen`.
         return_lse: return (out, lse).
-        emulate: make the same roundings on the CPU, slowly, wherever the tensors are; without it, a
-            device that has no float8 kernel is an error.
+        emulate: emulate the kernel's roundings on the CPU, slowly, whatever the tensors' device.
+            Otherwise a device that has no float8 kernel is an error.
         backend: name of the backend to force.
 
     Returns:
@@ -83,7 +83,7 @@ def attention_fp8(
     check(q, k, v, layout, recipe)
     return_lse, emulate = checks.flag("return_lse", return_lse), checks.flag("emulate", emulate)
     if smooth_k and softcap != 0.0:
-        raise ValueError("smooth_k: got True with a softcap, want only one of them")
+        raise ValueError(f"smooth_k: got True with softcap={softcap}, want only one of them")
     options = {
         "softmax_scale": default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale,
         "causal": checks.flag("causal", causal),
@@ -104,7 +104,7 @@ def attention_fp8(
 
 
 class _Float8Attention(torch.autograd.Function):
-    """(out, lse) of q, k and v in 16 bits."""
+    """(out, lse) of float8 attention, from q, k and v before quantising."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class _Float8Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # what is saved does not lead back to q, k and v
+        if torch.is_grad_enabled():  # the saved tensors have no graph back to q, k and v
             raise NotImplementedError(
                 "flashtile: the second derivative of attention_fp8 is not implemented (the first "
                 "was asked for with create_graph=True)"
@@ -141,11 +141,11 @@ class _Float8Attention(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
-        """Those of q, k and v."""
+        """dq, dk and dv."""
         out, lse, *small = ctx.saved_tensors
         dq, dk, dv = in_16_bits(ctx, Quantized(*small), out, lse, dout, dlse)
         k_mean = small[-1]
-        if k_mean is not None and dlse is not None:  # of the shift that `forward` adds to lse
+        if k_mean is not None and dlse is not None:  # `forward` adds a shift to lse
             shift = shift_gradient(dlse, k_mean, small[0], ctx.layout)
             dq = dq + (shift * ctx.options["softmax_scale"]).to(dq.dtype)
         return dq, dk, dv
@@ -154,7 +154,7 @@ class _Float8Attention(torch.autograd.Function):
 def attend(
     small: Quantized, layout: Packed | None, options: Options, backend: BackendName | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of what is in float8."""
+    """(out, lse) of quantised tensors."""
     q, k, v, *descales, _ = small
     named = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     more = {**options, **named, "return_lse": True, "backend": backend}
@@ -167,13 +167,13 @@ def attend(
 
 
 def shift_of(q: Tensor, k_mean: Tensor, layout: Packed | None) -> Tensor:
-    """q_i . k_mean, laid out as the log-sum-exp."""
+    """q_i . k_mean, in the layout of the log-sum-exp."""
     means = means_of_queries(q, k_mean, layout)
     return (q.float() * means).sum(-1).transpose(-1, -2)
 
 
 def shift_gradient(dlse: Tensor, k_mean: Tensor, q: Tensor, layout: Packed | None) -> Tensor:
-    """Gradient of `shift_of` for q."""
+    """The gradient of `shift_of` with respect to q."""
     return dlse.transpose(-1, -2)[..., None] * means_of_queries(q, k_mean, layout)
 
 
@@ -189,9 +189,9 @@ def means_of_queries(q: Tensor, k_mean: Tensor, layout: Packed | None) -> Tensor
 def in_16_bits(
     ctx: Any, small: Quantized, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor]:
-    """dq, dk and dv of attention on the numbers that float8 holds, in their plain axes."""
+    """dq, dk and dv of 16-bit attention on the quantised numbers, without the Hadamard rotation."""
     recipe, layout = ctx.recipe, ctx.layout
-    # Every e4m3 number times a power of two is one of bfloat16's.
+    # bfloat16 holds every e4m3 number times a power of two.
     dtype = torch.float32 if ctx.dtype == torch.float32 else torch.bfloat16
     rows_q, rows_k = rows_of(small.q, small.k, layout)
     q = dequantized(small.q, small.q_descale, rows_q, FLOAT8_QUERY_BLOCK, dtype)

@@ -37,30 +37,31 @@ def quantize_qkv(
     rotary_interleaved: bool = False,
     **unknown: Never,
 ) -> Quantized:
-    """q, k and v in float8 e4m3, with scales that fit them.
+    """Quantise q, k and v to float8 e4m3.
 
-    A scale is the smallest power of two with which the largest finite magnitude fits e4m3 (448), so
-    that scaling rounds nothing. NaN and infinities become NaN and count for no scale.
+    A scale is the smallest power of two by which the largest finite magnitude can be divided to fit
+    e4m3 (448), so scaling itself rounds nothing. NaN and infinities become NaN and do not affect
+    the scales.
 
     Args:
         q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`;
             float16, bfloat16 or float32.
         k, v: (batch, seq_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim); the value head
             dim may differ.
-        scales: "tensor", "head" (one for each sequence and key head; that of q covers the query
-            heads of the group) or "block" (one for each 64 rows of q, or 128 of k and v, of a
-            head).
+        scales: "tensor" (one scale), "head" (one for each sequence and key head; the query heads
+            of a group share q's scale) or "block" (one for each 64 rows of q, or 128 rows of k and
+            v, of a head).
         hadamard: multiply q and k by `rotation(head_dim, seed)`, a Hadamard matrix with random
             signs, which spreads outliers and leaves the products of q and k as they are.
         hadamard_v: multiply v by `rotation(value_head_dim, seed)`; multiply the result of attention
             by its transpose.
         smooth_k: subtract the mean over a sequence's keys from k. The softmax stays the same; the
             log-sum-exp of query i decreases by ``softmax_scale * q_i . k_mean``.
-        seed: decides the signs of the rotation.
+        seed: determines the signs of the rotation.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths of packed sequences.
         max_seqlen_q, max_seqlen_k: upper bounds of their lengths.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate q and k first, each row by the
-            angles of its number in its sequence.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), tables to rotate q and k first, each
+            row by the angles of its position in its sequence.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of the two halves.
 
     Returns:
@@ -85,12 +86,12 @@ def quantize_qkv(
 
 
 def layout_of(*lengths: Any) -> Packed | None:
-    """How packed sequences lie, if they are packed; what is missing is found by `check`."""
+    """The layout of packed sequences, None if dense; `check` finds missing lengths."""
     return None if all(x is None for x in lengths) else Packed(*lengths)
 
 
 def check(q: Any, k: Any, v: Any, layout: Packed | None, recipe: Recipe) -> None:
-    """The checks that `flashtile.attention` makes, and those of what is told here."""
+    """Check the tensors as `flashtile.attention` does, and the options of quantising."""
     if layout is None:
         checks.dense(q, k, v)
     else:
@@ -107,7 +108,7 @@ def check(q: Any, k: Any, v: Any, layout: Packed | None, recipe: Recipe) -> None
 
 
 def check_rotary(rotary: Rotary, q: Tensor, k: Tensor, layout: Packed | None) -> None:
-    """Raise unless the tables reach over all rows."""
+    """Raise unless the tables cover all rows."""
     for name, table in (("rotary_cos", rotary.cos), ("rotary_sin", rotary.sin)):
         checks.rank(name, table, "positions, rotary_dim / 2")
         checks.same_device(name, table, q)
@@ -129,7 +130,7 @@ def quantized(
     layout: Packed | None,
     rotary: Rotary | None = None,
 ) -> Quantized:
-    """`quantize_qkv` of checked arguments."""
+    """`quantize_qkv` for checked arguments."""
     return quantize(q, k, v, recipe, *rows_of(q, k, layout), rotary)
 
 

@@ -1,4 +1,4 @@
-"""What judges a backend: the float64 reference, the tolerance rule and makers of inputs."""
+"""Tools to test a backend: the float64 reference, the tolerance rule and makers of inputs."""
 
 from __future__ import annotations
 

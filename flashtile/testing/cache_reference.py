@@ -1,4 +1,4 @@
-"""The reference for caches: append, rotate, then attend as in `reference.py`; the LSE merge."""
+"""The reference for caches (append, rotate, then attend as in `reference.py`) and for merging."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def attention_with_kvcache_reference(
     compute_dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> CacheReference:
-    """Append k, v to copies of the caches, then attend to what the caches hold.
+    """Append k, v to copies of the caches, then attend to the caches.
 
-    Arguments as in `flashtile.attention_with_kvcache`.
+    The arguments are those of `flashtile.attention_with_kvcache`.
     """
     B = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     float8 = k_cache.dtype if k_cache.dtype in FLOAT8 else None
@@ -108,7 +108,7 @@ def attention_with_kvcache_reference(
 def _stored(
     x: Tensor, float8: torch.dtype | None, dtype: torch.dtype, descale: Tensor | None, b: int
 ) -> Tensor:
-    """New tokens (T, Hk, D) of sequence `b`, given in `dtype`, as the cache holds them."""
+    """Convert new tokens (T, Hk, D) of sequence `b`, given in `dtype`, to the cache's numbers."""
     if float8 is None or dtype == float8:
         return x
     largest = torch.finfo(float8).max
@@ -125,7 +125,7 @@ def combine_reference(
     lse = lse_partial.to(compute_dtype)
     total = lse.logsumexp(0)
     weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0)).unsqueeze(-1)
-    # A split of weight zero counts as zeros, even if its buffer holds NaN.
+    # A split of weight zero contributes nothing, even if its buffer holds NaN.
     return torch.where(weight > 0, out_partial.to(compute_dtype) * weight, 0).sum(0), total
 
 
@@ -146,7 +146,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 def _slots(
     b: int, positions: Tensor, cache: Tensor, batch_idx: Tensor | None, page_table: Tensor | None
 ) -> tuple[Any, Tensor]:
-    """Where the cache keeps these positions of sequence b: (row or page, offset in it)."""
+    """The slots of these positions of sequence b in the cache: (row or page, offset in it)."""
     row = b if batch_idx is None else int(batch_idx[b])
     if page_table is not None:
         return page_table[row, positions // cache.shape[1]].long(), positions % cache.shape[1]

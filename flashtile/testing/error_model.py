@@ -2,13 +2,13 @@
 
 Plain PyTorch's error on few numbers is a matter of luck, and where terms cancel it may be 0:
 a row that sees one key has dQ = 0. A kernel that adds up the same terms in another order is then
-not wrong, though its error is more than twice as large. So the rule (`tolerance.py`) never allows
+not wrong, although its error is more than twice as large. So the rule (`tolerance.py`) never allows
 less than a few roundings of the terms themselves.
 
-`rounding_variance` makes the reference compute the squared size of the error that those roundings
-add up to, each independent of the others; `u` is the largest one of a number 1 (of float32; of
-float64 for float64 inputs), `e` is `EXPONENTIAL` and `l` is `LOGARITHM`. With P the probabilities,
-L the log-sum-exp and [x] the variance of x:
+`rounding_variance` makes the reference compute the variance of the error that these roundings add
+up to, if each is independent of the others. `u` is the largest rounding error of the number 1 (of
+float32; of float64 for float64 inputs), `e` is `EXPONENTIAL` and `l` is `LOGARITHM`. With P the
+probabilities, L the log-sum-exp and [x] the variance of x:
 
     [S]      (u/2 |scale| |q||k|)^2 + u^2 (S^2 + alibi^2 + bias^2)
     [L]      P^2 @ [S] + u^2 (2 L^2 + m^2 + 4 + l (L - m)^2), m the largest score of the row;
@@ -17,8 +17,9 @@ L the log-sum-exp and [x] the variance of x:
     [out]    ([P] @ v^2) and so on: every product has the variances of its factors ...
     [x @ y]  ... and, of its sum, (u/2 |x| @ |y|)^2
 
-The sum of n terms of random signs, added up one after the other, loses 0.4 u times their sizes' sum
-(Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.8 and chapter 4).
+Adding up n terms of random signs one after the other causes an error of 0.4 u times the sum of
+their magnitudes (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.8 and
+chapter 4).
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from torch import Tensor
 
 from .reference import Attend, ScoreRule, softmax_weights
 
-# Of how many standard deviations the floor is. Rounding errors are at most 1.7 of theirs.
+# The floor in standard deviations. A single rounding error is at most 1.7 standard deviations.
 DEVIATIONS = 6.0
 
-# The variances, in u^2, of the relative errors of a GPU's exponential and logarithm to base 2. All
+# The variances, in u^2, of the relative errors of a GPU's base-2 exponential and logarithm. All
 # errors up to the largest count as equally likely: largest^2 / 3.
-# - Triton makes ex2.approx of exp2. It is within 2 ulp of the correctly rounded result, so within
+# - Triton compiles exp2 to ex2.approx. It is within 2 ulp of the correctly rounded result, so within
 #   2.5 ulp of the exact one, and an ulp is at most 2 u.
 #   https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 # - The Hopper kernels call lg2.approx, with an error of at most 2^-22 = 4 u: absolute for numbers
 #   from 0.5 to 2, which the 4 in [L] covers ((4 u ln 2)^2 / 3 = 2.6 u^2), else relative. Triton
-#   makes libdevice's logarithm of log2, which is within 2 u.
+#   compiles log2 to libdevice's logarithm, which is within 2 u.
 #   https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-lg2
 EXPONENTIAL = 5**2 / 3
 LOGARITHM = 4**2 / 3
@@ -52,11 +53,12 @@ def floor_of(variance: Tensor) -> Tensor:
 
 
 def rounding_variance(dtype: torch.dtype) -> Attend:
-    """An `attend` for the reference that gives variances instead of results, for inputs of `dtype`.
+    """An `attend` for the reference that returns variances instead of results, for inputs of
+    `dtype`.
 
     Called in float64, the reference's `out`, `lse` and `probs` are then the variances of their
-    rounding errors, and the gradients that autograd finds are those of the gradients' errors: what
-    the reference does around `attend` only moves numbers and adds them up.
+    rounding errors, and autograd's gradients are the variances of the gradients' errors: the code
+    of the reference around `attend` only moves numbers and adds them up.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +69,7 @@ def rounding_variance(dtype: torch.dtype) -> Attend:
 
 
 def combine_variance(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """The variances of float32 `combine_reference` of the same parts."""
+    """The variances of `combine_reference` in float32 for the same parts."""
     u = _unit(torch.float32)
     parts, lse = out_partial.double(), lse_partial.double()
     total = lse.logsumexp(0)
@@ -80,8 +82,9 @@ def combine_variance(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, 
 def attention_in_float8(
     q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain PyTorch in float8, an `attend` for the reference: what is multiplied with v, which is
-    256 exp(S - row maximum), is rounded to e4m3."""
+    """Plain PyTorch in float8, an `attend` for the reference: the factors of v, 256 exp(S - row
+    maximum), are rounded to e4m3.
+    """
     weights, lse, probs = softmax_weights(q, k, rule)
     dead = (lse == -torch.inf)[..., None]
     largest = weights.amax(-1, keepdim=True)
@@ -94,7 +97,7 @@ def attention_in_float8(
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """The largest rounding of 1; twice that in float64, where the truth is rounded, too."""
+    """The largest rounding error of 1; twice that in float64, where the truth is rounded, too."""
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return eps if dtype == torch.float64 else eps / 2
 
@@ -135,9 +138,8 @@ class _Variance(torch.autograd.Function):
         L_var = _square_sum(P, S_var) + u**2 * (2 * L.square() + largest.square() + 4)
         L_var = L_var + u**2 * LOGARITHM * (L - largest).square()
         L_var = L_var.masked_fill(dead, 0)
-        P_var = P.square() * (
-            S_var + u**2 * (2 + EXPONENTIAL + from_L.square())
-        )  # beside that of its row's L
+        # Without the variance of the row's L, which is added below.
+        P_var = P.square() * (S_var + u**2 * (2 + EXPONENTIAL + from_L.square()))
         out = torch.einsum("bhmn,bnhd->bmhd", P * factor, v)
         out_var = (
             torch.einsum("bhmn,bnhd->bmhd", P_var * factor.square(), v.square())
@@ -163,7 +165,7 @@ class _Variance(torch.autograd.Function):
         dP_var = (u / 2 * sizes).square() + (u * dP).square()
         delta = rows(dO * out) - dL[..., None]
         delta_var = (
-            rows(dO.square() * (out_var + (ctx.stored * out).square()))  # as the out is stored
+            rows(dO.square() * (out_var + (ctx.stored * out).square()))  # `out` is stored rounded
             + (u / 2 * rows((dO * out).abs())).square()
             + u**2 * (delta.square() + dL.square()[..., None])
         )
@@ -227,7 +229,7 @@ def _scores(
 
 
 def _with_sink(x: Tensor, sink: Tensor | None, column: Tensor | float | None) -> Tensor:
-    """`x` (B, Hq, M, N) with the sink's column, where there is a sink."""
+    """`x` (B, Hq, M, N) with the sink's column, if there is a sink."""
     if sink is None:
         return x
     return torch.cat((x, torch.as_tensor(column, dtype=x.dtype).expand(sink.shape)), dim=-1)
@@ -246,7 +248,9 @@ def _bias_variance(
     L_var: Tensor,
     u: float,
 ) -> Tensor | None:
-    """Of dS summed as the bias is broadcast. The errors of delta and L are those of whole rows."""
+    """The variance of dbias: dS, summed over the dimensions in which the bias is broadcast. The
+    errors of delta and L are shared by whole rows.
+    """
     if bias is None:
         return None
     shape = bias.shape

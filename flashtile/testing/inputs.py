@@ -14,7 +14,7 @@ ODD_HEAD_DIMS = (1, 3, 8, 20, 33, 40, 64, 65)
 
 
 def generator(seed: int) -> Generator:
-    """A new CPU generator, so that making inputs does not advance PyTorch's global one."""
+    """A new CPU generator, so that making inputs does not advance PyTorch's global generator."""
     return Generator().manual_seed(seed)
 
 
@@ -64,7 +64,7 @@ def strided(x: Tensor, style: str) -> Tensor:
         view = buffer[5:].view(x.shape)
         view.copy_(x)
         return view
-    raise ValueError(f"style: got {style!r}, wanted one of {STRIDE_STYLES}")
+    raise ValueError(f"style: got {style!r}, want one of {STRIDE_STYLES}")
 
 
 STRIDE_STYLES = ("contiguous", "transposed", "sliced", "offset")
@@ -100,8 +100,8 @@ def paged(
     """Cut a cache (B, S, H, D) into shuffled pages.
 
     Returns pages (num_pages, page_size, H, D) and page_table (B, ceil(S / page_size)) int32. The
-    unused end of a last page holds NaN. The first `shared` pages of every sequence are those of
-    sequence 0, stored once. `spare` pages belong to no sequence and hold NaN.
+    unused end of a last page holds NaN. All sequences share the first `shared` pages of sequence 0.
+    `spare` pages belong to no sequence and hold NaN.
     """
     B, S, H, D = dense.shape
     columns = -(-S // page_size)
@@ -125,7 +125,7 @@ def tile_kinds(g: Generator, *shape: int, density: float = 0.6) -> Tensor:
 
 
 def dense_from_tiles(kinds: Tensor, tile_size: tuple[int, int], M: int, N: int) -> Tensor:
-    """A layout of full and empty tiles (..., nM, nN) as bool (..., M, N)."""
+    """Expand a layout of full and empty tiles (..., nM, nN) to bool (..., M, N)."""
     rows = torch.arange(M) // tile_size[0]
     cols = torch.arange(N) // tile_size[1]
     return kinds.bool()[..., rows[:, None], cols[None, :]]

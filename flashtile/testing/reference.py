@@ -1,8 +1,8 @@
 """The reference: dense attention in plain PyTorch with every option of the public API.
 
-Each backend is judged against this file. It materialises the whole score matrix, works in any
+Tests compare each backend with this file. It materialises the whole score matrix, works in any
 `compute_dtype` (float64 gives the truth, the inputs' own dtype gives "plain PyTorch") and leaves
-the gradients to autograd. Layouts are those of the public API. The references for packed sequences
+gradients to autograd. Layouts are those of the public API. The references for packed sequences
 (`varlen_reference.py`) and for caches (`cache_reference.py`) rearrange their inputs and call
 `attention_reference`.
 
@@ -32,30 +32,31 @@ class Reference:
 
 
 class ScoreRule(NamedTuple):
-    """What makes scores of q k, and weights of v of their softmax.
+    """The rule that turns q k into scores, and the softmax of the scores into weights of v.
 
     The tensors broadcast to (B, Hq, M, N), the sink to (B, Hq, M, 1).
     """
 
     scale: float
     softcap: float  # 0: none
-    alibi: Tensor | None  # what is subtracted: slope * distance
+    alibi: Tensor | None  # slope * distance, which is subtracted
     bias: Tensor | None
     hidden: Tensor  # bool
-    sink: Tensor | None  # the score of one more key, of value zero
+    sink: Tensor | None  # the score of one more key, whose value is zero
     factor: Tensor  # of dropout: 0, or 1 / (1 - p)
 
 
-# (out (B, M, Hq, Dv), lse (B, Hq, M), probs (B, Hq, M, N)) of q (B, M, Hq, D), k (B, N, Hq, D) and
-# v (B, N, Hq, Dv), already descaled and repeated.
+# A function from q (B, M, Hq, D), k (B, N, Hq, D) and v (B, N, Hq, Dv), already descaled and
+# repeated, to (out (B, M, Hq, Dv), lse (B, Hq, M), probs (B, Hq, M, N)).
 Attend = Callable[[Tensor, Tensor, Tensor, ScoreRule], tuple[Tensor, Tensor, Tensor]]
 
 
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(q k) v as the definition says; rows that see nothing give 0, -inf, 0 and zero
-    gradients."""
+    """softmax(q k) v by its definition; a row that sees no key has out 0, lse -inf, probs 0 and
+    zero gradients.
+    """
     weights, lse, probs = softmax_weights(q, k, rule)
     dead = (lse == -torch.inf).transpose(1, 2)[..., None]
     out = torch.einsum("bhmn,bnhd->bmhd", weights, v).masked_fill(dead, 0)
@@ -63,7 +64,7 @@ def softmax_attention(
 
 
 def softmax_weights(q: Tensor, k: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
-    """What v is multiplied with, the log-sum-exp, and the probabilities, negative where dropped."""
+    """The weights of v, the log-sum-exp, and the probabilities, negative where dropped."""
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * rule.scale
     if rule.softcap > 0:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
@@ -111,12 +112,12 @@ def attention_reference(
 
     Args:
         keep: bool (B, Hq, M, N), the dropout mask to apply with `dropout_p`.
-        attend: what computes the attention itself; the error model (`error_model.py`) has others
-            than the definition.
+        attend: function that computes attention itself; `error_model.py` passes others than the
+            definition.
 
     The other options are those of `flashtile.attention`.
     """
-    if qv is not None:  # q k + qv v is one product: of q beside qv with k beside v
+    if qv is not None:  # q k + qv v is the product of [q, qv] and [k, v]
         q, k = torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
     B, M, Hq, D = q.shape
     N, Hk = v.shape[1:3]
@@ -124,7 +125,7 @@ def attention_reference(
     live_q = torch.arange(M) < m_used[:, None]  # (B, M)
     live_k = torch.arange(N) < n_used[:, None]  # (B, N)
 
-    # What lies in the padding never counts, not even a NaN.
+    # Padding has no effect, even if it holds NaN.
     q = _descaled(q.to(compute_dtype), q_descale, FLOAT8_QUERY_BLOCK)
     k = _descaled(k.to(compute_dtype), k_descale, FLOAT8_KEY_BLOCK)
     v = _descaled(v.to(compute_dtype), v_descale, FLOAT8_KEY_BLOCK)

@@ -6,8 +6,8 @@ of the truth. Both come from the same inputs, so there is no table of tolerances
 exactly, and a NaN in the result always fails.
 
 Where terms cancel, plain PyTorch's error is no measure: it may be 0 by luck, and other orders of
-the same sums are equally correct. An element is therefore always allowed a few roundings of the
-terms that it is made of, its floor (`error_model.py`).
+the same sums are equally correct. Every element is therefore always allowed a floor: a few
+roundings of the terms that it is the sum of (`error_model.py`).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def assert_close(
     dtype: torch.dtype | None = None,
     seed: int | None = None,
 ) -> None:
-    """Raises AssertionError with the worst element when `got` breaks the rule.
+    """Raise AssertionError with the worst element if `got` breaks the rule.
 
     Args:
-        name: what is compared.
-        got, truth, plain: of one shape; `plain` is what plain PyTorch made.
-        floor: what every element, or each of them, is allowed at least.
+        name: name of the result that is compared.
+        got, truth, plain: tensors of one shape; `plain` is the result of plain PyTorch.
+        floor: error that is always allowed, for all elements or for each of them.
         dtype: the low precision; got's own by default.
-        seed: printed, to repeat the case.
+        seed: seed to print, to repeat the case.
     """
     where = f"{name} (seed {seed})" if seed is not None else name
     assert got.shape == truth.shape, (

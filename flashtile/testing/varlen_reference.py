@@ -1,4 +1,4 @@
-"""The reference for packed sequences: unpack to a padded batch, attend, pack again."""
+"""The reference for packed sequences: unpack them to a padded batch, attend, pack again."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def attention_varlen_reference(
     """Packed attention: unpack to padded batches, attend, pack again.
 
     q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv). With `page_table` (B, pages) int32,
-    k and v are pages (num_pages, page_size, Hk, D or Dv). Without cumulative lengths a side is
-    padded already, (B, length, heads, head_dim).
+    k and v are pages (num_pages, page_size, Hk, D or Dv). Queries or keys without cumulative
+    lengths are padded already, (B, length, heads, head_dim).
     """
     if page_table is not None:  # gathered pages are a padded batch
         k, v = (x[page_table.long()].flatten(1, 2) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Which keys a query sees, for the reference: by position and by a block mask."""
+"""Which keys a query sees by position and by a block mask, for the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def visible_keys(
     window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
 ) -> Tensor:
-    """Which key each query sees by position: bool (B, M, N).
+    """Which keys each query sees by position: bool (B, M, N).
 
     `m_used`, `n_used`: (B,) int64, the used lengths. Query i has the position
     `p = i + n_used - m_used` (bottom-right alignment).
@@ -41,9 +41,10 @@ def visible_keys(
 
 
 def window_sides(causal: bool, window_size: WindowSize) -> tuple[int | None, int | None]:
-    """(left, right), None where unbounded. -1 is unbounded too, but not in a `Window`; other
-    negative sides move the window past the query. Causal sets the right side to 0. A window
-    without any key is ignored.
+    """(left, right) with None for an unbounded side.
+
+    In `window_size` -1 is also unbounded, but not in a `Window`; other negative sides move the
+    window past the query. Causal sets the right side to 0. A window without any key is ignored.
     """
     left, right = window_size
     if not isinstance(window_size, Window):

@@ -1,4 +1,4 @@
-"""The CPU backend: always there, every option, exact."""
+"""The CPU backend: always available, with every option."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
 """Attention on float8 inputs with the roundings of the tensor cores.
 
 FlashAttention-3 (Shah et al. 2024), section 3.3. Products of e4m3 numbers are exact and are added
-up in float32. The weights ``P = exp(S - m)``, at most 1, are rounded to e4m3 before the product
-with V, as ``2**8 P``: that is below e4m3's largest number, 448, and keeps weights down to 2**-14
-out of its subnormal numbers. Row sums are those of the weights before they are rounded. The maximum
-``m`` of a row stays while scores exceed it by no more than `SLACK`, for the output so far need not
-be rescaled then; the weights are below 448 all the same, and their sum is taken against the same m.
+up in float32. The weights ``P = exp(S - m)``, at most 1, are multiplied by 2**8 and rounded to e4m3
+before the product with V. They stay below e4m3's largest number, 448, and weights down to 2**-14
+stay out of its subnormal numbers. The row sums add the weights before rounding.
 
-A rounding depends on the row maximum so far, so blocks and their order are those of the kernel:
-`FLOAT8_KEY_BLOCK` keys, the last block first.
+The row maximum is lazy: ``m`` does not change while scores exceed it by at most `SLACK`, because
+then the output so far need not be rescaled. The weights are still below 448, and the row sum uses
+the same m. A rounding depends on the row maximum so far, so blocks and their order are those of the
+kernel: `FLOAT8_KEY_BLOCK` keys, the last block first.
 
-Scales, one for each (batch, head) or one for each block of rows, stand outside of the products:
-those of Q and K multiply S, and the output so far is kept in the unit of the block of V that is
-added to it.
+Per-head and per-block scales are applied outside of the products: those of Q and K multiply S, and
+the output so far is kept in units of the scale of the last block of V that was added.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from . import tiles
 from .segments import KeyRun, Segment
 from .tiles import INFINITY, TileProblem, fold, unfold
 
-WEIGHT = 2.0**8  # what weights are multiplied with before they are rounded
-SLACK = 0.75 * math.log(2)  # how far a score may exceed the maximum; 2**8.75 is 431
+WEIGHT = 2.0**8  # factor on the weights before they are rounded
+SLACK = 0.75 * math.log(2)  # by how much a score may exceed the lazy row maximum; 2**8.75 is 431
 
 
 class Scales(NamedTuple):
-    """Factors of float8 numbers, broadcast over batch, query heads, rows and keys."""
+    """Scales of float8 inputs; they broadcast over batch, query heads, rows and keys."""
 
     q: Tensor  # (batch, heads, M or 1, 1)
     k: Tensor  # (batch, heads, 1, N or 1)
@@ -52,7 +51,7 @@ def scales(operands: Operands, segment: Segment) -> Scales:
 
 
 def query_factors(descale: Tensor | None, segment: Segment) -> Tensor:
-    """The factor of every query of a segment: (batch, heads, M or 1, 1)."""
+    """The scale of every query of a segment: (batch, heads, M or 1, 1)."""
     if descale is None or descale.dim() == 2:
         return per_head(key_factors(descale, segment), segment)
     factors = descale[segment.batch, segment.heads].float()
@@ -61,7 +60,7 @@ def query_factors(descale: Tensor | None, segment: Segment) -> Tensor:
 
 
 def key_factors(descale: Tensor | None, segment: Segment) -> Tensor:
-    """The factor of every key of a segment: (batch, kv_heads, N or 1, 1)."""
+    """The scale of every key of a segment: (batch, kv_heads, N or 1, 1)."""
     if descale is None:
         return torch.ones(1, 1, 1, 1)
     factors = descale[segment.batch, segment.kv_heads].float()
@@ -72,14 +71,15 @@ def key_factors(descale: Tensor | None, segment: Segment) -> Tensor:
 
 
 def per_head(factors: Tensor, segment: Segment) -> Tensor:
-    """Factors of key heads as those of query heads."""
+    """Repeat the scales of key heads for their query heads."""
     heads = segment.heads.stop - segment.heads.start
     return factors.repeat_interleave(heads // factors.shape[1], dim=1)
 
 
 def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
-    """O (batch, heads, M, Dv) and L (batch, heads, M), as `tiles.forward`; Q, K and V hold e4m3
-    numbers without their scales."""
+    """O (batch, heads, M, Dv) and L (batch, heads, M), as in `tiles.forward`; Q, K and V hold e4m3
+    numbers without their scales.
+    """
     batch, heads, M, _ = tp.Q.shape
     O_all = tp.Q.new_empty(batch, heads, M, tp.V.shape[-1])
     L_all = tp.Q.new_empty(batch, heads, M)
@@ -114,21 +114,21 @@ def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """`x`, not negative, rounded to e4m3; what is larger than its largest number becomes that."""
+    """`x`, which is not negative, rounded to e4m3 with saturation."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(max=largest).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def rows_of(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
-    """`x[start:stop]` along `dim`, where it is not broadcast."""
+    """`x[start:stop]` along `dim`, or `x` if it is broadcast along `dim`."""
     return x.narrow(dim, start, stop - start) if x.shape[dim] > 1 else x
 
 
 def blocks(tp: TileProblem, m0: int, m1: int) -> Iterator[KeyRun]:
     """The blocks of keys that some row of ``[m0, m1)`` sees, the last first.
 
-    They start at multiples of a block, as the kernel's do; under a block mask, which the kernel
-    does not have, also where its tiles do.
+    They start at multiples of the block size, as in the kernel. With a block mask, which the kernel
+    does not support, they also start where a tile of the mask starts.
     """
     if tp.mask.layout is not None:
         for run in reversed(list(tp.mask.key_runs(m0, m1, tp.BLOCK_N))):

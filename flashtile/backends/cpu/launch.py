@@ -1,4 +1,4 @@
-"""Runs a problem on the CPU: allocates outputs, walks the segments, calls the planned kernel."""
+"""Run a problem on the CPU: allocate outputs, loop over segments, call the planned kernel."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     q, v = operands.q, operands.v
     dtype, statistics = output_dtype(q.dtype), lse_dtype(q.dtype)
     parts = list(segments(problem, operands))
-    if len(parts) == 1 and parts[0].is_whole_call(problem):  # nothing to put together
+    if len(parts) == 1 and parts[0].is_whole_call(problem):  # no copy into larger tensors needed
         O, L = _segment_forward(problem, operands, parts[0], plan)
         return _as_call(O, dtype), L.to(statistics).contiguous()
-    # Rows outside of every segment (padding) keep these values.
+    # Rows that belong to no segment (padding) keep these values.
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
     lse = torch.full(lse_shape(operands), -torch.inf, dtype=statistics)
     for segment in parts:
@@ -39,14 +39,14 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Gradients:
-    """Gradients of a problem: accumulated as `lse`, returned in the operands' dtypes."""
+    """Gradients of a problem, added up in the dtype of `lse`, returned in the operands' dtypes."""
     plan = plan_backward(problem, dlse is not None)
     q, k, v = operands[:3]
     results = (out, lse, dout, dlse)
     dbias = _zeros_like(operands.bias if problem.bias_needs_grad else None, lse.dtype)
     dsink = _zeros_like(operands.sink, lse.dtype)
     parts = list(segments(problem, operands))
-    if len(parts) == 1 and parts[0].is_whole_call(problem):  # nothing to put together
+    if len(parts) == 1 and parts[0].is_whole_call(problem):  # no copy into larger tensors needed
         grads = _segment_backward(problem, operands, parts[0], plan, results, dbias, dsink)
         dq, dk, dv = (_as_call(g, x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     else:
@@ -163,8 +163,8 @@ def _native_backward(
 
 
 def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype` with adjacent elements in the last dimension: the native kernel assumes that,
-    unchecked.
+    """`x` in `dtype` with a contiguous last dimension, which the native kernel assumes without a
+    check.
     """
     x = x.to(dtype)
     return x if x.stride(-1) == 1 else x.contiguous()

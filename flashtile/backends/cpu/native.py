@@ -1,13 +1,14 @@
-"""Tiles made of PyTorch's own CPU flash kernel, merged by their log-sum-exp.
+"""Attention by PyTorch's own CPU flash kernel, one call per piece of the mask, merged by the
+log-sum-exp.
 
-The kernel knows full and square-causal attention and returns the log-sum-exp. Everything that a
-mask can cut into such pieces runs at its speed: bottom-right causal, windows, chunks, packed
-sequences, block masks, sinks. Its backward takes the output and log-sum-exp of the whole row, so
-pieces need no correction; a sink is just a larger log-sum-exp.
+The kernel supports full and square causal attention and returns the log-sum-exp. A mask that can be
+cut into such pieces runs at the kernel's speed: bottom-right causal, windows, chunks, packed
+sequences, block masks, sinks. The kernel's backward takes the output and log-sum-exp of the whole
+row, so pieces need no correction; a sink only makes the log-sum-exp larger.
 
 In 16 bits the kernel's backward rounds the gradients of K and V after every block of query rows
-and every head of a group. So a call gets few rows and one head of a group, and the results of the
-calls are added up in float32.
+and every head of a group. Therefore a call gets few rows and one head of a group, and the results
+of the calls are added up in float32.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ class Piece(NamedTuple):
         return x[:, :, self.m0 : self.m1]
 
     def keys(self, x: Tensor) -> Tensor:
-        """The piece's keys of k or v: a view of one span, or several joined."""
+        """The piece's keys of k or v: a view of one span, or several spans concatenated."""
         parts = [x[:, :, n0:n1] for n0, n1 in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def add_to_keys(self, total: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of `keys`."""
+        """Add the gradient of the piece's keys to `total`, the gradient of all keys."""
         sizes = [n1 - n0 for n0, n1 in self.spans]
         for (n0, n1), part in zip(self.spans, gradient.split(sizes, dim=2), strict=True):
             total[:, :, n0:n1] += part
 
 
 def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
-    """The kernel calls that cover what the mask leaves. Rows that see nothing may be in none."""
+    """The kernel calls that cover all visible scores. Rows that see no key may be in no piece."""
     for m0, m1 in mask.query_tiles(BLOCK_M):
         if mask.layout is not None:
             runs = list(mask.key_runs(m0, m1, mask.visibility.N))
@@ -71,15 +72,15 @@ def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
                 yield Piece(triangle.m0, m1, ((start, n0),), False, None)
             yield triangle
         elif start < stop:
-            # A mask costs the kernel little, so edges and middle go in one call that needs no
-            # merging.
+            # A mask costs the kernel little, so one call covers both edges and the middle, and
+            # needs no merging.
             full = full_start <= start and stop <= full_stop
             visible = None if full else mask.visibility.dense((m0, m1), (start, stop))
             yield Piece(m0, m1, ((start, stop),), False, visible)
 
 
 def _joined(runs: list[KeyRun], rows: int) -> Tensor | None:
-    """The masks of neighbouring runs side by side; None when nothing is masked."""
+    """Concatenate the masks of neighbouring runs; None if nothing is masked."""
     if all(run.visible is None for run in runs):
         return None
     everything = torch.ones(rows, 1, dtype=torch.bool)
@@ -93,11 +94,10 @@ def _joined(runs: list[KeyRun], rows: int) -> Tensor | None:
 
 
 def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
-    """The square under the causal diagonal of rows ``[m0, m1)``, less the rows before the first
-    key.
+    """The square under the causal diagonal of rows ``[m0, m1)``, without rows before the first key.
 
-    None when the mask is not causal there, when a left edge cuts in, or when the square is too
-    small for the kernel to skip anything of it.
+    None if the mask is not causal, if it has a left edge inside the square, or if the square is too
+    small for the kernel to skip any of its blocks.
     """
     visibility = mask.visibility
     if not any(isinstance(fact, Window) and fact.right == 0 for fact in visibility.facts):
@@ -114,7 +114,7 @@ def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
 
 
 def single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
-    """The piece, when one unmasked kernel call does the whole segment."""
+    """The piece that covers the whole segment, if one unmasked kernel call does; else None."""
     visibility = mask.visibility
     found = pieces(mask, BLOCK_M)
     first, second = next(found, None), next(found, None)
@@ -154,9 +154,9 @@ def forward(
                 attn_mask=_additive(piece.visible, q),
                 scale=scale,
             )
-            if piece.visible is not None:  # the kernel gives rows that see nothing an lse of 0
+            if piece.visible is not None:  # the kernel returns lse 0 for rows that see no key
                 lse_part.masked_fill_(~piece.visible.any(-1), -INFINITY)
-            if piece.m0 == previous_row:  # the rows have seen other keys before
+            if piece.m0 == previous_row:  # an earlier piece has other keys of these rows
                 out_part, lse_part = merge(piece.rows(out), piece.rows(lse), out_part, lse_part)
             piece.rows(out).copy_(out_part)
             piece.rows(lse).copy_(lse_part)
@@ -185,8 +185,8 @@ def backward(
     scale: float,
     BLOCK_M: int,
 ) -> NativeGradients:
-    """Gradients from the whole rows' `out` and `lse`; all in one dtype but the lse, in whose dtype
-    the gradients of several calls of the kernel are added up.
+    """Gradients from the whole rows' `out` and `lse`. All tensors but the lse have one dtype; the
+    gradients of several kernel calls are added up in the lse's dtype.
     """
     _, native_backward = kernels()
     whole = single_piece(mask, BLOCK_M)
@@ -195,8 +195,7 @@ def backward(
         return NativeGradients(
             *native_backward(dout, q, k, v, out, lse, 0.0, whole.causal, scale=scale)
         )
-    # Rows that see nothing have lse -inf; in a piece they are masked, and 0 keeps exp(-inf - lse)
-    # at 0.
+    # Rows that see no key have lse -inf, and exp(-inf - lse) would be NaN; with 0 it is 0.
     lse = lse.masked_fill(lse == -INFINITY, 0.0)
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for piece, member in product(pieces(mask, BLOCK_M), range(group)):
@@ -220,7 +219,7 @@ def backward(
 
 
 def _additive(visible: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask as the kernel wants it: 0 or -inf in the dtype of the queries."""
+    """The mask in the kernel's form: 0 or -inf in the dtype of the queries."""
     if visible is None:
         return None
     return torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -INFINITY)

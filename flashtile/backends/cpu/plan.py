@@ -1,4 +1,4 @@
-"""How the CPU backend runs a problem: PyTorch's kernel where it can, plain tiles for the rest."""
+"""How the CPU backend runs a problem: with PyTorch's kernel if possible, else with plain tiles."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ MAX_HEAD_DIM = 576
 # Rows and keys of a plain tile: large enough to hide PyTorch's cost per operation, small enough for
 # the cache.
 PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 256
-# Rows of a native tile under a mask with a left edge; smaller tiles waste fewer masked scores.
+# Rows of a native tile if the mask has a left edge; smaller tiles compute fewer masked scores.
 NATIVE_WINDOW_BLOCK_M = 64
-# From this many rows on the native kernel works in blocks of 256 rows, below in smaller ones.
+# With at least this many rows, the native kernel works in blocks of 256 rows; else in smaller ones.
 NATIVE_LARGE_BLOCKS = 768
-# Rows, at least, of a native tile of a backward in 16 bits, which rounds after every block of rows.
+# Smallest native tile, in rows, of a 16-bit backward, which rounds after every block of rows.
 NATIVE_ROUNDING_BLOCK_M = 1024
 
 
 class Plan(NamedTuple):
     """Kernel and tiles of one pass."""
 
-    # "native" (PyTorch's kernel on the pieces the mask leaves), "plain" (tiles.py) or "float8"
-    # (float8.py)
+    # "native" (PyTorch's kernel on the unmasked pieces), "plain" (tiles.py) or "float8" (float8.py)
     kernel: str
     compute_dtype: torch.dtype
     BLOCK_M: int
     BLOCK_N: int  # unused by the native kernel, which tiles the keys itself
-    reasons: tuple[str, ...]  # why the native kernel cannot do it
+    reasons: tuple[str, ...]  # why the native kernel cannot run the problem
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why the CPU backend cannot run `problem`; empty when it can."""
     reasons = []
-    if problem.device_type not in ("cpu", "meta"):  # meta tensors have sizes only
+    if problem.device_type not in ("cpu", "meta"):  # meta tensors have only sizes
         reasons.append(f"tensors are on {problem.device_type} (this backend: cpu)")
     return reasons + head_dim_reasons(problem, MAX_HEAD_DIM)
 
@@ -67,7 +66,7 @@ def describe_plan(problem: AttentionProblem) -> str:
 def _describe(plan: Plan) -> str:
     dtype = dtype_name(plan.compute_dtype)
     if plan.kernel == "native":
-        return f"PyTorch's CPU flash kernel on the pieces that the mask leaves, in {dtype}"
+        return f"PyTorch's CPU flash kernel on the unmasked pieces, in {dtype}"
     if plan.kernel == "float8":
         return (
             f"tiles of {plan.BLOCK_M} x {plan.BLOCK_N} with the roundings of a GPU's float8 units"
@@ -92,7 +91,7 @@ def _plan(problem: AttentionProblem, direction: str, lse_has_grad: bool) -> Plan
 
 def _native_rows(problem: AttentionProblem, is_rounding: bool) -> int:
     """Rows of a native tile: all of them, unless the visible keys have a left edge or the kernel
-    `is_rounding` its sums over rows as it goes.
+    rounds its sums over rows after every block (`is_rounding`).
     """
     options = problem.options
     if is_rounding:
@@ -106,14 +105,14 @@ def _native_rows(problem: AttentionProblem, is_rounding: bool) -> int:
 
 
 def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
-    """What PyTorch's kernel does not know."""
+    """The options of the problem that PyTorch's kernel does not support."""
     options = problem.options
     facts = (
         (problem.dtype in FLOAT8, "float8 inputs"),
         (problem.has_float8_keys, "float8 keys and values"),
         (problem.has_descale, "scales of float8 numbers"),
         (problem.Dv != problem.D, f"value head_dim {problem.Dv} is not {problem.D}"),
-        # It masks before it scales, and -inf times a scale of 0 or less is not -inf.
+        # The kernel masks before it scales, and -inf times a scale of 0 or less is not -inf.
         (options.softmax_scale <= 0, f"softmax_scale {options.softmax_scale} is not positive"),
         (options.softcap > 0, "softcap"),
         (options.dropout_p > 0, "dropout"),
@@ -125,10 +124,10 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
 
 
 def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> torch.dtype:
-    """float32 for 16-bit inputs, unless the kernel's matrix unit makes the 16-bit products faster.
+    """float32 for 16-bit inputs, unless a matrix unit of the CPU makes 16-bit products faster.
 
-    Without one the kernel converts inside its loops; converting once outside is faster. Pieces are
-    merged in float32, so only a forward that is a single piece stays in 16 bits.
+    Without a matrix unit the kernel converts inside its loops, and converting once outside is
+    faster. Pieces are merged in float32, so only a call of a single piece stays in 16 bits.
     """
     if problem.dtype in (torch.float32, torch.float64):
         return problem.dtype

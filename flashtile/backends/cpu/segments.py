@@ -1,8 +1,8 @@
-"""Cutting a call into segments: dense blocks of queries and keys that one mask covers.
+"""Cut a call into segments: dense blocks of queries and keys that share one mask.
 
-A dense call without lengths is one segment per few batch rows; packed, padded and paged calls are
-one segment per sequence; a block mask that differs between heads makes one segment per head. The
-kernels see plain (batch, heads, length, head_dim) tensors and need not know where these came from.
+A segment of a dense call without lengths holds a few batch rows; packed, padded and paged calls
+have one segment per sequence; a block mask that differs between heads makes one segment per head.
+The kernels get plain (batch, heads, length, head_dim) tensors, whatever the layout of the call.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from ...masks import FULL, PARTIAL, Visibility
 from ...problem import AttentionProblem, Operands
 
-# Score rows of one segment, over batch and heads: bounds the tiles' memory when the batch is large.
+# Batch rows times heads of one segment: bounds the tiles' memory when the batch is large.
 MAX_BATCH_HEADS = 64
 
 
 class KeyRun(NamedTuple):
-    """Keys ``[start, stop)`` that a query tile visits at once; `visible` is None where nothing is
+    """Keys ``[start, stop)`` that a query tile visits in one step; `visible` is None if no score is
     masked.
     """
 
@@ -41,7 +41,7 @@ class BlockLayout(NamedTuple):
 
 
 class SegmentMask(NamedTuple):
-    """Structural facts and block layout over the queries and keys of a segment."""
+    """Mask rules and block layout for the queries and keys of a segment."""
 
     visibility: Visibility
     layout: BlockLayout | None
@@ -54,12 +54,8 @@ class SegmentMask(NamedTuple):
             for m0 in range(block, min(block + step, M), rows):
                 yield m0, min(m0 + rows, block + step, M)
 
-    def key_runs(self, m0: int, m1: int, columns: int, stop: int | None = None) -> Iterator[KeyRun]:
-        """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`; the rest is
-        never touched.
-
-        `stop` leaves out the keys from there on.
-        """
+    def key_runs(self, m0: int, m1: int, columns: int) -> Iterator[KeyRun]:
+        """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`."""
         start, full_stop = self.visibility.key_range(m0)
         full_start, stop = self.visibility.key_range(m1 - 1)
         for span_start, span_stop, tile in self._spans(m0, start, stop):
@@ -72,8 +68,8 @@ class SegmentMask(NamedTuple):
                     yield KeyRun(n0, n1, self._visible(m0, m1, n0, n1, inside, tile))
 
     def _spans(self, m0: int, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-        """Spans of keys with the partial tile that covers each (None: the block mask hides nothing
-        there).
+        """Spans of keys, each with the partial tile that covers it (None if the block mask hides
+        no key of the span).
         """
         if self.layout is None or stop <= start:
             if start < stop:
@@ -81,7 +77,7 @@ class SegmentMask(NamedTuple):
             return
         BM, BN = self.layout.partial_tiles.shape[1:]
         kinds = self.layout.kinds[m0 // BM]
-        full_from: int | None = None  # neighbouring full tiles join into one span
+        full_from: int | None = None  # neighbouring full tiles are joined into one span
         for column in range(start // BN, (stop + BN - 1) // BN):
             tile_start, tile_stop = max(start, column * BN), min(stop, (column + 1) * BN)
             if kinds[column] == FULL:
@@ -109,21 +105,21 @@ class SegmentMask(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """One dense piece of a call: where its tensors lie and what its mask is."""
+    """One dense piece of a call: the location of its tensors, and its mask."""
 
     batch: slice  # sequences
     heads: slice  # query heads
     kv_heads: slice
     query_rows: slice  # in the sequence dimension of q
     key_rows: slice  # in the sequence dimension of k, or of the gathered pages
-    cache_row: int | None  # row of k and v, when it is not the batch's own
+    cache_row: int | None  # row of k and v, if it is not that of the batch
     pages: Tensor | None  # int64, the pages that hold the keys
     packed_queries: bool
     packed_keys: bool
     mask: SegmentMask
 
     def is_whole_call(self, problem: AttentionProblem) -> bool:
-        """Whether this one segment is all that there is, padding included."""
+        """Whether this segment covers the whole call, including padding."""
         return not (_ragged(problem) or self.packed_queries) and self.batch.stop == problem.B
 
     def queries(self, x: Tensor) -> Tensor:
@@ -149,8 +145,8 @@ class Segment:
         return x[row, self.key_rows, self.kv_heads].transpose(1, 2)
 
     def add_to_keys(self, total: Tensor, gradient: Tensor) -> None:
-        """Add `gradient` (batch, kv_heads, N, head_dim) where `keys` reads. Segments may share
-        keys.
+        """Add `gradient` (batch, kv_heads, N, head_dim) to the rows that `keys` reads. Segments may
+        share keys.
         """
         if self.pages is None:
             self.keys(total).add_(gradient)
@@ -180,9 +176,7 @@ class Segment:
 
 
 def segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
-    """The segments of a call. Lengths are read here, on the host that owns them, and clamped to the
-    tensors.
-    """
+    """The segments of a call. Lengths are clamped to the sizes of the tensors."""
     layouts = _Layouts.of(operands)
     sequences = (
         _dense_sequences
@@ -195,7 +189,7 @@ def segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]
 
 
 class _Sequence(NamedTuple):
-    """Rows of one segment before it is split by heads."""
+    """The rows of one segment before segments are split by heads."""
 
     batch: slice
     query_rows: slice
@@ -223,7 +217,7 @@ class _Sequence(NamedTuple):
 
 
 def _ragged(problem: AttentionProblem) -> bool:
-    """Sequences differ in length or offset, so each one is a segment."""
+    """Whether sequences may differ in length, offset or mask, so that each one is a segment."""
     return problem.has_lengths or problem.page_size > 0 or problem.block_tile is not None
 
 
@@ -287,7 +281,7 @@ class _Layouts(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands) -> _Layouts | None:
-        """None without a block mask."""
+        """The block mask of a call; None without one."""
         if operands.tile_kinds is None:
             return None
         assert operands.partial_index is not None and operands.partial_tiles is not None
@@ -305,8 +299,8 @@ class _Layouts(NamedTuple):
 def _head_groups(
     problem: AttentionProblem, layouts: _Layouts | None, b: int
 ) -> Iterator[tuple[slice, slice, BlockLayout | None]]:
-    """Query heads, key heads and layout of each segment: all heads at once unless their layouts
-    differ.
+    """Query heads, key heads and layout of each segment: all heads in one segment unless their
+    layouts differ.
     """
     if layouts is None or len(layouts.kinds[0]) == 1:
         layout = None if layouts is None else layouts.at(b, 0)

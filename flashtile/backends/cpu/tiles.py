@@ -1,13 +1,12 @@
 """FlashAttention in plain PyTorch, as the papers write it. Read this file first.
 
-The score matrix S (M queries x N keys) is visited in tiles; no more than one tile of it exists at a
-time.
+The score matrix S (M queries x N keys) is computed in tiles; only one tile of it exists at a time.
 
 - Forward: FlashAttention-2 (Dao 2023), algorithm 1. Each query tile keeps a running row maximum m,
-  a running row sum l and an unnormalised output O; a new key tile rescales what was there by
+  a running row sum l and an unnormalised output O; a new key tile rescales l and O by
   ``exp(m_old - m_new)`` (online softmax, Milakov and Gimelshein 2018).
 - Backward: FlashAttention-2, algorithm 2. The probabilities are recomputed from S and the stored
-  log-sum-exp L, and ``delta = rowsum(dO * O)`` stands for the row sums of P * dP.
+  log-sum-exp L, and ``delta = rowsum(dO * O)`` equals the row sums of P * dP.
 
 Symbols are the papers': Q, K, V, S, P, O, L (log-sum-exp), m (row maximum), l (row sum), dX
 gradients. All tensors are (batch, heads, length, head_dim) in one compute dtype. The query heads of
@@ -31,7 +30,7 @@ LOG2_E = math.log2(math.e)
 
 
 class ScoreRule(NamedTuple):
-    """What turns q.k into a score: scale, then softcap, then ALiBi, then bias."""
+    """The rule that turns q.k into a score: scale, then softcap, then ALiBi, then bias."""
 
     scale: float
     softcap: float  # 0: off
@@ -71,7 +70,7 @@ class TileProblem(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """Gradients of a segment; the bias's is added in place, where it is wanted."""
+    """Gradients of a segment. The gradient of the bias is added in place instead."""
 
     dQ: Tensor
     dK: Tensor
@@ -80,8 +79,8 @@ class TileGradients(NamedTuple):
 
 
 def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
-    """O (batch, heads, M, Dv) and L (batch, heads, M). Rows that see no key: O = 0, L = -inf (or
-    the sink).
+    """O (batch, heads, M, Dv) and L (batch, heads, M). A row that sees no key has O = 0 and
+    L = -inf (with a sink: the sink).
     """
     batch, heads, M, _ = tp.Q.shape
     O_all = tp.Q.new_empty(batch, heads, M, tp.V.shape[-1])
@@ -98,7 +97,7 @@ def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
             P = exp_(S.sub_(pivot))
             rescale = torch.exp(m - pivot)
             l = rescale * l + P.sum(-1, keepdim=True)
-            if tp.dropout is not None:  # after the row sum: dropout leaves the normalisation alone
+            if tp.dropout is not None:  # after the row sum: dropout does not affect normalisation
                 P.mul_(tp.dropout.factor(m0, m1, run, P.dtype))
             O.mul_(fold(rescale, tp.K)).add_(fold(P, tp.K) @ V)
             m = m_new
@@ -114,13 +113,13 @@ def backward(
     """Gradients from the stored log-sum-exp.
 
     Args:
-        L: (batch, heads, M), of the forward.
+        L: (batch, heads, M), from the forward.
         dO: (batch, heads, M, Dv).
-        delta: (batch, heads, M), ``rowsum(dO * O)`` less the gradient of L.
-        dbias: where to add the gradient of the bias, shaped as it; None when it is not wanted.
+        delta: (batch, heads, M), ``rowsum(dO * O)`` minus the gradient of L.
+        dbias: tensor of the bias's shape to which its gradient is added; None if not needed.
     """
     dQ, dK, dV = torch.zeros_like(tp.Q), torch.zeros_like(tp.K), torch.zeros_like(tp.V)
-    L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that saw nothing: P = exp(S - inf) = 0
+    L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that see no key: P = exp(S - inf) = 0
     for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
         Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
         dO_tile = fold(dO[:, :, m0:m1], tp.K)
@@ -166,9 +165,10 @@ def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
 def scores(
     tp: TileProblem, QK: Tensor, m0: int, m1: int, run: KeyRun, want_slope: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """S (batch, heads, rows, keys) of a tile from scaled Q K^T, -inf where masked; works in place.
+    """S (batch, heads, rows, keys) of a tile from scaled Q K^T, -inf where masked; overwrites `QK`.
 
-    With `want_slope` and a softcap also its derivative dS/d(QK), ``1 - tanh(QK / cap)^2``.
+    With `want_slope` and a softcap, also returns the derivative dS/d(QK), ``1 - tanh(QK /
+    cap)^2``.
     """
     S = unfold(QK, tp.Q)
     rule, slope = tp.score, None
@@ -189,18 +189,18 @@ def scores(
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp in place, by way of exp2, which PyTorch computes three times as fast on a CPU.
+    """exp in place, by exp2, which PyTorch computes three times as fast on a CPU.
 
-    What would come out subnormal, or make subnormal products, becomes 0: those numbers are far
-    below a rounding of any sum that they join, and processors compute with them many times slower.
+    Results that would be subnormal, or would give subnormal products, become 0. They are far below
+    a rounding of any sum that they are added to, and CPUs compute with them many times slower.
     """
     flush = math.log2(torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps)
     return torch.threshold_(x.mul_(LOG2_E), flush, -INFINITY).exp2_()
 
 
 def first_statistics(tp: TileProblem, rows: int) -> tuple[Tensor, Tensor]:
-    """m and l before the first key: nothing seen, or the sink, a key of logit `sink` whose value is
-    zero.
+    """m and l before the first key. A sink is a key of logit `sink` whose value is zero, which
+    comes first.
     """
     batch, heads = tp.Q.shape[:2]
     m = tp.Q.new_full((batch, heads, rows, 1), -INFINITY)
@@ -220,7 +220,7 @@ def sink_gradient(sink: Tensor | None, L: Tensor, delta: Tensor) -> Tensor | Non
 
 
 def bias_tile(bias: Tensor, m0: int, m1: int, run: KeyRun) -> Tensor:
-    """The part of `bias` (or of its gradient) over a tile; dimensions of size 1 stay."""
+    """The part of `bias` (or of its gradient) for a tile; broadcast dimensions keep size 1."""
     rows = slice(m0, m1) if bias.shape[2] > 1 else slice(None)
     keys = slice(run.start, run.stop) if bias.shape[3] > 1 else slice(None)
     return bias[:, :, rows, keys]

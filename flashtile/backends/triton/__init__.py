@@ -1,7 +1,7 @@
 """The portable GPU backend: Triton kernels for CUDA (sm_80 and newer) and ROCm.
 
-Triton is imported with the first launch, not with this module, so that `unsupported_reasons` can
-say that it is missing.
+The first launch imports Triton, not this module, so that `unsupported_reasons` can report that
+Triton is missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def describe_plan(problem: AttentionProblem) -> str:
     """The plan as text, for `explain`."""
     if problem.dtype in FLOAT8:
         forward_plan = describe_plan(float8.over_float8_keys(problem)).splitlines()[0]
-        return f"{forward_plan}, queries and weights in 16 bits over float8 keys and values"
+        return f"{forward_plan}, 16-bit queries and weights with float8 keys and values"
     config = plan.plan(problem, True).split.config
     count = multiprocessors(torch.device(problem.device_type))
     splits = splits_of(problem, config, count, problem.B * problem.M)

@@ -1,8 +1,6 @@
-"""What the kernels take, in named tuples: Triton accepts them as arguments, and None inside them
-costs nothing.
+"""The kernels' arguments in named tuples, which Triton accepts; None inside them costs nothing.
 
-All strides count elements. Everything here is put together on the host for every call, so it stays
-plain.
+All strides count elements. The host builds these tuples for every call, so they must be cheap.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class Bias(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Tensors that say where each sequence is, beyond the bounds in `Lengths`."""
+    """Tensors that locate each sequence, in addition to the bounds in `Lengths`."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -41,14 +39,14 @@ class Sequences(NamedTuple):
 
 
 class ScoreData(NamedTuple):
-    """What scores are computed with from products, and what kept probabilities are scaled with."""
+    """The numbers that turn products into scores, and the factor of kept probabilities."""
 
     scale: float
     softcap: float
-    drop_scale: float
+    drop_scale: float  # 1 / (1 - dropout_p)
     alibi_ptr: Tensor | None
     alibi_batch: int
-    # Scales of float8 numbers, per head, (B, Hk), or per block: see `scales.py`.
+    # Per-head scales (B, Hk) or per-block scales of float8 inputs: see `scales.py`.
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
@@ -58,8 +56,9 @@ class ScoreData(NamedTuple):
 
 
 class BlockMaskData(NamedTuple):
-    """A block mask: see `masks.BlockMask`; `has_batch` and `has_heads` are 0 where it is shared,
-    else 1."""
+    """A block mask: see `masks.BlockMask`. `has_batch` and `has_heads` are 0 if the mask is shared
+    over that dimension, else 1.
+    """
 
     kinds: Tensor | None
     partial_index: Tensor | None
@@ -69,8 +68,9 @@ class BlockMaskData(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The tiles to visit: full ones from the front of a row of `tiles`, masked ones at its end;
-    `counts` of both."""
+    """The tiles to visit. A row of `tiles` lists full tiles from its front and masked tiles from
+    its end; `counts` has the numbers of both.
+    """
 
     counts: Tensor | None
     tiles: Tensor | None
@@ -78,25 +78,24 @@ class Lists(NamedTuple):
     has_heads: int
 
 
-# Triton specialises the numbers inside of a tuple argument, so a tuple that holds lengths would
-# compile anew for new lengths. Those below are put together inside the kernels, from numbers that
-# are arguments of their own.
+# Triton specialises the numbers in a tuple argument, so a tuple that holds lengths would recompile
+# the kernel for new lengths. The kernels build the tuples below from separate arguments.
 
 
 class Lengths(NamedTuple):
-    """Bounds of all sequences, and the tensors that say more."""
+    """Bounds of all sequences, and the tensors that locate each sequence."""
 
     B: Any
     M: Any
     N: Any
     total_q: Any  # rows of a packed q
-    total_k: Any  # rows of a packed k, rows of a cache, or pages
+    total_k: Any  # number of rows of a packed k, rows of a cache, or pages
     page_columns: Any
     at: Any  # Sequences
 
 
 class Mask(NamedTuple):
-    """The numbers of the structural mask; which of them hold is in the plan."""
+    """The numbers of the mask rules; flags of `KernelConfig` select the rules."""
 
     left: Any
     right: Any
@@ -111,7 +110,7 @@ class Score(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A block mask with its strides, 0 where it is shared."""
+    """A block mask, its numbers of tile rows and columns, and the number of heads."""
 
     data: Any  # BlockMaskData
     rows: Any
@@ -123,7 +122,7 @@ NO_LISTS = Lists(None, None, 0, 0)
 NO_BLOCKS = BlockMaskData(None, None, None, 0, 0)
 NO_BIAS = Bias(None, 0, 0, 0, 0)
 
-# Arguments that change with lengths: never specialised.
+# Arguments that change with lengths; Triton must not specialise them.
 NUMBERS = (
     "B", "M", "N", "total_q", "total_k", "page_columns", "left", "right", "chunk", "heads",
     "mask_rows",

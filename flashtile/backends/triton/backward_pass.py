@@ -2,7 +2,8 @@
 
 `key_gradient_kernel` owns a tile of keys and loops over the queries that see it (dK, dV);
 `query_gradient_kernel` owns a tile of queries and loops over its keys (dQ). Both recompute P from
-the stored log-sum-exp. Every sum has one owner and one order, so results repeat bit for bit.
+the stored log-sum-exp. One program computes each sum in a fixed order, so results are bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def delta_kernel(out, dout, dlse_ptr, delta_ptr, rows_total, heads, cfg: tl.cons
 
 @triton.jit
 def load_stats(lse_ptr, delta_ptr, rows, M, MASKED: tl.constexpr):
-    """Log-sum-exp in base 2, and delta; rows that saw no key (or are past the end) get +inf, which
-    makes P zero."""
+    """Log-sum-exp in base 2, and delta. Rows that saw no key, or are past the end, get +inf, which
+    makes P zero.
+    """
     if MASKED:
         lse = tl.load(lse_ptr + rows, mask=rows < M, other=-float("inf"))
         delta = tl.load(delta_ptr + rows, mask=rows < M, other=0.0)
@@ -88,7 +90,7 @@ def recompute_p(
     MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):
-    """P = exp(S - lse) of a tile, either way round."""
+    """P = exp(S - lse) of a tile or of a transposed tile."""
     s_log2 = scores_log2(qk, rows, keys, (rows < M) & (keys < N), shift, b, h, score, cfg)
     p = tl.math.exp2(s_log2 * linear_scale(score, cfg) - lse_log2)
     if MASKED:
@@ -112,7 +114,8 @@ def add_queries(
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dK and dV: the queries [m0, m0 + BLOCK_M). Tiles of scores are transposed,
-    (BLOCK_N, BLOCK_M)."""
+    (BLOCK_N, BLOCK_M).
+    """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     shift = N - M
@@ -158,7 +161,7 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """dK and dV of one tile of keys of one key head, summed over the query heads of its group.
 
-    Both at once, or where the registers do not hold both, one of them (HAS_DK, HAS_DV).
+    HAS_DK and HAS_DV: which of them to compute; separate passes if registers do not hold both.
     """
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
@@ -170,8 +173,7 @@ def key_gradient_kernel(
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     kv_heads = heads // cfg.GROUP
     n_tiles = tl.cdiv(lengths.N, BLOCK_N)
-    # Under a causal mask the first keys are seen by most queries: the order is longest first as it
-    # is.
+    # Under a causal mask most queries see the first keys, so ascending order is already LPT order.
     tile, bh = head_swizzle(tl.program_id(0), n_tiles, lengths.B * kv_heads, cfg.HEAD_SWIZZLE)
     b = bh // kv_heads
     kv_head = bh % kv_heads
@@ -291,7 +293,7 @@ def query_gradient_kernel(
     m_tiles = tl.cdiv(lengths.M, BLOCK_M)
     tile, bh = head_swizzle(tl.program_id(0), m_tiles, lengths.B * heads, cfg.HEAD_SWIZZLE)
     if cfg.HAS_RIGHT:
-        tile = m_tiles - 1 - tile  # LPT order: the longest loops first
+        tile = m_tiles - 1 - tile  # LPT order: the longest KV loops first
     b = bh // heads
     h = bh % heads
     kv_head = h // cfg.GROUP

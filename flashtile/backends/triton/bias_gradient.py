@@ -1,7 +1,7 @@
 """Gradient of the bias: dS summed over the dimensions that were broadcast.
 
 A separate third pass, which needs neither atomics nor a score matrix in memory: a program
-owns a tile of the gradient and visits every tile of scores that reads it, in one fixed order.
+owns a tile of the gradient and visits every tile of scores that reads it, in a fixed order.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def bias_gradient_kernel(
     drop_threshold, IS_BATCH_SHARED: tl.constexpr, IS_HEAD_SHARED: tl.constexpr,
     IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the gradient `dbias`; the IS_X_SHARED flags name the dimensions that were
-    broadcast."""
+    """One tile of the gradient `dbias`. The IS_X_SHARED flags name the dimensions in which the bias
+    was broadcast.
+    """
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)
@@ -88,7 +89,7 @@ def bias_gradient_kernel(
     own_b = tl.program_id(0) // dbias_heads
     own_m = tl.program_id(1) * BLOCK_M
     own_n = tl.program_id(2) * BLOCK_N
-    # Bounds of the four sums; a dimension that is not shared is a sum of one.
+    # Bounds of the four sums; in a dimension that is not shared, the sum has one term.
     stop_b = lengths.B if IS_BATCH_SHARED else own_b + 1
     stop_h = heads if IS_HEAD_SHARED else own_h + 1
     stop_m = lengths.M if IS_ROW_SHARED else own_m + BLOCK_M

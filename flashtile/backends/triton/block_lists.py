@@ -1,9 +1,9 @@
 """Which tiles of a block mask to visit: a compact list for every tile of queries (or of keys, for
 dK and dV).
 
-The kernels loop over tiles of their own size, which need not be the block mask's. A tile is empty,
-full or partial by the block mask and by the structural mask together: empty ones are in no list,
-full ones are never masked.
+The tiles of a kernel need not have the size of the block mask's tiles. The block mask and the mask
+rules together make a tile empty, full or partial: empty tiles are in no list, and full tiles are
+not masked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .tiles import block_mask_start, key_span, query_span, visible_keys
 
 @triton.jit
 def block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg: tl.constexpr):
-    """(something visible, everything visible) by the block mask, of tiles [m0, m1) x [n0, n1)."""
+    """(any visible, all visible) in the tiles [m0, m1) x [n0, n1), by the block mask only."""
     ROWS: tl.constexpr = cfg.MASK_COVER_M
     COLUMNS: tl.constexpr = cfg.MASK_COVER_N
     any_seen = (m0 + n0) < 0
@@ -43,7 +43,8 @@ def list_tiles_kernel(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write one row of `lists`: the tiles that one tile of queries (BY_KEYS: of keys) visits, in
-    ascending order."""
+    ascending order.
+    """
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     blocks = Blocks(block_data, mask_rows, mask_columns, heads)

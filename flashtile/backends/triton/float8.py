@@ -1,7 +1,7 @@
-"""Float8 queries, by the kernel that reads a float8 cache under queries of 16 bits.
+"""Float8 queries, run by the kernel for 16-bit queries on a float8 cache.
 
-bfloat16 holds every float8 number, so the conversion of the queries rounds nothing. Weights stay in
-16 bits, where Hopper's float8 kernel rounds them to float8.
+bfloat16 holds every float8 number, so converting the queries rounds nothing. Weights stay in 16
+bits, whereas Hopper's float8 kernel rounds them to float8.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from . import plan
 
 
 def over_float8_keys(problem: AttentionProblem) -> AttentionProblem:
-    """The problem with its queries in 16 bits."""
+    """The problem with 16-bit queries."""
     return problem._replace(dtype=output_dtype(problem.dtype), has_float8_keys=True)
 
 

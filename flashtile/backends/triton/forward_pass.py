@@ -1,10 +1,10 @@
-"""The forward pass: FlashAttention-2 (Dao 2023), algorithm 1, a program a tile of queries.
+"""The forward pass: FlashAttention-2 (Dao 2023), algorithm 1, one program per tile of queries.
 
 Read `backends/cpu/tiles.py` first: the same algorithm in plain PyTorch. A program keeps its tile of
 Q, loops over the tiles of K and V that some row of it sees (the KV loop), and keeps a running
 maximum, a running sum and an unnormalised output.
 
-Few queries against many keys would leave most of a GPU idle. Then several programs share a KV loop
+With few queries and many keys, most of a GPU would be idle. Then several programs share a KV loop
 (`IS_SPLIT`; flash-decoding): each writes a partial (out, lse) for its share of the keys, and
 `ops/merge` merges them.
 """
@@ -112,7 +112,7 @@ def attend_keys(
 
 @triton.jit
 def weighted_sum(acc, rescale, p, v_tile, v_scale):
-    """The output so far, rescaled, plus P V; `v_scale`: of the values of a tile, or None."""
+    """The output so far, rescaled, plus P V; `v_scale` is the scale of the values, or None."""
     acc = acc * rescale[:, None]
     if v_scale is None:
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
@@ -123,8 +123,9 @@ def weighted_sum(acc, rescale, p, v_tile, v_scale):
 
 @triton.jit
 def split_range(full_count, masked_count):
-    """The steps of this program, [start, stop) of the full tiles and of the masked ones: its share
-    of the KV loop, which is split evenly among the programs of the grid's second axis."""
+    """The steps of this program, [start, stop) of the full tiles and of the masked tiles: its share
+    of the KV loop, which is split evenly among the programs of the grid's second axis.
+    """
     steps = full_count + masked_count
     part = tl.cdiv(steps, tl.num_programs(1))
     start = tl.minimum(tl.program_id(1) * part, steps)
@@ -143,7 +144,8 @@ def forward_kernel(
     """Output and log-sum-exp of one tile of queries; see `arguments.py` for what each argument
     holds.
 
-    IS_SPLIT: of its part of the keys; `out` (float32) and `lse_ptr` then have one slice a part.
+    IS_SPLIT: only for the program's part of the keys; `out` (float32) and `lse_ptr` then have one
+    slice per part.
     """
     if cfg.IS_CHAINED:
         let_next_kernel_start()
@@ -202,7 +204,7 @@ def forward_kernel(
         row_max = tl.load(sink_ptr + h).to(tl.float32) * LOG2E + tl.zeros([BLOCK_M, 1], tl.float32)
         row_max = tl.reshape(row_max, [BLOCK_M])
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
-        if cfg.IS_SPLIT:  # the first part has it; in the others it weighs nothing
+        if cfg.IS_SPLIT:  # only the first part has the sink; elsewhere its weight is 0
             row_max = tl.where(tl.program_id(1) == 0, row_max, -float("inf"))
     else:
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -270,7 +272,7 @@ def forward_kernel(
             drop_threshold, drop_key, True, cfg,
         )  # fmt: skip
 
-    # (BLOCK_M, 1): rows past the used length are padding, 0 and -inf whatever the sink
+    # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
     seen = (row_sum > 0.0) & (rows < M)

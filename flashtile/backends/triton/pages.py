@@ -1,4 +1,4 @@
-"""Tiles of keys and values from a cache cut into pages, whose numbers stand in a table."""
+"""Load tiles of keys and values from a paged cache, through a page table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .tiles import load_rows, load_tile
 
 @triton.jit
 def page_list(lengths, b):
-    """Where the page numbers of sequence `b` start; None without pages."""
+    """Pointer to the page indices of sequence `b`; None without pages."""
     pages = None
     if lengths.at.page_table is not None:
         pages = lengths.at.page_table + b.to(tl.int64) * lengths.page_columns
@@ -33,7 +33,7 @@ def load_paged_rows(
         offs = tl.arange(0, BLOCK)
         dims = tl.arange(0, BLOCK_DIM)[None, :]
         inside = n0 + offs < count
-        if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # the tile is some whole pages
+        if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # the tile consists of whole pages
             column = n0 // PAGE + tl.arange(0, BLOCK // PAGE)
             slot = offs % PAGE
             is_used = column * PAGE < count
@@ -49,7 +49,7 @@ def load_paged_rows(
         else:
             page = tl.load(pages + column)
         page = page_number(page, lengths)
-        if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # read once; now one for each row
+        if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # repeat each page for its rows
             page = tl.broadcast_to(page[:, None], [BLOCK // PAGE, PAGE])
             page = tl.reshape(page, [BLOCK])
         pointers = (base + dims * x.dim) + (slot * x.row)[:, None]
@@ -65,8 +65,8 @@ def load_paged_rows(
 
 @triton.jit
 def page_offset(page, x):
-    """Elements of `x` before a page; 64-bit, from one multiplication of 32 bits where that does."""
-    stride = page * 0 + x.batch  # as wide as the number came
+    """Elements of `x` before a page, 64-bit; by a 32-bit multiplication if the stride fits."""
+    stride = page * 0 + x.batch  # Triton passes the stride in 32 or 64 bits
     if stride.dtype == tl.int32:
         wide = stride.to(tl.uint32).to(tl.uint64)
         offset = (page.to(tl.uint32).to(tl.uint64) * wide).to(tl.int64)
@@ -77,7 +77,7 @@ def page_offset(page, x):
 
 @triton.jit
 def page_number(page, lengths):
-    """A page of the table, kept inside the cache."""
+    """A page index, clamped to the cache."""
     return tl.minimum(tl.maximum(page, 0), lengths.total_k - 1)
 
 

@@ -22,19 +22,20 @@ from ...problem import AttentionProblem
 from ..reasons import dotted, dtype_reasons, head_dim_reasons
 
 MAX_HEAD_DIM = 512
-# Of queries and keys in a forward only: the latent keys of DeepSeek's MLA, whose first 512 columns
-# are the values. The columns after the 512th (the tail) form a separate narrow tile.
+# Largest head dim of queries and keys without gradients: the latent keys of DeepSeek's MLA, whose
+# first 512 columns are the values. The columns after the 512th (the tail) are a separate narrow
+# tile.
 MAX_KEY_HEAD_DIM = 576
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# Above this head dim dK and dV are two passes: together they would not fit the registers.
+# Above this head dim dK and dV have separate passes, because both would not fit the registers.
 UNSPLIT_HEAD_DIM = 128
 
-# Scores of a call from which on descriptors pay.
+# Smallest number of scores of a call in which descriptors pay off.
 DESCRIPTOR_WORK = 2**24
 
-# Heads whose programs run side by side and share the L2 cache.
+# Number of heads whose programs run at the same time and share the L2 cache.
 HEAD_SWIZZLE = 8
 
 
@@ -44,7 +45,7 @@ PASSES = ("forward", "keys", "queries", "values")
 
 
 class Tile(NamedTuple):
-    """Rows and keys of a tile, and how the compiler spreads it."""
+    """Rows and keys of a tile, and the compiler's numbers of warps and stages."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -52,8 +53,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# One row a head dim (rounded up to a power of two), one tile for each of PASSES.
-# Shared memory a program, the limit of every row: sm_80 163 KiB; sm_86, sm_89, sm_120 99 KiB;
+# One row per head dim (rounded up to a power of two), one tile for each of PASSES.
+# Shared memory per program limits every row: sm_80 163 KiB; sm_86, sm_89, sm_120 99 KiB;
 # sm_90, sm_100 227 KiB; AMD CDNA 64 KiB.
 HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_80": {
@@ -80,7 +81,7 @@ HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: (Tile(128, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
         512: (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
     },
-    "pointers": {  # of sm_90 and sm_100, in calls too small for descriptors
+    "pointers": {  # for sm_90 and sm_100, in calls too small for descriptors
         64: (Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
         128: (Tile(64, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
         256: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2), Tile(64, 32, 8, 1)),
@@ -94,17 +95,17 @@ HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
     },
 }
 
-# A list of tiles is read at every step, so larger steps pay under a block mask.
+# With a block mask every step reads a list of tiles, so larger steps pay off.
 BLOCK_MASK_FORWARD: dict[str, dict[int, Tile]] = {
     "sm_90": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2)},
 }
 
-# Keys above MAX_HEAD_DIM come through pointers, and two tiles of them are under way; not measured.
+# Keys above MAX_HEAD_DIM are loaded through pointers, with two tiles in flight; not measured.
 WIDE_KEY_FORWARD = dict.fromkeys(("sm_80", "sm_90", "sm_100"), Tile(32, 32, 8, 2))
 
-# Up to FEW_ROWS rows of queries, as in decoding: time goes into reading keys and values, so two
-# programs share a multiprocessor and each has tiles under way. Where tiles are not multiplied by
-# warpgroups of 64 rows, up to 32. Here: keys of a tile, warps and stages.
+# Tiles (keys, warps, stages) for up to FEW_ROWS rows of queries, as in decoding. Reading keys and
+# values takes most of the time, so two programs share a multiprocessor and each has tiles in
+# flight. GPUs whose matrix instructions need no 64 rows (all but sm_90) use them for up to 32 rows.
 FEW_ROWS = 16
 FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_80": {64: (128, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2), 512: (16, 4, 2)},
@@ -113,22 +114,22 @@ FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_100": {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3), 512: (16, 4, 3)},
     "gfx": {64: (64, 4, 1), 128: (64, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
 }
-# The same for split KV loops, if it differs: fewer programs run at a time.
+# The same for split KV loops, where it differs: fewer programs run at a time.
 SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64, 4, 3)}}
-# For a float8 cache on all GPUs; for a paged one whose KV loop is not split, as measured.
+# The same for a float8 cache on all GPUs, and for a paged one whose KV loop is not split: measured.
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
 
-# float32 multiplies without tensor cores, everywhere alike.
+# float32 is multiplied without tensor cores, so its tiles are the same on all GPUs.
 SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)),
     128: (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1)),
     256: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-_forced: dict[str, Tile] = {}  # by `forced_tile`, in all threads
+_forced: dict[str, Tile] = {}  # set by `forced_tile`, for all threads
 
-# Which rows of `HALF` an architecture takes; a newer one takes the last.
+# The rows of `HALF` that an architecture uses; a newer architecture uses the last ones.
 ARCHITECTURES: dict[tuple[int, int], str] = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -140,16 +141,18 @@ ARCHITECTURES: dict[tuple[int, int], str] = {
     (12, 0): "sm_86",
     (12, 1): "sm_86",
 }
-# Rows of `HALF` whose tiles come through descriptors. (sm_120 has TMA too, but less
-# shared memory: its rows are sm_86's, which leave room for pointers.)
+# Rows of `HALF` whose tiles are loaded through descriptors. (sm_120 has TMA too, but less shared
+# memory: it uses the rows of sm_86, which leave room for pointers.)
 FOR_DESCRIPTORS = ("sm_90", "sm_100")
-# Run and measured; every other architecture has only been compiled for.
+# Architectures on which the kernels have run and been measured; for others they only compile.
 MEASURED = ((9, 0),)
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What a kernel is compiled for. Lengths and strides are not in here: they never recompile."""
+    """Compile-time parameters of a kernel; lengths and strides are not among them, so they never
+    recompile it.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -160,7 +163,7 @@ class KernelConfig:
     TAIL_D: int  # columns of queries and keys after D, which form a separate tile
     BLOCK_TAIL: int
     GROUP: int  # query heads that share a key head
-    IS_PACKED_GROUP: bool  # a tile holds rows of all of them
+    IS_PACKED_GROUP: bool  # a tile holds rows of all heads of a group
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -173,11 +176,11 @@ class KernelConfig:
     MASK_COVER_M: int  # tiles of the block mask that one of ours may touch
     MASK_COVER_N: int
     HEAD_SWIZZLE: int
-    HAS_FLOAT8_KEYS: bool  # and values, under queries of 16 bits
-    PAIR: int  # numbers of K and V that come as one: 2 of float8 (`tiles.unpack_pairs`), else 1
-    HAS_DESCRIPTORS: bool  # tiles come through Hopper's TMA
+    HAS_FLOAT8_KEYS: bool  # float8 keys and values with 16-bit queries
+    PAIR: int  # numbers of K and V per loaded word: 2 for float8 (`tiles.unpack_pairs`), else 1
+    HAS_DESCRIPTORS: bool  # tiles are loaded by TMA
     IS_SPLIT: bool  # several programs share the KV loop
-    IS_CHAINED: bool  # launched early after an append; the merge is launched early after it
+    IS_CHAINED: bool  # launched early after an append, and the merge early after this kernel
 
 
 class KernelPlan(NamedTuple):
@@ -189,14 +192,13 @@ class KernelPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The kernels of a call; `scores` has small tiles for the bias gradient and the
-    probabilities."""
+    """The kernels of a call; `scores` has small tiles for dbias and the probabilities."""
 
     forward: KernelPlan
     split: KernelPlan  # the forward whose KV loop is split
     keys: KernelPlan
     queries: KernelPlan
-    values: KernelPlan | None  # None: `keys` makes dV as well
+    values: KernelPlan | None  # None: `keys` also computes dV
     scores: KernelPlan
 
 
@@ -226,7 +228,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def _forward_only_reasons(problem: AttentionProblem) -> list[str]:
-    """What keys wider than MAX_HEAD_DIM are not for."""
+    """What keys wider than MAX_HEAD_DIM do not support."""
     facts = (
         (problem.needs_grad, "gradients"),
         (problem.wants_probabilities, "probabilities"),
@@ -249,7 +251,9 @@ def _lacks_float8(capability: tuple[int, int] | None) -> bool:
 
 
 def _is_too_wide_to_train(problem: AttentionProblem) -> bool:
-    """The smallest tiles of q, k, v and dO in float32 above head dim 256 take 128 KiB."""
+    """Whether the backward does not fit shared memory: above head dim 256, the smallest float32
+    tiles of q, k, v and dO take 128 KiB.
+    """
     wide = problem.dtype == torch.float32 and max(problem.D, problem.Dv) > 256
     return wide and problem.needs_grad and architecture(problem.capability) == "sm_86"
 
@@ -265,7 +269,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     head_dim = max(problem.D, problem.Dv)
     table = architecture(problem.capability)
     if table in FOR_DESCRIPTORS and not described:
-        table = "pointers"  # which take registers
+        table = "pointers"  # smaller tiles, because pointers take registers
     forward, keys, queries, *values = tiles_for(table, problem.dtype, head_dim)
     if problem.block_tile is not None and problem.dtype != torch.float32:
         forward = BLOCK_MASK_FORWARD.get(architecture(problem.capability), {}).get(
@@ -277,14 +281,14 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     packed = problem.group > 1 and problem.block_tile is None and rows <= forward.BLOCK_M // 2
     if packed:
         rows *= problem.group
-    if problem.has_bias:  # a tile of bias takes registers as well
+    if problem.has_bias:  # a tile of bias takes registers, too
         forward = forward._replace(
             BLOCK_M=min(forward.BLOCK_M, 64), BLOCK_N=min(forward.BLOCK_N, 64)
         )
     scores = Tile(min(queries.BLOCK_M, 64), min(queries.BLOCK_N, 64), queries.warps, 1)
     split = _for_few_rows(forward, rows, problem, is_split=True)
     forward = _for_few_rows(forward, rows, problem, is_split=False)
-    if problem.page_size > 0:  # half of the stages are for the page numbers that loads wait for
+    if problem.page_size > 0:  # half of the stages load the page indices that other loads need
         forward, split = (tile._replace(stages=2 * tile.stages - 1) for tile in (forward, split))
     paired = aligned and problem.has_float8_keys and problem.D % 2 == problem.Dv % 2 == 0
     return Plan(
@@ -298,7 +302,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
 
 
 def tiles_for(name: str, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
-    """Tiles of `PASSES` by the name in `HALF`: measured ones if there are any, else the table's."""
+    """Tiles of `PASSES` for a name in `HALF`: measured tiles if there are any, else the table's."""
     column = column_of(head_dim)
     if dtype == torch.float32:
         return SINGLE[column]
@@ -317,10 +321,10 @@ def passes_of(head_dim: int) -> tuple[str, ...]:
 
 @contextmanager
 def forced_tile(kernel: str, tile: Tile) -> Iterator[None]:
-    """One pass with one tile, for measuring it: in all threads, inside the block."""
+    """Force one pass to use one tile, to measure it: for all threads, within the block."""
     global _forced
     before, _forced = _forced, _forced | {kernel: tile}
-    clear_caches()  # plans, and all that was made of them
+    clear_caches()  # plans, and everything derived from them
     try:
         yield
     finally:
@@ -335,7 +339,9 @@ def column_of(head_dim: int) -> int:
 
 @memoised(8)
 def tuned(name: str) -> dict[str, dict[str, Sequence[int]]]:
-    """What `flashtile tune` measured, {head dim: {pass: tile}}; the user's own results win."""
+    """The tiles that `flashtile tune` found, {head dim: {pass: tile}}; the user's own results
+    override the installed ones.
+    """
     found: dict[str, dict[str, Sequence[int]]] = {}
     for folder in (Path(__file__).with_name("configs"), tuned_folder()):
         path = folder / f"{name}.json"
@@ -346,7 +352,7 @@ def tuned(name: str) -> dict[str, dict[str, Sequence[int]]]:
 
 
 def tuned_folder() -> Path:
-    """Where `flashtile tune` writes: FLASHTILE_CACHE, or the user's cache folder."""
+    """The folder that `flashtile tune` writes to: FLASHTILE_CACHE, or the user's cache folder."""
     chosen = os.environ.get("FLASHTILE_CACHE")
     if chosen:
         return Path(chosen)
@@ -365,9 +371,10 @@ def architecture(capability: tuple[int, int] | None) -> str:
 
 
 def _pays_descriptors(problem: AttentionProblem) -> bool:
-    """Descriptors cost a few microseconds a launch, which only larger calls win back.
+    """Whether tiles are loaded through descriptors.
 
-    float32 reads its operands from registers, where descriptors only spill.
+    Descriptors cost a few microseconds per launch, which only larger calls regain. In float32,
+    operands are read from registers, and descriptors only cause spills.
     """
     work = problem.B * problem.Hq * problem.M * problem.N
     half = problem.dtype != torch.float32 and problem.page_size == 0
@@ -392,7 +399,8 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
     if splits > 1:
         lines[0] += f", keys split into {splits} parts"
     if problem.capability not in MEASURED:
-        lines.append(f"this architecture ({_device(problem)}) has been compiled for, never run on")
+        device = _device(problem)
+        lines.append(f"untested: the kernels compile for {device}, but have never run on it")
     return "\n".join(lines)
 
 
@@ -440,7 +448,7 @@ def _kernel_plan(
 
 
 def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bool) -> Tile:
-    """A lower tile where the usual one would be mostly padding."""
+    """A tile with fewer rows if `tile` would be mostly padding; else `tile`."""
     name, head_dim = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
     if problem.dtype != torch.float32 and problem.block_tile is None:
         few = FEW_ROWS_FORWARD[name][head_dim]
@@ -461,7 +469,7 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
 
 
 def _fit(block: int, mask_tile: int) -> int:
-    """`block`, or the power of two that divides a block mask's tile, if that is not tiny."""
+    """`block`, or a smaller power of two (at least 32) that divides a block mask's tile."""
     divisor = mask_tile & -mask_tile
     return divisor if 32 <= divisor < block else block
 
@@ -473,10 +481,11 @@ def _cover(block: int, mask_tile: int) -> int:
 
 
 def padded(head_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
-    """The next power of two, at least 16: what the matrix units multiply.
+    """The next power of two, at least 16, the smallest size that matrix units multiply.
 
-    At least 64 where tiles are multiplied out of shared memory (Hopper on, 16 bits): of narrower
-    tiles Triton 3.6 reads keys past the sixteenth at wrong addresses, even outside of the tile.
+    At least 64 if tiles are multiplied from shared memory (16 bits on Hopper and newer): for
+    narrower tiles, Triton 3.6 reads keys past the sixteenth at wrong addresses, even outside of the
+    tile.
     """
     reads_shared = hardware.has_tma(capability) and dtype != torch.float32
     return max(64 if reads_shared else 16, 1 << (head_dim - 1).bit_length())

@@ -1,7 +1,7 @@
-"""Scales of float8 queries, keys and values, as the forward loads them.
+"""Load the scales of float8 queries, keys and values in the forward.
 
-A per-head scale is the same for all tiles of a KV loop. Per-block scales stand for
-`FLOAT8_QUERY_BLOCK` queries of a head, (B, Hq, blocks of M), and for `FLOAT8_KEY_BLOCK` keys of a
+A per-head scale is the same for all tiles of a KV loop. A per-block scale belongs to
+`FLOAT8_QUERY_BLOCK` queries of a head, (B, Hq, blocks of M), or to `FLOAT8_KEY_BLOCK` keys of a
 key head, (B, Hk, blocks of N). Blocks are counted from the start of each sequence.
 """
 
@@ -18,7 +18,7 @@ KEY_BLOCK = tl.constexpr(FLOAT8_KEY_BLOCK)
 
 @triton.jit
 def head_scale(descale, b, kv_head, heads, cfg: tl.constexpr):
-    """The per-head scale, from (B, Hk); 1 without."""
+    """The per-head scale, from (B, Hk); 1 without scales."""
     scale = 1.0
     if descale is not None:
         scale = tl.load(descale + b * (heads // cfg.GROUP) + kv_head).to(tl.float32)
@@ -27,8 +27,9 @@ def head_scale(descale, b, kv_head, heads, cfg: tl.constexpr):
 
 @triton.jit
 def query_scales(score, b, h, kv_head, rows, count, heads, lengths, cfg: tl.constexpr):
-    """What the products of every row are multiplied with: a scalar, or (BLOCK_M, 1) with per-block
-    scales, where `key_block_scale` still misses."""
+    """The factor of every row's products: the product of the scales of q and k, a scalar; or, with
+    per-block scales, only that of q, (BLOCK_M, 1), and `key_block_scale` is another factor.
+    """
     if score.data.q_block_descale is not None:
         block = (b * heads + h) * tl.cdiv(lengths.M, QUERY_BLOCK) + rows // QUERY_BLOCK
         scales = tl.load(score.data.q_block_descale + block, mask=rows < count, other=1.0)
@@ -41,13 +42,15 @@ def query_scales(score, b, h, kv_head, rows, count, heads, lengths, cfg: tl.cons
 
 @triton.jit
 def first_key_block(b, kv_head, heads, lengths, cfg: tl.constexpr):
-    """Where the per-block scales of a sequence's keys and values start."""
+    """Index of the first per-block scale of a sequence's keys and values."""
     return (b * (heads // cfg.GROUP) + kv_head) * tl.cdiv(lengths.N, KEY_BLOCK)
 
 
 @triton.jit
 def key_block_scale(descale, first, n0, BLOCK_N: tl.constexpr):
-    """The scale of the keys or values [n0, n0 + BLOCK_N), which lie in one block; None without."""
+    """The scale of the keys or values [n0, n0 + BLOCK_N), which are in one block; None without
+    per-block scales.
+    """
     tl.static_assert(KEY_BLOCK % BLOCK_N == 0)
     scale = None
     if descale is not None:

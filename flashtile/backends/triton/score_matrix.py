@@ -1,4 +1,4 @@
-"""The softmax probabilities themselves, quadratic in memory: for inspection, not for training."""
+"""The softmax probabilities, quadratic in memory: for inspection, not for training."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def probabilities_kernel(
     page_columns, left, right, chunk, heads, mask_rows, mask_columns, drop_threshold,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """P = exp(S - lse) of one tile, negative where dropped; elements that are not visible are left
-    as they are."""
+    """P = exp(S - lse) of one tile, negative where dropped; elements that are not visible are not
+    written.
+    """
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)

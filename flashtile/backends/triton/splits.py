@@ -1,7 +1,7 @@
 """How many programs share the KV loop of one tile of queries (split-KV, flash-decoding).
 
-Pure Python, from sizes only: lengths on the GPU are not read, so one choice serves a captured graph
-whose caches grow.
+The choice depends only on sizes, not on lengths on the GPU, so a captured graph stays valid while
+its caches grow.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from ...lru import memoised
 from ...problem import AttentionProblem
 from .plan import KernelConfig
 
-# Programs that one multiprocessor (SM) runs side by side: tiles of few rows leave room for them.
+# Programs that one multiprocessor (SM) runs at the same time; tiles of few rows leave room for two.
 PROGRAMS_PER_SM = 2
 # Slowdown of an SM that runs a single program, which does not saturate memory bandwidth.
 SINGLE_PROGRAM_SLOWDOWN = 1.08
-# In steps of the KV loop: starting a program; the merge launch, and reading 32 parts in it.
+# Costs in steps of the KV loop: starting a program; launching the merge, and reading 32 parts.
 START_STEPS = 1.5
 COMBINE_STEPS, COMBINE_STEPS_OF_32 = 3, 1
-# Queries, each of every head that shares a key head, up to which a call is decoding: latent keys
-# (DeepSeek's MLA) are shared by 128 heads.
+# Largest number of rows, queries times the heads that share a key head, of a call that counts as
+# decoding: 128 heads share the latent keys of DeepSeek's MLA.
 FEW_QUERIES = 128
 
 
 def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, tokens: int) -> int:
-    """How many parts the KV loop of every program of `config` is split into.
+    """Number of parts into which the KV loop of every program of `config` is split.
 
-    The caller's number if there is one. By default only calls of few queries (decoding) are split:
-    otherwise the tiles of queries are enough programs.
+    The caller's number, if given. By default only calls with few queries (decoding) are split; in
+    other calls, the tiles of queries are enough programs.
 
     Args:
-        tokens: rows of the queries, including packed ones of no sequence: parts have rows for them.
+        tokens: rows of q, including packed rows of no sequence, for which parts have rows, too.
     """
     asked = problem.options.num_splits
     if asked > 0 or 0 in (problem.B, problem.M, problem.N, tokens):
@@ -49,8 +49,8 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, to
 def fastest_splits(programs: int, steps: int, sm_count: int, most: int = MAX_SPLITS) -> int:
     """The cheapest number of parts, up to `most`, for `programs` KV loops of `steps` steps.
 
-    Programs that run side by side share the memory bandwidth, so a round of them takes as many
-    steps as the fullest SM has programs. Of equally cheap numbers, the smallest.
+    Programs that run at the same time share the memory bandwidth, so a round takes time in
+    proportion to the number of programs on the fullest SM. Of equally cheap numbers, the smallest.
     """
 
     def cost(splits: int) -> float:
@@ -64,7 +64,7 @@ def fastest_splits(programs: int, steps: int, sm_count: int, most: int = MAX_SPL
 
 
 def _longest_loop(problem: AttentionProblem) -> int:
-    """Keys that the tile of queries may see at most."""
+    """Largest number of keys that the tile of queries may see."""
     longest, options = problem.N, problem.options
     if options.window_left is not None and options.window_right is not None:
         longest = min(longest, options.window_left + options.window_right + problem.M)

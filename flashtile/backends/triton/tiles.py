@@ -1,9 +1,9 @@
-"""Operations on one tile, which the kernels are made of.
+"""Operations on one tile, from which the kernels are built.
 
-A tile of scores has rows (queries) and keys. Row and key numbers arrive as tensors that broadcast
-against each other, (BLOCK_M, 1) with (1, BLOCK_N) or, in kernels that hold the transposed tile, (1,
-BLOCK_M) with (BLOCK_N, 1): every operation below works either way round. Scores are in base 2
-(suffix `_log2`): the hardware's exponential is 2**x.
+A tile of scores has rows (queries) and keys. Row and key indices are tensors that broadcast against
+each other, (BLOCK_M, 1) with (1, BLOCK_N) or, in kernels that hold the transposed tile, (1,
+BLOCK_M) with (BLOCK_N, 1): every operation below works for both. Scores are in base 2 (suffix
+`_log2`), because the hardware's exponential is 2**x.
 
 Arguments are grouped into the tuples of `arguments.py`; an absent tensor is None, which costs
 nothing at run time.
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import LOG2E
 
-# The interpreter knows no assembly.
+# The interpreter cannot run assembly.
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -25,7 +25,7 @@ IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def query_span(lengths, b):
-    """First row and number of queries of sequence `b`, kept inside the tensor."""
+    """First row and number of queries of sequence `b`, clamped to the tensor."""
     start = b * 0
     count = lengths.M
     if lengths.at.cu_seqlens_q is not None:
@@ -39,8 +39,7 @@ def query_span(lengths, b):
 
 @triton.jit
 def key_span(lengths, b):
-    """First row (after the left pad) and number of keys of sequence `b`, kept inside the
-    tensor."""
+    """First row (after the left pad) and number of keys of sequence `b`, clamped to the tensor."""
     start = b * 0
     count = lengths.N
     if lengths.at.cu_seqlens_k is not None:
@@ -69,10 +68,10 @@ def key_row_of_batch(lengths, b):
 
 @triton.jit
 def head_swizzle(pid, blocks, heads, SWIZZLE: tl.constexpr):
-    """(block, head) of a program: all blocks of SWIZZLE heads, heads fastest, then the next heads.
+    """(block, head) of a program: all blocks of SWIZZLE heads, then those of the next heads.
 
-    The SWIZZLE heads share the L2 cache. Equal blocks of all of them run together, so the order of
-    the blocks, such as longest first, is also the order in time.
+    The SWIZZLE heads share the L2 cache. The head varies fastest, so the same block of all of them
+    runs at the same time, and the order of the blocks (such as LPT) is also the order in time.
     """
     group = pid // (blocks * SWIZZLE)
     first = group * SWIZZLE
@@ -83,7 +82,7 @@ def head_swizzle(pid, blocks, heads, SWIZZLE: tl.constexpr):
 
 @triton.jit
 def stats_start(lengths, b, h, heads):
-    """Where the rows of (b, h) start in a log-sum-exp, (B, Hq, M) or, packed, (Hq, total_q)."""
+    """Offset of the rows of (b, h) in a log-sum-exp, (B, Hq, M) or, packed, (Hq, total_q)."""
     if lengths.at.cu_seqlens_q is None:
         start = (b * heads + h).to(tl.int64) * lengths.M
     else:
@@ -93,7 +92,7 @@ def stats_start(lengths, b, h, heads):
 
 @triton.jit
 def stats_count(lengths, heads):
-    """Rows of all heads, as many numbers as a log-sum-exp has; 64-bit."""
+    """Number of elements of a log-sum-exp, the rows of all heads; 64-bit."""
     if lengths.at.cu_seqlens_q is None:
         rows = tl.cast(lengths.B, tl.int64) * lengths.M
     else:
@@ -129,7 +128,7 @@ def visible_keys(p, N, mask, cfg: tl.constexpr):
 
 @triton.jit
 def between(keys, start, stop, cfg: tl.constexpr):
-    """Which keys lie in the [start, stop) of `visible_keys`."""
+    """Which keys are in the [start, stop) of `visible_keys`."""
     visible = keys < stop
     if cfg.HAS_LEFT or cfg.HAS_CHUNK:
         visible = visible & (keys >= start)
@@ -158,8 +157,8 @@ def tile_phases(first_start, first_stop, last_start, last_stop, BLOCK: tl.conste
     """Cut the loop over tiles into masked, full and masked tiles: four bounds, counted in tiles.
 
     `first_*` is the interval of the first row (or key) of the program's own tile, `last_*` that of
-    the last. What is outside of [first_start, last_stop) is empty; what is in [last_start,
-    first_stop) is full.
+    the last. Tiles outside of [first_start, last_stop) are empty; tiles within [last_start,
+    first_stop) are full.
     """
     begin = first_start // BLOCK
     end = tl.maximum(begin, (last_stop + BLOCK - 1) // BLOCK)
@@ -170,14 +169,14 @@ def tile_phases(first_start, first_stop, last_start, last_stop, BLOCK: tl.conste
 
 @triton.jit
 def masked_tile(i, begin, full_begin, full_end):
-    """The tile of step `i` over the masked tiles, which lie before and after the full ones."""
+    """The tile of step `i` over the masked tiles, which are before and after the full ones."""
     before = full_begin - begin
     return tl.where(i < before, begin + i, full_end + i - before)
 
 
 @triton.jit
 def block_mask_start(blocks, b, h):
-    """Where the tiles of (b, h) start in `kinds`."""
+    """Offset of the tiles of (b, h) in `kinds`."""
     heads = 1 + blocks.data.has_heads * (blocks.heads - 1)
     return (b * blocks.data.has_batch * heads + h * blocks.data.has_heads).to(tl.int64) * (
         blocks.rows * blocks.columns
@@ -186,7 +185,7 @@ def block_mask_start(blocks, b, h):
 
 @triton.jit
 def in_block_mask(rows, keys, visible, b, h, blocks, cfg: tl.constexpr):
-    """`visible` without what the block mask hides, looked up element by element."""
+    """`visible` and the block mask, which is looked up element by element."""
     tile_row = rows // cfg.MASK_TILE_M
     tile_column = keys // cfg.MASK_TILE_N
     visible = visible & (tile_row < blocks.rows) & (tile_column < blocks.columns)
@@ -202,7 +201,7 @@ def in_block_mask(rows, keys, visible, b, h, blocks, cfg: tl.constexpr):
 
 @triton.jit
 def list_row(lists, b, h, heads, tile, tiles, capacity):
-    """Counts and list of the tiles that one `tile` of the `tiles` of (b, h) visits."""
+    """Pointers to the counts and list of tiles that `tile`, of the `tiles` of (b, h), visits."""
     list_heads = 1 + lists.has_heads * (heads - 1)
     row = (b * lists.has_batch * list_heads + h * lists.has_heads).to(tl.int64) * tiles + tile
     return lists.counts + 2 * row, lists.tiles + row * capacity
@@ -213,8 +212,7 @@ def list_row(lists, b, h, heads, tile, tiles, capacity):
 
 @triton.jit
 def tanh(x):
-    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), exponentials
-    elsewhere."""
+    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), elsewhere by exp2."""
     z = x * x
     near = -5.70498872745e-3 * z + 2.06390887954e-2
     near = near * z - 5.37397155531e-2
@@ -227,7 +225,7 @@ def tanh(x):
 
 @triton.jit
 def score_slope(qk, score, cfg: tl.constexpr):
-    """What softcap leaves of a score's derivative, ``1 - tanh(s / cap)**2``; 1 without softcap."""
+    """The derivative of softcap, ``1 - tanh(s / cap)**2``; only for calls with a softcap."""
     t = tanh(qk * (score.data.scale / score.data.softcap))
     return 1.0 - t * t
 
@@ -236,9 +234,9 @@ def score_slope(qk, score, cfg: tl.constexpr):
 def scores_log2(qk, rows, keys, inside, shift, b, h, score, cfg: tl.constexpr):
     """Scores in base 2 from q k^T: scale, then softcap, then ALiBi, then bias.
 
-    Where nothing but a positive scale applies (cfg.IS_LINEAR) `qk` comes back as it is: the scale
-    is then multiplied inside the exponential (`linear_scale`). `inside` says which elements of the
-    bias may be read.
+    If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `qk`, and the
+    scale is applied in the exponential (`linear_scale`). `inside` marks the elements of the bias
+    that may be read.
     """
     if cfg.IS_LINEAR:
         s_log2 = qk
@@ -258,7 +256,7 @@ def scores_log2(qk, rows, keys, inside, shift, b, h, score, cfg: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, b, h, rows, keys, inside):
-    """The bias over a tile; broadcast dimensions have stride 0."""
+    """The bias of a tile; broadcast dimensions have stride 0."""
     offs = b.to(tl.int64) * bias.batch + h.to(tl.int64) * bias.head
     offs += rows.to(tl.int64) * bias.row + keys.to(tl.int64) * bias.key
     return tl.load(bias.ptr + offs, mask=inside, other=0.0)
@@ -266,11 +264,10 @@ def load_bias(bias, b, h, rows, keys, inside):
 
 @triton.jit
 def as_float16(q_tile):
-    """Queries in float16, and what to multiply each row's products with: (BLOCK_M, 1).
+    """Queries in float16, and a factor for each row's products: (BLOCK_M, 1).
 
-    float16 holds every float8 number, and takes the tensor cores fewer instructions than bfloat16.
-    The factor is a power of two, so that nothing is rounded but what lies 2**17 below its row's
-    largest number.
+    float16 holds every float8 number, and needs fewer instructions than bfloat16. The factor is a
+    power of two, so only numbers 2**17 below their row's largest number are rounded.
     """
     largest = tl.max(tl.abs(q_tile.to(tl.float32)), 1)[:, None]
     factor = tl.math.exp2(tl.math.floor(tl.math.log2(tl.where(largest > 0.0, largest, 1.0))))
@@ -282,9 +279,9 @@ def unpack_pairs(pairs):
     """The even and the odd columns of a float8 tile, in float16, from 16-bit words that hold two
     neighbouring columns each.
 
-    The tensor cores take two numbers along the sum from one register. Loads from shared memory
-    transpose 16-bit words; single bytes would be loaded and packed one by one. The assembly is
-    written out because the compiler emits four times as many instructions.
+    The tensor cores read two neighbouring numbers of the summed dimension from one register. Loads
+    from shared memory can transpose 16-bit words, but single bytes would be loaded and packed one
+    by one. The assembly is explicit because the compiler emits four times as many instructions.
     """
     if IS_INTERPRETED:
         even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -306,7 +303,7 @@ def unpack_pairs(pairs):
 
 @triton.jit
 def linear_scale(score, cfg: tl.constexpr):
-    """What is left to multiply `scores_log2` with."""
+    """The factor that `scores_log2` has not applied yet."""
     if cfg.IS_LINEAR:
         factor = score.data.scale * LOG2E
     else:
@@ -333,9 +330,9 @@ def dropout_key(rng_ptr):
 def kept(key, threshold, b, h, rows, n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which scores of a tile dropout keeps, bool (BLOCK_M, BLOCK_N).
 
-    `b` and `rows` (BLOCK_M, 1), `h` scalar or as rows; `n0` is a multiple of four.
+    `b` and `rows` are (BLOCK_M, 1), `h` is a scalar or (BLOCK_M, 1); `n0` is a multiple of four.
     """
-    # (BLOCK_M, BLOCK_N / 4): one Philox block makes the words of four neighbouring keys.
+    # (BLOCK_M, BLOCK_N / 4): one Philox block yields the words of four neighbouring keys.
     groups = n0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zero = rows * 0 + groups * 0
     w0, w1, w2, w3 = tl.philox(
@@ -364,8 +361,9 @@ def load_rows(
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Rows [n0, n0 + BLOCK) from `base` on, (BLOCK, BLOCK_DIM); zero past `count` (if MASKED) and
-    past DIM."""
+    """Load rows [n0, n0 + BLOCK) from `base`, (BLOCK, BLOCK_DIM); zero past `count` (if MASKED) and
+    past DIM.
+    """
     offs = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     pointers = base + tl.cast(n0, tl.int64) * x.row + offs * x.row + dims * x.dim
@@ -392,10 +390,9 @@ def tile_source(
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """What `load_tile` reads `count` rows from `base` on through: the pointer, or a descriptor of
-    Hopper's TMA.
+    """The source of `load_tile` for `count` rows from `base`: the pointer, or a TMA descriptor.
 
-    TMA copies whole tiles without registers and writes zeros past the last row and past DIM.
+    TMA copies whole tiles without registers and fills zeros past the last row and past DIM.
     """
     if cfg.HAS_DESCRIPTORS:
         source = tl.make_tensor_descriptor(
@@ -415,7 +412,7 @@ def load_tile(
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """`load_rows` of a `tile_source`."""
+    """`load_rows` from a `tile_source`."""
     if cfg.HAS_DESCRIPTORS:
         tile = source.load([n0, 0])
     else:

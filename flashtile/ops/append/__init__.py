@@ -1,1 +1,1 @@
-"""New tokens written into a key-value cache."""
+"""Append new tokens to a key-value cache."""

@@ -1,5 +1,6 @@
-"""New tokens appended to a key-value cache in place, with or without rotary embedding, in plain
-PyTorch."""
+"""Append new tokens to a key-value cache in place, with or without rotary embedding, in plain
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from ..rotary import formula as rotary
 
 
 def _token_coordinates(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> tuple[Tensor, Tensor]:
-    """The sequence of every token of `x`, dense or packed, and its index in that sequence.
+    """The sequence of every token of `x`, dense or packed, and the token's index in it.
 
-    Both are (tokens,) int64. Tokens after the last sequence of a packed tensor get the sequence
-    number `batch`.
+    Both are (tokens,) int64. For tokens after the last sequence of a packed tensor, the sequence is
+    `batch`.
     """
     if cu_seqlens is None:
         rows, seq = x.shape[:2]
@@ -34,7 +35,7 @@ def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None, own: bool) ->
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    tokens = x.reshape(-1, 1, *x.shape[-2:])  # each token a sequence of one, at its own offset
+    tokens = x.reshape(-1, 1, *x.shape[-2:])  # each token is a sequence with its own offset
     if x.dtype in FLOAT8:
         tokens = tokens.float()
     rotated = rotary.rotate(tokens, rotary.Angles(cos, sin, positions, None), interleaved)
@@ -61,14 +62,15 @@ def append(
     k_descale: Tensor | None,
     v_descale: Tensor | None,
 ) -> Tensor:
-    """Write `k` and `v` after the first `lengths` tokens of each sequence; drop what does not fit.
+    """Write `k` and `v` after the first `lengths` tokens of each sequence; drop tokens that do not
+    fit.
 
     Args:
-        k_descale, v_descale: (batch, kv_heads), by which tokens of 16 bits are divided before they
-            are stored in float8, which saturates.
+        k_descale, v_descale: (batch, kv_heads) scales by which 16-bit tokens are divided before
+            they are stored in float8, which saturates.
 
     Returns:
-        int32 (batch,), the lengths with the new tokens.
+        int32 (batch,), the lengths including the new tokens.
     """
     batch = lengths.shape[0]
     sequence, index = _token_coordinates(k, cu_seqlens_k_new, batch)
@@ -94,8 +96,9 @@ def append(
 
 
 def _stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None, sequence: Tensor) -> Tensor:
-    """Tokens (tokens, kv_heads, head_dim) of the sequences (tokens,), as a cache of `dtype` stores
-    them."""
+    """Convert tokens (tokens, kv_heads, head_dim) of the sequences (tokens,) to the `dtype` of a
+    cache.
+    """
     if dtype not in FLOAT8 or x.dtype in FLOAT8:
         return x
     if descale is not None:
@@ -123,11 +126,15 @@ def rotate_and_append(
     interleaved: bool,
     own_positions: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotated queries, and `append` of rotated keys and values.
+    """Rotate the queries and the new keys, and `append` the keys and values.
 
     Args:
         base: (batch,), the position of each sequence's first new token.
-        own_positions: each query has its own position; else all have their sequence's `base`.
+        own_positions: whether each query has its own position; if not, all queries have their
+            sequence's `base`.
+
+    Returns:
+        The rotated queries, and the result of `append`.
     """
     k = _rotate(k, cos, sin, _positions(k, base, cu_seqlens_k_new, own=True), interleaved)
     where = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)

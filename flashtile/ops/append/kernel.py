@@ -1,4 +1,4 @@
-"""New keys and values appended to a cache, contiguous or paged. No length is read on the host.
+"""Append new keys and values to a cache, contiguous or paged. The host reads no lengths.
 
 Given rotary tables, the same launch rotates the new keys and the queries.
 """
@@ -27,8 +27,8 @@ from ..rotary.kernel import (
     token_base,
 )
 
-# Features that one step of a program copies: usually all heads of a token, to wait for memory only
-# once.
+# Features that one step of a program copies: usually all heads of a token, so that it waits for
+# memory only once.
 COPIED = 4096
 
 
@@ -42,9 +42,9 @@ class AppendConfig:
     DV: int
     PAGE_SIZE: int  # 0: not paged
     BLOCK: int
-    HAS_OWN_POSITIONS: bool  # each query has its own position; else its sequence's first
+    HAS_OWN_POSITIONS: bool  # each query has its own position; else that of the first new token
     ROTATION: Rotation | None  # None: without rotary embedding
-    LETS_NEXT_START: bool  # the attention after it may be launched early
+    LETS_NEXT_START: bool  # the attention that follows may be launched early
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def slot_of_token(
     token, lengths_ptr, cu_seqlens_ptr, page_table_ptr, cache_batch_idx_ptr, B, seq, rows, capacity,
     page_columns, cfg: tl.constexpr,
 ):  # fmt: skip
-    """(fits, sequence, index among its new tokens, cache row, slot in the row) of a new token.
+    """(fits, sequence, index among its new tokens, cache row or page, slot in it) of a new token.
 
     New tokens are stored after the first `lengths` tokens of their sequence.
     """
@@ -123,7 +123,7 @@ def store_value(
 
 @triton.jit
 def store_used(used_ptr, lengths_ptr, cu_seqlens_ptr, B, seq, CHUNK: tl.constexpr):
-    """Store the lengths with the new tokens."""
+    """Store the lengths including the new tokens."""
     for first in range(0, B, CHUNK):
         offs = first + tl.arange(0, CHUNK)
         inside = offs < B
@@ -141,7 +141,7 @@ def rotate_query(
     token, q, q_rotated, base_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, B, seq, table_rows,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one token of the queries; one after the last sequence is copied unchanged."""
+    """Rotate one query token; a token after the last sequence is copied unchanged."""
     ROTATION: tl.constexpr = cfg.ROTATION
     b, index = index_of_token(token, cu_seqlens_ptr, B, seq)
     position = tl.load(base_ptr + b, mask=b < B, other=-1)
@@ -166,8 +166,8 @@ def append_kernel(
     v_descale_ptr, B, seq, seq_q, tokens, rows, capacity, page_columns, table_rows,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """One program stores the new lengths, the keys or the values of one of the new `tokens`, or one
-    token of the queries. A token that does not fit is dropped.
+    """A program stores the new lengths, or the keys or the values of one of the new `tokens`, or
+    one rotated query token. A token that does not fit is dropped.
 
     `rows` is the number of rows (or pages) of the cache, `capacity` the largest length of a
     sequence.
@@ -211,14 +211,14 @@ class Appended(NamedTuple):
     k: Tensor
     v: Tensor
     lengths: Tensor
-    used: Tensor  # where to write the lengths with the new tokens
+    used: Tensor  # (batch,) int32, receives the lengths including the new tokens
     cu_seqlens: Tensor | None
     page_table: Tensor | None
     cache_batch_idx: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
     q: Tensor | None = None
-    q_rotated: Tensor | None = None  # where to write them
+    q_rotated: Tensor | None = None  # receives the rotated queries
     cos: Tensor | None = None  # (positions, pairs)
     sin: Tensor | None = None
     base: Tensor | None = None  # (batch,), the position of each sequence's first new token
@@ -226,8 +226,9 @@ class Appended(NamedTuple):
 
 
 class RotaryOptions(NamedTuple):
-    """Whether pairs are neighbours instead of the halves of a head, and whether each query has its
-    own position."""
+    """`interleaved`: pairs are neighbours instead of features of the two halves of a head.
+    `own_positions`: each query has its own position.
+    """
 
     interleaved: bool = False
     own_positions: bool = False

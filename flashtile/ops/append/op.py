@@ -1,5 +1,6 @@
 """The ops ``flashtile::kvcache_append`` and ``flashtile::kvcache_rotate_append``, which append new
-tokens to a cache in place."""
+tokens to a cache in place.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ def rotate_and_append_on_gpu(
 
 
 def _record_write(*caches: Tensor) -> None:
-    """Tell autograd that the caches changed, so that a backward that saved one raises.
+    """Tell autograd that the caches changed, so that a backward that saved one of them raises.
 
-    PyTorch does not see what a kernel writes, nor what an op writes by its schema.
+    PyTorch sees neither what a kernel writes nor what an op's schema says that it writes.
     """
     torch.autograd.graph.increment_version([x for x in caches if not x.is_inference()])
 

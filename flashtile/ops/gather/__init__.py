@@ -1,1 +1,1 @@
-"""Pages of a cache copied into contiguous rows."""
+"""Copy the pages of a cache into contiguous rows."""

@@ -1,4 +1,4 @@
-"""Pages of a cache copied into contiguous rows, for kernels that read packed sequences."""
+"""Copy the pages of a cache into contiguous rows, for kernels that read packed sequences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gather_kernel(
 ):  # fmt: skip
     """Copy a part of the keys and values of one page of one sequence, if it is used."""
     PARTS: tl.constexpr = parts_of_page(PAGE, HEADS, D, DV, BLOCK)
-    number = tl.program_id(0) // PARTS  # of the page in the table
+    number = tl.program_id(0) // PARTS  # index of the page in the table
     b = number // columns
     column = number % columns
     if column * PAGE >= tl.load(used_ptr + b):
@@ -44,7 +44,7 @@ def gather_kernel(
     page = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
     row = column.to(tl.int64) * PAGE
     offs = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
-    # Both loads start before either store.
+    # Load K and V before storing either, to wait for memory only once.
     of_k = k.ptr + page * k.batch + element_offset(k, offs, HEADS, D)
     k_part = tl.load(of_k, mask=offs < PAGE * HEADS * D)
     of_v = v.ptr + page * v.batch + element_offset(v, offs, HEADS, DV)

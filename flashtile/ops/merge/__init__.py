@@ -1,1 +1,1 @@
-"""Partial attention results merged by their log-sum-exp."""
+"""Merge partial attention results by their log-sum-exp."""

@@ -1,7 +1,7 @@
-"""Merging partial attention results over different keys of the same queries, in plain PyTorch.
+"""Merge partial attention results of the same queries over different keys, in plain PyTorch.
 
-Each part has its log-sum-exp, so the merged output is the parts' mean weighted by
-``exp(lse_part - lse)`` (FlashAttention-2, section 3.1; flash-decoding).
+The merged output is the sum of the parts, weighted by ``exp(lse_part - lse)`` (FlashAttention-2,
+section 3.1; flash-decoding).
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def merge_parts(
     """Merge any number of parts.
 
     Args:
-        out_partial: (splits, ..., D), floating; whatever it holds in rows whose lse is -inf has no
-            effect.
+        out_partial: (splits, ..., D), floating; rows whose lse is -inf are ignored.
         lse_partial: (splits, ...), floating, natural log.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
         out (..., D) in `dtype` and lse (...); a row that no part saw has out 0 and lse -inf.
@@ -56,6 +55,6 @@ def merge_parts(
     lse = torch.logsumexp(lse_partial, dim=0)
     pivot = lse.masked_fill(lse == -torch.inf, 0.0)
     weight = torch.exp(lse_partial - pivot).unsqueeze(-1)
-    # A part that saw no key may hold NaN: weight 0 must win over it.
+    # A part that saw no key may hold NaN, and 0 times NaN would be NaN.
     parts = out_partial.to(lse.dtype).masked_fill(weight == 0, 0.0)
     return (parts * weight).sum(0).to(dtype), lse

@@ -1,4 +1,4 @@
-"""Merging partial attention results over different keys of the same queries: `formula.py` on a GPU.
+"""Merge partial attention results of the same queries over different keys: `formula.py` on a GPU.
 
 Source: flash-decoding; FlashAttention-2, section 3.1.
 """
@@ -18,7 +18,7 @@ from ...gpu.rows import Rows, rows_of
 
 
 class Parts(NamedTuple):
-    """Head rows of every part of a split-KV call: strides as in `Rows`, and between the parts."""
+    """Head rows of every part of a split-KV call: the strides of `Rows`, and that of the parts."""
 
     ptr: Tensor
     part: int
@@ -28,9 +28,9 @@ class Parts(NamedTuple):
     dim: int
 
 
-# Elements that one program merges: a number of features of a head, times the parts.
+# Elements that one program loads in a step: features of a head times parts.
 PROGRAM_ELEMENTS = 4096
-# Parts that one step of a program merges: a few sizes, so that few kernels are compiled.
+# Bounds of the parts that one step merges: few values, so that few kernels are compiled.
 FEWEST_PARTS, MOST_PARTS = 32, 256
 
 
@@ -41,8 +41,8 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge some features of one row of one head, PARTS parts at a time.
 
-    The order is fixed, so results are reproducible bit for bit. The output of a part that saw no
-    key is ignored.
+    The order is fixed, so results are bitwise reproducible. The output of a part that saw no key is
+    ignored.
     """
     if IS_EARLY:
         wait_for_earlier_kernels()
@@ -62,7 +62,7 @@ def merge_kernel(
         part = (first + tl.arange(0, PARTS)).to(tl.int64)
         exists = part < splits
         lse_part = tl.load(lse_base + part * lse_parts.part, mask=exists, other=-float("inf"))
-        # (PARTS, BLOCK_DV), loaded before the weights are known, to wait for memory once
+        # (PARTS, BLOCK_DV), loaded before the weights are known, to wait for memory only once
         offs = part[:, None] * out_parts.part + (dims * out_parts.dim)[None, :]
         inside = exists[:, None] & (dims < DV)[None, :]
         out_part = tl.load(out_base + offs, mask=inside, other=0.0).to(tl.float32)
@@ -94,8 +94,8 @@ def merge_launch(
     Args:
         out_parts: (parts, batch, rows, heads, head_dim) or (parts, rows, heads, head_dim).
         lse_parts: (parts, batch, heads, rows) or (parts, heads, rows), float32.
-        out, lse: shaped as a part, `lse` float32.
-        is_early: start while the kernel that computes the parts still runs.
+        out, lse: shaped like one part; `lse` float32.
+        is_early: launch the kernel while the kernel that computes the parts still runs.
     """
     if out.dim() == 3:
         out_parts, lse_parts, out, lse = (
@@ -127,7 +127,7 @@ def merge_launch(
 
 
 def merge_parts(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`formula.merge_parts` of float32 log-sum-exps (parts, ..., rows, heads)."""
+    """`formula.merge_parts` for float32 log-sum-exps (parts, ..., rows, heads)."""
     out = torch.empty(out_parts.shape[1:], dtype=dtype, device=out_parts.device)
     lse = torch.empty(lse_parts.shape[1:], dtype=torch.float32, device=out_parts.device)
     launch = merge_launch(out_parts, lse_parts.transpose(-1, -2), out, lse.transpose(-1, -2))

@@ -17,9 +17,9 @@ _library.define(
 def merge_parts(
     out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`formula.merge_parts`; on a GPU by a kernel that reads each part once, where it can.
+    """`formula.merge_parts`, on a GPU if possible by a kernel that reads each part once.
 
-    The kernel records no gradient and computes in float32.
+    The kernel records no gradient and computes in float32, so other calls use the formula.
     """
     has_gradient = torch.is_grad_enabled() and (
         out_partial.requires_grad or lse_partial.requires_grad

@@ -1,1 +1,1 @@
-"""Tensors of 16 or 32 bits converted to float8."""
+"""Quantise 16-bit and 32-bit tensors to float8."""

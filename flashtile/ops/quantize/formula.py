@@ -1,5 +1,5 @@
-"""Conversion to float8 in plain PyTorch: Hadamard rotation, smoothing of K, scales, rounding, and
-the layout of V that the tensor cores read.
+"""Quantise to float8 in plain PyTorch: Hadamard rotation, smoothing of K, scales, rounding, and the
+layout of V that the tensor cores read.
 
 Source: FlashAttention-3 (Shah et al. 2024), section 3.3; the smoothing of K is SageAttention's
 (Zhang et al. 2024).
@@ -23,7 +23,7 @@ ROW_STEP = 16  # rows of float8 keys start at multiples of 16 bytes, as TMA requ
 
 
 class Recipe(NamedTuple):
-    """How q, k and v are brought to 8 bits: the options of `quantize_qkv`."""
+    """How q, k and v are quantised: the options of `quantize_qkv`."""
 
     scales: str = "block"
     hadamard: bool = True
@@ -33,21 +33,30 @@ class Recipe(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Float8 tensors and their scales, as `flashtile.attention` takes them."""
+    """Float8 tensors and their scales, for `flashtile.attention`.
 
-    q: Tensor  # as given, float8_e4m3fn
+    Attributes:
+        q, k: float8_e4m3fn, with the shapes of the given tensors.
+        v: likewise, but its keys are adjacent in memory, because the tensor cores read V so.
+        q_descale: (batch, kv_heads) float32, or (batch, heads, blocks of 64 rows).
+        k_descale, v_descale: (batch, kv_heads) float32, or (batch, kv_heads, blocks of 128 rows).
+        k_mean: (batch, kv_heads, head_dim) float32, which was subtracted from k; None without
+            smoothing.
+    """
+
+    q: Tensor
     k: Tensor
-    v: Tensor  # as given, but keys are adjacent in memory, as the tensor cores read V
-    q_descale: Tensor  # (batch, kv_heads) float32, or (batch, heads, blocks of 64 rows)
-    k_descale: Tensor  # (batch, kv_heads), or (batch, kv_heads, blocks of 128 rows), as the next
+    v: Tensor
+    q_descale: Tensor
+    k_descale: Tensor
     v_descale: Tensor
-    k_mean: Tensor | None  # (batch, kv_heads, head_dim) float32, subtracted from k
+    k_mean: Tensor | None
 
 
 def quantize(
     q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, rows_q: Rows, rows_k: Rows
 ) -> Quantized:
-    """`flashtile.quantize_qkv` of checked arguments, after any rotary embedding."""
+    """`flashtile.quantize_qkv` for checked arguments, after any rotary embedding."""
     matrix = rotation(q.shape[-1], recipe.seed, q.device) if recipe.hadamard else None
     matrix_v = rotation(v.shape[-1], recipe.seed, v.device) if recipe.hadamard_v else None
     k_float, k_mean = k.float(), None
@@ -84,7 +93,7 @@ def smoothed(k: Tensor, means: Tensor, rows: Rows) -> Tensor:
 def scaled(
     x: Tensor, rows: Rows, block: int, recipe: Recipe, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """`x` (float32, dense or packed) in e4m3 and its descale."""
+    """`x` (float32, dense or packed) in e4m3, and its scales."""
     tokens = x.reshape(-1, *x.shape[-2:])
     heads = tokens.shape[1]
     size = block if recipe.scales == "block" else max(rows.longest, 1)
@@ -101,8 +110,9 @@ def scaled(
 
 
 def shared(magnitudes: Tensor, recipe: Recipe, kv_heads: int) -> Tensor:
-    """The largest of each key head, or of all, (batch, kv_heads), of blocks (batch, heads,
-    blocks)."""
+    """Reduce the largest magnitudes of blocks (batch, heads, blocks) to (batch, kv_heads): those of
+    each key head, or of the whole tensor.
+    """
     of_heads = magnitudes.reshape(magnitudes.shape[0], kv_heads, -1)
     if of_heads.numel() == 0:
         return of_heads.new_zeros(of_heads.shape[:2])
@@ -111,7 +121,7 @@ def shared(magnitudes: Tensor, recipe: Recipe, kv_heads: int) -> Tensor:
 
 
 def token_factors(descale: Tensor, rows: Rows, block: int, heads: int) -> Tensor:
-    """The factor of every token, (tokens, heads, 1); 1 for tokens of no sequence."""
+    """The scale of every token, (tokens, heads, 1); 1 for tokens that belong to no sequence."""
     if descale.dim() == 2:
         index, factors = rows.sequence, descale
     else:
@@ -122,7 +132,7 @@ def token_factors(descale: Tensor, rows: Rows, block: int, heads: int) -> Tensor
 
 
 def power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two that is not below `x`; 1 for 0."""
+    """The smallest power of two that is at least `x`; 1 for 0."""
     mantissa, exponent = torch.frexp(x)
     exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-126)
     return torch.where(x > 0, torch.ldexp(torch.ones_like(x), exponent), 1.0)
@@ -134,7 +144,7 @@ def keys_adjacent(v: Tensor) -> Tensor:
 
 
 def keys_adjacent_like(v: Tensor) -> Tensor:
-    """A float8 tensor of v's shape, keys adjacent in memory; nothing is in it yet."""
+    """An uninitialised float8 tensor of v's shape whose keys are adjacent in memory."""
     *batch, N, heads, head_dim = v.shape
     rows = -(-N // ROW_STEP) * ROW_STEP
     memory = torch.empty(*batch, heads, head_dim, rows, dtype=E4M3, device=v.device)

@@ -1,9 +1,9 @@
-"""Conversion from 16 bits to float8 in one pass: rotary embedding, smoothing, Hadamard rotation,
+"""Quantise 16-bit tensors to float8 in one pass: rotary embedding, smoothing, Hadamard rotation,
 scale, rounding.
 
-A program loops over blocks of one tensor; a block is the rows of one head that share a scale.
-Unless scales are per block, a first pass of the same kernel measures the blocks. The formula is
-that of `formula.py`.
+A program loops over blocks of one tensor; a block consists of rows of one head. With per-block
+scales one pass is enough; otherwise a first pass of the same kernel computes the scales of the
+blocks. `formula.py` defines the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...gpu.launch import Launch, run
 from ...gpu.rows import rows_of
 
-# Programs that share a multiprocessor.
+# Programs that share a multiprocessor (SM).
 PROGRAMS = 4
 
 
@@ -31,17 +31,18 @@ class QuantizeConfig:
     DIM: int
     BLOCK_D: int
     UNIT: float  # of the matrix, whose entries are stored as 0 and plus or minus 1
-    ROW_STEP: int  # its rows are adjacent and it has spare ones up to a multiple of this; or 1
+    ROW_STEP: int  # rows of `out` are adjacent in memory, padded to a multiple of this; else 1
     HALF: int  # pairs of features that rotary embedding rotates
     IS_INTERLEAVED: bool
     MEASURES: bool  # stores only scales, 0 for blocks of zeros
-    HAS_SCALES: bool  # made before, one for each group of heads
+    HAS_SCALES: bool  # reads the scales, one for each group of heads, instead of computing them
 
 
 @triton.jit
 def power_of_two(magnitude):
-    """The smallest power of two that e4m3's largest number, 1.75 * 2**8, times it is not below
-    `magnitude`; 1 for 0. And its inverse."""
+    """(scale, 1 / scale), where scale is the smallest power of two such that scale times 448
+    (1.75 * 2**8, e4m3's largest number) is at least `magnitude`; 1 for 0.
+    """
     # Adding less than a quarter of a binade carries into the exponent above 1.75.
     exponent = ((magnitude.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
     exponent = tl.where(magnitude > 0.0, tl.maximum(exponent, 1), 127)
@@ -58,7 +59,7 @@ def largest_finite(tile):
 
 @triton.jit
 def rotated(x, tile, base, rows, inside, cos_ptr, sin_ptr, recipe: tl.constexpr):
-    """The tile with its features rotated by the angles of its rows."""
+    """Apply rotary embedding to the tile, by the angles of its rows."""
     HALF: tl.constexpr = recipe.HALF
     d = tl.arange(0, recipe.BLOCK_D)
     if recipe.IS_INTERLEAVED:
@@ -80,8 +81,9 @@ def quantize_kernel(
     x, out, descale_ptr, matrix_ptr, mean_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, M, total, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, recipe: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of `x` in float8, and their scales (B, heads, blocks), or with those given (B, heads /
-    GROUP)."""
+    """Store blocks of `x` in float8 and their scales (B, heads, blocks), or use given scales (B,
+    heads / GROUP).
+    """
     dtype: tl.constexpr = x.ptr.dtype.element_ty
     ROWS: tl.constexpr = recipe.ROWS
     d = tl.arange(0, recipe.BLOCK_D)
@@ -124,16 +126,16 @@ def quantize_kernel(
         else:
             magnitude = largest_finite(tile) * recipe.UNIT
             scale, inverse = power_of_two(magnitude)
-            if recipe.MEASURES:  # a block of zeros has no say in a scale that it shares
+            if recipe.MEASURES:  # a block of zeros must not affect the shared scale
                 scale = tl.where(magnitude > 0.0, scale, 0.0)
             tl.store(descale_ptr + scale_index, scale)
         if not recipe.MEASURES:
-            # Infinity times zero is NaN; of finite numbers nothing is added.
+            # Adding tile * 0 makes infinities NaN and leaves finite numbers unchanged.
             small = (tile * (inverse * recipe.UNIT) + tile * 0.0).to(tl.float8e4nv)
             offset = batch * out.batch + start.to(tl.int64) * out.row + head * out.head
             offs = rows[:, None] * out.row + d[None, :] * out.dim
             if recipe.ROW_STEP > 1:
-                # Rows are adjacent: a mask that ends anywhere would store them one by one.
+                # Rows are adjacent, so a mask that ends at any row would need single stores.
                 step = block * (ROWS // recipe.ROW_STEP) + tl.arange(0, ROWS) // recipe.ROW_STEP
                 kept = step < tl.cdiv(count, recipe.ROW_STEP)
                 inside = kept[:, None] & (d < recipe.DIM)[None, :]
@@ -154,7 +156,7 @@ def quantize_launch(
     group: int,
     programs: int,
 ) -> Launch:
-    """Write `x` (batch, rows, heads, dim), or packed, to `out`, of its shape in float8."""
+    """Quantise `x` (batch, rows, heads, dim), or packed, into the float8 tensor `out`."""
     B = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     heads = x.shape[-2]
     tiles = B * heads * -(-longest // recipe.ROWS)
@@ -174,10 +176,10 @@ def quantize_launch(
         "GROUP": group,
         "recipe": recipe,
     }
-    # 32 numbers a thread, so that programs that wait for memory share a multiprocessor.
+    # 32 numbers per thread, so that several programs fit on an SM and hide memory latency.
     size = recipe.ROWS * recipe.BLOCK_D
     warps = min(max(size // 1024, 4), 16)
-    # The matrix and tiles on their way, where shared memory holds that: two where one program fits.
+    # Prefetch tiles if shared memory also holds the matrix: two where one program fills an SM.
     stages = 1
     if recipe.BLOCK_D <= 128 and recipe.HALF == 0:
         stages = 3 if size >= 128 * 128 else 2

@@ -1,5 +1,4 @@
-"""Conversion of q, k and v to float8: by one kernel launch for each tensor on Hopper, elsewhere by
-the formula."""
+"""Quantise q, k and v to float8: with a kernel on Hopper, elsewhere with the formula."""
 
 from __future__ import annotations
 
@@ -19,20 +18,20 @@ from .formula import E4M3, ROW_STEP, Quantized, Recipe, keys_adjacent_like, mean
 from .hadamard import rotation
 from .rows import Rows
 
-# The GPUs that have a float8 attention kernel, too.
+# The quantising kernel runs on the GPUs that have a kernel for float8 attention.
 CAPABILITY = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Rotary(NamedTuple):
-    """Rotary embedding of q and k before they are converted."""
+    """Rotary embedding of q and k before they are quantised."""
 
     cos: Any  # (positions, pairs)
     sin: Any
     interleaved: bool
 
     def rotate(self, x: Tensor, rows: Rows) -> Tensor:
-        """`x` rotated, each row by the angles of its number in its sequence."""
+        """Rotate each row of `x` by the angles of its position in its sequence."""
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
         return rotary_op.rotate(x, rotary_op.Angles(cos, sin, 0, rows.cu_seqlens), self.interleaved)
 
@@ -47,7 +46,7 @@ def quantize(
     rows_k: Rows,
     rotary: Rotary | None = None,
 ) -> Quantized:
-    """`flashtile.quantize_qkv` of checked arguments."""
+    """`flashtile.quantize_qkv` for checked arguments."""
     if runs_as_kernel(q):
         return quantize_on_gpu(q, k, v, recipe, rows_q, rows_k, rotary)
     if rotary is not None:
@@ -56,7 +55,7 @@ def quantize(
 
 
 def runs_as_kernel(q: Tensor) -> bool:
-    """Whether the kernel can convert tensors like `q` here and now."""
+    """Whether the kernel can quantise tensors like `q` in this context."""
     if not q.is_cuda or q.dtype not in DTYPES or not TRITON_IS_INSTALLED:
         return False
     if torch.compiler.is_compiling():
@@ -74,7 +73,7 @@ def quantize_on_gpu(
     rotary: Rotary | None,
     **launch: Any,
 ) -> Quantized:
-    """`quantize` by the kernel; `launch` are further arguments of its launch."""
+    """`quantize` with the kernel; `launch` holds further arguments of `kernel.quantize`."""
     k_mean = None
     if recipe.smooth_k:
         if rotary is not None:
@@ -99,7 +98,7 @@ def quantize_on_gpu(
 def _quantize(
     x: Tensor, out: Tensor, block: int, rows: Rows, kv_heads: int, recipe: Recipe, how: Any
 ) -> Tensor:
-    """Write `x` in float8 to `out` and return the scales."""
+    """Quantise `x` into `out` and return the scales."""
     from . import kernel
 
     heads, dim = x.shape[-2:]
@@ -128,7 +127,7 @@ def _quantize(
     kernel.quantize(x, out, found, config, **named)
     if recipe.scales == "block":
         return found
-    # The largest scale is that of the largest magnitude.
+    # The first pass stored a scale for each block; the largest one fits all blocks.
     descale = shared(found, recipe, kv_heads)
     descale = torch.where(descale > 0, descale, 1.0)
     again = replace(config, MEASURES=False, HAS_SCALES=True)
@@ -138,6 +137,6 @@ def _quantize(
 
 @memoised(32)
 def signs(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    """`rotation` as a matrix of 0 and plus or minus 1, and the factor that scales it."""
+    """`rotation` as a matrix with entries 0, 1 and -1, and the factor to multiply it by."""
     unit = (dim & -dim) ** -0.5
     return (rotation(dim, seed) / unit).round().to(device, dtype), unit

@@ -1,4 +1,4 @@
-"""Which sequence every token belongs to, and which block of its rows, dense or packed."""
+"""The sequence and the block that every token belongs to, dense or packed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Rows:
 
     @classmethod
     def of(cls, x: Tensor, cu_seqlens: Tensor | None, longest: int) -> Rows:
-        """Of `x` (batch, longest, heads, head_dim), or packed (tokens, heads, head_dim)."""
+        """Rows of `x` (batch, longest, heads, head_dim), or packed (tokens, heads, head_dim)."""
         if cu_seqlens is None:
             return cls(x.shape[0] * longest, None, x.shape[0], longest, x.device)
         return cls(x.shape[0], cu_seqlens, cu_seqlens.shape[0] - 1, longest, x.device)
 
     @cached_property
     def sequence(self) -> Tensor:
-        """(tokens,) int64, the sequence of each; B for a token of no sequence."""
+        """(tokens,) int64, the sequence of each token; B for a token of no sequence."""
         if self.cu_seqlens is None:
             return self._token // max(self.longest, 1)
         found = torch.searchsorted(self.cu_seqlens[1:].contiguous(), self._token, right=True)
@@ -37,7 +37,7 @@ class Rows:
 
     @cached_property
     def number(self) -> Tensor:
-        """(tokens,) int64, the row of each in its sequence."""
+        """(tokens,) int64, the index of each token in its sequence."""
         if self.cu_seqlens is None:
             return self._token % max(self.longest, 1)
         return self._token - self.cu_seqlens.long()[self.sequence]
@@ -47,16 +47,19 @@ class Rows:
         return torch.arange(self.count, device=self.device)
 
     def blocks(self, size: int) -> tuple[Tensor, int]:
-        """The block of `size` rows of every token, counted over all sequences, and the number of
-        blocks of a sequence. Tokens of no sequence come after the last block."""
+        """(index, count): the block of `size` rows that each token belongs to, counted over all
+        sequences, and the number of blocks of a sequence. Tokens of no sequence belong to one
+        additional last block.
+        """
         count = -(-self.longest // size)
         index = self.sequence * count + self.number // size
         return index.masked_fill(self.sequence == self.B, self.B * count), count
 
 
 def per_block(x: Tensor, index: Tensor, blocks: int, how: str) -> Tensor:
-    """Rows of `x` (tokens, ...) reduced by block: (blocks, ...). `how` is "mean", or "amax" of what
-    is not negative."""
-    found = x.new_zeros(blocks + 1, *x.shape[1:])  # the last one is of tokens of no sequence
+    """Reduce rows of `x` (tokens, ...) by block: (blocks, ...). `how` is "mean", or "amax" for
+    non-negative numbers.
+    """
+    found = x.new_zeros(blocks + 1, *x.shape[1:])  # the last block has the tokens of no sequence
     index = index.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
     return found.scatter_reduce_(0, index, x, how, include_self=how == "amax")[:blocks]

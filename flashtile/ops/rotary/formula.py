@@ -5,8 +5,8 @@ Each pair of features (a, b) of the token at position m is rotated by the angle 
     a' = a cos(m theta) - b sin(m theta)
     b' = a sin(m theta) + b cos(m theta)
 
-(RoFormer, Su et al. 2021, equation 34.) 16-bit inputs are rotated in float32. Lengths and offsets
-that come as tensors are never read by the host.
+(RoFormer, Su et al. 2021, equation 34.) 16-bit inputs are rotated in float32. The host never reads
+lengths and offsets that are tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BEYOND_ANY_TABLE = 2**62
 
 
 class Angles(NamedTuple):
-    """The tables of angles, and the position of each sequence's first token in them."""
+    """The tables of angles, and the position of each sequence's first token."""
 
     cos: Tensor  # (table_len, rotary_dim / 2)
     sin: Tensor
@@ -31,7 +31,7 @@ class Angles(NamedTuple):
     cu_seqlens: Tensor | None  # (batch + 1,) of a packed tensor
 
     def of_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., seq, 1, rotary_dim / 2) for x's tokens, in the dtype to compute in.
+        """Cosines and sines of x's tokens, (..., seq, 1, rotary_dim / 2) in the compute dtype.
 
         The angle of a position outside of the table is 0.
         """
@@ -50,7 +50,7 @@ class Angles(NamedTuple):
 
 
 def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
-    """`x` (batch, seq, heads, head_dim), or packed (total, heads, head_dim), rotated.
+    """Rotate `x` (batch, seq, heads, head_dim), or packed (total, heads, head_dim).
 
     A pair is (2i, 2i + 1) if `interleaved`, else (i, i + rotary_dim / 2).
     """
@@ -59,15 +59,15 @@ def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
 
 
 def _rotate_rows(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    # Compilers derive a lean backward from the formula and cannot trace the Function's jvp. Tables
-    # that are learned need x for their gradients, which the Function does not keep.
+    # A compiler derives a lean backward from the formula and cannot trace the Function's jvp. The
+    # gradients of learned tables need x, which the Function does not keep.
     if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
         return _rotate_pairs(x, cos, sin, interleaved)
     return _Rotation.apply(x, cos, sin, interleaved)
 
 
 class _Rotation(torch.autograd.Function):
-    """`_rotate_pairs` with its derivatives spelled out: linear in x, and in (cos, sin)."""
+    """`_rotate_pairs` with explicit derivatives: it is linear in x, and in (cos, sin)."""
 
     generate_vmap_rule = True
 
@@ -96,7 +96,7 @@ class _Rotation(torch.autograd.Function):
 
 @without_autocast
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x (..., heads, head_dim); cos, sin (..., 1, rotary_dim / 2) in the dtype to compute in."""
+    """Rotate x (..., heads, head_dim) by cos, sin (..., 1, rotary_dim / 2) in the compute dtype."""
     half = cos.shape[-1]
     head = x.narrow(-1, 0, 2 * half).to(cos.dtype)
     if interleaved:
@@ -117,7 +117,7 @@ def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | Non
         return torch.arange(x.shape[1], device=x.device) + seqlen_offsets.unsqueeze(-1)
     row = torch.arange(x.shape[0], device=x.device)
     cu_seqlens = cu_seqlens.long()
-    # Rows after the last sequence find the extra entry and so a position beyond the table.
+    # Rows after the last sequence find the extra entry, which puts them beyond the table.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
     nowhere = cu_seqlens.new_full((1,), -_BEYOND_ANY_TABLE)
     row_of_position_0 = torch.cat((cu_seqlens[:-1] - seqlen_offsets, nowhere))

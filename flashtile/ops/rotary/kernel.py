@@ -1,6 +1,6 @@
-"""Rotary embedding of a tensor, into another tensor or in place. One program rotates one token.
+"""Rotary embedding of a tensor, into another tensor or in place. A program rotates one token.
 
-The angles are those of `formula.py`. One thread reads both features of a pair before it writes
+The angles are those of `formula.py`. A thread reads both features of a pair before it writes
 either, so the output may be the input.
 """
 
@@ -73,7 +73,7 @@ def index_of_token(token, cu_seqlens_ptr, B, seq):
 
 @triton.jit
 def token_base(x, token, b, index, cu_seqlens_ptr):
-    """Pointer to the heads of a token, of a packed tensor or not."""
+    """Pointer to the heads of a token; `x` is packed if `cu_seqlens_ptr` is given."""
     if cu_seqlens_ptr is not None:
         base = x.ptr + token.to(tl.int64) * x.row
     else:
@@ -83,7 +83,7 @@ def token_base(x, token, b, index, cu_seqlens_ptr):
 
 @triton.jit
 def as_stored(x, target, descale_ptr, head, inside):
-    """`x` in the dtype of `target`; float8 is divided by its head's factor first, and saturates."""
+    """`x` in the dtype of `target`; for float8, divided by its head's scale and saturated."""
     dtype: tl.constexpr = target.ptr.dtype.element_ty
     if dtype.primitive_bitwidth == 8:
         x = x.to(tl.float32)
@@ -99,8 +99,9 @@ def rotate_heads(
     target, target_base, source, source_base, descale_ptr, position, cos_ptr, sin_ptr, table_rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEEPS_TAIL: tl.constexpr, rotation: tl.constexpr,
 ):  # fmt: skip
-    """Rotate all heads of one token by the angles of its position; copy it if that is outside the
-    table. KEEPS_TAIL: the target already holds the features after the rotated ones."""
+    """Rotate all heads of one token by the angles of its position; copy them if the position is
+    outside the table. KEEPS_TAIL: the target already holds the features after the rotated ones.
+    """
     HALF: tl.constexpr = rotation.HALF
     BLOCK_HEADS: tl.constexpr = rotation.BLOCK_HEADS
     # (1, BLOCK_HALF)
@@ -143,7 +144,7 @@ def rotary_kernel(
     x, out, cos_ptr, sin_ptr, offsets_ptr, cu_seqlens_ptr, offset, B, seq, table_rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, IN_PLACE: tl.constexpr, rotation: tl.constexpr,
 ):  # fmt: skip
-    """One token of `x`, whose position is its index in its sequence plus the offset."""
+    """Rotate one token of `x`, whose position is its index in its sequence plus the offset."""
     token = tl.program_id(0)
     b, index = index_of_token(token, cu_seqlens_ptr, B, seq)
     position = index.to(tl.int64) + offset
@@ -170,7 +171,8 @@ def rotary_launch(
     backward: bool,
 ) -> Launch:
     """Rotate `x` (batch, seq, heads, head_dim), or packed (total, heads, head_dim), into `out`,
-    which may be `x`."""
+    which may be `x`.
+    """
     packed = cu_seqlens is not None
     in_place = out.data_ptr() == x.data_ptr()
     arguments = {
@@ -194,5 +196,5 @@ def rotary_launch(
 
 
 def rotate(x: Tensor, *args: Any) -> None:
-    """Launch `rotary_launch` of the same arguments."""
+    """Launch `rotary_launch` with the same arguments."""
     run([rotary_launch(x, *args)], x)

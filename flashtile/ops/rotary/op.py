@@ -1,7 +1,7 @@
 """The rotation of a tensor's tokens, and its registered op ``flashtile::rotate_tokens``.
 
-One kernel launch rotates a tensor on a GPU in eager mode. The formula runs everywhere else: a
-compiler fuses it, and function transforms and learned tables differentiate it.
+In eager mode on a GPU, one kernel launch rotates a tensor. The formula runs everywhere else: a
+compiler can fuse it, and function transforms and learned tables can differentiate it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .formula import Angles
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _library = torch.library.Library("flashtile", "FRAGMENT")
-# `out` may be `x`. `offset` applies where `offsets` is None.
+# `out` may be `x`. `offset` applies if `offsets` is None.
 _library.define(
     "rotate_tokens(Tensor x, Tensor(a!) out, Tensor cos, Tensor sin, Tensor? offsets, "
     "SymInt offset, Tensor? cu_seqlens, bool interleaved, bool backward) -> ()"
@@ -26,7 +26,7 @@ _library.define(
 
 
 def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
-    """`x` (batch, seq, heads, head_dim), or packed (total, heads, head_dim), rotated."""
+    """Rotate `x` (batch, seq, heads, head_dim), or packed (total, heads, head_dim)."""
     if runs_as_kernel(x, angles.cos, angles.sin):
         return _KernelRotation.apply(x, *angles, interleaved, False)
     return formula.rotate(x, angles, interleaved)
@@ -37,7 +37,7 @@ def rotate_in_place(x: Tensor, angles: Angles, interleaved: bool) -> None:
     recorded = torch.is_grad_enabled() and x.requires_grad
     if not recorded and runs_as_kernel(x, angles.cos, angles.sin):
         _rotate_tokens(x, x, angles, interleaved, False)
-        if not x.is_inference():  # a backward that saved `x` must notice, as of any write in place
+        if not x.is_inference():  # a backward that saved `x` must notice the write in place
             torch.autograd.graph.increment_version(x)
         return
     head = x[..., : 2 * angles.cos.shape[-1]]
@@ -45,7 +45,7 @@ def rotate_in_place(x: Tensor, angles: Angles, interleaved: bool) -> None:
 
 
 def runs_as_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel can rotate `x` here and now."""
+    """Whether the kernel can rotate `x` in this context."""
     if not x.is_cuda or x.dtype not in _KERNEL_DTYPES or not TRITON_IS_INSTALLED:
         return False
     transformed = (
