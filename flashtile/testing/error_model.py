@@ -36,8 +36,8 @@ DEVIATIONS = 6.0
 
 # The variances, in u^2, of the relative errors of a GPU's base-2 exponential and logarithm. All
 # errors up to the largest count as equally likely: largest^2 / 3.
-# - Triton compiles exp2 to ex2.approx. It is within 2 ulp of the correctly rounded result, so within
-#   2.5 ulp of the exact one, and an ulp is at most 2 u.
+# - Triton compiles exp2 to ex2.approx. It is within 2 ulp of the correctly rounded result, so
+#   within 2.5 ulp of the exact one, and an ulp is at most 2 u.
 #   https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 # - The Hopper kernels call lg2.approx, with an error of at most 2^-22 = 4 u: absolute for numbers
 #   from 0.5 to 2, which the 4 in [L] covers ((4 u ln 2)^2 / 3 = 2.6 u^2), else relative. Triton
