@@ -130,4 +130,4 @@ def test_float8_runs_by_one_kernel_or_the_other(
                 given[name] = torch.ones(shape, device="cuda")
         report = str(flashtile.explain(q, k, k, **given))
     assert f"-> {chosen}: yes" in report
-    assert "queries and weights in 16 bits over float8 keys and values" in report
+    assert "16-bit queries and weights with float8 keys and values" in report
