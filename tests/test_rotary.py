@@ -480,7 +480,7 @@ def test_bad_input_of_the_other_functions() -> None:
             "num_heads_q: got 4 of the 2",
         ),
         (apply_rotary_emb_kv_, (ones, *tables_), "kv: expected .* 2, heads.* got (2, 3, 3, 2, 4)"),
-        (apply_rotary_emb_torch, (q[..., :3], *tables_), "cos: 2 columns"),
+        (apply_rotary_emb_torch, (q[..., :3], *tables_), "cos: got 2 columns"),
         (rotate_half, (torch.zeros(2, 3),), "x: the last dimension must be even"),
         (rope, (ones, None, offsets), "max_seqlen: needed"),
         (rope, (q,), "num_heads_q: needed"),
