@@ -376,7 +376,7 @@ def test_fallback_when_the_private_loader_changed(broken, monkeypatch):
     wanted = f"flash_{broken.__name__}"
     before = getattr(loader, "_lazy_imports", None)
     check = transformers.PreTrainedModel._check_and_adjust_attn_implementation
-    with pytest.warns(UserWarning, match="finds flash attention in a new way"):
+    with pytest.warns(UserWarning, match="looks for flash attention in a new way"):
         name = integration.register(wanted)
     assert name == wanted.replace("flash", "Flash")
     assert getattr(loader, "_lazy_imports", None) is before  # nothing stays patched
