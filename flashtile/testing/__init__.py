@@ -17,6 +17,7 @@ from .inputs import (
     alibi_slopes,
     cu_seqlens,
     dense_from_tiles,
+    drawn_keep,
     generator,
     normal,
     packed_qkv,
@@ -26,6 +27,7 @@ from .inputs import (
     strided,
     tile_kinds,
 )
+from .judge import Leaves, Run, call_failures, output_failures
 from .reference import Reference, attention_reference
 from .tolerance import allowed_error, assert_close, plain_dtype
 from .varlen_reference import attention_varlen_reference
@@ -37,7 +39,9 @@ __all__ = [
     "ODD_LENGTHS",
     "STRIDE_STYLES",
     "CacheReference",
+    "Leaves",
     "Reference",
+    "Run",
     "alibi_slopes",
     "allowed_error",
     "assert_close",
@@ -45,14 +49,17 @@ __all__ = [
     "attention_reference",
     "attention_varlen_reference",
     "attention_with_kvcache_reference",
+    "call_failures",
     "combine_reference",
     "combine_variance",
     "cu_seqlens",
     "dense_block_mask",
     "dense_from_tiles",
+    "drawn_keep",
     "floor_of",
     "generator",
     "normal",
+    "output_failures",
     "packed_qkv",
     "paged",
     "plain_dtype",

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Generator, Tensor
 
+from ..dropout import draw_rng_state, keep_mask
+
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 ODD_LENGTHS = (1, 2, 3, 7, 17, 31, 33, 63, 65, 127, 129)
@@ -129,6 +131,20 @@ def dense_from_tiles(kinds: Tensor, tile_size: tuple[int, int], M: int, N: int) 
     rows = torch.arange(M) // tile_size[0]
     cols = torch.arange(N) // tile_size[1]
     return kinds.bool()[..., rows[:, None], cols[None, :]]
+
+
+def drawn_keep(
+    seed: int, dropout_p: float, sizes: tuple[int, int, int, int], device: torch.device | str
+) -> Tensor:
+    """The dropout mask of a call on `device` right after ``torch.manual_seed(seed)``: bool `sizes`.
+
+    `sizes` are B, Hq, M and N, of packed sequences the longest lengths. Each device has a generator
+    of its own, but one seed gives one mask on all of them.
+    """
+    torch.manual_seed(seed)
+    state = draw_rng_state(torch.device(device)).cpu()
+    batch, heads, queries = (torch.arange(size) for size in sizes[:3])
+    return keep_mask(state, dropout_p, batch, heads, queries, 0, sizes[3])
 
 
 def alibi_slopes(g: Generator, heads: int, batch: int | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run one call through a backend and the reference, and compare outputs and gradients."""
+"""Cases for the judge of `flashtile.testing`: options by name, and calls of each function."""
 
 from __future__ import annotations
 
@@ -10,28 +10,25 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.dropout import draw_rng_state, keep_mask
 from flashtile.masks import BlockMask
 from flashtile.testing import (
-    Reference,
+    Leaves,
+    Run,
     alibi_slopes,
-    assert_close,
     attention_reference,
     attention_varlen_reference,
+    call_failures,
     cu_seqlens,
     dense_from_tiles,
-    floor_of,
+    drawn_keep,
     generator,
     normal,
-    plain_dtype,
-    rounding_variance,
+    output_failures,
     tile_kinds,
 )
 
 from .devices import device_of
 
-Leaves = dict[str, Tensor]
-Run = dict[str, Tensor]  # results by name
 DIFFERENTIABLE = ("q", "k", "v", "qv", "bias", "sink")
 
 
@@ -164,94 +161,33 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def dropout_keep(seed: int, dropout_p: float, s: Sizes, backend: str | None) -> Tensor | None:
-    """The mask that a call right after `torch.manual_seed(seed)` draws: bool (B, Hq, M, N).
-
-    Each device has its own generator; its seed gives the same mask everywhere.
-    """
+    """The mask that a call of these sizes draws right after `torch.manual_seed(seed)`."""
     if dropout_p == 0:
         return None
-    torch.manual_seed(seed)
-    state = draw_rng_state(device_of(backend)).cpu()
-    index = (torch.arange(n) for n in (s.B, s.Hq, s.M))
-    return keep_mask(state, dropout_p, *index, 0, s.N)
+    return drawn_keep(seed, dropout_p, (s.B, s.Hq, s.M, s.N), device_of(backend))
 
 
 def judge_outputs(got: Run, reference: Callable[..., Any], dtype: torch.dtype, seed: int) -> None:
-    """Check outputs without gradients; `reference(compute_dtype=..., ...)` has them by name."""
-
-    def judge(compute_dtype: torch.dtype, **how: Any) -> Run:
-        result = reference(compute_dtype=compute_dtype, **how)
-        return {name: getattr(result, name) for name in got}
-
-    truth, plain = judge(torch.float64), judge(plain_dtype(dtype))
-    variance = judge(torch.float64, attend=rounding_variance(dtype))
-    for name, x in got.items():
-        floor = floor_of(variance[name])
-        assert_close(name, x, truth[name], plain[name], floor=floor, dtype=dtype, seed=seed)
+    """Assert that `output_failures` finds nothing."""
+    _assert_none(output_failures(got, reference, dtype), seed)
 
 
 def compare(
     flash: Callable[[Leaves], Any],
-    reference: Callable[..., Reference],
+    reference: Callable[..., Any],
     leaves: Leaves,
     *,
     seed: int,
-    backward: bool = True,
     through: tuple[str, ...] = ("out", "out and lse"),
 ) -> None:
-    """Check out, lse and, through each of `through`, the gradient of every leaf by the rule.
-
-    `flash(leaves)` gives out or (out, lse); `reference(leaves, compute_dtype=..., ...)` makes the
-    same call. Random gradients flow back through the outputs that `through` names.
-    """
+    """Assert that `call_failures` finds nothing."""
     dtype = next(iter(leaves.values())).dtype
-    mine = {n: x.detach().requires_grad_(backward) for n, x in leaves.items()}
-    torch.manual_seed(seed)
-    given = flash(mine)
-    results = (
-        {"out": given}
-        if isinstance(given, Tensor)
-        else dict(zip(("out", "lse"), given, strict=True))
-    )
-    assert results["out"].dtype == dtype
-    if "lse" in results:
-        assert results["lse"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    g = generator(seed + 1)
-    cotangents = {n: normal(g, *x.shape, dtype=x.dtype) for n, x in results.items()}
-    ways = [w for w in through if set(w.split(" and ")) <= set(results)] if backward else []
-
-    def judge(compute_dtype: torch.dtype, **how: Any) -> Run:
-        cast = {n: x.detach().to(compute_dtype).requires_grad_(backward) for n, x in leaves.items()}
-        result = reference(cast, compute_dtype=compute_dtype, **how)
-        outputs = {n: getattr(result, n) for n in results}
-        return outputs | _gradients(cast, outputs, cotangents, ways)
-
-    got = results | _gradients(mine, results, cotangents, ways)
-    truth, plain = judge(torch.float64), judge(plain_dtype(dtype))
-    variance = judge(torch.float64, attend=rounding_variance(dtype))
-    for name, x in got.items():
-        floor = floor_of(variance[name])
-        assert_close(name, x, truth[name], plain[name], floor=floor, dtype=dtype, seed=seed)
-    for leaf, x in leaves.items():
-        for way in ways:
-            assert got[f"d{leaf} through {way}"].dtype == x.dtype
+    found = call_failures(flash, reference, leaves, seed=seed, dtype=dtype, through=through)
+    _assert_none(found, seed)
 
 
-def _gradients(leaves: Leaves, results: Run, cotangents: Run, ways: list[str]) -> Run:
-    """The gradient of every leaf through the outputs that each of `ways` joins."""
-    found: Run = {}
-    for way in ways:
-        names = way.split(" and ")
-        grads = torch.autograd.grad(
-            [results[n] for n in names],
-            list(leaves.values()),
-            [cotangents[n].to(results[n].dtype) for n in names],
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for (leaf, x), grad in zip(leaves.items(), grads, strict=True):
-            found[f"d{leaf} through {way}"] = torch.zeros_like(x) if grad is None else grad
-    return found
+def _assert_none(failures: list[str], seed: int) -> None:
+    assert not failures, "\n".join([f"seed {seed}", *failures])
 
 
 def check_dense(

@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 
 from ... import api
-from ...dropout import draw_rng_state, keep_mask
 from ...masks import BlockMask
 from ...problem import FLOAT8, dtype_name
 from ...testing import (
+    Leaves,
     assert_close,
-    attention_in_float8,
     attention_reference,
     attention_varlen_reference,
     attention_with_kvcache_reference,
-    floor_of,
+    call_failures,
+    drawn_keep,
     generator,
-    normal,
     plain_dtype,
-    rounding_variance,
 )
 from .calls import Call, Case
 
@@ -39,8 +37,6 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 }
 CACHES = ("k_cache", "v_cache")
 TILE = (64, 64)  # of block masks
-
-Run = dict[str, Tensor]  # results by name
 
 
 @dataclass(frozen=True)
@@ -89,46 +85,51 @@ def described(call: Call, case: Case) -> str:
 
 
 def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
-    got, dout = _made(call, case, device, seed)
     float8 = case.dtype in map(dtype_name, FLOAT8)
     # Attention in float8 has 16-bit results.
     dtype = torch.bfloat16 if float8 else getattr(torch, case.dtype)
-    run = partial(_reference, call, _kept(call, device, seed), dout)
-    truth = run(compute_dtype=torch.float64)
-    if float8:
-        plain = run(compute_dtype=torch.float32, attend=attention_in_float8)
-        floor = dict.fromkeys(truth, torch.zeros(()))
-    else:
-        plain = run(compute_dtype=plain_dtype(dtype))
-        variance = run(compute_dtype=torch.float64, attend=rounding_variance(dtype))
-        floor = {n: floor_of(x) for n, x in variance.items() if n not in CACHES}
+    given = {name: _moved(name, x, device) for name, x in call.arguments.items()}
+    keep = _kept(call, device, seed)
+    expected = call.arguments if keep is None else call.arguments | {"keep": keep}
+
+    def made(leaves: Leaves) -> tuple[Tensor, ...]:
+        moved = {name: x.to(device) for name, x in leaves.items()}
+        function = getattr(api, call.function)
+        results = function(**(given | moved), return_lse=True, backend=case.backend)
+        return tuple(x.cpu() for x in results)
+
+    def reference(leaves: Leaves, **how: Any) -> Any:
+        return REFERENCES[call.function](**(expected | leaves), **how)
+
+    found = call_failures(
+        made,
+        reference,
+        {name: call.arguments[name] for name in call.leaves},
+        seed=seed,
+        dtype=dtype,
+        through=("out",) if call.leaves else (),
+        in_float8=float8,
+    )
+    return found + _cache_failures(given, partial(reference, {}), dtype)
+
+
+def _cache_failures(
+    given: dict[str, Any], reference: Callable[..., Any], dtype: torch.dtype
+) -> list[str]:
+    """What is wrong with the caches in `given` after the call."""
+    if CACHES[0] not in given:
+        return []
     found = []
-    for name, x in got.items():
+    truth, plain = (reference(compute_dtype=x) for x in (torch.float64, plain_dtype(dtype)))
+    for name in CACHES:
+        x, wanted, low = given[name].cpu(), getattr(truth, name), getattr(plain, name)
         x = x.double() if x.dtype in FLOAT8 else x
-        unused = truth[name].isnan() & x.isnan()  # parts of a cache that no sequence owns
-        x, wanted = x.masked_fill(unused, 0), truth[name].masked_fill(unused, 0)
-        low = plain[name].masked_fill(unused, 0)
+        unused = wanted.isnan() & x.isnan()  # parts of a cache that no sequence owns
         try:
-            assert_close(name, x, wanted, low, floor=floor.get(name, 0.0), dtype=dtype)
+            assert_close(name, *(x.masked_fill(unused, 0) for x in (x, wanted, low)), dtype=dtype)
         except AssertionError as error:
             found.append(str(error))
     return found
-
-
-def _made(call: Call, case: Case, device: str, seed: int) -> tuple[Run, Tensor | None]:
-    """What the call makes, on the CPU, and the gradient that flowed back through `out`."""
-    leaves = {name: call.arguments[name].requires_grad_() for name in call.leaves}
-    given = {name: _moved(name, x, device) for name, x in call.arguments.items()}
-    torch.manual_seed(seed)
-    function = getattr(api, call.function)
-    out, lse = (x.cpu() for x in function(**given, return_lse=True, backend=case.backend))
-    got = {"out": out, "lse": lse}
-    got |= {name: given[name].cpu() for name in CACHES if name in given}
-    if not leaves:
-        return got, None
-    dout = normal(generator(seed + 1), *out.shape, dtype=out.dtype)
-    gradients = torch.autograd.grad(out, list(leaves.values()), dout)
-    return got | {f"d{n}": x for n, x in zip(leaves, gradients, strict=True)}, dout
 
 
 def _moved(name: str, value: Any, device: str) -> Any:
@@ -140,7 +141,7 @@ def _moved(name: str, value: Any, device: str) -> Any:
 
 
 def _kept(call: Call, device: str, seed: int) -> Tensor | None:
-    """The elements that dropout keeps after `torch.manual_seed(seed)`: bool (B, Hq, M, N)."""
+    """What dropout keeps in the call after `torch.manual_seed(seed)`."""
     arguments = call.arguments
     if "dropout_p" not in arguments:
         return None
@@ -149,27 +150,7 @@ def _kept(call: Call, device: str, seed: int) -> Tensor | None:
     if call.function == "attention_varlen":
         B = len(arguments["cu_seqlens_q"]) - 1
         M, N = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
-    torch.manual_seed(seed)
-    state = draw_rng_state(torch.device(device)).cpu()
-    batch, heads, queries = (torch.arange(size) for size in (B, q.shape[-2], M))
-    return keep_mask(state, arguments["dropout_p"], batch, heads, queries, 0, N)
-
-
-def _reference(
-    call: Call, keep: Tensor | None, dout: Tensor | None, compute_dtype: torch.dtype, **how: Any
-) -> Run:
-    """The reference's results by the names of `_made`, computed in `compute_dtype`."""
-    leaves = {
-        name: call.arguments[name].detach().to(compute_dtype).requires_grad_()
-        for name in call.leaves
-    }
-    given = call.arguments | leaves | ({} if keep is None else {"keep": keep})
-    result = REFERENCES[call.function](**given, compute_dtype=compute_dtype, **how)
-    run = {name: getattr(result, name) for name in ("out", "lse", *CACHES) if hasattr(result, name)}
-    if dout is None:
-        return run
-    gradients = torch.autograd.grad(result.out, list(leaves.values()), dout.to(result.out.dtype))
-    return run | {f"d{n}": x for n, x in zip(leaves, gradients, strict=True)}
+    return drawn_keep(seed, arguments["dropout_p"], (B, q.shape[-2], M, N), device)
 
 
 def _crash(error: Exception) -> tuple[str, ...]:

@@ -1,0 +1,118 @@
+"""One judge of calls: outputs and gradients against the reference's, by the rule.
+
+`tolerance.py` has the rule, `error_model.py` the least error that it allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .error_model import attention_in_float8, floor_of, rounding_variance
+from .inputs import generator, normal
+from .tolerance import assert_close, plain_dtype
+
+Leaves = dict[str, Tensor]
+Run = dict[str, Tensor]  # results by name
+
+
+def output_failures(got: Run, reference: Callable[..., Any], dtype: torch.dtype) -> list[str]:
+    """What is wrong with outputs of a call whose inputs have `dtype`, a sentence for each.
+
+    Args:
+        got: results by name.
+        reference: ``reference(compute_dtype=..., ...)`` has attributes of these names.
+    """
+
+    def run(**how: Any) -> Run:
+        result = reference(**how)
+        return {name: getattr(result, name) for name in got}
+
+    return _failures(got, run, dtype)
+
+
+def call_failures(
+    call: Callable[[Leaves], Any],
+    reference: Callable[..., Any],
+    leaves: Leaves,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    through: Sequence[str] = ("out", "out and lse"),
+    in_float8: bool = False,
+) -> list[str]:
+    """What is wrong with the outputs of a call and its gradients, a sentence for each.
+
+    Args:
+        call: ``call(leaves)`` gives out or (out, lse), right after ``torch.manual_seed(seed)``.
+        reference: ``reference(leaves, compute_dtype=..., ...)`` makes the same call.
+        leaves: the arguments that have gradients, by name.
+        dtype: that of the call's inputs, and of out.
+        through: outputs, joined by " and ", through which random gradients flow back to all leaves.
+        in_float8: the inputs hold float8 numbers, so plain PyTorch computes in float8, too.
+    """
+    mine = {n: x.detach().requires_grad_(bool(through)) for n, x in leaves.items()}
+    torch.manual_seed(seed)
+    given = call(mine)
+    outputs = (given,) if isinstance(given, Tensor) else given
+    results = dict(zip(("out", "lse"), outputs, strict=False))
+    assert len(results) == len(outputs), f"the call gave {len(outputs)} results"
+    assert results["out"].dtype == dtype
+    if "lse" in results:
+        assert results["lse"].dtype == torch.promote_types(dtype, torch.float32)
+    g = generator(seed + 1)
+    cotangents = {n: normal(g, *x.shape, dtype=x.dtype) for n, x in results.items()}
+    ways = [way for way in through if set(way.split(" and ")) <= set(results)]
+
+    def run(compute_dtype: torch.dtype, **how: Any) -> Run:
+        cast = {n: x.detach().to(compute_dtype) for n, x in leaves.items()}
+        cast = {n: x.requires_grad_(bool(through)) for n, x in cast.items()}
+        result = reference(cast, compute_dtype=compute_dtype, **how)
+        found = {n: getattr(result, n) for n in results}
+        return found | _gradients(cast, found, cotangents, ways)
+
+    got = results | _gradients(mine, results, cotangents, ways)
+    for leaf, x in leaves.items():
+        for way in ways:
+            assert got[f"d{leaf} through {way}"].dtype == x.dtype
+    return _failures(got, run, dtype, in_float8)
+
+
+def _gradients(leaves: Leaves, results: Run, cotangents: Run, ways: list[str]) -> Run:
+    """The gradient of every leaf through the outputs that each of `ways` joins."""
+    found: Run = {}
+    for way in ways:
+        names = way.split(" and ")
+        grads = torch.autograd.grad(
+            [results[n] for n in names],
+            list(leaves.values()),
+            [cotangents[n].to(results[n].dtype) for n in names],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for (leaf, x), grad in zip(leaves.items(), grads, strict=True):
+            found[f"d{leaf} through {way}"] = torch.zeros_like(x) if grad is None else grad
+    return found
+
+
+def _failures(
+    got: Run, run: Callable[..., Run], dtype: torch.dtype, in_float8: bool = False
+) -> list[str]:
+    truth = run(compute_dtype=torch.float64)
+    if in_float8:
+        plain = run(compute_dtype=torch.float32, attend=attention_in_float8)
+        floor = dict.fromkeys(truth, torch.zeros(()))
+    else:
+        plain = run(compute_dtype=plain_dtype(dtype))
+        variance = run(compute_dtype=torch.float64, attend=rounding_variance(dtype))
+        floor = {name: floor_of(x) for name, x in variance.items()}
+    found = []
+    for name, x in got.items():
+        try:
+            assert_close(name, x, truth[name], plain[name], floor=floor[name], dtype=dtype)
+        except AssertionError as error:
+            found.append(str(error))
+    return found
