@@ -61,28 +61,28 @@ def flash_attn_func(
     return_lse: bool = False,
 ) -> Result:
     """(out, lse) of `flashtile.attention`; `learnable_sink` is its `sink`."""
-    _refuse(
+    _refuse(block_sparse_tensors_bwd=block_sparse_tensors_bwd)
+    return flash_attn_varlen_func(  # which takes padded batches, too
+        q,
+        k,
+        v,
+        qv,
         gather_kv_indices=gather_kv_indices,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )
-    return _forward(
-        Tensors(q, k, v, qv),
-        Layout(),
-        return_lse,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=Window(*window_size),
-        sink=learnable_sink,
-        softcap=softcap,
-        num_splits=max(num_splits, 0),
-        pack_gqa=pack_gqa,
-        deterministic=deterministic,
+        return_lse=return_lse,
     )
 
 
@@ -144,10 +144,9 @@ def flash_attn_varlen_func(
     layout = Layout(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table
     )
-    return _forward(
+    out, lse = attend(
         Tensors(q, k, v, qv),
         layout,
-        return_lse,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=Window(*window_size),
@@ -157,6 +156,12 @@ def flash_attn_varlen_func(
         pack_gqa=pack_gqa,
         deterministic=deterministic,
     )
+    if qv is not None or (k is v and v.shape[-1] == SHARED_HEAD_DIM):
+        lse = lse.transpose(-1, -2).contiguous()
+    if return_lse:
+        return out, lse
+    has_gradient = any(x is not None and x.requires_grad for x in (q, k, v, qv, learnable_sink))
+    return out, lse.detach() if has_gradient else None
 
 
 class SchedulerMetadataTensorsTorch(NamedTuple):
@@ -371,19 +376,6 @@ def _flash_attn_bwd(
         (q, k, v), layout, options, (dout, out, lse), (dq, dk, dv), dlse=dlse
     )
     return tuple(found[:3]) if learnable_sink is None else (*found[:3], found[4])
-
-
-def _forward(tensors: Tensors, layout: Layout, return_lse: bool, **options: Any) -> Result:
-    """(out, lse) with FlashAttention-4's layout of lse; lse is None if it is not needed."""
-    q, k, v, qv = tensors
-    out, lse = attend(tensors, layout, **options)
-    if qv is not None or (k is v and v.shape[-1] == SHARED_HEAD_DIM):
-        lse = lse.transpose(-1, -2).contiguous()
-    if return_lse:
-        return out, lse
-    given = (q, k, v, qv, options["sink"])
-    has_gradient = any(x is not None and x.requires_grad for x in given)
-    return out, lse.detach() if has_gradient else None
 
 
 def _check_metadata(given: Any) -> None:
