@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     ResNetConfig,
     SwinConfig,
+    TimmWrapperConfig,
     VitDetConfig,
 )
 
@@ -65,7 +66,7 @@ def small_rt_detr(stages: Sequence[str] = RESNET_STAGES) -> dict[str, Any]:
     }
 
 
-def small_swin() -> SwinConfig:
+def small_swin(**fields: Any) -> SwinConfig:
     return SwinConfig(
         image_size=64,
         patch_size=4,
@@ -73,7 +74,7 @@ def small_swin() -> SwinConfig:
         depths=[1, 1, 1, 1],
         num_heads=[2, 2, 4, 4],
         window_size=4,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
+        **{"out_features": ["stage1", "stage2", "stage3", "stage4"]} | fields,
     )
 
 
@@ -111,6 +112,33 @@ FIELDS: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
     },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "intermediate_size": 96},
+    # Vision towers of timm's.
+    "fast_vlm": {
+        "image_token_index": 20,
+        "vision_config": TimmWrapperConfig(
+            architecture="fastvit_t8",
+            hidden_size=128,
+            model_args={"layers": [1, 1, 1, 1], "embed_dims": [16, 16, 32, 64]},
+        ),
+    },
+    "gemma3n": {"image_token_id": 20, "vision_soft_tokens_per_image": 4},
+    "gemma3n_vision": {"architecture": "test_efficientnet", "hidden_size": 256},
+    "perception_lm": {
+        "image_token_id": 20,
+        "vision_config": TimmWrapperConfig(
+            architecture="vit_pe_core_tiny_patch16_384",
+            model_args={
+                "embed_dim": 64,
+                "depth": 2,
+                "num_heads": 4,
+                "img_size": [32, 32],
+                "patch_size": 8,
+                "ref_feat_shape": [4, 4],
+                "global_pool": "",
+            },
+        ),
+    },
+    "timm_backbone": {"backbone": "test_resnet"},
     # One layer of each kind whose keys others share.
     "gemma3n_text": SLIDING_AND_FULL | {"num_kv_shared_layers": 0},
     # Convolutional codecs.
@@ -255,6 +283,20 @@ FIELDS: dict[str, dict[str, Any]] = {
     "oneformer": {"backbone_config": small_swin(), "num_queries": 10},
     "grounding-dino": {"backbone_config": small_swin(), "num_queries": 10},
     "mm-grounding-dino": {"backbone_config": small_swin(), "num_queries": 10},
+    "omdet-turbo": {
+        "backbone_config": small_swin(out_features=["stage2", "stage3", "stage4"]),
+        "apply_layernorm_after_vision_backbone": False,
+        "image_size": 64,
+        "encoder_in_channels": [32, 64, 128],
+        "vision_features_channels": [32, 32, 32],
+        "encoder_hidden_dim": 32,
+        "decoder_hidden_dim": 32,
+        "text_projection_in_dim": 64,
+        "text_projection_out_dim": 64,
+        "class_embed_dim": 64,
+        "task_encoder_hidden_dim": 96,
+        "num_queries": 20,
+    },
     "d_fine": small_rt_detr(),
     "rt_detr": small_rt_detr(),
     "rt_detr_v2": small_rt_detr(),

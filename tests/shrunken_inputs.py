@@ -85,8 +85,10 @@ def with_tokens(**makers):
 
 
 def image_tokens(config, count):
-    """Text that starts with the tokens that an image's features replace."""
-    return torch.cat([torch.full((2, count), config.image_token_index), tokens()], dim=1)
+    """Text with the tokens that an image's features replace, where no padding will be."""
+    token = first(config, "image_token_index", "image_token_id", default=None)
+    before, after = tokens().split([LENGTH // 2, LENGTH // 2], dim=1)
+    return torch.cat([before, torch.full((2, count), token), after], dim=1)
 
 
 def codes(config):
@@ -237,6 +239,26 @@ INPUTS = {
         "input_ids": image_tokens(config, 16),
         "pixel_values": videos(config),
         "qformer_input_ids": tokens(),
+    },
+    "fast_vlm": lambda config: {
+        "input_ids": image_tokens(config, 4),
+        "pixel_values": normal(2, 3, 64, 64),
+    },
+    "gemma3n": lambda config: {
+        "input_ids": image_tokens(config, 4),
+        "pixel_values": normal(2, 3, 64, 64),
+    },
+    "perception_lm": lambda config: {
+        "input_ids": image_tokens(config, 16),
+        "pixel_values": normal(2, 1, 3, 32, 32),
+    },
+    "omdet-turbo": lambda config: {
+        "pixel_values": images(config),
+        "classes_input_ids": tokens(),
+        "classes_attention_mask": torch.ones(2, LENGTH, dtype=torch.long),
+        "tasks_input_ids": tokens(9, seed=5),
+        "tasks_attention_mask": torch.ones(2, 9, dtype=torch.long),
+        "classes_structure": torch.tensor([1, 1]),
     },
     "grounding-dino": with_tokens(pixel_values=images),
     "mm-grounding-dino": with_tokens(pixel_values=images),

@@ -8,7 +8,6 @@ VIDEO = "needs a session that tracks objects through a video"
 CONVOLUTIONS = "convolutions or recurrence only, no attention"
 ASSISTANT = "drafts for another model, from whose keys and values it reads"
 SIZES_ARE_TIED = "sizes that depend on each other: no small configuration by hand yet"
-TIMM = "its vision tower is a model of timm's: no small configuration by hand yet"
 CODES = "one half of a codec, compared as a whole under the codec's name"
 LARGE = "takes minutes with the smallest configuration"
 REASONS: dict[str, str] = {
@@ -17,18 +16,12 @@ REASONS: dict[str, str] = {
     "efficientnet": CONVOLUTIONS,
     "eomt": SIZES_ARE_TIED,
     "eomt_dinov3": SIZES_ARE_TIED,
-    "fast_vlm": TIMM,
-    "gemma3n": TIMM,
-    "gemma3n_vision": TIMM,
-    "omdet-turbo": TIMM,
     "pe_audio_video": SIZES_ARE_TIED,
     "pe_audio_video_encoder": SIZES_ARE_TIED,
-    "perception_lm": TIMM,
     "pocket_tts_audio_tokenizer_decoder": CODES,
     "sam3": LARGE,
     "sam3_lite_text": LARGE,
     "sam3_video": LARGE,
-    "timm_backbone": TIMM,
     "tvp": SIZES_ARE_TIED,
     "vibevoice_acoustic_tokenizer_decoder": CODES,
     "vibevoice_acoustic_tokenizer_encoder": CODES,
@@ -61,6 +54,15 @@ REASONS: dict[str, str] = {
     "vits": "the length of its output depends on the last bit of a duration",
     "voxtral_realtime_text": "transformers names a model class that it does not have",
     "xlstm": CONVOLUTIONS,
+}
+# Not compared where timm is not installed.
+NEED_TIMM = {
+    "fast_vlm",
+    "gemma3n",
+    "gemma3n_vision",
+    "perception_lm",
+    "timm_backbone",
+    "timm_wrapper",
 }
 # Families whose eager attention is wrong in transformers, so that SDPA is compared: Nemotron's
 # speech models fill with -inf the keys that the mask shows, Grounding DINO adds a mask of bools.

@@ -42,7 +42,8 @@ from shrunken_models import (
     randomise,
     shrunken,
 )
-from sweep_reasons import EAGER_IS_WRONG, REASONS
+from shrunken_timm import offer_timm
+from sweep_reasons import EAGER_IS_WRONG, LIBRARY, NEED_TIMM, REASONS
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AttentionInterface, PreTrainedModel
 
@@ -51,6 +52,9 @@ from flashtile.integrations import transformers as integration
 EQUAL, DIFFERS, NOT_BUILT, OWN = "equal", "DIFFERS", "not built", "own attention"
 
 NOT_COMPARED = "not compared"
+
+if not offer_timm():
+    REASONS |= dict.fromkeys(NEED_TIMM, LIBRARY + "timm")
 
 
 class Differs(AssertionError):
