@@ -18,6 +18,6 @@ def offer_timm() -> bool:
     if importlib.util.find_spec("timm") is None:
         return False
     vision_models.timm()
-    with mock.patch.object(import_utils, "is_torchvision_available", lambda: True):
+    with mock.patch.object(import_utils, "is_torchvision_available", return_value=True):
         import_utils.is_timm_available.cache_clear()
         return import_utils.is_timm_available()
