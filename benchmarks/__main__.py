@@ -71,58 +71,99 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset",
         choices=[CPU_TARGETS, *PRESETS],
-        help="a predefined measurement; --seq-len, --head-dim and --use-causal keep "
-        "a part of its cases, so that one can be split into several commands",
+        metavar="NAME",
+        help="a predefined measurement, listed below (default: none, the flags describe it); "
+        "--seq-len, --head-dim and --use-causal keep a part of its cases, so that one can be split "
+        "into several commands",
     )
     parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="only make a page and pictures of its CSV files"
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="measure nothing; make a page and pictures of its CSV files (default: measure)",
     )
-    what = parser.add_argument_group("what to measure")
+    _add_shapes(parser.add_argument_group("what to measure"))
+    _add_settings(parser.add_argument_group("who, where and how long"))
+    _add_files(parser.add_argument_group("results"))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of these lists
+    parser.epilog = _names()
+
+
+def _add_shapes(what: argparse._ArgumentGroup) -> None:
     what.add_argument(
         "--functions",
         nargs="+",
         choices=VARIANTS,
         default=["dense"],
         metavar="NAME",
-        help="kinds of attention, listed below; dense by default",
+        help="kinds of attention, listed below (default: dense)",
     )
-    what.add_argument("--seq-len", nargs="+", type=_positive, metavar="N", help="1024 2048 4096")
-    what.add_argument("--batch-size", nargs="+", type=_positive, metavar="N", default=[1])
-    what.add_argument("--num-heads", nargs="+", type=_positive, metavar="N", default=[8])
+    for name, default, meaning in (
+        ("--seq-len", None, "lengths of queries and keys, in tokens (default: 1024 2048 4096)"),
+        ("--batch-size", [1], "sequences of a call (default: 1)"),
+        ("--num-heads", [8], "query heads (default: 8)"),
+        ("--head-dim", None, "sizes of a head, in elements (default: 64)"),
+    ):
+        what.add_argument(
+            name, nargs="+", type=_positive, default=default, metavar="N", help=meaning
+        )
     what.add_argument(
-        "--num-heads-kv", type=_positive, metavar="N", help="by default as --num-heads"
+        "--num-heads-kv",
+        type=_positive,
+        metavar="N",
+        help="key and value heads (default: as many as --num-heads)",
     )
-    what.add_argument("--head-dim", nargs="+", type=_positive, metavar="N", help="64")
-    what.add_argument("--use-causal", nargs="?", const="true", choices=CAUSAL, help="false")
+    what.add_argument(
+        "--use-causal",
+        nargs="?",
+        const="true",
+        choices=CAUSAL,
+        help="whether a causal mask is on; without a value: true (default: false)",
+    )
     what.add_argument(
         "--dtype",
         nargs="+",
         type=_dtype,
         metavar="DTYPE",
-        help=f"{', '.join(DTYPES)}; by default float32 on a CPU, bfloat16 on a GPU",
+        help=f"{', '.join(DTYPES)} (default: fp32 on a CPU, bf16 on a GPU)",
     )
     what.add_argument(
         "--pass",
         dest="passes",
         choices=PASSES,
-        help="both: forward and backward apart; step: the two as one call; all: all three",
+        help="both: forward and backward apart; step: the two as one call; all: all three "
+        "(default: forward)",
     )
-    who = parser.add_argument_group("who, where and how long")
-    who.add_argument(
-        "--peers", nargs="+", choices=PEERS, metavar="NAME", help="libraries, listed below"
+
+
+def _add_settings(how: argparse._ArgumentGroup) -> None:
+    usual = "; ".join(f"{device}: {' '.join(names)}" for device, names in DEFAULT_PEERS.items())
+    how.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        metavar="NAME",
+        help=f"libraries, listed below (default on {usual})",
     )
-    who.add_argument("--device", help="cpu or cuda:N; by default a GPU if there is one")
-    who.add_argument("--seconds", type=float, help="of timing, each peer and pass (0.5)")
-    who.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
-    who.add_argument("--no-accuracy", action="store_true", help="do not compare with float64")
-    who.add_argument("--host", action="store_true", help="also the host's time of a call")
-    who.add_argument("--cuda-graph", action="store_true", help="time the forward as a CUDA graph")
-    out = parser.add_argument_group("results")
-    out.add_argument("--csv", type=Path, metavar="FILE", help="written case by case")
-    out.add_argument("--json", type=Path, metavar="FILE")
-    out.add_argument("--output", type=Path, metavar="DIR", help="CSV, JSON and pictures, in here")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of these lists
-    parser.epilog = _names()
+    how.add_argument("--device", help="cpu or cuda:N (default: a GPU if there is one)")
+    how.add_argument(
+        "--seconds",
+        type=float,
+        help=f"seconds of timing, for each peer and pass (default: {Settings.seconds})",
+    )
+    how.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
+    how.add_argument("--no-accuracy", action="store_true", help="do not compare with float64")
+    how.add_argument("--host", action="store_true", help="also measure the host's time of a call")
+    how.add_argument("--cuda-graph", action="store_true", help="time the forward as a CUDA graph")
+
+
+def _add_files(out: argparse._ArgumentGroup) -> None:
+    for name, metavar, meaning in (
+        ("--csv", "FILE", "CSV file, written case by case"),
+        ("--json", "FILE", "JSON file, written at the end"),
+        ("--output", "DIR", "folder for CSV, JSON and pictures"),
+    ):
+        out.add_argument(name, type=Path, metavar=metavar, help=f"{meaning} (default: none)")
 
 
 def run(args: argparse.Namespace) -> int:

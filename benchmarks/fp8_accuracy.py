@@ -106,14 +106,35 @@ def errors(scheme: Attend, runs: list[tuple[list[Tensor], Tensor]], device: str)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--queries", type=int, default=1024)
-    parser.add_argument("--keys", type=int, default=4096)
-    parser.add_argument("--seeds", type=int, default=24)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, metavar="NAME")
-    parser.add_argument("--output", type=Path, default=None, help="CSV file to write")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    for name, default, meaning in (
+        ("--queries", 1024, "length of the queries, in tokens"),
+        ("--keys", 4096, "length of the keys, in tokens"),
+        ("--seeds", 24, "random inputs for each head dim"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--head-dims",
+        type=int,
+        nargs="+",
+        default=HEAD_DIMS,
+        metavar="N",
+        help="sizes of a head, in elements (default: 64 128 256)",
+    )
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        choices=SCHEMES,
+        default=SCHEMES,
+        metavar="NAME",
+        help=f"ways to quantize, of {', '.join(map(repr, SCHEMES))} (default: all)",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=None, help="CSV file to write (default: none)"
+    )
     chosen = parser.parse_args()
     rows = []
     for head_dim in chosen.head_dims:

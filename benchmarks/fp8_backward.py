@@ -227,12 +227,21 @@ def loss_of(model: GPTLMHeadModel, text: Tensor, g: torch.Generator, windows: in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("gradients", "training"))
-    parser.add_argument("--tokens", type=int, default=1024, help="queries and keys of a head")
-    parser.add_argument("--seeds", type=int, default=4, help="draws, or models to train")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--data", type=Path, default=None, help="folder of the plays")
-    parser.add_argument("--output", type=Path, default=None, help="CSV file to write")
+    parser.add_argument(
+        "what",
+        choices=("gradients", "training"),
+        help="the error of the gradients, or the loss of a small GPT that is trained with them",
+    )
+    for name, default, meaning in (
+        ("--tokens", 1024, "gradients: length of queries and keys, in tokens"),
+        ("--seeds", 4, "random inputs, or models to train"),
+        ("--steps", 200, "training: steps of each model"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
+        )
+    parser.add_argument("--data", type=Path, help="folder of the plays (default: .data)")
+    parser.add_argument("--output", type=Path, help="CSV file to write (default: none)")
     chosen = parser.parse_args()
     if chosen.what == "gradients":
         names = ["inputs", "head_dim", "scheme", "gradient", "rmse", "largest", "tokens", "seeds"]

@@ -62,10 +62,12 @@ def attention_of(scheme: Attend) -> Attend:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--data", type=Path, default=None)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--output", type=Path, default=None, help="CSV file to write")
+    parser.add_argument("--model", type=Path, help="a GGUF file (default: what make demo fetched)")
+    parser.add_argument("--data", type=Path, help="folder of the plays (default: .data)")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="tokens of the text (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, help="CSV file to write (default: none)")
     chosen = parser.parse_args()
     model, tokenizer = load(find_model(chosen.model), "cpu")
     play = find_play(chosen.data).read_text(encoding="utf-8", errors="replace")

@@ -143,12 +143,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkout", type=Path, help="a checkout of flash-attention")
     parser.add_argument("file", help="a test file, from the checkout's root; ::test for one test")
-    parser.add_argument("--cases", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--piece", default="1/1", help="i/n: the i-th of n parts of the sample")
-    parser.add_argument("--case-seconds", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("-k", default="", help="as in pytest")
+    for name, default, meaning in (
+        ("--cases", 500, "cases in the sample"),
+        ("--seed", 0, "seed that draws the sample"),
+        ("--case-seconds", 60, "seconds after which a case is stopped"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no new case begins (default: no limit)",
+    )
+    parser.add_argument(
+        "--piece", default="1/1", help="i/n: the i-th of n parts of the sample (default: 1/1)"
+    )
+    parser.add_argument("-k", default="", help="only these tests, as in pytest (default: all)")
     arguments = parser.parse_args()
 
     sample = Sample(

@@ -80,9 +80,27 @@ def last_start(run: Path) -> dict[str, Any]:
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides that go to every run."""
     parser = argparse.ArgumentParser(prog="python -m training.compare", description=__doc__)
-    parser.add_argument("--attn", nargs="+", choices=ATTENTIONS, default=["flashtile", "sdpa"])
-    parser.add_argument("--runs", nargs="+", type=Path, help="read these, train nothing")
-    parser.add_argument("--folder", type=Path, default=Path("runs/compare"))
+    parser.add_argument(
+        "--attn",
+        nargs="+",
+        choices=ATTENTIONS,
+        default=["flashtile", "sdpa"],
+        help="attentions to train with, a run each (default: flashtile sdpa)",
+    )
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="compare these finished runs and train nothing (default: train)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="folder of the runs and the comparison (default: %(default)s)",
+    )
     asked, overrides = parser.parse_known_args(arguments)
     for override in overrides:
         if override.startswith("-") or "=" not in override:

@@ -62,10 +62,28 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides that go to every run."""
     parser = argparse.ArgumentParser(prog="python -m training.memory", description=__doc__)
-    parser.add_argument("--attn", nargs="+", choices=ATTENTIONS, default=["flashtile", "sdpa-math"])
-    lengths = [2**exponent for exponent in range(11, 17)]
-    parser.add_argument("--contexts", nargs="+", type=int, default=lengths)
-    parser.add_argument("--folder", type=Path, default=Path("runs/memory"))
+    parser.add_argument(
+        "--attn",
+        nargs="+",
+        choices=ATTENTIONS,
+        default=["flashtile", "sdpa-math"],
+        help="attentions to measure (default: flashtile sdpa-math)",
+    )
+    parser.add_argument(
+        "--contexts",
+        nargs="+",
+        type=int,
+        default=[2**exponent for exponent in range(11, 17)],
+        metavar="N",
+        help="lengths of the context, in tokens (default: the powers of two from 2048 to 65536)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/memory"),
+        metavar="DIR",
+        help="folder of the table and the picture (default: %(default)s)",
+    )
     asked, overrides = parser.parse_known_args(arguments)
     for override in overrides:
         if override.startswith("-") or "=" not in override:

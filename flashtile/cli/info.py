@@ -22,7 +22,7 @@ HEAD_DIM, LENGTH = 64, 128
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag."""
-    parser.add_argument("--json", action="store_true", help="the same, for programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -45,10 +45,33 @@ class Candidate(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to tune and where to write."""
-    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--output", type=Path, help="folder for the JSON (default: the cache)")
+    parser.add_argument(
+        "--head-dims",
+        type=int,
+        nargs="+",
+        default=list(HEAD_DIMS),
+        metavar="N",
+        help=f"head dims to tune, in elements (default: {' '.join(map(str, HEAD_DIMS))})",
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="length of the measured sequences, in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="dtype of the measured calls (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder for the JSON file (default: the user's cache, where every process looks)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,14 +19,39 @@ from ..call.prepare import describe
 from ..problem import AttentionProblem
 
 LENGTH = 256  # any will do: lengths are not compiled in
+DTYPES = ("bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which kernels."""
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
-    parser.add_argument("--group", type=int, default=1, help="query heads to a key head")
-    parser.add_argument("--no-backward", action="store_true", help="only the forward pass")
+    parser.add_argument(
+        "--head-dims",
+        type=int,
+        nargs="+",
+        default=[64, 128],
+        metavar="N",
+        help="head dims to compile for, in elements (default: 64 128)",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=DTYPES,
+        metavar="DTYPE",
+        help=f"dtypes to compile for (default: {' '.join(DTYPES)})",
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=1,
+        metavar="N",
+        help="query heads to a key head (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-backward",
+        action="store_true",
+        help="compile the forward pass alone (default: the backward pass too)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

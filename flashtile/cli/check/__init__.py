@@ -26,16 +26,21 @@ OUTPUT = "flashtile-check.md"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.add_argument("--quick", action="store_true", help="fewer calls; a minute")
-    parser.add_argument("--device", help="cpu or cuda:N; by default a GPU if there is one")
+    parser.add_argument("--quick", action="store_true", help="run fewer calls, in about a minute")
+    parser.add_argument("--device", help="cpu or cuda:N (default: a GPU if there is one)")
     parser.add_argument(
         "--output",
         type=Path,
         default=Path(OUTPUT),
         metavar="FILE",
-        help="the report, JSON if the name ends so, else Markdown (default: %(default)s)",
+        help="the report: JSON if the name ends in .json, else Markdown (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, help="of the inputs; the report says which it was")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed of the random inputs (default: drawn for each run; the report names it)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
