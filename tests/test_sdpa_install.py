@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -169,18 +170,30 @@ MASKS = {
 }
 
 
-def outputs_and_gradients(module, x, **masks):
-    x = x.clone().requires_grad_()
-    out = module(x, **masks)
-    out = out[0] if isinstance(out, tuple) else out
-    out = out if not masks else out * ~PADDING[..., None]  # padded rows are not compared
+def outputs_and_gradients(module, x, masks, dtype):
+    """`without` is the output without gradients, for which evaluation takes PyTorch's fast path."""
+    module, x = copy.deepcopy(module).to(dtype), x.to(dtype).requires_grad_()
+    rows = ~PADDING[..., None] if masks else True  # padded rows are not compared
+
+    def output():
+        out = module(x, **masks)
+        return (out[0] if isinstance(out, tuple) else out) * rows
+
+    out = output()
     gradients = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
-    return [out, *gradients]
+    with torch.no_grad():
+        found = {"out": out.detach(), "without": output()}
+    names = ("x", *(name for name, _ in module.named_parameters()))
+    return found | {f"d{name}": x for name, x in zip(names, gradients, strict=True)}
 
 
-def assert_all_close(got, want):
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-8)
+def judge_installed(module, masks, seed):
+    run = partial(outputs_and_gradients, module, torch.randn(2, 9, 32), masks)
+    for dtype in (torch.float64, torch.float32):
+        with sdpa.install(strict=True) as installation:
+            got = run(dtype)
+        assert installation.calls == 2
+        judge_client(got, run, seed)
 
 
 class Attend(nn.MultiheadAttention):
@@ -191,42 +204,16 @@ class Attend(nn.MultiheadAttention):
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_multihead_attention(masks, training, seed):
-    module = Attend(32, 4, batch_first=True, dtype=torch.float64).train(training)
-    x = torch.randn(2, 9, 32, dtype=torch.float64)
-    want = outputs_and_gradients(module, x, **masks)
-    with torch.no_grad():
-        want_without = module(x, **masks)[0]  # in evaluation this takes the fast path
-    with sdpa.install(strict=True) as installation:
-        got = outputs_and_gradients(module, x, **masks)
-        with torch.no_grad():
-            got_without = module(x, **masks)[0]
-    assert installation.calls == 2
-    assert_all_close(got, want)
-    rows = ~PADDING[..., None] if masks else True
-    torch.testing.assert_close(got_without * rows, want_without * rows, atol=1e-10, rtol=1e-8)
+    judge_installed(Attend(32, 4, batch_first=True).train(training), masks, seed)
 
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_transformer_encoder_layer(masks, training, seed):
-    layer = nn.TransformerEncoderLayer(
-        32, 4, 48, dropout=0.0, batch_first=True, dtype=torch.float64
-    )
-    layer.train(training)
+    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True).train(training)
     names = {"key_padding_mask": "src_key_padding_mask", "attn_mask": "src_mask"}
     masks = {names.get(name, name): value for name, value in masks.items()}
-    x = torch.randn(2, 9, 32, dtype=torch.float64)
-    want = outputs_and_gradients(layer, x, **masks)
-    with torch.no_grad():
-        want_without = layer(x, **masks)
-    with sdpa.install(strict=True) as installation:
-        got = outputs_and_gradients(layer, x, **masks)
-        with torch.no_grad():
-            got_without = layer(x, **masks)
-    assert installation.calls == 2
-    assert_all_close(got, want)
-    rows = ~PADDING[..., None] if masks else True
-    torch.testing.assert_close(got_without * rows, want_without * rows, atol=1e-10, rtol=1e-8)
+    judge_installed(layer, masks, seed)
 
 
 def test_transformer_encoder_in_evaluation_with_padding(seed):
