@@ -77,21 +77,19 @@ def keep_mask(
     batch: Tensor,
     heads: Tensor,
     queries: Tensor,
-    n0: int,
-    n1: int,
+    keys: Tensor,
 ) -> Tensor:
-    """Which scores of a tile dropout keeps: bool (batch, heads, queries, n1 - n0).
+    """Which scores of a tile dropout keeps: bool (batch, heads, queries, keys).
 
     Args:
         rng_state: int64 (2,), seed and offset.
         dropout_p: probability of dropping, in [0, 1).
-        batch, heads, queries: int64 1-D, the coordinates; in packed calls the batch is the index
-            of the sequence and queries count from its start, so packed and dense calls agree.
-        n0, n1: the keys ``[n0, n1)``, counted from the sequence's first key.
+        batch, heads, queries, keys: int64 1-D, the coordinates; in packed calls the batch is the
+            index of the sequence, and queries and keys count from its start, so packed and dense
+            calls agree.
     """
-    device = rng_state.device
-    first, last = n0 // 4, (n1 + 3) // 4
-    groups = torch.arange(first, last, dtype=torch.int64, device=device)
+    # One counter gives four words, for four neighbouring keys.
+    groups, group_of_key = torch.unique(keys // 4, return_inverse=True)
     counter = (
         groups[None, None, None, :],
         queries[None, None, :, None],
@@ -102,4 +100,4 @@ def keep_mask(
         torch.broadcast_tensors(*philox4x32(counter, philox_key(rng_state))), dim=-1
     )
     kept = words < keep_threshold(dropout_p)
-    return kept.flatten(-2)[..., n0 - 4 * first : n1 - 4 * first]
+    return kept[..., group_of_key, keys % 4]

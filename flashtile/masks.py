@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .positions import Positions
+
 EMPTY, FULL, PARTIAL = 0, 1, 2
 
 
@@ -86,19 +88,51 @@ def structure(
 
 
 class Visibility(NamedTuple):
-    """Mask rules, intersected, for one sequence of ``M`` queries and ``N`` keys."""
+    """Mask rules, intersected, for one sequence of ``M`` queries and ``N`` keys.
+
+    The tensors may hold a part of the sequence: then `rows` and `keys` say where they stand in it.
+    Positions increase from row to row, so a rule's interval of positions is an interval of keys,
+    and everything here that looks at the first and the last row of a tile still holds.
+    """
 
     facts: tuple[Window | Chunk, ...]
     M: int
     N: int
+    rows: Positions | None = None  # None: query i stands at i + N - M
+    keys: Positions | None = None  # None: key j stands at j
+
+    def position(self, i: int) -> int:
+        """Where query row ``i`` stands among the keys."""
+        return i + self.N - self.M if self.rows is None else self.rows.at(i)
 
     def key_range(self, i: int) -> tuple[int, int]:
         """Visible keys ``[start, stop)`` of query row ``i``; empty when ``stop <= start``."""
         start, stop = 0, self.N
         for fact in self.facts:
-            fact_start, fact_stop = fact.key_range(i + self.N - self.M, self.N)
+            fact_start, fact_stop = fact.key_range(self.position(i), self._end)
+            if self.keys is not None:
+                fact_start, fact_stop = self.keys.below(fact_start), self.keys.below(fact_stop)
             start, stop = max(start, fact_start), min(stop, fact_stop)
         return start, stop
+
+    def row_positions(self, m0: int, m1: int, device: torch.device | None = None) -> Tensor:
+        """The positions of the rows ``[m0, m1)``, int64."""
+        if self.rows is None:
+            return torch.arange(m0, m1, device=device) + (self.N - self.M)
+        return _positions(self.rows, m0, m1, device)
+
+    def key_positions(self, n0: int, n1: int, device: torch.device | None = None) -> Tensor:
+        """The positions of the keys ``[n0, n1)``, int64."""
+        if self.keys is None:
+            return torch.arange(n0, n1, device=device)
+        return _positions(self.keys, n0, n1, device)
+
+    @property
+    def _end(self) -> int:
+        """One past the position of the last key."""
+        if self.keys is None:
+            return self.N
+        return self.keys.spans[-1][1] if self.keys.runs else 0
 
     def classify(self, m0: int, m1: int, n0: int, n1: int) -> int:
         """EMPTY, FULL or PARTIAL for the tile of rows ``[m0, m1)`` and keys ``[n0, n1)``."""
@@ -117,13 +151,19 @@ class Visibility(NamedTuple):
         """The mask, element by element: bool of shape (rows, keys), True where visible."""
         m0, m1 = rows or (0, self.M)
         n0, n1 = keys or (0, self.N)
-        p = torch.arange(m0, m1, device=device)[:, None] + (self.N - self.M)
-        j = torch.arange(n0, n1, device=device)[None, :]
+        p = self.row_positions(m0, m1, device)[:, None]
+        j = self.key_positions(n0, n1, device)[None, :]
         visible = torch.ones(m1 - m0, n1 - n0, dtype=torch.bool, device=device)
         for fact in self.facts:
-            start, stop = fact.key_range(p, self.N)
+            start, stop = fact.key_range(p, self._end)
             visible &= (j >= start) & (j < stop)
         return visible
+
+
+def _positions(positions: Positions, first: int, last: int, device: Any) -> Tensor:
+    """The positions of the rows ``[first, last)``."""
+    parts = [torch.arange(start, stop, device=device) for start, stop in positions.spans]
+    return torch.cat([*parts, torch.arange(0, device=device)])[first:last]
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,6 +42,12 @@ class Operands(NamedTuple):
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     workspace: Tensor | None = None  # (bytes,) uint8, scratch for partial results of a forward
+    # Packed sequences of which the tensors hold parts only (see `positions`). Runs are pairs of
+    # first row and position; unused ones begin at row NO_RUN.
+    q_runs: Tensor | None = None  # (B, runs, 2) int32
+    k_runs: Tensor | None = None  # (B, runs, 2) int32
+    # (B, 2) int32: the index of the sequence in the whole call, and its keys minus its queries.
+    sequences: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -59,6 +65,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     num_splits: int = 0
     deterministic: bool = False
+    first_head: int = 0  # the number of the first query head in the whole call
     backend: str = ""
 
     @property
@@ -95,6 +102,10 @@ class AttentionProblem(NamedTuple):
     has_float8_keys: bool = False  # a float8 cache of keys and values, with 16-bit queries
     has_cache_rows: bool = False  # cache_batch_idx or leftpad_k
     has_block_descale: bool = False  # per-block instead of per-head scales of float8
+    runs: int = 0  # of positions, at most, in a sequence; 0 where the tensors hold whole sequences
+    has_sequences: bool = False  # dropout counts by `sequences` and `first_head`
+    # The result is one part of several: `out` and the gradients keep the dtype of their sums.
+    is_partial: bool = False
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:
@@ -153,9 +164,14 @@ class AttentionProblem(NamedTuple):
             has_float8_keys=k.dtype in FLOAT8 and q.dtype not in FLOAT8,
             has_cache_rows=operands.cache_batch_idx is not None or operands.leftpad_k is not None,
             has_block_descale=operands.k_descale is not None and operands.k_descale.dim() == 3,
+            runs=0
+            if operands.q_runs is None or operands.k_runs is None
+            else max(operands.q_runs.shape[1], operands.k_runs.shape[1]),
+            has_sequences=operands.sequences is not None,
         )
 
 
+NO_RUN = 2**31 - 1  # the first row of a run that is not used
 DIFFERENTIABLE = 5  # q, k, v, bias, sink lead `Operands`
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Rows of float8 queries, and of float8 keys and values, that share a per-block scale.

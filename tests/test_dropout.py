@@ -76,7 +76,7 @@ def test_mask_is_a_function_of_the_coordinates(n0, n1, seed):
         (int(state[0]) % 2**32, int(state[0]) >> 32),
     )[:2]
     batch, heads, queries = torch.tensor([4, 0]), torch.tensor([2, 70_000]), torch.tensor([0, 9, 1])
-    mask = keep_mask(state, p, batch, heads, queries, n0, n1)
+    mask = keep_mask(state, p, batch, heads, queries, torch.arange(n0, n1))
     assert mask.shape == (2, 2, 3, n1 - n0)
     for ib, b in enumerate(batch.tolist()):
         for ih, h in enumerate(heads.tolist()):
@@ -94,7 +94,7 @@ def test_a_word_below_the_threshold_is_kept_and_one_equal_to_it_is_not(seed):
         for threshold in (word, word + 1):
             p = 1 - threshold / 2**32
             assert keep_threshold(p) == threshold
-            assert keep_mask(state, p, zero, zero, zero, lane, lane + 1).item() == (
+            assert keep_mask(state, p, zero, zero, zero, zero + lane).item() == (
                 word < threshold
             )
 

@@ -37,6 +37,18 @@ def head_dim_step_reasons(problem: AttentionProblem, step: int, where: str = "")
     return [f"{name}={size} ({wanted})" for name, size in sizes if size % step]
 
 
+def shard_reasons(problem: AttentionProblem) -> list[str]:
+    """For a backend that attends to whole sequences only."""
+    found = []
+    if problem.runs:
+        found.append(f"parts of sequences in {problem.runs} runs (this backend: whole sequences)")
+    elif problem.has_sequences:
+        found.append("dropout on parts of sequences (this backend: whole sequences)")
+    if problem.is_partial:
+        found.append("gradients of a shard in float32 (this backend: the dtype of the inputs)")
+    return found
+
+
 def dotted(numbers: tuple[int, int] | None) -> str:
     """A version or a compute capability as text, such as 9.0."""
     return "unknown" if numbers is None else f"{numbers[0]}.{numbers[1]}"

@@ -143,8 +143,7 @@ def drawn_keep(
     """
     torch.manual_seed(seed)
     state = draw_rng_state(torch.device(device)).cpu()
-    batch, heads, queries = (torch.arange(size) for size in sizes[:3])
-    return keep_mask(state, dropout_p, batch, heads, queries, 0, sizes[3])
+    return keep_mask(state, dropout_p, *(torch.arange(size) for size in sizes))
 
 
 def alibi_slopes(g: Generator, heads: int, batch: int | None = None) -> Tensor:

@@ -79,4 +79,6 @@ def _keep(operands: Operands, options: Options) -> Tensor | None:
         return None
     sizes = batch_size(operands), operands.q.shape[-2], options.max_seqlen_q
     index = (torch.arange(n) for n in sizes)
-    return keep_mask(operands.rng_state, options.dropout_p, *index, 0, options.max_seqlen_k)
+    return keep_mask(
+        operands.rng_state, options.dropout_p, *index, torch.arange(options.max_seqlen_k)
+    )

@@ -16,7 +16,8 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     """(out, lse) of a problem."""
     plan = plan_forward(problem)
     q, v = operands.q, operands.v
-    dtype, statistics = output_dtype(q.dtype), lse_dtype(q.dtype)
+    statistics = lse_dtype(q.dtype)
+    dtype = statistics if problem.is_partial else output_dtype(q.dtype)
     parts = list(segments(problem, operands))
     if len(parts) == 1 and parts[0].is_whole_call(problem):  # no copy into larger tensors needed
         O, L = _segment_forward(problem, operands, parts[0], plan)
@@ -56,7 +57,8 @@ def backward(
             segment.queries(dq).copy_(grads[0])
             segment.add_to_keys(dk, grads[1])
             segment.add_to_keys(dv, grads[2])
-        dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        if not problem.is_partial:
+            dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     return Gradients(dq, dk, dv, _like(dbias, operands.bias), _like(dsink, operands.sink))
 
 
@@ -215,8 +217,13 @@ def _tile_problem(
             p=options.dropout_p,
             rng_state=operands.rng_state,
             batch=torch.arange(batch.start, batch.stop),
-            heads=torch.arange(heads.start, heads.stop),
+            heads=torch.arange(heads.start, heads.stop) + options.first_head,
+            visibility=segment.mask.visibility,
+            shift=segment.mask.visibility.N - segment.mask.visibility.M,
         )
+        if operands.sequences is not None:
+            number, shift = operands.sequences[batch.start].tolist()
+            drop = drop._replace(batch=torch.tensor([number]), shift=shift)
     bias = operands.bias
     return tiles.TileProblem(
         Q=_scaled(segment.queries(operands.q), operands.q_descale, segment, dtype, True),

@@ -102,11 +102,14 @@ def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
     visibility = mask.visibility
     if not any(isinstance(fact, Window) and fact.right == 0 for fact in visibility.facts):
         return None
-    shift = visibility.N - visibility.M
-    m0 = max(m0, -shift)
+    m0 = max(m0, m0 - visibility.position(m0))
     if m0 >= m1:
         return None
-    n0, n1 = m0 + shift, m1 + shift
+    n0, n1 = visibility.position(m0), visibility.position(m1 - 1) + 1
+    if visibility.keys is not None:
+        n0, n1 = visibility.keys.below(n0), visibility.keys.below(n1)
+        if n1 - n0 != m1 - m0:  # some of the keys that stand beside the rows are not here
+            return None
     first_start, last_start = visibility.key_range(m0)[0], visibility.key_range(m1 - 1)[0]
     if last_start > first_start or (first_start < n0 and n1 - n0 <= KERNEL_KEYS):
         return None

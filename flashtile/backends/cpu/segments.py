@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...masks import FULL, PARTIAL, Visibility
+from ...positions import Positions, Run
 from ...problem import AttentionProblem, Operands
 
 # Batch rows times heads of one segment: bounds the tiles' memory when the batch is large.
@@ -49,6 +50,11 @@ class SegmentMask(NamedTuple):
     def query_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
         """Query tiles ``[m0, m1)`` of at most `rows`, cut at the block mask's tiles as well."""
         M = self.visibility.M
+        if self.visibility.rows is not None:  # rows of one tile stand next to each other
+            for run in self.visibility.rows.runs:
+                for m0 in range(run.row, run.row + run.length, rows):
+                    yield m0, min(m0 + rows, run.row + run.length)
+            return
         step = rows if self.layout is None else self.layout.partial_tiles.shape[1]
         for block in range(0, M, step):
             for m0 in range(block, min(block + step, M), rows):
@@ -196,6 +202,7 @@ class _Sequence(NamedTuple):
     key_rows: slice
     cache_row: int | None = None
     pages: Tensor | None = None
+    positions: tuple[Positions, Positions] | None = None  # of queries and of keys
 
     def segment(
         self, problem: AttentionProblem, heads: slice, kv_heads: slice, layout: BlockLayout | None
@@ -212,7 +219,7 @@ class _Sequence(NamedTuple):
             pages=self.pages,
             packed_queries=problem.layout != "dense",
             packed_keys=problem.layout == "packed",
-            mask=SegmentMask(Visibility(problem.facts, M, N), layout),
+            mask=SegmentMask(Visibility(problem.facts, M, N, *(self.positions or ())), layout),
         )
 
 
@@ -251,6 +258,9 @@ def _ragged_sequences(problem: AttentionProblem, operands: Operands) -> Iterator
             key_rows=slice(k_start + pad, k_start + N),
             cache_row=None if cache_rows is None else _clamp(cache_rows[b], total_k - 1),
             pages=pages,
+            positions=None
+            if operands.q_runs is None or operands.k_runs is None
+            else (_positions(operands.q_runs[b], M), _positions(operands.k_runs[b], N)),
         )
 
 
@@ -262,6 +272,14 @@ def _bounds(
         return [(0, longest)] * batch
     ends = [_clamp(x, total) for x in cu_seqlens.tolist()]
     return [(start, _clamp(stop - start, longest)) for start, stop in pairwise(ends)]
+
+
+def _positions(runs: Tensor, rows: int) -> Positions:
+    """The positions of `rows` rows, from the (runs, 2) tensor of a sequence."""
+    used = [(row, position) for row, position in runs.tolist() if row < rows]
+    ends = [*(row for row, _ in used), rows][1:]
+    pairs = zip(used, ends, strict=True)
+    return Positions(tuple(Run(row, position, end - row) for (row, position), end in pairs))
 
 
 def _values(x: Tensor | None) -> list[int] | None:

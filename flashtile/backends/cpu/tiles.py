@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ... import dropout
+from ...masks import Visibility
 from .segments import KeyRun, SegmentMask
 
 INFINITY = float("inf")
@@ -45,13 +46,14 @@ class DropoutRule(NamedTuple):
     rng_state: Tensor
     batch: Tensor  # (batch,)
     heads: Tensor  # (heads,)
+    visibility: Visibility
+    shift: int  # of the positions of queries from their numbers
 
     def factor(self, m0: int, m1: int, run: KeyRun, dtype: torch.dtype) -> Tensor:
         """0 where dropped, ``1 / (1 - p)`` where kept: (batch, heads, rows, keys)."""
-        rows = torch.arange(m0, m1)
-        kept = dropout.keep_mask(
-            self.rng_state, self.p, self.batch, self.heads, rows, run.start, run.stop
-        )
+        rows = self.visibility.row_positions(m0, m1) - self.shift
+        keys = self.visibility.key_positions(run.start, run.stop)
+        kept = dropout.keep_mask(self.rng_state, self.p, self.batch, self.heads, rows, keys)
         return kept.to(dtype).mul_(1.0 / (1.0 - self.p))
 
 
@@ -177,9 +179,9 @@ def scores(
         slope = 1.0 - S * S if want_slope else None
         S.mul_(rule.softcap)
     if rule.alibi_slopes is not None:
-        M, N = tp.mask.visibility.M, tp.mask.visibility.N
-        p = torch.arange(m0, m1)[:, None] + (N - M)
-        distance = (p - torch.arange(run.start, run.stop)).abs().to(S.dtype)
+        visibility = tp.mask.visibility
+        p = visibility.row_positions(m0, m1)[:, None]
+        distance = (p - visibility.key_positions(run.start, run.stop)).abs().to(S.dtype)
         S.addcmul_(rule.alibi_slopes, distance, value=-1.0)
     if rule.bias is not None:
         S.add_(bias_tile(rule.bias, m0, m1, run))

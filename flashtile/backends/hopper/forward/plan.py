@@ -13,7 +13,13 @@ import torch
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from ...reasons import dotted, dtype_reasons, head_dim_reasons, head_dim_step_reasons
+from ...reasons import (
+    dotted,
+    dtype_reasons,
+    head_dim_reasons,
+    head_dim_step_reasons,
+    shard_reasons,
+)
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -140,6 +146,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += dtype_reasons(problem, DTYPES)
     reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
+    reasons += shard_reasons(problem)
     if problem.M < FEWEST_QUERIES:
         reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
     if problem.N == 0:

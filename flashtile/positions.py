@@ -1,0 +1,65 @@
+"""Where rows stand in their sequence, when a process holds only parts of it.
+
+With context parallelism the rows of a tensor are tokens of several parts of a sequence. Inside a
+sequence they are sorted by position, so a few runs of adjacent positions describe them. The map
+from rows to positions increases; therefore an interval of positions, which is what every mask rule
+of `masks` shows to a query, is an interval of rows, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+Span = tuple[int, int]  # [start, stop)
+
+
+class Run(NamedTuple):
+    """Rows ``row, row + 1, ...`` that stand at ``position, position + 1, ...``."""
+
+    row: int
+    position: int
+    length: int
+
+
+class Positions(NamedTuple):
+    """The positions of rows ``0, 1, ..., length - 1``, which increase from row to row."""
+
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Positions:
+        """The positions of rows that hold the disjoint `spans`, sorted; neighbours are joined."""
+        runs: list[Run] = []
+        row = 0
+        for start, stop in sorted(spans):
+            if runs and runs[-1].position + runs[-1].length == start:
+                runs[-1] = runs[-1]._replace(length=runs[-1].length + stop - start)
+            elif start < stop:
+                runs.append(Run(row, start, stop - start))
+            row += stop - start
+        return cls(tuple(runs))
+
+    @property
+    def length(self) -> int:
+        """The number of rows."""
+        return self.runs[-1].row + self.runs[-1].length if self.runs else 0
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The intervals of positions, from left to right."""
+        return tuple((run.position, run.position + run.length) for run in self.runs)
+
+    def at(self, row: int) -> int:
+        """The position of a row."""
+        run = next(run for run in reversed(self.runs) if run.row <= row)
+        return run.position + row - run.row
+
+    def below(self, position: int) -> int:
+        """How many rows stand before `position`: the row at which an interval that starts at
+        `position` begins."""
+        return sum(min(max(position - run.position, 0), run.length) for run in self.runs)
+
+    def shifted(self, by: int) -> Positions:
+        """The same rows `by` positions further to the right."""
+        return Positions(tuple(run._replace(position=run.position + by) for run in self.runs))
