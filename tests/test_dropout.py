@@ -94,9 +94,7 @@ def test_a_word_below_the_threshold_is_kept_and_one_equal_to_it_is_not(seed):
         for threshold in (word, word + 1):
             p = 1 - threshold / 2**32
             assert keep_threshold(p) == threshold
-            assert keep_mask(state, p, zero, zero, zero, zero + lane).item() == (
-                word < threshold
-            )
+            assert keep_mask(state, p, zero, zero, zero, zero + lane).item() == (word < threshold)
 
 
 def test_state_comes_from_the_generator_and_fills_both_words():

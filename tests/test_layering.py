@@ -26,6 +26,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("integrations",),
     ("testing",),
+    ("distributed",),
     ("models",),
     ("modules", "losses"),
     ("",),
@@ -55,7 +56,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("masks", "dropout", "flops", "lazy", "lru", "native_kernels"),
-    ("autocast",),
+    ("autocast", "positions"),
 )
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 

@@ -1,0 +1,16 @@
+"""Context parallelism: exact attention over sequences that are sharded across ranks.
+
+::
+
+    from flashtile.distributed import ContextParallel
+
+    parallel = ContextParallel()  # over the default group of torch.distributed
+    layout = parallel.layout(seq_len=65536)
+    q, k, v = (layout.shard(x) for x in (q, k, v))  # this rank's tokens
+    out = parallel.attention(q, k, v, layout, causal=True)
+"""
+
+from .context import ContextParallel, Mask
+from .layout import Layout, shift_labels
+
+__all__ = ["ContextParallel", "Layout", "Mask", "shift_labels"]

@@ -1,0 +1,69 @@
+"""All ranks compare what they are about to do, so that they fail together or not at all.
+
+A rank that sends less than another one expects goes unnoticed by gloo and hangs NCCL. Before the
+first exchange of a new kind of call each rank therefore sends a short note to all others: what it
+has, or why it refuses. Then either all go on or all raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from .wire import Wire
+
+NOTE_BYTES = 2048
+
+Result = TypeVar("Result")
+_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError)}
+
+
+def agreed(wire: Wire, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]) -> Result:
+    """What `prepare` makes, once all ranks have made the same.
+
+    Args:
+        prepare: returns a result and the facts that have to be equal on all ranks, by a name that
+            a user understands. It may raise.
+
+    Raises:
+        ValueError: the ranks disagree; the message says on what, and which rank has what.
+        ValueError, TypeError, NotImplementedError: some rank raised it; all ranks do.
+    """
+    try:
+        result, facts = prepare()
+        note: dict[str, Any] = {"facts": {name: str(fact) for name, fact in facts.items()}}
+    except tuple(_ERRORS.values()) as error:
+        kind = next(name for name, known in _ERRORS.items() if isinstance(error, known))
+        note = {"kind": kind, "error": str(error)}
+    notes = [_read(x.numpy().tobytes()) for x in wire.all_gather(_written(note))]
+    for rank, other in enumerate(notes):
+        if "error" in other:
+            raise _ERRORS[other["kind"]](f"context parallel: rank {rank}: {other['error']}")
+    for name in notes[0]["facts"]:
+        holders: dict[str, list[int]] = {}
+        for rank, other in enumerate(notes):
+            holders.setdefault(other["facts"].get(name, "none"), []).append(rank)
+        if len(holders) > 1:
+            found = "; ".join(f"{_ranks(ranks)} {fact}" for fact, ranks in holders.items())
+            raise ValueError(f"context parallel: the ranks disagree on {name}: {found}")
+    return result
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {', '.join(map(str, ranks))} have"
+
+
+def _written(note: Mapping[str, Any]) -> torch.Tensor:
+    text = json.dumps(note)
+    if len(text) > NOTE_BYTES and "error" in note:
+        text = json.dumps({**note, "error": note["error"][: NOTE_BYTES // 4]})
+    return torch.frombuffer(bytearray(text.encode().ljust(NOTE_BYTES)), dtype=torch.uint8)
+
+
+def _read(note: bytes) -> dict[str, Any]:
+    return dict(json.loads(note))

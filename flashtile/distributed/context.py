@@ -1,0 +1,392 @@
+"""`ContextParallel`: attention over sequences that are sharded across the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..autocast import cast_inputs
+from ..call import checks
+from ..call.dispatch import BackendName
+from ..call.layouts import Packed
+from ..call.options import WindowSize
+from ..call.prepare import describe
+from ..dropout import draw_rng_state
+from ..masks import structure
+from ..problem import FLOAT8, Operands, Options
+from . import balance
+from .agreement import agreed
+from .executor import Plan
+from .function import Route, attend
+from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
+from .layout import Layout
+from .ownership import Ownership, first_documents
+from .schedule import schedule
+from .wire import ProcessWire, Wire
+from .work import Facts, Work
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Mask(NamedTuple):
+    """A kind of layer to balance the ranks for, and how many layers of it a model has."""
+
+    causal: bool = False
+    window_size: WindowSize = (-1, -1)
+    attention_chunk: int = 0
+    layers: int = 1
+
+    @property
+    def facts(self) -> Facts:
+        """Its mask rules."""
+        window = checks.window(self.window_size).under(self.causal)
+        return structure(window.left, window.right, self.attention_chunk)
+
+
+class ContextParallel:
+    """Attention over the ranks of a group, each of which holds a part of the tokens.
+
+    Args:
+        group: a process group, or a 1-D `DeviceMesh`; None is the default group.
+        ulysses: how many neighbouring ranks exchange tokens for heads (DeepSpeed Ulysses); 1 for
+            none, the number of ranks for nothing else. It divides the number of ranks.
+        stages: 1 gathers all keys that a rank needs at once; more stages take less memory.
+        head_groups: groups of key heads, which take turns, so that keys travel while a rank
+            computes; None chooses. It divides the key heads of a rank.
+        timeout: seconds to wait for an exchange; None leaves it to the group.
+
+    Attributes:
+        generator: draws the seeds of dropout; None is PyTorch's own for the device. It must be in
+            the same state on all ranks.
+
+    Raises:
+        ValueError: a number does not fit the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        ulysses: int = 1,
+        stages: int = 1,
+        head_groups: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            if group.ndim != 1:
+                raise ValueError(f"group: got a mesh of {group.ndim} dimensions, want one")
+            group = group.get_group()
+        self._set(ProcessWire(group, timeout), ulysses, stages, head_groups)
+
+    @classmethod
+    def over(
+        cls, wire: Wire, *, ulysses: int = 1, stages: int = 1, head_groups: int | None = None
+    ) -> ContextParallel:
+        """The same over ranks that something else than torch.distributed connects."""
+        context = cls.__new__(cls)
+        context._set(wire, ulysses, stages, head_groups)
+        return context
+
+    def _set(self, wire: Wire, ulysses: int, stages: int, head_groups: int | None) -> None:
+        ranks = wire.ranks
+        if ulysses < 1 or ranks % ulysses:
+            raise ValueError(f"ulysses: got {ulysses}, want a divisor of {ranks} ranks")
+        if not 1 <= stages <= ranks // ulysses:
+            raise ValueError(f"stages: got {stages}, want 1 to {ranks // ulysses}")
+        if head_groups is not None and head_groups < 1:
+            raise ValueError(f"head_groups: got {head_groups}, want at least 1")
+        self.wire, self.ulysses, self.stages = wire, ulysses, stages
+        self.head_groups = head_groups
+        self.generator: torch.Generator | None = None
+        # Neighbours exchange heads; those with the same place among their neighbours, keys.
+        self._groups = [range(first, first + ulysses) for first in range(0, ranks, ulysses)]
+
+    def layout(
+        self,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        *,
+        cu_seqlens_k: Tensor | Sequence[int] | None = None,
+        batch: int = 1,
+        seq_len: int | None = None,
+        seq_len_k: int | None = None,
+        masks: Sequence[Mask] = (Mask(causal=True),),
+        way: str = "auto",
+        grain: int = 128,
+    ) -> Layout:
+        """Who owns which tokens: of packed documents, or of `batch` sequences of `seq_len` tokens.
+
+        All ranks call it with the same arguments; it does not communicate.
+
+        Args:
+            cu_seqlens: cumulative lengths of packed documents, 0 first.
+            cu_seqlens_k, seq_len_k: of the keys, when they are not those of the queries.
+            masks: the layers of the model; the ranks are balanced for their sum.
+            way: "contiguous", "zigzag", "documents" (long ones divided, short ones whole), or
+                "auto", which is "documents" for packed documents and "zigzag" otherwise.
+            grain: pieces begin at multiples of this many tokens, or of fewer in short documents.
+
+        Raises:
+            ValueError: an argument does not fit.
+        """
+        if (cu_seqlens is None) == (seq_len is None):
+            raise ValueError("layout: want either cu_seqlens or seq_len")
+        if cu_seqlens is not None:
+            lengths = _lengths("cu_seqlens", cu_seqlens)
+            given = cu_seqlens_k
+            keys = lengths if given is None else _lengths("cu_seqlens_k", given)
+            if len(keys) != len(lengths):
+                raise ValueError(
+                    f"cu_seqlens_k: got {len(keys)} documents, want {len(lengths)} as in cu_seqlens"
+                )
+            batch = 0
+        else:
+            assert seq_len is not None
+            checks.length("seq_len", seq_len)
+            lengths = (seq_len,)
+            keys = (seq_len if seq_len_k is None else checks.length("seq_len_k", seq_len_k),)
+        facts = [(mask.facts, mask.layers) for mask in masks]
+        ranks = self.wire.ranks
+        if way == "auto":
+            way = "zigzag" if batch else "documents"
+        queries = _divided(way, Work(facts, lengths, keys, _grain(lengths, ranks, grain)), ranks)
+        key_holders = queries
+        if keys != lengths:
+            key_holders = balance.contiguous(keys, ranks, _grain(keys, ranks, grain))
+        rows = [
+            max(holders.tokens(rank) for rank in range(ranks)) for holders in (queries, key_holders)
+        ]
+        if batch:
+            queries, key_holders = (_repeated(x, batch) for x in (queries, key_holders))
+        return Layout(self, self.wire, queries, key_holders, batch, (rows[0], rows[1]))
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        return_lse: bool = False,
+        backend: BackendName | None = None,
+        **options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Exactly `flashtile.attention` of the whole (`attention_varlen` for packed documents), of
+        which each rank passes and gets its own rows.
+
+        Args:
+            q: (batch, local_tokens, heads, head_dim), or (local_tokens, heads, head_dim) for packed
+                documents, in the layout's order.
+            k, v: likewise.
+            layout: made by this object.
+            bias: of dense batches; rows sharded like q, all keys.
+            options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
+                `alibi_slopes`, `sink`, `dropout_p` and `deterministic`, as in `attention`. With
+                dropout the generators of all ranks must be in the same state.
+
+        Returns:
+            out, shaped as q with value_head_dim, and on request lse (batch, heads, local_tokens) or
+            (heads, local_tokens). Padding has out 0 and lse -inf.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: an argument does not fit, or the ranks
+                disagree; every rank raises the same error.
+        """
+        key = (return_lse, backend, *(_kind(x) for x in (q, k, v, *sorted(options.items()))))
+        if key in layout.agreed:
+            call, _ = self._prepared((q, k, v), layout, backend, options, return_lse)
+        else:
+            call = agreed(
+                self.wire, lambda: self._prepared((q, k, v), layout, backend, options, return_lse)
+            )
+            layout.agreed.add(key)
+        out, lse = self._run(call, layout, return_lse)
+        return (out, lse) if return_lse else out
+
+    def _prepared(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        layout: Layout,
+        backend: BackendName | None,
+        options: Mapping[str, Any],
+        return_lse: bool,
+    ) -> tuple[_Call, dict[str, Any]]:
+        """A checked call, and the facts that have to be equal on all ranks."""
+        if layout.context is not self:
+            raise ValueError("layout: got one of another ContextParallel")
+        unknown = [name for name in options if name not in _OPTIONS]
+        if unknown:
+            raise checks.unexpected_keywords(unknown, ContextParallel.attention)
+        q, k, v = cast_inputs(*qkv)
+        if any(x.dtype in FLOAT8 for x in (q, k, v)):
+            raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
+        q = layout.without_padding("q", q, layout.queries, layout.local_tokens)
+        k = layout.without_padding("k", k, layout.keys, layout.local_keys)
+        v = layout.without_padding("v", v, layout.keys, layout.local_keys)
+        given = {name: x for name, x in options.items() if name not in ("bias", "alibi_slopes")}
+        slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
+        if slopes is not None and slopes.dim() == 2 and slopes.shape[0] != documents:
+            raise ValueError(
+                f"alibi_slopes: got shape {tuple(slopes.shape)}, want {documents} rows or one "
+                "dimension"
+            )
+        if slopes is not None:
+            given["alibi_slopes"] = slopes[0] if slopes.dim() == 2 else slopes
+        ends_q, ends_k = (
+            torch.tensor([0, x.shape[0]], dtype=torch.int32, device=q.device) for x in (q, k)
+        )
+        packed = Packed(ends_q, ends_k, q.shape[0], k.shape[0])
+        operands, numbers = describe((q, k, v), packed, given)
+        bias = _checked_bias(options.get("bias"), q, layout)
+        operands = operands._replace(
+            cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
+        )
+        shares = share_heads(q.shape[1], k.shape[1], self.ulysses)
+        call = _Call(operands, numbers, backend, shares, self._groups_of(shares))
+        facts = {
+            "documents": documents,
+            "tokens": sum(layout.queries.lengths),
+            "the lengths of documents": layout.queries.lengths[:8],
+            "who owns which tokens": (layout.queries.digest()[:12], layout.keys.digest()[:12]),
+            "dtype": q.dtype,
+            "heads": (q.shape[1], k.shape[1]),
+            "head dims": (q.shape[2], v.shape[2]),
+            "options": numbers._replace(max_seqlen_q=0, max_seqlen_k=0, backend=backend or ""),
+            "optional tensors": [n for n in _OPTIONS if isinstance(options.get(n), Tensor)],
+            "return_lse": return_lse,
+            "ulysses, stages, head groups": (self.ulysses, self.stages, call.head_groups),
+        }
+        return call, facts
+
+    def _groups_of(self, shares: Sequence[HeadShare]) -> int:
+        """How many groups of key heads take turns."""
+        counts = [share.keys.stop - share.keys.start for share in shares]
+        counts = [count for count in counts if count]
+        if self.head_groups is not None:
+            if any(count % self.head_groups for count in counts):
+                raise ValueError(
+                    f"head_groups: got {self.head_groups}, want a divisor of the key heads of "
+                    f"every rank, {sorted(set(counts))}"
+                )
+            return self.head_groups
+        overlaps = self.wire.ranks > self.ulysses and all(count % 2 == 0 for count in counts)
+        return 2 if overlaps else 1
+
+    def _run(self, call: _Call, layout: Layout, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        """(out, lse) of this rank's rows, padding included."""
+        operands, options = call.operands, call.options
+        outer, inner = divmod(self.wire.rank, self.ulysses)
+        if options.dropout_p > 0:
+            state = draw_rng_state(operands.q.device, self.generator)
+            operands = operands._replace(rng_state=state)
+        queries, keys = (merged(x, self._groups) for x in (layout.queries, layout.keys))
+        made = schedule(queries, keys, options.facts, outer, self.stages)
+        slopes = operands.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            operands = operands._replace(alibi_slopes=slopes[list(made.documents)])
+        first_head = call.shares[inner].queries.start
+        plan = Plan(made, call.head_groups, options, call.backend, first_head)
+        wire = SubWire(self.wire, [group[inner] for group in self._groups])
+        ulysses = self._ulysses(call, layout) if self.ulysses > 1 else None
+        return layout.with_padding(*attend(Route(ulysses, plan, wire, wants_lse), operands))
+
+    def _ulysses(self, call: _Call, layout: Layout) -> Ulysses:
+        """How this rank and its neighbours exchange tokens for heads."""
+        members = self._groups[self.wire.rank // self.ulysses]
+        wire = SubWire(self.wire, members)
+        bias, rows = call.operands.bias, None
+        if bias is not None and bias.shape[2] > 1:
+            # Where the bias has no batch, the rows of one sequence stand for all.
+            rows = Exchange.of(wire, first_documents(layout.queries, bias.shape[0]), members)
+        return Ulysses(
+            tuple(call.shares),
+            Exchange.of(wire, layout.queries, members),
+            Exchange.of(wire, layout.keys, members),
+            rows,
+            (call.operands.q.shape[1], call.operands.k.shape[1]),
+        )
+
+
+class _Call(NamedTuple):
+    """A checked call of one rank."""
+
+    operands: Operands  # packed, without padding, without lengths
+    options: Options
+    backend: str | None
+    shares: list[HeadShare]  # of the ranks that exchange tokens for heads
+    head_groups: int
+
+
+_OPTIONS = (
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "attention_chunk",
+    "softcap",
+    "alibi_slopes",
+    "bias",
+    "sink",
+    "dropout_p",
+    "deterministic",
+)
+
+
+def _checked_bias(bias: Tensor | None, q: Tensor, layout: Layout) -> Tensor | None:
+    """The bias with four dimensions, without the rows of padding."""
+    if bias is None:
+        return None
+    if not layout.batch:
+        raise NotImplementedError("bias: got packed documents, want a dense batch")
+    bias = bias[(None,) * (4 - bias.dim())]
+    want = (layout.batch, q.shape[1], layout.local_tokens, layout.keys.lengths[0])
+    if bias.dim() != 4 or any(n not in (1, w) for n, w in zip(bias.shape, want, strict=True)):
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}, want one that broadcasts to {want}")
+    return bias[:, :, : q.shape[0] // layout.batch] if bias.shape[2] > 1 else bias
+
+
+def _kind(x: Any) -> Any:
+    """What decides whether two arguments need one agreement or two."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype, x.device, x.requires_grad
+    if isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], Tensor):
+        return x[0], _kind(x[1])
+    return repr(x)
+
+
+def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """The lengths of documents, from cumulative ones."""
+    ends = [int(x) for x in torch.as_tensor(cu_seqlens).tolist()]
+    lengths = tuple(b - a for a, b in pairwise(ends))
+    if not ends or ends[0] != 0 or any(length < 0 for length in lengths):
+        raise ValueError(f"{name}: got {ends}, want lengths that start with 0 and never decrease")
+    return lengths
+
+
+def _grain(lengths: Sequence[int], ranks: int, grain: int) -> int:
+    """The largest power of two up to `grain` of which zigzag gives every rank some tokens."""
+    most = min(grain, max(4, max(lengths, default=0) // (2 * ranks)))
+    return 1 << (most.bit_length() - 1)
+
+
+def _divided(way: str, work: Work, ranks: int) -> Ownership:
+    if way == "contiguous":
+        return balance.contiguous(work.lengths, ranks, work.grain)
+    if way == "zigzag":
+        return balance.zigzag(work.lengths, ranks, work.grain)
+    if way == "documents":
+        return balance.refine(balance.carve(work, ranks), work)
+    raise ValueError(f"way: got {way!r}, want 'auto', 'contiguous', 'zigzag' or 'documents'")
+
+
+def _repeated(ownership: Ownership, batch: int) -> Ownership:
+    """Every sequence of a dense batch divided in the same way."""
+    pieces = [
+        [piece._replace(document=b) for b in range(batch) for piece in mine]
+        for mine in ownership.pieces
+    ]
+    return Ownership.of(ownership.lengths * batch, pieces)

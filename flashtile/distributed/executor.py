@@ -1,0 +1,335 @@
+"""The forward and the backward of one rank: exchanges of keys around calls of a backend.
+
+The key heads are taken in groups. While a backend attends with one group of heads, the keys of the
+next group (or of the next stage) travel. With one stage each head is finished in one call, so no
+partial results are merged, and every rank computes what one process would compute for its rows.
+With more stages the partial outputs are float32 and are merged by their log-sum-exp.
+
+The backward fetches the keys again. The gradients of fetched keys return to the ranks that own
+them, which add them in float32, in the order of stages and ranks, so that results repeat bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..autocast import autocast_off
+from ..call import dispatch
+from ..ops.merge.formula import merge
+from ..positions import Positions, Span
+from ..problem import NO_RUN, AttentionProblem, Operands, Options, lse_dtype
+from .schedule import Schedule, Stage, starts
+from .wire import Pending, Wire
+
+
+class Plan(NamedTuple):
+    """How one rank runs a call."""
+
+    schedule: Schedule
+    head_groups: int  # groups of key heads, which take turns; they divide the key heads
+    options: Options  # of the whole call; the lengths are replaced
+    backend: str | None  # forced by the caller
+    first_head: int  # the number of the first query head here in the whole call
+
+
+class Gradients(NamedTuple):
+    """Gradients of a rank's own tensors; None where there is no such operand."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dsink: Tensor | None
+
+
+class _Step(NamedTuple):
+    """One exchange and the call on what it brings."""
+
+    query_heads: slice
+    key_heads: slice
+    stage: Stage
+    is_first: bool  # of the stages of these heads
+
+    @property
+    def has_call(self) -> bool:
+        """Whether there is anything to compute: the first call handles rows without keys."""
+        heads = self.query_heads.stop - self.query_heads.start
+        return heads > 0 and len(self.stage.keys) > 0 and (self.is_first or self.stage.rows > 0)
+
+
+def forward(plan: Plan, wire: Wire, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the rank's own queries.
+
+    Args:
+        operands: the rank's own tokens, packed: q (tokens, heads, head_dim), k and v; `bias` has
+            all keys of the document in its last dimension; `alibi_slopes` has one row for all
+            sequences, or one for each sequence of the schedule.
+
+    Returns:
+        out (tokens, heads, value_head_dim) in q's dtype, and lse (heads, tokens).
+    """
+    q, v = operands.q, operands.v
+    total = lse_dtype(q.dtype)
+    is_partial = len(plan.schedule.stages) > 1
+    out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=total if is_partial else q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=total, device=q.device)
+    for step, keys, values in _fetched(plan, wire, operands):
+        if not step.has_call:
+            continue
+        given = _operands(plan, operands, step, keys, values)
+        problem = _problem(plan, given, step, is_partial)
+        with autocast_off(q):
+            part_out, part_lse = backends.load(problem.options.backend).forward(problem, given)
+        rows, statistics = out[:, step.query_heads], lse[step.query_heads]
+        if not step.is_first:
+            part_out, merged = merge(rows, statistics.mT, part_out, part_lse.mT)
+            part_lse = merged.mT
+        rows.copy_(part_out)
+        statistics.copy_(part_lse)
+    return out.to(q.dtype), lse
+
+
+def backward(
+    plan: Plan,
+    wire: Wire,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    bias_needs_grad: bool,
+) -> Gradients:
+    """Gradients of the rank's own tensors, in the dtype of lse, from what `forward` returned."""
+    q, k, v = operands[:3]
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (q, k, v))
+    dbias = _zeros(operands.bias if bias_needs_grad else None, lse.dtype)
+    dsink = _zeros(operands.sink, lse.dtype)
+    returning: list[_Return] = []
+    for step, keys, values in _fetched(plan, wire, operands):
+        heads = step.query_heads
+        dk_part, dv_part = (
+            torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (keys, values)
+        )
+        if step.has_call:
+            given = _operands(plan, operands, step, keys, values)
+            problem = _problem(plan, given, step, is_partial=True)
+            problem = problem._replace(needs_grad=True, bias_needs_grad=dbias is not None)
+            results = (out[:, heads], lse[heads], dout[:, heads])
+            with autocast_off(q):
+                part = backends.load(problem.options.backend).backward(
+                    problem, given, *results, None if dlse is None else dlse[heads]
+                )
+            dq[:, heads] += part.dq
+            dk_part, dv_part = part.dk, part.dv
+            if dbias is not None and part.dbias is not None:
+                _add_bias_gradient(dbias, part.dbias, step)
+            if dsink is not None and part.dsink is not None:
+                dsink[heads] += part.dsink
+        returning.append(_Return(wire, step, dk_part, dv_part))
+        if len(returning) > 1:
+            returning.pop(0).add_to(dk, dv)
+    for last in returning:
+        last.add_to(dk, dv)
+    return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def _steps(plan: Plan, operands: Operands) -> Iterator[_Step]:
+    query_heads = operands.q.shape[1] // plan.head_groups
+    key_heads = operands.k.shape[1] // plan.head_groups
+    for group in range(plan.head_groups):
+        for number, stage in enumerate(plan.schedule.stages):
+            yield _Step(
+                slice(group * query_heads, (group + 1) * query_heads),
+                slice(group * key_heads, (group + 1) * key_heads),
+                stage,
+                is_first=number == 0,
+            )
+
+
+def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step, Tensor, Tensor]]:
+    """The steps with their keys and values, (rows, key heads, head_dim). The exchange of the next
+    step is under way while the caller works on this one."""
+    ahead: _Fetch | None = None
+    for step in _steps(plan, operands):
+        fetch = _Fetch(wire, step, operands.k, operands.v)
+        if ahead is not None:
+            yield ahead.step, *ahead.wait()
+        ahead = fetch
+    if ahead is not None:
+        yield ahead.step, *ahead.wait()
+
+
+class _Fetch:
+    """The keys and values of a step on their way to the ranks that need them."""
+
+    def __init__(self, wire: Wire, step: _Step, k: Tensor, v: Tensor) -> None:
+        self.step, stage = step, step.stage
+        self.kv = (k[:, step.key_heads], v[:, step.key_heads])
+        # One message holds the keys and then the values.
+        self.arriving = {m.peer: _message(self.kv, m.rows) for m in stage.receives}
+        sends = {
+            m.peer: torch.cat([_rows(x, m.spans).flatten() for x in self.kv]) for m in stage.sends
+        }
+        self.pending: Pending = wire.exchange(sends, self.arriving, "keys and values")
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Keys and values in the order of the buffer."""
+        self.pending.wait()
+        stage = self.step.stage
+        parts = [[_rows(x, stage.own)] for x in self.kv]
+        for message in stage.receives:
+            split = _split(self.arriving[message.peer], self.kv, message.rows)
+            for part, x in zip(parts, split, strict=True):
+                part.append(x)
+        k, v = (_rows(torch.cat(part), stage.order) for part in parts)
+        return k, v
+
+
+class _Return:
+    """The gradients of the keys of a step on their way to the ranks that own the keys."""
+
+    def __init__(self, wire: Wire, step: _Step, dk: Tensor, dv: Tensor) -> None:
+        self.step, stage = step, step.stage
+        joined = [torch.empty_like(x) for x in (dk, dv)]
+        for target, x in zip(joined, (dk, dv), strict=True):
+            row = 0
+            for start, stop in stage.order:
+                target[start:stop] = x[row : row + stop - start]
+                row += stop - start
+        row = sum(stop - start for start, stop in stage.own)
+        self.own = [x[:row] for x in joined]
+        sends = {}
+        for message in stage.receives:
+            rows = slice(row, row + message.rows)
+            sends[message.peer] = torch.cat([x[rows].flatten() for x in joined])
+            row += message.rows
+        self.arriving = {m.peer: _message((dk, dv), m.rows) for m in stage.sends}
+        self.pending: Pending = wire.exchange(sends, self.arriving, "gradients of keys and values")
+
+    def add_to(self, dk: Tensor, dv: Tensor) -> None:
+        """Add what was computed here and what arrived to the gradients of the rank's own keys."""
+        self.pending.wait()
+        stage, heads = self.step.stage, self.step.key_heads
+        own = (dk[:, heads], dv[:, heads])
+        for total, x in zip(own, self.own, strict=True):
+            _add_rows(total, stage.own, x)
+        for message in sorted(stage.sends):
+            split = _split(self.arriving[message.peer], own, message.rows)
+            for total, x in zip(own, split, strict=True):
+                _add_rows(total, message.spans, x)
+
+
+def _message(kv: tuple[Tensor, Tensor], rows: int) -> Tensor:
+    """Memory for `rows` rows of both tensors."""
+    return kv[0].new_empty(rows * sum(x.shape[1] * x.shape[2] for x in kv))
+
+
+def _split(message: Tensor, kv: tuple[Tensor, Tensor], rows: int) -> list[Tensor]:
+    """A message as the rows of both tensors."""
+    sizes = [rows * x.shape[1] * x.shape[2] for x in kv]
+    parts = message.split(sizes)
+    return [part.view(rows, *x.shape[1:]) for part, x in zip(parts, kv, strict=True)]
+
+
+def _rows(x: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The rows of `spans`, one after the other."""
+    if len(spans) == 1:
+        return x[spans[0][0] : spans[0][1]]
+    return torch.cat([x[start:stop] for start, stop in spans]) if spans else x[:0]
+
+
+def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:
+    row = 0
+    for start, stop in spans:
+        total[start:stop] += x[row : row + stop - start]
+        row += stop - start
+
+
+def _operands(
+    plan: Plan, operands: Operands, step: _Step, keys: Tensor, values: Tensor
+) -> Operands:
+    """The tensors of a step's call: packed sequences of which this rank has some rows."""
+    schedule, stage, heads = plan.schedule, step.stage, step.query_heads
+    device = operands.q.device
+    slopes, bias = operands.alibi_slopes, operands.bias
+    if bias is not None:
+        bias = bias[:, heads] if bias.shape[1] > 1 else bias
+        bias = bias if bias.shape[3] == 1 else bias[..., _columns(step, device)]
+    with_positions = _needs_positions(plan, operands, stage)
+    sequences = None
+    if operands.rng_state is not None:
+        pairs = list(zip(schedule.documents, schedule.shifts, strict=True))
+        sequences = torch.tensor(pairs, dtype=torch.int32, device=device)
+    return operands._replace(
+        q=operands.q[:, heads],
+        k=keys,
+        v=values,
+        bias=bias,
+        sink=operands.sink[heads] if operands.sink is not None and step.is_first else None,
+        alibi_slopes=None if slopes is None else slopes[..., heads],
+        cu_seqlens_q=_int32(starts(schedule.queries), device),
+        cu_seqlens_k=_int32(starts(stage.keys), device),
+        q_runs=_runs(schedule.queries, device) if with_positions else None,
+        k_runs=_runs(stage.keys, device) if with_positions else None,
+        sequences=sequences,
+    )
+
+
+def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> AttentionProblem:
+    """The facts of a step's call, with its backend."""
+    options = plan.options._replace(
+        max_seqlen_q=max((p.length for p in plan.schedule.queries), default=0),
+        max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
+        first_head=plan.first_head + step.query_heads.start,
+    )
+    problem = AttentionProblem.of(operands, options)._replace(is_partial=is_partial)
+    name = dispatch.select(problem, plan.backend)
+    return problem._replace(options=options._replace(backend=name))
+
+
+def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
+    """Whether some sequence is not, to the mask, what its rows alone would be."""
+    if not plan.options.facts and operands.alibi_slopes is None and operands.rng_state is None:
+        return False
+    return any(
+        keys.spans != ((0, keys.length),)
+        or queries.spans != ((keys.length - queries.length, keys.length),)
+        for queries, keys in zip(plan.schedule.queries, stage.keys, strict=True)
+    )
+
+
+def _runs(sides: Sequence[Positions], device: torch.device) -> Tensor:
+    """(sequences, runs, 2) int32; see `Operands.q_runs`."""
+    most = max((len(positions.runs) for positions in sides), default=0)
+    rows = []
+    for positions in sides:
+        used = [(run.row, run.position) for run in positions.runs]
+        rows.append(used + [(NO_RUN, 0)] * (most - len(used)))
+    return torch.tensor(rows, dtype=torch.int32, device=device).view(len(sides), most, 2)
+
+
+def _int32(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def _columns(step: _Step, device: torch.device) -> Tensor:
+    """The keys of the buffer by their positions: all sequences of a dense batch have the same."""
+    spans = step.stage.keys[0].spans
+    return torch.cat([torch.arange(*span, device=device) for span in spans] or [torch.arange(0)])
+
+
+def _add_bias_gradient(dbias: Tensor, part: Tensor, step: _Step) -> None:
+    target = dbias[:, step.query_heads] if dbias.shape[1] > 1 else dbias
+    if target.shape[3] == 1:
+        target += part
+    else:
+        target.index_add_(3, _columns(step, dbias.device), part.to(dbias.dtype))
+
+
+def _zeros(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device)

@@ -1,0 +1,78 @@
+"""Context parallel attention as one differentiable function.
+
+The exchanges of the forward and those of the backward are each in one node of autograd's graph, so
+that all ranks run them in the same order, also a rank that has no heads or no tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem import DIFFERENTIABLE, Operands
+from . import executor
+from .executor import Plan
+from .heads import Ulysses
+from .wire import Wire
+
+
+class Route(NamedTuple):
+    """What this rank does with its neighbours, and then with the ranks that hold other tokens."""
+
+    ulysses: Ulysses | None
+    plan: Plan
+    wire: Wire
+    wants_lse: bool  # otherwise nobody sees lse, and it has no gradient
+
+
+class ContextAttention(torch.autograd.Function):
+    """(route, operands, the differentiable ones of them) -> (out, lse)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, route: Route, operands: Operands, *differentiable: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ulysses, plan, wire, wants_lse = route
+        given = operands if ulysses is None else ulysses.spread(operands)
+        out, lse = executor.forward(plan, wire, given)
+        ctx.set_materialize_grads(False)
+        ctx.route, ctx.bias = route, operands.bias
+        ctx.save_for_backward(out, lse, *given)
+        if ulysses is not None:
+            out, lse = ulysses.collect_results(out, lse)
+        if not wants_lse:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        ulysses, plan, wire, wants_lse = ctx.route
+        out, lse, *saved = ctx.saved_tensors
+        operands = Operands(*saved)
+        heads = out.shape[1] if ulysses is None else ulysses.heads[0]
+        if dout is None:
+            assert dlse is not None
+            dout = out.new_zeros(dlse.shape[1], heads, out.shape[2])
+        if wants_lse and dlse is None:  # on this rank, perhaps not on the others
+            dlse = lse.new_zeros(heads, dout.shape[0])
+        if ulysses is not None:
+            dout, dlse = ulysses.spread_results(dout, dlse)
+        needed = ctx.needs_input_grad[2:]
+        bias_needs_grad = needed[Operands._fields.index("bias")]
+        gradients = executor.backward(plan, wire, operands, out, lse, dout, dlse, bias_needs_grad)
+        if ulysses is not None:
+            gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
+        found = zip(gradients, operands[:DIFFERENTIABLE], needed, strict=True)
+        return None, None, *(_like(g, x) if wanted else None for g, x, wanted in found)
+
+
+def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+    return None if gradient is None or x is None else gradient.to(x.dtype)
+
+
+def attend(route: Route, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a rank's own queries, recorded for gradients."""
+    return ContextAttention.apply(route, operands, *operands[:DIFFERENTIABLE])

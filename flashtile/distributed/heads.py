@@ -1,0 +1,228 @@
+"""Ulysses: ranks exchange tokens for heads, so that each has all their tokens of some heads.
+
+Source: DeepSpeed Ulysses (Jacobs et al. 2023). A rank gets whole groups of query heads with their
+key head, as evenly as the numbers allow. Where there are more ranks than key heads, several ranks
+share a key head and divide its query heads; the key head is sent to each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..positions import Span
+from ..problem import Operands
+from .executor import Gradients
+from .ownership import Ownership, Piece
+from .wire import Wire
+
+
+class HeadShare(NamedTuple):
+    """The heads of one rank."""
+
+    queries: slice
+    keys: slice
+
+
+def share_heads(query_heads: int, key_heads: int, ranks: int) -> list[HeadShare]:
+    """The heads of every rank. A rank gets none where there are more ranks than query heads."""
+    group = query_heads // key_heads
+    shares = []
+    if ranks <= key_heads:
+        for first, last in _even(key_heads, ranks):
+            shares.append(HeadShare(slice(first * group, last * group), slice(first, last)))
+        return shares
+    for key_head, (first, last) in enumerate(_even(ranks, key_heads)):
+        for a, b in _even(group, last - first):
+            queries = slice(key_head * group + a, key_head * group + b)
+            shares.append(HeadShare(queries, slice(key_head, key_head + (a < b))))
+    return shares
+
+
+def _even(count: int, parts: int) -> list[Span]:
+    """``range(count)`` in contiguous parts whose sizes differ by one at most."""
+    cuts = [count * i // parts for i in range(parts + 1)]
+    return list(pairwise(cuts))
+
+
+def merged(ownership: Ownership, groups: Sequence[Sequence[int]]) -> Ownership:
+    """Who owns which tokens when the ranks of a group hold theirs together."""
+    pieces = [[piece for rank in group for piece in ownership.pieces[rank]] for group in groups]
+    return Ownership.of(ownership.lengths, pieces)
+
+
+class Exchange(NamedTuple):
+    """How the members of a group divide tokens and heads."""
+
+    wire: Wire  # of the members
+    tokens: tuple[int, ...]  # of every member
+    # The rows of all members, one after the other, in the order in which the group holds them.
+    order: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, wire: Wire, ownership: Ownership, members: Sequence[int]) -> Exchange:
+        """The exchange between the `members`, ranks of `ownership`; `wire` connects them."""
+        located: list[tuple[Piece, Span]] = []
+        row = 0
+        for rank in members:
+            for piece in ownership.pieces[rank]:
+                located.append((piece, (row, row + piece.tokens)))
+                row += piece.tokens
+        tokens = tuple(ownership.tokens(rank) for rank in members)
+        return cls(wire, tokens, tuple(span for _, span in sorted(located)))
+
+    def spread(self, x: Tensor, heads: Sequence[slice]) -> Tensor:
+        """Own tokens of all heads, (tokens, heads, ...), to the group's tokens of this rank's.
+
+        Args:
+            heads: those of every member; they may overlap.
+        """
+        wire, mine = self.wire, heads[self.wire.rank]
+        count = mine.stop - mine.start
+        parts = [x.new_empty(tokens, count, *x.shape[2:]) for tokens in self.tokens]
+        parts[wire.rank] = x[:, mine]
+        others = [peer for peer in range(wire.ranks) if peer != wire.rank]
+        sends = {peer: x[:, heads[peer]].contiguous() for peer in others}
+        wire.exchange(sends, {peer: parts[peer] for peer in others}, "heads of tokens").wait()
+        joined = torch.cat(parts)
+        return torch.cat([joined[a:b] for a, b in self.order] or [joined])
+
+    def collect(self, x: Tensor, heads: Sequence[slice], total: int) -> Tensor:
+        """The reverse; what several members have of one of the `total` heads is added up."""
+        wire, tokens = self.wire, self.tokens
+        joined, row = torch.empty_like(x), 0
+        for a, b in self.order:
+            joined[a:b] = x[row : row + b - a]
+            row += b - a
+        parts = joined.split(tokens)
+        others = [peer for peer in range(wire.ranks) if peer != wire.rank]
+        arriving = {
+            peer: x.new_empty(tokens[wire.rank], heads[peer].stop - heads[peer].start, *x.shape[2:])
+            for peer in others
+        }
+        sends = {peer: parts[peer].contiguous() for peer in others}
+        wire.exchange(sends, arriving, "tokens of heads").wait()
+        result = x.new_zeros(tokens[wire.rank], total, *x.shape[2:])
+        for peer, share in enumerate(heads):
+            result[:, share] += arriving.get(peer, parts[wire.rank])
+        return result
+
+
+class Ulysses(NamedTuple):
+    """How the neighbours of a rank divide the tensors of a call."""
+
+    shares: tuple[HeadShare, ...]
+    queries: Exchange
+    keys: Exchange
+    bias: Exchange | None  # None where the bias has no rows
+    heads: tuple[int, int]  # of queries and of keys, in all
+
+    @property
+    def share(self) -> HeadShare:
+        """The heads of this rank."""
+        return self.shares[self.queries.wire.rank]
+
+    def spread(self, operands: Operands) -> Operands:
+        """The tensors of this rank's heads, with the tokens of all its neighbours."""
+        bias, sink, slopes = operands.bias, operands.sink, operands.alibi_slopes
+        heads = self.share.queries
+        if bias is not None and self.bias is None:
+            bias = bias[:, heads] if bias.shape[1] > 1 else bias
+        elif bias is not None and self.bias is not None:
+            rows = self.bias.spread(_rows_first(bias), self._bias_heads(bias))
+            bias = _heads_first(rows, bias.shape[0])
+        return operands._replace(
+            q=self.queries.spread(operands.q, self._query_heads),
+            k=self.keys.spread(operands.k, self._key_heads),
+            v=self.keys.spread(operands.v, self._key_heads),
+            bias=bias,
+            sink=None if sink is None else sink[heads],
+            alibi_slopes=None if slopes is None else slopes[..., heads],
+        )
+
+    def spread_results(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Results or their gradients, (tokens, heads, head_dim) and (heads, tokens), likewise."""
+        out = self.queries.spread(out, self._query_heads)
+        if lse is not None:
+            lse = self.queries.spread(lse.mT.unsqueeze(2), self._query_heads).squeeze(2).mT
+        return out, lse
+
+    def collect_results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The reverse: all heads of this rank's tokens."""
+        out = self.queries.collect(out, self._query_heads, self.heads[0])
+        lse = self.queries.collect(lse.mT.unsqueeze(2), self._query_heads, self.heads[0])
+        return out, lse.squeeze(2).mT
+
+    def collect_gradients(self, gradients: Gradients, operands: Operands) -> Gradients:
+        """The gradients of this rank's own tensors, from those of its heads."""
+        dbias, dsink = gradients.dbias, gradients.dsink
+        if dbias is not None and operands.bias is not None:
+            dbias = self._collect_bias(dbias, operands.bias)
+        if dsink is not None:
+            whole = dsink.new_zeros(self.heads[0])
+            whole[self.share.queries] = dsink
+            dsink = whole
+        return Gradients(
+            self.queries.collect(gradients.dq, self._query_heads, self.heads[0]),
+            self.keys.collect(gradients.dk, self._key_heads, self.heads[1]),
+            self.keys.collect(gradients.dv, self._key_heads, self.heads[1]),
+            dbias,
+            dsink,
+        )
+
+    def _collect_bias(self, dbias: Tensor, bias: Tensor) -> Tensor:
+        if self.bias is not None:
+            rows = self.bias.collect(_rows_first(dbias), self._bias_heads(bias), bias.shape[1])
+            return _heads_first(rows, bias.shape[0])
+        if bias.shape[1] == 1:
+            return dbias
+        whole = dbias.new_zeros(bias.shape)
+        whole[:, self.share.queries] = dbias
+        return whole
+
+    @property
+    def _query_heads(self) -> list[slice]:
+        return [share.queries for share in self.shares]
+
+    @property
+    def _key_heads(self) -> list[slice]:
+        return [share.keys for share in self.shares]
+
+    def _bias_heads(self, bias: Tensor) -> list[slice]:
+        return self._query_heads if bias.shape[1] > 1 else [slice(0, 1)] * len(self.shares)
+
+
+def _rows_first(bias: Tensor) -> Tensor:
+    """(batch, heads, rows, keys) as (batch * rows, heads, keys)."""
+    return bias.transpose(1, 2).flatten(0, 1)
+
+
+def _heads_first(rows: Tensor, batch: int) -> Tensor:
+    """The reverse of `_rows_first`."""
+    return rows.unflatten(0, (batch, rows.shape[0] // batch)).transpose(1, 2)
+
+
+class SubWire:
+    """Some ranks of a wire as a wire of their own."""
+
+    def __init__(self, wire: Wire, members: Sequence[int]) -> None:
+        self.wire, self.members = wire, tuple(members)
+        self.rank, self.ranks = self.members.index(wire.rank), len(self.members)
+
+    def exchange(self, sends: Any, receives: Any, what: str) -> Any:
+        """See `Wire`."""
+        there = self.members
+        return self.wire.exchange(
+            {there[peer]: x for peer, x in sends.items()},
+            {there[peer]: x for peer, x in receives.items()},
+            what,
+        )
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The `x` of the members. All ranks of the whole wire take part."""
+        everyone = self.wire.all_gather(x)
+        return [everyone[member] for member in self.members]

@@ -1,0 +1,205 @@
+"""A rank's view of who owns which tokens: cutting tensors into shards and putting them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ownership import Ownership
+from .wire import Wire
+
+_current: ContextVar[Layout | None] = ContextVar("flashtile_layout", default=None)
+
+
+def current_layout() -> Layout | None:
+    """The layout whose ``with`` block is running, if any."""
+    return _current.get()
+
+
+class Layout:
+    """Which tokens this rank holds, and in which order; made by `ContextParallel.layout`.
+
+    A shard is padded at its end to the length of the longest one, so that all ranks have shards of
+    one shape. Attention ignores the padding and returns zeros for it.
+
+    Attributes:
+        context: the `ContextParallel` that made it, which imports this module.
+        queries, keys: the ownership of queries and keys; the same one for self-attention.
+        batch: sequences of a dense batch; 0 for packed documents.
+        local_tokens: rows of a shard, padding included: of each sequence of a dense batch, or of
+            all packed documents together.
+        positions: (local_tokens,) int64, the position of each row in its document, for rotary
+            embedding; 0 for padding.
+        cu_seqlens: (documents here + 1,) int32, where the rows of each document begin; of packed
+            documents only.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        wire: Wire,
+        queries: Ownership,
+        keys: Ownership,
+        batch: int,
+        local_tokens: tuple[int, int],
+    ) -> None:
+        self.context, self.wire, self.batch = context, wire, batch
+        self.queries, self.keys = queries, keys
+        self.local_tokens, self.local_keys = local_tokens
+        self.rank = wire.rank
+        documents = queries.documents(self.rank)
+        self.positions = _padded(self._positions(), self.local_tokens, 0)
+        counts = [queries.positions(self.rank, d).length for d in documents]
+        self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
+        self.agreed: set[Any] = set()  # the kinds of calls that all ranks have compared
+        self._token: Token[Layout | None] | None = None
+
+    def __enter__(self) -> Layout:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._token is not None
+        _current.reset(self._token)
+        self._token = None
+
+    def __repr__(self) -> str:
+        what = f"{self.batch} sequences" if self.batch else f"{len(self.queries.lengths)} documents"
+        return (
+            f"Layout({what}, {sum(self.queries.lengths)} tokens on {self.queries.ranks} ranks, "
+            f"{self.local_tokens} rows on each)"
+        )
+
+    def shard(self, x: Tensor, dim: int | None = None, fill: float = 0.0) -> Tensor:
+        """This rank's rows of `x`, which every rank has as a whole. No communication.
+
+        Args:
+            x: (batch, seq, ...) for a dense batch, (tokens, ...) for packed documents.
+            dim: the dimension of tokens; by default 1 for a dense batch and 0 otherwise.
+            fill: the value of padding.
+
+        Raises:
+            ValueError: the dimension has another length than the layout.
+        """
+        dim = self._token_dim() if dim is None else dim
+        whole = self._whole()
+        if x.shape[dim] != whole:
+            raise ValueError(f"x: got {x.shape[dim]} tokens in dimension {dim}, want {whole}")
+        rows = self._rows(self.rank).to(x.device)
+        shard = x.index_select(dim, rows)
+        missing = self.local_tokens - rows.numel()
+        if not missing:
+            return shard
+        shape = [*shard.shape[:dim], missing, *shard.shape[dim + 1 :]]
+        return torch.cat([shard, shard.new_full(shape, fill)], dim)
+
+    def unshard(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """All rows in their original order, from the shards `x` of all ranks: the reverse of
+        `shard`. Every rank has to call it. The gradient of a row goes to the rank that owns it; it
+        is that of one rank's result, not the sum over the ranks.
+
+        Raises:
+            ValueError: the dimension has another length than `local_tokens`.
+        """
+        dim = self._token_dim() if dim is None else dim
+        if x.shape[dim] != self.local_tokens:
+            raise ValueError(
+                f"x: got {x.shape[dim]} tokens in dimension {dim}, want {self.local_tokens}"
+            )
+        return _Unshard.apply(x, self, dim)
+
+    def without_padding(self, name: str, x: Tensor, holders: Ownership, rows: int) -> Tensor:
+        """A shard (batch, rows, heads, head_dim) or (rows, heads, head_dim) as packed tokens.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        want = (self.batch, rows) if self.batch else (rows,)
+        if x.dim() != len(want) + 2 or tuple(x.shape[: len(want)]) != want:
+            shape = ", ".join(map(str, (*want, "heads", "head_dim")))
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({shape}) in this layout")
+        tokens = holders.tokens(self.rank)
+        return x[:, : tokens // self.batch].flatten(0, 1) if self.batch else x[:tokens]
+
+    def with_padding(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Results for packed tokens, (tokens, heads, head_dim) and (heads, tokens), as a shard."""
+        if self.batch:
+            sizes = (self.batch, out.shape[0] // self.batch)
+            out = out.unflatten(0, sizes).transpose(0, 1)
+            lse = lse.unflatten(1, sizes).transpose(0, 1)
+        missing = self.local_tokens - out.shape[0]
+        if missing:
+            out = torch.cat([out, out.new_zeros(missing, *out.shape[1:])])
+            lse = torch.cat([lse, lse.new_full((*lse.shape[:-1], missing), -torch.inf)], -1)
+        return (out.transpose(0, 1), lse) if self.batch else (out, lse)
+
+    def _token_dim(self) -> int:
+        return 1 if self.batch else 0
+
+    def _whole(self) -> int:
+        return self.queries.lengths[0] if self.batch else sum(self.queries.lengths)
+
+    def _rows(self, rank: int) -> Tensor:
+        """A rank's rows without padding, as indices into the token dimension of the whole."""
+        pieces = self.queries.pieces[rank]
+        if self.batch:  # every sequence is cut alike
+            pieces = tuple(piece for piece in pieces if piece.document == 0)
+        starts = torch.tensor([0, *self.queries.lengths]).cumsum(0).tolist()
+        parts = [torch.arange(p.start, p.stop) + starts[p.document] for p in pieces]
+        return torch.cat([*parts, torch.arange(0)])
+
+    def _positions(self) -> Tensor:
+        """The position of every row in its document, without padding."""
+        pieces = self.queries.pieces[self.rank]
+        if self.batch:
+            pieces = tuple(piece for piece in pieces if piece.document == 0)
+        return torch.cat([*(torch.arange(p.start, p.stop) for p in pieces), torch.arange(0)])
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, dim: int) -> Tensor:
+        ctx.layout, ctx.dim = layout, dim
+        wire = layout.wire
+        shard = x.contiguous()
+        others = [rank for rank in range(wire.ranks) if rank != wire.rank]
+        parts = {rank: torch.empty_like(shard) for rank in others}
+        wire.exchange(dict.fromkeys(others, shard), parts, "shards").wait()
+        parts[wire.rank] = shard
+        whole = x.new_empty([*x.shape[:dim], layout._whole(), *x.shape[dim + 1 :]])
+        for rank, part in parts.items():
+            rows = layout._rows(rank).to(x.device)
+            whole.index_copy_(dim, rows, part.narrow(dim, 0, rows.numel()))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.layout.shard(gradient, ctx.dim), None, None
+
+
+def _padded(x: Tensor, length: int, fill: int) -> Tensor:
+    return torch.cat([x, x.new_full((length - x.shape[0],), fill)])
+
+
+def shift_labels(
+    labels: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Each token's label becomes that of the next token: what a causal language model predicts.
+
+    Do this to whole sequences, before they are sharded: the next token may be on another rank.
+
+    Args:
+        labels: (batch, seq), or (tokens,) or (1, tokens) with `cu_seqlens`.
+        cu_seqlens: where packed documents begin; the last token of each is ignored.
+        ignore_index: the label of tokens without a next one.
+    """
+    shifted = torch.full_like(labels, ignore_index)
+    shifted[..., :-1] = labels[..., 1:]
+    if cu_seqlens is not None:
+        ends = torch.as_tensor(cu_seqlens, device=labels.device).long()[1:] - 1
+        shifted[..., ends[ends >= 0]] = ignore_index
+    return shifted

@@ -1,0 +1,194 @@
+"""What a rank sends, receives and computes: plain data, made once for a layout and a mask.
+
+A stage is one exchange of keys and one attention call over what it brings. Its buffer holds, for
+each document of which the rank has queries, the keys that some of these queries see, sorted by
+position. One packed call attends to it: a sequence is a document, and the positions of its rows
+(`positions`) make every mask rule right. Keys that no query of a rank sees do not travel.
+
+`gather` needs one stage: all keys at once. With more stages the buffer is smaller, and their
+results are merged; they take the sources in the order in which a ring would pass them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..masks import Visibility
+from ..positions import Positions, Span
+from .ownership import Ownership
+from .work import Facts
+
+
+class Message(NamedTuple):
+    """Rows of keys between two ranks."""
+
+    peer: int
+    spans: tuple[Span, ...]  # rows of the sender's tensor, in the order in which they travel
+
+    @property
+    def rows(self) -> int:
+        """How many they are."""
+        return sum(stop - start for start, stop in self.spans)
+
+
+class Stage(NamedTuple):
+    """One exchange and one call."""
+
+    own: tuple[Span, ...]  # rows of the rank's own keys that the buffer takes
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    # The buffer in parts of the own rows followed by the messages received, one after the other.
+    order: tuple[Span, ...]
+    keys: tuple[Positions, ...]  # of the buffer, for every sequence of the call
+
+    @property
+    def rows(self) -> int:
+        """Keys in the buffer."""
+        return sum(positions.length for positions in self.keys)
+
+
+class Schedule(NamedTuple):
+    """The stages of a rank. All ranks have equally many."""
+
+    documents: tuple[int, ...]  # of which the rank has queries: the sequences of its calls
+    queries: tuple[Positions, ...]  # of every one, aligned to the end of the keys
+    shifts: tuple[int, ...]  # of the positions of queries from their numbers in the document
+    stages: tuple[Stage, ...]
+
+    @property
+    def most_runs(self) -> int:
+        """The largest number of runs that a sequence has on either side."""
+        sides = [self.queries, *(stage.keys for stage in self.stages)]
+        return max((len(positions.runs) for side in sides for positions in side), default=0)
+
+
+def schedule(
+    queries: Ownership, keys: Ownership, facts: Facts, rank: int, stages: int = 1
+) -> Schedule:
+    """The schedule of `rank`.
+
+    Args:
+        queries, keys: who holds which queries and which keys; the same for self-attention.
+        facts: the mask rules of the call.
+        stages: 1 to have all keys at once, or the rank's own keys in the first stage and those of
+            the others in ``stages - 1`` further ones.
+
+    Raises:
+        ValueError: `stages` is not from 1 to the number of ranks.
+    """
+    ranks = queries.ranks
+    if not 1 <= stages <= ranks:
+        raise ValueError(f"stages: got {stages}, want 1 to {ranks}, the number of ranks")
+    documents = tuple(queries.documents(rank))
+    # The last query stands at the last key.
+    shifts = tuple(keys.lengths[d] - queries.lengths[d] for d in documents)
+    return Schedule(
+        documents,
+        tuple(
+            queries.positions(rank, document).shifted(shift)
+            for document, shift in zip(documents, shifts, strict=True)
+        ),
+        shifts,
+        tuple(_stage(queries, keys, facts, rank, away) for away in distances(ranks, stages)),
+    )
+
+
+def distances(ranks: int, stages: int) -> list[tuple[int, ...]]:
+    """How far away the sources of every stage are: rank r receives from r - distance."""
+    if stages == 1:
+        return [tuple(range(ranks))]
+    others = list(range(1, ranks))
+    size = -(-len(others) // (stages - 1))
+    groups = [tuple(others[i * size : (i + 1) * size]) for i in range(stages - 1)]
+    return [(0,), *groups]
+
+
+def _stage(
+    queries: Ownership, keys: Ownership, facts: Facts, rank: int, away: tuple[int, ...]
+) -> Stage:
+    ranks = queries.ranks
+    sources = [(rank - distance) % ranks for distance in away]  # the rank itself comes first
+    needs = {source: _needed(queries, keys, facts, rank, source) for source in sources}
+    receives = [Message(source, _rows(keys, source, needs[source])) for source in sources]
+    peers = [(rank + distance) % ranks for distance in away]
+    sends = [
+        Message(peer, _rows(keys, rank, _needed(queries, keys, facts, peer, rank)))
+        for peer in peers
+    ]
+    documents = queries.documents(rank)
+    return Stage(
+        _rows(keys, rank, needs.get(rank, {})),
+        tuple(message for message in sends if message.rows and message.peer != rank),
+        tuple(message for message in receives if message.rows and message.peer != rank),
+        _order(needs.values(), documents),
+        tuple(
+            Positions.of(span for need in needs.values() for span in need.get(document, ()))
+            for document in documents
+        ),
+    )
+
+
+Needs = dict[int, tuple[Span, ...]]  # positions of keys, by document
+
+
+def _needed(queries: Ownership, keys: Ownership, facts: Facts, rank: int, source: int) -> Needs:
+    """The keys of `source` that some query of `rank` sees."""
+    held = set(keys.documents(source))
+    needs: Needs = {}
+    for document in queries.documents(rank):
+        if document not in held:
+            continue
+        visibility = Visibility(facts, queries.lengths[document], keys.lengths[document])
+        seen = []
+        for start, stop in queries.spans(rank, document):
+            # Neither end of the visible keys moves left from one query to the next.
+            seen.append((visibility.key_range(start)[0], visibility.key_range(stop - 1)[1]))
+        spans = _intersection(keys.spans(source, document), seen)
+        if spans:
+            needs[document] = spans
+    return needs
+
+
+def _intersection(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
+    """The parts of `spans` in any of `others`, sorted and joined."""
+    joined: list[Span] = []
+    for start, stop in sorted(
+        (max(a, c), min(b, d)) for a, b in spans for c, d in others if max(a, c) < min(b, d)
+    ):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _rows(keys: Ownership, source: int, needs: Needs) -> tuple[Span, ...]:
+    """Where the needed keys lie in the tensor of `source`."""
+    spans, row = [], 0
+    for document, start, stop in keys.pieces[source]:
+        for first, last in needs.get(document, ()):
+            a, b = max(start, first), min(stop, last)
+            if a < b:
+                spans.append((row + a - start, row + b - start))
+        row += stop - start
+    return tuple(spans)
+
+
+def _order(needs: Iterable[Needs], documents: Sequence[int]) -> tuple[Span, ...]:
+    """The rows of all sources, one after the other, in the order of documents and positions."""
+    located: list[tuple[int, int, Span]] = []  # rank of the document, position, rows
+    place = {document: index for index, document in enumerate(documents)}
+    row = 0
+    for need in needs:
+        for document in sorted(need):
+            for start, stop in need[document]:
+                located.append((place[document], start, (row, row + stop - start)))
+                row += stop - start
+    return tuple(rows for _, _, rows in sorted(located))
+
+
+def starts(positions: Sequence[Positions]) -> tuple[int, ...]:
+    """The cumulative lengths of the sequences of one side."""
+    return tuple(accumulate((p.length for p in positions), initial=0))

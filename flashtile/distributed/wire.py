@@ -1,0 +1,117 @@
+"""How ranks exchange tensors. All ranks start the same exchanges in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> None:
+        """Return when what was to be received is there and what was sent may be overwritten."""
+
+
+class Wire(Protocol):
+    """A group of ranks that can send tensors to each other."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+
+    def exchange(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
+    ) -> Pending:
+        """Start to send a tensor to each rank of `sends` and to fill those of `receives`.
+
+        Args:
+            sends, receives: contiguous tensors by rank. A rank that sends a tensor and the one that
+                receives it agree on its size; a rank without an entry exchanges nothing.
+            what: names the exchange in an error.
+        """
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The `x` of every rank, on the CPU: a few bytes, of equal size on all ranks."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Works:
+    """The requests of one exchange."""
+
+    def __init__(self, works: list[dist.Work], wire: ProcessWire, each: list[str]) -> None:
+        # NCCL makes one request of a whole batch, gloo one of each message.
+        self.works, self.wire = works, wire
+        self.each = each if len(works) == len(each) else ["; ".join(each)] * len(works)
+
+    def wait(self) -> None:
+        for work, what in zip(self.works, self.each, strict=True):
+            try:
+                if self.wire.timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=self.wire.timeout))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"context parallel: rank {self.wire.rank} failed while it waited for {what}: "
+                    f"{error}"
+                ) from error
+
+
+class ProcessWire:
+    """The processes of a group of `torch.distributed`.
+
+    Args:
+        group: a process group; None is the default one.
+        timeout: seconds to wait for an exchange; None leaves it to the group.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: float | None = None
+    ) -> None:
+        self.group = dist.distributed_c10d._get_default_group() if group is None else group
+        self.timeout = timeout
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._global = [dist.get_global_rank(self.group, rank) for rank in range(self.ranks)]
+
+    def exchange(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
+    ) -> Pending:
+        """One batch of sends and receives; see `Wire`."""
+        operations, each = [], []
+        for function, tensors, way in ((dist.irecv, receives, "from"), (dist.isend, sends, "to")):
+            for peer, x in sorted(tensors.items()):
+                if x.numel():
+                    there = self._global[peer]
+                    operations.append(dist.P2POp(function, _as_bytes(x), there, self.group))
+                    size = x.numel() * x.element_size()
+                    each.append(f"{size:,} bytes {way} rank {peer} ({what})")
+        if not operations:  # torch.distributed does not take an empty batch
+            return _Done()
+        return _Works(dist.batch_isend_irecv(operations), self, each)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """See `Wire`."""
+        device = torch.device("cpu") if dist.get_backend(self.group) == "gloo" else None
+        here = x.to(device or torch.device("cuda", torch.cuda.current_device()))
+        gathered = [torch.empty_like(here) for _ in range(self.ranks)]
+        dist.all_gather(gathered, here, group=self.group)
+        return [part.cpu() for part in gathered]
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """A view that every backend can send, whatever the dtype."""
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,135 @@
+"""Random cases of context parallelism, the same on every rank, and what one process computes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.distributed import ContextParallel, Layout
+
+WAYS = ("contiguous", "zigzag", "documents")
+
+
+class Case:
+    """Random inputs and options, and the call of one process."""
+
+    def __init__(self, seed: int, ranks: int | None = None) -> None:
+        rng = random.Random(seed)
+        self.g = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.ranks = rng.choice([1, 2, 2, 3, 4, 4, 6]) if ranks is None else ranks
+        self.ulysses = rng.choice([u for u in range(1, self.ranks + 1) if self.ranks % u == 0])
+        self.stages = rng.randint(1, self.ranks // self.ulysses)
+        Hk, group, D, Dv = rng.choice([(1, 7, 8, 8), (2, 1, 16, 16), (2, 3, 8, 12), (4, 2, 8, 8)])
+        self.batch = rng.choice([0, 0, 1, 2])
+        Hq = Hk * group
+        self.options: dict[str, Any] = {
+            "causal": rng.random() < 0.6,
+            "window_size": rng.choice([(-1, -1), (20, -1), (9, 4)]),
+            "attention_chunk": rng.choice([0, 0, 16]),
+            "softcap": rng.choice([0.0, 3.0]),
+            "dropout_p": rng.choice([0.0, 0.0, 0.3]),
+        }
+        self.leaves: dict[str, Tensor] = {}
+        if self.batch:
+            M = rng.choice([1, 17, 64, 130])
+            N = rng.choice([M, M, 40])
+            self.layout_options: dict[str, Any] = {
+                "batch": self.batch,
+                "seq_len": M,
+                "seq_len_k": N,
+            }
+            q_shape, k_shape, documents = (self.batch, M), (self.batch, N), self.batch
+            if rng.random() < 0.4:
+                shape = [rng.choice([1, n]) for n in (self.batch, Hq, M, N)]
+                self.leaves["bias"] = self.draw(*shape)
+        else:
+            lengths = [rng.choice([0, 1, 7, 33, 64, 129]) for _ in range(rng.randint(1, 4))]
+            keys = lengths if rng.random() < 0.7 else [rng.choice([0, 5, 40]) for _ in lengths]
+            self.cu = [torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, keys)]
+            self.longest = [max(lengths), max(keys)]
+            self.layout_options = {"cu_seqlens": self.cu[0], "cu_seqlens_k": self.cu[1]}
+            q_shape, k_shape, documents = (sum(lengths),), (sum(keys),), len(lengths)
+        self.layout_options |= {"way": rng.choice(WAYS), "grain": rng.choice([4, 16, 128])}
+        self.leaves |= {
+            "q": self.draw(*q_shape, Hq, D),
+            "k": self.draw(*k_shape, Hk, D),
+            "v": self.draw(*k_shape, Hk, Dv),
+        }
+        if rng.random() < 0.3:
+            self.leaves["sink"] = self.draw(Hq)
+        if rng.random() < 0.3:
+            rows = () if rng.random() < 0.5 else (documents,)
+            self.options["alibi_slopes"] = self.draw(*rows, Hq).abs().float()
+        self.dout = self.draw(*q_shape, Hq, Dv)
+        heads_first = (self.batch, Hq, q_shape[-1]) if self.batch else (Hq, q_shape[-1])
+        self.dlse = self.draw(*heads_first)
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.g, dtype=torch.float64)
+
+    def whole(self) -> dict[str, Tensor]:
+        """out, lse and gradients of one process."""
+        leaves = {name: x.clone().requires_grad_() for name, x in self.leaves.items()}
+        torch.manual_seed(self.seed)
+        if self.batch:
+            out, lse = flashtile.attention(**leaves, **self.options, return_lse=True)
+        else:
+            q, k, v = (leaves.pop(name) for name in "qkv")
+            extra = {**leaves, **self.options}
+            out, lse = flashtile.attention_varlen(
+                q, k, v, *self.cu, *self.longest, **extra, return_lse=True
+            )
+            leaves |= {"q": q, "k": k, "v": v}
+        loss(out, lse, self.dout, self.dlse).backward()
+        gradients = {name: x.grad for name, x in leaves.items()}
+        return {"out": out, "lse": lse, **gradients}
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the gradient of a tensor is the sum over the ranks, as that of a weight."""
+        return name == "sink" or (name == "bias" and self.leaves["bias"].shape[2] == 1)
+
+    def on_rank(self, context: ContextParallel) -> dict[str, Tensor]:
+        """What a rank computes, put together again where it is of tokens."""
+        wire = context.wire
+        layout = context.layout(**self.layout_options)
+        keys = Layout(
+            context, wire, layout.keys, layout.keys, layout.batch, (layout.local_keys,) * 2
+        )
+        places = {"q": layout, "k": keys, "v": keys}
+        leaves = {}
+        for name, x in self.leaves.items():
+            shard = places[name].shard(x) if name in places else x
+            if name == "bias" and x.shape[2] > 1:
+                shard = layout.shard(x, dim=2)
+            leaves[name] = shard.clone().requires_grad_()
+        # A generator of its own: threads share the default one.
+        context.generator = torch.Generator().manual_seed(self.seed)
+        out, lse = context.attention(**leaves, layout=layout, **self.options, return_lse=True)
+        dlse = layout.shard(self.dlse, dim=self.dlse.dim() - 1)
+        loss(out, lse, layout.shard(self.dout), dlse).backward()
+        got = {"out": layout.unshard(out), "lse": layout.unshard(lse, dim=lse.dim() - 1)}
+        for name, x in leaves.items():
+            gradient = x.grad if x.grad is not None else torch.zeros_like(x)
+            got[name] = places[name].unshard(gradient) if name in places else gradient
+            if name == "bias" and x.shape[2] == layout.local_tokens > 1:
+                got[name] = layout.unshard(gradient, dim=2)
+        return got
+
+
+def loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
+    return (out * dout).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()
+
+
+def compare(case: Case, results: list[dict[str, Tensor]]) -> None:
+    """Compare what the ranks have computed with one process."""
+    for name, want in case.whole().items():
+        got = [result[name] for result in results]
+        total = torch.stack(got).sum(0) if case.is_shared(name) else got[0]
+        torch.testing.assert_close(
+            total, want, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )

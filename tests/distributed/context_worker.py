@@ -1,0 +1,93 @@
+"""One process of `test_gloo`: the random cases of `cases` over torch.distributed.
+
+Run as ``python context_worker.py rank world_size rendezvous-file``.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, compare
+from torch.distributed.device_mesh import init_device_mesh
+
+from flashtile.distributed import ContextParallel
+
+CASES = 12
+
+
+def random_cases(rank: int, world: int) -> None:
+    """Every rank sees that the ranks together compute what one process does."""
+    for seed in range(100 * world, 100 * world + CASES):
+        case = Case(seed, world)
+        context = ContextParallel(ulysses=case.ulysses, stages=case.stages, timeout=60)
+        mine = case.on_rank(context)
+        results: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
+        dist.all_gather_object(results, mine)
+        compare(case, results)
+
+
+def a_smaller_group(rank: int, world: int) -> None:
+    """Ranks 1 and on form the group; rank 0 is outside."""
+    members = list(range(1, world))
+    group = dist.new_group(members)
+    if rank == 0:
+        return
+    case = Case(7, len(members))
+    mine = case.on_rank(ContextParallel(group, ulysses=case.ulysses, stages=case.stages))
+    results: list[dict[str, torch.Tensor]] = [{} for _ in members]
+    dist.all_gather_object(results, mine, group=group)
+    compare(case, results)
+
+
+def a_mesh(rank: int, world: int) -> None:
+    """A dimension of a mesh is the group."""
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "context"))
+    case = Case(11, world)
+    mine = case.on_rank(ContextParallel(mesh["context"], stages=world))
+    results: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
+    dist.all_gather_object(results, mine)
+    compare(case, results)
+
+
+def disagreement(rank: int, world: int) -> None:
+    """All ranks raise the same error."""
+    context = ContextParallel()
+    layout = context.layout(seq_len=64)
+    x = torch.randn(1, layout.local_tokens, 2, 8)
+    with pytest.raises(ValueError, match="context parallel: the ranks disagree on options"):
+        context.attention(x, x, x, layout, causal=rank == 0)
+
+
+def a_silent_rank(rank: int, world: int) -> None:
+    """The others stop waiting for the last rank, and say for what they waited."""
+    context = ContextParallel(timeout=2)
+    layout = context.layout(seq_len=64)
+    x = torch.randn(1, layout.local_tokens, 2, 8)
+    context.attention(x, x, x, layout)  # all ranks agree here
+    store = dist.distributed_c10d._get_default_store()
+    if rank == world - 1:  # stays away until the others have given up
+        store.wait([f"rank {peer} gave up" for peer in range(world - 1)])
+        return
+    message = (
+        rf"context parallel: rank {rank} failed .* bytes from rank {world - 1} \(keys and values"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        context.attention(x, x, x, layout)
+    store.set(f"rank {rank} gave up", "")
+
+
+if __name__ == "__main__":
+    rank, world, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    for step in (random_cases, a_smaller_group, a_mesh, disagreement, a_silent_rank):
+        step(rank, world)

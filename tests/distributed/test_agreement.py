@@ -1,0 +1,147 @@
+"""Ranks that disagree, and ranks that refuse: all raise the same error, none waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile.distributed import ContextParallel
+from flashtile.testing.wires import ThreadWire, run_ranks
+
+
+def errors(ranks: int, call: Callable[[ContextParallel, int], Any]) -> list[str]:
+    """What each rank raises."""
+
+    def run(wire: ThreadWire) -> str:
+        try:
+            call(ContextParallel.over(wire), wire.rank)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return run_ranks(ranks, run, timeout=10)
+
+
+def attend(context: ContextParallel, layout: Any, **options: Any) -> None:
+    x = torch.randn(1, layout.local_tokens, 2, 8)
+    context.attention(x, x, x, layout, **options)
+
+
+def test_different_documents() -> None:
+    def call(context: ContextParallel, rank: int) -> None:
+        lengths = [0, 16, 32, 48] if rank == 2 else [0, 32, 48]
+        layout = context.layout(lengths, grain=4)
+        x = torch.randn(layout.local_tokens, 2, 8)
+        context.attention(x, x, x, layout, causal=True)
+
+    found = errors(3, call)
+    assert set(found) == {
+        "ValueError: context parallel: the ranks disagree on documents: ranks 0, 1 have 2; rank 2 "
+        "has 3"
+    }
+
+
+def test_different_options() -> None:
+    found = errors(2, lambda c, rank: attend(c, c.layout(seq_len=32), causal=rank == 0))
+    assert len(set(found)) == 1
+    assert "the ranks disagree on options" in found[0]
+    assert "rank 0 has" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": -1.0}, "ValueError: context parallel: rank 1: softcap: got -1.0"),
+        ({"is_causal": True}, "TypeError: context parallel: rank 1: "),
+        ({"sink": torch.zeros(3)}, "ValueError: context parallel: rank 1: sink: got shape (3,)"),
+    ],
+)
+def test_one_rank_refuses(options: dict[str, Any], message: str) -> None:
+    def call(context: ContextParallel, rank: int) -> None:
+        attend(context, context.layout(seq_len=32), **(options if rank == 1 else {}))
+
+    found = errors(3, call)
+    assert len(set(found)) == 1
+    assert found[0].startswith(message)
+
+
+def test_a_tensor_of_another_length() -> None:
+    def call(context: ContextParallel, rank: int) -> None:
+        layout = context.layout(seq_len=32)
+        x = torch.randn(1, layout.local_tokens + rank, 2, 8)
+        context.attention(x, x, x, layout)
+
+    assert set(errors(2, call)) == {
+        "ValueError: context parallel: rank 1: q: got shape (1, 17, 2, 8), want (1, 16, heads, "
+        "head_dim) in this layout"
+    }
+
+
+def test_float8_is_refused() -> None:
+    def call(context: ContextParallel, rank: int) -> None:
+        layout = context.layout(seq_len=32)
+        x = torch.zeros(1, layout.local_tokens, 2, 16, dtype=torch.float8_e4m3fn)
+        context.attention(x, x, x, layout)
+
+    assert all(
+        "NotImplementedError: context parallel: rank 0: q, k, v: got" in e for e in errors(2, call)
+    )
+
+
+def test_an_equal_call_sends_no_notes() -> None:
+    def run(wire: ThreadWire) -> list[int]:
+        context = ContextParallel.over(wire)
+        layout = context.layout(seq_len=32)
+        sent = []
+        for _ in range(3):
+            attend(context, layout, causal=True)
+            sent.append(wire.notes)
+        return sent
+
+    for sent in run_ranks(2, run):
+        assert sent == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ulysses": 3}, "ulysses: got 3, want a divisor of 4 ranks"),
+        ({"stages": 5}, "stages: got 5, want 1 to 4"),
+        ({"ulysses": 2, "stages": 3}, "stages: got 3, want 1 to 2"),
+        ({"head_groups": 0}, "head_groups: got 0, want at least 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_the_group(options: dict[str, int], message: str) -> None:
+    def run(wire: ThreadWire) -> str:
+        with pytest.raises(ValueError, match="got") as caught:
+            ContextParallel.over(wire, **options)
+        return str(caught.value)
+
+    assert set(run_ranks(4, run)) == {message}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "want either cu_seqlens or seq_len"),
+        ({"cu_seqlens": [0, 4], "seq_len": 4}, "want either cu_seqlens or seq_len"),
+        ({"cu_seqlens": [0, 4, 2]}, "cu_seqlens: got"),
+        ({"cu_seqlens": [1, 4]}, "cu_seqlens: got"),
+        (
+            {"cu_seqlens": [0, 4], "cu_seqlens_k": [0, 2, 4]},
+            "cu_seqlens_k: got 2 documents, want 1",
+        ),
+        ({"seq_len": 8, "way": "ring"}, "way: got 'ring', want 'auto'"),
+        ({"seq_len": -8}, "seq_len: got -8"),
+    ],
+)
+def test_layouts_check_their_arguments(arguments: dict[str, Any], message: str) -> None:
+    def run(wire: ThreadWire) -> str:
+        with pytest.raises(ValueError, match=r"want|got") as caught:
+            ContextParallel.over(wire).layout(**arguments)
+        return str(caught.value)
+
+    assert all(message in found for found in run_ranks(2, run))
