@@ -13,8 +13,7 @@ ERRORS = (ValueError, TypeError, NotImplementedError)
 
 
 def refuse(function, call, argument, untouched):
-    """Call, and expect an error that names `argument` and leaves `untouched` unchanged.
-    dividing"""
+    """Call, and expect an error that names `argument` and leaves `untouched` unchanged."""
     before = [x.clone() for x in untouched]
     state = torch.get_rng_state()
     with pytest.raises(ERRORS) as caught:

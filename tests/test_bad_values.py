@@ -147,8 +147,9 @@ def test_lengths_beyond_the_page_table(name, k):
     call = cache() | {"cache_seqlens": tensor(33, 9), name: PAGES}
     if k == "none":
         call |= {"k": None, "v": None}
+    said = "cache_seqlens with the new tokens" if k == "new" else "cache_seqlens"
     before = call["k_cache"].clone()
-    with pytest.raises(RuntimeError, match=rf"{name}.* 2 pages of 16 hold 32"):
+    with pytest.raises(RuntimeError, match=rf"{name}.*: {said} says .* 2 pages of 16 hold 32"):
         flashtile.flash_attn_with_kvcache(**call)
     assert torch.equal(call["k_cache"], before)
     assert call["out"].isnan().all()
@@ -229,3 +230,12 @@ def test_queries_without_positions_of_their_own_need_one_row_of_the_tables():
     call = cache() | tables | {"q": zeros(2, 5, 4, 8), "out": None, "causal": False}
     call["cache_batch_idx"] = tensor(0, 1)
     assert flashtile.attention_with_kvcache(**call).isfinite().all()
+
+
+def test_new_tokens_are_counted_where_the_length_is_an_int(monkeypatch):
+    """Which needs no values: the check is made on a GPU and without any asking."""
+    ask(monkeypatch, "0")
+    call = cache() | ROWS
+    with pytest.raises(ValueError, match="got 14 with 3 new tokens, but the cache holds 16"):
+        flashtile.attention_with_kvcache(**(call | {"cache_seqlens": 14}))
+    flashtile.attention_with_kvcache(**(call | {"cache_seqlens": 13}))

@@ -70,7 +70,6 @@ class Cache:
 
     def to_float8(self, factors: bool = True) -> None:
         """Both caches in float8, with a factor for each sequence and head. Powers of two: dividing
-        dividing
         by them is exact."""
         self.k_cache, self.v_cache = (
             x.to(torch.float8_e4m3fn) for x in (self.k_cache, self.v_cache)
