@@ -252,6 +252,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_encoder": SMALL_CODEC,
     "align_vision_model": {"image_size": 64},
     "kosmos-2": {"latent_query_num": 4},
+    "sam3_vision_model": {
+        "fpn_hidden_size": 64,
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    },
     "seggpt": {"image_size": [64, 32]},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
     "luke": {"entity_vocab_size": 50},

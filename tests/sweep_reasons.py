@@ -9,7 +9,6 @@ CONVOLUTIONS = "convolutions or recurrence only, no attention"
 ASSISTANT = "drafts for another model, from whose keys and values it reads"
 SIZES_ARE_TIED = "sizes that depend on each other: no small configuration by hand yet"
 CODES = "one half of a codec, compared as a whole under the codec's name"
-LARGE = "takes minutes with the smallest configuration"
 REASONS: dict[str, str] = {
     "edgetam": SIZES_ARE_TIED,
     "edgetam_vision_model": SIZES_ARE_TIED,
@@ -19,9 +18,6 @@ REASONS: dict[str, str] = {
     "pe_audio_video": SIZES_ARE_TIED,
     "pe_audio_video_encoder": SIZES_ARE_TIED,
     "pocket_tts_audio_tokenizer_decoder": CODES,
-    "sam3": LARGE,
-    "sam3_lite_text": LARGE,
-    "sam3_video": LARGE,
     "tvp": SIZES_ARE_TIED,
     "vibevoice_acoustic_tokenizer_decoder": CODES,
     "vibevoice_acoustic_tokenizer_encoder": CODES,
@@ -47,6 +43,7 @@ REASONS: dict[str, str] = {
     "qwen2_5_omni": "compared as qwen2_5_omni_thinker",
     "qwen3_omni_moe": "compared as qwen3_omni_moe_thinker",
     "sam3_tracker_video": VIDEO,
+    "sam3_video": VIDEO,
     "slanet": CONVOLUTIONS,
     "t5gemma2_encoder": "compared as a part of t5gemma2",
     "univnet": CONVOLUTIONS,
