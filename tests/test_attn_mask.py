@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.call.attn_mask import block_mask
 from flashtile.testing import attention_reference, generator, normal, qkv
 
 
@@ -64,6 +65,13 @@ def test_the_other_functions_say_what_to_use(name, call):
         flashtile.attention_with_kvcache(**cache, **{name: MATRIX})
     with pytest.raises(TypeError, match=name):
         flashtile.explain(**packed, cu_seqlens_q=torch.tensor([0, 18]), **{name: MATRIX})
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_tile_is_as_small_as_the_call_and_no_larger_than_memory_allows(rows):
+    for M, N, tile in ((300, 9, (256, 16)), (300, 700, (256, 256)), (33, 9, (64, 16))):
+        mask = torch.ones(1, 1, min(rows, M), N, dtype=torch.bool)
+        assert block_mask(mask, M, N).tile_size == tile
 
 
 def test_explain_sees_the_masks(call):

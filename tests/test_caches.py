@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
+from interruptions import interrupted
 
 import flashtile
+from flashtile import lru
 from flashtile.backends.triton import plan
 from flashtile.call import memo
 from flashtile.lru import Memo, memoised
@@ -49,19 +51,28 @@ def test_a_memoised_function_keeps_what_was_used_last():
     assert seen == [1, 2, 3, 2, 2]
 
 
-def test_threads_share_a_memo():
-    table: Memo[int, int] = Memo(8)
+def set_one(table: Memo[int, int]) -> None:
+    table[1] = 1
 
-    def use(start: int) -> None:
-        for number in range(start, start + 2000):
-            key = number % 16
-            assert table.get(key, key) == key
+
+def set_three(table: Memo[int, int]) -> None:
+    for key in (5, 6, 7):
+        table[key] = key
+
+
+@pytest.mark.parametrize(
+    "other", [set_one, set_three, lambda table: table.clear()], ids=["sets", "evicts", "clears"]
+)
+@pytest.mark.parametrize("ours", [set_one, lambda table: table.get(1, 1)], ids=["set", "get"])
+def test_another_thread_may_use_a_memo_at_any_time(ours, other):
+    def make() -> Memo[int, int]:
+        table: Memo[int, int] = Memo(3)
+        for key in (1, 2, 3):
             table[key] = key
-            if number % 97 == 0:
-                table.clear()
+        return table
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(use, range(8)))
+    for value in interrupted(make, ours, other, lru):
+        assert value in (None, 1)
 
 
 def test_calls_go_on_after_the_caches_are_emptied():
@@ -84,9 +95,10 @@ def test_no_cache_is_made_elsewhere():
     assert [name for name in found if not name.startswith("bench")] == ["lru.py"]
 
 
-def test_forced_tiles_nest():
-    def forward(head_dim: int = 64) -> plan.Tile:
-        return plan.tiles_for("sm_80", torch.float16, head_dim)[0]
+def test_forced_tiles_nest_and_what_was_made_of_others_is_forgotten():
+    @memoised(1)
+    def forward() -> plan.Tile:
+        return plan.tiles_for("sm_80", torch.float16, 64)[0]
 
     before = forward()
     one, other = plan.Tile(16, 16, 1, 1), plan.Tile(32, 16, 1, 1)

@@ -75,6 +75,7 @@ def test_explain_names_the_hints_that_are_ignored():
         "sm_margin=8 ignored by cpu"
     )
     assert "hints" not in str(flashtile.explain(q, k, v))
+    assert "hints" not in str(flashtile.explain(q, k, v, num_splits=0, pack_gqa=None))
 
 
 def test_explain_names_the_hints_that_are_honoured(monkeypatch):

@@ -97,6 +97,21 @@ def test_two_packed_masks_hide_what_either_hides():
     assert torch.equal(transformers_masks.recognise(again).segments, first)
 
 
+def test_the_parts_of_a_mask_may_have_any_order():
+    causal = masking_utils.causal_mask_function
+    window = masking_utils.sliding_window_overlay(3)
+    for parts in ((causal, window), (window, causal)):
+        found = transformers_masks.recognise(masking_utils.and_masks(*parts))
+        assert found == transformers_masks.Pattern(causal=True, window_size=(2, -1))
+
+
+def test_windows_and_chunks_count_positions_from_the_shortest_on():
+    Pattern = transformers_masks.Pattern
+    for pattern in (Pattern(window_size=(0, -1)), Pattern(attention_chunk=1)):
+        assert pattern.has_positions and pattern.hides(2) and not pattern.hides(1)
+    assert not Pattern(causal=True).has_positions
+
+
 @pytest.mark.parametrize("family", ["doge", "hy_v4"])
 @torch.no_grad()
 def test_packed_sequences_of_models_that_read_the_mask(family):
@@ -235,6 +250,31 @@ def test_a_mask_changed_in_place_is_read_anew(inference):
         mask[..., 2] = False
         got, _ = attention_forward(layer(), q, k, v, mask)
         torch.testing.assert_close(got, plain(q, k, v, mask.expand(2, 4, 6, 6)))
+
+
+def test_padding_that_is_written_into_a_whole_mask_counts():
+    q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
+    mask = transformers_masks.attention_mask(2, 6, 6)
+    assert mask.shape == (2, 6) and transformers_masks.is_whole(mask)
+    mask[1, :2] = False
+    got, _ = attention_forward(layer(), q, k, v, mask)
+    visible = torch.ones(6, 6, dtype=torch.bool).tril() & mask[:, None, None]
+    torch.testing.assert_close(got, plain(q, k, v, visible).nan_to_num(0.0))
+
+
+def test_some_of_the_lengths_are_not_enough_to_pack():
+    q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
+    starts = torch.tensor([0, 4, 12], dtype=torch.int32)
+    got, _ = attention_forward(layer(), q, k, v, None, is_causal=False, cu_seq_lens_q=starts)
+    torch.testing.assert_close(got, plain(q, k, v, torch.ones(6, 6, dtype=torch.bool)))
+
+
+def test_queries_and_keys_get_the_dtype_of_the_values():
+    """With adapters a norm may leave them in float32."""
+    q, k, v = (x.float() for x in heads((4, 6, 16), (4, 6, 16), (4, 6, 16)))
+    got, _ = attention_forward(layer(), q, k, v.bfloat16(), None)
+    want, _ = attention_forward(layer(), q.bfloat16(), k.bfloat16(), v.bfloat16(), None)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
 
 
 def test_rows_that_an_additive_mask_hides_with_the_smallest_number():

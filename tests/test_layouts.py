@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.call.packing import starts
 from flashtile.testing import cu_seqlens, generator, normal
 
 CU_Q, CU_K = cu_seqlens([3, 4]), cu_seqlens([5, 1])
@@ -152,3 +153,9 @@ def test_rotary_seqlens_without_tables_rotate_nothing():
     wanted = flashtile.attention_with_kvcache(**cache, **new)
     out = flashtile.attention_with_kvcache(**cache, **new, rotary_seqlens=USED)
     assert torch.equal(out, wanted)
+
+
+def test_starts_of_a_padded_batch_have_32_bits_where_those_are_enough():
+    found = [starts(4, length, torch.device("cpu")) for length in (2**29 - 1, 2**29)]
+    assert [x.dtype for x in found] == [torch.int32, torch.int64]
+    assert [x[-1].item() for x in found] == [2**31 - 4, 2**31]

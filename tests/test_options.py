@@ -37,6 +37,12 @@ def test_signatures_list_the_options_with_their_defaults(name):
         assert parameters[option].default == entry.default
 
 
+def test_signatures_show_the_type_of_an_option_without_its_table_entry():
+    parameters = inspect.signature(flashtile.attention).parameters
+    found = {name: parameters[name].annotation for name in ("softcap", "window_size", "bias")}
+    assert found == {"softcap": "float", "window_size": "WindowSize", "bias": "Tensor | None"}
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_every_option_is_described(name):
     described = (flashtile.attention.__doc__ or "") + (getattr(flashtile, name).__doc__ or "")

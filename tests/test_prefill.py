@@ -66,7 +66,8 @@ def test_the_results_are_those_of_the_cache(storage, options, calls, seed):
         call = arguments(seed + repeat, storage) | options
         copy = {name: x.clone() if torch.is_tensor(x) else x for name, x in call.items()}
         got = flashtile.attention_with_kvcache(**call)
-        assert [problem.layout for problem in calls] == ["packed"] * (repeat + 1)
+        found = [(problem.layout, problem.page_size) for problem in calls]
+        assert found == [("packed", 0)] * (repeat + 1)
         wanted = flashtile.attention_with_kvcache(**copy, backend="cpu")
         assert len(calls) == repeat + 1
         for x, y in zip(got, wanted, strict=True):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Barrier
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from interruptions import interrupted
 from torch import Tensor
 
 import flashtile
@@ -119,48 +119,25 @@ def test_eight_threads_of_mixed_calls(device: str, seed: int) -> None:
         assert not [line for lines in pool.map(run, range(THREADS)) for line in lines]
 
 
-def interrupted(call: Callable[[], Any], by: Callable[[], Any], before: int) -> tuple[Any, bool]:
-    """The result of `call` if another thread gets to run `by` before one bytecode of the rotary
-    module, the one with the number `before`; and whether `call` executes that many."""
-    executed = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal executed
-        if frame.f_code.co_filename != rotary.__file__:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            if executed == before:
-                by()  # Python does not trace what a tracer calls
-            executed += 1
-        return trace
-
-    tracer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        result = call()
-    finally:
-        sys.settrace(tracer)
-    return result, executed > before
-
-
 @pytest.mark.parametrize("kept", [torch.float32, torch.float64], ids=["kept", "made"])
 def test_tables_of_a_rotary_embedding_are_whole_whenever_another_thread_replaces_them(kept):
-    """Not with threads, which seldom switch where it matters: at each bytecode in turn."""
-    rope, cpu = RotaryEmbedding(4, scale_base=512), torch.device("cpu")
-    before, ran = 0, True
-    while ran:
+    """One thread uses float32, another float64: each gets four tables of its dtype."""
+    cpu = torch.device("cpu")
+
+    def make() -> RotaryEmbedding:
+        rope = RotaryEmbedding(4, scale_base=512)
         rope.tables(5, cpu, kept)
-        tables, ran = interrupted(
-            lambda: rope.tables(4, cpu, torch.float32),
-            by=lambda: rope.tables(3, cpu, torch.float64),
-            before=before,
-        )
+        return rope
+
+    for tables in interrupted(
+        make,
+        lambda rope: rope.tables(4, cpu, torch.float32),
+        lambda rope: rope.tables(3, cpu, torch.float64),
+        rotary,
+    ):
         assert {table.dtype for table in tables} == {torch.float32}
         assert len({table.shape for table in tables}) == 1
         assert len(tables.cos) >= 4
-        before += 1
-    assert before > 10
 
 
 def test_flop_formulas_are_registered_after_a_first_call_that_failed(monkeypatch) -> None:

@@ -105,6 +105,21 @@ def test_views_of_one_buffer_are_not_copied(values_first, backend, seed, monkeyp
     assert len(copied) == 1  # queries
 
 
+@pytest.mark.parametrize("only", ["k", "v"])
+def test_a_view_of_one_buffer_has_its_gradient_where_the_other_one_has_none(only, backend, seed):
+    """Read as one buffer, the gradient would be missing: it is no part of the history."""
+    g = generator(seed)
+    q, qv = normal(g, 2, 3, 4, 8), normal(g, 2, 3, 4, 24)
+    latents = normal(g, 2, 11, 1, 32)
+    grads = []
+    for copy in (lambda x: x, torch.clone):
+        given = dict(zip("vk", map(copy, latents.split((24, 8), dim=-1)), strict=True))
+        leaf = given[only].requires_grad_()
+        flashtile.attention(q, **given, qv=qv, backend=backend).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
 def test_views_of_one_buffer_have_gradients(backend, seed):
     g = generator(seed)
     q, qv = normal(g, 2, 3, 4, 8), normal(g, 2, 3, 4, 24)

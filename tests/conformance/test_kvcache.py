@@ -88,8 +88,18 @@ def test_cache_seqlens_as_an_int(length, backend, seed):
     Cache(seed, filled=(length,) * B).check(backend, cache_seqlens=length)
 
 
-def test_without_cache_seqlens_the_whole_cache_counts(backend, seed):
-    Cache(seed, filled=(CAPACITY,) * B).check(backend, cache_seqlens=None)
+def test_cache_seqlens_as_a_tensor_of_one_number(backend, seed):
+    Cache(seed, filled=(17,) * B).check(backend, cache_seqlens=torch.tensor(17))
+
+
+@pytest.mark.parametrize("storage", ["contiguous", "paged", "left pad"])
+def test_without_cache_seqlens_the_whole_cache_counts(storage, backend, seed):
+    c = Cache(seed, filled=(CAPACITY,) * B)
+    if storage == "paged":
+        c.to_pages(8)
+    if storage == "left pad":
+        c.call["cache_leftpad"] = torch.tensor([2, 0, 11], dtype=torch.int32)
+    c.check(backend, cache_seqlens=None)
 
 
 def test_append_up_to_the_capacity(backend, seed):

@@ -1,0 +1,184 @@
+"""How the CPU backend cuts a call: every visible score in one piece, and in which dtype it runs."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conformance.harness import Sizes, check_dense
+
+from flashtile.backends.cpu import float8, native, plan
+from flashtile.backends.cpu.segments import BlockLayout, SegmentMask
+from flashtile.call import prepare
+from flashtile.call.layouts import Dense
+from flashtile.masks import FULL, PARTIAL, Chunk, Visibility, Window
+from flashtile.testing import generator
+
+CAUSAL = Window(None, 0)
+FACTS = [
+    (),
+    (CAUSAL,),
+    *((Window(left, right),) for left in (None, 0, 1, 2, 4, 6) for right in (None, -1, 0, 2)),
+    (Chunk(1),),
+    (Chunk(3),),
+    (CAUSAL, Chunk(4)),
+    (Window(2, 0), Chunk(4)),
+]
+LENGTHS = [*product((1, 2, 5, 8), repeat=2), (0, 3), (3, 0)]
+BM, BN = 2, 3
+
+
+def masks(M: int, N: int, has_tiles: bool) -> list[SegmentMask]:
+    """One for each of `FACTS`, with random tiles of 2 x 3."""
+    g, found = generator(5), []
+    for facts in FACTS:
+        layout = None
+        if has_tiles:
+            kinds = torch.randint(0, 3, (-(-M // BM), -(-N // BN)), generator=g)
+            index = (kinds == PARTIAL).flatten().cumsum(0).view(kinds.shape) - 1
+            tiles = torch.rand(int((kinds == PARTIAL).sum()), BM, BN, generator=g) < 0.5
+            layout = BlockLayout(kinds.tolist(), index.tolist(), tiles)
+        found.append(SegmentMask(Visibility(facts, M, N), layout))
+    return found
+
+
+def shown(mask: SegmentMask) -> torch.Tensor:
+    """int (M, N): 1 where a query sees a key."""
+    visible = mask.visibility.dense()
+    if mask.layout is not None:
+        tiles = [(m, n) for m, row in enumerate(mask.layout.kinds) for n in range(len(row))]
+        for m, n in tiles:
+            kind, tile = mask.layout.kinds[m][n], visible[m * BM :, n * BN :][:BM, :BN]
+            if kind == PARTIAL:
+                partial = mask.layout.partial_tiles[mask.layout.partial_index[m][n]]
+                tile &= partial[: tile.shape[0], : tile.shape[1]]
+            else:
+                tile &= kind == FULL
+    return visible.int()
+
+
+@pytest.mark.parametrize("has_tiles", [False, True], ids=["rules", "tiles"])
+@pytest.mark.parametrize("kernel_keys", [0, 3, 512])
+def test_pieces_of_the_native_kernel(has_tiles, kernel_keys, monkeypatch):
+    monkeypatch.setattr(native, "KERNEL_KEYS", kernel_keys)
+    for (M, N), rows in product(LENGTHS, (1, 3, 8)):
+        for mask in masks(M, N, has_tiles):
+            count = torch.zeros(M, N, dtype=torch.int)
+            for piece in native.pieces(mask, rows):
+                keys = torch.cat([torch.arange(n0, n1) for n0, n1 in piece.spans])
+                block = torch.ones(piece.m1 - piece.m0, len(keys), dtype=torch.int)
+                if piece.causal:
+                    assert block.shape[0] == block.shape[1] and piece.visible is None
+                    block = block.tril()
+                count[piece.m0 : piece.m1, keys] += (
+                    block if piece.visible is None else piece.visible.int()
+                )
+            assert torch.equal(count, shown(mask)), (mask, rows)
+
+
+@pytest.mark.parametrize("has_tiles", [False, True], ids=["rules", "tiles"])
+@pytest.mark.parametrize("columns", [1, 2, 4, 16])
+def test_runs_of_the_plain_tiles(has_tiles, columns):
+    for (M, N), rows in product(LENGTHS, (1, 3, 8)):
+        for mask in masks(M, N, has_tiles):
+            count = torch.zeros(M, N, dtype=torch.int)
+            for m0, m1 in mask.query_tiles(rows):
+                assert 0 < m1 - m0 <= rows
+                for run in mask.key_runs(m0, m1, columns):
+                    assert 0 < run.stop - run.start <= columns
+                    visible = 1 if run.visible is None else run.visible.int()
+                    count[m0:m1, run.start : run.stop] += visible
+            assert torch.equal(count, shown(mask)), (mask, rows)
+
+
+@pytest.mark.parametrize("has_tiles", [False, True], ids=["rules", "tiles"])
+@pytest.mark.parametrize("columns", [2, 4])
+def test_blocks_of_float8_start_at_multiples_and_go_backwards(has_tiles, columns):
+    for (M, N), rows in product(LENGTHS, (1, 3, 8)):
+        for mask in masks(M, N, has_tiles):
+            count, problem = torch.zeros(M, N, dtype=torch.int), SimpleNamespace(mask=mask)
+            problem.BLOCK_N = columns
+            for m0, m1 in mask.query_tiles(rows):
+                before = N
+                for run in float8.blocks(problem, m0, m1):
+                    assert run.start < run.stop <= before
+                    assert run.start // columns == (run.stop - 1) // columns
+                    assert has_tiles or run.start % columns == 0
+                    before = run.start
+                    visible = 1 if run.visible is None else run.visible.int()
+                    count[m0:m1, run.start : run.stop] += visible
+            assert torch.equal(count, shown(mask)), (mask, rows)
+
+
+@pytest.mark.parametrize(
+    ("facts", "M", "N", "is_single"),
+    [
+        ((), 5, 8, True),
+        ((CAUSAL,), 8, 8, True),
+        ((CAUSAL,), 5, 8, False),
+        ((Window(2, None),), 8, 8, False),
+        ((CAUSAL,), 1, 8, True),  # the last query sees every key
+        ((Window(None, -8),), 8, 8, False),  # and here none sees any
+    ],
+)
+def test_what_a_single_call_of_the_kernel_does(facts, M, N, is_single):
+    piece = native.single_piece(SegmentMask(Visibility(facts, M, N), None), M)
+    assert (piece is not None) == is_single
+    assert piece is None or (piece.m0, piece.m1, piece.spans) == (0, M, ((0, N),))
+
+
+SQUARE, LONGER = (8, 8), (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "is_single"),
+    [
+        (SQUARE, {}, True),
+        (SQUARE, {"causal": True}, True),
+        (LONGER, {}, True),
+        (LONGER, {"causal": True}, False),
+        (SQUARE, {"window_size": (3, -1)}, False),
+        (SQUARE, {"window_size": (-1, 2)}, False),
+        (SQUARE, {"attention_chunk": 4}, False),
+        (SQUARE, {"sink": torch.zeros(2)}, False),
+        (SQUARE, {"seqused_k": torch.tensor([8], dtype=torch.int32)}, False),
+    ],
+)
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_only_a_single_call_in_bfloat16_computes_in_it(
+    has_amx, lengths, options, is_single, monkeypatch
+):
+    """Where the processor multiplies matrices of bfloat16; several pieces are merged in float32."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    plan._plan.cache_clear()
+    M, N = lengths
+    q, k = (torch.zeros(1, length, 2, 16, dtype=torch.bfloat16) for length in (M, N))
+    problem = prepare.prepare((q, k, k), Dense(), options).problem
+    wanted = torch.bfloat16 if has_amx and is_single else torch.float32
+    assert plan.plan_forward(problem).compute_dtype == wanted
+    assert plan.plan_backward(problem, lse_has_grad=False).compute_dtype == wanted
+    plan._plan.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [767, 768])
+def test_avx512_pays_for_the_backward_of_many_rows(rows, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    plan._plan.cache_clear()
+    q = torch.zeros(1, rows, 2, 16, dtype=torch.bfloat16)
+    problem = prepare.prepare((q, q, q), Dense(), {}).problem
+    assert plan.plan_forward(problem).compute_dtype == torch.float32
+    backward = plan.plan_backward(problem, lse_has_grad=False).compute_dtype
+    assert backward == (torch.bfloat16 if rows >= 768 else torch.float32)
+    plan._plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_that_are_adjacent_in_memory(dtype, seed):
+    def heads_last(x):
+        return x.mT.contiguous().mT
+
+    check_dense(Sizes(), "causal", dtype, "cpu", seed, layout=heads_last)
