@@ -23,6 +23,7 @@ from .quantize import Quantized, attention_fp8, quantize_qkv
 _SUBMODULES = (
     "bert_padding",
     "flash_blocksparse_attn_interface",
+    "distributed",
     "integrations",
     "layers",
     "losses",

@@ -62,10 +62,11 @@ class _Step(NamedTuple):
         return heads > 0 and len(self.stage.keys) > 0 and (self.is_first or self.stage.rows > 0)
 
 
-def forward(plan: Plan, wire: Wire, operands: Operands) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rank's own queries.
 
     Args:
+        wants_grad: whether `backward` will follow, which the backend must support, too.
         operands: the rank's own tokens, packed: q (tokens, heads, head_dim), k and v; `bias` has
             all keys of the document in its last dimension; `alibi_slopes` has one row for all
             sequences, or one for each sequence of the schedule.
@@ -82,7 +83,8 @@ def forward(plan: Plan, wire: Wire, operands: Operands) -> tuple[Tensor, Tensor]
         if not step.has_call:
             continue
         given = _operands(plan, operands, step, keys, values)
-        problem = _problem(plan, given, step, is_partial)
+        problem = _problem(plan, given, step, is_partial or wants_grad)
+        problem = problem._replace(is_partial=is_partial)
         with autocast_off(q):
             part_out, part_lse = backends.load(problem.options.backend).forward(problem, given)
         rows, statistics = out[:, step.query_heads], lse[step.query_heads]

@@ -36,7 +36,7 @@ class ContextAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ulysses, plan, wire, wants_lse = route
         given = operands if ulysses is None else ulysses.spread(operands)
-        out, lse = executor.forward(plan, wire, given)
+        out, lse = executor.forward(plan, wire, given, any(ctx.needs_input_grad))
         ctx.set_materialize_grads(False)
         ctx.route, ctx.bias = route, operands.bias
         ctx.save_for_backward(out, lse, *given)
