@@ -118,7 +118,7 @@ class Run:
                         file.write(row)
                     bar.update(task, completed=self.step, note=str(row))
                     if validates:
-                        fabric.print(f"step {self.step}: {row}")
+                        fabric.print(f"step {self.step} of {trainer.steps}: {row}")
                     if saves:
                         self.save()
                     meter.start()

@@ -62,6 +62,12 @@ def test_a_run_can_keep_no_checkpoint_and_write_for_tensorboard(tmp_path):
     assert len(list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))) == 1
 
 
+def test_outside_a_terminal_a_line_for_each_validation_says_how_far_the_run_is(tmp_path, capsys):
+    Run(settings(tmp_path, "trainer.steps=2", "trainer.validate_every=1")).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": loss")[0] for line in lines[1:3]] == ["step 1 of 2", "step 2 of 2"]
+
+
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path, whole_run, step):
     shutil.copytree(whole_run, tmp_path / "copy")
