@@ -2,8 +2,8 @@
 
 Eager, ``torch.compile``, ``torch.export`` and CUDA graphs all reach a backend through
 ``torch.ops.flashtile.attention_forward`` and ``attention_backward``, which are opaque to tracers
-and have fakes. The backward is a Function of its own, so that a second derivative raises instead of
-coming out as a silent zero.
+and have fakes. The backward is a separate Function, so that a second derivative raises an error
+instead of silently being zero.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _BIAS = Operands._fields.index("bias")
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(f"attention_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
-# The same, and it says that it writes to the workspace: most calls have none, and for them an op
-# that changes nothing leaves a tracer more freedom.
+# The same op with a schema that writes to the workspace. Most calls have no workspace, and an op
+# that changes nothing gives a tracer more freedom.
 _WRITING = _TENSORS.replace("Tensor? workspace", "Tensor(a!) workspace")
 _library.define(f"attention_forward_in_workspace({_WRITING}, {_NUMBERS}) -> (Tensor, Tensor)")
 _library.define(
@@ -116,8 +116,9 @@ def is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _dealiased(operands: Operands) -> Operands:
-    """Tensors that stand in two places (self-attention's q and k, one cu_seqlens) as views in the
-    second: a tracer refuses the same input of a Function twice."""
+    """Replace the second use of a tensor (as q and as k, or one cu_seqlens) with a view, because a
+    tracer does not accept the same input of a Function twice.
+    """
     seen: list[Tensor] = []
     result: list[Tensor | None] = []
     for x in operands:
@@ -126,15 +127,15 @@ def _dealiased(operands: Operands) -> Operands:
         elif x is not None:
             seen.append(x)
         result.append(x)
-    # q, k and v are never None, which a list that holds the optional tensors too cannot say.
+    # q, k and v are never None, but the list's type also has the optional tensors.
     return Operands(*result)  # type: ignore[arg-type]
 
 
-# A backend says in which dtype each of its products runs, so autocast is off inside.
+# A backend determines the dtype of each of its products, so autocast is off inside.
 
 
 def _run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the backend that `problem` names."""
+    """(out, lse) from the backend that `problem` names."""
     with autocast_off(operands.q):
         return backends.load(problem.options.backend).forward(problem, operands)
 
@@ -174,7 +175,7 @@ def _backward(
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)._replace(bias_needs_grad=bias_needs_grad)
     gradients = _run_backward(problem, operands, out, lse, dout, dlse)
-    # An op returns tensors, never None: an empty one stands for "no such operand".
+    # An op cannot return None, so an empty tensor means "no such operand".
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
 
@@ -256,9 +257,8 @@ class AttentionFunction(torch.autograd.Function):
 
 
 def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[Any, ...]:
-    """The gradients that are needed, from the op; differentiating them once more raises."""
-    # Compiled graphs refuse double backward by themselves, and cannot trace a Function in a
-    # backward.
+    """The needed gradients, computed by the op; differentiating them again raises an error."""
+    # Compiled graphs reject double backward themselves, and cannot trace a Function in a backward.
     compiling = torch.compiler.is_compiling()
     derivative = (
         torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
@@ -272,9 +272,9 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
 class DirectAttention(torch.autograd.Function):
     """`AttentionFunction` without the registered ops: it calls the backend directly.
 
-    (problem, operands, the differentiable ones of them) -> (out, lse). It is used
-    when no tracer or dispatch mode is active, because at small sizes the host limits the speed of
-    training. If one becomes active before the backward, the backward calls its op.
+    (problem, operands, the differentiable operands) -> (out, lse). It is used when no tracer or
+    dispatch mode is active, because at small sizes the host limits the speed of training. If one
+    becomes active before the backward, the backward calls its op.
     """
 
     @staticmethod
@@ -296,7 +296,7 @@ class DirectAttention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         problem, operands = ctx.problem, Operands(*saved)
         if (
-            torch.is_grad_enabled()  # the derivative is to be differentiated
+            torch.is_grad_enabled()  # the derivative will be differentiated
             or _is_transformed()
             or _is_batched(dout)
             or _is_batched(dlse)
@@ -308,7 +308,7 @@ class DirectAttention(torch.autograd.Function):
 
 
 class AttentionBackwardFunction(torch.autograd.Function):
-    """The first derivative. Its own derivative is not implemented, and says so."""
+    """The first derivative; its own derivative raises NotImplementedError."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -322,8 +322,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
             "flashtile: the second derivative of attention is not implemented; for double "
-            "backward use "
-            "torch.nn.functional.scaled_dot_product_attention under "
+            "backward use torch.nn.functional.scaled_dot_product_attention under "
             "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
@@ -348,8 +347,7 @@ def _refuse_forward_mode(operands: Operands) -> None:
     for name, x in zip(Operands._fields, operands[:DIFFERENTIABLE], strict=False):
         if x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
-                f"{name}: carries a forward-mode tangent (torch.func.jvp), which flashtile does "
-                "not "
+                f"{name}: got a forward-mode tangent (torch.func.jvp), which flashtile does not "
                 "propagate; use reverse mode (torch.func.vjp), or SDPA under "
                 "sdpa_kernel(SDPBackend.MATH)"
             )

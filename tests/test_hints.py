@@ -58,7 +58,11 @@ def test_a_hint_changes_no_result(name, hint):
         ({"sm_margin": 0.5}, TypeError, "sm_margin: got float"),
         ({"scheduler_metadata": [1]}, TypeError, "scheduler_metadata: got list"),
         ({"scheduler_metadata": METADATA.float()}, TypeError, "scheduler_metadata: got dtype"),
-        ({"scheduler_metadata": METADATA.to("meta")}, ValueError, "scheduler_metadata: is on meta"),
+        (
+            {"scheduler_metadata": METADATA.to("meta")},
+            ValueError,
+            "scheduler_metadata: got device",
+        ),
     ],
 )
 def test_a_wrong_hint_is_refused(hint, error, message):

@@ -26,12 +26,12 @@ BAD = {
     "packed keys without lengths": ("cu_seqlens_k", PACKED, {"cu_seqlens_q": CU_Q}),
     "padded queries with lengths": ("q: got", PADDED, {"cu_seqlens_q": CU_Q}),
     "padded keys of another batch": (
-        "k: is for a batch of 2, want 3",
+        "k: got a batch of 2, want 3",
         PADDED | {"q": PACKED["q"]},
         {"cu_seqlens_q": cu_seqlens([3, 4, 0])},
     ),
     "lengths of another batch": (
-        "cu_seqlens_k: is for a batch of 3",
+        "cu_seqlens_k: got a batch of 3",
         PACKED | {"q": PADDED["q"]},
         {"cu_seqlens_k": cu_seqlens([3, 1, 2])},
     ),

@@ -355,7 +355,7 @@ def test_useless_scales_are_found_when_asked_to(bad: float, monkeypatch: pytest.
     small = quantize_qkv(*qkv(generator(0)))
     small.k_descale[1, 0, 0] = bad
     monkeypatch.setenv("FLASHTILE_CHECK", "1")
-    with pytest.raises(ValueError, match="k_descale: got factors"):
+    with pytest.raises(ValueError, match="k_descale: got scales"):
         flashtile.attention(*small[:3], **descales(small))
 
 

@@ -78,7 +78,7 @@ def test_the_old_name_of_an_argument(name, old, new):
 
 
 def test_an_argument_that_is_not_needed():
-    assert "the numbers of heads say it" in error("attention", enable_gqa=True)
+    assert "it follows from the numbers of heads" in error("attention", enable_gqa=True)
 
 
 def test_only_arguments_that_the_function_has_are_suggested():

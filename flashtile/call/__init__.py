@@ -1,5 +1,5 @@
 """One call, from the caller's arguments to the backend that runs it.
 
-`prepare` checks and describes it, `memo` finds the decision for an equal call, `dispatch` chooses
-the backend, `checks` rejects what does not fit.
+`prepare` checks and describes the call, `memo` finds the decision for an equal earlier call,
+`dispatch` chooses the backend, and `checks` rejects invalid arguments.
 """

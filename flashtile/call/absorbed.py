@@ -1,8 +1,8 @@
-"""Absorbed multi-head latent attention: scores that read the values too (DeepSeek-V2, 2.1.2).
+"""Absorbed multi-head latent attention: scores that also read the values (DeepSeek-V2, 2.1.2).
 
 ``scale * (q k + qv v)`` is one product: q and qv concatenated, times k and v concatenated. So every
-backend runs it as attention whose keys have head_dim + value_head_dim columns. Where k and v are
-views of one latent buffer, the keys are a view of that buffer and nothing is copied.
+backend runs it as attention whose keys have head_dim + value_head_dim columns. If k and v are views
+of one latent buffer, the keys are a view of that buffer and nothing is copied.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def absorb_operands(operands: Operands, qv: Tensor | None) -> Operands:
 
 
 def described_operands(operands: Operands, qv: Tensor | None) -> Operands:
-    """Stand-ins with the shape, dtype and device of what `absorb_operands` will return: enough to
-    check a call and choose its backend before new keys are in the cache."""
+    """Placeholders with the shapes, dtypes and devices of the results of `absorb_operands`: enough
+    to check a call and choose its backend before new keys are in the cache.
+    """
     if qv is None:
         return operands
     columns = operands.q.shape[-1] + qv.shape[-1]
@@ -45,13 +46,13 @@ def described_operands(operands: Operands, qv: Tensor | None) -> Operands:
 def _are_neighbours(left: Tensor, right: Tensor) -> bool:
     """Whether every row of `right` directly follows that of `left` in one buffer."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False  # tracers do not know where the values of a tensor lie in memory
+        return False  # tracers do not know the memory addresses of tensors
     if type(left) is not Tensor or type(right) is not Tensor:
         return False
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return False  # a view past the end of `left` has no gradient
     return (
-        # A private function, which PyTorch's type annotations leave out.
+        # A private function without type annotations.
         torch._C._is_alias_of(left, right)  # type: ignore[attr-defined]
         and left.stride() == right.stride()
         and left.stride(-1) == 1
@@ -60,6 +61,6 @@ def _are_neighbours(left: Tensor, right: Tensor) -> bool:
 
 
 def _buffer(left: Tensor, right: Tensor) -> Tensor:
-    """The two neighbours viewed as one tensor."""
+    """View the two neighbours as one tensor."""
     columns = left.shape[-1] + right.shape[-1]
     return left.as_strided((*left.shape[:-1], columns), left.stride())

@@ -1,4 +1,4 @@
-"""New tokens of a cached call, written into its cache before attending to it."""
+"""Append the new tokens of a cached call to its cache before attending to it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .prepare import Prepared
 
 
 def rotate_and_append(call: Prepared) -> Operands:
-    """Rotate queries and new keys, write keys and values into the cache.
+    """Rotate the queries and the new keys, and write the new keys and values into the cache.
 
-    With a causal mask, a window or a chunk every query has its own position; otherwise all are
-    rotated like the first one, as in FlashAttention-2.
+    With a causal mask, a window or a chunk every query has its own position; otherwise all queries
+    are rotated like the first one, as in FlashAttention-2.
 
     Returns:
-        The operands with rotated queries, and lengths that count the new tokens.
+        The operands with rotated queries and with lengths that include the new tokens.
     """
     options, operands, layout = call.problem.options, call.operands, call.layout
     assert isinstance(layout, Cached)
@@ -31,7 +31,7 @@ def rotate_and_append(call: Prepared) -> Operands:
         return operands
     descales = (operands.k_descale, operands.v_descale)
     if k_cache.dtype not in FLOAT8 or k.dtype in FLOAT8:
-        descales = (None, None)  # stored as they are
+        descales = (None, None)  # the new tokens need no conversion
     where = (layout.cu_seqlens_k_new, operands.page_table, operands.cache_batch_idx)
     append_only, append_rotated = _ops(operands, k, v)
     cos, sin = layout.rotary_cos, layout.rotary_sin

@@ -17,7 +17,7 @@ CPU_TILE, GPU_TILE = (256, 256), (128, 128)
 
 
 def with_masks(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a call whose `bias` or `block_mask` also applies the two other masks.
+    """The options of a call, with the two other masks combined into `bias` or `block_mask`.
 
     Raises:
         ValueError, TypeError: a mask does not fit q (batch, seq_q, heads, head_dim) and k (batch,
@@ -35,7 +35,7 @@ def with_masks(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 def _combined(
     q: Any, k: Any, attn_mask: Any, key_padding_mask: Any, bias: Any, block_mask: Any
 ) -> tuple[Any, Any]:
-    """The `bias` and `block_mask` of all four masks."""
+    """A `bias` and a `block_mask` that together apply all four masks."""
     checks.rank("q", q, "batch, seq_q, heads, head_dim")
     checks.rank("k", k, "batch, seq_k, kv_heads, head_dim")
     (B, M, Hq), N = q.shape[:3], k.shape[1]
@@ -52,7 +52,7 @@ def _combined(
         visible = kept if visible is None else visible & kept
     if visible is None:
         return bias, block_mask
-    if block_mask is not None:  # a call takes only one block mask
+    if block_mask is not None:  # a call can have only one block mask
         return _sum(bias, additive(visible), q, (B, Hq, M, N)), block_mask
     options = options_of(visible, M, N)
     if "bias" in options:
@@ -75,12 +75,12 @@ def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
         M, N: number of queries and of keys.
 
     Returns:
-        ``{"block_mask": ...}``, which skips empty tiles and does not mask full ones. For a single
-        query, and while tracing, when the number of such tiles cannot be read, ``{"bias": ...}``
-        with 0 and -inf.
+        ``{"block_mask": ...}``, which skips empty tiles and does not mask full ones; or, for a
+        single query and while tracing, when the number of partial tiles cannot be read, ``{"bias":
+        ...}`` with 0 and -inf.
     """
     transforms = torch._C._are_functorch_transforms_active()
-    if transforms or M == 1 or not checks.is_readable(mask):  # tiles do not pay for one row
+    if transforms or M == 1 or not checks.is_readable(mask):  # tiles do not pay off for one row
         return {"bias": additive(mask)}
     return {"block_mask": block_mask(mask, M, N)}
 

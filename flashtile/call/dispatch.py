@@ -20,25 +20,25 @@ ORDER: tuple[BackendName, ...] = (
     "triton",  # every option but float64, on any CUDA GPU from sm_80 on
 )
 
-# Import them here and not on first use, because `select` cannot import while it is traced. This
-# imports only the code that decides what a backend supports, not kernels or their compiler.
+# Imported here and not on first use, because torch.compile cannot trace an import in `select`. This
+# imports only the code that decides what a backend supports, not the kernels or their compiler.
 for _name in ORDER:
     backends.load(_name)
 
 
 class _ThisThread(threading.local):
-    """What is forced in this thread only; the last entry of a list counts."""
+    """The backends that are forced only in this thread; the last entry of a list applies."""
 
-    # A ContextVar would keep the tasks of an event loop apart, too. But torch.compile (up to 2.13)
-    # can neither trace `ContextVar.get` and `.set` nor guard on the value, and a copy that it can
-    # guard on would not follow a change of task, which nothing announces.
+    # A ContextVar would also separate the tasks of an event loop. But torch.compile (up to 2.13)
+    # can neither trace `ContextVar.get` and `.set` nor guard on the value, and a copy on which it
+    # can guard would not follow a change of task, which is not announced.
     def __init__(self) -> None:
         self.blocks: list[str | None] = []  # the ``with`` blocks around the running code
-        self.held: list[_Choice] = []  # results of `backend` that a ``with`` may yet enter
+        self.held: list[_Choice] = []  # results of `backend` that a ``with`` may still enter
 
 
 class _Choice:
-    """What one call of `backend` forces, held until it is a block or until it cannot be one."""
+    """The choice of one call of `backend`, held until a ``with`` enters it or no longer can."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
@@ -47,11 +47,11 @@ class _Choice:
 
 
 _this_thread = _ThisThread()
-_everywhere: list[str | None] = [None]  # of the last call of `backend` that no ``with`` can enter
+_everywhere: list[str | None] = [None]  # forced by the last call of `backend` without a ``with``
 
 
 class backend:
-    """Force one backend: from here on, or inside a ``with`` block.
+    """Force one backend from here on, or inside a ``with`` block.
 
     ::
 
@@ -59,21 +59,21 @@ class backend:
         with flashtile.backend("cpu"):  # the calls of this thread inside the block
             ...
 
-    An inner block wins over an outer one, a block over a call without ``with``, and an argument
-    ``backend=`` over all of them. A forced backend never falls back to another one.
+    An inner block overrides an outer one, a block overrides a call without ``with``, and an
+    argument ``backend=`` overrides all of them. A forced backend never falls back to another one.
 
     Do not keep the result of a call without ``with``: as long as it is kept, a ``with`` may enter
-    it, and the call applies to this thread only. A block around an ``await`` applies to the other
-    tasks of this thread as well.
+    it, and the call applies only to this thread. A block around an ``await`` also applies to the
+    other tasks of this thread.
 
     Args:
         name: a backend, or None for flashtile's own choice.
 
     Raises:
-        ValueError: when there is no backend of that name.
+        ValueError: there is no backend of that name.
     """
 
-    _choice: _Choice | None = None  # which `__init__` makes unless it raises
+    _choice: _Choice | None = None  # None if `__init__` raises
 
     def __init__(self, name: BackendName | None) -> None:
         if name is not None:
@@ -91,17 +91,17 @@ class backend:
         _this_thread.blocks.pop()
 
     def __del__(self) -> None:
-        # Only now is it certain that this was a call without ``with``. If it already applied to
-        # all threads, then another thread's calls between `__init__` and `__enter__` of a block
+        # Only now is it certain that this was a call without ``with``. If a choice applied to all
+        # threads earlier, another thread's calls between `__init__` and `__enter__` of a block
         # would run on the wrong backend.
         choice = self._choice
         if choice is not None and choice in choice.held:
             _everywhere[0] = choice.name
-            del choice.held[: choice.held.index(choice) + 1]  # earlier calls count no more
+            del choice.held[: choice.held.index(choice) + 1]  # it overrides earlier calls
 
 
 def forced() -> str | None:
-    """The backend that the caller forces by `backend`, if any."""
+    """The backend that the caller forces with `backend`, if any."""
     if _this_thread.blocks:
         return _this_thread.blocks[-1]
     if _this_thread.held:
@@ -121,14 +121,14 @@ def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
 
 
 def select(problem: AttentionProblem, name: str | None = None) -> str:
-    """The backend for `problem`: `name` when given (never falls back), else the forced one, else
-    the first that can.
+    """The backend for `problem`: `name` if given, else the forced one, neither with a fallback;
+    else the first backend that supports the problem.
 
     Raises:
-        NotImplementedError: when none fits; the message lists every backend with its reasons.
+        NotImplementedError: no backend can run it; the message lists each with its reasons.
     """
     name = name or forced()
-    if torch.compiler.is_compiling():  # sizes are symbols there, which do not hash
+    if torch.compiler.is_compiling():  # sizes are symbols, which are not hashable
         return _select(problem, name)
     return _selected(problem, name)
 

@@ -23,8 +23,8 @@ class Verdict(NamedTuple):
     """The answer of one backend for a problem."""
 
     backend: str
-    reasons: list[str]  # empty: it can run it
-    plan: str  # empty when it cannot
+    reasons: list[str]  # empty if it can run the problem
+    plan: str  # empty if it cannot
 
 
 class Explanation(NamedTuple):
@@ -33,8 +33,8 @@ class Explanation(NamedTuple):
     problem: AttentionProblem
     verdicts: list[Verdict]
     chosen: str | None
-    hints: tuple[str, ...] = ()  # the performance hints of the call, and what becomes of them
-    steps: tuple[str, ...] = ()  # what happens to a cache before the backend runs
+    hints: tuple[str, ...] = ()  # the performance hints of the call: honoured or ignored
+    steps: tuple[str, ...] = ()  # steps on a cache before the backend runs
 
     def __str__(self) -> str:
         p = self.problem
@@ -59,7 +59,7 @@ class Explanation(NamedTuple):
         return str(self)
 
 
-MASKS = ("attn_mask", "key_padding_mask")  # arguments of `attention` that become others
+MASKS = ("attn_mask", "key_padding_mask")  # masks that become a bias or a block mask
 
 
 def explained(
@@ -68,7 +68,7 @@ def explained(
     """The explanation of the first call of attention that ``function(*call, **options)`` makes.
 
     The function runs up to the choice of a backend, so its checks are those of the call itself.
-    Nothing has been written by then.
+    It has written nothing at that point.
     """
     before, this_thread.explains = this_thread.explains, True
     try:
@@ -86,7 +86,7 @@ _stance_lock = threading.RLock()  # PyTorch has one stance for all threads
 
 @contextmanager
 def _compiled_functions_run_eagerly() -> Iterator[None]:
-    """A compiled graph holds the call itself: it would run, and write, without being explained."""
+    """Run compiled functions eagerly; a compiled graph would run the call and write its results."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
         return
@@ -118,7 +118,7 @@ def _explanation(call: Description) -> Explanation:
 
 
 def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:
-    """Each hint that was given, and whether the chosen backend honours it."""
+    """Each given hint, and whether the chosen backend honours it."""
     if chosen is None:
         return ()
     honoured = backends.load(chosen).HINTS
@@ -134,7 +134,7 @@ def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:
 
 
 def _steps(given: AttentionProblem, run: AttentionProblem, layout: Layout) -> tuple[str, ...]:
-    """What happens before the backend runs: the append to a cache, the gathering of its pages."""
+    """The steps before the backend runs: appending to a cache, and gathering its pages."""
     if not isinstance(layout, Cached):
         return ()
     steps = []

@@ -1,4 +1,4 @@
-"""How queries, keys and values lie in their tensors: `Dense`, `Packed` or `Cached`."""
+"""The layouts of queries, keys and values: `Dense`, `Packed` or `Cached`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class Dense(NamedTuple):
 
 class Packed(NamedTuple):
     """q (total_q, heads, head_dim); k and v (total_k, kv_heads, head_dim), or pages of tokens
-    (num_pages, page_size, kv_heads, head_dim)."""
+    (num_pages, page_size, kv_heads, head_dim).
+    """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
     page_table: Tensor | None = None
-    leftpad_k: Tensor | None = None  # (batch,), keys to skip; not with pages
+    leftpad_k: Tensor | None = None  # (batch,), number of keys to skip; not with pages
 
     def longest(self, q: Tensor, k: Tensor) -> tuple[int, int]:
         """The longest query and the longest key."""
@@ -45,13 +46,13 @@ class Packed(NamedTuple):
         if self.page_table is None:
             pads = self.leftpad_k
             return Operands(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, leftpad_k=pads)
-        # The table says where the keys are; cu_seqlens_k only how many each sequence has.
+        # The page table locates the keys; cu_seqlens_k only gives their numbers.
         used, table = starts_k.diff(), self.page_table
         return Operands(q, k, v, cu_seqlens_q=starts_q, seqused_k=used, page_table=table)
 
 
 class Cached(NamedTuple):
-    """Queries, dense or packed, over a cache of keys and values to which new ones are appended.
+    """Queries, dense or packed, and a cache to which new keys and values are appended.
 
     A cache row holds one sequence. The token at position ``p`` is ``cache[row, p]`` or, in a paged
     cache, ``cache[page_table[b, p // page_size], p % page_size]``. Lengths stay on the device.
@@ -61,18 +62,18 @@ class Cached(NamedTuple):
     page_table: Tensor | None = None
     cache_batch_idx: Tensor | None = None
     cache_leftpad: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None  # of packed queries
+    cu_seqlens_q: Tensor | None = None  # for packed queries
     max_seqlen_q: int | Tensor | None = None
     k_new: Tensor | None = None
     v_new: Tensor | None = None
-    cu_seqlens_k_new: Tensor | None = None  # of packed new keys
+    cu_seqlens_k_new: Tensor | None = None  # for packed new keys
     rotary_cos: Tensor | None = None
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
     rotary_seqlens: Tensor | None = None
 
     def capacity(self, k_cache: Tensor) -> int:
-        """Tokens that a sequence can have."""
+        """Largest number of tokens of a sequence."""
         if self.page_table is not None:
             return capacity_of(self.page_table, k_cache)
         return k_cache.shape[1]
@@ -83,7 +84,7 @@ class Cached(NamedTuple):
 
     @property
     def added(self) -> int | Tensor:
-        """New tokens of each sequence."""
+        """Number of new tokens of each sequence."""
         if self.k_new is None:
             return 0
         if self.cu_seqlens_k_new is None:
@@ -97,7 +98,7 @@ class Cached(NamedTuple):
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         """The tensors of a checked call before the append, without its options."""
         page_table, cache_batch_idx = self.page_table, self.cache_batch_idx
-        if page_table is not None and cache_batch_idx is not None:  # the rows that the batch uses
+        if page_table is not None and cache_batch_idx is not None:  # select the batch's rows
             rows = cache_batch_idx.long().clamp(0, max(page_table.shape[0] - 1, 0))
             page_table, cache_batch_idx = page_table.index_select(0, rows), None
         return Operands(
@@ -112,8 +113,9 @@ class Cached(NamedTuple):
         )
 
     def _lengths(self, batch: int, k_cache: Tensor) -> Tensor | None:
-        """Tokens in the cache before the append, int32 (batch,); None for a full cache, where
-        nothing needs them."""
+        """Number of tokens in the cache before the append, int32 (batch,); None if the whole cache
+        is used and nothing needs the lengths.
+        """
         lengths = self.cache_seqlens
         if isinstance(lengths, Tensor):
             return lengths.int() if lengths.dim() > 0 else lengths.int().expand(batch)
@@ -128,5 +130,5 @@ Layout = Dense | Packed | Cached
 
 
 def capacity_of(page_table: Tensor, pages: Tensor) -> int:
-    """Tokens that a row of the table has room for; without pages its numbers point nowhere."""
+    """Number of tokens that a row of the page table can hold; 0 if there are no pages."""
     return page_table.shape[1] * pages.shape[1] if pages.shape[0] > 0 else 0

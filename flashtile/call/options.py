@@ -1,9 +1,9 @@
 """The options of a call, in one table: the type, the default and the check of each.
 
-A line of a class below is an option. Its `Option` says what becomes of it: a number is checked and
-becomes a field of `problem.Options` under the same name, a tensor becomes one of `Operands`. The
-public functions accept the classes as keywords (`**options: Unpack[...]`), so an option is written
-once for all of them.
+A line of a class below is an option. Its `Option` determines where its value goes: a number is
+checked and becomes a field of `problem.Options` with the same name, a tensor becomes a field of
+`Operands`. The public functions accept the classes as keywords (`**options: Unpack[...]`), so an
+option is defined once for all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WindowSize = Sequence[int | None] | HasToList | None
 
 
 class Option(NamedTuple):
-    """What an option becomes, its default, and the check that returns its normalised value."""
+    """The kind of an option, its default, and the check that returns its normalised value."""
 
     kind: Literal["number", "tensor", "mask", "query", "hint"]
     default: Any = None
@@ -49,7 +49,7 @@ HINT = Option("hint")  # changes no result
 
 
 class FlashOptions(TypedDict, total=False):
-    """FlashAttention-2's options of every function."""
+    """Options that every function of FlashAttention-2 has."""
 
     softmax_scale: Annotated[float | None, number(None, checks.scale)]
     causal: Annotated[bool, Option("mask", False)]
@@ -59,7 +59,7 @@ class FlashOptions(TypedDict, total=False):
 
 
 class NewerOptions(TypedDict, total=False):
-    """Options of every function beyond FlashAttention-2."""
+    """Options beyond FlashAttention-2 that every function has."""
 
     qv: Annotated[Tensor | None, Option("query")]
     attention_chunk: Annotated[int, number(0, checks.chunk)]
@@ -74,27 +74,27 @@ class NewerOptions(TypedDict, total=False):
 
 
 class SplitOptions(TypedDict, total=False):
-    """FlashAttention-2 has it for caches only."""
+    """An option that FlashAttention-2 has only for caches."""
 
     num_splits: Annotated[int, number(0, checks.splits)]
 
 
 class NewerTrainingOptions(NewerOptions, SplitOptions, total=False):
-    """Options of every function but that for caches, beyond FlashAttention-2."""
+    """Options beyond FlashAttention-2 of every function except the one for caches."""
 
     seqused_q: Annotated[Tensor | None, TENSOR]
     seqused_k: Annotated[Tensor | None, TENSOR]
 
 
 class TrainingOptions(FlashOptions, NewerTrainingOptions, total=False):
-    """Options of every function but that for caches."""
+    """Options of every function except the one for caches."""
 
     dropout_p: Annotated[float, number(0.0, checks.probability)]
     deterministic: Annotated[bool, number(False, checks.flag)]
 
 
 class ServingOptions(TypedDict, total=False):
-    """Options of calls whose keys may lie in pages."""
+    """Options of calls whose keys may be in pages."""
 
     scheduler_metadata: Annotated[Tensor | None, HINT]
     workspace: Annotated[Tensor | None, TENSOR]
@@ -120,7 +120,7 @@ class CacheOptions(FlashOptions, NewerOptions, SplitOptions, ServingOptions, tot
 
 
 def options_of(kind: Any) -> dict[str, Option]:
-    """The table of one of the classes above."""
+    """The options of one of the classes above."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
@@ -131,7 +131,7 @@ TENSORS = frozenset(name for name, option in OPTIONS.items() if option.kind == "
 
 
 def refuse_unknown(given: Mapping[str, Any], kind: Any, function: Callable[..., Any]) -> None:
-    """Raise TypeError for options that `function`, whose options are `kind`, does not have."""
+    """Raise TypeError for options that `function`, whose class of options is `kind`, lacks."""
     if not given.keys() <= kind.__optional_keys__:
         unknown = [name for name in given if name not in kind.__optional_keys__]
         raise checks.unexpected_keywords(unknown, function)
@@ -141,8 +141,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def accepts(kind: Any) -> Callable[[_Function], _Function]:
-    """Decorate a function of ``**options: Unpack[kind]``: `help` and `inspect.signature` list each
-    option as a keyword."""
+    """Decorate a function of ``**options: Unpack[kind]`` so that `help` and `inspect.signature`
+    list each option as a keyword.
+    """
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
@@ -163,8 +164,9 @@ def accepts(kind: Any) -> Callable[[_Function], _Function]:
 
 
 def type_text(annotation: Any) -> str:
-    """The type of a line of the classes above, as it is written: ``float`` of ``Annotated[float,
-    ...]``."""
+    """The source text of an option's type in the classes above: ``float`` for ``Annotated[float,
+    ...]``.
+    """
     node: Any = ast.parse(annotation.__forward_arg__, mode="eval").body
     is_annotated = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Annotated"
     return ast.unparse(node.slice.elts[0] if is_annotated else node)

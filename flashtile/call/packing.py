@@ -1,8 +1,8 @@
-"""Convert every layout of `attention_varlen` to one: sequences packed back to back.
+"""Convert all layouts of `attention_varlen` to one: sequences packed back to back.
 
 Queries and keys may each be packed, (total, heads, head_dim) with cumulative lengths, or padded,
-(batch, seq, heads, head_dim); keys may lie in pages. A padded tensor is viewed as a packed one
-whose sequences all have the length of the dimension, and the results are viewed back.
+(batch, seq, heads, head_dim); keys may be in pages. A padded tensor is viewed as a packed one whose
+sequences all have the padded length, and the results are viewed as padded again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PackedCall(NamedTuple):
     qkv: tuple[Tensor, Tensor, Tensor]
     qv: Tensor | None
     layout: Packed
-    padded: tuple[int, int] | None  # batch and length, if the queries were padded
+    padded: tuple[int, int] | None  # (batch, seq_q) if the queries were padded
 
 
 def as_packed(
@@ -79,6 +79,7 @@ def tokens(name: str, x: Any) -> Any:
 
 def as_batch(out: Tensor, lse: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """View the results of packed queries of equal lengths as a batch: (batch, seq, heads,
-    head_dim) and (batch, heads, seq)."""
+    head_dim) and (batch, heads, seq).
+    """
     by_sequence = lse.unflatten(1, (batch, length))
     return out.unflatten(0, (batch, length)), by_sequence.transpose(0, 1).contiguous()

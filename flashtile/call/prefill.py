@@ -1,9 +1,8 @@
 """Chunked prefill: convert a call with many queries over a cache to a call over packed sequences.
 
-The fastest kernels for many queries read packed sequences; they read neither pages nor the used
-part of cache rows. Adjacent cache rows are packed sequences already, each with more room than it
-uses. Pages are first copied into one tensor, which takes a few per cent of the time of so many
-queries.
+The fastest kernels for many queries read packed sequences, but neither pages nor the used part of
+cache rows. Adjacent cache rows already are packed sequences, of which only the first tokens are
+used. Pages are first copied into one tensor, which takes a few per cent of the time of the call.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from ..problem import AttentionProblem, Operands
 from . import dispatch
 from .packing import as_batch, starts
 
-# The copy pays from this many queries for one key head, over all query heads that share it.
+# Smallest number of queries for which the copy pays off: times the query heads of one key head.
 FEWEST_QUERIES = 2048
-# The largest copy, in bytes; it has room for the longest possible sequences.
+# Largest size in bytes of the copy, which has room for the longest possible sequences.
 LARGEST_COPY = 2**30
 
 
 def packed_problem(
     problem: AttentionProblem, operands: Operands, backend: str | None
 ) -> AttentionProblem | None:
-    """The problem over packed sequences, if another backend takes it than the one chosen before."""
+    """The problem over packed sequences, if its backend is not the one that is already chosen."""
     k, v = operands.k, operands.v
     side_by_side = all(x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v))
     copied = problem.B * problem.N * problem.Hk * (problem.D + problem.Dv) * k.element_size()
@@ -45,7 +44,7 @@ def packed_problem(
 
 
 def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a cached call after the append, shaped as the queries came."""
+    """(out, lse) of a cached call after the append, in the layout of the given queries."""
     if problem.layout != "packed":
         return autograd.attend(problem, operands)
     out, lse = autograd.attend(problem, _as_packed(operands, problem))
@@ -55,7 +54,7 @@ def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tenso
 
 
 def _as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
-    """The operands of a `packed_problem`, out of those over the cache."""
+    """The operands of a `packed_problem`, from those of the cached call."""
     q, k, v, used = operands.q, operands.k, operands.v, operands.seqused_k
     assert used is not None
     if operands.page_table is not None:

@@ -1,7 +1,7 @@
-"""From a caller's arguments to the problem and the operands that a backend gets.
+"""Convert a caller's arguments to the problem and the operands that a backend gets.
 
-Every call goes through `prepare`: dense, packed and cached ones, those in float8, and those that
-are only explained.
+Every call goes through `prepare`: dense, packed, cached and float8 calls, and calls that are only
+explained.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .layouts import Cached, Dense, Layout, Packed
 from .options import NUMBERS, TENSORS
 
 QKV = tuple[Tensor, Tensor, Tensor]
-Given = Mapping[str, Any]  # options that the caller gave, by the names in `options`
+Given = Mapping[str, Any]  # options that the caller passed, by the names in `options`
 
 
 class Prepared(NamedTuple):
     """A call that has passed all checks."""
 
     problem: AttentionProblem  # `options.backend` names the backend
-    operands: Operands  # of a cached call without the new tokens and `qv`, which come later
-    layout: Layout  # as given, in the dtypes that autocast asks for
-    given: Given  # the same
+    operands: Operands  # a cached call's new tokens and `qv` are not applied yet
+    layout: Layout  # as given, but in the dtypes that autocast requires
+    given: Given  # likewise
 
 
 class Description(BaseException):
-    """A call that was stopped before its backend was chosen, because `explain` asks about it."""
+    """Stops a call before its backend is chosen, because `explain` asks about the call."""
 
-    # Not an Exception: no function between here and `explain` is to handle it.
+    # Not an Exception, so that no function between here and `explain` handles it.
     def __init__(
         self,
         problem: AttentionProblem,
@@ -69,11 +69,11 @@ def prepare(
     out: Tensor | None = None,
     wants_probabilities: bool = False,
 ) -> Prepared:
-    """Check and describe a call and choose its backend, as for the last equal call if possible.
+    """Check and describe a call and choose its backend, or reuse the decision of an equal call.
 
     Args:
         qkv: queries, keys and values, or queries and the two caches.
-        out: where to write the result, None for a new tensor.
+        out: the tensor to write the result to, None for a new tensor.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -107,16 +107,16 @@ def prepare(
     problem = decide(problem, operands, layout, backend)
     has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
     memo.put(key, memo.Decision(problem, has_extras))
-    if isinstance(layout, Cached):  # stand-ins until the new tokens are in the cache
+    if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
 
 
 def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]:
-    """Check a call, all but memory and values, and describe it.
+    """Check a call, except for memory and values, and describe it.
 
     Returns:
-        Its tensors, stand-ins for those of a cached call with `qv`; its numbers, without a backend.
+        Its tensors (placeholders for a cached call with `qv`), and its numbers without a backend.
     """
     q, k, v = qkv
     qv = given.get("qv")
@@ -156,7 +156,9 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
 def decide(
     problem: AttentionProblem, operands: Operands, layout: Layout, backend: str | None
 ) -> AttentionProblem:
-    """The problem with its backend, which may be another one over packed sequences."""
+    """The problem with its backend; or the problem over packed sequences, if another backend runs
+    that.
+    """
     options = problem.options._replace(backend=dispatch.select(problem, backend))
     problem = problem._replace(options=options)
     if not isinstance(layout, Cached):
@@ -165,8 +167,8 @@ def decide(
 
 
 def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
-    """The arguments cast as autocast asks, with plain numbers that a memo can use as a key, and
-    with one kind of mask for all tensors that mask.
+    """Cast the arguments as autocast requires, make numbers plain so that a memo can use them in a
+    key, and combine the mask tensors.
     """
     if is_autocasting(qkv[0]):
         qkv, layout, given = _cast(qkv, layout, given)
@@ -184,7 +186,8 @@ def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
 
 def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     """Cast as autocast casts the inputs of PyTorch's own operations. A cache never changes: queries
-    and new tokens get its dtype, or that of autocast where the cache is float8."""
+    and new tokens get its dtype or, if the cache is float8, the dtype of autocast.
+    """
     q, k, v = qkv
     dtype = torch.get_autocast_dtype(q.device.type)
     if isinstance(layout, Cached):
@@ -200,7 +203,7 @@ def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
 
 
 def _strides(*caches: Tensor) -> tuple[int, ...]:
-    """How the caches lie, which decides whether they are packed sequences as they are."""
+    """The strides of the caches, which determine whether they already are packed sequences."""
     plain = (x for x in caches if isinstance(x, Tensor) and not x.is_nested)
     return tuple(stride for x in plain for stride in x.stride())
 
@@ -213,7 +216,7 @@ def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
         return operands
     if "bias" in tensors:
         tensors["bias"] = _four_dimensional(tensors["bias"])
-    if "seqused_k" in tensors and operands.seqused_k is not None:  # of packed sequences in pages
+    if "seqused_k" in tensors and operands.seqused_k is not None:  # packed sequences in pages
         tensors["seqused_k"] = torch.minimum(tensors["seqused_k"], operands.seqused_k)
     return operands._replace(**tensors)
 
@@ -237,10 +240,10 @@ def _numbers(given: Given, head_dim: int, M: int, N: int) -> Options:
 def _check_memory_and_values(
     layout: Layout, operands: Operands, options: Options, out: Tensor | None, given: Given
 ) -> None:
-    """The checks that every call has to pass, whatever an equal call has passed."""
+    """The checks that every call must pass, even if an equal call has passed them."""
     checks.output(out, operands)
     checks.workspace(operands, options)
-    # The tensors of other layouts are operands.
+    # Only the tensors of a cached layout are not all operands.
     tensors = (*operands, *layout) if isinstance(layout, Cached) else operands
     if not checks.checking_values(tensors):
         return
@@ -254,14 +257,14 @@ def _check_memory_and_values(
 
 
 def _four_dimensional(bias: Any) -> Any:
-    """Bias with leading dimensions of size 1 added, as broadcasting would."""
+    """Add leading dimensions of size 1 to a bias, as broadcasting would."""
     if not isinstance(bias, Tensor) or bias.dim() >= 4:
         return bias
     return bias[(None,) * (4 - bias.dim())]
 
 
 def _block_mask(given: Any) -> BlockMask | None:
-    """A block mask of ours or of FlexAttention as ours."""
+    """A block mask, converted if it is FlexAttention's."""
     if given is None or isinstance(given, BlockMask):
         return given
     checks.flex_mask(given)

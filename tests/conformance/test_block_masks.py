@@ -94,11 +94,11 @@ class TestTiles:
         mask = BlockMask.from_dense(torch.ones(45, 60).bool(), (16, 16))
         q, k, v = qkv(generator(0), B=1, M=M, N=N, Hq=2, Hk=2, D=8)
         starts = (cu_seqlens([M]), cu_seqlens([N]))
-        with pytest.raises(ValueError, match=f"block_mask: is for 45 .* at least {M} and {N}"):
+        with pytest.raises(ValueError, match=f"block_mask: got .* at least {M} and {N}"):
             flashtile.attention(q, k, v, block_mask=mask)
-        with pytest.raises(ValueError, match="block_mask: is for 45 queries and 60 keys"):
+        with pytest.raises(ValueError, match="block_mask: got a mask for 45 queries and 60 keys"):
             flashtile.attention_varlen(q[0], k[0], v[0], *starts, M, N, block_mask=mask)
-        with pytest.raises(ValueError, match="block_mask: is for 45 queries and 60 keys"):
+        with pytest.raises(ValueError, match="block_mask: got a mask for 45 queries and 60 keys"):
             flashtile.attention_with_kvcache(q, k, v, cache_seqlens=7, block_mask=mask)
         with pytest.raises(ValueError, match="M, N"):
             mask.to_dense(M, N)
@@ -166,7 +166,7 @@ class TestFlexAttention:
         q, k, v = qkv(generator(0), M=lengths[0], N=lengths[1])
         flex = create_block_mask(sliding, None, None, 200, 200, device="cpu", BLOCK_SIZE=128)
         for _ in range(2):  # a refusal leaves no memo entry
-            with pytest.raises(ValueError, match="block_mask: was made for 200 queries and 200"):
+            with pytest.raises(ValueError, match="block_mask: got a mask for 200 queries and 200"):
                 flashtile.attention(q, k, v, block_mask=flex)
 
     def test_a_converted_mask_serves_shorter_calls(self, backend, seed):

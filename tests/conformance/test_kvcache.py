@@ -221,7 +221,7 @@ class TestPages:
             )
             assert not out.any()
             assert (lse == -torch.inf).all()
-        with pytest.raises(ValueError, match="got 1 with 0 new tokens, but the cache holds 0"):
+        with pytest.raises(ValueError, match="got 1 and 0 new tokens, want at most 0"):
             flashtile.attention_with_kvcache(c.q, *caches, cache_seqlens=1, **call)
 
     def test_a_page_of_256(self, backend, seed):

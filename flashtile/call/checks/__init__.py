@@ -1,8 +1,8 @@
 """The checks that reject invalid user input.
 
-Every message names the argument, the given value and the expected one. Nothing is written before
-the last check has passed. Checks that read tensor values make the host wait for the device, so on a
-GPU they run only with ``FLASHTILE_CHECK=1``.
+Every message names the argument, the given value and the expected one. A call writes nothing before
+the last check has passed. Checks that read tensor values make the host wait for the GPU, so for
+tensors on a GPU they run only with ``FLASHTILE_CHECK=1``.
 """
 
 from .caches import cache_values, cached

@@ -1,4 +1,4 @@
-"""Checks of calls over a key-value cache: queries, cache, new tokens and rotary tables."""
+"""Checks of calls with a key-value cache: queries, cache, new tokens and rotary tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tensors import index_tensor, per_sequence, rank, same_device, shape, shape
 
 
 def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
-    """Check how queries, cache, new tokens and rotary tables fit."""
+    """Check that queries, cache, new tokens and rotary tables fit together."""
     for name, x in (("k", layout.k_new), ("v", layout.v_new)):
         if x is not None:
             tensor(name, x)
@@ -49,11 +49,11 @@ def _rows(q: Tensor, k_cache: Tensor, layout: Cached, batch: int) -> None:
     if layout.page_table is not None:
         paged(layout.page_table, k_cache, batch, has_rows=rows is not None)
     elif rows is not None and k_cache.shape[0] == 0 < batch:
-        raise ValueError("k_cache: got no rows, want those that cache_batch_idx points at")
+        raise ValueError("k_cache: got no rows, want the rows in cache_batch_idx")
     elif rows is None and k_cache.shape[0] != batch:
         raise ValueError(
-            f"k_cache: got {k_cache.shape[0]} rows for a batch of {batch}; pass cache_batch_idx "
-            "to choose rows"
+            f"k_cache: got {k_cache.shape[0]} rows, want {batch}, the batch of q; or pass "
+            "cache_batch_idx to choose rows"
         )
 
 
@@ -62,7 +62,8 @@ def _lengths(k_cache: Tensor, layout: Cached, batch: int) -> None:
     if lengths is None:
         if new is not None:
             raise ValueError(
-                "cache_seqlens: got None, want where to append k and v, an int or (batch,) int32"
+                "cache_seqlens: got None, want the position to append k and v at, an int or "
+                "(batch,) int32"
             )
     elif isinstance(lengths, Tensor) and lengths.dim() > 0:
         per_sequence("cache_seqlens", lengths, k_cache, batch)
@@ -74,8 +75,8 @@ def _lengths(k_cache: Tensor, layout: Cached, batch: int) -> None:
         added = new.shape[1] if new is not None and is_dense else 0
         if count + added > capacity:
             raise ValueError(
-                f"cache_seqlens: got {count} with {added} new tokens, but the cache holds "
-                f"{capacity}"
+                f"cache_seqlens: got {count} and {added} new tokens, want at most {capacity} "
+                "together, the capacity of the cache"
             )
 
 
@@ -89,14 +90,16 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
         if x.shape[-2:] != row.shape[-2:]:
             raise ValueError(
                 f"{name}: got (heads, head_dim) {tuple(x.shape[-2:])}, want "
-                f"{tuple(row.shape[-2:])}, as {name}_cache"
+                f"{tuple(row.shape[-2:])}, as in {name}_cache"
             )
-        if x.dtype != q.dtype:  # which is the cache's, but for float8 caches
+        if x.dtype != q.dtype:  # also the dtype of the cache, unless that is float8
             raise TypeError(f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of q")
         same_device(name, x, q)
     assert k is not None and v is not None
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"v: got shape {shape_of(v)}, want as many tokens as k, {shape_of(k)}")
+        raise ValueError(
+            f"v: got shape {shape_of(v)}, want as many tokens as k, which has shape {shape_of(k)}"
+        )
     if cu_seqlens is not None:
         cumulative("cu_seqlens_k_new", cu_seqlens, q)
         shape("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "one longer than the batch")
@@ -105,14 +108,15 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
 
 
 def _rotary(q: Tensor, layout: Cached, batch: int) -> None:
-    """The rotary tables fit the queries, and there are new tokens to rotate."""
+    """Check that the rotary tables fit the queries, and that there are new tokens to rotate."""
     flag("rotary_interleaved", layout.rotary_interleaved)
     cos, sin = layout.rotary_cos, layout.rotary_sin
     if cos is None and sin is None:
         return
     if layout.k_new is None:
         raise ValueError(
-            "rotary_cos: rotates new tokens, but k and v are None; pass the new keys and values"
+            "rotary_cos: got a table without new tokens to rotate, want k and v, the new keys and "
+            "values"
         )
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         rank(name, x, "positions, rotary_dim / 2")
@@ -131,10 +135,10 @@ def _rotary(q: Tensor, layout: Cached, batch: int) -> None:
 
 
 def cache_values(layout: Cached, operands: Operands, options: Options) -> None:
-    """Check rows, lengths and positions, which the host reads; see `checks.checking_values`.
+    """Check the values of rows, lengths and positions; see `checks.checking_values`.
 
     Args:
-        operands: with the lengths before the append.
+        operands: the operands with the lengths before the append.
     """
     k_cache, lengths = operands.k, operands.seqused_k
     table, capacity = layout.page_table, layout.capacity(k_cache)
@@ -154,28 +158,29 @@ def cache_values(layout: Cached, operands: Operands, options: Options) -> None:
     if min(before, default=0) < 0 or max(after, default=0) > capacity:
         raise ValueError(
             f"cache_seqlens: got {before}, {after} with the new tokens, want at least 0 and at "
-            f"most {capacity}, what the cache holds"
+            f"most {capacity}, the capacity of the cache"
         )
     if layout.rotary_cos is not None and before:
         _positions(lengths, layout, layout.rotary_cos, _rotated_queries(operands, options))
 
 
 def _rotated_queries(operands: Operands, options: Options) -> int | Tensor:
-    """How many positions the queries of each sequence have: one without a causal mask, a window or
-    a chunk."""
+    """Number of positions of each sequence's queries: one without a causal mask, a window or a
+    chunk.
+    """
     starts = operands.cu_seqlens_q
     count = operands.q.shape[1] if starts is None else starts.diff()
     return count if options.facts else count > 0
 
 
 def _positions(lengths: Tensor, layout: Cached, cos: Tensor, queries: int | Tensor) -> None:
-    """The rotary tables have all positions of the new tokens and of the `queries`."""
+    """Check that the rotary tables cover all positions of the new tokens and of the `queries`."""
     base = lengths if layout.rotary_seqlens is None else layout.rotary_seqlens
     if int(base.min()) < 0:
-        raise ValueError(f"rotary_seqlens: got {base.tolist()}, want positions, 0 or more")
+        raise ValueError(f"rotary_seqlens: got {base.tolist()}, want positions of at least 0")
     needed = max(int((base + count).max()) for count in (layout.added, queries))
     if needed > cos.shape[0]:
         raise ValueError(
-            f"rotary_cos: got {cos.shape[0]} positions, want at least {needed}, for the last new "
+            f"rotary_cos: got {cos.shape[0]} positions, want at least {needed} for the last new "
             "token and the last query"
         )

@@ -17,7 +17,7 @@ def hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> 
     if isinstance(sm_margin, bool) or not isinstance(sm_margin, (int, torch.SymInt)):
         raise TypeError(f"sm_margin: got {type(sm_margin).__name__}, want an int")
     if sm_margin < 0:
-        raise ValueError(f"sm_margin: got {sm_margin}, want a number of multiprocessors, 0 or more")
+        raise ValueError(f"sm_margin: got {sm_margin}, want at least 0 multiprocessors")
     if scheduler_metadata is not None:
         tensor("scheduler_metadata", scheduler_metadata)
         if scheduler_metadata.dtype != torch.int32:

@@ -1,7 +1,7 @@
 """The TypeError for an unknown keyword, which suggests the keyword that was probably meant.
 
 Every public function ends with ``**unknown: Never``, so that its signature stays explicit and type
-checkers still refuse the keyword.
+checkers still reject an unknown keyword.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# What hides keys from queries, and what leaves out padding; no function has all of them.
+# Arguments that hide keys from queries, and arguments that mark padding; no function has all.
 MASKS = ("attn_mask", "bias", "block_mask")
 PADDING = ("key_padding_mask", "seqused_k", "cache_seqlens")
 
-# Names of arguments in other libraries and functions, and the arguments with the same purpose.
+# Names of arguments in other libraries and functions, and our arguments with the same purpose.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "attention_bias": ("bias",),
     "attention_mask": MASKS + PADDING,
@@ -24,7 +24,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "attn_mask": MASKS,
     "block_table": ("page_table",),
     "cache_seqlens": ("seqused_k",),
-    "centre_k": ("smooth_k",),  # its name until 0.1, as of `rotate` and `rotate_v`
+    "centre_k": ("smooth_k",),  # the name until 0.1, like `rotate` and `rotate_v`
     "dropout": ("dropout_p",),
     "is_causal": ("causal",),
     "key_padding_mask": PADDING,
@@ -48,10 +48,10 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "window": ("window_size",),
 }
 
-# Differences that the new name does not show.
+# Differences that the suggested name does not show.
 REMARKS = {
-    "enable_gqa": "not needed, the numbers of heads say it",
-    "is_causal": "it aligns to the bottom-right corner, PyTorch's to the top-left",
+    "enable_gqa": "not needed; it follows from the numbers of heads",
+    "is_causal": "it aligns to the bottom-right corner, PyTorch's to the top-left corner",
     "score_mod": "functions of the scores are not supported",
     "sliding_window": "(sliding_window - 1, 0)",
 }
@@ -60,8 +60,8 @@ REMARKS = {
 def unexpected_keywords(unknown: Iterable[str], function: Callable[..., Any]) -> TypeError:
     """The error to raise for the keywords `unknown`, which `function` does not have.
 
-    It names the function that the user called. That is the outermost running function of this
-    package, because `flash_attn_func` and others pass their keywords on.
+    It names the function that the user called: the outermost running function of this package,
+    because `flash_attn_func` and others pass their keywords on.
     """
     accepted = list(inspect.signature(function).parameters)
     return TypeError(
@@ -80,7 +80,7 @@ def _called_function() -> str:
 
 
 def _described(name: str, accepted: list[str]) -> str:
-    """An unknown name and the accepted ones that may have been meant."""
+    """An unknown name, and the accepted names that may have been meant."""
     if name in OTHER_NAMES:
         meant = [other for other in OTHER_NAMES[name] if other in accepted]
     else:

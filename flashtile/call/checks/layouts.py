@@ -27,7 +27,7 @@ def qkv(
 ) -> None:
     """Check ranks, dtypes, devices, heads and head dims of the three main tensors.
 
-    `takes_float8_keys`: keys and values may both be float8 when queries have 16 bits.
+    `takes_float8_keys`: keys and values may both be float8 if queries are 16-bit.
     """
     name_q, name_k, name_v = names.split()
     rank(name_q, q, layout_q)
@@ -41,7 +41,7 @@ def qkv(
             raise TypeError(f"{name}: got dtype {x.dtype}, want one of {wanted}")
         mixed = takes_float8_keys and x is not q and q.dtype in HALF_DTYPES
         if x.dtype != q.dtype and not (mixed and x.dtype == torch.float8_e4m3fn):
-            also = " (or float8_e4m3fn, as both caches)" if mixed else ""
+            also = " (or float8_e4m3fn for both caches)" if mixed else ""
             raise TypeError(
                 f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of {name_q}{also}"
             )
@@ -62,25 +62,24 @@ def qkv(
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
             f"{name_v}: got shape {shape_of(v)}, want {shape_of(k)[:-1].rsplit(',', 1)[0]}, any "
-            "head "
-            f"dim): all but the last dimension as {name_k}"
+            f"head dim): the shape of {name_k} except for the last dimension"
         )
     if q.shape[-2] % k.shape[-2] != 0:
         raise ValueError(
-            f"{name_k}: got {k.shape[-2]} heads, which do not divide the {q.shape[-2]} heads of "
+            f"{name_k}: got {k.shape[-2]} heads, want a divisor of {q.shape[-2]}, the heads of "
             f"{name_q}"
         )
 
 
 def dense(q: Any, k: Any, v: Any) -> None:
-    """q (batch, seq_q, heads, head_dim); k, v (batch, seq_k, kv_heads, head_dim)."""
+    """Check q (batch, seq_q, heads, head_dim) and k, v (batch, seq_k, kv_heads, head_dim)."""
     qkv(q, k, v, "batch, seq_q, heads, head_dim", "batch, seq_k, kv_heads, head_dim")
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k: got batch {k.shape[0]}, want {q.shape[0]}, the batch of q")
 
 
 def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
-    """q (total_q, heads, head_dim); k, v (total_k, kv_heads, head_dim), or pages of tokens."""
+    """Check q (total_q, heads, head_dim) and k, v (total_k, kv_heads, head_dim), or pages."""
     keys = "total_k, kv_heads, head_dim"
     qkv(q, k, v, "total_q, heads, head_dim", PAGES if page_table is not None else keys)
     cumulative("cu_seqlens_q", cu_seqlens_q, q)
@@ -89,22 +88,23 @@ def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_ta
         "cu_seqlens_k",
         cu_seqlens_k,
         tuple(cu_seqlens_q.shape),
-        "one longer than the batch, as cu_seqlens_q",
+        "one longer than the batch, like cu_seqlens_q",
     )
     if page_table is not None:
         paged(page_table, k, cu_seqlens_q.shape[0] - 1, has_rows=False)
 
 
 def cumulative(name: str, x: Any, q: Tensor) -> None:
-    """Cumulative lengths: (batch + 1,) integers."""
+    """Check cumulative lengths: (batch + 1,) integers."""
     index_tensor(name, x, q)
     if x.dim() != 1 or x.shape[0] < 1:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want (batch + 1,), starting with 0")
 
 
 def paged(page_table: Any, k: Tensor, batch: int, has_rows: bool) -> None:
-    """page_table (batch, pages per sequence) of integers, and pages of at least one token. With
-    `has_rows` the table may have any number of rows, since each sequence has a row index."""
+    """Check page_table, (batch, pages per sequence) integers, and that pages have tokens. With
+    `has_rows` the table may have any number of rows, because each sequence has a row index.
+    """
     index_tensor("page_table", page_table, k)
     rows = "rows" if has_rows else batch
     enough = page_table.dim() == 2 and (page_table.shape[0] > 0 or batch == 0)
@@ -119,7 +119,7 @@ def paged(page_table: Any, k: Tensor, batch: int, has_rows: bool) -> None:
 def one_page_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
     """The page table, which the caller may pass under either of two names."""
     if block_table is not None and page_table is not None:
-        raise ValueError("block_table: is another name of page_table; pass one of them")
+        raise ValueError("block_table: got it and page_table, another name of it; want only one")
     return page_table if block_table is None else block_table
 
 
@@ -132,7 +132,7 @@ def padded(
         _padded_side("q", q, "batch, seq_q, heads, head_dim")
         if qv is not None:
             tensor("qv", qv)
-            shape("qv", qv, (*q.shape[:-1], qv.shape[-1]), "as q but for the head dim")
+            shape("qv", qv, (*q.shape[:-1], qv.shape[-1]), "the shape of q except for the head dim")
         batches["q"] = q.shape[0]
     else:
         rank("q", q, "total_q, heads, head_dim")
@@ -144,7 +144,7 @@ def padded(
     elif page_table is None:
         _padded_side("k", k, "batch, seq_k, kv_heads, head_dim")
         rank("v", v, "batch, seq_k, kv_heads, value_head_dim")
-        shape("v", v, (*k.shape[:-1], v.shape[-1]), "as k but for the head dim")
+        shape("v", v, (*k.shape[:-1], v.shape[-1]), "the shape of k except for the head dim")
         batches["k"] = k.shape[0]
     else:
         rank("k", k, PAGES)
@@ -152,7 +152,7 @@ def padded(
         batches["page_table"] = page_table.shape[0]
     (first, batch), (second, other) = batches.items()
     if batch != other:
-        raise ValueError(f"{second}: is for a batch of {other}, want {batch}, the batch of {first}")
+        raise ValueError(f"{second}: got a batch of {other}, want {batch}, the batch of {first}")
     return batch
 
 

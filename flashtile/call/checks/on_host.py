@@ -1,4 +1,4 @@
-"""Checks that read the values of tensors; the host waits for the device to do so."""
+"""Checks that read the values of tensors, for which the host waits for the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def longest(name: str, given: Any, name_of_starts: str, cu_seqlens: Any, q: Any) -> Any:
-    """The longest length: as given, or read from cumulative lengths, which waits for the device."""
+    """The longest length: as given, or read from cumulative lengths, which waits for the GPU."""
     if type(given) is int:
         return given
     if given is not None:
@@ -29,8 +29,8 @@ def longest(name: str, given: Any, name_of_starts: str, cu_seqlens: Any, q: Any)
     cumulative(name_of_starts, cu_seqlens, q)
     if not is_readable(cu_seqlens):
         raise TypeError(
-            f"{name}: got None, want an int where {name_of_starts} cannot be read (torch.compile, "
-            "fake and meta tensors)"
+            f"{name}: got None, want an int because {name_of_starts} cannot be read "
+            "(torch.compile, fake or meta tensors)"
         )
     return max(cu_seqlens.diff().tolist(), default=0)
 
@@ -39,7 +39,7 @@ def checking_values(given: Iterable[Any]) -> bool:
     """Whether to check the values of the tensors among `given`.
 
     ``FLASHTILE_CHECK=1`` enables the checks everywhere, and ``FLASHTILE_CHECK=0`` disables them. By
-    default they run for CPU tensors, which need no waiting. They never run where there are no
+    default they run only for CPU tensors, for which nothing waits. They never run if there are no
     values: under a tracer, on fake and meta tensors, in a transform of torch.func.
     """
     if torch.compiler.is_compiling():
@@ -56,7 +56,8 @@ def checking_values(given: Iterable[Any]) -> bool:
 
 def values(operands: Operands, options: Options) -> None:
     """Check that lengths, rows and pages stay inside their tensors, and that scales are valid; see
-    `checking_values`."""
+    `checking_values`.
+    """
     limits = (
         ("q", operands.cu_seqlens_q, operands.seqused_q, operands.q, options.max_seqlen_q),
         ("k", operands.cu_seqlens_k, operands.seqused_k, operands.k, options.max_seqlen_k),
@@ -70,7 +71,7 @@ def values(operands: Operands, options: Options) -> None:
         x = getattr(operands, name)
         if x is not None and not bool(((x > 0) & x.isfinite()).all()):
             raise ValueError(
-                f"{name}: got factors from {float(x.min())} to {float(x.max())}, want finite ones "
+                f"{name}: got scales from {float(x.min())} to {float(x.max())}, want finite scales "
                 "above zero"
             )
     if operands.cache_batch_idx is not None:
@@ -82,7 +83,7 @@ def values(operands: Operands, options: Options) -> None:
 
 
 def within(name: str, x: Tensor, size: int) -> None:
-    """Check indices of rows or pages: from 0 to `size` - 1."""
+    """Check that indices of rows or pages are from 0 to `size` - 1."""
     if x.numel() and (int(x.min()) < 0 or int(x.max()) >= size):
         raise ValueError(
             f"{name}: got values from {int(x.min())} to {int(x.max())}, want 0 to {size - 1}"
@@ -122,15 +123,15 @@ def lengths_in_pages(name: str, lengths: list[int], page_table: Tensor, page_siz
     capacity = page_table.shape[1] * page_size
     if max(lengths, default=0) > capacity:
         raise RuntimeError(
-            f"page_table (block_table): {name} says lengths {lengths}, but {page_table.shape[1]} "
-            f"pages of {page_size} hold {capacity}"
+            f"page_table (block_table): got lengths {lengths} in {name}, want at most {capacity} "
+            f"in {page_table.shape[1]} pages of {page_size}"
         )
 
 
 def packed_lengths(
     side: str, cu_seqlens: Tensor, used: Tensor | None, total: int | None, longest: int
 ) -> list[int]:
-    """Check and return the lengths of all sequences, or the `used` lengths.
+    """Check and return the lengths of all sequences, or the `used` lengths if given.
 
     Args:
         side: "q" for queries or "k" for keys.
@@ -143,7 +144,8 @@ def packed_lengths(
         name, lengths = f"seqused_{side}", _used(side, used, lengths)
     if max(lengths, default=0) > longest:
         raise ValueError(
-            f"max_seqlen_{side}: got {longest}, but {name} has a sequence of {max(lengths)} tokens"
+            f"max_seqlen_{side}: got {longest}, want at least {max(lengths)}, the longest sequence "
+            f"of {name}"
         )
     return lengths
 
@@ -157,14 +159,16 @@ def _used(side: str, used: Tensor, bounds: list[int]) -> list[int]:
 
 def cumulative_values(name: str, cu_seqlens: Tensor, total: int | None, side: str) -> list[int]:
     """The lengths, after a check that `cu_seqlens` starts with 0, never decreases, and ends inside
-    the tensor."""
+    the tensor.
+    """
     starts = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(starts)]
     if starts[0] != 0 or min(lengths, default=0) < 0:
         raise ValueError(
-            f"{name}: got {starts}, want 0 first and no decrease: the sums of the lengths before "
-            "each sequence, and of all"
+            f"{name}: got {starts}, want cumulative lengths that start with 0 and never decrease"
         )
     if total is not None and starts[-1] > total:
-        raise ValueError(f"{name}: ends at {starts[-1]}, but {side} has {total} tokens")
+        raise ValueError(
+            f"{name}: got {starts[-1]} at the end, want at most {total}, the tokens of {side}"
+        )
     return lengths

@@ -13,7 +13,7 @@ from .tensors import floating, per_sequence, same_device, shape, shape_of, tenso
 
 
 def extras(operands: Operands, M: int, N: int) -> None:
-    """Shapes, dtypes and devices of the optional tensors; `M`, `N` are the longest lengths."""
+    """Check shapes, dtypes and devices of the optional tensors; `M`, `N`: the longest lengths."""
     q, k = operands.q, operands.k
     B, Hq, Hk = batch_size(operands), q.shape[-2], k.shape[-2]
     per_sequence("seqused_q", operands.seqused_q, q, B)
@@ -32,13 +32,13 @@ def extras(operands: Operands, M: int, N: int) -> None:
 
 
 def broadcastable(name: str, x: Any, q: Tensor, sizes: tuple[int, ...]) -> None:
-    """A floating tensor that broadcasts to `sizes`, (batch, heads, seq_q, seq_k)."""
+    """Check a floating tensor that broadcasts to `sizes`, (batch, heads, seq_q, seq_k)."""
     floating(name, x, q)
     _broadcasts(name, x, sizes)
 
 
 def attn_mask(x: Any, q: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """A bool or a floating tensor that broadcasts to `sizes`, with four dimensions."""
+    """Check a bool or floating mask that broadcasts to `sizes`; return it with four dimensions."""
     tensor("attn_mask", x)
     if x.dtype != torch.bool and (not x.is_floating_point() or x.dtype in FLOAT8):
         raise TypeError(
@@ -51,12 +51,12 @@ def attn_mask(x: Any, q: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def key_padding_mask(x: Any, q: Tensor, sizes: tuple[int, int]) -> None:
-    """A bool tensor (batch, seq_k)."""
+    """Check a bool tensor (batch, seq_k)."""
     tensor("key_padding_mask", x)
     if x.dtype != torch.bool:
         raise TypeError(
-            f"key_padding_mask: got dtype {x.dtype}, want torch.bool, True for the keys that take "
-            "part"
+            f"key_padding_mask: got dtype {x.dtype}, want torch.bool, True for the keys that are "
+            "not padding"
         )
     same_device("key_padding_mask", x, q)
     shape("key_padding_mask", x, sizes, "(batch, seq_k)")
@@ -74,15 +74,15 @@ def _broadcasts(name: str, x: Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def absorbed(qv: Any, q: Tensor, v: Tensor) -> None:
-    """qv has the shape of q with the head dim of v."""
+    """Check that qv has the shape of q with the head dim of v."""
     if qv is None:
         return
     tensor("qv", qv)
     same_device("qv", qv, q)
     if q.dtype in FLOAT8 or v.dtype in FLOAT8:
         raise NotImplementedError(
-            "qv: does not go with float8, whose keys and values have a scale each; convert q, k, v "
-            "and qv to bfloat16"
+            "qv: cannot be combined with float8, whose keys and values have separate scales; "
+            "convert q, k, v and qv to bfloat16"
         )
     if qv.dtype != q.dtype:
         raise TypeError(f"qv: got dtype {qv.dtype}, want {q.dtype}, the dtype of q")
@@ -98,8 +98,7 @@ def _alibi(slopes: Tensor, B: int, Hq: int) -> None:
     if slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "alibi_slopes: requires grad, but has no gradient; detach() it, or pass the same "
-            "numbers as "
-            "`bias`, which has one"
+            "numbers as `bias`, which has one"
         )
 
 
@@ -110,22 +109,23 @@ def _block_mask(operands: Operands, B: int, Hq: int) -> None:
     batch, heads = kinds.shape[:2]
     if batch not in (1, B) or heads not in (1, Hq):
         raise ValueError(
-            f"block_mask: is for batch {batch} and {heads} heads, want 1 or {B}, and 1 or {Hq} "
-            "(query heads)"
+            f"block_mask: got a mask for batch {batch} and {heads} heads, want batch 1 or {B}, and "
+            f"1 or {Hq} (query) heads"
         )
 
 
 def block_mask_lengths(block_mask: BlockMask, M: int, N: int) -> None:
-    """A block mask must cover at least `M` queries and `N` keys."""
+    """Check that a block mask covers at least `M` queries and `N` keys."""
     queries, keys = block_mask.lengths
     if queries < M or keys < N:
         raise ValueError(
-            f"block_mask: is for {queries} queries and {keys} keys, want at least {M} and {N}"
+            f"block_mask: got a mask for {queries} queries and {keys} keys, want at least {M} and "
+            f"{N}"
         )
 
 
 def flex_mask(block_mask: Any) -> None:
-    """A FlexAttention `BlockMask`, which can be converted here."""
+    """Check that `block_mask` is a FlexAttention `BlockMask`, and that it can be converted now."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
             f"block_mask: got {type(block_mask).__name__}, want flashtile.BlockMask or "
@@ -133,21 +133,21 @@ def flex_mask(block_mask: Any) -> None:
         )
     if torch.compiler.is_compiling():
         raise TypeError(
-            "block_mask: a FlexAttention BlockMask is converted by reading it on the host; call "
-            "BlockMask.from_flex(...) outside of torch.compile and pass the result"
+            "block_mask: got a FlexAttention BlockMask under torch.compile, which cannot convert "
+            "it; call BlockMask.from_flex(...) outside of torch.compile and pass the result"
         )
 
 
 def flex_mask_lengths(block_mask: Any, M: int, N: int) -> None:
-    """A FlexAttention `BlockMask` must be made for exactly `M` queries and `N` keys.
+    """Check that a FlexAttention `BlockMask` is for exactly `M` queries and `N` keys.
 
-    Its function may count from the last key, so a corner of the mask can be wrong for a shorter
-    call.
+    Its function may count from the last key, so the upper left corner of the mask can be wrong for
+    a shorter call.
     """
     lengths = getattr(block_mask, "seq_lengths", (M, N))
     if lengths[0] != M or lengths[1] != N:
         raise ValueError(
-            f"block_mask: was made for {lengths[0]} queries and {lengths[1]} keys, want {M} and "
+            f"block_mask: got a mask for {lengths[0]} queries and {lengths[1]} keys, want {M} and "
             f"{N}; for its upper left corner pass BlockMask.from_flex(block_mask)"
         )
 
@@ -167,32 +167,32 @@ def _descales(operands: Operands, B: int, Hk: int, M: int, N: int) -> None:
         if x.dim() == 3 and operands.q.dtype in FLOAT8:
             _block_descale(name, x, operands, B, M, N)
         else:
-            shape(name, x, (B, Hk), "a factor for each batch and key head")
+            shape(name, x, (B, Hk), "a scale for each batch and key head")
 
 
 def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: int) -> None:
-    """A factor for each block of rows; either all three tensors have per-block factors, or none."""
+    """Check a per-block scale; either all three tensors have per-block scales, or none."""
     of_queries = name == "q_descale"
     block = FLOAT8_QUERY_BLOCK if of_queries else FLOAT8_KEY_BLOCK
     heads, length = (operands.q.shape[-2], M) if of_queries else (operands.k.shape[-2], N)
-    meaning = f"a factor for each batch, head and {block} rows"
+    meaning = f"a scale for each batch, head and {block} rows"
     shape(name, x, (B, heads, -(-length // block)), meaning)
     if operands.leftpad_k is not None:
         raise ValueError(
-            f"{name}: got a factor for each block of rows with a left pad, which moves the blocks; "
-            "want a factor for each batch and key head"
+            f"{name}: got per-block scales with a left pad, which shifts the blocks; want a scale "
+            "for each batch and key head"
         )
     for other in ("q_descale", "k_descale", "v_descale"):
         y = getattr(operands, other)
         if y is None or y.dim() != 3:
             raise ValueError(
-                f"{other}: got {'None' if y is None else 'shape ' + shape_of(y)}, want a factor "
-                f"for each block of rows as {name} has"
+                f"{other}: got {'None' if y is None else 'shape ' + shape_of(y)}, want per-block "
+                f"scales because {name} has them"
             )
 
 
 def float8_forward_only(operands: Operands) -> None:
-    """float8 inputs have no backward."""
+    """Raise if float8 inputs would need a backward, which they do not have."""
     if operands.q.dtype in FLOAT8 and any(
         x is not None and x.requires_grad for x in (operands.bias, operands.sink)
     ):

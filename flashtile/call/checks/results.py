@@ -1,4 +1,4 @@
-"""Checks of the memory that a call writes to."""
+"""Checks of the tensors that a call writes to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tensors import rank, same_device, shape, tensor
 
 
 def output(out: Any, operands: Operands) -> None:
-    """A tensor to write the result to."""
+    """Check the tensor to write the result to."""
     if out is None:
         return
     tensor("out", out)
@@ -24,19 +24,19 @@ def output(out: Any, operands: Operands) -> None:
         raise TypeError(f"out: got dtype {out.dtype}, want {output_dtype(q.dtype)}")
     if not torch.compiler.is_compiling() and torch._debug_has_internal_overlap(out) == 1:
         raise ValueError(
-            f"out: got strides {out.stride()}, want elements that do not share memory (expanded?)"
+            f"out: got strides {out.stride()}, want a tensor whose elements do not share memory"
         )
     _not_recording("out", (out, *operands[:DIFFERENTIABLE]))
 
 
 def workspace(operands: Operands, options: Options) -> None:
-    """A workspace must be contiguous bytes, and large enough for the call."""
+    """Check that a workspace consists of contiguous bytes and is large enough for the call."""
     given, q = operands.workspace, operands.q
     if given is None:
         return
     rank("workspace", given, "bytes")
     if given.dtype != torch.uint8:
-        raise TypeError(f"workspace: got dtype {given.dtype}, want torch.uint8, bytes")
+        raise TypeError(f"workspace: got dtype {given.dtype}, want torch.uint8")
     same_device("workspace", given, q)
     _not_recording("workspace", operands[:DIFFERENTIABLE])
     if torch.compiler.is_compiling():  # a tracer knows neither the offset nor the GPU
@@ -44,7 +44,7 @@ def workspace(operands: Operands, options: Options) -> None:
     if not given.is_contiguous() or given.storage_offset() % 16:
         raise ValueError(
             f"workspace: got stride {given.stride(0)} and offset {given.storage_offset()}, want "
-            "contiguous bytes whose offset is a multiple of 16"
+            "contiguous bytes with an offset that is a multiple of 16"
         )
     tokens, heads, value_head_dim = q.shape[:-2].numel(), q.shape[-2], operands.v.shape[-1]
     wanted = workspace_size(tokens, heads, value_head_dim, options.num_splits, q.device)

@@ -14,7 +14,7 @@ from .tensors import INTEGERS, as_python
 
 
 def integer(name: str, x: Any) -> Any:
-    """An integer given as one, or as a tensor or a NumPy object that holds one."""
+    """An integer, given as an int or as a tensor or NumPy object that holds one."""
     number = x if isinstance(x, INTEGERS) else as_python(name, x)
     if isinstance(number, bool) or not isinstance(number, INTEGERS):
         raise TypeError(f"{name}: got {x!r}, want an int")
@@ -22,7 +22,7 @@ def integer(name: str, x: Any) -> Any:
 
 
 def length(name: str, x: Any) -> Any:
-    """A non-negative length given as an integer."""
+    """Check and return a non-negative length, given as an integer."""
     if isinstance(x, (Tensor, bool)) or not isinstance(x, (int, torch.SymInt, Integral)):
         raise TypeError(f"{name}: got {type(x).__name__}, want an int")
     if x < 0:
@@ -31,7 +31,7 @@ def length(name: str, x: Any) -> Any:
 
 
 def number(name: str, x: Any, wanted: str) -> Any:
-    """A finite real number."""
+    """Check and return a finite real number."""
     if isinstance(x, bool) or not isinstance(x, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: got {type(x).__name__}, want {wanted}")
     try:
@@ -47,7 +47,7 @@ def flag(name: str, x: Any) -> bool:
     """`x` as a bool: itself, 0 or 1.
 
     Raises:
-        TypeError, ValueError: for anything else, because its truth value may not be what the caller
+        TypeError, ValueError: `x` is anything else. Its truth value may not be what the caller
             meant ("no" is true), and reading a tensor on a GPU makes the host wait.
     """
     if isinstance(x, (bool, torch.SymBool)):
@@ -60,20 +60,20 @@ def flag(name: str, x: Any) -> bool:
 
 
 def splits(name: str, x: Any) -> Any:
-    """The number of programs that share a sequence's keys."""
+    """Check and return the number of programs that share a sequence's keys."""
     count = length(name, x)
     if count > MAX_SPLITS:
-        raise ValueError(f"{name}: got {x}, want 0 (chosen for you) to {MAX_SPLITS}")
+        raise ValueError(f"{name}: got {x}, want 0 (the backend chooses) to {MAX_SPLITS}")
     return count
 
 
 def scale(name: str, x: Any) -> Any:
-    """A factor on the scores; None for the default."""
+    """Check and return a factor on the scores; None for the default."""
     return None if x is None else number(name, x, "a finite number, or None")
 
 
 def softcap(name: str, x: Any) -> Any:
-    """A bound on the scores' magnitude; 0 or None is off."""
+    """Check and return a bound on the scores' magnitude; 0 or None is off."""
     wanted = "a number >= 0 (0: off)"
     bound = 0.0 if x is None else number(name, x, wanted)
     if bound < 0:
@@ -82,12 +82,12 @@ def softcap(name: str, x: Any) -> Any:
 
 
 def chunk(name: str, x: Any) -> Any:
-    """A number of positions; 0 or None is off."""
+    """Check and return a number of positions; 0 or None is off."""
     return length(name, 0 if x is None else x)
 
 
 def probability(name: str, x: Any) -> Any:
-    """A probability below 1."""
+    """Check and return a probability below 1."""
     wanted = "a probability in [0, 1)"
     p = number(name, x, wanted)
     if not 0.0 <= p < 1.0:

@@ -15,7 +15,7 @@ INTEGERS = (int, torch.SymInt)
 
 
 def shape_of(x: Tensor) -> str:
-    """Shape as messages print it."""
+    """The shape as text for messages."""
     return str(tuple(x.shape))
 
 
@@ -25,7 +25,7 @@ def tensor(name: str, x: Any) -> None:
         raise TypeError(f"{name}: got {type(x).__name__}, want a torch.Tensor")
     if x.is_nested:
         raise TypeError(
-            f"{name}: got a nested tensor, want a plain one; for jagged tensors call "
+            f"{name}: got a nested tensor, want a plain tensor; for jagged tensors call "
             "attention_varlen(q.values(), k.values(), v.values(), q.offsets(), k.offsets(), ...), "
             "or integrations.sdpa.scaled_dot_product_attention"
         )
@@ -58,7 +58,7 @@ def index_tensor(name: str, x: Any, like: Tensor) -> None:
 def same_device(name: str, x: Tensor, like: Tensor) -> None:
     """Raise ValueError unless `x` is on the device of `like` (the queries)."""
     if x.device != like.device:
-        raise ValueError(f"{name}: is on {x.device}, but q is on {like.device}; move one of them")
+        raise ValueError(f"{name}: got device {x.device}, want {like.device}, the device of q")
 
 
 def floating(name: str, x: Any, q: Tensor) -> None:
@@ -71,14 +71,14 @@ def floating(name: str, x: Any, q: Tensor) -> None:
 
 
 def per_sequence(name: str, x: Any, q: Tensor, batch: int) -> None:
-    """(batch,) integers."""
+    """Check an optional tensor of (batch,) integers."""
     if x is not None:
         index_tensor(name, x, q)
         shape(name, x, (batch,), "one number for each sequence")
 
 
 def unpacked(name: str, x: Any, count: int, layout: str) -> tuple[Tensor, ...]:
-    """The `count` tensors stacked along the third dimension from the end of `x`."""
+    """Split `x` along its third dimension from the end, which must have size `count`."""
     rank(name, x, layout)
     if x.shape[-3] != count:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want ({layout})")
@@ -91,7 +91,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def read_on_host(name: str, x: Tensor) -> Any:
-    """The values of `x` as Python numbers; waits for the device."""
+    """The values of `x` as Python numbers; the host waits for the GPU."""
     if not is_readable(x):
         raise TypeError(
             f"{name}: got a tensor whose values cannot be read here (torch.compile, a fake or a "
@@ -101,7 +101,7 @@ def read_on_host(name: str, x: Tensor) -> Any:
 
 
 def as_python(name: str, x: Any) -> Any:
-    """The content of a tensor or a NumPy object as Python numbers; anything else unchanged."""
+    """The values of a tensor or NumPy object as Python numbers; any other object unchanged."""
     if isinstance(x, Tensor):
         return read_on_host(name, x)
     return x.tolist() if hasattr(x, "tolist") else x

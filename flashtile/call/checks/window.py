@@ -11,7 +11,7 @@ WANTED = "a pair (left, right) of ints, with -1 or None for an unbounded side"
 
 
 def window(window_size: Any) -> Window:
-    """The two sides, None where unbounded.
+    """Check `window_size` and return its two sides, None for unbounded.
 
     In a `Window` only None is unbounded; -1 is an offset of one position, as in
     FlashAttention-4.
