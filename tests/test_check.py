@@ -165,7 +165,7 @@ def test_what_was_done_before_an_interrupt_is_written(
     [
         (["--device", "gpu"], "want cpu or cuda:N"),
         (["--device", "cuda:99"], "CUDA device"),
-        (["--device", "cpu", "--output", "no/such/report.md"], "no such folder"),
+        (["--device", "cpu", "--output", "no/such/report.md"], "does not exist"),
     ],
 )
 def test_it_says_what_is_wrong_in_one_line(
@@ -188,7 +188,7 @@ def test_the_cases_reach_every_function_and_dtype() -> None:
 
 
 EVERY = [
-    *named(*calls.PLAIN, *calls.CORE, *calls.REST),
+    *named(*calls.PLAIN, *calls.CORE, *calls.ADDITIONAL),
     *named(*calls.BFLOAT16, dtype="bfloat16"),
     *named(*calls.FLOAT8, dtype="float8_e4m3fn"),
 ]

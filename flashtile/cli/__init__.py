@@ -7,22 +7,22 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Each is a module of this folder with `add_arguments(parser)` and `run(args) -> int`, imported
-# only when it is the one asked for: `flashtile info` must not wait for a model library.
+# Each command is a module of this folder with `add_arguments(parser)` and `run(args) -> int`. Only
+# the requested command is imported, because imports take seconds.
 COMMANDS = {
-    "info": "versions, devices, which backends work here and why the others do not",
+    "info": "show versions, devices, and which backends work here or why they do not",
     "check": "compare flashtile's results with float64 on this machine, and write a report",
-    "tune": "measure tile sizes of the Triton backend on this GPU and keep the best",
+    "tune": "measure tile sizes of the Triton backend on this GPU and keep the fastest",
     "warmup": "compile the Triton kernels before the first call that needs them",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``flashtile`` with `argv` (by default the command line); returns the exit status."""
+    """Run ``flashtile`` with `argv` (by default the command line) and return the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="flashtile", description=__doc__)
     parser.add_argument(
-        "-V", "--version", action=_Version, nargs=0, help="print the version and stop"
+        "-V", "--version", action=_Version, nargs=0, help="print the version and exit"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     asked = next((word for word in argv if not word.startswith("-")), None)

@@ -1,4 +1,4 @@
-"""``flashtile info``: versions, devices, which backends work here and why the others do not."""
+"""``flashtile info``: versions, devices, and which backends work here or why they do not."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ..call import dispatch
 from ..problem import AttentionProblem, Operands, Options, default_scale
 from . import machine
 
-# A backend is asked about a plain causal call with gradients, in each of these.
+# The dtypes of the plain causal call with gradients that is used to ask the backends.
 DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn")
 HEAD_DIM, LENGTH = 64, 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag."""
+    """Add the flag `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what `collect` found."""
+    """Print the result of `collect`."""
     found = collect()
     print(json.dumps(found, indent=1) if args.json else as_text(found))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """Everything that decides how flashtile runs on this machine, ready for JSON."""
+    """Everything that determines how flashtile runs on this machine, ready for JSON."""
     gpus = machine.gpus()
     devices = ["cpu", *(str(gpu["device"]) for gpu in gpus)]
     return {
@@ -52,7 +52,7 @@ def collect() -> dict[str, Any]:
 
 
 def support(backend: str, device: str) -> dict[str, list[str]]:
-    """The dtypes in which a backend runs a plain call on a device, and why not in the others."""
+    """The dtypes in which a backend runs a plain call on a device, and reasons for the others."""
     options = Options(LENGTH, LENGTH, default_scale(HEAD_DIM), window_right=0)
     works, objections = [], []
     for name in DTYPES:
@@ -68,7 +68,7 @@ def support(backend: str, device: str) -> dict[str, list[str]]:
 
 
 def transformers_state() -> dict[str, str]:
-    """Whether `integrations.transformers.register` works here; it is called to find out."""
+    """Whether `integrations.transformers.register` works here, found out by calling it."""
     if machine.package_version("transformers") is None:
         return {"state": "transformers is not installed"}
     with warnings.catch_warnings(record=True) as told:
@@ -85,7 +85,7 @@ def transformers_state() -> dict[str, str]:
 
 
 def caches() -> dict[str, dict[str, Any]]:
-    """Folders with compiled kernels, and how much they hold."""
+    """The folders of compiled kernels, and their sizes."""
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     folder = Path(triton)
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
@@ -94,14 +94,14 @@ def caches() -> dict[str, dict[str, Any]]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """What `collect` returned, for people."""
+    """The result of `collect` as text."""
     cpu = found["cpu"]
     features = ", ".join(name for name, there in cpu["features"].items() if there)
     absent = ", ".join(name for name, there in cpu["features"].items() if not there)
     lines = [
         f"{name:<14}{value or 'not installed'}"
         for name, value in found["versions"].items()
-        if name != "commit" or value  # a wheel has none
+        if name != "commit" or value  # a wheel has no commit
     ]
     lines += ["", f"{'cpu':<14}{cpu['model']}, {cpu['threads']} threads, {cpu['vectors']}"]
     lines += [f"{'':<14}has {features or 'none of the listed features'}; lacks {absent or 'none'}"]
@@ -126,12 +126,12 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def _environment(values: dict[str, str | None]) -> list[str]:
-    """What the environment variables are and do."""
+    """The environment variables with their values and effects."""
     check, cache = values["FLASHTILE_CHECK"], values["FLASHTILE_CACHE"]
     where = {None: "only for CPU tensors", "": "only for CPU tensors", "0": "never"}
     return [
         f"FLASHTILE_CHECK{f'={check}' if check else ' is not set'}: "
         f"the values in cu_seqlens, page tables, ... are checked {where.get(check, 'always')}",
         f"FLASHTILE_CACHE{f'={cache}' if cache else ' is not set'}: "
-        "the folder of tuned tile sizes" + ("" if cache else " is the default one"),
+        "the folder of tuned tile sizes" + ("" if cache else " is the default folder"),
     ]

@@ -1,4 +1,4 @@
-"""Where a measurement was made: versions, processor, devices, commit."""
+"""Describe the machine of a measurement: versions, processor, devices, commit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from .. import __version__
 
-# What decides how fast low precision is on a CPU, by PyTorch's names.
+# Instruction sets that determine the speed of low precision on a CPU, by PyTorch's names.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
 
 
@@ -26,7 +26,7 @@ def package_version(name: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that matter; None where one is missing."""
+    """Versions of Python and of the relevant packages; None if a package is missing."""
     return {
         "flashtile": __version__,
         "python": platform.python_version(),
@@ -74,13 +74,13 @@ def gpus() -> list[dict[str, object]]:
 
 
 def busy() -> str:
-    """A warning when other programs keep the processor busy, else nothing."""
+    """A warning if other programs keep the processor busy, else an empty string."""
     if not hasattr(os, "getloadavg"):
         return ""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < 0.5 * cores:
         return ""
-    return f"the machine is busy (load {load:.1f} on {cores} cores): these times will not repeat"
+    return f"the machine is busy (load {load:.1f} on {cores} cores): timings will be noisy"
 
 
 def device_name(device: str) -> str:
@@ -92,7 +92,7 @@ def device_name(device: str) -> str:
 
 
 def missing_device(device: str) -> str | None:
-    """Why there is no such PyTorch device here, or None."""
+    """Why this machine has no such PyTorch device; None if it has."""
     try:
         wanted = torch.device(device)
     except RuntimeError:
@@ -100,12 +100,12 @@ def missing_device(device: str) -> str | None:
     if wanted.type == "cuda" and not torch.cuda.is_available():
         return "no CUDA device here"
     if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
-        return f"there are {torch.cuda.device_count()} CUDA devices"
+        return f"no such device, there are {torch.cuda.device_count()} CUDA devices"
     return None if wanted.type in ("cpu", "cuda") else "want cpu or cuda:N"
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """All memory of a device; None where the system does not say."""
+    """Size in bytes of a device's memory; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if hasattr(os, "sysconf"):
@@ -114,9 +114,9 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this file belongs to, ``-dirty`` when it has changes.
+    """The commit of the checkout that this file belongs to, with ``-dirty`` if it has changes.
 
-    FLASHTILE_COMMIT in the environment names it where the code was copied without its history.
+    The environment variable FLASHTILE_COMMIT names it if the code was copied without its history.
     """
     if named := os.environ.get("FLASHTILE_COMMIT"):
         return named
@@ -127,7 +127,7 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", here.name)  # installed inside someone else's checkout?
+        git("ls-files", "--error-unmatch", here.name)  # fails inside another project's checkout
         name = git("rev-parse", "--short=12", "HEAD")
         return f"{name}-dirty" if git("status", "--porcelain", "--", "..") else name
     except (OSError, subprocess.CalledProcessError):
@@ -135,7 +135,7 @@ def commit() -> str | None:
 
 
 def provenance(device: str, command: str) -> dict[str, str | None]:
-    """What every line of a result carries about where it comes from."""
+    """The origin of a measurement, which every line of a result contains."""
     found = versions()
     return {
         "command": command,

@@ -1,4 +1,4 @@
-"""Time calls in turns, by the clock of their device."""
+"""Time calls alternately, by the clock of their device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_ROUNDS = 200
 
 
 class Timing(NamedTuple):
-    """Median and spread of the samples, milliseconds."""
+    """Median and spread of the samples, in milliseconds."""
 
     median_ms: float
     p20_ms: float
@@ -26,7 +26,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """Quantiles of `samples`, linear between neighbours."""
+        """Quantiles of `samples`, linearly interpolated."""
         values = torch.tensor(samples, dtype=torch.float64)
         quantiles = values.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
         return cls(*quantiles.tolist())
@@ -40,13 +40,14 @@ def interleave(
     min_rounds: int = 5,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Time all calls in turns, in a new random order each round; returns every sample.
+    """Time all calls once a round, in a new random order each round; return every sample.
 
-    The machine drifts while it is measured (clocks, heat, neighbours). In one run and a random
-    order the drift meets every call alike, so that the ratios hold even when the times do not.
+    The machine's speed drifts during a measurement (clocks, heat, other programs). Within one run
+    and in random order, the drift affects all calls equally, so ratios are reliable even if times
+    are not.
 
     Args:
-        budget_ms: how long to measure, all calls together; at least `min_rounds` rounds.
+        budget_ms: time to measure all calls together; at least `min_rounds` rounds.
     """
     shuffle = random.Random(seed).shuffle
     first = {name: timer(call) for name, call in calls.items()}  # warms up; not a sample
@@ -82,9 +83,9 @@ def cpu_timer(call: Call) -> float:
 class CudaTimer:
     """Milliseconds between two CUDA events around the call, after flushing the L2 cache.
 
-    The flushes also keep the card busy while the call is being launched, for about a quarter of a
-    millisecond, so that a short kernel's time does not include the launch. The last one reads: what
-    it leaves in the cache need not be written back in the call's time.
+    The flushes also keep the GPU busy while the call is being launched, for about a quarter of a
+    millisecond, so that a short kernel's time does not include the launch. The last flush only
+    reads, so that the call's time does not include writing back its cache lines.
     """
 
     FLUSH_BYTES = 256 << 20

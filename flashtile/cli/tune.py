@@ -1,4 +1,4 @@
-"""``flashtile tune``: measure tile sizes of the Triton backend on this GPU and keep the best.
+"""``flashtile tune``: measure tile sizes of the Triton backend on this GPU and keep the fastest.
 
 Results go to the user's cache folder (FLASHTILE_CACHE, else ~/.cache/flashtile) as JSON, where
 every later process finds them; a normal call never tunes.
@@ -22,11 +22,11 @@ from ..call.prepare import describe
 from ..problem import AttentionProblem
 
 HEAD_DIMS = (64, 128, 256)
-TOKENS, HIDDEN = 16384, 2048  # of the measured call: 32, 16 or 8 heads
+TOKENS, HIDDEN = 16384, 2048  # size of the measured call: 32, 16 or 8 heads
 GRID_BLOCKS = (32, 64, 128)
 ROUNDS = 3
-NOISE = 1.01  # medians of a tile differ by so much from run to run
-# Kernel of a pass, and the flag of what it makes.
+NOISE = 1.01  # ratio by which medians of one tile differ from run to run
+# Kernel of a pass, and the flag of its result.
 MARKS = {
     "forward": ("forward_kernel", ""),
     "keys": ("key_gradient_kernel", "HAS_DK"),
@@ -36,7 +36,7 @@ MARKS = {
 
 
 class Candidate(NamedTuple):
-    """One thing to measure."""
+    """One tile of one pass to measure."""
 
     head_dim: int
     kernel: str  # one of plan.PASSES
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to tune and where to write."""
+    """Add the flags: what to tune and where to write."""
     parser.add_argument(
         "--head-dims",
         type=int,
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the grid, print the winners, write them."""
+    """Measure the grid, print the fastest tiles and write them."""
     if not torch.cuda.is_available():
         print("flashtile tune: no CUDA device here; tiles are measured on the GPU that uses them")
         return 1
@@ -100,20 +100,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def in_use(name: str, head_dim: int, kernel: str) -> Candidate:
-    """What a call in 16 bits would take now on architecture `name`."""
+    """The tile that a 16-bit call uses now on architecture `name`."""
     tiles = plan.tiles_for(name, torch.bfloat16, head_dim)
     return Candidate(head_dim, kernel, tiles[plan.PASSES.index(kernel)])
 
 
 def chosen(times: dict[Candidate, float], now: Candidate) -> Candidate:
-    """The fastest, unless the one in use is as fast but for noise."""
+    """The fastest candidate, or the one in use if it is as fast except for noise."""
     fastest = min(times, key=lambda candidate: times[candidate])
     is_as_fast = now in times and times[now] <= NOISE * times[fastest]
     return now if is_as_fast else fastest
 
 
 def grid(head_dim: int, kernel: str) -> Iterator[Candidate]:
-    """Tiles worth a try; those that do not fit the GPU fall out when they are compiled."""
+    """Tiles worth measuring; those that do not fit the GPU fail to compile and are skipped."""
     for BLOCK_M in GRID_BLOCKS:
         for BLOCK_N in GRID_BLOCKS:
             for warps in (4, 8):
@@ -127,8 +127,9 @@ def grid(head_dim: int, kernel: str) -> Iterator[Candidate]:
 
 
 def measure(candidates: list[Candidate], length: int, dtype: torch.dtype) -> dict[Candidate, float]:
-    """Milliseconds of causal plus full attention, in random order so that none profits from a
-    cooler GPU."""
+    """Milliseconds of causal plus full attention, in random order so that no tile benefits from a
+    cooler GPU.
+    """
     samples: dict[Candidate, list[float]] = {}
     started = time.monotonic()
     for number in range(ROUNDS):
@@ -150,7 +151,7 @@ def measure(candidates: list[Candidate], length: int, dtype: torch.dtype) -> dic
 
 
 def time_candidate(candidate: Candidate, length: int, dtype: torch.dtype) -> float | None:
-    """Milliseconds, or None when the tile does not fit this GPU."""
+    """Milliseconds, or None if the tile does not fit this GPU."""
     from triton.runtime.errors import OutOfResources, PTXASError
     from triton.testing import do_bench
 
@@ -186,7 +187,7 @@ def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: b
 
 
 def write(tiles: dict[str, dict[str, list[int]]], name: str, folder: Path) -> Path:
-    """Add the winners to the folder's file for this architecture."""
+    """Add the fastest tiles to the folder's file for this architecture."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     known = json.loads(path.read_text())["tiles"] if path.is_file() else {}

@@ -1,7 +1,7 @@
 """``flashtile warmup``: compile the GPU kernels before the first call that needs them.
 
-Kernels are compiled for a head dim, a dtype and the options that are on, never for a length; Triton
-keeps them on disk, so one run serves every later process on the machine.
+Kernels are compiled for a head dim, a dtype and the options in use, never for a length. Triton
+stores them on disk, so one run serves every later process on the machine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..call.layouts import Dense
 from ..call.prepare import describe
 from ..problem import AttentionProblem
 
-LENGTH = 256  # any will do: lengths are not compiled in
+LENGTH = 256  # any length, because kernels do not depend on it
 DTYPES = ("bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which kernels."""
+    """Add the flags that select the kernels."""
     parser.add_argument(
         "--head-dims",
         type=int,
@@ -45,24 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="query heads to a key head (default: %(default)s)",
+        help="query heads per key head (default: %(default)s)",
     )
     parser.add_argument(
         "--no-backward",
         action="store_true",
-        help="compile the forward pass alone (default: the backward pass too)",
+        help="compile only the forward pass (default: also the backward pass)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run each combination once, causal and full, on every backend that can."""
+    """Run each combination once, causal and full, on every backend that supports it."""
     if not torch.cuda.is_available():
         print(
             "flashtile warmup: no CUDA device here; kernels are compiled for the GPU that runs them"
         )
         return 1
     for dtype, head_dim, causal in itertools.product(args.dtypes, args.head_dims, (False, True)):
-        # Long enough a batch that the kernels for large calls are the ones compiled.
+        # A batch so large that the kernels for large calls are compiled.
         q = torch.randn(
             256, LENGTH, args.group, head_dim, device="cuda", dtype=getattr(torch, dtype)
         )

@@ -1,7 +1,7 @@
 """``flashtile check``: whether flashtile's results are right on this machine, and how fast it is.
 
-`calls` makes the calls of the core of the conformance suite, `judge` compares one with float64,
-`speed` times some, and `report` writes what can be attached to a bug.
+`calls` makes the core calls of the conformance suite, `judge` compares a call with float64, `speed`
+times some calls, and `report` writes a report to attach to a bug.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OUTPUT = "flashtile-check.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags."""
     parser.add_argument("--quick", action="store_true", help="run fewer calls, in about a minute")
     parser.add_argument("--device", help="cpu or cuda:N (default: a GPU if there is one)")
     parser.add_argument(
@@ -44,13 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every call is right, 1 when one is not or none could run, 2 without the device."""
+    """Run the check; return 0 if all calls are right, 1 if one is wrong or none could run, and 2 if
+    the device or the output folder does not exist.
+    """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if missing := machine.missing_device(device):
         print(f"--device {device}: {missing}", file=sys.stderr)
         return 2
     if not args.output.absolute().parent.is_dir():
-        print(f"--output {args.output}: there is no such folder", file=sys.stderr)
+        print(f"--output {args.output}: the folder does not exist", file=sys.stderr)
         return 2
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"flashtile on {machine.device_name(device)}, seed {seed}")
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _judged(cases: list[Case], device: str, seed: int) -> Iterator[Outcome]:
-    """Every case's outcome; its line is printed, on a terminal over the line before."""
+    """The outcome of every case; prints its line, which on a terminal replaces the previous one."""
     begin, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
     start = time.monotonic()
     for number, case in enumerate(cases, 1):
@@ -85,8 +87,8 @@ def _judged(cases: list[Case], device: str, seed: int) -> Iterator[Outcome]:
 
 
 def _timed(device: str, quick: bool) -> list[list[str]]:
-    """The speed table, printed; its heading is the first line."""
-    print("timing, next to scaled_dot_product_attention", flush=True)
+    """Print and return the speed table; its heading is the first line."""
+    print("timing, compared with scaled_dot_product_attention", flush=True)
     lines = table(measure(SHAPES[:1] if quick else SHAPES, device))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -1,4 +1,4 @@
-"""The calls that are checked: every mask, score rule, layout and cache once in each dtype."""
+"""The calls to check: every mask, score rule, layout and cache once in each dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...quantize import quantize_qkv
 from ...testing import alibi_slopes, cu_seqlens, normal, paged, rotary_tables
 from .. import info
 
-# Two or three tiles each way, and a part of one.
+# Two or three tiles in each dimension, and a part of one.
 B, M, N, HQ, HK, D = 2, 150, 190, 4, 2, 64
 LENGTHS_Q, LENGTHS_K = (40, 1, 0, 109), (64, 30, 5, 109)
 CAPACITY, PAGE = 192, 16
@@ -24,11 +24,11 @@ Options = Callable[[Generator, torch.dtype], Arguments]
 
 
 class Call(NamedTuple):
-    """A call with arguments on the CPU; what it returns may be differentiated by some of them."""
+    """A call with arguments on the CPU."""
 
-    function: str  # of flashtile
+    function: str  # name in flashtile
     arguments: Arguments
-    leaves: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()  # names of the arguments whose gradients are checked
 
 
 Make = Callable[[Generator, torch.dtype], Call]
@@ -48,7 +48,7 @@ class Case:
 
 
 def dense(options: Options, **sizes: int) -> Make:
-    """`attention` with `options`, of q (B, M, HQ, D) and k, v (B, N, HK, D)."""
+    """`attention` with `options` for q (B, M, HQ, D) and k, v (B, N, HK, D)."""
     b, m, n, hq, hk, d, dv = ({**SIZES, **sizes}[name] for name in SIZES)
 
     def make(g: Generator, dtype: torch.dtype) -> Call:
@@ -68,7 +68,7 @@ SIZES = {"b": B, "m": M, "n": N, "hq": HQ, "hk": HK, "d": D, "dv": 0}
 
 
 def packed(options: Options) -> Make:
-    """`attention_varlen` of four sequences, one of which has no query and another a single one."""
+    """`attention_varlen` for four sequences, of which one has no query and one a single query."""
 
     def make(g: Generator, dtype: torch.dtype) -> Call:
         arguments = {
@@ -89,7 +89,7 @@ def packed(options: Options) -> Make:
 def cached(
     tokens: int, *, new: bool = False, rotary: bool = False, pages: bool = False, fp8: bool = False
 ) -> Make:
-    """`attention_with_kvcache` of so many queries, over sequences of three lengths."""
+    """`attention_with_kvcache` with `tokens` queries for sequences of three lengths."""
 
     def make(g: Generator, dtype: torch.dtype) -> Call:
         q = normal(g, 3, tokens, HQ, D, dtype=dtype)
@@ -116,7 +116,7 @@ def cached(
 
 
 def in_float8(**options: Any) -> Make:
-    """`attention` of what `quantize_qkv` makes, forward only."""
+    """`attention` on the results of `quantize_qkv`, forward only."""
 
     def make(g: Generator, dtype: torch.dtype) -> Call:
         q = normal(g, B, 144, HQ, 128, dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def _used(g: Generator, longest: int) -> Tensor:
 
 
 def _visible(g: Generator, dtype: torch.dtype) -> Arguments:
-    """A block mask, as the dense matrix that it stands for: empty, full and partial tiles."""
+    """A block mask as a dense matrix, with empty, full and partial tiles."""
     mask = torch.rand(M, N, generator=g) < 0.5
     mask[:64, :64], mask[:64, 64:128], mask[64:128, :64] = True, False, True
     return {"block_mask": mask}
@@ -157,7 +157,7 @@ CORE: dict[str, Make] = {
     "cache, decoding": cached(1),
     "cache, append with rotary into pages": cached(3, new=True, rotary=True, pages=True),
 }
-REST: dict[str, Make] = {
+ADDITIONAL: dict[str, Make] = {
     "window on both sides": dense(_given(window_size=(20, 33))),
     "chunked attention": dense(_given(attention_chunk=48)),
     "ALiBi": dense(lambda g, t: {"causal": True, "alibi_slopes": alibi_slopes(g, HQ)}),
@@ -171,7 +171,7 @@ REST: dict[str, Make] = {
     "one query": dense(_given(), m=1),
     "head dim 128": dense(_given(causal=True), d=128),
     "head dim 256": dense(_given(causal=True), d=256, hq=2, hk=1),
-    "head dim 40, of values 24": dense(_given(), d=40, dv=24),
+    "head dim 40, value head dim 24": dense(_given(), d=40, dv=24),
     "packed, window and ALiBi": packed(
         lambda g, t: {"window_size": (30, 5), "alibi_slopes": alibi_slopes(g, HQ)}
     ),
@@ -188,7 +188,7 @@ FLOAT8: dict[str, Make] = {
 
 def cases(device: str, quick: bool) -> list[Case]:
     """The cases of every backend that works on `device`, the preferred backend first."""
-    options = PLAIN | CORE | ({} if quick else REST)
+    options = PLAIN | CORE | ({} if quick else ADDITIONAL)
     by_dtype = {"bfloat16": options, "float32": PLAIN if quick else options}
     if not quick:
         by_dtype["bfloat16"] = options | BFLOAT16

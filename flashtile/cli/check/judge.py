@@ -1,4 +1,4 @@
-"""One call, compared with the float64 reference by the rule of `flashtile.testing`."""
+"""Compare a call with the float64 reference by the rule of `flashtile.testing`."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ TILE = (64, 64)  # of block masks
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: right, wrong (`failures`), or refused (`unsupported`)."""
+    """The outcome of a case: right, wrong (`failures`), or refused (`unsupported`)."""
 
     case: Case
-    call: str  # as one would write it, with shapes for tensors
+    call: str  # source text of the call, with shapes for tensors
     failures: tuple[str, ...] = ()
     unsupported: str = ""
 
 
 def outcome_of(case: Case, device: str, seed: int) -> Outcome:
-    """Makes the call on `device` and judges everything that it returns, writes or differentiates.
+    """Make the call on `device` and compare its results, the caches it writes and its gradients.
 
-    The inputs depend on `seed` and the case's name only, so one case can be repeated.
+    The inputs depend only on `seed` and the case's name, so a single case can be repeated.
     """
     seed = zlib.crc32(f"{seed} {case}".encode())
     dtype = getattr(torch, case.dtype)
@@ -65,13 +65,13 @@ def outcome_of(case: Case, device: str, seed: int) -> Outcome:
             return Outcome(case, written, _crash(error))
         reasons = str(error).splitlines()[-1].partition(": ")[2]
         return Outcome(case, written, unsupported=reasons)
-    except Exception as error:  # whatever a call raises is a failure in the report
+    except Exception as error:  # the report shows every exception as a failure
         return Outcome(case, written, _crash(error))
     return Outcome(case, written, tuple(failures))
 
 
 def described(call: Call, case: Case) -> str:
-    """The call in one line: tensors by dtype and shape, everything else as it is."""
+    """The call in one line, with dtypes and shapes in place of tensors."""
 
     def text(value: object) -> str:
         if isinstance(value, Tensor) and value.dtype == torch.int32:
@@ -116,7 +116,7 @@ def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
 def _cache_failures(
     given: dict[str, Any], reference: Callable[..., Any], dtype: torch.dtype
 ) -> list[str]:
-    """What is wrong with the caches in `given` after the call."""
+    """The errors of the caches in `given` after the call."""
     if CACHES[0] not in given:
         return []
     found = []
@@ -124,7 +124,7 @@ def _cache_failures(
     for name in CACHES:
         x, wanted, low = given[name].cpu(), getattr(truth, name), getattr(plain, name)
         x = x.double() if x.dtype in FLOAT8 else x
-        unused = wanted.isnan() & x.isnan()  # parts of a cache that no sequence owns
+        unused = wanted.isnan() & x.isnan()  # parts of a cache that belong to no sequence
         try:
             assert_close(name, *(x.masked_fill(unused, 0) for x in (x, wanted, low)), dtype=dtype)
         except AssertionError as error:
@@ -133,7 +133,7 @@ def _cache_failures(
 
 
 def _moved(name: str, value: Any, device: str) -> Any:
-    """An argument as the call gets it; a cache is written to, so it gets a copy."""
+    """An argument on `device`; a cache is copied, because the call writes to it."""
     if not isinstance(value, Tensor):
         return value
     value = value.to(device, copy=name in CACHES)
@@ -154,7 +154,7 @@ def _kept(call: Call, device: str, seed: int) -> Tensor | None:
 
 
 def _crash(error: Exception) -> tuple[str, ...]:
-    """An exception, and the last line of ours that it passed."""
+    """An exception, and the last line of flashtile in its traceback."""
     ours = [
         f"{Path(frame.filename).relative_to(PACKAGE.parent)}:{frame.lineno} in {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)

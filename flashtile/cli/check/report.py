@@ -15,9 +15,9 @@ from .judge import Outcome
 
 @dataclass
 class Results:
-    """Everything that was found out."""
+    """All results of a check."""
 
-    machine: dict[str, Any]  # what `flashtile info` knows
+    machine: dict[str, Any]  # the result of `info.collect`
     device: str
     seed: int
     quick: bool
@@ -35,13 +35,13 @@ class Results:
 
     @property
     def passed(self) -> bool:
-        """Whether all was tried, no call failed, and at least one is right."""
+        """Whether all cases ran, no call failed, and at least one is right."""
         some_right = len(self.refused) < len(self.outcomes)
         return some_right and not self.failures and not self.stopped
 
 
 def verdict(results: Results) -> str:
-    """One line that says how it went."""
+    """The numbers of right, failed and unsupported calls in one line."""
     failed, refused = len(results.failures), len(results.refused)
     right = len(results.outcomes) - failed - refused
     text = f"{right} calls are right, {failed} FAILED, {refused} are not supported here"
@@ -49,13 +49,13 @@ def verdict(results: Results) -> str:
 
 
 def write(results: Results, path: Path) -> None:
-    """The report, JSON if the file is named so."""
+    """Write the report: JSON if the file's name ends in .json, else Markdown."""
     made = as_json if path.suffix == ".json" else as_markdown
     path.write_text(made(results), encoding="utf-8")
 
 
 def as_json(results: Results) -> str:
-    """For programs."""
+    """The report as JSON, for programs."""
     outcomes = [
         {
             "backend": x.case.backend,
@@ -78,7 +78,7 @@ def as_json(results: Results) -> str:
 
 
 def as_markdown(results: Results) -> str:
-    """For people, and for the text of a bug."""
+    """The report as Markdown, for people and bug reports."""
     facts = {**_facts(results), **_machine(results)["versions"]}
     lines = ["# flashtile check", "", f"**{verdict(results)}**", ""]
     lines += _table(["", ""], [[name, str(value)] for name, value in facts.items()])
@@ -109,12 +109,12 @@ def _facts(results: Results) -> dict[str, Any]:
 
 
 def _machine(results: Results) -> dict[str, Any]:
-    """What `info` found, without folders: they name the user."""
+    """The result of `info` without folders, which contain the user's name."""
     return {name: results.machine[name] for name in ("versions", "cpu", "gpus", "backends")}
 
 
 def _by_backend(outcomes: Sequence[Outcome]) -> list[str]:
-    """How many calls of each backend and dtype are right, wrong and refused."""
+    """The numbers of right, failed and refused calls of each backend and dtype."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for x in outcomes:
         what = "failed" if x.failures else "refused" if x.unsupported else "right"

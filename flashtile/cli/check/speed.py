@@ -1,4 +1,4 @@
-"""Some calls timed in turns with PyTorch's `scaled_dot_product_attention`."""
+"""Time some calls alternately with PyTorch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = (Shape(1024, 64), Shape(2048, 64), Shape(2048, 128))
 
 
 class Time(NamedTuple):
-    """Medians of one pass, milliseconds."""
+    """Medians of one pass, in milliseconds."""
 
     shape: Shape
     direction: str
@@ -37,7 +37,7 @@ class Time(NamedTuple):
 
 
 def measure(shapes: tuple[Shape, ...], device: str) -> Iterator[Time]:
-    """Each shape forward, and forward with backward."""
+    """Time each shape: the forward, and forward and backward together."""
     on_gpu = torch.device(device).type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     for shape in shapes:
