@@ -1,8 +1,8 @@
 """Forward and backward for NVIDIA Hopper (sm_90): Gluon kernels with asynchronous copies and
 products.
 
-Triton is imported with the first launch, not with this module, so that `unsupported_reasons` can
-say that it is missing.
+The first launch imports Triton, not this module, so that `unsupported_reasons` can report that
+Triton is missing.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def backward(
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
-    """Not implemented: they take quadratic memory and need no fast path. `unsupported_reasons`
-    refuses a call that asks for them."""
+    """Not implemented: probabilities take quadratic memory and need no fast path.
+    `unsupported_reasons` refuses a call that asks for them.
+    """
     raise NotImplementedError("backend 'hopper' has no probabilities; backend 'triton' has")

@@ -1,24 +1,23 @@
 """A consumer of the backward: one warpgroup, with half of a tile's keys or half of its columns.
 
-A step takes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V dO^T, then
-dV += P^T dO, dK += dS^T Q and dQ = dS K. Where the registers hold dK and dV of 64 keys, each
-consumer has 64 keys of the tile; P^T and dS^T never leave its registers, but for dS^T in shared
-memory too, because dQ needs that of both: each consumer makes half of dQ. Where they do not
-(cfg.IS_SPLIT), the consumers share 64 keys; each makes P and dS of half of the queries, and
-half of the columns of dK, dV and dQ.
+A step processes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V dO^T, then
+dV += P^T dO, dK += dS^T Q and dQ = dS K. If the registers hold dK and dV of 64 keys, each consumer
+has 64 keys of the tile. P^T and dS^T stay in its registers; dS^T also goes to shared memory,
+because dQ needs dS^T of both consumers, each of which computes half of dQ. If the registers do not
+hold them (cfg.IS_SPLIT), the consumers share 64 keys; each computes P and dS of half of the
+queries, and half of the columns of dK, dV and dQ.
 
-The exponentials of a step overlap with dP^T. S^T of the next step, and the load of its log-sum-exp
-where registers allow, overlap with the end of this step.
+The exponentials of a step overlap with dP^T. S^T of the next step overlaps with the end of this
+step, and so does the load of its log-sum-exp if registers allow.
 
-Where each consumer has its own keys, dQ of a step is computed in the next step, from a ring of dS^T
-that both read, so that the consumers may drift apart. dQ goes through a ring to the writer or, for
-cfg.HAS_DQ_IN_REGISTERS, directly to memory. A slot of Q or dO is released as in the forward, by one
-thread after a product, which also used the statistics of its rows.
+If each consumer has its own keys, dQ of a step is computed in the next step, from a ring of dS^T
+that both read, so that the consumers need not be in the same step. dQ goes through a ring to the
+writer or, with cfg.HAS_DQ_IN_REGISTERS, directly to memory. A slot of Q or dO is released as in the
+forward, by one thread after a product, which also used the statistics of its rows.
 
-Where the columns are split, one barrier in each step separates the stores of P^T and dS^T from the
-products that read them. There are two slots of each. Slot i % 2 is written again in
-step i + 2, after the barrier of step i + 1, which the other consumer reaches after its products of
-step i.
+If the columns are split, one barrier in each step separates the stores of P^T and dS^T from the
+products that read them. There are two slots of each. Slot i % 2 is written again in step i + 2,
+after the barrier of step i + 1, which the other consumer reaches after its products of step i.
 """
 
 from triton.experimental import gluon
@@ -80,7 +79,7 @@ NO_ROW = gl.constexpr(2**30)
 class Keys:
     """The keys of a consumer."""
 
-    number: gl.tensor  # (64,) in the sequence
+    number: gl.tensor  # (64,) index in the sequence
     start: gl.tensor  # (64,) rows that see them, [start, stop)
     stop: gl.tensor
     shift: gl.tensor  # position of row 0
@@ -101,7 +100,7 @@ def consumer(
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
         dk, dv = query_loop(ME, outputs, channels, work, sizes, mask, score, cfg)
-        # The other consumer's last products read K, Q and dO, too: what is overwritten now.
+        # The other consumer's last products also read K, Q and dO, which are overwritten now.
         wait_at_barrier(FIRST_BARRIER, 256)
         store_gradient(ME, dv, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
         dk = dk * score.scale
@@ -111,7 +110,7 @@ def consumer(
 
 @gluon.jit
 def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
-    """The loop over the query blocks that see the tile, head by head: dK / scale, and dV."""
+    """The loop over the query blocks that see the tile, head by head; returns dK / scale and dV."""
     channels.k.acquire(0)
     channels.v.acquire(0)
     if cfg.IS_PACKED:
@@ -126,13 +125,13 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     lse = statistic(ME, channels.q, 0, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     if not cfg.IS_SPLIT:
-        arrive_alone(channels.ds.full.index(0))  # dS of no step
-        sync_warps()  # otherwise the compiler puts a barrier into the loop
+        arrive_alone(channels.ds.full.index(0))  # no step has this dS
+        sync_warps()  # otherwise the compiler inserts a barrier into the loop
     i = 0
-    added = 0  # block of the workspace of the step before
+    added = 0  # block of the workspace in the previous step
     for g in range(sizes.group):
         h = work.kv_head * sizes.group + g
-        base = h * sizes.blocks + work.first_block  # of the head, in the workspace
+        base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
         keys = keys_of(ME, work, mask, opaque_zero(g), cfg)
         m = work.end - 1
@@ -173,7 +172,7 @@ def step(
     ME: gl.constexpr, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
     work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """One block of queries: adds to dk, dv and dQ; returns S^T and the log-sum-exp of the next."""
+    """Process one block of queries: add to dk, dv and dQ, and compute S^T of the next block."""
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
     k = channels.k.tiles.index(zero)
@@ -217,7 +216,7 @@ def end_of_step(
     ME: gl.constexpr, p, factor, dp, lse, dk, dv, added, i, total, k, outputs, channels,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """The part of a step after P, where each consumer has its own keys; and dQ of the last step."""
+    """The part of a step after P if each consumer has its own keys, and dQ of the last step."""
     dtype: gl.constexpr = p.dtype
     p = gl.convert_layout(p, left_operand(cfg.BLOCK_D), assert_trivial=True)
     dv = warpgroup_mma(p, rows_tile(channels.dout, i, cfg), dv, is_async=True)
@@ -239,7 +238,7 @@ def end_of_step(
         dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
     dv = warpgroup_mma_wait(2, deps=[dv])
     channels.dout.release_operand(i)  # dP and dV have read it; delta went into dP
-    # After the last block S^T is computed from old contents of the slot, and nobody reads it.
+    # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(ME, k, i + 1, channels, cfg)
     dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
@@ -257,7 +256,7 @@ def end_of_split_step(
     ME: gl.constexpr, p, factor, dp, dk, dv, added, i, total, m, base, k, outputs, channels,
     work, cfg: gl.constexpr,
 ):  # fmt: skip
-    """The part of a step after P, where the consumers share keys and split the columns."""
+    """The part of a step after P if the consumers share keys and split the columns."""
     dtype: gl.constexpr = p.dtype
     shared_half(ME, channels.p, i, cfg).store(p)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -272,11 +271,11 @@ def end_of_split_step(
     dq_tail = dq
     if HAS_TAIL:
         dq_tail = issue_dq(2 + ME, k, i, channels.ds, cfg)
-    if cfg.IS_ORDERED and i > 0:  # the addition has had half a step to finish
+    if cfg.IS_ORDERED and i > 0:  # the addition had half a step to finish
         release_own_semaphore(ME, added, outputs, work)
     dv = warpgroup_mma_wait(3 if HAS_TAIL else 2, deps=[dv])
     channels.dout.release(i)  # dP and dV have read it; delta went into dP
-    # As above, nobody reads S^T after the last block.
+    # As in `end_of_step`, nothing reads S^T after the last block.
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(ME, k, i + 1, channels, cfg)
     if cfg.IS_ORDERED:
@@ -292,8 +291,9 @@ def end_of_split_step(
 
 @gluon.jit
 def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr):
-    """Add this consumer's half of dQ of step i - 1 to block `block` of the workspace, or hand it to
-    the writer."""
+    """Add this consumer's half of dQ of step i - 1 to block `block` of the workspace, or pass it to
+    the writer.
+    """
     if not cfg.HAS_DQ_IN_REGISTERS:
         put_piece(ME, dq, staging, i)
     elif i > 0:
@@ -302,7 +302,7 @@ def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr)
 
 @gluon.jit
 def release_own_semaphore(ME: gl.constexpr, added, outputs, work):
-    """Release the semaphore of the block that this consumer added to last, after the addition."""
+    """Wait for this consumer's last addition, and release the semaphore of its block."""
     await_additions()
     release_semaphore(outputs.semaphores + (2 * added + ME), work.n)
 
@@ -361,12 +361,12 @@ def acquire_if(channel, i, there):
     mbarrier.wait(channel.full.index(slot), (i // channel.SLOTS) & 1, pred=there)
 
 
-# Where a packed sequence ends inside a tile
+# Rows past the end of a packed sequence
 
 
 @gluon.jit
 def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
-    """Zero the rows of K and V past the end of the sequence, which belong to another one or to
+    """Zero the rows of K and V past the end of the sequence, which belong to another sequence or to
     none: their weight is zero, but zero times infinity is NaN.
 
     Each consumer clears the rows of its scores. dQ needs all of K, after a barrier.
@@ -381,8 +381,9 @@ def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
 
 @gluon.jit
 def clear_rows(ME: gl.constexpr, channels, i, count, cfg: gl.constexpr):
-    """The same for a block of Q and dO. Both consumers write the same values, and S^T is masked
-    past the end, so neither waits for the other."""
+    """Zero the rows of a block of Q and dO past the end of the sequence. Both consumers write the
+    same values, and S^T is masked past the end, so neither waits for the other.
+    """
     if count < cfg.BLOCK_M:
         channels.dout.acquire(i)
         clear_past_end(rows_tile(channels.q, i, cfg), count, cfg)
@@ -392,7 +393,7 @@ def clear_rows(ME: gl.constexpr, channels, i, count, cfg: gl.constexpr):
 
 @gluon.jit
 def clear_past_end(x, count, cfg: gl.constexpr):
-    """Zero the rows of `x` (rows, BLOCK_D) from `count` on, in steps that need few registers."""
+    """Zero the rows of `x` (rows, BLOCK_D) from row `count`, in steps that need few registers."""
     STEP: gl.constexpr = 16
     ROWS: gl.constexpr = x.shape[0]
     LAYOUT: gl.constexpr = rows_of_heads(cfg.BLOCK_D, CONSUMER_WARPS)
@@ -411,14 +412,15 @@ def store_gradient(
     ME: gl.constexpr, x, channel, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
 ):  # fmt: skip
     """Store this consumer's part of dK or dV through the ring of `channel`: by TMA, which clips at
-    the end of the tensor, or by the threads where another sequence follows."""
+    the end of the tensor, or by the threads if another sequence may follow.
+    """
     COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.IS_SPLIT else cfg.BLOCK_D
     dtype: gl.constexpr = channel.tiles.dtype
     TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M * cfg.BLOCK_D // (CONSUMER_ROWS * COLUMNS)
     shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, COLUMNS]
     tile = recast(channel.tiles, dtype, shape, shared_rows(COLUMNS)).index(ME)
     rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
-    rows.slice(0, x.shape[1], dim=1).store(x.to(dtype))  # what follows lies outside of the tensor
+    rows.slice(0, x.shape[1], dim=1).store(x.to(dtype))  # later columns are outside of the tensor
     row = work.n0
     column = 0
     if cfg.IS_SPLIT:

@@ -1,13 +1,13 @@
 """The accumulation of dQ: tiles of keys add to a float32 workspace, which a second kernel rounds.
 
-A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer. So both the stores
+A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer, so both the stores
 to shared memory and the addition, one contiguous TMA transfer, run at full speed. The kernel that
 rounds restores the order of the elements.
 
-Up to 128 columns a consumer computes one piece in each step. A slot of the staging ring holds the
-pieces of both, and a writer adds them with one transfer; or, for cfg.HAS_DQ_IN_REGISTERS, each
-thread adds four neighbours at a time, without shared memory. Above 128 a consumer computes two
-pieces and adds them itself.
+Up to 128 columns, a consumer computes one piece in each step. A slot of the staging ring holds the
+pieces of both consumers, and a writer adds them with one transfer. With cfg.HAS_DQ_IN_REGISTERS,
+each thread adds four neighbours at a time instead, without shared memory. Above 128 columns, a
+consumer computes two pieces and adds them itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ PIECE = tl.constexpr(4096)
 
 @gluon.constexpr_function
 def piece_layout():
-    """The float32 tile (64, 64) of `layouts.accumulator`, register by register: four registers of a
-    thread, then the thread, then the other registers. No two threads share a bank."""
+    """The float32 tile (64, 64) of `intrinsics.accumulator` in register order: four registers of a
+    thread, then the thread, then the other registers. No two threads share a bank.
+    """
     return gl.SharedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16],
          [0, 32]]
@@ -38,8 +39,9 @@ def piece_layout():
 
 @gluon.jit
 def make_staging(workspace, cfg: gl.constexpr):
-    """The ring of pairs of pieces: both consumers fill a slot, the writer empties it. Without a
-    writer, a piece of each consumer; for cfg.HAS_DQ_IN_REGISTERS nothing but the workspace."""
+    """The ring of pairs of pieces: both consumers fill a slot, and the writer empties it. Without a
+    writer, one piece for each consumer; with cfg.HAS_DQ_IN_REGISTERS, only the workspace.
+    """
     SLOTS: gl.constexpr = PAIRS if cfg.ADDERS == 1 else 1
     staging = workspace
     if not cfg.HAS_DQ_IN_REGISTERS:
@@ -58,7 +60,7 @@ def make_staging(workspace, cfg: gl.constexpr):
 
 @gluon.jit
 def put_piece(ME: gl.constexpr, dq, staging, i):
-    """Hand `dq` (64, 64), this consumer's half of pair `i`, to the writer."""
+    """Pass `dq` (64, 64), this consumer's half of pair `i`, to the writer."""
     slot = i % staging.SLOTS
     mbarrier.wait(staging.empty.index(slot), ((i // staging.SLOTS) & 1) ^ 1)
     tile = staging.tiles.index(2 * slot + ME)
@@ -88,26 +90,26 @@ def add_piece(dq, tile, number, workspace):
 # The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.
 #
 # An ordered addition takes longer than a step: acquire the semaphore, add, release it. Therefore
-# two writers process alternate steps. Two steps of a tile add to different blocks; the order is
-# only among the tiles that add to the same block.
+# two writers process alternate steps. Two steps of a tile add to different blocks; only tiles that
+# add to the same block are ordered.
 #
-# Where cfg.ADDERS is 2, the writer is idle. With 256 columns shared memory has no room for a second
-# pair of pieces, and a consumer that adds its own waits less; or, for cfg.HAS_DQ_IN_REGISTERS,
+# If cfg.ADDERS is 2, the writer is idle: with 256 columns, shared memory has no room for a second
+# pair of pieces, and a consumer that adds its own pieces waits less; with cfg.HAS_DQ_IN_REGISTERS,
 # consumers add from their registers.
 
 
 @gluon.jit
 def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.constexpr):
-    """Add dQ of a tile of keys: every step, or every other one."""
+    """Add dQ of a tile of keys: every step or, with two writers, every second step."""
     if cfg.ADDERS == 1:
         add_pairs(ME, outputs, staging, key_work(tile, sizes, at, mask, cfg), sizes, cfg)
 
 
 @gluon.jit
 def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr):
-    """Add what both consumers put into the staging ring, in the order of the query loop."""
+    """Add the pieces of both consumers from the staging ring, in the order of the query loop."""
     count = work.end - work.begin
-    if ME == 0 and count > 0:  # the first pair belongs to no step
+    if ME == 0 and count > 0:  # no step has the first pair
         staging.acquire(0)
         staging.release(0)
     i = 1  # pairs so far
@@ -123,7 +125,7 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr
 
 @gluon.jit
 def add_pair(outputs, staging, i, index, block, work, cfg: gl.constexpr):
-    """Add pair `i` to block `index` of the workspace, `block` of its sequence."""
+    """Add pair `i` to block `index` of the workspace, which is block `block` of its sequence."""
     SHAPE: gl.constexpr = [staging.SLOTS, 2 * PIECE_ROWS, 256]
     LAYOUT: gl.constexpr = outputs.workspace.layout
     pairs = recast(staging.tiles, gl.float32, SHAPE, LAYOUT)
@@ -141,21 +143,22 @@ def add_pair(outputs, staging, i, index, block, work, cfg: gl.constexpr):
 
 # The dQ semaphores, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n - 1.
 #
-# Each block and adder has a number in memory: n + 1 after tile n has added. All tiles loop from the
-# last row that sees them to the first, so a tile reaches a block later than the tile before it or,
-# where both start at the same row, at the same time. It then waits once, for the duration of one
-# addition, and is never held up again.
+# Each block and adder has a number in memory, which is n + 1 after tile n has added. All tiles loop
+# from the last row that sees them to the first, so a tile reaches a block later than the previous
+# tile or, if both start at the same row, at the same time. It then waits once, for the duration of
+# one addition, and never again.
 
 
 @gluon.jit
 def acquire_semaphore(semaphore, n, before_end, m):
-    """Wait until tile n - 1 has added to block m, if it does at all.
+    """Wait until tile n - 1 has added to block m, if it adds to that block.
 
     This cannot deadlock: tiles are numbered in the order in which programs start, so a program
-    waits only for programs that already run, and the first of these waits for none."""
+    waits only for programs that already run, and the first program waits for none.
+    """
     if m < before_end:
-        # The additions use another proxy than this load. The fence names global memory: a fence for
-        # all memory would also wait for this thread's stores.
+        # The additions use another proxy than this load. The fence is for global memory only; a
+        # fence for all memory would also wait for this thread's stores.
         gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1];"
             " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async.global; mov.b32 $0, 0; }",
@@ -169,7 +172,7 @@ def acquire_semaphore(semaphore, n, before_end, m):
 
 @gluon.jit
 def await_additions():
-    """Wait until the additions of this role, which one of its threads started, are in memory."""
+    """Wait until the additions that a thread of this role started are in memory."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;",
         "=r",

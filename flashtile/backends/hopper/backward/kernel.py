@@ -21,7 +21,7 @@ from .consumer import consumer
 from .dq import make_staging, writer
 from .schedule import key_work, visited_block
 
-OF_CONSUMERS = gl.constexpr(240)  # registers a thread
+OF_CONSUMERS = gl.constexpr(240)  # registers per thread
 OF_OTHERS = gl.constexpr(24)
 
 
@@ -30,15 +30,15 @@ class Channels(NamedTuple):
 
     q: Any  # with the log-sum-exp of its rows
     dout: Any  # with -delta
-    k: Any  # one tile, as v
-    v: Any
-    p: Any  # P^T (2, BLOCK_N, BLOCK_M), where it goes through shared memory
-    ds: Any  # dS^T: a ring, or as P^T
+    k: Any  # one tile
+    v: Any  # one tile
+    p: Any  # P^T (2, BLOCK_N, BLOCK_M), if it goes through shared memory
+    ds: Any  # dS^T: a ring, or two tiles like P^T
     staging: Any  # dQ on its way to memory: see `make_staging`
 
 
 class Inputs(NamedTuple):
-    """What TMA reads."""
+    """Descriptors of the tensors that TMA reads."""
 
     q: Any
     k: Any
@@ -49,17 +49,17 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where the results go: by TMA, or by the threads."""
+    """The destinations of the results, which TMA or the threads write."""
 
     dk: Any
     dv: Any
-    workspace: Any  # plain memory where the consumers add from their registers
+    workspace: Any  # a pointer if the consumers add from their registers, else a descriptor
     plain: Any  # KeyGradients
     semaphores: Any
 
 
 class KeyGradients(NamedTuple):
-    """dk and dv as plain memory, for packed sequences."""
+    """Pointers to dk and dv, for packed sequences."""
 
     dk: Any
     dv: Any
@@ -73,10 +73,10 @@ class KeySizes(NamedTuple):
     N: Any
     total_q: Any
     total_k: Any
-    heads: Any  # key heads
+    heads: Any  # number of key heads
     group: Any
     swizzle: Any
-    blocks: Any  # of the workspace, a head
+    blocks: Any  # number of blocks of the workspace per head
 
 
 @gluon.jit
@@ -100,7 +100,7 @@ def make_keys(dtype: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def make_exchange(tiles, SLOTS: gl.constexpr):
-    """A ring of tiles of which each consumer writes one half and reads both."""
+    """A ring of tiles; each consumer writes one half of a tile and reads both."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -139,8 +139,9 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
 
 @gluon.jit
 def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
-    """Load the tile's keys and values once, and every block of queries that sees them, head after
-    head of the group."""
+    """Load the tile's keys and values once, and every block of queries that sees them, one head of
+    the group after the other.
+    """
     work = key_work(tile, sizes, at, mask, cfg)
     batch_k, row_k = batch_of(work.b, at.cu_seqlens_k), work.start_k + work.n0
     batch_q = batch_of(work.b, at.cu_seqlens_q)
@@ -169,8 +170,9 @@ def load_tile(x, channel, batch, row, head):
 
 @gluon.jit
 def load_rows(x, statistic, channel, i, batch, row, head, index):
-    """Start the copies of a block of rows and of one number for each; rows past the end of the
-    tensor are zero."""
+    """Start the copies of a block of rows and of one number for each row; rows past the end of the
+    tensor are zero.
+    """
     full = channel.acquire_empty(i, x.block_type.nbytes + statistic.block_type.nbytes)
     copy_to_shared(x, [batch, row, head, 0], full, channel.tile(i))
     copy_to_shared(statistic, [index, 0], full, channel.tail(i))
@@ -182,7 +184,7 @@ def backward_kernel(
     M, N, total_q, total_k, heads, group, swizzle, blocks, left, right, chunk, alibi_batch, scale,
     softcap, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the sum for dQ, one tile of keys a program."""
+    """dK, dV and the sum for dQ; each program has one tile of keys."""
     sizes = KeySizes(B, M, N, total_q, total_k, heads, group, swizzle, blocks)
     mask = Mask(left, right, chunk)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)

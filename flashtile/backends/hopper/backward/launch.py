@@ -1,4 +1,4 @@
-"""Runs the backward on the GPU: allocates, describes the tensors, launches three kernels."""
+"""Run the backward on the GPU: allocate buffers, describe the tensors, launch three kernels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def backward(
 
 
 class Buffers(NamedTuple):
-    """What the kernels of a backward write to."""
+    """The tensors that the kernels of a backward write to."""
 
     dq: Tensor
     dk: Tensor
@@ -60,14 +60,14 @@ class Buffers(NamedTuple):
     lse_log2: Tensor  # see `delta_kernel`
     minus_delta: Tensor
     semaphores: Tensor | None  # the dQ semaphores, for ordered additions
-    counter: Tensor | None  # of the tiles that have started, for ordered additions
+    counter: Tensor | None  # number of tiles that have started, for ordered additions
 
 
 def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
-    """Memory for the gradients and for intermediate results between the kernels."""
+    """Allocate the gradients and the intermediate results between the kernels."""
     config = backward_plan(problem)
     q, k, v = operands[:3]
-    # No program writes rows that belong to no sequence.
+    # Programs do not write rows that belong to no sequence.
     dq = (torch.empty_like if problem.layout == "dense" else torch.zeros_like)(
         q, memory_format=torch.contiguous_format
     )
@@ -79,7 +79,7 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
     lse_log2 = q.new_empty(rows, config.BLOCK_M, dtype=torch.float32)
     minus_delta = torch.empty_like(lse_log2)
     if problem.layout != "dense" and operands.sink is not None:
-        lse_log2.fill_(torch.inf)  # rows of no sequence weigh nothing
+        lse_log2.fill_(torch.inf)  # rows of no sequence have P = 0
         minus_delta.zero_()
     semaphores = counter = None
     if config.IS_ORDERED:
@@ -132,7 +132,7 @@ def delta_launch(
     made: Buffers,
     common: dict[str, Any],
 ) -> Launch:
-    """Statistics of all rows; the workspace cleared."""
+    """The launch that computes the statistics of all rows and clears the workspace."""
     out = out if out.stride(-1) == 1 else out.contiguous()
     arguments = {
         "out": out,
@@ -157,7 +157,7 @@ def key_launch(
     made: Buffers,
     common: dict[str, Any],
 ) -> Launch:
-    """dk, dv, and the sum for dq."""
+    """The launch that computes dk, dv, and the sum for dq."""
     config, options = common["cfg"], problem.options
     columns = config.BLOCK_D // 2 if config.IS_SPLIT else config.BLOCK_D
     slopes = operands.alibi_slopes
@@ -192,7 +192,7 @@ def key_launch(
 
 
 def round_launch(problem: AttentionProblem, made: Buffers, common: dict[str, Any]) -> Launch:
-    """dq out of the sum."""
+    """The launch that rounds the sum to dq."""
     batch, row, head = row_strides(made.dq)
     arguments = {
         "workspace": made.workspace,
@@ -227,13 +227,14 @@ PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)
 
 
 def plain_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """float32 `x` (n, columns) in boxes of `rows` whole rows, as they are in memory."""
+    """A descriptor of float32 `x` (n, columns) in boxes of `rows` whole rows, without a swizzle."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], PLAIN)
 
 
 def sink_gradient(sink: Tensor, lse_log2: Tensor, minus_delta: Tensor) -> Tensor:
-    """(Hq,): the sink is a key with P = exp(sink - lse) and dP = 0; rows that saw nothing have P =
-    0."""
+    """(Hq,): the sink is a key with P = exp(sink - lse) and dP = 0; rows that saw no key have P =
+    0.
+    """
     heads = sink.shape[0]
     sink_log2 = sink.float()[:, None] * torch.log2(torch.tensor(torch.e)).item()
     p = torch.exp2(sink_log2 - lse_log2.view(heads, -1))

@@ -1,6 +1,6 @@
 """Tiles of the backward pass for every head dim.
 
-Pure Python, as `plan.py` is.
+Pure Python, like `forward/plan.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class BackwardTile(NamedTuple):
     BLOCK_M: int  # queries of a step
     BLOCK_N: int  # keys of a program
     q_stages: int  # blocks of Q in flight; at least 2, because the next S^T starts before dK ends
-    do_stages: int  # and of dO
-    is_split: bool  # the consumers share keys and split columns, else they split keys
+    do_stages: int  # blocks of dO in flight
+    is_split: bool  # the consumers share keys and split columns; if False, they split keys
 
 
-# Columns of a tile. Two accumulators of (64, columns) fit the registers up to 128 columns; above,
-# each consumer keeps half the columns of both.
+# The tile by its number of columns. Two accumulators of (64, columns) fit the registers up to 128
+# columns; with more columns, each consumer keeps half the columns of both.
 TILES = {
     64: BackwardTile(128, 128, 2, 2, False),
     128: BackwardTile(64, 128, 2, 2, False),
@@ -32,14 +32,14 @@ TILES = {
 }
 
 
-# With ordered additions: tiles that add to the same rows then start one after the other and wait
-# less.
+# Widest head swizzle with ordered additions, larger because tiles that add to the same rows then
+# start one after the other and wait less.
 WIDEST_ORDERED = 64
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The compile-time constants of the backward kernels; no lengths, no strides."""
+    """The compile-time constants of the backward kernels, without lengths and strides."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -48,11 +48,11 @@ class BackwardConfig:
     DO_STAGES: int
     IS_SPLIT: bool
     FILLED: int  # columns that are not all zero, in multiples of 64; products skip the others
-    ADDERS: int  # adders of a block of dQ: 1 writer, or 2 consumers
-    WRITERS: int  # writer warps, which alternate; idle where the consumers add
+    ADDERS: int  # number of roles that add to a block of dQ: 1 writer, or 2 consumers
+    WRITERS: int  # number of writer warps, which alternate; idle if the consumers add
     HAS_DQ_IN_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
-    HAS_CARRIED_LSE: bool  # to the next step, where registers allow
-    IS_DQ_FIRST: bool  # the last step's dQ is issued before dS is stored: overlap for a barrier
+    HAS_CARRIED_LSE: bool  # a step loads the log-sum-exp of the next one, if registers allow
+    IS_DQ_FIRST: bool  # issue the last step's dQ before dS is stored, to overlap with a barrier
     D: int
     DV: int
     HAS_LEFT: bool
@@ -97,11 +97,12 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
 
 
 def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
-    """Whether consumers add dQ from their registers, not through a writer: in packed batches, where
-    registers for staging are lacking, and in short query loops, which then end sooner.
+    """Whether consumers add dQ from their registers instead of through a writer.
 
-    Not at 64 columns, where it made dense batches slower, and not with ordered additions, where
-    every thread would have to wait for its additions before the semaphore is released.
+    They do in packed batches, which lack registers for staging, and in short query loops, which
+    then end sooner. They do not with 64 columns, where it made dense batches slower, and not with
+    ordered additions, where every thread would have to wait for its additions before the semaphore
+    is released.
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
@@ -110,21 +111,23 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
 
 
 def padded_columns(problem: AttentionProblem) -> int:
-    """Columns of the tiles. With 64 columns a step has 128 queries, which leaves no registers for
-    the derivative of softcap."""
+    """Number of columns of the tiles. With 64 columns a step has 128 queries, which leaves no
+    registers for the derivative of softcap.
+    """
     fewest = 128 if problem.options.softcap > 0 else 64
     return next(size for size in TILES if max(problem.D, problem.Dv, fewest) <= size)
 
 
 def is_uneven(problem: AttentionProblem) -> bool:
-    """Whether tiles of keys of a sequence differ in how many queries see them."""
+    """Whether different numbers of queries see the tiles of keys of a sequence."""
     options = problem.options
     return options.window_right is not None or options.attention_chunk > 0
 
 
 def backward_swizzle(problem: AttentionProblem) -> int:
-    """Key heads whose tiles run side by side; see `plan.swizzle_of`. Per key head the queries of a
-    whole group stream through the cache."""
+    """The number of key heads whose tiles run at the same time; see `swizzle_of` of the forward.
+    For each key head, the queries of a whole group pass through the cache.
+    """
     ordered = problem.options.deterministic
     if not is_uneven(problem) and not ordered:
         return 1
@@ -133,10 +136,11 @@ def backward_swizzle(problem: AttentionProblem) -> int:
 
 
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:
-    """Whether a tile of keys may be seen by no query, so that no program writes its gradients.
+    """Whether there may be a tile of keys that no query sees, so that no program writes its
+    gradients.
 
-    Queries are aligned with the last keys: if there are no more keys than queries, each key has a
-    query at its own position, which sees it under every mask.
+    Queries are aligned with the last keys: if there are at most as many keys as queries, each key
+    has a query at its own position, which sees it under every mask.
     """
     options = problem.options
     bounded = options.window_left is not None or options.attention_chunk > 0

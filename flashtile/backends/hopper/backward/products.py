@@ -1,4 +1,6 @@
-"""The products of the backward, the parts of tiles that a consumer multiplies, and P."""
+"""The products of the backward, the parts of tiles that a consumer multiplies, and the recomputed
+probabilities.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ from ..shared.softmax import LOG2E, bounds, tanh
 
 @gluon.constexpr_function
 def own_columns(ME, cfg):
-    """Columns of dK and dV that a consumer accumulates: all, or the filled part of its half."""
+    """Number of columns of dK and dV that a consumer accumulates: all, or those of its half that
+    are filled.
+    """
     half = cfg.BLOCK_D // 2
     return min(half, cfg.FILLED - ME * half) if cfg.IS_SPLIT else cfg.BLOCK_D
 
 
 @gluon.constexpr_function
 def products_along(cfg):
-    """Number of products for one over all columns, each over a power of two of them."""
+    """Number of products that cover all columns, each over a power of two of columns."""
     return 1 if cfg.FILLED == cfg.BLOCK_D else 2
 
 
@@ -44,13 +48,13 @@ def rows_tile(channel, i, cfg: gl.constexpr):
 
 @gluon.jit
 def half(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """This consumer's columns of it."""
+    """This consumer's columns of `rows_tile`."""
     return rows_tile(channel, i, cfg).slice(ME * cfg.BLOCK_D // 2, own_columns(ME, cfg), dim=1)
 
 
 @gluon.jit
 def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """The rows of it for this consumer's scores."""
+    """The rows of `rows_tile` for this consumer's scores."""
     HALF: gl.constexpr = cfg.BLOCK_M // 2
     rows = rows_tile(channel, i, cfg)
     if cfg.IS_SPLIT:
@@ -127,8 +131,9 @@ def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
 
 @gluon.jit
 def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
-    """Start a piece (64, 64) of dQ = dS K: rows or columns from 64 PART on. dS^T is in slot `i` of
-    `tiles`."""
+    """Start a piece (64, 64) of dQ = dS K, the rows or columns from 64 PART. dS^T is in slot `i %
+    2` of `tiles`.
+    """
     FIRST: gl.constexpr = PART * CONSUMER_ROWS
     k = k.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
     ds = tiles.index(i % 2)
@@ -140,18 +145,18 @@ def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
     return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
 
 
-# P again, from Q K^T and the log-sum-exp, for the backward pass.
+# P, recomputed from Q K^T and the log-sum-exp.
 #
-# A block of scores is transposed here, (64 keys, columns of queries): a thread of the layout
-# `accumulator` has two keys, and of every eight queries two.
+# A block of scores is transposed, (64 keys, columns of queries): in the layout `accumulator`, a
+# thread has two keys, and two of every eight queries.
 
 
 @gluon.jit
 def probabilities(s, lse_log2, keys, m0, slope, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
-    """P of a block, and the factor of dP - delta that gives dS: P times the slope of softcap.
+    """P of a block, and the factor of dP - delta in dS: P times the derivative of softcap.
 
-    `lse_log2` (columns,), +inf for rows that saw nothing; m0: row of the first column; `slope`:
-    ALiBi's in base 2.
+    `lse_log2` (columns,) is +inf for rows that saw no key; `m0` is the row of the first column;
+    `slope` is ALiBi's slope in base 2.
     """
     if cfg.HAS_SOFTCAP:
         t = tanh(s * (score.scale / score.softcap))
@@ -174,7 +179,7 @@ def probabilities(s, lse_log2, keys, m0, slope, score, IS_MASKED: gl.constexpr, 
 
 @gluon.jit
 def masked_rows(x, hidden, start, stop, cfg: gl.constexpr):
-    """`hidden` where a column lies outside its key's [start, stop), both (64,)."""
+    """Replace columns of `x` outside their key's [start, stop), both (64,), with `hidden`."""
     COLUMNS: gl.constexpr = x.shape[1]
     by_eights = x.reshape([64, COLUMNS // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout

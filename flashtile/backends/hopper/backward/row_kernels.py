@@ -1,8 +1,8 @@
-"""The kernels before and after the backward kernel: row statistics, and dQ rounded.
+"""The kernels before and after the backward kernel: one computes row statistics, one rounds dQ.
 
-The first makes one pass over O and dO: delta = rowsum(dO * O) (Dao et al. 2022, equation 4) minus
-the cotangent of the log-sum-exp, which adds P * dlse to dS. It also clears the workspace of dQ and
-its semaphores.
+The first kernel makes one pass over O and dO: delta = rowsum(dO * O) (Dao et al. 2022, equation 4)
+minus the cotangent of the log-sum-exp, which adds P * dlse to dS. It also clears the workspace of
+dQ and its semaphores.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def delta_kernel(
     minus_delta_ptr, workspace, semaphores, counter, at, M, total_q, heads, blocks,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of one block of rows of one head, and its part of the workspace cleared.
+    """Compute the statistics of one block of rows of one head, and clear its part of the workspace.
 
-    `lse_log2` (heads, blocks, BLOCK_M) is +inf where a row saw no key or does not exist, which
-    makes its P zero; `minus_delta` is 0 there.
+    `lse_log2` (heads, blocks, BLOCK_M) is +inf for a row that saw no key or does not exist, which
+    makes its P zero; its `minus_delta` is 0.
     """
     BLOCK: tl.constexpr = cfg.BLOCK_M
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
@@ -74,7 +74,7 @@ def round_kernel(
     workspace, dq, batch_stride, row_stride, head_stride, at, M, total_q, heads, blocks, scale,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * workspace, one block of one head a program."""
+    """dq = scale * workspace; each program has one block of one head."""
     BLOCK: tl.constexpr = cfg.BLOCK_M
     PIECES: tl.constexpr = cfg.BLOCK_M * cfg.BLOCK_D // PIECE
     b = tl.program_id(0) // heads
@@ -100,8 +100,9 @@ def round_kernel(
 
 @triton.jit
 def rows_of_sequence(b, at, M, total_q, BLOCK_M: tl.constexpr):
-    """First row, rows, and first block in the workspace of sequence `b`: `schedule.sequence` and
-    `blocks_before` for a kernel in plain Triton."""
+    """First row, number of rows, and first block in the workspace of sequence `b`:
+    `schedule.sequence` and `blocks_before` for a kernel in plain Triton.
+    """
     start = b * 0
     count = start + M
     first_block = b * tl.cdiv(M, BLOCK_M)

@@ -1,7 +1,7 @@
 """Which tile of keys a program has, and which blocks of queries see it.
 
-The float32 workspace of dQ and the row statistics have whole blocks of BLOCK_M rows: every sequence
-starts a new block, and `blocks_before` counts the blocks before it.
+The float32 workspace of dQ and the row statistics consist of whole blocks of BLOCK_M rows: every
+sequence starts a new block, and `blocks_before` counts the blocks before it.
 """
 
 from triton.experimental import gluon
@@ -17,14 +17,14 @@ class KeyWork:
 
     b: gl.tensor
     kv_head: gl.tensor
-    n: gl.tensor  # number of the tile in its sequence
+    n: gl.tensor  # index of the tile in its sequence
     n0: gl.tensor  # first key of the tile
     start_q: gl.tensor  # first row of the sequence
     M: gl.tensor
     start_k: gl.tensor
     N: gl.tensor
     first_block: gl.tensor  # first block of the sequence in the workspace, of head 0
-    before: gl.tensor  # blocks [begin, end) of the tile before this one end here
+    before: gl.tensor  # `end` of the previous tile of keys
     begin: gl.tensor
     full_begin: gl.tensor  # blocks [full_begin, full_end) see every key of the tile
     full_end: gl.tensor
@@ -53,8 +53,9 @@ class KeyWork:
 
 @gluon.jit
 def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a tile number, in the order of the head swizzle and first keys first: under a
-    causal mask most queries see them."""
+    """The work of a tile index, in the order of the head swizzle. The first keys come first,
+    because under a causal mask most queries see them (LPT order).
+    """
     n, bh = swizzled_order(
         tile, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.swizzle
     )
@@ -73,8 +74,9 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def blocks_before(b, start_q, M, cu_seqlens, BLOCK_M: gl.constexpr):
-    """Blocks of the workspace before sequence `b`. A packed one of `count` rows takes up to
-    ceil(count / BLOCK_M) blocks, and start_q // BLOCK_M + b grows by more than that."""
+    """Number of blocks of the workspace before sequence `b`. A packed sequence of `count` rows
+    takes ceil(count / BLOCK_M) blocks, and start_q // BLOCK_M + b grows by at least as many.
+    """
     first_block = b * gl.cdiv(M, BLOCK_M)
     if cu_seqlens is not None:
         first_block = start_q // BLOCK_M + b
@@ -99,9 +101,9 @@ def seeing_rows(key, rows, shift, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def rows_to_mask(M, cfg: gl.constexpr):
-    """The number of rows that need no mask at the end of the sequence. Rows past the end of a dense
-    tensor are zero and weigh nothing (their log-sum-exp is +inf); packed, they belong to another
-    sequence."""
+    """The number of rows after which rows are masked. Rows past the end of a dense tensor are zero
+    and have P = 0 (their log-sum-exp is +inf); in packed tensors, they belong to another sequence.
+    """
     rows = gl.cdiv(M, cfg.BLOCK_M) * cfg.BLOCK_M
     if cfg.IS_PACKED:
         rows = M
@@ -113,7 +115,7 @@ def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
     """Blocks of queries [begin, end) that see a key of [n0, n0 + BLOCK_N), and the blocks
     [full_begin, full_end) among them that need no mask. All are equal if no query sees a key.
 
-    begin and end never fall from a tile of keys to the next.
+    begin and end never decrease from one tile of keys to the next.
     """
     rows = rows_to_mask(M, cfg)
     shift = N - M

@@ -1,8 +1,8 @@
 """A consumer of float8 tiles: one warpgroup with 64 rows of the tile of queries.
 
-As `forward/consumer.py`, but Q, K and V are e4m3 and so is P (FlashAttention-3, Shah et al. 2024,
-section 3.3). The scales of Q and K multiply S. The output so far is kept in units of the scale of
-the block of V that was added last.
+Like `forward/consumer.py`, but Q, K, V and P are e4m3 (FlashAttention-3, Shah et al. 2024, section
+3.3). The scales of Q and K multiply S. The output so far is kept in units of the scale of the last
+block of V that was added.
 """
 
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from .softmax import (
 
 
 class Scales(NamedTuple):
-    """Factors of the float8 numbers: (B, Hk), or (B, heads, blocks of rows); None is 1."""
+    """Scales of float8 inputs: per-head (B, Hk), or per-block (B, heads, blocks); None is 1."""
 
     q: Any
     k: Any
@@ -59,13 +59,13 @@ class Scales(NamedTuple):
 class Progress:
     """The state of the KV loop."""
 
-    i: gl.tensor  # use of the rings: the last block whose scores are known
-    block: gl.tensor  # its number
+    i: gl.tensor  # use of the rings by the last block whose scores are known
+    block: gl.tensor  # index of that block
     p: gl.tensor  # its weights, `packed_weights`
-    o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it, in its units
+    o: gl.tensor  # (64, BLOCK_DV) output of the previous blocks, in units of `v_unit`
     row_max: gl.tensor  # (64,) lazy, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
-    v_unit: gl.tensor  # scale of its values
+    v_unit: gl.tensor  # scale of the block's values
     k_next: gl.tensor  # scales of the next block, loaded early
     v_next: gl.tensor
 
@@ -92,11 +92,11 @@ def consumer(
 
 @aggregate
 class Float8Math:
-    """The arithmetic of a float8 tile, with its scales: as `forward.consumer.Math16`."""
+    """The arithmetic of a float8 tile, with its scales: see `forward.consumer.Math16`."""
 
-    score: gl.tensor  # softmax scale times that of Q, and of K where it has one for each head
-    k: gl.tensor  # pointer to the scales of its blocks
-    v: gl.tensor  # likewise, or the scale of V for all blocks
+    score: gl.tensor  # softmax scale times the scale of Q, and times that of K if it is per-head
+    k: gl.tensor  # pointer to the per-block scales of K
+    v: gl.tensor  # pointer to the per-block scales of V, or its per-head scale
 
     @gluon.constexpr_function
     def __init__(self, score, k, v):
@@ -186,7 +186,9 @@ class Float8Math:
 
     @gluon.jit
     def scales_of(self, block, cfg: gl.constexpr):
-        """Scales of K and V of a block; before the first block, those of the first."""
+        """The scales of K and V of a block; for an index before the first block, those of the
+        first block.
+        """
         k, v = self.score, self.score
         if cfg.HAS_BLOCK_SCALES:
             block = gl.maximum(block, 0)
@@ -195,7 +197,7 @@ class Float8Math:
 
     @gluon.jit
     def scores(self, s, rows, k_unit, score, cfg: gl.constexpr):
-        """Scores in base 2 from products, and the factor that is still to be applied."""
+        """Scores in base 2 from products, and the factor that is not yet applied."""
         unit = self.score
         if cfg.HAS_BLOCK_SCALES:
             unit = unit * k_unit
@@ -204,7 +206,7 @@ class Float8Math:
 
     @gluon.jit
     def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):
-        """`consumer.normalisation` of sums of weights times 2**8."""
+        """`consumer.normalisation` for weights that were multiplied by 2**8."""
         row_max = gl.convert_layout(done.row_max, row_values(cfg.BLOCK_N), assert_trivial=True)
         return normalisation(ME, row_max - WEIGHT_LOG2, done.row_sum, work, sink_ptr, cfg)
 
@@ -220,14 +222,14 @@ class Float8Math:
 
 @gluon.jit
 def float8_math(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
-    """The scales of a tile."""
+    """The arithmetic of a tile, with its scales."""
     unit = score.scale
     key_heads = sizes.heads // sizes.group
     key_head = (work.b * key_heads + work.h // sizes.group).to(gl.int64)
     if cfg.HAS_BLOCK_SCALES:
         query_head = (work.b * sizes.heads + work.h).to(gl.int64)
         query_blocks = gl.cdiv(sizes.M, CONSUMER_ROWS)
-        # A consumer past the last row has no scale and needs none.
+        # A consumer past the last row reads the last scale, and does not use it.
         query_block = gl.minimum(work.m0 // CONSUMER_ROWS + ME, query_blocks - 1)
         unit = unit * gl.load(scales.q + query_head * query_blocks + query_block)
         key_blocks = gl.cdiv(sizes.N, cfg.BLOCK_N)
@@ -252,7 +254,7 @@ def bytes_of_values(warps):
 
 @gluon.jit
 def clear_past_end(ME: gl.constexpr, v, count, cfg: gl.constexpr):
-    """Zero the keys of a block of V from `count` on, which belong to another sequence or to none.
+    """Zero the keys of a block of V from key `count`, which belong to another sequence or to none.
 
     Their weight is zero, but memory may contain NaN. All consumers write the same values, so they
     need not wait for each other.

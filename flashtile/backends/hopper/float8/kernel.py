@@ -1,4 +1,4 @@
-"""The float8 forward kernel: shared memory, and the roles of `forward/kernel.py`.
+"""The float8 forward kernel: its shared memory and producer; other roles as in the 16-bit kernel.
 
 The producer copies K with its rows in the order of `softmax.py`, and V with adjacent keys.
 """
@@ -50,16 +50,16 @@ def make_channels(dtype: gl.constexpr, out_dtype: gl.constexpr, cfg: gl.constexp
 
 
 class Keys(NamedTuple):
-    """K as TMA sees it: groups of rows (group, 2, 4, 2, all heads side by side)."""
+    """K as TMA reads it: groups of rows (group, 2, 4, 2, adjacent heads)."""
 
     groups: Any
-    batch_groups: Any  # groups from one batch to the next; packed sequences ignore it
-    head_step: Any  # elements from one head to the next
+    batch_groups: Any  # stride of a batch in groups; packed sequences ignore it
+    head_step: Any  # stride of a head in elements
 
 
 @gluon.jit
 def producer(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.constexpr):
-    """Load tile after tile."""
+    """Load all tiles of this program."""
     load_tiles(load_blocks, q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)
 
 
@@ -67,11 +67,13 @@ def producer(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.const
 def load_blocks(
     keys, v_tiles, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr
 ):
-    """Blocks [begin, end) of K and V, counted from the tile's last; the number of blocks so far."""
+    """Load blocks [begin, end) of K and V, counted from the last block of the tile; return the
+    number of blocks so far.
+    """
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
     first_group, first_key = work.b * keys.batch_groups, start_k
-    if at.cu_seqlens_k is not None:  # `launch.grouped`
+    if at.cu_seqlens_k is not None:  # see `launch.grouped`
         first_group = start_k // KEY_GROUP + work.b
         first_key = first_group * KEY_GROUP
     for j in range(begin, end):

@@ -1,4 +1,4 @@
-"""Runs a float8 problem on the GPU: describes K and V in the order that the kernel reads."""
+"""Run a float8 problem on the GPU: describe K and V in the order in which the kernel reads them."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def float8_launch(
 
 
 def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
-    """`k` (batch, rows, heads, columns) if it has whole groups of rows, or a copy that has.
+    """`k` (batch, rows, heads, columns) if it has whole groups of rows, or a copy that has them.
 
-    TMA reads the rows of all heads as one long row, so only zeros may follow the row of a head;
-    every sequence starts a group.
+    TMA reads the rows of all heads as one long row, so only zeros may follow the row of a head.
+    Every sequence starts a new group.
     """
     if cu_seqlens is not None:
         return grouped(k, cu_seqlens, columns)
@@ -81,8 +81,9 @@ def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
 
 
 def grouped(x: Tensor, cu_seqlens: Tensor, columns: int) -> Tensor:
-    """Packed K or V (total, heads, dim) as (1, rows, heads, columns). Sequence b starts at group
-    ``cu_seqlens[b] // GROUP + b``, after the end of the one before it."""
+    """Copy packed K or V (total, heads, dim) to (1, rows, heads, columns). Sequence b starts at
+    group ``cu_seqlens[b] // GROUP + b``, which is after the end of the previous sequence.
+    """
     total, heads, D = x.shape
     sequences = cu_seqlens.shape[0] - 1
     rows = (total // GROUP + sequences + 1) * GROUP
@@ -96,7 +97,9 @@ def grouped(x: Tensor, cu_seqlens: Tensor, columns: int) -> Tensor:
 
 
 def group_descriptor(k: Tensor, config: Float8Config) -> tuple[TensorDescriptor, int, int]:
-    """K as (groups, 2, 4, 2, all heads side by side), the groups of a batch, the step of a head."""
+    """K as (groups, 2, 4, 2, adjacent heads), the number of groups of a batch, and the stride of a
+    head.
+    """
     B, N, heads, _ = k.shape
     batch, row, head, _ = k.stride()
     batch_groups = batch // (GROUP * row) if B > 1 else N // GROUP
@@ -108,10 +111,10 @@ def group_descriptor(k: Tensor, config: Float8Config) -> tuple[TensorDescriptor,
 
 
 def readable_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """`v` (batch, rows, heads, dim) if its keys are adjacent and their rows start at multiples of
-    16 bytes, or a copy for which this holds.
+    """`v` (batch, rows, heads, dim) if its keys are adjacent in rows that start at multiples of 16
+    bytes, or a copy that meets this.
 
-    TMA only reads from multiples of 16 bytes, so every sequence starts a group.
+    TMA reads only from multiples of 16 bytes, so every sequence starts a new group.
     """
     if cu_seqlens is not None:
         v = grouped(v, cu_seqlens, v.shape[-1])

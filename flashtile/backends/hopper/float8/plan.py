@@ -1,4 +1,4 @@
-"""Which float8 problems the Hopper backend takes, and with which tiles; pure Python."""
+"""Which float8 problems the Hopper backend supports, and with which tiles; pure Python."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..forward.plan import CONSUMER_ROWS, KernelConfig, Tile, plan, unsupported_
 
 DTYPE = torch.float8_e4m3fn
 
-# TMA wants rows at multiples of 16 bytes.
+# TMA needs rows that start at multiples of 16 bytes.
 HEAD_DIM_STEP = 16
 
-# Head dim, key's and value's, rounded up. `Q_LOCATIONS` without once and held.
+# Larger head dim of keys and values, rounded up -> tile. `once` and `held` are not supported.
 TILES = {
     64: Tile(3, FLOAT8_KEY_BLOCK, 3, False, "registers", "late"),
     128: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "registers", "freely"),
     256: Tile(2, FLOAT8_KEY_BLOCK, 2, True, "apart", "freely"),
 }
 
-# Where one exponential in eight is a polynomial: with two consumers at head dim 128, the tensor
-# cores and the exponential unit are equally busy. At 64 a third consumer fills the gaps, and at 256
-# the tensor cores are busy for longer.
+# The head dim at which a polynomial computes one exponential in eight: with two consumers at head
+# dim 128, the tensor cores and the exponential unit are equally busy. At 64 a third consumer fills
+# the gaps, and at 256 the tensor cores are busy for longer.
 POLYNOMIAL_HEAD_DIM = 128
 
 # The rows of a consumer share a scale.
@@ -36,8 +36,8 @@ assert CONSUMER_ROWS == FLOAT8_QUERY_BLOCK
 class Float8Config(KernelConfig):
     """The compile-time constants of the float8 kernel."""
 
-    HAS_BLOCK_SCALES: bool  # a scale for each block of rows, not one for each head
-    HAS_POLYNOMIAL: bool  # for one exponential in eight
+    HAS_BLOCK_SCALES: bool  # per-block instead of per-head scales
+    HAS_POLYNOMIAL: bool  # a polynomial computes one exponential in eight
 
 
 def float8_reasons(problem: AttentionProblem) -> list[str]:

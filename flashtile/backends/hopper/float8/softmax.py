@@ -1,10 +1,11 @@
-"""What a consumer of float8 tiles computes between its two products, besides `shared/softmax.py`.
+"""Softmax of float8 tiles, in addition to `shared/softmax.py`.
 
-The layouts of a float8 left operand and of the accumulator before it differ: of 16 columns, thread
-t holds 2t, 2t + 1, 2t + 8 and 2t + 9 of an accumulator, but 4t to 4t + 3 of an operand. The keys
-are therefore permuted in shared memory, so that the former columns of S belong to the latter keys.
-TMA does this: it reads 16 rows of K as (a, t, b), row 2a + 4t + b. Then the weights that a thread
-computed are its part of P, and the keys of V keep their order."""
+The layouts of an accumulator and of a float8 left operand differ: of 16 columns, thread t holds 2t,
+2t + 1, 2t + 8 and 2t + 9 of an accumulator, but 4t to 4t + 3 of an operand. The keys are therefore
+permuted in shared memory, so that these columns of S belong to those keys. TMA does this: it reads
+16 rows of K as (a, t, b), row 2a + 4t + b. Then the weights that a thread has computed are its part
+of P, and the keys of V keep their order.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from ..shared.intrinsics import left_operand
 # Rows of K that are stored together, as groups of (2, 4, 2).
 KEY_GROUP = gl.constexpr(16)
 
-# Weights are rounded to e4m3 as 2**8 P: below its largest number, 448, and most of them far from
-# its subnormal ones.
+# Weights are multiplied by 2**8 before they are rounded to e4m3: they stay below its largest
+# number, 448, and most of them are far from its subnormal numbers.
 WEIGHT_LOG2 = gl.constexpr(8.0)
 
 # Lazy row max, in base 2: 2**8.75 is 431. Nine in ten new maxima of random scores stay below it.
@@ -26,10 +27,11 @@ SLACK_LOG2 = gl.constexpr(0.75)
 
 @gluon.jit
 def masked(s, start, stop, n0, cfg: gl.constexpr):
-    """-inf where a key of the block from n0 on lies outside its row's [start, stop), both (64,).
+    """-inf where a key of the block that starts at n0 is outside its row's [start, stop), both
+    (64,).
 
-    A column 16 c + 8 a + 2 t + b holds key 16 c + 2 a + 4 t + b. As in `softmax.masked`, c and a
-    are constants of a register, and t and b are subtracted from the row's bound.
+    Column 16 c + 8 a + 2 t + b holds key 16 c + 2 a + 4 t + b. As in `softmax.masked`, c and a are
+    constants of a register, and t and b are subtracted from the row's bound.
     """
     by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
@@ -45,7 +47,7 @@ def masked(s, start, stop, n0, cfg: gl.constexpr):
 
 @gluon.jit
 def bounds(bound, LAYOUT: gl.constexpr):
-    """A bound on keys (64,) as one on `key` of `masked`: (64, 1, 8)."""
+    """Convert a bound on keys (64,) to a bound on `key` in `masked`: (64, 1, 8)."""
     bound = gl.convert_layout(bound, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     return bound[:, None, None] - (column // 2 * 4 + column % 2)[None, None, :]
@@ -53,8 +55,7 @@ def bounds(bound, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def exponentials(x, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
-    """2**x. Where the exponential unit is as busy as the tensor cores, one in eight is computed by
-    a polynomial, except in masked blocks."""
+    """2**x. If cfg.HAS_POLYNOMIAL, a polynomial computes one in eight, except in masked blocks."""
     if cfg.HAS_POLYNOMIAL and not IS_MASKED:
         p = some_by_polynomial(x)
     else:
@@ -64,10 +65,10 @@ def exponentials(x, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def packed_weights(p, COLUMNS: gl.constexpr):
-    """P (64, keys) in e4m3, four to an int32, in the registers of the operand of a product that
-    accumulates (64, COLUMNS). Of four neighbours in the result the first holds them all.
+    """P (64, keys) in e4m3, four numbers in an int32, in the registers of the operand of a product
+    that accumulates (64, COLUMNS). Of four neighbours in the result, the first holds all four.
 
-    The compiler would keep float8 loop variables in one register each.
+    The compiler would use one register for each float8 loop variable.
     """
     KEYS: gl.constexpr = p.shape[1]
     in_order = p.reshape([64, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, KEYS])
@@ -77,7 +78,7 @@ def packed_weights(p, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def weights_operand(packed):
-    """`packed_weights` as the product takes it."""
+    """`packed_weights` as the operand of a product."""
     return same_float8(packed)
 
 
@@ -86,8 +87,9 @@ def weights_operand(packed):
 
 @gluon.jit
 def four_to_float8(x):
-    """Four neighbours, float32, rounded to e4m3 in one int32; the other three are zero. Saturates;
-    NaN stays NaN."""
+    """Round four float32 neighbours to e4m3 in the first int32; the other three are zero.
+    Saturates; NaN stays NaN.
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .b16 low, high;"
         " cvt.rn.satfinite.e4m3x2.f32 low, $5, $4; cvt.rn.satfinite.e4m3x2.f32 high, $7, $6;"
@@ -110,9 +112,10 @@ def same_float8(packed):
 
 @gluon.constexpr_function
 def _exponential_assembly():
-    """Eight times 2**x, the first by a parabola in the fraction of x in [-1/2, 1/2], with an error
-    of 2**-9: the sum of x and 1.5 * 2**23 has the integer part in its last bits, which become the
-    exponent."""
+    """2**x of eight numbers, the first by a parabola in the fraction of x in [-1/2, 1/2], with an
+    error of 2**-9: the last bits of x + 1.5 * 2**23 hold the integer part, which becomes the
+    exponent.
+    """
     units = " ".join(f"ex2.approx.ftz.f32 ${i}, ${i + 8};" for i in range(1, 8))
     return (
         "{ .reg .f32 x, whole, fraction, y; .reg .b32 exponent;"
@@ -127,8 +130,9 @@ def _exponential_assembly():
 
 @gluon.jit
 def some_by_polynomial(x):
-    """2**x, one in eight of a thread's numbers without the exponential unit; results are at least
-    2**-120 there."""
+    """2**x; a polynomial computes one in eight of a thread's numbers, whose results are at least
+    2**-120.
+    """
     return gl.inline_asm_elementwise(
         _exponential_assembly(),
         "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f",

@@ -1,7 +1,7 @@
 """A consumer: one warpgroup with 64 rows of the tile of queries.
 
 FlashAttention-3 (Shah et al. 2024), algorithm 2: a consumer issues the scores of a block together
-with the output of the block before it, and computes its exponentials while another warpgroup uses
+with the output of the previous block, and computes its exponentials while another warpgroup uses
 the tensor cores.
 
 `attend_tiles` is the loop over tiles and `attend` the KV loop. The float8 kernel runs both with its
@@ -67,7 +67,7 @@ class Output(NamedTuple):
 class Rows:
     """The rows of a consumer, and the keys that they see."""
 
-    number: gl.tensor  # (64,) row in the sequence
+    number: gl.tensor  # (64,) index in the sequence
     start: gl.tensor  # (64,) visible keys [start, stop)
     stop: gl.tensor
     shift: gl.tensor  # position of row 0
@@ -86,12 +86,12 @@ class Rows:
 class Progress:
     """The state of the KV loop."""
 
-    i: gl.tensor  # use of the rings: the last block whose scores are known
-    block: gl.tensor  # its number
+    i: gl.tensor  # use of the rings by the last block whose scores are known
+    block: gl.tensor  # index of that block
     p: gl.tensor  # (64, BLOCK_N / 2) its weights, `paired`
-    o: gl.tensor  # (64, BLOCK_DV) output of the blocks before it
+    o: gl.tensor  # (64, BLOCK_DV) output of the previous blocks
     o_tail: gl.tensor
-    rescale: gl.tensor  # (64,) the factor still to be applied to that output
+    rescale: gl.tensor  # (64,) the factor that is not yet applied to that output
     row_max: gl.tensor  # (64,) lazy, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
 
@@ -120,7 +120,7 @@ def attend_tiles(
     math_of: gl.constexpr, ME: gl.constexpr, output, channels, scales, sizes, mask, score,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Process tiles until the producer has no more; `math_of` gives the arithmetic of a tile."""
+    """Process tiles until the producer has no more; `math_of` returns the arithmetic of a tile."""
     open_ping_pong(ME, cfg)
     count = 0  # tiles so far
     i = 0  # blocks so far
@@ -130,7 +130,7 @@ def attend_tiles(
         o, o_tail, done, math = attend(
             math_of, ME, count, i, channels, scales, sizes, work, mask, score, cfg
         )
-        # read again, because registers are scarce until here
+        # Read again, because the KV loop has no registers left for it.
         work = read_work(channels.work, count, sizes, cfg)
         scale, lse = math.normalisation(ME, done, work, score.sink_ptr, cfg)
         store_lse(ME, lse, output, work, sizes, cfg)
@@ -159,8 +159,9 @@ def attend(
     math_of: gl.constexpr, ME: gl.constexpr, count, i, channels, scales, sizes, work, mask, score,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """The KV loop, from the last block to the first: the output, its last product in flight, the
-    state of the loop, and the arithmetic of the tile."""
+    """The KV loop, from the last block to the first. Returns the output, whose last product is in
+    flight, the state of the loop, and the arithmetic of the tile.
+    """
     first_row = work.m0 + ME * CONSUMER_ROWS
     last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
     begin, end = own_blocks(first_row, last_row, work, mask, cfg)
@@ -171,7 +172,7 @@ def attend(
     q, q_tail = queries(q_use, channels, cfg)
     i = pass_blocks(ME, i, work.end - end, channels, cfg)
     now = math.first_block(ME, q, q_tail, i, end - 1, channels, rows, work, score, cfg)
-    if cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:  # read by a product: they have arrived
+    if cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:  # a product has read the registers
         channels.q.release_operand(q_use)
     # Three phases: masked, full, masked.
     if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
@@ -212,8 +213,9 @@ def queries(q_use, channels, cfg: gl.constexpr):
 
 @gluon.jit
 def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
-    """Skip `count` blocks that no row of this consumer sees, from use `i` on; returns the use after
-    them."""
+    """Skip `count` blocks that no row of this consumer sees, starting at use `i`; return the use
+    after them.
+    """
     for _ in range(count):
         await_ping_pong(ME, cfg)
         pass_ping_pong(ME, cfg)
@@ -379,7 +381,7 @@ def math16(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
 
 @gluon.jit
 def clear_past_end(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
-    """Zero the rows of a block of V from `count` on, which belong to another sequence or to none.
+    """Zero the rows of a block of V from row `count`, which belong to another sequence or to none.
 
     Their weight is zero, but zero times infinity is NaN. All consumers write the same values, so
     they need not wait for each other.
@@ -400,7 +402,8 @@ def clear_past_end(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.co
 @gluon.jit
 def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.constexpr):
     """The factor of the output of each row, and its log-sum-exp; 0 and -inf for padding rows and
-    for rows that saw no key."""
+    for rows that saw no key.
+    """
     rows = work.m0 + ME * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     row_sum = whole_row_sum(row_sum, cfg)
@@ -420,7 +423,7 @@ def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.co
 
 @gluon.jit
 def store_lse(ME: gl.constexpr, lse, output, work, sizes, cfg: gl.constexpr):
-    """(B, Hq, M) or, packed, (Hq, total_q)."""
+    """Store the log-sum-exp, (B, Hq, M) or, packed, (Hq, total_q)."""
     rows = work.m0 + ME * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     if not cfg.IS_PACKED:
@@ -435,12 +438,13 @@ def store_output(
     ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, COLUMNS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Store the output's columns from COLUMN on, through shared memory: by TMA, which clips at the
-    end of the tensor, or by the threads where a sequence can end before it."""
+    """Store the output's columns from COLUMN, through shared memory: by TMA, which clips at the end
+    of the tensor, or by the threads if a sequence can end before it.
+    """
     row = work.m0 + ME * CONSUMER_ROWS
     tile = tiles.index(ME)
     tile.reshape([CONSUMER_ROWS, COLUMNS]).store(o.to(tiles.dtype))
-    fence_async_shared()  # TMA reads it, or writes the next queries over it
+    fence_async_shared()  # TMA will read the tile, or overwrite it with the next queries
     if cfg.IS_RAGGED:
         LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
         x = tile.reshape([CONSUMER_ROWS, COLUMNS]).load(LAYOUT)

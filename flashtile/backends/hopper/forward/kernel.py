@@ -1,8 +1,8 @@
 """The forward kernel: shared memory, roles and the producer.
 
-A persistent program has three roles: one producer warp copies, and consumer warpgroups multiply
-(warp specialisation, FlashAttention-3, Shah et al. 2024). The producer is in this
-file, the consumers are in `consumer.py`, and `channels.py` holds what lies between them.
+A persistent program has two kinds of roles: one producer warp copies, and consumer warpgroups
+multiply (warp specialisation, FlashAttention-3, Shah et al. 2024). The producer is in this file,
+the consumers are in `consumer.py`, and the ring buffers between them in `channels.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..shared.schedule import (
 from ..shared.softmax import Score
 from .consumer import Output, consumer
 
-# Registers for each thread of a role: two consumers, three consumers, the producer.
+# Registers per thread of one of two consumers, one of three consumers, and the producer.
 OF_TWO = gl.constexpr(240)
 OF_THREE = gl.constexpr(160)
 OF_PRODUCER = gl.constexpr(24)
@@ -52,7 +52,7 @@ def make_tiles(
     dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
-    """COUNT tiles, and COUNT tails where there are any."""
+    """COUNT tiles, and COUNT tails if there is a tail."""
     tiles = gl.allocate_shared_memory(dtype, [COUNT, 1, ROWS, 1, COLUMNS], shared_rows(COLUMNS))
     tails = tiles
     if TAIL > 0:
@@ -88,7 +88,7 @@ def make_channels(dtype: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def producer(q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr):
-    """Load tile after tile."""
+    """Load all tiles of this program."""
     load_tiles(load_blocks, q, k, v, counter, channels, sizes, at, mask, cfg)
 
 
@@ -96,10 +96,11 @@ def producer(q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr):
 def load_tiles(
     load_keys: gl.constexpr, q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr
 ):  # fmt: skip
-    """Take tile after tile; load its queries, and by `load_keys` its blocks of keys and values from
-    the last to the first."""
-    # Blocks that are loaded after the search for the next tile. Where the search is slow, because
-    # it reads lengths, consumers still have a block to process; elsewhere the block would be late.
+    """For each tile of this program, load the queries and, with `load_keys`, the blocks of keys and
+    values from the last to the first.
+    """
+    # Number of blocks to load after the search for the next tile. If the search is slow because it
+    # reads lengths, consumers still have a block to process; else the block would be late.
     LEFT: gl.constexpr = 1 if cfg.IS_PACKED else 0
     count = 0  # tiles so far
     i = 0  # blocks so far
@@ -132,8 +133,9 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
 
 @gluon.jit
 def load_blocks(k, v, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr):
-    """Load blocks [begin, end) of K and V, counted from the last one of the tile; returns the
-    number of blocks so far."""
+    """Load blocks [begin, end) of K and V, counted from the last block of the tile; return the
+    number of blocks so far.
+    """
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
     for j in range(begin, end):
@@ -146,7 +148,7 @@ def load_blocks(k, v, i, begin, end, channels, work, start_k, group, at, cfg: gl
 
 @gluon.jit
 def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, TAIL: gl.constexpr):
-    """Start the copy of the rows from `row` on into slot `i`; zeros outside the tensor."""
+    """Start the copy of the rows from `row` into slot `i`; zeros outside of the tensor."""
     BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + TAIL) // COLUMNS
     full = channel.acquire_empty(i, BYTES)
     copy_to_shared(x.tiles, [batch, row, head, 0], full, channel.tile(i))

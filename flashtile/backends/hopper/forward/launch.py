@@ -1,4 +1,4 @@
-"""Runs a problem on the GPU: allocates the outputs, describes the tensors and launches."""
+"""Run a problem on the GPU: allocate the outputs, describe the tensors and launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem in 16 bits."""
+    """(out, lse) of a 16-bit problem."""
     return run_forward(problem, operands, plan(problem), forward_launch)
 
 
@@ -32,7 +32,7 @@ def run_forward(
     config: KernelConfig,
     launch_of: Callable[..., Launch],
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), by the launch that `launch_of` describes as `forward_launch` does."""
+    """(out, lse) from the launch that `launch_of` describes, which is like `forward_launch`."""
     out, lse = outputs(operands, config)
     if problem.M == 0 or 0 in operands.q.shape:
         return out, lse
@@ -48,10 +48,10 @@ def run_forward(
 
 
 def outputs(operands: Operands, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """(out, lse) to write to."""
+    """Allocate (out, lse)."""
     q, dtype = operands.q, output_dtype(operands.q.dtype)
     shape = (*q.shape[:-1], config.DV)
-    if config.IS_RAGGED:  # no program writes rows that belong to no sequence
+    if config.IS_RAGGED:  # programs do not write rows that belong to no sequence
         lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
         return q.new_zeros(shape, dtype=dtype), lse
     # Separate sizes: PyTorch parses them in half the time of a tuple.
@@ -121,7 +121,7 @@ def common_arguments(
 def descriptors(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: KernelConfig
 ) -> dict[str, TensorDescriptor | None]:
-    """Descriptors for tiles of the first columns and, where there is a tail, for that."""
+    """Descriptors for tiles of the first columns and for tails; None if there is no tail."""
     of_keys = {"tiles": config.BLOCK_D, "tails": config.TAIL_D}
     of_values = {"tiles": config.BLOCK_DV, "tails": config.TAIL_DV}
     found = {}

@@ -1,4 +1,4 @@
-"""Which problems the Hopper backend takes, and with which tiles.
+"""Which problems the Hopper backend supports, and with which tiles.
 
 Pure Python: nothing here imports Triton, so that `explain` works where Triton is missing.
 """
@@ -26,21 +26,21 @@ DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 
-# TMA wants rows at multiples of 16 bytes.
+# TMA needs rows that start at multiples of 16 bytes.
 HEAD_DIM_STEP = 8
 
-# With fewer queries most of a tile is empty.
+# With fewer queries, most of a tile would be empty.
 FEWEST_QUERIES = 65
 
 CONSUMER_ROWS = 64
 
-# Bytes of keys and values that should fit the L2 cache together.
+# Bytes of keys and values of the heads that run at the same time; they should fit the L2 cache.
 CACHED_BYTES = 32 * 2**20
 WIDEST_SWIZZLE = 16
 
 
 def _triton_version() -> tuple[int, int] | None:
-    """(major, minor) of the installed Triton; asked once, because a tracer cannot ask."""
+    """(major, minor) of the installed Triton; read once at import, because a tracer cannot."""
     try:
         major, minor, *_ = version("triton").split(".")
     except PackageNotFoundError:
@@ -52,28 +52,28 @@ TRITON_VERSION = _triton_version()
 
 
 class Tile(NamedTuple):
-    """The tile for a pair of head dims, of keys and of values."""
+    """The tile for a pair of head dims, key's and value's."""
 
     consumers: int  # warpgroups, each with 64 rows of the tile
     BLOCK_N: int  # keys of a block
     stages: int  # blocks of K and of V in flight
     ping_pong: bool  # consumers alternate at the tensor cores
     q: str  # location of a consumer's queries: `Q_LOCATIONS`
-    waits: str = "freely"  # where a consumer waits for the output of a block: `WAITS`
+    waits: str = "freely"  # when a consumer waits for the output of a block: `WAITS`
 
 
-# Where the queries are while their tile runs.
+# The location of the queries while their tile runs.
 # registers: in registers of the consumer; the next tile's queries are copied meanwhile.
 # twice: in two slots of shared memory, for this tile and the next one.
-# once: in one slot of shared memory, which the output uses afterwards.
+# once: in one slot of shared memory, which the output reuses.
 # held: in registers, loaded from such a slot, so that shared memory has room for more blocks.
-# apart: as once, but the output has its own shared memory.
+# apart: like once, but the output has its own shared memory.
 Q_LOCATIONS = ("registers", "twice", "once", "held", "apart")
 
-# Where a consumer waits for O += P V of the last block.
+# When a consumer waits for O += P V of the last block.
 # early: before the exponentials of this block, while other consumers keep the tensor cores busy.
-# late: after them.
-# freely: where the assembler puts it, which is among them.
+# late: after these exponentials.
+# freely: where the assembler puts the wait, which is among these exponentials.
 WAITS = ("early", "late", "freely")
 
 # Native head dims: columns of a tile, a power of two, and of its tail.
@@ -88,13 +88,12 @@ TILES = {
     (192, 192): Tile(2, 64, 3, True, "held", "late"),
     (256, 256): Tile(2, 64, 2, False, "once"),
 }
-UNLIKE = Tile(2, 64, 2, True, "apart")  # every other pair; fits the largest
+UNLIKE = Tile(2, 64, 2, True, "apart")  # all other pairs; even the largest fits
 
-# Where every row sees all keys, the consumers stay in step. Under masks the registers do not
-# suffice: Triton 3.9 spills.
+# If every row sees all keys, the consumers stay in step. With masks Triton 3.9 spills registers.
 UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
 
-# Where most KV loops end after a few blocks, tiles of fewer rows waste less at the diagonal.
+# If most KV loops end after a few blocks, tiles of fewer rows compute fewer masked scores.
 SHORT_CAUSAL = 1024  # keys
 SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 
@@ -113,9 +112,10 @@ def tile_of(problem: AttentionProblem) -> Tile:
 @dataclass(frozen=True)
 class KernelConfig:
     """The compile-time constants of the kernel. Lengths and strides are not among them and
-    recompile nothing, except that a short causal problem may have another tile."""
+    recompile nothing, except that a short causal problem may have another tile.
+    """
 
-    BITS: int  # of an element of Q, K, V and P
+    BITS: int  # bits of an element of Q, K, V and P
     CONSUMERS: int
     BLOCK_M: int
     BLOCK_N: int
@@ -129,7 +129,7 @@ class KernelConfig:
     HAS_Q_IN_REGISTERS: bool
     IS_Q_REUSED: bool  # the output reuses the shared memory of the queries
     HAS_PING_PONG: bool
-    WAITS: str  # for the output of a block: `WAITS`
+    WAITS: str  # when to wait for the output of a block: `WAITS`
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -188,7 +188,7 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def _has_negative_side(problem: AttentionProblem) -> bool:
-    """Whether a query may see no key although its own position is among the keys."""
+    """Whether a window may exclude the query's own position, so that the query may see no key."""
     sides = (problem.options.window_left, problem.options.window_right)
     return any(side is not None and side < 0 for side in sides)
 
@@ -229,10 +229,10 @@ def plan(problem: AttentionProblem) -> KernelConfig:
 
 
 def swizzle_of(problem: AttentionProblem) -> int:
-    """Heads whose tiles run side by side (the head swizzle).
+    """The number of heads whose tiles run at the same time (the head swizzle).
 
-    Where tiles differ in length, equal tiles of several heads run together, as many heads as fit
-    the L2 cache.
+    If tiles differ in length, equal tiles of several heads run together: as many heads as fit the
+    L2 cache.
     """
     options = problem.options
     if options.window_right is None and options.attention_chunk == 0:
@@ -242,7 +242,7 @@ def swizzle_of(problem: AttentionProblem) -> int:
 
 
 def padded(head_dim: int) -> int:
-    """The native head dim that contains `head_dim`."""
+    """The smallest native head dim that is at least `head_dim`."""
     return next(size for size in HEAD_DIMS if head_dim <= size)
 
 

@@ -1,9 +1,9 @@
 """Ring buffers in shared memory, between the producer and the consumers.
 
-A slot holds a tile and, where the head dim is no power of two, a second tile with its tail, the
-remaining columns. Each slot has two mbarriers: full and empty. Use `i` of a ring has slot
-`i % SLOTS` in round `i // SLOTS`, and a wait gives the parity of its round. Producer and consumers
-count their uses themselves.
+A slot holds a tile and, if the head dim is not a power of two, a second tile with its tail, the
+remaining columns. Each slot has two mbarriers: full and empty. Use `i` of a ring is in slot
+`i % SLOTS` and round `i // SLOTS`, and a wait passes the parity of its round. Producer and
+consumers count their uses themselves.
 """
 
 from typing import Any, NamedTuple
@@ -24,8 +24,9 @@ from .intrinsics import (
 
 
 class Described(NamedTuple):
-    """The TMA descriptors of a tensor of head rows: for tiles of its first columns and, where the
-    head dim is no power of two, for its tail."""
+    """The TMA descriptors of a tensor of head rows: for tiles of its first columns and, if the
+    head dim is not a power of two, for its tail.
+    """
 
     tiles: Any
     tails: Any
@@ -36,7 +37,7 @@ class Channel:
     """A ring of tiles that TMA fills."""
 
     tiles: gl.shared_memory_descriptor  # (SLOTS, ...)
-    tails: gl.shared_memory_descriptor  # `tiles` again where there is no tail
+    tails: gl.shared_memory_descriptor  # `tiles` again if there is no tail
     full: gl.shared_memory_descriptor  # (SLOTS, 1) mbarriers
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
@@ -51,7 +52,7 @@ class Channel:
 
     @gluon.jit
     def acquire_empty(self, i, BYTES: gl.constexpr):
-        """Wait until slot `i` is empty, and expect BYTES; returns its full barrier."""
+        """Wait until slot `i` is empty, then expect BYTES; return its full barrier."""
         slot = i % self.SLOTS
         mbarrier.wait(self.empty.index(slot), ((i // self.SLOTS) & 1) ^ 1)
         mbarrier.expect(self.full.index(slot), BYTES)
@@ -82,15 +83,15 @@ class Channel:
     def release_operand(self, i):
         """Release slot `i`, after the products of this consumer that read it have completed.
 
-        A product needs operands of all four warps and completes for the whole warpgroup, so it is
-        enough that one thread has waited for it.
+        A product needs operands from all four warps and completes for the whole warpgroup, so it
+        is enough that one thread has waited for it.
         """
         arrive_alone(self.empty.index(i % self.SLOTS))
 
 
 @gluon.jit
 def make_channel(tiles, tails, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """The ring over `tiles` and `tails`; a slot is empty after RELEASES releases."""
+    """The ring of `tiles` and `tails`; a slot is empty after RELEASES releases."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -125,10 +126,10 @@ def make_queue(SLOTS: gl.constexpr, COUNT: gl.constexpr, RELEASES: gl.constexpr)
 
 
 # Ping-pong (FlashAttention-3, section 3.1): the consumers alternate at the tensor cores. While one
-# issues its two products, another computes exponentials. Each consumer has a hardware barrier; the
-# barriers form a ring: a consumer waits at its own and arrives at that of the next. It passes the
-# ring once for every block of a tile except the first, skipped blocks included, so that the counts
-# of all consumers agree.
+# issues its two products, another computes exponentials. Each consumer has a hardware barrier, and
+# the barriers form a ring: a consumer waits at its own barrier and arrives at that of the next
+# consumer. It does so once for every block of a tile except the first, including skipped blocks, so
+# that the counts of all consumers agree.
 
 # Threads of two consumers: the one that waits and the one before it.
 PAIR = gl.constexpr(256)

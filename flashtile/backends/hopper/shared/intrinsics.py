@@ -1,10 +1,10 @@
-"""What Hopper fixes: where its instructions want the elements of a tile, and the instructions that
-Gluon lacks or names differently between Triton versions.
+"""The layouts that Hopper's instructions require, and the instructions that Gluon lacks or names
+differently between Triton versions.
 
-A consumer is one warpgroup (four warps) with 64 rows of the tile of queries. wgmma fixes what its
-threads hold: in an accumulator a thread has two rows and, of every eight columns, two neighbouring
-ones; four threads share a row. Rounded to 16 bits, an accumulator of scores has the layout of
-the left operand of the next product. This is how P stays in registers.
+A consumer is one warpgroup (four warps) with 64 rows of the tile of queries. wgmma determines which
+elements a thread holds: of an accumulator, a thread has two rows and, of every eight columns, two
+neighbours; four threads share a row. An accumulator of scores, rounded to 16 bits, has the layout
+of the left operand of the next product, so P stays in registers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aggregate = getattr(gluon, "aggregate", _aggregate)
 copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_to_global = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-# Hardware barriers below this number are Triton's own.
+# Triton uses the hardware barriers below this number.
 FIRST_BARRIER = gl.constexpr(8)
 
 
@@ -33,7 +33,7 @@ CONSUMER_WARPS = gl.constexpr(4)
 
 @gluon.constexpr_function
 def accumulator(columns, bits=16):
-    """A float32 tile (64, columns) of one warpgroup, for products of operands of `bits`."""
+    """A float32 tile (64, columns) of one warpgroup, for products of operands with `bits` bits."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
@@ -51,7 +51,7 @@ def row_values(columns):
 
 @gluon.constexpr_function
 def rows_of_heads(columns, warps):
-    """Coalesced 16-bit rows: 16 bytes for each thread, neighbouring threads side by side."""
+    """Coalesced 16-bit rows: each thread has 16 bytes, and neighbouring threads are adjacent."""
     across = min(32, columns // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
@@ -114,9 +114,9 @@ def show_written(NUMBER: gl.constexpr):
 
 @gluon.jit
 def arrive_alone(barrier):
-    """Arrive at an mbarrier with one thread, without synchronising the others of its role.
+    """Arrive at an mbarrier with one thread, without synchronising the other threads of its role.
 
-    `mbarrier.arrive` synchronises them first. Expecting zero bytes also arrives.
+    `mbarrier.arrive` would synchronise them first. Expecting zero bytes also arrives.
     """
     mbarrier.expect(barrier, 0)
 
@@ -125,8 +125,8 @@ def arrive_alone(barrier):
 def pin(x):
     """Keep the computation of `x` (64,) above this line, and waits for products below it.
 
-    The assembler otherwise moves the waits up, and nothing overlaps with the product. A branch on
-    the value that is never taken prevents this.
+    The assembler would otherwise move the waits up, so that nothing overlaps with the product. A
+    branch on the value, which is never taken, prevents this.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .f32 t; add.f32 t, $2, $3; setp.neu.f32 p, t, 0f7F800000;"
@@ -141,7 +141,7 @@ def pin(x):
 
 @gluon.jit
 def log2(x):
-    """The hardware's logarithm, with an error of 2**-22; Triton's takes thirty instructions."""
+    """The hardware's base-2 logarithm, with an error of 2**-22; Triton's takes 30 instructions."""
     return gl.inline_asm_elementwise(
         "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -149,7 +149,7 @@ def log2(x):
 
 @gluon.constexpr_function
 def _multiply_assembly(count):
-    # A thread holds two rows: of every four neighbouring registers, two belong to each.
+    # A thread holds two rows: of every four neighbouring registers, two belong to each row.
     first, second = f"${2 * count}", f"${2 * count + 2}"
     products = "".join(
         f"mul.f32 ${n}, ${n}, {first if n % 4 < 2 else second}; " for n in range(count)
@@ -169,8 +169,9 @@ def _multiply_constraints(count):
 @gluon.jit
 def multiply_unless_one(x, factor):
     """`x` times `factor`, one factor for each row of an accumulator. A warp whose factors are all
-    one skips the multiplications."""
-    COUNT: gl.constexpr = x.shape[1] // 2  # elements a thread
+    one skips the multiplications.
+    """
+    COUNT: gl.constexpr = x.shape[1] // 2  # elements per thread
     ASSEMBLY: gl.constexpr = _multiply_assembly(COUNT)
     CONSTRAINTS: gl.constexpr = _multiply_constraints(COUNT)
     return gl.inline_asm_elementwise(
@@ -209,8 +210,9 @@ def halves(pairs, dtype: gl.constexpr):
 
 @builtin
 def recast(tile, dtype, shape, layout, _semantic=None):
-    """The same shared memory with another type, shape and layout; the name differs between Triton
-    versions."""
+    """The same shared memory with another type, shape and layout; Gluon's name for it differs
+    between Triton versions.
+    """
     dtype, shape, layout = (_unwrap_if_constexpr(x) for x in (dtype, shape, layout))
     shape = [_unwrap_if_constexpr(size) for size in shape]
     return _semantic.memdesc_reinterpret(tile, dtype, shape, layout)
@@ -229,14 +231,15 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
 add_to_global = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
-# All warps of a role wait for each other; the compiler knows this barrier.
+# Make all warps of a role wait for each other; the compiler knows this barrier.
 sync_warps = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
 def opaque_zero(i):
-    """A zero that the compiler cannot see through: addresses computed with it inside a loop are not
-    hoisted out of the loop, where they would occupy 48 registers."""
+    """A zero whose value the compiler does not know, so that it does not hoist addresses that are
+    computed with it out of a loop, where they would occupy 48 registers.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -244,8 +247,9 @@ def opaque_zero(i):
 
 @gluon.jit
 def opaque_zeros(COLUMNS: gl.constexpr):
-    """An accumulator (64, COLUMNS) of zeros that the compiler cannot see through: it would
-    otherwise peel the first product off the loop."""
+    """An accumulator (64, COLUMNS) of zeros whose value the compiler does not know; it would
+    otherwise peel the first product off the loop.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;",
         "=f,f",

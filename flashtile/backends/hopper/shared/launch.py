@@ -1,4 +1,4 @@
-"""What all launches share: tensors that TMA can read, and the counter of tiles."""
+"""Code that all launches share: tensors that TMA can read, and the counter of tiles."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def readable(x: Tensor) -> Tensor:
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """`x` (batch, row, head, dim), or packed (row, head, dim), in boxes of `rows` rows of one
-    head."""
+    """A descriptor of `x` (batch, row, head, dim), or packed (row, head, dim), in boxes of `rows`
+    rows of one head.
+    """
     shape, strides = list(x.shape), list(x.stride())
     if x.dim() == 3:
         shape, strides = [1, *shape], [shape[0] * strides[0], *strides]
@@ -29,7 +30,7 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    """`x` under another shape, in boxes that wgmma reads."""
+    """A descriptor of `x` with another shape and strides, in boxes that wgmma reads."""
     return TensorDescriptor(
         x, shape, strides, box, _layout(box[-1], 8 * x.element_size(), len(box))
     )
@@ -42,8 +43,9 @@ _counters: Memo[tuple[int, int], Tensor] = Memo(256)
 
 
 def tile_counter(device: torch.device) -> Tensor:
-    """Two zeros, which every launch resets to zero. Launches of one stream run one after another,
-    so they share the counter."""
+    """Two zeros, which every launch resets to zero. Launches on one stream run one after another,
+    so they share the counter.
+    """
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return tile_counter(device)

@@ -1,8 +1,8 @@
-"""Which tile of queries comes next, and which keys it sees.
+"""The tile scheduler: which tile of queries is next, and which keys it sees.
 
-Programs are persistent, one for each multiprocessor. The producer of a program takes the number of
-its next tile from a counter that all programs share and sends the tile to its consumers. A program
-that finishes early takes more tiles, so long and short tiles balance.
+Programs are persistent, one for each multiprocessor. The producer of a program takes the index of
+its next tile from a counter that all programs share, and sends the tile to its consumers. A program
+that finishes early takes more tiles, which balances long and short tiles.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from .intrinsics import CONSUMER_WARPS, aggregate
 WORK_NUMBERS = gl.constexpr(8)  # fields of `Work`
 
 
-# Arguments that change with lengths: never specialised.
+# Arguments that change with lengths; Triton must not specialise them.
 NUMBERS = (
     "B", "M", "N", "total_q", "total_k", "heads", "group", "swizzle", "tiles", "left", "right",
     "chunk", "alibi_batch",
@@ -25,7 +25,7 @@ NUMBERS = (
 
 
 class Sequences(NamedTuple):
-    """Lengths of the sequences, where they are tensors; `Sizes` has the bounds."""
+    """Lengths of the sequences that are tensors; `Sizes` has the bounds."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -43,12 +43,12 @@ class Sizes(NamedTuple):
     total_k: Any
     heads: Any
     group: Any  # query heads that share a key head
-    swizzle: Any  # heads whose tiles run side by side (L2 swizzle)
+    swizzle: Any  # number of heads whose tiles run at the same time (head swizzle)
     tiles: Any
 
 
 class Mask(NamedTuple):
-    """The numbers of the structural mask; flags of the plan say which of them apply."""
+    """The numbers of the mask rules; flags of the plan select the rules."""
 
     left: Any
     right: Any
@@ -82,10 +82,10 @@ class Work:
 
 @aggregate
 class Cursor:
-    """A position in the count of tiles, for sequences of different lengths."""
+    """A position of the search for tiles, for sequences of different lengths."""
 
-    b: gl.tensor  # a sequence
-    first: gl.tensor  # number of its first tile
+    b: gl.tensor  # index of a sequence
+    first: gl.tensor  # index of its first tile
 
     @gluon.constexpr_function
     def __init__(self, b, first):
@@ -95,11 +95,11 @@ class Cursor:
 
 @gluon.jit
 def swizzled_order(tile, m_tiles, heads, swizzle):
-    """(tile, head) of a tile number under the head swizzle: all tiles of a group of `swizzle`
-    heads, heads fastest, then the next group.
+    """(tile, head) of a tile index under the head swizzle: all tiles of a group of `swizzle` heads,
+    then those of the next group. Within a group the head varies fastest.
 
     The heads of a group share the L2 cache. If the heads do not divide evenly, the first group is
-    the smaller one: at the end its few long tiles would leave most programs idle.
+    the smaller one: at the end, its few long tiles would leave most programs idle.
     """
     missing = (swizzle - heads % swizzle) % swizzle  # heads that the first group lacks
     first = (tile + missing * m_tiles) // (m_tiles * swizzle) * swizzle - missing
@@ -111,7 +111,7 @@ def swizzled_order(tile, m_tiles, heads, swizzle):
 
 @gluon.jit
 def sequence(b, cu_seqlens, seqused, total, bound):
-    """First row and number of rows of sequence `b`, kept inside the tensor."""
+    """First row and number of rows of sequence `b`, clamped to the tensor."""
     start = b * 0
     count = start + bound
     if cu_seqlens is not None:
@@ -165,7 +165,7 @@ def tiles_of(b, sizes, at, cfg: gl.constexpr):
 def find_sequence(tile, cursor, sizes, at, cfg: gl.constexpr):
     """The cursor at the sequence that contains `tile`, or past the last sequence.
 
-    The search goes on from `cursor`: the tile numbers that a program takes only grow.
+    The search continues from `cursor`, because the tile indices that a program takes only grow.
     """
     stop = cursor.first + tiles_of(cursor.b, sizes, at, cfg)
     while (cursor.b < sizes.B) & (tile >= stop):
@@ -176,8 +176,9 @@ def find_sequence(tile, cursor, sizes, at, cfg: gl.constexpr):
 
 @gluon.jit
 def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a tile number (no blocks of keys if there is no such tile), the first row of its
-    keys, and the cursor for the next search."""
+    """The work of a tile index (without blocks of keys if there is no such tile), the first row of
+    its keys, and the cursor for the next search.
+    """
     if cfg.IS_RAGGED:
         cursor = find_sequence(tile, cursor, sizes, at, cfg)
         exists = cursor.b < sizes.B
@@ -204,14 +205,14 @@ def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def put_work(queue, i, work):
-    """The producer tells the consumers their next tile, which takes divisions to find out."""
+    """Send the next tile from the producer to the consumers, which saves them the divisions."""
     numbers = (work.b, work.h, work.m0, work.start_q, work.M, work.N, work.begin, work.end)
     put(queue, i, numbers)
 
 
 @gluon.jit
 def read_work(queue, i, sizes, cfg: gl.constexpr):
-    """What `put_work` put; what the compiler can know stays out of the registers."""
+    """Read the work of `put_work`; numbers that the compiler knows need no registers."""
     W: gl.constexpr = CONSUMER_WARPS
     begin, start_q, M, N = 0 * sizes.M, 0 * sizes.M, sizes.M, sizes.N
     if cfg.IS_RAGGED:
@@ -239,7 +240,8 @@ def blocks_of(first, last, M, N, mask, cfg: gl.constexpr):
 @gluon.jit
 def own_blocks(first, last, work, mask, cfg: gl.constexpr):
     """The blocks of keys [begin, end) of the tile that some row of [first, last] sees; at least
-    one block."""
+    one block.
+    """
     begin, end = blocks_of(first, last, work.M, work.N, mask, cfg)
     begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
     end = gl.minimum(gl.maximum(end, begin + 1), work.end)
@@ -259,7 +261,7 @@ def full_blocks(first, last, begin, end, work, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def next_number(counter):
-    """A tile number that no program has taken yet; the first ones are the program ids."""
+    """A tile index that no program has taken yet; the first indices are the program ids."""
     return gl.atomic_add(counter, 1) + gl.num_programs(0)
 
 

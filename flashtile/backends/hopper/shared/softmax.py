@@ -1,4 +1,4 @@
-"""Online softmax on a block of scores: what a consumer computes between its two products.
+"""Online softmax on a block of scores, which a consumer computes between its two products.
 
 A block of scores is (64, BLOCK_N). Scores, maxima and the log-sum-exp are in base 2 (suffix
 `_log2`), because the hardware's exponential is 2**x. A row sum is kept as four partial sums, one in
@@ -19,8 +19,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
 # Lazy row max: the maximum of a row rises only when a score exceeds it by more than this, in base
-# 2. Weights are then at most 2**8, well within float16; relative to the row sum they round as
-# before.
+# 2. Weights are then at most 2**8, well within float16, and their relative rounding errors are the
+# same.
 SLACK_LOG2 = gl.constexpr(8.0)
 
 
@@ -32,7 +32,7 @@ class Pointers(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What turns a product into a score in base 2, and the sink, an additional score."""
+    """The rule that turns a product into a score in base 2, and the sink, an additional score."""
 
     scale: Any
     softcap: Any
@@ -43,8 +43,7 @@ class Score(NamedTuple):
 
 @gluon.jit
 def tanh(x):
-    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), exponentials
-    elsewhere."""
+    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), elsewhere by exp2."""
     z = x * x
     near = -5.70498872745e-3 * z + 2.06390887954e-2
     near = near * z - 5.37397155531e-2
@@ -59,8 +58,8 @@ def tanh(x):
 def scores_log2(s, distance, slope, score, cfg: gl.constexpr):
     """Scores in base 2 from q k^T: scale, then softcap, then ALiBi.
 
-    Where only a positive scale applies (cfg.IS_LINEAR), `s` is returned as it is, and the scale is
-    applied inside the exponential (`linear_scale`). `distance`: row position minus key.
+    If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `s`, and the
+    scale is applied in the exponential (`linear_scale`). `distance`: row position minus key.
     """
     if not cfg.IS_LINEAR:
         if cfg.HAS_SOFTCAP:
@@ -74,7 +73,7 @@ def scores_log2(s, distance, slope, score, cfg: gl.constexpr):
 
 @gluon.jit
 def linear_scale(score, cfg: gl.constexpr):
-    """The factor that remains to be applied to `scores_log2`."""
+    """The factor that `scores_log2` has not applied yet."""
     if cfg.IS_LINEAR:
         factor = score.scale * LOG2E
     else:
@@ -101,7 +100,7 @@ def distances(position, n0, s, cfg: gl.constexpr):
 
 @gluon.jit
 def masked(s, start, stop, n0, cfg: gl.constexpr):
-    """-inf where a key of [n0, n0 + BLOCK_N) lies outside its row's [start, stop), both (64,)."""
+    """-inf where a key of [n0, n0 + BLOCK_N) is outside its row's [start, stop), both (64,)."""
     by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
     eight = eights(LAYOUT, cfg)
@@ -112,8 +111,8 @@ def masked(s, start, stop, n0, cfg: gl.constexpr):
     return gl.convert_layout(by_eights.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
-# The index of a key in a block is split into a multiple of eight, of which every thread holds all,
-# and a column inside the eight. The first is a constant in the comparison of each register; the
+# The index of a key in a block is split into a multiple of eight, all of which every thread holds,
+# and a column within the eight. The first is a constant in the comparison of each register; the
 # second is subtracted from the row's bound. So key indices need hardly any registers.
 
 
@@ -127,7 +126,7 @@ def eights(LAYOUT: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def bounds(bound, LAYOUT: gl.constexpr):
-    """A bound on keys (64,) as a bound on `eights`, for each column inside them: (64, 1, 8)."""
+    """Convert a bound on keys (64,) to a bound on `eights` for each column: (64, 1, 8)."""
     bound = gl.convert_layout(bound, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     return bound[:, None, None] - column[None, None, :]
@@ -135,16 +134,18 @@ def bounds(bound, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def lazy_max(row_max, seen, SLACK_LOG2: gl.constexpr):
-    """The row maximum, raised to the largest score `seen` only when that exceeds it by more than
-    SLACK_LOG2. Any number near the maximum works, because output and row sum are relative to the
-    same number."""
+    """The lazy row maximum: it becomes the largest score `seen` only if that exceeds it by more
+    than SLACK_LOG2. Any number near the maximum works, because output and row sum are relative to
+    the same number.
+    """
     return gl.where(seen - row_max > SLACK_LOG2, seen, row_max)
 
 
 @gluon.jit
 def pivot_of(row_max, IS_MASKED: gl.constexpr):
-    """The number subtracted from the scores: `row_max`, or 0 while a row has seen no key, because
-    -inf minus -inf is NaN."""
+    """The number to subtract from the scores: `row_max`, or 0 while a row has seen no key, because
+    -inf minus -inf is NaN.
+    """
     pivot = row_max
     if IS_MASKED:
         pivot = gl.where(row_max == -float("inf"), 0.0, row_max)
@@ -167,7 +168,7 @@ def rescaled(x, factor):
 
 @gluon.jit
 def rescaled_where_needed(x, factor):
-    """`rescaled` for factors that are mostly one: a warp in which all are one skips it."""
+    """`rescaled` for factors that are mostly one: a warp whose factors are all one skips it."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     factor = gl.convert_layout(factor, LAYOUT, assert_trivial=True)
     return multiply_unless_one(x, factor[:, None].broadcast_to(x.shape))
@@ -177,7 +178,7 @@ def rescaled_where_needed(x, factor):
 def paired(p, dtype: gl.constexpr):
     """P in 16 bits, two neighbours in an int32: (64, columns) -> (64, columns / 2).
 
-    The compiler would keep 16-bit loop variables in one register each.
+    The compiler would use one register for each 16-bit loop variable.
     """
     COLUMNS: gl.constexpr = p.shape[1]
     low, high = gl.split(p.reshape([64, COLUMNS // 2, 2]))
@@ -194,5 +195,5 @@ def as_left_operand(pairs, COLUMNS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def whole_row_sum(row_sum, cfg: gl.constexpr):
-    """(64, 4) -> (64,)."""
+    """Add up the partial sums of a row: (64, 4) -> (64,)."""
     return gl.convert_layout(gl.sum(row_sum, 1), row_values(cfg.BLOCK_N))
