@@ -22,8 +22,8 @@ from .quantize import Quantized, attention_fp8, quantize_qkv
 # Type checkers read __init__.pyi instead of this file.
 _SUBMODULES = (
     "bert_padding",
-    "flash_blocksparse_attn_interface",
     "distributed",
+    "flash_blocksparse_attn_interface",
     "integrations",
     "layers",
     "losses",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import bert_padding as bert_padding
+from . import distributed as distributed
 from . import flash_blocksparse_attn_interface as flash_blocksparse_attn_interface
 from . import integrations as integrations
 from . import layers as layers
