@@ -59,7 +59,7 @@ def depth_model(**fields: Any) -> dict[str, Any]:
 def small_rt_detr(stages: Sequence[str] = RESNET_STAGES) -> dict[str, Any]:
     """Fields of the detectors in the line of RT-DETR."""
     return {
-        "backbone_config": small_resnet(stages)["backbone_config"],
+        "backbone_config": small_resnet(stages),
         "encoder_in_channels": [16, 32, 32],
         "decoder_in_channels": [64, 64, 64],
         "num_queries": 20,
@@ -78,16 +78,19 @@ def small_swin(**fields: Any) -> SwinConfig:
     )
 
 
-def small_resnet(stages: Sequence[str] = RESNET_STAGES) -> dict[str, Any]:
-    """Fields that give a detector a small convolutional network instead of one of timm's."""
-    backbone = ResNetConfig(
+def small_resnet(stages: Sequence[str] = RESNET_STAGES) -> ResNetConfig:
+    return ResNetConfig(
         embedding_size=16,
         hidden_sizes=[16, 16, 32, 32],
         depths=[1, 1, 1, 1],
         layer_type="basic",
         out_features=list(stages),
     )
-    return {"use_timm_backbone": False, "backbone": None, "backbone_config": backbone}
+
+
+def with_resnet() -> dict[str, Any]:
+    """Fields that give a detector a small convolutional network instead of one of timm's."""
+    return {"use_timm_backbone": False, "backbone": None, "backbone_config": small_resnet()}
 
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -159,11 +162,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "xcodec2": {"quantization_dim": 128},
     # Detectors.
-    "conditional_detr": small_resnet(),
-    "dab-detr": small_resnet(),
-    "deformable_detr": small_resnet(),
-    "detr": small_resnet(),
-    "table-transformer": small_resnet(),
+    "conditional_detr": with_resnet(),
+    "dab-detr": with_resnet(),
+    "deformable_detr": with_resnet(),
+    "detr": with_resnet(),
+    "table-transformer": with_resnet(),
     # Time series.
     "autoformer": {"prediction_length": 6, "context_length": 12, "label_length": 4},
     "informer": {"prediction_length": 6, "context_length": 12},
@@ -182,6 +185,19 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [96, 96]},
+    "efficientloftr": {
+        "stage_num_blocks": [1, 1, 1, 1],
+        "out_features": [16, 16, 32, 64],
+        "num_attention_heads": 8,
+    },
+    "emu3_vqgan": {
+        "base_channels": 32,
+        "channel_multiplier": [1, 2],
+        "attn_resolutions": [1],
+        "codebook_size": 16,
+    },
+    "eomt": {"num_blocks": 1, "num_queries": 10, "mlp_ratio": 2},
+    "eomt_dinov3": {"num_blocks": 1, "num_queries": 10},
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 4},
     "granite_speech5_encoder": {"context_size": 16},
     "glm5_next_text": LINEAR_AND_FULL | {"index_topk": 16, "qk_rope_head_dim": 0},
@@ -194,10 +210,20 @@ FIELDS: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
     },
+    "granite4_vision": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[1, 0]],
+        "spatial_target_layers": [1, 2, 3, 4],
+        "image_grid_pinpoints": [[32, 64]],
+    },
+    "granite4_vision_text": {"num_hidden_layers": 5},
     "chameleon": {"vocabulary_map": {"<image>": 3}},
-    "emu3": {"vocabulary_map": {"<image>": 3}},
+    "emu3": {
+        "vocabulary_map": {"<image>": 3, "<|extra_200|>": 4}
+        | {f"<|visual token {code:06}|>": 30 + code for code in range(16)}
+    },
     "FunAsrNanoAdaptorConfig": {"hidden_size": 64, "intermediate_size": 16},
-    "DbrxAttentionConfig": {"rope_theta": 10000.0, "kv_n_heads": 2},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
     | SLIDING_AND_FULL,
     "qwen4_exp_text": LINEAR_AND_FULL
@@ -270,6 +296,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {"vision_hidden_size": 64, "image_token_id": 20, "audio_token_id": 21},
     "radio": {"video_temporal_patch_size": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "tvp": {
+        "backbone_config": small_resnet(["stage4"]),
+        "max_img_size": 128,
+        "visual_prompt_size": 8,
+        "num_frames": 2,
+    },
     "xlstm": {"num_heads": 4, "chunk_size": 16},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "molmo2_vision": {"image_size": [32, 32], "num_position_embeddings": 16},
@@ -280,7 +312,22 @@ FIELDS: dict[str, dict[str, Any]] = {
     "tipsv2_dpt": depth_model(
         backbone_config=small_vit(Dinov2WithRegistersConfig, reshape_hidden_states=False)
     ),
-    "chmv2": depth_model(backbone_config=small_vit(DINOv3ViTConfig, reshape_hidden_states=False)),
+    "chmv2": depth_model(
+        backbone_config=small_vit(DINOv3ViTConfig, return_class_token=True),
+        post_process_channels=[16, 16, 16, 16],
+        head_hidden_size=16,
+        number_output_channels=16,
+    ),
+    "depth_pro": {
+        **{f"{part}_model_config": small_vit() for part in ("image", "patch", "fov")},
+        "patch_size": 32,
+        "intermediate_hook_ids": [3, 1],
+        "intermediate_feature_dims": [16, 16],
+        "scaled_images_feature_dims": [16, 16, 16],
+        "merge_padding_value": 1,
+        "fusion_hidden_size": 16,
+        "use_fov_model": True,
+    },
     "upernet": {"backbone_config": small_swin(), "auxiliary_in_channels": 64, "hidden_size": 32},
     "mask2former": {"backbone_config": small_swin(), "num_queries": 10},
     "maskformer": {"backbone_config": small_swin(), "num_queries": 10},

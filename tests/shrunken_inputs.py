@@ -154,11 +154,12 @@ INPUTS = {
     "autoformer": series,
     "informer": series,
     "time_series_transformer": series,
-    "jev": with_tokens(
-        marks=lambda config: torch.zeros(2, LENGTH, dtype=torch.long),
-        num_options=lambda config: torch.tensor([2, 2]),
-        question_type_ids=lambda config: torch.tensor([0, 0]),
-    ),
+    "jev": lambda config: {  # one prompt with two questions
+        "input_ids": tokens()[:1],
+        "marks": torch.tensor([[5, LENGTH - 1]]),
+        "num_options": torch.tensor([[2, 5]]),
+        "question_type_ids": torch.tensor([[0, 1]]),
+    },
     "clap": with_tokens(
         input_features=lambda config: normal(2, 1, 64, 64),
         is_longer=lambda config: torch.zeros(2, 1, dtype=torch.bool),
@@ -228,8 +229,22 @@ INPUTS = {
     "vibevoice_acoustic_tokenizer_encoder": lambda config: {"input_values": normal(2, 1, 3840)},
     "pocket_tts_audio_tokenizer": lambda config: {"input_values": normal(2, 1, 3840)},
     "clvp": with_tokens(input_features=lambda config: normal(2, 80, 64)),
+    "tvp": lambda config: {  # its position embedding of columns has the shape of one row only
+        "input_ids": tokens()[:1],
+        "pixel_values": normal(1, config.num_frames, 3, *[config.max_img_size] * 2),
+    },
     "xclip": with_tokens(pixel_values=videos),
     "blip-2": lambda config: {"input_ids": image_tokens(config, 4), "pixel_values": images(config)},
+    "emu3": lambda config: {
+        "input_ids": image_tokens(config, 4 * 5),
+        "pixel_values": normal(2, 3, 8, 8),
+        "image_sizes": torch.tensor([[8, 8], [8, 8]]),
+    },
+    "granite4_vision": lambda config: {  # an image as a whole and in two tiles
+        "input_ids": image_tokens(config, 2 * 2 + 2 * 5),
+        "pixel_values": normal(2, 3, 3, 32, 32),
+        "image_sizes": torch.tensor([[32, 64], [32, 64]]),
+    },
     "instructblip": lambda config: {
         "input_ids": image_tokens(config, 4),
         "pixel_values": images(config),
@@ -288,6 +303,8 @@ INPUTS = {
         "freq": torch.tensor([[0], [1]]),
     },
     "timesfm2_5": lambda config: {"past_values": normal(2, 128)},
+    "depth_pro": lambda config: {"pixel_values": normal(2, 3, 128, 128)},
+    "efficientloftr": lambda config: {"pixel_values": normal(1, 2, 3, 64, 64)},
     "lightglue": lambda config: {"pixel_values": normal(1, 2, 3, 64, 64)},
     "superglue": lambda config: {"pixel_values": normal(1, 2, 3, 64, 64)},
     "pix2struct": lambda config: {
@@ -358,7 +375,10 @@ INPUTS = {
         "pixel_values": patches(config),
         "merge_sizes": torch.tensor([1, 2]),
     },
-    "inkling2_vision": lambda config: {"pixel_values": patches(config), "image_grid_thw": GRID},
+    "inkling2_vision": lambda config: {
+        "pixel_values": normal(56, *[config.spatial_merge_size * config.patch_size] * 2, 3),
+        "image_grid_thw": GRID,
+    },
 }
 
 

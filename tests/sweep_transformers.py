@@ -244,7 +244,7 @@ class Family:
             return
         for side in ("right", "left"):
             mask = torch.ones(self.inputs["input_ids"].shape[:2], dtype=torch.long)
-            mask[1, slice(0, 4) if side == "left" else slice(-4, None)] = 0
+            mask[-1, slice(0, 4) if side == "left" else slice(-4, None)] = 0
             ids = ended(self.inputs, mask)
             padded = self.inputs | {"attention_mask": mask, "input_ids": ids}
             try:
@@ -290,7 +290,7 @@ class Family:
         inputs = {n: x for n, x in self.inputs.items() if n != "decoder_input_ids"}
         if "input_ids" in inputs:
             mask = torch.ones_like(inputs["input_ids"])
-            mask[1, :4] = 0
+            mask[-1, :4] = 0
             inputs |= {"attention_mask": mask, "input_ids": inputs["input_ids"] * mask}
         torch.manual_seed(0)
         with Precision(model) as precision:
