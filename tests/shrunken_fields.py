@@ -189,6 +189,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "stage_num_blocks": [1, 1, 1, 1],
         "out_features": [16, 16, 32, 64],
         "num_attention_heads": 8,
+        "initializer_range": 1.0,  # of batch norm: images that differ from one place to the next
     },
     "emu3_vqgan": {
         "base_channels": 32,
@@ -258,6 +259,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lw_detr_vit": {"num_windows": 4, "image_size": 64, "out_features": ["stage1", "stage2"]},
     "pocket_tts_audio_tokenizer": {"upsample_groups": 64},
     "mimi_decoder": {"upsample_groups": 64},
+    "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": 64},
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "paddleocr_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "vitmatte": {
@@ -285,7 +287,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "seggpt": {"image_size": [64, 32]},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
     "luke": {"entity_vocab_size": 50},
-    "blt": {"encoder_hash_byte_group_vocab": 101},
+    "blt": {"encoder_hash_byte_group_vocab": 101, "use_cache": False},  # its cache fails
+    "blt_local_decoder": {"hidden_size_global": 64},
     "longcat_flash": {
         "ffn_hidden_size": 96,
         "expert_ffn_hidden_size": 32,

@@ -66,6 +66,7 @@ MAKERS = {
     "bbox": lambda config: torch.arange(2 * LENGTH * 4).view(2, LENGTH, 4) % 50,
     "hidden_states": lambda config: normal(2, LENGTH, first(config, "hidden_size", default=64)),
     "inputs_embeds": lambda config: normal(2, LENGTH, first(config, "hidden_size", default=64)),
+    "latents": lambda config: normal(2, config.hidden_size, 8),
     "past_values": lambda config: normal(
         2,
         first(config, "context_length", default=64),
@@ -364,7 +365,6 @@ INPUTS = {
         "decoder_input_ids": codes(config),
     },
     "mimi": lambda config: {"input_values": normal(2, 1, 3840)},
-    "mimi_decoder": lambda config: {"latents": normal(2, config.hidden_size, 8)},
     "encodec": lambda config: {"input_values": normal(2, config.audio_channels, 3200)},
     "dac": lambda config: {"input_values": normal(2, 1, 3200)},
     "xcodec": lambda config: {"input_values": normal(2, 1, 3200)},
