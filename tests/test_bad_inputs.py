@@ -208,6 +208,11 @@ CACHE = {
     "k without v": ("v", {"v": None}),
     "v without k": ("k", {"k": None}),
     "k of rank 3": ("k", {"k": zeros(3, 2, 8)}),
+    "k is a list": ("k", {"k": [1.0], "cache_seqlens": 2}),
+    "pages of no tokens": (
+        "page size",
+        {n: zeros(4, 0, 2, 8) for n in ("k_cache", "v_cache")} | {"page_table": tensor([0], [1])},
+    ),
     "k of another batch": ("k", {"k": zeros(3, 3, 2, 8), "v": zeros(3, 3, 2, 8)}),
     "k of other heads": ("k", {"k": zeros(2, 3, 4, 8), "v": zeros(2, 3, 4, 8)}),
     "k of another dtype": ("k", {"k": zeros(2, 3, 2, 8, dtype=torch.float64)}),
@@ -237,6 +242,10 @@ CACHE = {
     "packed queries with a bound of floats": (
         "max_seqlen_q",
         {"q": zeros(4, 4, 8), "cu_seqlens_q": tensor(0, 2, 4), "max_seqlen_q": torch.tensor(2.0)},
+    ),
+    "cu_seqlens_q without a number": (
+        "cu_seqlens_q",
+        {"q": zeros(4, 4, 8), "cu_seqlens_q": zeros(0).int(), "max_seqlen_q": 2},
     ),
     "cu_seqlens_q of rank 2": (
         "cu_seqlens_q",
@@ -372,3 +381,10 @@ def test_no_backend_lists_every_backend_with_its_reasons():
     q = zeros(1, 2, 1, 600)
     with pytest.raises(NotImplementedError, match=r"(?s)cpu.*600.*512"):
         flashtile.attention(q, q, q)
+
+
+def test_slopes_that_require_a_gradient_are_fine_where_none_is_recorded():
+    q, slopes = torch.randn(1, 3, 2, 8), torch.rand(2, requires_grad=True)
+    with torch.no_grad():
+        out = flashtile.attention(q, q, q, alibi_slopes=slopes)
+    assert torch.equal(out, flashtile.attention(q, q, q, alibi_slopes=slopes.detach()))

@@ -45,6 +45,15 @@ def test_packed_values(case, asked, monkeypatch):
     refuse(flashtile.attention_varlen, call, argument, [call["out"]])
 
 
+@WITHOUT_AND_WITH_ASKING
+@pytest.mark.parametrize("argument", ["seqused_q", "seqused_k"])
+@pytest.mark.parametrize("lengths", [(-1, 2), (3, 6)], ids=["negative", "more than there is"])
+def test_values_of_a_padded_call(lengths, argument, asked, monkeypatch):
+    ask(monkeypatch, asked)
+    call = {"q": zeros(2, 5, 4, 8), "k": zeros(2, 5, 2, 8), "v": zeros(2, 5, 2, 8)}
+    refuse(flashtile.attention, call | {argument: tensor(*lengths)}, argument, [])
+
+
 @pytest.mark.parametrize("case", PACKED_VALUES)
 def test_packed_values_unchecked_stay_in_bounds(case, monkeypatch):
     """Without the check the call runs, and reads and writes only inside its tensors."""

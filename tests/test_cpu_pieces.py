@@ -182,3 +182,8 @@ def test_heads_that_are_adjacent_in_memory(dtype, seed):
         return x.mT.contiguous().mT
 
     check_dense(Sizes(), "causal", dtype, "cpu", seed, layout=heads_last)
+
+
+@pytest.mark.parametrize("options", ["scale + window", "scale + causal"])
+def test_every_piece_gets_the_scale(options, seed):
+    check_dense(Sizes(M=9, N=12), options, torch.float32, "cpu", seed)

@@ -262,6 +262,38 @@ def test_padding_that_is_written_into_a_whole_mask_counts():
     torch.testing.assert_close(got, plain(q, k, v, visible).nan_to_num(0.0))
 
 
+def test_a_mask_that_hides_nothing_is_none():
+    both_ways = masking_utils.bidirectional_mask_function
+    padded = torch.ones(2, 6, dtype=torch.bool)
+    make = transformers_masks.attention_mask
+    assert make(2, 6, 6, mask_function=both_ways, attention_mask=padded) is None
+    padded[0, 0] = False
+    assert torch.equal(make(2, 6, 6, mask_function=both_ways, attention_mask=padded), padded)
+
+
+@pytest.mark.parametrize("keys", [6, 4], ids=["all", "cache slots"])
+def test_a_mask_of_padding_that_somebody_else_made(keys):
+    q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
+    mask = torch.ones(2, keys, dtype=torch.long)
+    mask[1, :2] = 0
+    got, _ = attention_forward(layer(), q, k, v, mask, is_causal=False)
+    want = plain(q, k[:, :, :keys], v[:, :, :keys], mask[:, None, None].bool())
+    real = mask.bool() if keys == 6 else torch.ones(2, 6, dtype=torch.bool)
+    torch.testing.assert_close(got[real], want[real])
+
+
+def test_packed_sequences_with_a_bias():
+    q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
+    q, k, v = q[:1], k[:1], v[:1]
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    bias = torch.randn(1, 4, 6, 6, dtype=q.dtype)
+    got, _ = attention_forward(
+        layer(), q, k, v, None, is_causal=False, position_ids=positions, position_bias=bias
+    )
+    number = torch.tensor([1, 1, 2, 2, 2, 2])
+    torch.testing.assert_close(got, plain(q, k, v, number[:, None] == number, bias=bias))
+
+
 def test_some_of_the_lengths_are_not_enough_to_pack():
     q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
     starts = torch.tensor([0, 4, 12], dtype=torch.int32)

@@ -76,6 +76,7 @@ BAD = {
     ),
     "out that is not padded": ("out", PADDED, {"out": torch.zeros(8, 4, 8), "seqused_k": USED}),
     "q is a list": ("q: got list", PACKED | {"q": [1.0]}, {"cu_seqlens_q": CU_Q}),
+    "q is a list, padded keys": ("q: got list", PADDED | {"q": [1.0]}, {"cu_seqlens_q": CU_Q}),
 }
 
 

@@ -173,6 +173,11 @@ class TestRotary:
     def test_part_of_the_head_dim(self, interleaved, backend, seed):
         self.check(backend, Cache(seed, D=40), rotary_interleaved=interleaved, causal=True)
 
+    def test_a_table_of_one_position(self, backend, seed):
+        c = Cache(seed, M=1, filled=(0,) * B)
+        cos, sin = self.cos[:1], self.sin[:1]
+        self.check(backend, c, rotary_cos=cos, rotary_sin=sin, causal=True)
+
     def test_rotary_seqlens_give_other_positions(self, backend, seed):
         positions = torch.tensor([7, 1, 30], dtype=torch.int32)
         self.check(backend, Cache(seed), rotary_seqlens=positions, causal=True)
