@@ -388,3 +388,9 @@ def test_slopes_that_require_a_gradient_are_fine_where_none_is_recorded():
     with torch.no_grad():
         out = flashtile.attention(q, q, q, alibi_slopes=slopes)
     assert torch.equal(out, flashtile.attention(q, q, q, alibi_slopes=slopes.detach()))
+
+
+def test_blocks_of_one_tensor_alone_have_scales():
+    q, k = zeros(2, 5, 4, 8, dtype=FLOAT8), zeros(2, 7, 2, 8, dtype=FLOAT8)
+    call = {"q": q, "k": k, "v": k, "q_descale": torch.ones(2, 4, 1)}
+    refuse(flashtile.attention, call, "k_descale", [])
