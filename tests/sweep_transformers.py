@@ -43,9 +43,10 @@ from shrunken_models import (
     shrunken,
 )
 from shrunken_timm import offer_timm
-from sweep_reasons import EAGER_IS_WRONG, LIBRARY, NEED_TIMM, REASONS
+from sweep_reasons import EAGER_IS_WRONG, LIBRARY, NEED_SCIPY, NEED_TIMM, REASONS
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AttentionInterface, PreTrainedModel
+from transformers.utils import is_scipy_available
 
 from flashtile.integrations import transformers as integration
 
@@ -55,6 +56,8 @@ NOT_COMPARED = "not compared"
 
 if not offer_timm():
     REASONS |= dict.fromkeys(NEED_TIMM, LIBRARY + "timm")
+if not is_scipy_available():
+    REASONS |= dict.fromkeys(NEED_SCIPY, LIBRARY + "scipy")
 
 
 class Differs(AssertionError):
