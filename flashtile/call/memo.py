@@ -45,54 +45,54 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
     """
     if torch.compiler.is_compiling():
         return None
-    kinds = tuple(map(type, given))  # True is no number here, though it equals 1
-    places = _places(kinds)
-    if places is None:
+    types = tuple(map(type, given))  # True is no number here, though it equals 1
+    indices = _indices_by_type(types)
+    if indices is None:
         return None
     facts: list[Any] = [
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         dispatch.forced(),
         names,
-        kinds,
-        places.plain(given),
+        types,
+        indices.plain_values(given),
     ]
-    for place in places.tensors:
-        x = given[place]
+    for index in indices.tensors:
+        x = given[index]
         if x.is_nested:  # which have no shape, and are refused
             return None
         facts += (x.shape, x.dtype, x.device, x.requires_grad, x.layout)
-    for place in places.tuples:
-        parts = tuple(map(type, given[place]))
-        if not _PLAIN.issuperset(parts):
+    for index in indices.tuples:
+        item_types = tuple(map(type, given[index]))
+        if not _PLAIN.issuperset(item_types):
             return None
-        facts += (parts, given[place])
+        facts += (item_types, given[index])
     return tuple(facts)
 
 
-class Places(NamedTuple):
-    """Where arguments stand whose kind does not say all of them."""
+class ArgumentIndices(NamedTuple):
+    """The indices of the arguments that their types do not determine, as None does."""
 
-    plain: Callable[[tuple[Any, ...]], Any]  # picks those whose value is what counts
+    plain_values: Callable[[tuple[Any, ...]], Any]  # the arguments whose value is part of the key
     tensors: tuple[int, ...]
     tuples: tuple[int, ...]
 
 
 @memoised(1024)
-def _places(kinds: tuple[type, ...]) -> Places | None:
-    """None where one is of another kind."""
+def _indices_by_type(types: tuple[type, ...]) -> ArgumentIndices | None:
+    """None if one argument has another type."""
 
     def of(wanted: Set[Any]) -> tuple[int, ...]:
-        return tuple(place for place, kind in enumerate(kinds) if kind in wanted)
+        return tuple(index for index, kind in enumerate(types) if kind in wanted)
 
-    if not (_PLAIN | _TENSORS | _TUPLES).issuperset(kinds):
+    if not (_PLAIN | _TENSORS | _TUPLES).issuperset(types):
         return None
     plain = of(_PLAIN - {type(None)})
-    pick = itemgetter(*plain) if plain else _none
-    return Places(pick, of(_TENSORS), of(_TUPLES))
+    pick = itemgetter(*plain) if plain else _no_values
+    return ArgumentIndices(pick, of(_TENSORS), of(_TUPLES))
 
 
-def _none(given: tuple[Any, ...]) -> tuple[()]:
+def _no_values(given: tuple[Any, ...]) -> tuple[()]:
     """What `itemgetter` picks of no arguments."""
     return ()
 
