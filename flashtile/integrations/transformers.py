@@ -213,8 +213,9 @@ def attention_forward(
                 "has no such keyword; use attn_implementation='eager' for this model"
             )
     causal = _says_causal(module) if is_causal is None else is_causal
-    has_lengths = all(options.get(name) is not None for name in _LENGTHS)
-    if attention_mask is None and not has_lengths and _is_transformers(module):
+    found = tuple(options.get(name) for name in _LENGTHS)
+    lengths = None if any(length is None for length in found) else found
+    if attention_mask is None and lengths is None and _is_transformers(module):
         sliding_window = None  # as in eager attention: without a mask every key is visible
     # Transformers counts the query itself as part of the window.
     side = -1 if sliding_window is None else sliding_window - 1
@@ -235,7 +236,7 @@ def attention_forward(
             "deterministic": _deterministic(options.get("deterministic")),
         },
     )
-    return _attend(call, attention_mask, options), None
+    return _attend(call, attention_mask, lengths, options.get("position_ids")), None
 
 
 def _eager_ignores(module: torch.nn.Module, keyword: str) -> bool:
@@ -295,8 +296,12 @@ class _Call(NamedTuple):
         return self.bias is None and self.chosen is None and self.sinks is None
 
 
-def _attend(call: _Call, mask: Any, options: dict[str, Any]) -> Tensor:
-    """Call flashtile in the cheapest way that applies `mask`, which may have any form."""
+def _attend(call: _Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids: Any) -> Tensor:
+    """Call flashtile in the cheapest way that applies `mask`, which may have any form.
+
+    Args:
+        lengths: the options `_LENGTHS`; None unless all of them are given.
+    """
     if isinstance(mask, Tensor):
         mask = short_form(mask)
         pattern = attached_pattern(mask)
@@ -309,12 +314,10 @@ def _attend(call: _Call, mask: Any, options: dict[str, Any]) -> Tensor:
         mask = mask if mask.dtype == torch.bool else mask.bool()
     elif mask is not None:
         return _with_exact_mask(call, mask)
-    lengths = [options.get(name) for name in _LENGTHS]
-    if all(length is not None for length in lengths):
-        return _with_lengths(call, *cast(Any, lengths))
+    if lengths is not None:
+        return _with_lengths(call, *lengths)
     if mask is not None and not is_whole(mask):
         return _with_padding(call, mask)
-    position_ids = options.get("position_ids")
     if isinstance(position_ids, Tensor) and not torch.compiler.is_compiling():
         numbers = once(position_ids, restarting_positions, call.q.shape[1], call.k.shape[1])
         if numbers is not None:
