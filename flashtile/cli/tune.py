@@ -168,7 +168,7 @@ def time_candidate(candidate: Candidate, length: int, dtype: torch.dtype) -> flo
 
 def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: bool) -> list[Any]:
     """The launches of the candidate's kernel."""
-    from ..backends.triton import launch
+    from ..backends.triton import kernel_launches, launch
 
     batch, heads = max(1, TOKENS // length), HIDDEN // candidate.head_dim
     shape = (batch, length, heads, candidate.head_dim)
@@ -177,11 +177,12 @@ def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: b
     problem = AttentionProblem.of(operands, options)
     with plan.forced_tile(candidate.kernel, candidate.tile):
         out, lse = made = launch.forward_buffers(problem, operands)
-        launches = launch.forward_launches(problem, operands, *made)
+        launches = kernel_launches.forward_launches(problem, operands, made)
         if candidate.kernel != "forward":
             launch.run(launches, q)
             gradients = launch.backward_buffers(problem, operands, lse, dtype)
-            launches = launch.backward_launches(problem, operands, out, lse, dout, None, gradients)
+            given = (*operands, out, lse, dout, None)
+            launches = kernel_launches.backward_launches(problem, given, gradients)
     name, makes = MARKS[candidate.kernel]
     return [x for x in launches if x.kernel.__name__ == name and x.arguments.get(makes, True)]
 

@@ -13,13 +13,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from flashtile.backends.triton.launch import (
-    backward_buffers,
+from flashtile.backends.triton.kernel_launches import (
     backward_launches,
-    forward_buffers,
     forward_launches,
     probabilities_launch,
 )
+from flashtile.backends.triton.launch import backward_buffers, forward_buffers
 from flashtile.backends.triton.plan import unsupported_reasons
 from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import Appended, RotaryOptions, append_launch
@@ -58,12 +57,13 @@ def launches(
     there."""
     problem = _problem(operands, options, device)
     made = forward_buffers(problem, operands)
-    found = forward_launches(problem, operands, *made)
+    found = forward_launches(problem, operands, made)
     if backward and not unsupported_reasons(problem._replace(needs_grad=True)):
         out, lse = made[:2]
         gradients = backward_buffers(problem, operands, lse, operands.k.dtype)
         dout = torch.empty_like(out)
-        found += backward_launches(problem, operands, out, lse, dout, None, gradients)
+        given = (*operands, out, lse, dout, None)
+        found += backward_launches(problem, given, gradients)
     return found
 
 

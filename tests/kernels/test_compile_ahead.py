@@ -25,10 +25,10 @@ from flashtile import ops
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 from flashtile.backends.triton.float8 import with_wide_queries
-from flashtile.backends.triton.launch import Launch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.gpu import hardware
+from flashtile.gpu.launch import Launch
 from flashtile.masks import BlockMask
 from flashtile.quantize import quantize_qkv
 from flashtile.testing import alibi_slopes, generator, normal, qkv

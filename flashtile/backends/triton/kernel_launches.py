@@ -1,0 +1,223 @@
+"""The kernel launches of a pass, described without making them.
+
+`gpu/relaunch.py` asks for them on the first calls of a kind, and tests compile them for other GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...gpu.launch import Launch
+from ...gpu.rows import Rows, contiguous, is_aligned, rows_of
+from ...ops.merge.kernel import merge_launch
+from ...problem import AttentionProblem, Operands
+from .arguments import NO_LISTS, NUMBERS, Lists, bias_of, common_of
+from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
+from .bias_gradient import bias_gradient_kernel
+from .block_lists import list_tiles_kernel
+from .forward_pass import forward_kernel
+from .plan import KernelPlan, plan
+from .score_matrix import probabilities_kernel
+
+# Tiles that one step of `list_tiles_kernel` classifies.
+LIST_CHUNK = 128
+
+
+class BackwardBuffers(NamedTuple):
+    """What the kernels of a backward write to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    delta: Tensor
+
+
+def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[Launch]:
+    """The launches of a forward.
+
+    Args:
+        given: the operands.
+        made: what the launches fill, as `launch.forward_buffers` makes it.
+    """
+    operands = Operands(*given)
+    out, lse, *parts = made
+    planned = plan(problem, is_aligned(operands.k, operands.v))
+    kernel_plan = planned.split if parts else planned.forward
+    config = kernel_plan.config
+    written = (parts[0][0], parts[1]) if parts else (out, lse)
+    common = common_of(problem, operands)
+    launches = []
+    lists = NO_LISTS
+    if problem.block_tile is not None:
+        lists, launch = lists_launch(problem, operands, common, kernel_plan, by_keys=False)
+        launches.append(launch)
+    rows_per_query = config.GROUP if config.IS_PACKED_GROUP else 1
+    programs = -(-problem.M * rows_per_query // config.BLOCK_M)
+    programs *= problem.B * problem.Hq // rows_per_query
+    k, v = operands.k, operands.v
+    if config.PAIR == 2:
+        k, v = k.view(torch.int16), v.view(torch.int16)
+    arguments = common | {
+        "q": rows_of(operands.q),
+        "k": rows_of(k),
+        "v": rows_of(v),
+        "out": rows_of(written[0]),
+        "lse_ptr": written[1],
+        "sink_ptr": contiguous(operands.sink),
+        "lists": lists,
+        "cfg": config,
+    }
+    grid = (programs, parts[0].shape[0]) if parts else (programs,)
+    how = kernel_plan.warps, kernel_plan.stages, config.IS_CHAINED
+    launches.append(Launch(forward_kernel, grid, arguments, *how))
+    if parts:
+        launches.append(merge_launch(parts[0], parts[1], out, lse, config.IS_CHAINED))
+    return launches
+
+
+def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[Launch]:
+    """The launches of a backward.
+
+    Args:
+        given: the operands, then out, lse (contiguous), dout and dlse.
+        made: what the launches fill, as `launch.backward_buffers` makes it.
+    """
+    *tensors, out, lse, dout, dlse = given
+    operands, made = Operands(*tensors), BackwardBuffers(*made)
+    q, k, v = operands[:3]
+    planned = plan(problem, is_aligned(q, k, v, dout))
+    common = common_of(problem, operands)
+    launches = [delta_launch(problem, out, dout, dlse, made.delta, planned.queries)]
+    shared = {
+        "q": rows_of(q),
+        "k": rows_of(k),
+        "v": rows_of(v),
+        "dout": rows_of(dout),
+        "lse_ptr": lse,
+        "delta_ptr": made.delta,
+        **common,
+    }
+    passes: list[tuple[Any, KernelPlan, dict[str, Any]]] = [
+        (key_gradient_kernel, planned.keys, {"HAS_DK": True, "HAS_DV": planned.values is None}),
+        (query_gradient_kernel, planned.queries, {"dq": rows_of(made.dq)}),
+    ]
+    if planned.values is not None:
+        passes.insert(1, (key_gradient_kernel, planned.values, {"HAS_DK": False, "HAS_DV": True}))
+    for kernel, kernel_plan, own in passes:
+        config, by_keys = kernel_plan.config, kernel is key_gradient_kernel
+        own["lists"] = NO_LISTS
+        if problem.block_tile is not None:
+            own["lists"], launch = lists_launch(problem, operands, common, kernel_plan, by_keys)
+            launches.append(launch)
+        if by_keys:
+            own |= {"dk": rows_of(made.dk), "dv": rows_of(made.dv)}
+            programs = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
+        else:
+            programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
+        arguments = {**shared, **own, "cfg": config}
+        launches.append(
+            Launch(kernel, (programs,), arguments, kernel_plan.warps, kernel_plan.stages)
+        )
+    if made.dbias is not None:
+        launches.append(bias_launch(problem, made.dbias, shared, planned.scores))
+    return launches
+
+
+def delta_launch(
+    problem: AttentionProblem,
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    kernel_plan: KernelPlan,
+) -> Launch:
+    """rowsum(dO * O) - dlse of every row, packed or not."""
+    sequences = problem.B if out.dim() == 4 else 1
+    rows = out.shape[-3]
+    config = kernel_plan.config
+    arguments = {
+        "out": rows_of(out),
+        "dout": rows_of(dout),
+        "dlse_ptr": None if dlse is None else dlse.contiguous(),
+        "delta_ptr": delta,
+        "rows_total": rows,
+        "heads": problem.Hq,
+        "cfg": config,
+    }
+    grid = (sequences * problem.Hq, -(-rows // config.BLOCK_M))
+    return Launch(delta_kernel, grid, arguments, 4, 1)
+
+
+def lists_launch(
+    problem: AttentionProblem,
+    operands: Operands,
+    common: dict[str, Any],
+    kernel_plan: KernelPlan,
+    by_keys: bool,
+) -> tuple[Lists, Launch]:
+    """The lists of tiles that a kernel of `kernel_plan` visits."""
+    assert operands.tile_kinds is not None
+    config = kernel_plan.config
+    batch, heads = operands.tile_kinds.shape[:2]
+    if problem.layout != "dense" or problem.has_lengths:
+        batch = problem.B
+    m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
+    own, other = (n_tiles, m_tiles) if by_keys else (m_tiles, n_tiles)
+    device = operands.q.device
+    count = batch * heads * own
+    lists = Lists(
+        counts=torch.empty(count, 2, dtype=torch.int32, device=device),
+        tiles=torch.empty(count, other, dtype=torch.int32, device=device),
+        has_batch=int(batch > 1),
+        has_heads=int(heads > 1),
+    )
+    arguments = {
+        **{name: common[name] for name in ("at", "block_data", *NUMBERS)},
+        "lists": lists,
+        "cfg": config,
+        "BY_KEYS": by_keys,
+        "CHUNK": LIST_CHUNK,
+    }
+    return lists, Launch(list_tiles_kernel, (batch * heads, own), arguments, 4, 1)
+
+
+def bias_launch(
+    problem: AttentionProblem, dbias: Tensor, shared: dict[str, Any], kernel_plan: KernelPlan
+) -> Launch:
+    """The gradient of the bias, in the bias's own shape."""
+    batch, heads, rows, keys = dbias.shape
+    config = kernel_plan.config
+    arguments = shared | {
+        "dbias": bias_of(dbias),
+        "IS_BATCH_SHARED": batch == 1,
+        "IS_HEAD_SHARED": heads == 1,
+        "IS_ROW_SHARED": rows == 1,
+        "IS_KEY_SHARED": keys == 1,
+        "cfg": config,
+    }
+    grid = (batch * heads, -(-rows // config.BLOCK_M), -(-keys // config.BLOCK_N))
+    return Launch(bias_gradient_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+
+
+def probabilities_launch(
+    problem: AttentionProblem, operands: Operands, lse: Tensor, probs: Tensor
+) -> Launch:
+    """Fill `probs` (B, Hq, M, N) where something is visible."""
+    kernel_plan = plan(problem, False).scores
+    config = kernel_plan.config
+    batch, head, row, key = probs.stride()
+    arguments = {
+        "q": rows_of(operands.q),
+        "k": rows_of(operands.k),
+        "probs": Rows(probs, batch, row, head, key),
+        "lse_ptr": lse,
+        "cfg": config,
+        **common_of(problem, operands),
+    }
+    m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
+    grid = (problem.B * problem.Hq, m_tiles, n_tiles)
+    return Launch(probabilities_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
