@@ -115,3 +115,19 @@ def test_a_compiled_function_writes_nothing(has_run):
     assert explanation.chosen == "cpu"
     assert explanation.steps == ("append the new keys and values to the cache",)
     assert not cache.any()
+
+
+def test_inside_a_compiled_function():
+    """The graph ends before `explain`; the call after it is compiled as ever."""
+
+    def function(x):
+        x = x * 2
+        report = flashtile.explain(flashtile.attention, x, x, x, softcap=3.0)
+        return flashtile.attention(x, x, x, softcap=3.0) + 1, report
+
+    compiled = torch.compile(function, backend="eager")
+    want, report = function(q)
+    for _ in range(2):
+        out, explanation = compiled(q)
+        assert explanation == report
+        assert torch.equal(out, want)

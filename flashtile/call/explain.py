@@ -70,6 +70,8 @@ def explained(
     The function runs up to the choice of a backend, so its checks are those of the call itself.
     It has written nothing at that point.
     """
+    if torch.compiler.is_compiling():  # the graph ends here: `function` runs without a tracer
+        return torch.compiler.disable(explained)(function, call, options)
     before, this_thread.explains = this_thread.explains, True
     try:
         with _compiled_functions_run_eagerly():
