@@ -66,7 +66,8 @@ def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: 
 
 def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of a prepared call, recorded for gradients."""
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling:
         operands = _dealiased(operands)
     else:
         flops.register_when_counting()
@@ -77,7 +78,7 @@ def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tenso
     if transforms:  # which wants nothing written in place
         operands = operands._replace(workspace=None)
     # Of a meta tensor the op makes sizes and dtypes.
-    if transforms or operands.q.is_meta or is_traced(operands):
+    if compiling or transforms or operands.q.is_meta or _is_observed(operands):
         options = problem.options
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
@@ -105,12 +106,16 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 def is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether a tracer, a mode, a profiler or a subclass of Tensor is to see the op itself."""
+    return torch.compiler.is_compiling() or _is_observed(tensors)
+
+
+def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
+    """`is_traced` where nothing is being compiled."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch.autograd.profiler._is_profiler_enabled
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()
         or not _PLAIN.issuperset(map(type, tensors))
     )
 

@@ -132,7 +132,7 @@ TENSORS = frozenset(name for name, option in OPTIONS.items() if option.kind == "
 
 def refuse_unknown(given: Mapping[str, Any], kind: Any, function: Callable[..., Any]) -> None:
     """Raise TypeError for options that `function`, whose class of options is `kind`, lacks."""
-    if not given.keys() <= kind.__optional_keys__:
+    if not kind.__optional_keys__.issuperset(given):
         unknown = [name for name in given if name not in kind.__optional_keys__]
         raise checks.unexpected_keywords(unknown, function)
 

@@ -42,8 +42,9 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return reasons + head_dim_reasons(problem, MAX_HEAD_DIM)
 
 
+@memoised(1024)
 def plan_forward(problem: AttentionProblem) -> Plan:
-    """Kernel and tiles of the forward pass."""
+    """Kernel and tiles of the forward pass, whether or not it records gradients."""
     return _plan(problem._replace(needs_grad=False, bias_needs_grad=False), "forward", False)
 
 

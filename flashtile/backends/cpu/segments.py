@@ -7,7 +7,7 @@ The kernels get plain (batch, heads, length, head_dim) tensors, whatever the lay
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...lru import memoised
 from ...masks import FULL, PARTIAL, Visibility
 from ...positions import Positions, Run
 from ...problem import AttentionProblem, Operands
@@ -181,15 +182,30 @@ class Segment:
         return bias[tuple(index)]
 
 
-def segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
+def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]:
     """The segments of a call. Lengths are clamped to the sizes of the tensors."""
-    layouts = _Layouts.of(operands)
-    sequences = (
-        _dense_sequences
-        if problem.layout == "dense" and not _ragged(problem)
-        else _ragged_sequences
+    if problem.layout == "dense" and not _ragged(problem):
+        return _dense_segments(problem)
+    return _ragged_segments(problem, operands)
+
+
+@memoised(1024)
+def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
+    """A few batch rows each. They hold no tensor, so equal calls share them."""
+    step = max(1, MAX_BATCH_HEADS // problem.Hq)
+    heads, kv_heads = slice(0, problem.Hq), slice(0, problem.Hk)
+    batches = (slice(b, min(b + step, problem.B)) for b in range(0, problem.B, step))
+    return tuple(
+        _Sequence(batch, slice(0, problem.M), slice(0, problem.N)).segment(
+            problem, heads, kv_heads, None
+        )
+        for batch in batches
     )
-    for sequence in sequences(problem, operands):
+
+
+def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
+    layouts = _Layouts.of(operands)
+    for sequence in _ragged_sequences(problem, operands):
         for heads, kv_heads, layout in _head_groups(problem, layouts, sequence.batch.start):
             yield sequence.segment(problem, heads, kv_heads, layout)
 
@@ -226,14 +242,6 @@ class _Sequence(NamedTuple):
 def _ragged(problem: AttentionProblem) -> bool:
     """Whether sequences may differ in length, offset or mask, so that each one is a segment."""
     return problem.has_lengths or problem.page_size > 0 or problem.block_tile is not None
-
-
-def _dense_sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
-    step = max(1, MAX_BATCH_HEADS // problem.Hq)
-    for b in range(0, problem.B, step):
-        yield _Sequence(
-            slice(b, min(b + step, problem.B)), slice(0, problem.M), slice(0, problem.N)
-        )
 
 
 def _ragged_sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:

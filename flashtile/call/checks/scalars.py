@@ -50,7 +50,9 @@ def flag(name: str, x: Any) -> bool:
         TypeError, ValueError: `x` is anything else. Its truth value may not be what the caller
             meant ("no" is true), and reading a tensor on a GPU makes the host wait.
     """
-    if isinstance(x, (bool, torch.SymBool)):
+    if type(x) is bool:
+        return x
+    if isinstance(x, torch.SymBool):
         return bool(x)
     if not isinstance(x, int):
         raise TypeError(f"{name}: got {type(x).__name__}, want True or False")
