@@ -21,7 +21,8 @@ def qkv(**changes):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """A list with an entry for each call that was checked."""
+    """A list with an entry for each call that was checked, of none known before."""
+    flashtile.clear_caches()
     seen = []
     describe = prepare.describe
 
@@ -94,6 +95,43 @@ def test_a_repeated_cache_call_is_not_checked_again_and_uses_the_new_tensors(che
         page, slot = call["page_table"][0, length // 4], length % 4
         assert torch.equal(call["k_cache"][page, slot], call["k"][0, 0])
         del checked[1:]
+
+
+def tril_mask(M=5, N=7, batch=1):
+    pattern = torch.ones(batch, 1, M, N, dtype=torch.bool).tril(N - M)
+    return flashtile.BlockMask.from_dense(pattern, (4, 4))
+
+
+def test_a_repeated_call_with_a_block_mask_is_not_checked_again(checked):
+    for _ in range(3):
+        flashtile.attention(*qkv(), block_mask=tril_mask())
+    assert len(checked) == 1
+
+
+def test_the_tiles_are_those_of_the_new_block_mask(checked):
+    """Masks of equal shapes share an entry; another mask, or new values in one, counts."""
+    q, k, v = qkv()
+    for seed in range(3):
+        pattern = torch.rand(5, 7, generator=torch.Generator().manual_seed(seed)) < 0.6
+        mask = flashtile.BlockMask.from_tiles(pattern, (1, 1))
+        out = flashtile.attention(q, k, v, block_mask=mask)
+        bias = torch.zeros(5, 7).masked_fill(~pattern, float("-inf"))
+        torch.testing.assert_close(out, flashtile.attention(q, k, v, bias=bias))
+        mask.kinds.fill_(1)
+        out = flashtile.attention(q, k, v, block_mask=mask)
+        torch.testing.assert_close(out, flashtile.attention(q, k, v))
+    assert len(checked) == 3  # one of each kind: with a mask, with a bias, with neither
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch", "message"),
+    [((5, 6), 1, "is for 5 queries and 6 keys"), ((5, 7), 3, "is for batch 3")],
+)
+def test_a_bad_block_mask_after_a_good_one_is_refused(lengths, batch, message):
+    """Masks for 6 and for 7 keys have equal tiles; only their lengths differ."""
+    flashtile.attention(*qkv(), block_mask=tril_mask())
+    with pytest.raises(ValueError, match=f"block_mask: {message}"):
+        flashtile.attention(*qkv(), block_mask=tril_mask(*lengths, batch))
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,10 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
         names: of the arguments, which are not the same ones in every call.
 
     Returns:
-        None where that cannot be said in advance: under a tracer, whose sizes are symbols, and for
-        arguments of other kinds (a block mask, a subclass of Tensor, something to be refused).
+        None where that cannot be said in advance: for arguments of other types (a subclass of
+        Tensor, something to be refused). Nor can it be said under a tracer, whose sizes are
+        symbols; there, the caller does not ask.
     """
-    if torch.compiler.is_compiling():
-        return None
     types = tuple(map(type, given))  # True is no number here, though it equals 1
     indices = _indices_by_type(types)
     if indices is None:

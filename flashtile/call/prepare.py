@@ -80,13 +80,11 @@ def prepare(
         NotImplementedError: no backend can run the call; the message lists each with its reasons.
     """
     qkv, layout, given = _read(qkv, layout, given)
-    explains = not torch.compiler.is_compiling() and this_thread.explains
+    compiling = torch.compiler.is_compiling()
+    explains = not compiling and this_thread.explains
     key = None
-    if not explains:
-        asked: tuple[Any, ...] = (backend, wants_probabilities)
-        if isinstance(layout, Cached):
-            asked += _strides(*qkv[1:])
-        key = memo.key_of((type(layout), *given), (*qkv, *layout, *given.values(), *asked))
+    if not (compiling or explains):
+        key = _key(qkv, layout, given, backend, wants_probabilities)
     decision = memo.get(key)
     if decision is not None:
         if not decision.has_extras and out is None:
@@ -135,16 +133,12 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     checks.absorbed(qv, q, v)
     metadata = given.get("scheduler_metadata")
     checks.hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
-    operands = _operands(qkv, layout, given)
     M, N = layout.longest(q, k)
     block_mask = _block_mask(given.get("block_mask"))
     if block_mask is not None:
         checks.block_mask_lengths(block_mask, M, N)
-        operands = operands._replace(
-            tile_kinds=block_mask.kinds,
-            partial_index=block_mask.partial_index,
-            partial_tiles=block_mask.partial_tiles,
-        )
+        given = {**given, "block_mask": block_mask}
+    operands = _operands(qkv, layout, given)
     absorb = described_operands if isinstance(layout, Cached) else absorb_operands
     operands = absorb(operands, qv)
     options = _numbers(given, operands.q.shape[-1], M, N)
@@ -202,6 +196,18 @@ def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     return (cast_input(q, dtype), k, v), layout, given
 
 
+def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
+    """What decides the call, for the memo; None if that cannot be said."""
+    values = given.values()
+    if isinstance(layout, Cached):
+        asked += _strides(*qkv[1:])
+    mask = given.get("block_mask")
+    if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
+        values = {**given, "block_mask": None}.values()
+        asked += (*_tiles(mask).values(), mask.lengths)
+    return memo.key_of((type(layout), *given), (*qkv, *layout, *values, *asked))
+
+
 def _strides(*caches: Tensor) -> tuple[int, ...]:
     """The strides of the caches, which determine whether they already are packed sequences."""
     plain = (x for x in caches if isinstance(x, Tensor) and not x.is_nested)
@@ -209,9 +215,12 @@ def _strides(*caches: Tensor) -> tuple[int, ...]:
 
 
 def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
-    """The tensors of a call, without `qv` and tiles."""
+    """The tensors of a call, without `qv`; a block mask is one of ours."""
     operands = layout.operands(*qkv)
     tensors = {name: x for name, x in given.items() if x is not None and name in TENSORS}
+    mask = given.get("block_mask")
+    if mask is not None:
+        tensors |= _tiles(mask)
     if not tensors:
         return operands
     if "bias" in tensors:
@@ -261,6 +270,15 @@ def _four_dimensional(bias: Any) -> Any:
     if not isinstance(bias, Tensor) or bias.dim() >= 4:
         return bias
     return bias[(None,) * (4 - bias.dim())]
+
+
+def _tiles(mask: BlockMask) -> dict[str, Tensor]:
+    """The operands that hold a block mask."""
+    return {
+        "tile_kinds": mask.kinds,
+        "partial_index": mask.partial_index,
+        "partial_tiles": mask.partial_tiles,
+    }
 
 
 def _block_mask(given: Any) -> BlockMask | None:
