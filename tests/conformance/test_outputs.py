@@ -181,6 +181,9 @@ class TestCombine:
         given, _ = flashtile.flash_attn_combine(*parts, out, dtype)
         assert given is out
         assert torch.equal(out, cast)
+        exact = torch.empty(2, 7, 4, 8)  # its dtype overrides `out_dtype`
+        flashtile.flash_attn_combine(*parts, exact, dtype)
+        assert torch.equal(exact, wanted)
 
     def test_used_tokens_of_a_batch(self, seed):
         g = generator(seed)
