@@ -125,7 +125,7 @@ def test_the_tiles_are_those_of_the_new_block_mask(checked):
 
 @pytest.mark.parametrize(
     ("lengths", "batch", "message"),
-    [((5, 6), 1, "is for 5 queries and 6 keys"), ((5, 7), 3, "is for batch 3")],
+    [((5, 6), 1, "got a mask for 5 queries and 6 keys"), ((5, 7), 3, "got a mask for batch 3")],
 )
 def test_a_bad_block_mask_after_a_good_one_is_refused(lengths, batch, message):
     """Masks for 6 and for 7 keys have equal tiles; only their lengths differ."""
