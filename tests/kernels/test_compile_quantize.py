@@ -37,7 +37,7 @@ def launch_of(head_dim: int, rows: int, of_values: bool, half: int = 0) -> Launc
         ROW_STEP=16 if of_values else 1,
         HALF=half,
         IS_INTERLEAVED=False,
-        MEASURES=False,
+        IS_MEASUREMENT=False,
         HAS_SCALES=False,
     )
     tables: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)

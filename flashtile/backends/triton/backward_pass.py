@@ -61,11 +61,11 @@ def delta_kernel(out, dout, dlse_ptr, delta_ptr, rows_total, heads, cfg: tl.cons
 
 
 @triton.jit
-def load_stats(lse_ptr, delta_ptr, rows, M, MASKED: tl.constexpr):
+def load_stats(lse_ptr, delta_ptr, rows, M, IS_MASKED: tl.constexpr):
     """Log-sum-exp in base 2, and delta. Rows that saw no key, or are past the end, get +inf, which
     makes P zero.
     """
-    if MASKED:
+    if IS_MASKED:
         lse = tl.load(lse_ptr + rows, mask=rows < M, other=-float("inf"))
         delta = tl.load(delta_ptr + rows, mask=rows < M, other=0.0)
     else:
@@ -87,13 +87,13 @@ def recompute_p(
     score,
     M,
     N,
-    MASKED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):
     """P = exp(S - lse) of a tile or of a transposed tile."""
     s_log2 = scores_log2(qk, rows, keys, (rows < M) & (keys < N), shift, b, h, score, cfg)
     p = tl.math.exp2(s_log2 * linear_scale(score, cfg) - lse_log2)
-    if MASKED:
+    if IS_MASKED:
         p = tl.where(visible, p, 0.0)
     return p
 
@@ -110,7 +110,7 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 def add_queries(
     dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_ptr, delta_ptr, n0,
     keys, M, N, b, h, mask,
-    score, blocks, drop_threshold, drop_key, MASKED: tl.constexpr, HAS_DK: tl.constexpr,
+    score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dK and dV: the queries [m0, m0 + BLOCK_M). Tiles of scores are transposed,
@@ -122,12 +122,12 @@ def add_queries(
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[None, :]
     # (BLOCK_M, BLOCK_D)
-    q_tile = load_tile(q_source, q, m0, M, cfg, MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D)
+    q_tile = load_tile(q_source, q, m0, M, cfg, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D)
     # (BLOCK_N, BLOCK_M)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-    lse_log2, delta = load_stats(lse_ptr, delta_ptr, offs_m, M, MASKED)
+    lse_log2, delta = load_stats(lse_ptr, delta_ptr, offs_m, M, IS_MASKED)
     visible = keys < N
-    if MASKED:
+    if IS_MASKED:
         start, stop = visible_keys(rows + shift, N, mask, cfg)
         visible = between(keys, start, stop, cfg)
         if cfg.MASK_TILE_M > 0:
@@ -136,10 +136,10 @@ def add_queries(
     if cfg.HAS_DROPOUT:
         keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, BLOCK_M, BLOCK_N))
     p = recompute_p(
-        qk, lse_log2[None, :], rows, keys, visible, shift, b, h, score, M, N, MASKED, cfg
+        qk, lse_log2[None, :], rows, keys, visible, shift, b, h, score, M, N, IS_MASKED, cfg
     )
     # (BLOCK_M, BLOCK_DV)
-    do_tile = load_tile(dout_source, dout, m0, M, cfg, MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV)
+    do_tile = load_tile(dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV)
     if HAS_DV:
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
         dv_acc = tl.dot(p_kept, do_tile, dv_acc, input_precision="ieee")
@@ -246,20 +246,20 @@ def key_gradient_kernel(
 def add_keys(
     dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start, stop, M,
     N, b, h, score, blocks,
-    drop_threshold, drop_key, MASKED: tl.constexpr, cfg: tl.constexpr,
+    drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dQ: the keys [n0, n0 + BLOCK_N)."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
-    k_tile = load_tile(k_source, k, n0, N, cfg, MASKED, cfg.D, BLOCK_N, cfg.BLOCK_D)
-    v_tile = load_tile(v_source, v, n0, N, cfg, MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV)
+    k_tile = load_tile(k_source, k, n0, N, cfg, IS_MASKED, cfg.D, BLOCK_N, cfg.BLOCK_D)
+    v_tile = load_tile(v_source, v, n0, N, cfg, IS_MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV)
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
     visible = keys < N
-    if MASKED:
+    if IS_MASKED:
         visible = between(keys, start, stop, cfg)
         if cfg.MASK_TILE_M > 0:
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
@@ -267,7 +267,7 @@ def add_keys(
     if cfg.HAS_DROPOUT:
         keep = kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N)
     p = recompute_p(
-        qk, lse_log2[:, None], rows, keys, visible, N - M, b, h, score, M, N, MASKED, cfg
+        qk, lse_log2[:, None], rows, keys, visible, N - M, b, h, score, M, N, IS_MASKED, cfg
     )
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
     if cfg.HAS_SOFTCAP:

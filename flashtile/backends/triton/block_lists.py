@@ -39,17 +39,17 @@ def block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg: tl.constexpr):
 @triton.jit(do_not_specialize=NUMBERS)
 def list_tiles_kernel(
     lists, at, block_data, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr, BY_KEYS: tl.constexpr,
+    mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr, IS_BY_KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of `lists`: the tiles that one tile of queries (BY_KEYS: of keys) visits, in
+    """Write one row of `lists`: the tiles that one tile of queries (IS_BY_KEYS: of keys) visits, in
     ascending order.
     """
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     blocks = Blocks(block_data, mask_rows, mask_columns, heads)
     list_heads = 1 + lists.has_heads * (heads - 1)
-    if BY_KEYS:
+    if IS_BY_KEYS:
         capacity = tl.cdiv(M, cfg.BLOCK_M)
     else:
         capacity = tl.cdiv(N, cfg.BLOCK_N)
@@ -68,7 +68,7 @@ def list_tiles_kernel(
     for chunk in range(0, capacity, CHUNK):
         # (CHUNK,)
         other_tile = chunk + tl.arange(0, CHUNK)
-        if BY_KEYS:
+        if IS_BY_KEYS:
             m0 = other_tile * BLOCK_M
             n0 = other_tile * 0 + own_tile * BLOCK_N
         else:

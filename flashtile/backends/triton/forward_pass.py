@@ -45,7 +45,7 @@ from .tiles import (
 def attend_keys(
     acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
     start, stop, b, h, h_mask, shift, qk_scale, scale_block,
-    lengths, score, blocks, drop_threshold, drop_key, MASKED: tl.constexpr, cfg: tl.constexpr,
+    lengths, score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the KV loop: update the running maximum, sum and output with the keys
     [n0, n0 + BLOCK_N) (online softmax)."""
@@ -54,7 +54,7 @@ def attend_keys(
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
     # (BLOCK_N, BLOCK_D / PAIR)
     k_tile = load_keys(
-        k_source, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.D // cfg.PAIR, BLOCK_N,
+        k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.D // cfg.PAIR, BLOCK_N,
         cfg.BLOCK_D // cfg.PAIR,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
@@ -67,7 +67,7 @@ def attend_keys(
     if cfg.TAIL_D > 0:
         # (BLOCK_N, BLOCK_TAIL)
         k_tail = load_keys(
-            k_source + cfg.D * k.dim, k, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.TAIL_D,
+            k_source + cfg.D * k.dim, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
             BLOCK_N, cfg.BLOCK_TAIL,
         )  # fmt: skip
         qk = tl.dot(q_tail, tl.trans(k_tail), qk, input_precision="ieee")
@@ -77,7 +77,7 @@ def attend_keys(
         if k_scale is not None:
             qk *= k_scale
     s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), shift, b, h, score, cfg)
-    if MASKED:
+    if IS_MASKED:
         visible = between(keys, start, stop, cfg)
         if cfg.MASK_TILE_M > 0:
             visible = in_block_mask(rows, keys, visible, b, h_mask, blocks, cfg)
@@ -85,7 +85,7 @@ def attend_keys(
     factor = linear_scale(score, cfg)
     new_max = tl.maximum(row_max, tl.max(s_log2, 1) * factor)
     pivot = new_max
-    if MASKED or not cfg.IS_LINEAR:  # nothing visible yet: -inf - -inf would be NaN
+    if IS_MASKED or not cfg.IS_LINEAR:  # nothing visible yet: -inf - -inf would be NaN
         pivot = tl.where(new_max == -float("inf"), 0.0, new_max)
     p = tl.math.exp2(s_log2 * factor - pivot[:, None])
     rescale = tl.math.exp2(row_max - pivot)
@@ -94,7 +94,7 @@ def attend_keys(
         p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, 0.0)
     # (BLOCK_N, BLOCK_DV / PAIR)
     v_tile = load_keys(
-        v_source, v, pages, start_k, n0, N, lengths, cfg, MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
+        v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
         cfg.BLOCK_DV // cfg.PAIR,
     )  # fmt: skip
     v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)

@@ -179,7 +179,7 @@ def lists_launch(
         **{name: common[name] for name in ("at", "block_data", *NUMBERS)},
         "lists": lists,
         "cfg": config,
-        "BY_KEYS": by_keys,
+        "IS_BY_KEYS": by_keys,
         "CHUNK": LIST_CHUNK,
     }
     return lists, Launch(list_tiles_kernel, (batch * heads, own), arguments, 4, 1)

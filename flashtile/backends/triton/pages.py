@@ -19,16 +19,16 @@ def page_list(lengths, b):
 
 @triton.jit
 def load_paged_rows(
-    x, base, pages, start, n0, count, lengths, MASKED: tl.constexpr, PAGE: tl.constexpr,
+    x, base, pages, start, n0, count, lengths, IS_MASKED: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
-    past `count` (if MASKED) and past DIM."""
+    past `count` (if IS_MASKED) and past DIM."""
     if PAGE % BLOCK == 0 and lengths.at.leftpad_k is None:  # the tile is inside one page
         page = page_number(tl.load(pages + n0 // PAGE), lengths)
         page_base = base + page.to(tl.int64) * x.batch
         left = count - n0 + n0 % PAGE
-        tile = load_rows(x, page_base, n0 % PAGE, left, MASKED, DIM, BLOCK, BLOCK_DIM)
+        tile = load_rows(x, page_base, n0 % PAGE, left, IS_MASKED, DIM, BLOCK, BLOCK_DIM)
     else:
         offs = tl.arange(0, BLOCK)
         dims = tl.arange(0, BLOCK_DIM)[None, :]
@@ -44,7 +44,7 @@ def load_paged_rows(
             column = row // PAGE
             slot = row % PAGE
             is_used = inside
-        if MASKED:
+        if IS_MASKED:
             page = tl.load(pages + column, mask=is_used, other=0)
         else:
             page = tl.load(pages + column)
@@ -54,7 +54,7 @@ def load_paged_rows(
             page = tl.reshape(page, [BLOCK])
         pointers = (base + dims * x.dim) + (slot * x.row)[:, None]
         pointers += page_offset(page, x)[:, None]
-        if MASKED:
+        if IS_MASKED:
             tile = tl.load(pointers, mask=inside[:, None] & (dims < DIM), other=0.0)
         elif DIM == BLOCK_DIM:
             tile = tl.load(pointers)
@@ -83,16 +83,16 @@ def page_number(page, lengths):
 
 @triton.jit
 def load_keys(
-    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, MASKED: tl.constexpr,
+    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
     if cfg.PAGE_SIZE > 0:
         tile = load_paged_rows(
-            x, source, pages, start, n0, count, lengths, MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
+            x, source, pages, start, n0, count, lengths, IS_MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
             BLOCK_DIM,
         )  # fmt: skip
     else:
-        tile = load_tile(source, x, n0, count, cfg, MASKED, DIM, BLOCK, BLOCK_DIM)
+        tile = load_tile(source, x, n0, count, cfg, IS_MASKED, DIM, BLOCK, BLOCK_DIM)
     return tile

@@ -356,18 +356,18 @@ def load_rows(
     base,
     n0,
     count,
-    MASKED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Load rows [n0, n0 + BLOCK) from `base`, (BLOCK, BLOCK_DIM); zero past `count` (if MASKED) and
-    past DIM.
+    """Load rows [n0, n0 + BLOCK) from `base`, (BLOCK, BLOCK_DIM); zero past `count` (if IS_MASKED)
+    and past DIM.
     """
     offs = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     pointers = base + tl.cast(n0, tl.int64) * x.row + offs * x.row + dims * x.dim
-    if MASKED:
+    if IS_MASKED:
         if DIM == BLOCK_DIM:
             tile = tl.load(pointers, mask=n0 + offs < count, other=0.0)
         else:
@@ -408,7 +408,7 @@ def tile_source(
 
 @triton.jit
 def load_tile(
-    source, x, n0, count, cfg: tl.constexpr, MASKED: tl.constexpr, DIM: tl.constexpr,
+    source, x, n0, count, cfg: tl.constexpr, IS_MASKED: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -416,7 +416,7 @@ def load_tile(
     if cfg.HAS_DESCRIPTORS:
         tile = source.load([n0, 0])
     else:
-        tile = load_rows(x, source, n0, count, MASKED, DIM, BLOCK, BLOCK_DIM)
+        tile = load_rows(x, source, n0, count, IS_MASKED, DIM, BLOCK, BLOCK_DIM)
     return tile
 
 

@@ -44,7 +44,7 @@ class AppendConfig:
     BLOCK: int
     HAS_OWN_POSITIONS: bool  # each query has its own position; else that of the first new token
     ROTATION: Rotation | None  # None: without rotary embedding
-    LETS_NEXT_START: bool  # the attention that follows may be launched early
+    HAS_DEPENDENT_LAUNCH: bool  # the attention that follows may be launched early
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def append_kernel(
     `rows` is the number of rows (or pages) of the cache, `capacity` the largest length of a
     sequence.
     """
-    if cfg.LETS_NEXT_START:
+    if cfg.HAS_DEPENDENT_LAUNCH:
         let_next_kernel_start()
     program = tl.program_id(0) - 1
     if program < 0:
@@ -257,7 +257,7 @@ def append_launch(
         BLOCK=min(COPIED, triton.next_power_of_2(k.shape[-2] * max(k.shape[-1], v.shape[-1]))),
         HAS_OWN_POSITIONS=options.own_positions,
         ROTATION=None if cos is None else rotation_of(cos, k.shape[-1], options.interleaved),
-        LETS_NEXT_START=has_tma(capability),
+        HAS_DEPENDENT_LAUNCH=has_tma(capability),
     )
     arguments = {
         "k_cache": rows_of(given.k_cache),

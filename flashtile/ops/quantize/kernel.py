@@ -34,7 +34,7 @@ class QuantizeConfig:
     ROW_STEP: int  # rows of `out` are adjacent in memory, padded to a multiple of this; else 1
     HALF: int  # pairs of features that rotary embedding rotates
     IS_INTERLEAVED: bool
-    MEASURES: bool  # stores only scales, 0 for blocks of zeros
+    IS_MEASUREMENT: bool  # stores only scales, 0 for blocks of zeros
     HAS_SCALES: bool  # reads the scales, one for each group of heads, instead of computing them
 
 
@@ -126,10 +126,10 @@ def quantize_kernel(
         else:
             magnitude = largest_finite(tile) * recipe.UNIT
             scale, inverse = power_of_two(magnitude)
-            if recipe.MEASURES:  # a block of zeros must not affect the shared scale
+            if recipe.IS_MEASUREMENT:  # a block of zeros must not affect the shared scale
                 scale = tl.where(magnitude > 0.0, scale, 0.0)
             tl.store(descale_ptr + scale_index, scale)
-        if not recipe.MEASURES:
+        if not recipe.IS_MEASUREMENT:
             # Adding tile * 0 makes infinities NaN and leaves finite numbers unchanged.
             small = (tile * (inverse * recipe.UNIT) + tile * 0.0).to(tl.float8e4nv)
             offset = batch * out.batch + start.to(tl.int64) * out.row + head * out.head

@@ -119,7 +119,7 @@ def _quantize(
         ROW_STEP=ROW_STEP if out.stride(-1) != 1 and how["cu_seqlens"] is None else 1,
         HALF=0 if rotary is None else rotary.cos.shape[1],
         IS_INTERLEAVED=rotary is not None and rotary.interleaved,
-        MEASURES=recipe.scales != "block",
+        IS_MEASUREMENT=recipe.scales != "block",
         HAS_SCALES=False,
     )
     shape = rows.B, heads, -(-rows.longest // block)
@@ -130,7 +130,7 @@ def _quantize(
     # The first pass stored a scale for each block; the largest one fits all blocks.
     descale = shared(found, recipe, kv_heads)
     descale = torch.where(descale > 0, descale, 1.0)
-    again = replace(config, MEASURES=False, HAS_SCALES=True)
+    again = replace(config, IS_MEASUREMENT=False, HAS_SCALES=True)
     kernel.quantize(x, out, descale, again, **named)
     return descale
 

@@ -97,10 +97,10 @@ def as_stored(x, target, descale_ptr, head, inside):
 @triton.jit
 def rotate_heads(
     target, target_base, source, source_base, descale_ptr, position, cos_ptr, sin_ptr, table_rows,
-    HEADS: tl.constexpr, DIM: tl.constexpr, KEEPS_TAIL: tl.constexpr, rotation: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HAS_TAIL: tl.constexpr, rotation: tl.constexpr,
 ):  # fmt: skip
     """Rotate all heads of one token by the angles of its position; copy them if the position is
-    outside the table. KEEPS_TAIL: the target already holds the features after the rotated ones.
+    outside the table. HAS_TAIL: the target already holds the features after the rotated ones.
     """
     HALF: tl.constexpr = rotation.HALF
     BLOCK_HEADS: tl.constexpr = rotation.BLOCK_HEADS
@@ -131,7 +131,7 @@ def rotate_heads(
         rotated_b = as_stored(a * s + b * c, target, descale_ptr, heads, inside)
         tl.store(write + first * target.dim, rotated_a, mask=inside)
         tl.store(write + second * target.dim, rotated_b, mask=inside)
-        if not KEEPS_TAIL and 2 * HALF < DIM:
+        if not HAS_TAIL and 2 * HALF < DIM:
             offs_tail = 2 * HALF + tl.arange(0, rotation.BLOCK_TAIL)[None, :]
             inside = (heads < HEADS) & (offs_tail < DIM)
             x = tl.load(read + offs_tail * source.dim, mask=inside)
@@ -142,7 +142,7 @@ def rotate_heads(
 @triton.jit(do_not_specialize=["offset", "B", "seq", "table_rows"])
 def rotary_kernel(
     x, out, cos_ptr, sin_ptr, offsets_ptr, cu_seqlens_ptr, offset, B, seq, table_rows,
-    HEADS: tl.constexpr, DIM: tl.constexpr, IN_PLACE: tl.constexpr, rotation: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, IS_IN_PLACE: tl.constexpr, rotation: tl.constexpr,
 ):  # fmt: skip
     """Rotate one token of `x`, whose position is its index in its sequence plus the offset."""
     token = tl.program_id(0)
@@ -155,7 +155,7 @@ def rotary_kernel(
     target_base = token_base(out, token, b, index, cu_seqlens_ptr)
     rotate_heads(
         out, target_base, x, source_base, None, position, cos_ptr, sin_ptr, table_rows, HEADS, DIM,
-        IN_PLACE, rotation,
+        IS_IN_PLACE, rotation,
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def rotary_launch(
         "table_rows": cos.shape[0],
         "HEADS": x.shape[-2],
         "DIM": x.shape[-1],
-        "IN_PLACE": in_place,
+        "IS_IN_PLACE": in_place,
         "rotation": rotation_of(cos, x.shape[-1], interleaved, backward),
     }
     tokens = x.shape[0] if packed else x.shape[0] * x.shape[1]

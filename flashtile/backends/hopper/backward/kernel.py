@@ -180,18 +180,18 @@ def load_rows(x, statistic, channel, i, batch, row, head, index):
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "blocks"])
 def backward_kernel(
-    q, k, v, dout, lse, delta, dk, dv, workspace, plain, semaphores, counter, at, pointers, B,
-    M, N, total_q, total_k, heads, group, swizzle, blocks, left, right, chunk, alibi_batch, scale,
-    softcap, cfg: gl.constexpr,
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, workspace, plain,
+    semaphores_ptr, counter_ptr, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle,
+    blocks, left, right, chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ; each program has one tile of keys."""
     sizes = KeySizes(B, M, N, total_q, total_k, heads, group, swizzle, blocks)
     mask = Mask(left, right, chunk)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
-    inputs = Inputs(q, k, v, dout, lse, delta)
-    outputs = Outputs(dk, dv, workspace, plain, semaphores)
+    inputs = Inputs(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc)
+    outputs = Outputs(dk_desc, dv_desc, workspace, plain, semaphores_ptr)
     if cfg.IS_ORDERED:  # see `dq.acquire_semaphore`
-        tile = gl.atomic_add(counter, 1, sem="relaxed")  # it orders no other memory access
+        tile = gl.atomic_add(counter_ptr, 1, sem="relaxed")  # it orders no other memory access
     else:
         tile = gl.program_id(0)
     channels = make_channels(inputs, workspace, cfg)

@@ -108,7 +108,7 @@ def backward_launches(
         "blocks": workspace_blocks(problem, operands, config),
         "cfg": config,
     }
-    before = common | {"semaphores": made.semaphores, "counter": made.counter}
+    before = common | {"semaphores_ptr": made.semaphores, "counter_ptr": made.counter}
     return [
         delta_launch(problem, out, lse, dout, dlse, made, before),
         key_launch(problem, operands, dout, made, before),
@@ -135,15 +135,15 @@ def delta_launch(
     """The launch that computes the statistics of all rows and clears the workspace."""
     out = out if out.stride(-1) == 1 else out.contiguous()
     arguments = {
-        "out": out,
-        "dout": dout,
+        "out_ptr": out,
+        "dout_ptr": dout,
         **dict(zip(("o_batch", "o_row", "o_head"), row_strides(out), strict=True)),
         **dict(zip(("do_batch", "do_row", "do_head"), row_strides(dout), strict=True)),
         "lse_ptr": lse.contiguous(),
         "dlse_ptr": None if dlse is None else dlse.contiguous(),
         "lse_log2_ptr": made.lse_log2,
         "minus_delta_ptr": made.minus_delta,
-        "workspace": made.workspace,
+        "workspace_ptr": made.workspace,
         "heads": problem.Hq,
         **common,
     }
@@ -162,14 +162,14 @@ def key_launch(
     columns = config.BLOCK_D // 2 if config.IS_SPLIT else config.BLOCK_D
     slopes = operands.alibi_slopes
     arguments = {
-        "q": descriptor(readable(operands.q), config.BLOCK_M, config.BLOCK_D),
-        "k": descriptor(readable(operands.k), config.BLOCK_N, config.BLOCK_D),
-        "v": descriptor(readable(operands.v), config.BLOCK_N, config.BLOCK_D),
-        "dout": descriptor(dout, config.BLOCK_M, config.BLOCK_D),
-        "lse": plain_descriptor(made.lse_log2, 1),
-        "delta": plain_descriptor(made.minus_delta, 1),
-        "dk": descriptor(readable(made.dk), CONSUMER_ROWS, columns),
-        "dv": descriptor(readable(made.dv), CONSUMER_ROWS, columns),
+        "q_desc": descriptor(readable(operands.q), config.BLOCK_M, config.BLOCK_D),
+        "k_desc": descriptor(readable(operands.k), config.BLOCK_N, config.BLOCK_D),
+        "v_desc": descriptor(readable(operands.v), config.BLOCK_N, config.BLOCK_D),
+        "dout_desc": descriptor(dout, config.BLOCK_M, config.BLOCK_D),
+        "lse_desc": plain_descriptor(made.lse_log2, 1),
+        "delta_desc": plain_descriptor(made.minus_delta, 1),
+        "dk_desc": descriptor(readable(made.dk), CONSUMER_ROWS, columns),
+        "dv_desc": descriptor(readable(made.dv), CONSUMER_ROWS, columns),
         "workspace": made.workspace if config.HAS_DQ_IN_REGISTERS else staged_pieces(made, config),
         "plain": KeyGradients(made.dk, made.dv),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
@@ -195,8 +195,8 @@ def round_launch(problem: AttentionProblem, made: Buffers, common: dict[str, Any
     """The launch that rounds the sum to dq."""
     batch, row, head = row_strides(made.dq)
     arguments = {
-        "workspace": made.workspace,
-        "dq": made.dq,
+        "workspace_ptr": made.workspace,
+        "dq_ptr": made.dq,
         "batch_stride": batch,
         "row_stride": row,
         "head_stride": head,

@@ -96,17 +96,17 @@ def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
 
 
 @gluon.jit
-def multiply_along(keys, rows, start, use_start: gl.constexpr, cfg: gl.constexpr):
+def multiply_along(keys, rows, start, HAS_START: gl.constexpr, cfg: gl.constexpr):
     """Start `keys` (64, BLOCK_D) times `rows` (., BLOCK_D) transposed."""
     if products_along(cfg) == 1:
-        x = warpgroup_mma(keys, rows.permute((1, 0)), start, use_acc=use_start, is_async=True)
+        x = warpgroup_mma(keys, rows.permute((1, 0)), start, use_acc=HAS_START, is_async=True)
     else:
         HALF: gl.constexpr = cfg.BLOCK_D // 2
         LAST: gl.constexpr = cfg.FILLED - HALF
         first = rows.slice(0, HALF, dim=1).permute((1, 0))
         last = rows.slice(HALF, LAST, dim=1).permute((1, 0))
         keys_first = keys.slice(0, HALF, dim=1)
-        x = warpgroup_mma(keys_first, first, start, use_acc=use_start, is_async=True)
+        x = warpgroup_mma(keys_first, first, start, use_acc=HAS_START, is_async=True)
         x = warpgroup_mma(keys.slice(HALF, LAST, dim=1), last, x, is_async=True)
     return x
 

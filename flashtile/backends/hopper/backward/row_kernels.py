@@ -18,9 +18,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
 def delta_kernel(
-    out, dout, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_ptr, dlse_ptr, lse_log2_ptr,
-    minus_delta_ptr, workspace, semaphores, counter, at, M, total_q, heads, blocks,
-    cfg: tl.constexpr,
+    out_ptr, dout_ptr, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_ptr, dlse_ptr,
+    lse_log2_ptr, minus_delta_ptr, workspace_ptr, semaphores_ptr, counter_ptr, at, M, total_q,
+    heads, blocks, cfg: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics of one block of rows of one head, and clear its part of the workspace.
 
@@ -35,7 +35,7 @@ def delta_kernel(
     m = tl.program_id(1)
     start, count, first_block = rows_of_sequence(b, at, M, total_q, BLOCK)
     if cfg.IS_ORDERED:
-        tl.store(counter, 0, mask=(m == 0) & (tl.program_id(0) == 0))
+        tl.store(counter_ptr, 0, mask=(m == 0) & (tl.program_id(0) == 0))
     if m * BLOCK < count:
         rows = m * BLOCK + tl.arange(0, BLOCK)
         real = rows < count
@@ -43,8 +43,8 @@ def delta_kernel(
         batch = b if at.cu_seqlens_q is None else b * 0
         row = (start + rows).to(tl.int64)[:, None]
         inside = real[:, None] & (dims < cfg.DV)
-        o_base = out + batch.to(tl.int64) * o_batch + h.to(tl.int64) * o_head
-        do_base = dout + batch.to(tl.int64) * do_batch + h.to(tl.int64) * do_head
+        o_base = out_ptr + batch.to(tl.int64) * o_batch + h.to(tl.int64) * o_head
+        do_base = dout_ptr + batch.to(tl.int64) * do_batch + h.to(tl.int64) * do_head
         # (BLOCK_M, BLOCK_D)
         o = tl.load(o_base + row * o_row + dims, mask=inside, other=0.0).to(tl.float32)
         do = tl.load(do_base + row * do_row + dims, mask=inside, other=0.0).to(tl.float32)
@@ -63,16 +63,16 @@ def delta_kernel(
         tl.store(minus_delta_ptr + target, tl.where(dead, 0.0, minus_delta))
         cleared = tl.arange(0, BLOCK)[:, None] * BLOCK_D + dims
         zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-        tl.store(workspace + block * (BLOCK * BLOCK_D) + cleared, zeros)
+        tl.store(workspace_ptr + block * (BLOCK * BLOCK_D) + cleared, zeros)
         if cfg.IS_ORDERED:
             adders = tl.arange(0, ADDERS)
-            tl.store(semaphores + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))
+            tl.store(semaphores_ptr + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
 def round_kernel(
-    workspace, dq, batch_stride, row_stride, head_stride, at, M, total_q, heads, blocks, scale,
-    cfg: tl.constexpr,
+    workspace_ptr, dq_ptr, batch_stride, row_stride, head_stride, at, M, total_q, heads, blocks,
+    scale, cfg: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * workspace; each program has one block of one head."""
     BLOCK: tl.constexpr = cfg.BLOCK_M
@@ -83,8 +83,8 @@ def round_kernel(
     start, count, first_block = rows_of_sequence(b, at, M, total_q, BLOCK)
     if m * BLOCK < count:
         batch = b if at.cu_seqlens_q is None else b * 0
-        base = dq + batch.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride
-        pieces = workspace + ((h * blocks + first_block + m).to(tl.int64) * PIECES) * PIECE
+        base = dq_ptr + batch.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride
+        pieces = workspace_ptr + ((h * blocks + first_block + m).to(tl.int64) * PIECES) * PIECE
         for piece in tl.static_range(PIECES):
             x = tl.load(pieces + piece * PIECE + tl.arange(0, PIECE)) * scale
             # Columns / 8, warp, row % 8, columns % 8 / 2, row / 8 % 2, columns % 2.
@@ -95,7 +95,7 @@ def round_kernel(
             dims = across + tl.arange(0, 64)[None, :]
             offsets = (start + rows).to(tl.int64) * row_stride + dims
             inside = (rows < count) & (dims < cfg.D)
-            tl.store(base + offsets, x.to(dq.dtype.element_ty), mask=inside)
+            tl.store(base + offsets, x.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

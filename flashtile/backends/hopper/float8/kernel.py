@@ -58,15 +58,13 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def producer(q, keys, v_tiles, counter, channels, sizes, at, mask, cfg: gl.constexpr):
+def producer(q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg: gl.constexpr):
     """Load all tiles of this program."""
-    load_tiles(load_blocks, q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)
+    load_tiles(load_blocks, q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg)
 
 
 @gluon.jit
-def load_blocks(
-    keys, v_tiles, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr
-):
+def load_blocks(keys, v_desc, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr):
     """Load blocks [begin, end) of K and V, counted from the last block of the tile; return the
     number of blocks so far.
     """
@@ -81,15 +79,15 @@ def load_blocks(
         full = channels.k.acquire_empty(i, keys.groups.block_type.nbytes)
         coord = [first_group + row // KEY_GROUP, 0, 0, 0, head * keys.head_step]
         copy_to_shared(keys.groups, coord, full, channels.k.tile(i))
-        full = channels.v.acquire_empty(i, v_tiles.block_type.nbytes)
-        copy_to_shared(v_tiles, [batch, head, 0, first_key + row], full, channels.v.tile(i))
+        full = channels.v.acquire_empty(i, v_desc.block_type.nbytes)
+        copy_to_shared(v_desc, [batch, head, 0, first_key + row], full, channels.v.tile(i))
         i += 1
     return i
 
 
 @gluon.jit(do_not_specialize=(*NUMBERS, "batch_groups", "head_step"))
 def float8_kernel(
-    q_tiles, k_groups, v_tiles, o_tiles, out_ptr, lse_ptr, counter, at, scales, batch_groups,
+    q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, at, scales, batch_groups,
     head_step, B, M, N, total_q, total_k, heads, group, swizzle, tiles, left, right, scale,
     softcap, cfg: gl.constexpr,
 ):  # fmt: skip
@@ -97,16 +95,16 @@ def float8_kernel(
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, 0)
     score = Score(scale, softcap, None, 0, None)
-    q, keys = Described(q_tiles, None), Keys(k_groups, batch_groups, head_step)
+    q, keys = Described(q_desc, None), Keys(k_desc, batch_groups, head_step)
     scales = Scales(scales.q, scales.k, scales.v)
-    output = Output(Described(o_tiles, None), out_ptr, lse_ptr)
-    channels = make_channels(q_tiles.dtype, o_tiles.dtype, cfg)
+    output = Output(Described(o_desc, None), out_ptr, lse_ptr)
+    channels = make_channels(q_desc.dtype, o_desc.dtype, cfg)
     if cfg.CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
                 (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
-                (producer, (q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)),
+                (producer, (q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg)),
             ],
             [4, 1],
             [OF_TWO, OF_PRODUCER],
@@ -117,7 +115,7 @@ def float8_kernel(
                 (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
                 (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
                 (consumer, (2, output, channels, scales, sizes, mask, score, cfg)),
-                (producer, (q, keys, v_tiles, counter, channels, sizes, at, mask, cfg)),
+                (producer, (q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg)),
             ],
             [4, 4, 1],
             [OF_THREE, OF_THREE, OF_PRODUCER],

@@ -49,10 +49,10 @@ def float8_launch(
     groups, batch_groups, head_step = group_descriptor(k, config)
     scales = (operands.q_descale, operands.k_descale, operands.v_descale)
     arguments: dict[str, Any] = {
-        "q_tiles": descriptor(readable(q), CONSUMER_ROWS, config.BLOCK_D),
-        "k_groups": groups,
-        "v_tiles": value_descriptor(v, config),
-        "o_tiles": descriptor(readable(out), CONSUMER_ROWS, config.BLOCK_DV),
+        "q_desc": descriptor(readable(q), CONSUMER_ROWS, config.BLOCK_D),
+        "k_desc": groups,
+        "v_desc": value_descriptor(v, config),
+        "o_desc": descriptor(readable(out), CONSUMER_ROWS, config.BLOCK_DV),
         **common_arguments(problem, config, operands, out, lse, counter),
         "scales": Scales(*(None if x is None else x.float().contiguous() for x in scales)),
         "batch_groups": batch_groups,

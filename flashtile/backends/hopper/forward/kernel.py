@@ -87,14 +87,14 @@ def make_channels(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def producer(q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr):
+def producer(q, k, v, counter_ptr, channels, sizes, at, mask, cfg: gl.constexpr):
     """Load all tiles of this program."""
-    load_tiles(load_blocks, q, k, v, counter, channels, sizes, at, mask, cfg)
+    load_tiles(load_blocks, q, k, v, counter_ptr, channels, sizes, at, mask, cfg)
 
 
 @gluon.jit
 def load_tiles(
-    load_keys: gl.constexpr, q, k, v, counter, channels, sizes, at, mask, cfg: gl.constexpr
+    load_keys: gl.constexpr, q, k, v, counter_ptr, channels, sizes, at, mask, cfg: gl.constexpr
 ):  # fmt: skip
     """For each tile of this program, load the queries and, with `load_keys`, the blocks of keys and
     values from the last to the first.
@@ -110,14 +110,15 @@ def load_tiles(
         load_queries(q, count, channels, work, at, cfg)
         blocks = work.end - work.begin
         i = load_keys(k, v, i, 0, blocks - LEFT, channels, work, start_k, sizes.group, at, cfg)
-        following, following_k, cursor = work_of(next_number(counter), cursor, sizes, at, mask, cfg)
+        number = next_number(counter_ptr)
+        following, following_k, cursor = work_of(number, cursor, sizes, at, mask, cfg)
         if LEFT > 0:
             begin = blocks - LEFT
             i = load_keys(k, v, i, begin, blocks, channels, work, start_k, sizes.group, at, cfg)
         count += 1
         work, start_k = following, following_k
         put_work(channels.work, count, work)
-    retire(counter)
+    retire(counter_ptr)
 
 
 @gluon.jit
@@ -158,21 +159,21 @@ def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, TAIL: gl.c
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
-    q_tiles, k_tiles, v_tiles, o_tiles, q_tails, k_tails, v_tails, o_tails, out_ptr, lse_ptr,
-    counter, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle, tiles, left, right,
-    chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc, out_ptr,
+    lse_ptr, counter_ptr, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle, tiles,
+    left, right, chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of every tile."""
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, chunk)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k, v = (
-        Described(q_tiles, q_tails),
-        Described(k_tiles, k_tails),
-        Described(v_tiles, v_tails),
+        Described(q_desc, q_tail_desc),
+        Described(k_desc, k_tail_desc),
+        Described(v_desc, v_tail_desc),
     )
-    output = Output(Described(o_tiles, o_tails), out_ptr, lse_ptr)
-    channels = make_channels(q_tiles.dtype, cfg)
+    output = Output(Described(o_desc, o_tail_desc), out_ptr, lse_ptr)
+    channels = make_channels(q_desc.dtype, cfg)
     if cfg.CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -184,7 +185,7 @@ def forward_kernel(
                     consumer,
                     (1, output, channels, sizes, mask, score, cfg),
                 ),
-                (producer, (q, k, v, counter, channels, sizes, at, mask, cfg)),
+                (producer, (q, k, v, counter_ptr, channels, sizes, at, mask, cfg)),
             ],
             [4, 1],
             [OF_TWO, OF_PRODUCER],
@@ -204,7 +205,7 @@ def forward_kernel(
                     consumer,
                     (2, output, channels, sizes, mask, score, cfg),
                 ),
-                (producer, (q, k, v, counter, channels, sizes, at, mask, cfg)),
+                (producer, (q, k, v, counter_ptr, channels, sizes, at, mask, cfg)),
             ],
             [4, 4, 1],
             [OF_THREE, OF_THREE, OF_PRODUCER],

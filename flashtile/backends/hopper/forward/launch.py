@@ -94,7 +94,7 @@ def common_arguments(
     return {
         "out_ptr": out,
         "lse_ptr": lse,
-        "counter": counter,
+        "counter_ptr": counter,
         "at": Sequences(
             operands.cu_seqlens_q,
             operands.cu_seqlens_k,
@@ -122,10 +122,10 @@ def descriptors(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: KernelConfig
 ) -> dict[str, TensorDescriptor | None]:
     """Descriptors for tiles of the first columns and for tails; None if there is no tail."""
-    of_keys = {"tiles": config.BLOCK_D, "tails": config.TAIL_D}
-    of_values = {"tiles": config.BLOCK_DV, "tails": config.TAIL_DV}
+    of_keys = {"desc": config.BLOCK_D, "tail_desc": config.TAIL_D}
+    of_values = {"desc": config.BLOCK_DV, "tail_desc": config.TAIL_DV}
     found = {}
-    for part in ("tiles", "tails"):
+    for part in ("desc", "tail_desc"):
         for name, x, rows, columns in (
             ("q", q, CONSUMER_ROWS, of_keys[part]),
             ("k", k, config.BLOCK_N, of_keys[part]),

@@ -260,18 +260,18 @@ def full_blocks(first, last, begin, end, work, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def next_number(counter):
+def next_number(counter_ptr):
     """A tile index that no program has taken yet; the first indices are the program ids."""
-    return gl.atomic_add(counter, 1) + gl.num_programs(0)
+    return gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
 
 
 @gluon.jit
-def retire(counter):
+def retire(counter_ptr):
     """The last program to arrive resets both counters for the next launch."""
-    done = gl.atomic_add(counter + 1, 1)
+    done = gl.atomic_add(counter_ptr + 1, 1)
     if done == gl.num_programs(0) - 1:
-        gl.store(counter, 0)
-        gl.store(counter + 1, 0)
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
 
 
 @gluon.jit
