@@ -108,8 +108,8 @@ def _draw_loss(axis: Any, loss: model_checks.Loss) -> None:
     axis.plot([0, limit], [0, limit], color="black", linewidth=0.8, zorder=0)
     axis.scatter(x, y, s=9, alpha=0.5, color=COLOURS["flashtile"], linewidths=0)
     axis.set_aspect("equal")
-    axis.set_xlabel("loss of a token, standard attention")
-    axis.set_ylabel("loss of a token, flashtile")
+    axis.set_xlabel("loss of a token in nats, standard attention")
+    axis.set_ylabel("loss of a token in nats, flashtile")
     means = loss.mean
     axis.set_title(
         f"Reading {len(x) + 1:,} tokens of Hamlet: loss\n"
