@@ -9,6 +9,7 @@ import pytest
 import torch
 from conformance.harness import Sizes, check_dense
 
+import flashtile
 from flashtile.backends.cpu import float8, native, plan
 from flashtile.backends.cpu.segments import BlockLayout, SegmentMask
 from flashtile.call import prepare
@@ -153,27 +154,27 @@ def test_only_a_single_call_in_bfloat16_computes_in_it(
     """Where the processor multiplies matrices of bfloat16; several pieces are merged in float32."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    plan._plan.cache_clear()
+    flashtile.clear_caches()
     M, N = lengths
     q, k = (torch.zeros(1, length, 2, 16, dtype=torch.bfloat16) for length in (M, N))
     problem = prepare.prepare((q, k, k), Dense(), options).problem
     wanted = torch.bfloat16 if has_amx and is_single else torch.float32
     assert plan.plan_forward(problem).compute_dtype == wanted
     assert plan.plan_backward(problem, lse_has_grad=False).compute_dtype == wanted
-    plan._plan.cache_clear()
+    flashtile.clear_caches()
 
 
 @pytest.mark.parametrize("rows", [767, 768])
 def test_avx512_pays_for_the_backward_of_many_rows(rows, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    plan._plan.cache_clear()
+    flashtile.clear_caches()
     q = torch.zeros(1, rows, 2, 16, dtype=torch.bfloat16)
     problem = prepare.prepare((q, q, q), Dense(), {}).problem
     assert plan.plan_forward(problem).compute_dtype == torch.float32
     backward = plan.plan_backward(problem, lse_has_grad=False).compute_dtype
     assert backward == (torch.bfloat16 if rows >= 768 else torch.float32)
-    plan._plan.cache_clear()
+    flashtile.clear_caches()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

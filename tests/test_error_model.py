@@ -103,7 +103,8 @@ def test_where_terms_cancel_the_floor_is_a_few_roundings_of_them(dtype, seed):
     assert truth["dq"].abs().max() < 1e-12
     size = 16**0.5 * 16**-0.5  # |dP| |K| scale: 16 columns of about 1 each
     eps = torch.finfo(dtype).eps  # as 16-bit outputs are stored before delta is computed
-    assert 0.1 * eps * size < floor["dq"].max() < 300 * eps * size
+    # On average: the largest floor depends on the largest numbers that were drawn.
+    assert 0.3 * eps * size < floor["dq"].mean() < 100 * eps * size
     got = truth["dq"] + 0.9 * floor["dq"]
     judge("dq", got, truth, plain | {"dq": truth["dq"]}, floor, dtype)
     with pytest.raises(AssertionError, match="dq"):

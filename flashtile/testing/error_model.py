@@ -15,11 +15,13 @@ probabilities, L the log-sum-exp and [x] the variance of x:
              2 L^2 because L is multiplied by ln 2 when stored and by log2 e when read
     [P]      P^2 ([S] + u^2 (2 + e + (S - L)^2)), and P^2 [L] of the whole row
     [out]    ([P] @ v^2) and so on: every product has the variances of its factors ...
-    [x @ y]  ... and, of its sum, (u/2 |x| @ |y|)^2
+    [x @ y]  ... and, of its sum, (u/2 |x| @ |y|)^2; of dK and dV also u^2/3 times the sum of the
+             squares of all partial sums, row after row
 
-Adding up n terms of random signs one after the other causes an error of 0.4 u times the sum of
-their magnitudes (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.8 and
-chapter 4).
+The last term is for keys that a few rows see almost alone, such as the first ones under a causal
+mask: hundreds of small terms are then added to a partial sum that is already large. Adding up n
+terms of random signs one after the other causes an error of 0.4 u times the sum of their
+magnitudes (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.8 and chapter 4).
 """
 
 from __future__ import annotations
@@ -187,12 +189,14 @@ class _Variance(torch.autograd.Function):
         dk = (
             torch.einsum("bhmn,bmhd->bnhd", product_var, q.square())
             + (u * torch.einsum("bhmn,bmhd->bnhd", product.abs(), q.abs())).square()
+            + _partial_sums(product, q, u)
         )
         P_var = (P_var + P.square() * L_var)[..., :N]
         weights, kept = P_seen * factor[..., :N], factor[..., :N].square()
         dv = (
             torch.einsum("bhmn,bmhd->bnhd", P_var * kept, dO.square())
             + (u * torch.einsum("bhmn,bmhd->bnhd", weights, dO.abs())).square()
+            + _partial_sums(weights, dO, u)
         )
         scale = ctx.scale**2
         return (
@@ -233,6 +237,24 @@ def _with_sink(x: Tensor, sink: Tensor | None, column: Tensor | float | None) ->
     if sink is None:
         return x
     return torch.cat((x, torch.as_tensor(column, dtype=x.dtype).expand(sink.shape)), dim=-1)
+
+
+def _partial_sums(x: Tensor, y: Tensor, u: float) -> Tensor:
+    """u^2 / 3 times the squares of the partial sums of x^T @ y, (B, N, Hq, D), over rows that are
+    added one after the other. Rows share the partial sum after every `step` of them.
+
+    Args:
+        x: (B, Hq, M, N).
+        y: (B, M, Hq, D).
+    """
+    step = 32
+    partial = total = torch.zeros((), dtype=x.dtype, device=x.device)
+    for m0 in range(0, x.shape[2], step):
+        rows = slice(m0, m0 + step)
+        partial = partial + torch.einsum("bhmn,bmhd->bnhd", x[:, :, rows], y[:, rows])
+        additions = min(step, x.shape[2] - m0) - (m0 == 0)
+        total = total + additions * partial.square()
+    return u**2 / 3 * total
 
 
 def _square_sum(x: Tensor, variance: Tensor) -> Tensor:
