@@ -40,6 +40,8 @@ REASONS: dict[str, str] = {
 }
 # Not compared where scipy is not installed, which their loss needs.
 NEED_SCIPY = {"eomt", "eomt_dinov3"}
+# Not compared where torchaudio is not installed.
+NEED_TORCHAUDIO = ("higgs_audio_v2_tokenizer",)
 # Not compared where timm is not installed.
 NEED_TIMM = {
     "fast_vlm",

@@ -43,10 +43,10 @@ from shrunken_models import (
     shrunken,
 )
 from shrunken_timm import offer_timm
-from sweep_reasons import EAGER_IS_WRONG, LIBRARY, NEED_SCIPY, NEED_TIMM, REASONS
+from sweep_reasons import EAGER_IS_WRONG, LIBRARY, NEED_SCIPY, NEED_TIMM, NEED_TORCHAUDIO, REASONS
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AttentionInterface, PreTrainedModel
-from transformers.utils import is_scipy_available
+from transformers.utils import is_scipy_available, is_torchaudio_available
 
 from flashtile.integrations import transformers as integration
 
@@ -58,6 +58,8 @@ if not offer_timm():
     REASONS |= dict.fromkeys(NEED_TIMM, LIBRARY + "timm")
 if not is_scipy_available():
     REASONS |= dict.fromkeys(NEED_SCIPY, LIBRARY + "scipy")
+if not is_torchaudio_available():
+    REASONS |= dict.fromkeys(NEED_TORCHAUDIO, LIBRARY + "torchaudio")
 
 
 class Differs(AssertionError):

@@ -64,7 +64,7 @@ def check(call: tuple[Operands, Options], reference: Any, seed: int, splits: int
     problem = AttentionProblem.of(operands, options._replace(num_splits=splits))
     described = problem._replace(device_type="cuda", capability=(9, 0))
     assert not backend.unsupported_reasons(described)
-    assert "over float8 keys" in backend.describe_plan(described)
+    assert "with float8 keys" in backend.describe_plan(described)
     out, lse = backend.forward(problem, operands)
     assert out.dtype == torch.bfloat16
     truth, plain = reference(), reference(compute_dtype=torch.float32, attend=attention_in_float8)
