@@ -59,6 +59,27 @@ def test_a_wrong_attention_differs(monkeypatch):
     assert "outputs: error" in details
 
 
+@pytest.mark.parametrize(
+    ("family", "differing", "wanted"),
+    [("vit", 2, sweep.EQUAL), ("vit", 3, sweep.DIFFERS), ("llama", 1, sweep.DIFFERS)],
+)
+def test_a_near_tie_differs_for_some_roundings_of_the_inputs(
+    family, differing, wanted, monkeypatch
+):
+    """Numbers have three roundings; token ids have one."""
+    right, calls = sweep.compare_model, iter(range(9))
+
+    def differs_at_first(*args):
+        if next(calls) < differing:
+            raise sweep.Differs("planted")
+        right(*args)
+
+    monkeypatch.setattr(sweep, "compare_model", differs_at_first)
+    verdict, details = sweep.compare(family)
+    assert verdict == wanted
+    assert ("near ties" in details) == (wanted == sweep.EQUAL)
+
+
 def test_command_line():
     script = Path(sweep.__file__)
     run = subprocess.run(
