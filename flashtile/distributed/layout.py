@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -11,13 +10,6 @@ from torch import Tensor
 
 from .ownership import Ownership
 from .wire import Wire
-
-_current: ContextVar[Layout | None] = ContextVar("flashtile_layout", default=None)
-
-
-def current_layout() -> Layout | None:
-    """The layout whose ``with`` block is running, if any."""
-    return _current.get()
 
 
 class Layout:
@@ -56,16 +48,6 @@ class Layout:
         counts = [queries.positions(self.rank, d).length for d in documents]
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
         self.agreed: set[Any] = set()  # the kinds of calls that all ranks have compared
-        self._token: Token[Layout | None] | None = None
-
-    def __enter__(self) -> Layout:
-        self._token = _current.set(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        assert self._token is not None
-        _current.reset(self._token)
-        self._token = None
 
     def __repr__(self) -> str:
         what = f"{self.batch} sequences" if self.batch else f"{len(self.queries.lengths)} documents"
