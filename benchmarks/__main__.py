@@ -19,7 +19,7 @@ from . import targets
 from .markdown import page
 from .peers import FAILED, PEERS
 from .plots import draw
-from .presets import PRESETS, preset_cases
+from .presets import PRESETS, SEED, preset_cases
 from .report import plain_table, print_table, show
 from .rows import (
     Provenance,
@@ -68,13 +68,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; those that take several values measure every combination."""
+    drawn = [name for name, preset in PRESETS.items() if preset.draws]
     parser.add_argument(
         "--preset",
         choices=[CPU_TARGETS, *PRESETS],
         metavar="NAME",
         help="a predefined measurement, listed below (default: none, the flags describe it); "
-        "--seq-len, --head-dim and --use-causal keep a part of its cases, so that one can be split "
-        "into several commands",
+        "--seq-len, --head-dim, --use-causal, --cases and --part keep a part of its cases, so that "
+        "one can be split into several commands",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_positive,
+        metavar="N",
+        help=f"seed that draws the cases of {', '.join(drawn)} (default: {SEED})",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        help="numbers of cases of the preset, as in the column index (default: all)",
+    )
+    parser.add_argument(
+        "--part",
+        type=_part,
+        default="1/1",
+        metavar="I/N",
+        help="every N-th case from the I-th on, such as 2/3 (default: 1/1, which is all)",
     )
     parser.add_argument(
         "--report",
@@ -174,6 +195,13 @@ def run(args: argparse.Namespace) -> int:
     if any(heads % groups for heads in args.num_heads):
         print(f"--num-heads-kv {groups} does not divide every one of --num-heads", file=sys.stderr)
         return 2
+    draws = args.preset in PRESETS and PRESETS[args.preset].draws
+    if args.seed and not draws:
+        print(f"--seed {args.seed}: nothing here is drawn", file=sys.stderr)
+        return 2
+    if args.cases and args.preset not in PRESETS:
+        print("--cases wants a preset whose cases are numbered", file=sys.stderr)
+        return 2
     if args.preset == CPU_TARGETS:
         args.device = "cpu"
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -192,8 +220,10 @@ def run(args: argparse.Namespace) -> int:
         return _run_targets(args, origin)
     grid = cases(args, device)
     if not grid:
-        print("these flags leave no case of the preset", file=sys.stderr)
+        print("these flags leave no case", file=sys.stderr)
         return 2
+    if draws:
+        print(f"{len(grid)} of the cases that --seed {grid[0].seed} draws")
     rows = list(_measured(args, with_progress(grid), _settings(args, device), origin))
     show(rows)
     if args.output:
@@ -299,9 +329,16 @@ def _settings(args: argparse.Namespace, device: str) -> Settings:
 
 
 def cases(args: argparse.Namespace, device: str) -> list[Case]:
-    """Every combination of the flags, or the cases of the preset that the flags select."""
+    """Every combination of the flags, or the cases of the preset that the flags select; of these
+    the part that --part names."""
+    first, step = args.part
     if args.preset:
-        return [case for case in preset_cases(args.preset) if _is_asked_for(case, args)]
+        found = preset_cases(args.preset, args.seed or SEED)
+        return [case for case in found if _is_asked_for(case, args)][first - 1 :: step]
+    return _combinations(args, device)[first - 1 :: step]
+
+
+def _combinations(args: argparse.Namespace, device: str) -> list[Case]:
     dtypes = args.dtype or ["float32" if torch.device(device).type == "cpu" else "bfloat16"]
     grid = product(
         args.functions,
@@ -336,6 +373,7 @@ def _is_asked_for(case: Case, args: argparse.Namespace) -> bool:
         case.head_dim in (args.head_dim or [case.head_dim])
         and case.seqlen_k in (args.seq_len or [case.seqlen_k])
         and case.causal in CAUSAL[args.use_causal or "both"]
+        and case.index in (args.cases or [case.index])
     )
 
 
@@ -355,6 +393,18 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, want an integer of at least 1")
     return int(text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Which one of how many parts.
+
+    >>> _part("2/3")
+    (2, 3)
+    """
+    part, slash, parts = text.partition("/")
+    if not slash or _positive(part) > _positive(parts):
+        raise argparse.ArgumentTypeError(f"got {text}, want a part such as 1/3")
+    return int(part), int(parts)
 
 
 def _dtype(text: str) -> str:

@@ -50,6 +50,7 @@ RATIOS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flashtile", ("fa2",)),
     ("flashtile-triton", ("fa2",)),
     ("flashtile", ("cudnn", "fa3", "fa4")),
+    ("flashtile", ("flex",)),
     ("flashtile-deterministic", ("flashtile",)),
     ("flashtile-float8", ("flashtile",)),
     ("flashtile-float8", ("flashtile-float8-head",)),
@@ -59,6 +60,8 @@ RATIOS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 # Columns that say what a line measured; those that never change are said once, above the table.
 SUBJECT: dict[str, Callable[[Row], str]] = {
+    "seed": lambda row: str(row.seed or ""),
+    "case": lambda row: str(row.index) if row.seed else "",
     "function": lambda row: row.variant,
     "mask": lambda row: "causal" if row.causal else "full",
     "dtype": lambda row: row.dtype,
@@ -98,6 +101,7 @@ def _section(title: str, rows: list[Row]) -> Iterator[str]:
 def _table(rows: list[Row], quantity: Quantity) -> Iterator[str]:
     """The Markdown of one table, a line for each subject."""
     columns = {heading: [cell(row) for row in rows] for heading, cell in SUBJECT.items()}
+    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
     if len(set(columns["function"])) == 1:
         del columns["scores left"]  # follows from the mask
     same = [heading for heading, cells in columns.items() if len(set(cells)) == 1]

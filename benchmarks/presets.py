@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from flashtile.ops.quantize.formula import Recipe
 from flashtile.testing import generator
 
+from . import field
 from .run import Settings
-from .shapes import BLOCK_TILE, Case
+from .shapes import BLOCK_TILE, Case, vary
 
 TOKENS, HIDDEN = 16384, 2048  # of a dense case: length times batch, heads times head dim
 PACKED_LENGTHS = 128, 8193  # of the sequences in a packed case, drawn from this range
 BOTH_PASSES = ("forward", "backward")
+SEED = 1  # of the presets that draw their cases
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,13 @@ class Preset:
     """The cases to measure, and the default settings."""
 
     about: str
-    cases: Sequence[Case]
+    cases: Sequence[Case] | Callable[[int], Sequence[Case]]  # or what draws them with a seed
     settings: Settings
+
+    @property
+    def draws(self) -> bool:
+        """Whether a seed draws the cases."""
+        return callable(self.cases)
 
 
 def _case(head_dim: int, length: int, **changes: object) -> Case:
@@ -163,6 +170,25 @@ def _host() -> list[Case]:
     ]
 
 
+def _options() -> list[Case]:
+    """What few libraries have: options, other dtypes, a value head dim of its own."""
+    causal = ("softcap", "alibi", "sink", "chunk", "value-dim", "dropout")
+    return [
+        case
+        for length in (4096, 16384)
+        for plain in [_case(128, length, batch=TOKENS // length, causal=True)]
+        for case in (
+            *(vary(plain, name) for name in causal),
+            vary(replace(plain, causal=False), "bias"),
+            _case(
+                192, length, batch=plain.batch, heads_q=16, heads_kv=16, head_dim_v=128,
+                causal=True, variant="value-dim 128",
+            ),
+            *(replace(plain, dtype=dtype, variant=dtype) for dtype in ("float16", "float32")),
+        )
+    ]  # fmt: skip
+
+
 def _settings(peers: str, directions: tuple[str, ...], seconds: float) -> Settings:
     return Settings("cuda", tuple(peers.split()), directions, seconds)
 
@@ -181,6 +207,23 @@ PRESETS = {
         _hopper(),
         replace(
             _settings("flashtile flashtile-triton fa2 cudnn fa3 fa4", BOTH_PASSES, 0.1),
+            memory=False,
+        ),
+    ),
+    "gpu-field": Preset(
+        f"{field.COUNT} shapes that --seed draws: lengths, heads, head dims, masks, packing",
+        field.draw,
+        replace(_settings("flashtile fa3 fa4 cudnn", BOTH_PASSES, 0.1), memory=False),
+    ),
+    "gpu-options": Preset(
+        "options, other dtypes and a value head dim, next to whoever supports them",
+        _options(),
+        replace(
+            _settings(
+                "flashtile flashtile-triton flex fa2 fa2-package sdpa-efficient cudnn fa3 fa4",
+                BOTH_PASSES,
+                0.1,
+            ),
             memory=False,
         ),
     ),
@@ -264,6 +307,8 @@ PRESETS = {
 }
 
 
-def preset_cases(name: str) -> list[Case]:
-    """The cases of a preset, each with its name."""
-    return [replace(case, preset=name) for case in PRESETS[name].cases]
+def preset_cases(name: str, seed: int = SEED) -> list[Case]:
+    """The cases of a preset, each with its name and number; `seed` is for one that draws them."""
+    cases = PRESETS[name].cases
+    drawn = cases(seed) if callable(cases) else cases
+    return [replace(case, preset=name, index=index) for index, case in enumerate(drawn, 1)]

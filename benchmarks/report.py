@@ -9,6 +9,8 @@ from .rows import Row, with_backend
 # Heading, and the value below it.
 TABLE: dict[str, Callable[[Row], str]] = {
     "pass": lambda row: row.direction,
+    "seed": lambda row: str(row.seed or "-"),
+    "case": lambda row: str(row.index) if row.seed else "-",
     "function": lambda row: row.variant,
     "dtype": lambda row: row.dtype,
     "causal": lambda row: "yes" if row.causal else "no",
@@ -27,7 +29,7 @@ TABLE: dict[str, Callable[[Row], str]] = {
     "rms error": lambda row: number(row.rms_error, ".1e"),
 }
 
-SUBJECT = ("pass", "function", "dtype", "causal", "B", "heads", "D", "length")
+SUBJECT = ("pass", "seed", "function", "dtype", "causal", "B", "heads", "D", "length")
 
 
 def number(value: float | None, form: str = ".3g") -> str:

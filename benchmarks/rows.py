@@ -54,6 +54,8 @@ class Row:
     seqlen_q: int
     seqlen_k: int
     preset: str = ""
+    seed: int = 0  # what draws the case, or only its inputs
+    index: int = 0  # the number of the case in its preset, from 1
     density: float | None = None  # share of all scores that the mask leaves
     median_ms: float | None = None
     p20_ms: float | None = None
@@ -103,7 +105,7 @@ class Row:
         sizes = (self.head_dim, self.head_dim_v, self.heads_q, self.heads_kv, self.batch)
         lengths = (self.seqlen_q, self.seqlen_k)
         kind = (self.preset, self.direction, self.dtype, self.variant, self.causal)
-        return (*kind, *sizes, *lengths)
+        return (*kind, *sizes, *lengths, self.seed)
 
 
 def faster_than_full(rows: Sequence[Row]) -> dict[Row, float]:

@@ -55,8 +55,9 @@ class Case:
     appends: bool = False  # the call writes the queries' own keys and values to the cache, rotated
     layer: bool = False  # a whole transformer layer, see `layer.py`
     recipe: Recipe | None = None  # no attention: q, k and v are quantised so, see `float8.py`
-    seed: int = 0
+    seed: int = 0  # of the inputs; in a preset that draws its cases, of these too
     preset: str = ""  # the set of cases that it was measured with
+    index: int = 0  # its number there, from 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -69,7 +70,7 @@ class Case:
         causal = " causal" if self.causal else ""
         heads = f"{self.heads_q}:{self.heads_kv}"
         sizes = f"B{self.batch} H{heads} D{self.head_dim} N{self.seqlen_k}"
-        return f"{self.variant}{causal} {self.dtype} {sizes}"
+        return f"{drawn_as(self.index, self.seed)}{self.variant}{causal} {self.dtype} {sizes}"
 
     @property
     def masked(self) -> bool:
@@ -90,6 +91,15 @@ class Case:
         """The structural mask of a sequence of M queries and N keys."""
         left, right = (None if side < 0 else side for side in self.window)
         return Visibility(structure(left, 0 if self.causal else right, self.chunk), M, N)
+
+
+def drawn_as(index: int, seed: int) -> str:
+    """Which case of which draw, before a description of it; nothing for a case that is not drawn.
+
+    >>> drawn_as(17, 2), drawn_as(17, 0)
+    ('case 17 of seed 2, ', '')
+    """
+    return f"case {index} of seed {seed}, " if seed else ""
 
 
 # How each function changes the plain case, in the order of the report.

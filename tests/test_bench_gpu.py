@@ -50,7 +50,7 @@ def test_a_cache_is_read_no_faster_than_memory_can_be() -> None:
         assert 0 < row.percent_of_read < 110
 
 
-OURS = ["gpu-hopper", "gpu-layer", "gpu-deterministic", "gpu-float8", "gpu-quantize"]
+OURS = ["gpu-hopper", "gpu-options", "gpu-layer", "gpu-deterministic", "gpu-float8", "gpu-quantize"]
 
 
 @pytest.mark.parametrize("preset", OURS)

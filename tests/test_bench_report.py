@@ -37,7 +37,7 @@ COLUMNS = {
     *("seqlen_q", "seqlen_k", "causal", "variant", "median_ms", "p20_ms", "p80_ms", "tflops"),
     *("gbps", "peak_mib", "max_error", "rms_error", "skipped", "date", "commit", "device"),
     *("torch", "triton", "command", "preset", "density", "host_us", "percent_of_matmul"),
-    "percent_of_read",
+    *("percent_of_read", "seed", "index"),
 }
 
 
@@ -308,11 +308,13 @@ def test_no_picture_cuts_off_a_line() -> None:
 def test_a_preset_names_its_cases(name: str) -> None:
     cases, settings = presets.preset_cases(name), presets.PRESETS[name].settings
     assert {case.preset for case in cases} == {name}
-    assert len(set(cases)) == len(cases)
+    assert [case.index for case in cases] == list(range(1, len(cases) + 1))
+    assert len({replace(case, index=0) for case in cases}) == len(cases)
     assert set(settings.peers) <= set(peers.PEERS)
     assert set(settings.directions) <= set(prepared.DIFFERENTIATED) | {"forward"}
     assert settings.device == "cuda"
-    assert {case.dtype for case in cases} == {"bfloat16"}
+    others = {"float16", "float32"} if name == "gpu-options" else set()
+    assert {case.dtype for case in cases} == {"bfloat16"} | others
 
 
 def test_dense_cases_hold_as_many_tokens_each() -> None:
@@ -333,6 +335,27 @@ def test_packed_cases_have_the_lengths_that_were_drawn() -> None:
         assert shapes.visible_scores(case) == case.heads_q * sum(
             n * (n + 1) // 2 if case.causal else n * n for n in lengths
         )
+
+
+def test_every_option_is_measured_at_two_lengths() -> None:
+    cases = presets.preset_cases("gpu-options")
+    for length in (4096, 16384):
+        named = {case.variant: case for case in cases if case.seqlen_k == length}
+        wanted = {*("softcap", "alibi", "sink", "chunk", "value-dim", "value-dim 128")}
+        assert set(named) == wanted | {"float16", "float32", "bias", "dropout"}
+        assert {case.heads_q for case in named.values()} == {16}
+        assert [name for name, case in named.items() if not case.causal] == ["bias"]
+    assert len({(case.variant, case.seqlen_k) for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize("case", presets.preset_cases("gpu-options")[:10], ids=lambda c: c.variant)
+def test_options_run_at_a_small_size(case: Case) -> None:
+    small = replace(case, batch=1, heads_q=2, heads_kv=2, seqlen_q=96, seqlen_k=96)
+    small = replace(small, head_dim=case.head_dim // 8, head_dim_v=case.head_dim_v // 8)
+    settings = replace(QUICK, directions=("forward", "backward"), memory=False)
+    for row in run.measure_case(small, settings):
+        assert row.skipped == ""
+        assert case.dropout or (row.max_error or 1) < 0.1
 
 
 def test_sparse_cases_leave_what_their_name_says() -> None:
