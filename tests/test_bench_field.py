@@ -13,7 +13,7 @@ from statistics import geometric_mean
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import field, presets, shapes
+from benchmarks import field, gpu_targets, presets, shapes
 from benchmarks.markdown import page
 from benchmarks.rows import Row, read_csv
 from benchmarks.run import Settings
@@ -215,6 +215,42 @@ def test_a_part_that_is_none_is_refused(
         status = stop.code  # type: ignore[assignment]
     assert status == 2
     assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+def _against_fa3(seed: int, direction: str, *ratios: float) -> list[Row]:
+    """Rows of the first cases of a seed, whose speeds have these ratios."""
+    rows = []
+    for case, ratio in zip(presets.preset_cases("gpu-field", seed), ratios, strict=False):
+        for peer, ms in (("flashtile", 1 / ratio), ("fa3", 1.0), ("cudnn", 1.5)):
+            rows.append(Row.of(case, peer, direction).timed(case, [ms]))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("direction", "least", "mean"), [("forward", 0.95, 1.05), ("backward", 0.92, 1.03)]
+)
+def test_the_field_has_a_target_for_the_least_and_for_the_mean(
+    direction: str, least: float, mean: float
+) -> None:
+    ratios = [1.25, 1.0, least - 0.01, least, *[1.1] * 36]
+    (summary,) = gpu_targets.summaries(_against_fa3(1, direction, *ratios))
+    assert (summary.target.least, summary.target.mean) == (least, mean)
+    assert (len(summary.outcomes), summary.met, summary.ahead) == (40, 39, 38)
+    assert summary.mean == pytest.approx(geometric_mean(ratios))
+
+
+def test_the_page_has_a_line_for_each_seed_and_names_cases_and_means_that_miss() -> None:
+    rows = _against_fa3(1, "forward", 1.25, 1.0, 0.9) + _against_fa3(2, "forward", 1.1, 1.0)
+    lines = list(gpu_targets.section(rows))
+    about, others = "Hopper forward, drawn shapes", "fa3 or fa4 or cudnn"
+    ends = ("0.90, 1.04, 1.25 | 2 of 3 | 2 of 3", "1.00, 1.05, 1.10 | 2 of 2 | 2 of 2")
+    for seed, end in zip((1, 2), ends, strict=True):
+        assert f"| {about}, seed {seed}: / {others} | 0.95, 1.05 | {end} |" in lines
+    assert f"| {about}, seed 1 | mean of 3 cases | 1.04 | 1.05 | |" in lines
+    (missed,) = (line for line in lines if "case 3 of seed 1, " in line)
+    assert missed.startswith(f"| {about} | case 3 of seed 1, ")
+    assert missed.endswith(" | 0.90 | 0.95 | fa3 |")
+    assert not any("seed 2 |" in line for line in lines)
 
 
 def test_rows_of_two_seeds_are_not_merged() -> None:

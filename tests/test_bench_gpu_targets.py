@@ -75,6 +75,26 @@ def test_every_case_that_has_a_target_is_measured(preset, facts, direction, abou
     assert outcome.ratio == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("facts", "direction", "least", "mean"),
+    [
+        ({"head_dim": 128, "seqlen_k": 4096}, "forward", 1.0, 1.05),
+        ({"head_dim": 64, "seqlen_k": 16384}, "backward", 1.0, 1.05),
+        ({"head_dim": 256, "seqlen_k": 1024}, "forward", 0.97, 1.02),
+        ({"head_dim": 64, "seqlen_k": 1024}, "backward", 0.97, 1.02),
+        ({"head_dim": 96, "seqlen_k": 4096}, "forward", 1.0, 0.0),
+        ({"head_dim": 192, "seqlen_k": 16384}, "backward", 0.95, 1.0),
+    ],
+)
+def test_the_papers_shapes_have_a_target_for_the_least_and_for_the_mean(
+    facts, direction, least, mean
+) -> None:
+    preset = "gpu-hopper" if facts["head_dim"] in (96, 192) else "gpu-dense"
+    rows = _measured(_of(preset, causal=False, **facts), direction, {"flashtile": 2.0, "fa4": 1.0})
+    (summary,) = gpu_targets.summaries(rows)
+    assert (summary.target.least, summary.target.mean) == (least, mean)
+
+
 def test_two_thousand_tokens_have_no_target() -> None:
     case = _of("gpu-dense", **(LONG | {"seqlen_k": 2048}))
     assert gpu_targets.outcomes(_measured(case, "forward", {"flashtile": 1.0, "fa3": 9.0})) == []
@@ -175,7 +195,8 @@ def test_the_page_counts_what_is_met_and_names_what_is_not() -> None:
         rows += _measured(_of("gpu-dense", **(LONG | {"seqlen_k": length})), "forward", speeds)
     lines = list(gpu_targets.section(rows))
     about = "Hopper forward, D 64, 128, 256: / fa3 or fa4 or cudnn"
-    assert f"| {about} | 1.0 | 0.90, 0.99, 1.10 | 1 of 2 |" in lines
+    assert f"| {about} | 1.0, 1.05 | 0.90, 0.99, 1.10 | 1 of 2 | 1 of 2 |" in lines
+    assert "| Hopper forward, D 64, 128, 256 | mean of 2 cases | 0.99 | 1.05 | |" in lines
     case = "dense causal, 16:16 heads of 128, 16,384 tokens"
-    assert f"| Hopper forward, D 64, 128, 256 | {case} | 0.90 | fa3 |" in lines
+    assert f"| Hopper forward, D 64, 128, 256 | {case} | 0.90 | 1.0 | fa3 |" in lines
     assert list(gpu_targets.section(rows[1:2])) == []
