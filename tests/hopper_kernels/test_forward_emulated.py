@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from flashtile.backends.hopper.forward import plan as forward_plan
 from flashtile.backends.hopper.forward.launch import forward_launch, outputs
 from flashtile.backends.hopper.forward.plan import plan
 from flashtile.call.layouts import Dense, Packed
@@ -32,6 +33,7 @@ from . import emulator
 from .inputs import dense_inputs, packed_inputs
 
 PROGRAMS = 3
+CAUSAL = {"causal": True}
 UNWRITTEN = -(2**30)  # a number in shared memory that nobody has put there
 
 
@@ -261,6 +263,18 @@ def test_head_swizzle(heads: int, swizzle: int):
     assert found[-len(last) :] == last
     for head in range(heads):  # the dQ semaphores of the backward are released in this order
         assert [m for m, h in found if h == head] == list(range(m_tiles))
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "swizzle"),
+    [((16, 16), 16384, 4), ((32, 8), 16384, 4), ((28, 4), 16384, 7), ((8, 1), 65536, 8)],
+)
+def test_head_swizzle_of_whole_groups(heads: tuple[int, int], keys: int, swizzle: int):
+    """As many heads as fit the cache, but heads with the same keys run together."""
+    operands, options = describe(dense_inputs(0, "contiguous", {"M": 1, "N": 1}), Dense(), CAUSAL)
+    problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(Hq=heads[0], Hk=heads[1], M=keys, N=keys)
+    assert forward_plan.swizzle_of(problem) == swizzle
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -232,13 +232,15 @@ def swizzle_of(problem: AttentionProblem) -> int:
     """The number of heads whose tiles run at the same time (the head swizzle).
 
     If tiles differ in length, equal tiles of several heads run together: as many heads as fit the
-    L2 cache.
+    L2 cache, rounded up to whole groups. Query heads of a group read the same keys and values, and
+    equal tiles of them read the same blocks at about the same time.
     """
     options = problem.options
     if options.window_right is None and options.attention_chunk == 0:
         return 1
     of_a_head = problem.N * (problem.D + problem.Dv) * 2
-    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SWIZZLE)
+    fitting = min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SWIZZLE)
+    return -(-fitting // problem.group) * problem.group
 
 
 def padded(head_dim: int) -> int:
