@@ -56,6 +56,7 @@ RACES = {
     "causal, grouped": ((2, 1000, 1000, 8, 2, 128), {"causal": True}),
     "causal, narrow": ((2, 1000, 1000, 16, 16, 64), {"causal": True}),
     "causal, wide": ((1, 1000, 1000, 8, 8, 256), {"causal": True}),
+    "causal, long": ((1, 2100, 8300, 8, 2, 128), {"causal": True}),
     "softcap": ((2, 500, 900, 8, 8, 128), {"softcap": 5.0}),
     "chunk": ((2, 900, 900, 8, 8, 96), {"attention_chunk": 250}),
 }

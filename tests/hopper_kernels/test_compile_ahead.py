@@ -127,6 +127,12 @@ def test_short_causal_loops_have_smaller_tiles():
     check(dense(64, 64, N=1025, causal=True), 0)
 
 
+def test_long_causal_loops_begin_with_the_first_block():
+    long, short = (launch_of(*dense(N=N, causal=True)) for N in (8193, 8192))
+    assert [x.arguments["cfg"].IS_ASCENDING for x in (long, short)] == [True, False]
+    check(dense(N=8193, causal=True), 0)
+
+
 def test_new_lengths_and_heads_compile_nothing_new():
     seen = {
         str(specialize(launch_of(*dense(M=M, N=N)))[0].signature)

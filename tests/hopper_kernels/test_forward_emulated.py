@@ -4,6 +4,7 @@ masks, ping-pong barriers and the reuse of buffers, without a GPU."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from .inputs import dense_inputs, packed_inputs
 
 PROGRAMS = 3
 CAUSAL = {"causal": True}
+SINK = normal(generator(0), 2)
 UNWRITTEN = -(2**30)  # a number in shared memory that nobody has put there
 
 
@@ -188,6 +190,22 @@ def test_lengths(lengths: tuple[int, int], head_dim: int):
     dense(sizes={"M": lengths[0], "N": lengths[1], "D": head_dim}, causal=True)
 
 
+@pytest.fixture
+def long_from_64_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lengths of an emulation count as long."""
+    plan.cache_clear()
+    monkeypatch.setattr(forward_plan, "LONG_CAUSAL", 64)
+    yield
+    plan.cache_clear()
+
+
+@pytest.mark.usefixtures("long_from_64_keys")
+@pytest.mark.parametrize("lengths", [(65, 65), (290, 330), (128, 384), (400, 190)])
+@pytest.mark.parametrize("seed", range(2))
+def test_from_the_first_block_to_the_last(seed: int, lengths: tuple[int, int]):
+    dense(seed, sizes={"M": lengths[0], "N": lengths[1]}, causal=True, sink=SINK)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (50, 20)},
     "left": {"window_size": (33, -1)},
@@ -196,7 +214,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal chunk": {"attention_chunk": 100, "causal": True},
     "softcap": {"softcap": 3.0, "causal": True},
     "alibi": {"alibi_slopes": alibi_slopes(generator(0), 2)},
-    "sink": {"sink": normal(generator(0), 2), "causal": True},
+    "sink": {"sink": SINK, "causal": True},
     "negative scale": {"softmax_scale": -0.1, "causal": True},
 }
 

@@ -34,7 +34,14 @@ from ..shared.intrinsics import (
     rows_of_heads,
     show_written,
 )
-from ..shared.schedule import full_blocks, own_blocks, read_work, visible_keys
+from ..shared.schedule import (
+    blocks_after,
+    blocks_before,
+    full_blocks,
+    own_blocks,
+    read_work,
+    visible_keys,
+)
 from ..shared.softmax import (
     LN2,
     LOG2E,
@@ -136,7 +143,7 @@ def attend_tiles(
         store_lse(ME, lse, output, work, sizes, cfg)
         o, o_tail = finished_output(o, o_tail, cfg)
         channels.v.release_operand(done.i)
-        i = pass_blocks(ME, done.i + 1, done.block - work.begin, channels, cfg)
+        i = pass_blocks(ME, done.i + 1, blocks_after(done.block, work, cfg), channels, cfg)
         tma.store_wait(0)
         scale = math.output_scale(scale, done, cfg)
         store_output(ME, rescaled(o, scale), channels.o, 0, output, work, cfg.BLOCK_DV, cfg)
@@ -159,8 +166,8 @@ def attend(
     math_of: gl.constexpr, ME: gl.constexpr, count, i, channels, scales, sizes, work, mask, score,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """The KV loop, from the last block to the first. Returns the output, whose last product is in
-    flight, the state of the loop, and the arithmetic of the tile.
+    """The KV loop, in the order of `schedule.visited_block`. Returns the output, whose last product
+    is in flight, the state of the loop, and the arithmetic of the tile.
     """
     first_row = work.m0 + ME * CONSUMER_ROWS
     last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
@@ -170,16 +177,20 @@ def attend(
     math = math_of(ME, scales, sizes, work, score, cfg)
     q_use = count * cfg.CONSUMERS + ME
     q, q_tail = queries(q_use, channels, cfg)
-    i = pass_blocks(ME, i, work.end - end, channels, cfg)
-    now = math.first_block(ME, q, q_tail, i, end - 1, channels, rows, work, score, cfg)
+    first = begin if cfg.IS_ASCENDING else end - 1
+    i = pass_blocks(ME, i, blocks_before(first, work, cfg), channels, cfg)
+    now = math.first_block(ME, q, q_tail, i, first, channels, rows, work, score, cfg)
     if cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:  # a product has read the registers
         channels.q.release_operand(q_use)
-    # Three phases: masked, full, masked.
-    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
-        now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, True, cfg)
-    now = key_loop(math, ME, now, q, q_tail, full_begin, channels, rows, score, False, cfg)
-    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
-        now = key_loop(math, ME, now, q, q_tail, begin, channels, rows, score, True, cfg)
+    if cfg.IS_ASCENDING:  # only under a plain causal mask, which ends with the masked blocks
+        now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, False, cfg)
+        now = key_loop(math, ME, now, q, q_tail, end, channels, rows, score, True, cfg)
+    else:  # three phases: masked, full, masked
+        if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+            now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, True, cfg)
+        now = key_loop(math, ME, now, q, q_tail, full_begin, channels, rows, score, False, cfg)
+        if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+            now = key_loop(math, ME, now, q, q_tail, begin, channels, rows, score, True, cfg)
     if not cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:
         channels.q.release_operand(q_use)
     o, o_tail = math.issue_output(now, channels, cfg)
@@ -191,8 +202,9 @@ def key_loop(
     math, ME: gl.constexpr, now, q, q_tail, stop, channels, rows, score, IS_MASKED: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """The blocks before `now.block`, down to `stop`."""
-    for _ in range(now.block - stop):
+    """The blocks that follow `now.block`: up to `stop`, which is excluded, or down to `stop`."""
+    count = stop - 1 - now.block if cfg.IS_ASCENDING else now.block - stop
+    for _ in range(count):
         now = math.next_block(ME, now, q, q_tail, channels, rows, score, IS_MASKED, cfg)
     return now
 
@@ -282,7 +294,7 @@ class Math16:
     def first_block(
         self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
     ):
-        """The first step of the loop, on the block with the last keys that the rows see."""
+        """The first step of the loop."""
         n0 = block * cfg.BLOCK_N
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
@@ -317,9 +329,9 @@ class Math16:
         self, ME: gl.constexpr, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
         cfg: gl.constexpr,
     ):  # fmt: skip
-        """One step: scores of the block before `now.block`, and the output of `now.block`."""
+        """One step: scores of the block that follows `now.block`, and the output of `now.block`."""
         VALUE_PRODUCTS: gl.constexpr = 1 if cfg.TAIL_DV == 0 else 2
-        i, block = now.i + 1, now.block - 1
+        i, block = now.i + 1, now.block + (1 if cfg.IS_ASCENDING else -1)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
         s = issue_scores(q, q_tail, i, channels, cfg)

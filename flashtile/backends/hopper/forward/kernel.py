@@ -25,6 +25,7 @@ from ..shared.schedule import (
     put_work,
     retire,
     start_cursor,
+    visited_block,
     work_of,
 )
 from ..shared.softmax import Score
@@ -97,7 +98,7 @@ def load_tiles(
     load_keys: gl.constexpr, q, k, v, counter_ptr, channels, sizes, at, mask, cfg: gl.constexpr
 ):  # fmt: skip
     """For each tile of this program, load the queries and, with `load_keys`, the blocks of keys and
-    values from the last to the first.
+    values.
     """
     # Number of blocks to load after the search for the next tile. If the search is slow because it
     # reads lengths, consumers still have a block to process; else the block would be late.
@@ -134,13 +135,11 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
 
 @gluon.jit
 def load_blocks(k, v, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr):
-    """Load blocks [begin, end) of K and V, counted from the last block of the tile; return the
-    number of blocks so far.
-    """
+    """Load K and V of the steps [begin, end) of the KV loop; return the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // group
     for j in range(begin, end):
-        row = start_k + (work.end - 1 - j) * cfg.BLOCK_N
+        row = start_k + visited_block(j, work, cfg) * cfg.BLOCK_N
         load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.TAIL_D)
         load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.TAIL_DV)
         i += 1

@@ -60,6 +60,7 @@ class Tile(NamedTuple):
     ping_pong: bool  # consumers alternate at the tensor cores
     q: str  # location of a consumer's queries: `Q_LOCATIONS`
     waits: str = "freely"  # when a consumer waits for the output of a block: `WAITS`
+    ascends: bool = False  # the KV loop visits the first block of keys first, not the last one
 
 
 # The location of the queries while their tile runs.
@@ -97,6 +98,12 @@ UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
 SHORT_CAUSAL = 1024  # keys
 SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 
+# Tiles of a long causal problem end at different keys. If they begin with the same key, more of
+# them read the same blocks at the same time. In short KV loops it costs more than that to end with
+# a masked block.
+LONG_CAUSAL = 8192  # keys
+LONG_CAUSAL_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late", ascends=True)}
+
 
 def tile_of(problem: AttentionProblem) -> Tile:
     """The tile for a problem."""
@@ -106,13 +113,29 @@ def tile_of(problem: AttentionProblem) -> Tile:
         of_mask = UNMASKED_TILES
     elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
         of_mask = SHORT_CAUSAL_TILES
+    elif _is_plain_causal(problem) and problem.N > LONG_CAUSAL:
+        of_mask = LONG_CAUSAL_TILES
     return of_mask.get(head_dims) or TILES.get(head_dims, UNLIKE)
+
+
+def _is_plain_causal(problem: AttentionProblem) -> bool:
+    """Whether the causal mask is all that changes scores, and all sequences are as long as the
+    tensors.
+
+    Softcap and ALiBi lack the registers for the tile of long problems. A sequence that ends inside
+    a block needs its last block first, for `clear_past_end`.
+    """
+    options = problem.options
+    causal = options.window_right == 0 and options.window_left is None
+    whole = problem.layout == "dense" and not problem.has_lengths
+    linear = options.softcap == 0 and not problem.has_alibi
+    return causal and options.attention_chunk == 0 and whole and linear
 
 
 @dataclass(frozen=True)
 class KernelConfig:
     """The compile-time constants of the kernel. Lengths and strides are not among them and
-    recompile nothing, except that a short causal problem may have another tile.
+    recompile nothing, except that a short or long causal problem may have another tile.
     """
 
     BITS: int  # bits of an element of Q, K, V and P
@@ -138,6 +161,7 @@ class KernelConfig:
     HAS_ALIBI: bool
     IS_PACKED: bool
     IS_RAGGED: bool  # sequences can be shorter than the tensors
+    IS_ASCENDING: bool  # the KV loop visits the first block of keys first, not the last one
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -225,6 +249,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_ALIBI=problem.has_alibi,
         IS_PACKED=packed,
         IS_RAGGED=packed or problem.has_lengths,
+        IS_ASCENDING=tile.ascends,
     )
 
 

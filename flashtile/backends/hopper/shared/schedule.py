@@ -260,6 +260,30 @@ def full_blocks(first, last, begin, end, work, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
+def visited_block(j, work, cfg: gl.constexpr):
+    """The block of step `j` of the KV loop: from the last to the first, or the other way round."""
+    block = work.end - 1 - j
+    if cfg.IS_ASCENDING:
+        block = work.begin + j
+    return block
+
+
+@gluon.jit
+def blocks_before(block, work, cfg: gl.constexpr):
+    """The number of blocks of the tile that are visited before `block`."""
+    count = work.end - 1 - block
+    if cfg.IS_ASCENDING:
+        count = block - work.begin
+    return count
+
+
+@gluon.jit
+def blocks_after(block, work, cfg: gl.constexpr):
+    """The number of blocks of the tile that are visited after `block`."""
+    return work.end - work.begin - 1 - blocks_before(block, work, cfg)
+
+
+@gluon.jit
 def next_number(counter_ptr):
     """A tile index that no program has taken yet; the first indices are the program ids."""
     return gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
