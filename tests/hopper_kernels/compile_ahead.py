@@ -15,6 +15,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from flashtile.backends.hopper.forward.block_lists import make_lists
 from flashtile.backends.hopper.forward.launch import forward_launch, outputs
 from flashtile.backends.hopper.forward.plan import plan
 from flashtile.gpu.launch import Launch
@@ -43,7 +44,10 @@ def launch_of(operands: Operands, options: Options) -> Launch:
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
     out, lse = outputs(operands, config)
-    return forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter)
+    launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter)
+    if config.HAS_BLOCK_MASK:
+        launch.arguments["blocks"] = make_lists(problem, config, operands)
+    return launch
 
 
 def specialize(launch: Launch) -> tuple[ASTSource, dict[str, object]]:

@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.masks import BlockMask
 from flashtile.problem import Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
@@ -66,12 +67,18 @@ def packed(**options: Any) -> tuple[Operands, Options]:
     return describe((q, k, v), layout, options)
 
 
+def half_visible(M: int, N: int) -> BlockMask:
+    return BlockMask.from_dense(torch.rand(M, N, generator=generator(0)) < 0.5)
+
+
 OPTIONS: dict[str, Any] = {
     "window": lambda: dense(window_size=(50, 20)),
     "chunk": lambda: dense(attention_chunk=100, causal=True),
     "softcap": lambda: dense(softcap=3.0),
     "alibi": lambda: dense(alibi_slopes=alibi_slopes(generator(0), 4), causal=True),
     "sink": lambda: dense(sink=normal(generator(0), 4), causal=True),
+    "block_mask": lambda: dense(block_mask=half_visible(300, 400)),
+    "causal block_mask": lambda: dense(64, 64, block_mask=half_visible(300, 400), causal=True),
     "packed": lambda: packed(causal=True),
     "lengths": lambda: dense(seqused_k=torch.tensor([400, 7], dtype=torch.int32), causal=True),
 }
@@ -92,7 +99,7 @@ def test_head_dims_compile(head_dims: tuple[int, int], mask: str):
     check(dense(*head_dims, causal=mask == "causal"), 0)
 
 
-@pytest.mark.parametrize("option", OPTIONS if FULL else ["window", "packed"])
+@pytest.mark.parametrize("option", OPTIONS if FULL else ["window", "packed", "block_mask"])
 def test_options_compile(option: str):
     check(OPTIONS[option](), SPILLS.get(option, 0))
 

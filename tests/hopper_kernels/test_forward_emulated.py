@@ -15,10 +15,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends.hopper.forward import plan as forward_plan
+from flashtile.backends.hopper.forward.block_lists import make_lists
 from flashtile.backends.hopper.forward.launch import forward_launch, outputs
 from flashtile.backends.hopper.forward.plan import plan
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,
@@ -122,6 +124,8 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     config = plan(problem)
     out, lse = outputs(operands, config)
     launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter)
+    if config.HAS_BLOCK_MASK:
+        launch.arguments["blocks"] = make_lists(problem, config, operands)
     if problem.layout == "dense" and not problem.has_lengths:
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
@@ -311,3 +315,35 @@ def test_packed_window():
 @pytest.mark.parametrize("seed", range(4))
 def test_meetings_in_any_order(seed: int, head_dim: int):
     dense(seed, sizes={"M": 400, "N": 400, "D": head_dim, "B": 2}, causal=seed % 2 == 1)
+
+
+def random_mask(shape: tuple[int, ...], tile_size: tuple[int, int], seed: int) -> BlockMask:
+    """A mask with empty, full and partial tiles, and rows of tiles that see nothing."""
+    random = generator(seed)
+    rows, columns = (-(-size // step) for size, step in zip(shape[2:], tile_size, strict=True))
+    kinds = torch.randint(0, 3, (*shape[:2], rows, columns), generator=random)
+    kinds[:, :, -1] = 0
+    large = kinds.repeat_interleave(tile_size[0], 2).repeat_interleave(tile_size[1], 3)
+    elements = torch.rand(shape, generator=random) < 0.5
+    visible = (large[:, :, : shape[2], : shape[3]] == 1) | (
+        (large[:, :, : shape[2], : shape[3]] == 2) & elements
+    )
+    return BlockMask.from_dense(visible, tile_size)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile_size", "given"),
+    [
+        (128, (128, 128), {}),
+        (128, (256, 128), {"causal": True}),
+        (64, (128, 256), {"window_size": (200, 30)}),
+        (256, (128, 64), {"attention_chunk": 100}),
+        (96, (128, 128), {"alibi_slopes": alibi_slopes(generator(0), 2)}),
+    ],
+)
+@pytest.mark.parametrize("shared", ["shared", "own"])
+def test_block_masks(head_dim: int, tile_size: tuple[int, int], given: dict[str, Any], shared: str):
+    batch, heads = (1, 1) if shared == "shared" else (2, 2)
+    mask = random_mask((batch, heads, 390, 430), tile_size, head_dim)
+    sizes = {"B": 2, "M": 390, "N": 430, "D": head_dim}
+    dense(sizes=sizes, block_mask=mask, **given)

@@ -64,12 +64,14 @@ def producer(q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg: gl.co
 
 
 @gluon.jit
-def load_blocks(keys, v_desc, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr):
+def load_blocks(
+    keys, v_desc, i, begin, end, channels, work, start_k, sizes, at, mask, cfg: gl.constexpr
+):  # fmt: skip
     """Load blocks [begin, end) of K and V, counted from the last block of the tile; return the
     number of blocks so far.
     """
     batch = batch_of(work.b, at.cu_seqlens_k)
-    head = work.h // group
+    head = work.h // sizes.group
     first_group, first_key = work.b * keys.batch_groups, start_k
     if at.cu_seqlens_k is not None:  # see `launch.grouped`
         first_group = start_k // KEY_GROUP + work.b

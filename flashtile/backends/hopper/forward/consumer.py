@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..shared.block_mask import bits_of, first_entry, first_key, list_of, masked_by_bits
 from ..shared.channels import await_ping_pong, close_ping_pong, open_ping_pong, pass_ping_pong
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
@@ -79,14 +80,18 @@ class Rows:
     stop: gl.tensor
     shift: gl.tensor  # position of row 0
     slope: gl.tensor  # ALiBi, base 2
+    entries: gl.tensor  # pointer to the list of a block mask
+    bits: gl.tensor  # pointer to the rows of the first tile of bits
 
     @gluon.constexpr_function
-    def __init__(self, number, start, stop, shift, slope):
+    def __init__(self, number, start, stop, shift, slope, entries, bits):
         self.number = number
         self.start = start
         self.stop = stop
         self.shift = shift
         self.slope = slope
+        self.entries = entries
+        self.bits = bits
 
 
 @aggregate
@@ -171,9 +176,14 @@ def attend(
     """
     first_row = work.m0 + ME * CONSUMER_ROWS
     last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
-    begin, end = own_blocks(first_row, last_row, work, mask, cfg)
-    full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, mask, cfg)
-    rows = rows_of(ME, work, mask, score, cfg)
+    if cfg.HAS_BLOCK_MASK:  # indices into the list
+        number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
+        begin, end = work.begin, work.end
+        full_begin, full_end = begin, gl.load(mask.blocks.counts + 2 * number)
+    else:
+        begin, end = own_blocks(first_row, last_row, work, mask, cfg)
+        full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, mask, cfg)
+    rows = rows_of(ME, work, sizes, mask, score, cfg)
     math = math_of(ME, scales, sizes, work, score, cfg)
     q_use = count * cfg.CONSUMERS + ME
     q, q_tail = queries(q_use, channels, cfg)
@@ -186,10 +196,10 @@ def attend(
         now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, False, cfg)
         now = key_loop(math, ME, now, q, q_tail, end, channels, rows, score, True, cfg)
     else:  # three phases: masked, full, masked
-        if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+        if cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_BLOCK_MASK:
             now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, True, cfg)
         now = key_loop(math, ME, now, q, q_tail, full_begin, channels, rows, score, False, cfg)
-        if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+        if (cfg.HAS_LEFT or cfg.HAS_CHUNK) and not cfg.HAS_BLOCK_MASK:
             now = key_loop(math, ME, now, q, q_tail, begin, channels, rows, score, True, cfg)
     if not cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:
         channels.q.release_operand(q_use)
@@ -240,13 +250,18 @@ def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(ME: gl.constexpr, work, mask, score, cfg: gl.constexpr):
+def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
     """The rows of this consumer."""
     number = work.m0 + ME * CONSUMER_ROWS
     number += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     shift = work.N - work.M
     start, stop = visible_keys(number + shift, work.N, mask, cfg)
-    return Rows(number, start, stop, shift, alibi_slope(work.b, work.h, score, cfg))
+    entries, bits = shift, shift
+    if cfg.HAS_BLOCK_MASK:
+        index = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
+        entries = first_entry(index, sizes, mask, cfg)
+        bits = mask.blocks.bits + ME * (CONSUMER_ROWS * cfg.BLOCK_N // 32)
+    return Rows(number, start, stop, shift, alibi_slope(work.b, work.h, score, cfg), entries, bits)
 
 
 @gluon.jit
@@ -271,14 +286,18 @@ def finished_output(o, o_tail, cfg: gl.constexpr):
 
 
 @gluon.jit
-def finished_scores(s, n0, rows, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
-    """Scores in base 2 from products, up to the factor `linear_scale`; -inf where masked."""
+def finished_scores(s, n0, bits, rows, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
+    """Scores in base 2 from products, up to the factor `linear_scale`; -inf where masked. `bits`
+    are those of a block mask.
+    """
     distance = 0
     if cfg.HAS_ALIBI:
         distance = distances(rows.number + rows.shift, n0, s, cfg)
     s = scores_log2(s, distance, rows.slope, score, cfg)
     if IS_MASKED:
         s = masked(s, rows.start, rows.stop, n0, cfg)
+        if cfg.HAS_BLOCK_MASK:
+            s = masked_by_bits(s, bits, cfg)
     return s
 
 
@@ -295,7 +314,7 @@ class Math16:
         self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
     ):
         """The first step of the loop."""
-        n0 = block * cfg.BLOCK_N
+        n0, bits = first_key(block, rows, cfg), bits_of(block, rows, cfg)
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
         if cfg.IS_RAGGED:
@@ -305,11 +324,13 @@ class Math16:
                 clear_past_end(ME, channels.v.tail(i), work.N - n0, cfg.TAIL_DV, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
-        s = finished_scores(s, n0, rows, score, False, cfg)
-        if cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK:  # noqa: SIM114 -- known while compiling
-            s = masked(s, rows.start, rows.stop, n0, cfg)
-        elif n0 + cfg.BLOCK_N > work.N:
-            s = masked(s, rows.start, rows.stop, n0, cfg)
+        IS_MASKED: gl.constexpr = (
+            cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_BLOCK_MASK
+        )
+        s = finished_scores(s, n0, bits, rows, score, IS_MASKED, cfg)
+        if not IS_MASKED:  # noqa: SIM102 -- known while compiling
+            if n0 + cfg.BLOCK_N > work.N:
+                s = masked(s, rows.start, rows.stop, n0, cfg)
         factor = linear_scale(score, cfg)
         row_max = gl.max(s, 1) * factor
         p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
@@ -332,6 +353,8 @@ class Math16:
         """One step: scores of the block that follows `now.block`, and the output of `now.block`."""
         VALUE_PRODUCTS: gl.constexpr = 1 if cfg.TAIL_DV == 0 else 2
         i, block = now.i + 1, now.block + (1 if cfg.IS_ASCENDING else -1)
+        # Loaded before the product, which hides the latency.
+        n0, bits = first_key(block, rows, cfg), bits_of(block, rows, cfg)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
         s = issue_scores(q, q_tail, i, channels, cfg)
@@ -339,7 +362,7 @@ class Math16:
         pass_ping_pong(ME, cfg)
         s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
         channels.k.release_operand(i)
-        s = finished_scores(s, block * cfg.BLOCK_N, rows, score, IS_MASKED, cfg)
+        s = finished_scores(s, n0, bits, rows, score, IS_MASKED, cfg)
         factor = linear_scale(score, cfg)
         row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
         if cfg.WAITS == "early":

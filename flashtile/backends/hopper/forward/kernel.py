@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ..shared.block_mask import first_entry, list_of
 from ..shared.channels import Described, make_channel, make_queue
 from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
 from ..shared.schedule import (
@@ -110,12 +111,12 @@ def load_tiles(
     while work.begin < work.end:
         load_queries(q, count, channels, work, at, cfg)
         blocks = work.end - work.begin
-        i = load_keys(k, v, i, 0, blocks - LEFT, channels, work, start_k, sizes.group, at, cfg)
+        i = load_keys(k, v, i, 0, blocks - LEFT, channels, work, start_k, sizes, at, mask, cfg)
         number = next_number(counter_ptr)
         following, following_k, cursor = work_of(number, cursor, sizes, at, mask, cfg)
         if LEFT > 0:
             begin = blocks - LEFT
-            i = load_keys(k, v, i, begin, blocks, channels, work, start_k, sizes.group, at, cfg)
+            i = load_keys(k, v, i, begin, blocks, channels, work, start_k, sizes, at, mask, cfg)
         count += 1
         work, start_k = following, following_k
         put_work(channels.work, count, work)
@@ -134,12 +135,19 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(k, v, i, begin, end, channels, work, start_k, group, at, cfg: gl.constexpr):
+def load_blocks(
+    k, v, i, begin, end, channels, work, start_k, sizes, at, mask, cfg: gl.constexpr
+):  # fmt: skip
     """Load K and V of the steps [begin, end) of the KV loop; return the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
-    head = work.h // group
+    head = work.h // sizes.group
     for j in range(begin, end):
-        row = start_k + visited_block(j, work, cfg) * cfg.BLOCK_N
+        block = visited_block(j, work, cfg)
+        if cfg.HAS_BLOCK_MASK:
+            number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
+            row = gl.load(first_entry(number, sizes, mask, cfg) + 2 * block)
+        else:
+            row = start_k + block * cfg.BLOCK_N
         load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.TAIL_D)
         load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.TAIL_DV)
         i += 1
@@ -160,11 +168,11 @@ def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, TAIL: gl.c
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc, out_ptr,
     lse_ptr, counter_ptr, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle, tiles,
-    left, right, chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
+    left, right, chunk, alibi_batch, scale, softcap, blocks, cfg: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of every tile."""
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
-    mask = Mask(left, right, chunk)
+    mask = Mask(left, right, chunk, blocks)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k, v = (
         Described(q_desc, q_tail_desc),

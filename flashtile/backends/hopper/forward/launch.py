@@ -17,6 +17,7 @@ from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ..shared.launch import descriptor, readable, tile_counter
 from ..shared.schedule import Sequences
 from ..shared.softmax import Pointers
+from .block_lists import lists_of
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 
@@ -37,12 +38,17 @@ def run_forward(
     if problem.M == 0 or 0 in operands.q.shape:
         return out, lse
 
-    def describe(given: Any, made: Any) -> list[Launch]:
-        out, lse, counter = made
-        programs = multiprocessors(out.device)
-        return [launch_of(problem, config, Operands(*given), out, lse, programs, counter)]
+    lists = lists_of(problem, config, operands) if config.HAS_BLOCK_MASK else None
 
-    made = out, lse, tile_counter(operands.q.device)
+    def describe(given: Any, made: Any) -> list[Launch]:
+        out, lse, counter, *listed = made
+        programs = multiprocessors(out.device)
+        launch = launch_of(problem, config, Operands(*given), out, lse, programs, counter)
+        if lists is not None:
+            launch.arguments["blocks"] = lists.with_tensors(*listed)
+        return [launch]
+
+    made = out, lse, tile_counter(operands.q.device), *(lists.tensors if lists else ())
     run_all("hopper forward", problem, operands, made, describe, config)
     return out, lse
 
@@ -75,6 +81,7 @@ def forward_launch(
         **descriptors(q, k, v, readable(out), config),
         **common_arguments(problem, config, operands, out, lse, counter),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), operands.sink),
+        "blocks": None,
         "chunk": as_kernel_number(problem.options.attention_chunk),
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
     }

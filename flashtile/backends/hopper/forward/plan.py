@@ -102,14 +102,19 @@ SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 # them read the same blocks at the same time. In short KV loops it costs more than that to end with
 # a masked block.
 LONG_CAUSAL = 8192  # keys
-LONG_CAUSAL_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late", ascends=True)}
+LONG_CAUSAL_TILES = {(128, 128): Tile(2, 128, 2, False, "registers", ascends=True)}
+
+# Tiles of 128 rows, so that a tile of a block mask has whole ones.
+BLOCK_MASK_TILES = SHORT_CAUSAL_TILES
 
 
 def tile_of(problem: AttentionProblem) -> Tile:
     """The tile for a problem."""
     options, head_dims = problem.options, (padded(problem.D), padded(problem.Dv))
     of_mask: dict[tuple[int, int], Tile] = {}
-    if not problem.facts:
+    if problem.block_tile is not None:
+        of_mask = BLOCK_MASK_TILES
+    elif not problem.facts:
         of_mask = UNMASKED_TILES
     elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
         of_mask = SHORT_CAUSAL_TILES
@@ -157,6 +162,7 @@ class KernelConfig:
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_CHUNK: bool
+    HAS_BLOCK_MASK: bool
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     IS_PACKED: bool
@@ -175,7 +181,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
     if problem.N == 0:
         reasons.append("no keys (at least 1)")
-    return reasons + _option_reasons(problem)
+    return reasons + _option_reasons(problem) + _block_mask_reasons(problem)
 
 
 def _device_reasons(problem: AttentionProblem) -> list[str]:
@@ -197,7 +203,6 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
     not_here = {
         "bias": problem.has_bias,
         "dropout": problem.options.dropout_p > 0,
-        "block_mask": problem.block_tile is not None,
         "probabilities": problem.wants_probabilities,
         "pages": problem.page_size > 0,
         "float8 keys and values": problem.has_float8_keys,
@@ -209,6 +214,23 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         and problem.needs_grad,
     }
     return [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
+
+
+def _block_mask_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the kernel cannot walk the lists of a block mask."""
+    if problem.block_tile is None:
+        return []
+    reasons = []
+    tile = tile_of(problem)
+    wanted = tile.consumers * CONSUMER_ROWS, tile.BLOCK_N
+    if any(size % step for size, step in zip(problem.block_tile, wanted, strict=True)):
+        found, step = ("{} x {}".format(*pair) for pair in (problem.block_tile, wanted))
+        reasons.append(f"block_mask tiles of {found} (on this backend: multiples of {step})")
+    if problem.needs_grad:
+        reasons.append("gradients with block_mask (not on this backend)")
+    if problem.layout != "dense" or problem.has_lengths:
+        reasons.append("block_mask with sequences of different lengths (not on this backend)")
+    return reasons
 
 
 def _has_negative_side(problem: AttentionProblem) -> bool:
@@ -245,6 +267,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
+        HAS_BLOCK_MASK=problem.block_tile is not None,
         HAS_SOFTCAP=has_softcap,
         HAS_ALIBI=problem.has_alibi,
         IS_PACKED=packed,
@@ -261,7 +284,8 @@ def swizzle_of(problem: AttentionProblem) -> int:
     equal tiles of them read the same blocks at about the same time.
     """
     options = problem.options
-    if options.window_right is None and options.attention_chunk == 0:
+    is_even = options.window_right is None and options.attention_chunk == 0
+    if is_even and problem.block_tile is None:
         return 1
     of_a_head = problem.N * (problem.D + problem.Dv) * 2
     fitting = min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SWIZZLE)

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .block_mask import list_of
 from .channels import number_of, put
 from .intrinsics import CONSUMER_WARPS, aggregate
 
@@ -48,11 +49,12 @@ class Sizes(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The numbers of the mask rules; flags of the plan select the rules."""
+    """The numbers of the mask rules, which flags of the plan select, and the block mask."""
 
     left: Any
     right: Any
     chunk: Any
+    blocks: Any = None  # the lists of a block mask: `forward.block_lists.BlockLists`
 
 
 @aggregate
@@ -194,11 +196,18 @@ def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
         m, bh = swizzled_order(number, m_tiles, sizes.B * sizes.heads, sizes.swizzle)
         b, h = bh // sizes.heads, bh % sizes.heads
         start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
-    if cfg.HAS_RIGHT or cfg.HAS_CHUNK:
-        m = m_tiles - 1 - m  # LPT order: the longest KV loops first
+    # LPT order: the longest KV loops first
+    if cfg.HAS_BLOCK_MASK:
+        m = gl.load(mask.blocks.order + list_of(b, h, 0, sizes, mask, cfg) + m)
+    elif cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+        m = m_tiles - 1 - m
     m0 = m * cfg.BLOCK_M
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
-    begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
+    if cfg.HAS_BLOCK_MASK:
+        begin = m * 0
+        end = gl.load(mask.blocks.counts + 2 * list_of(b, h, m0, sizes, mask, cfg) + 1)
+    else:
+        begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
     end = gl.where(exists, end, begin)
     return Work(b, h, m0, start_q, M, N, begin, end), start_k, cursor
 
