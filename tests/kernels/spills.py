@@ -9,6 +9,7 @@ descriptors, on a device that has them; all others are "large".
 FLOAT32 = "float32 rows of this length spill even with the smallest tile"
 ASSEMBLER = "the assembler stops short of 255 registers by itself"
 MEASURED = "the tile was measured on this device, and ones that spill nothing are slower"
+FILLED = "more than 128 registers would leave warps out; addresses spill, and a path that is rare"
 UNTUNED = "a tile that is as fast and spills nothing has not been looked for yet"
 
 ALLOWED = {
@@ -66,5 +67,10 @@ ALLOWED_IN_DECODING = {
     ("sm_100", 512, "pages of 16"): (8, ASSEMBLER),
 }
 
-# The kernel that quantises: (head dim, numbers that rotary embedding rotates) to bytes.
-ALLOWED_IN_QUANTIZING = {(256, 64): (40, ASSEMBLER)}  # only with the newest Triton
+# The kernel that quantises: (head dim, rotary dim) to bytes.
+ALLOWED_IN_QUANTIZING = {
+    (64, 0): (160, FILLED),
+    (128, 0): (96, FILLED),
+    (256, 0): (80, FILLED),
+    (256, 128): (192, FILLED),
+}

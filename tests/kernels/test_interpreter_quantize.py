@@ -31,7 +31,7 @@ def compare(given: Any, recipe: Recipe, layout: Packed | None = None, rotary: An
     """Equal up to sums in another order, which may change a few roundings. Rotated and smoothed
     values are rounded to float16 in between."""
     step = 2**-9 if rotary is None and not recipe.smooth_k else 448 * torch.finfo(F16).eps
-    got = quantize_on_gpu(*given, recipe, *rows_of(*given[:2], layout), rotary, programs=3)
+    got = quantize_on_gpu(*given, recipe, *rows_of(*given[:2], layout), rotary, multiprocessors=1)
     wanted = quantized(*given, recipe, layout, rotary)
     for name in Quantized._fields[:6]:
         x, y = getattr(got, name), getattr(wanted, name)
@@ -70,6 +70,12 @@ def test_recipes(recipe: Recipe, seed: int):
     compare([strided(x, "sliced") for x in given], recipe)
 
 
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+def test_more_than_one_tile(head_dim: int, seed: int):
+    """Of 64 columns, which the rotation mixes in pairs at 128 and in fours at 256."""
+    compare(qkv(generator(seed), B=1, M=70, N=140, D=head_dim, dtype=F16), Recipe(hadamard_v=True))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [16, 32])
 def test_rotary(rotary_dim: int, interleaved: bool, seed: int):
@@ -92,7 +98,7 @@ def test_nan_and_infinity_count_for_no_scale(bad: float, seed: int):
     """Only the scales, because the interpreter has no NaN in float8."""
     q, k, v = qkv(generator(seed), M=70, N=140, D=32, dtype=F16)
     q[0, 3, 1, 5], k[1, 130, 0, 0], v[0, 7, 1, 31] = bad, bad, bad
-    got = quantize_on_gpu(q, k, v, Recipe(), *rows_of(q, k, None), None, programs=3)
+    got = quantize_on_gpu(q, k, v, Recipe(), *rows_of(q, k, None), None, multiprocessors=1)
     wanted = quantized(q, k, v, Recipe(), None)
     assert all(map(torch.equal, got[3:6], wanted[3:6]))
 

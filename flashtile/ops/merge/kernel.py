@@ -123,7 +123,7 @@ def merge_launch(
         "IS_EARLY": is_early,
     }
     grid = (batch * rows * heads, -(-head_dim // block_dim))
-    return Launch(merge_kernel, grid, arguments, 4, 1, is_early)
+    return Launch(merge_kernel, grid, arguments, 4, 1, is_early=is_early)
 
 
 def merge_parts(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

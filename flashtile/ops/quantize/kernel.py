@@ -1,41 +1,73 @@
 """Quantise 16-bit tensors to float8 in one pass: rotary embedding, smoothing, Hadamard rotation,
 scale, rounding.
 
-A program loops over blocks of one tensor; a block consists of rows of one head. With per-block
-scales one pass is enough; otherwise a first pass of the same kernel computes the scales of the
-blocks. `formula.py` defines the results.
+One launch quantises q, k and v. A program loops over blocks of each tensor; a block consists of
+rows of one head. With per-block scales one pass is enough; otherwise a first pass of the same
+kernel computes the scales of the blocks. `formula.py` defines the results.
+
+A block is a tuple of tiles with up to 64 columns. The Hadamard matrix of 64 n columns is the
+Kronecker product of those of n and of 64: the tensor cores multiply each tile by the latter, and
+additions in float32 multiply the tuple by the former. Without a rotation the matrix is the
+identity, because a product reads prefetched tiles and transposes them at no cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Launch, run
-from ...gpu.rows import rows_of
+from ...gpu.rows import Rows
 
-# Programs that share a multiprocessor (SM).
-PROGRAMS = 4
+# Columns of a tile.
+WIDTH = 64
+
+# Warps on a multiprocessor (SM), and registers of a thread, such that they fill it.
+WARPS = 16
+REGISTERS = 128
+
+# Blocks of a tensor in shared memory: one in use and one on the way.
+STAGES = 2
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Compile-time parameters of the kernel."""
+    """Compile-time parameters for one tensor."""
 
     ROWS: int
     DIM: int
-    BLOCK_D: int
+    TILES: int
+    WIDTH: int
+    LEVELS: int  # the rotation mixes 2**LEVELS tiles
     UNIT: float  # of the matrix, whose entries are stored as 0 and plus or minus 1
-    ROW_STEP: int  # rows of `out` are adjacent in memory, padded to a multiple of this; else 1
+    IS_IDENTITY: bool  # the matrix
+    IS_TRANSPOSED: bool  # rows of `out` are adjacent in memory
+    HEADS: int
+    GROUP: int  # heads that share one of the scales that are read
+    ROW_STEP: int  # rows of `out` are padded to a multiple of this
     HALF: int  # pairs of features that rotary embedding rotates
     IS_INTERLEAVED: bool
     IS_MEASUREMENT: bool  # stores only scales, 0 for blocks of zeros
     HAS_SCALES: bool  # reads the scales, one for each group of heads, instead of computing them
+    STAGES: int  # blocks of x in shared memory
+
+
+class Job(NamedTuple):
+    """The pointers for one tensor."""
+
+    x: Rows  # (batch, rows, heads, dim), or packed
+    out: Rows  # float8
+    descale_ptr: Any  # (B, heads, blocks), or (B, heads / GROUP) to read
+    matrix_ptr: Any  # (dim, dim)
+    mean_ptr: Any  # (B, heads, dim)
+    cos_ptr: Any  # (positions, HALF)
+    sin_ptr: Any
+    cu_seqlens_ptr: Any
 
 
 @triton.jit
@@ -51,144 +83,254 @@ def power_of_two(magnitude):
 
 
 @triton.jit
-def largest_finite(tile):
-    """The largest finite magnitude of a tile."""
-    magnitudes = tl.abs(tile)
-    return tl.max(tl.max(tl.where(magnitudes < float("inf"), magnitudes, 0.0), 1), 0)
+def larger(x, y):
+    """The larger number; NaN if one of them is NaN."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def rotated(x, tile, base, rows, inside, cos_ptr, sin_ptr, recipe: tl.constexpr):
-    """Apply rotary embedding to the tile, by the angles of its rows."""
+def largest(tiles):
+    """The largest magnitude of all tiles; NaN if one is NaN."""
+    COUNT: tl.constexpr = len(tiles)
+    found = tl.abs(tiles[0])
+    for n in tl.static_range(1, COUNT):
+        found = larger(found, tl.abs(tiles[n]))
+    return tl.reduce(found.reshape([found.numel], can_reorder=True), 0, larger)
+
+
+@triton.jit
+def where_finite(tile, other):
+    """The tile with `other` in place of NaN and infinities."""
+    return tl.where(tl.abs(tile) < float("inf"), tile, other)
+
+
+@triton.jit
+def mixed(tiles, LEVELS: tl.constexpr):
+    """Every 2**LEVELS tiles times Sylvester's Hadamard matrix of that size."""
+    COUNT: tl.constexpr = len(tiles)
+    for level in tl.static_range(LEVELS):
+        found = ()
+        for n in tl.static_range(COUNT):
+            if n >> level & 1:
+                found += (tiles[n - (1 << level)] - tiles[n],)  # type: ignore[assignment]
+            else:
+                found += (tiles[n] + tiles[n + (1 << level)],)  # type: ignore[assignment]
+        tiles = found
+    return tiles
+
+
+@triton.jit
+def matrices_of(matrix_ptr, recipe: tl.constexpr):
+    """A matrix (WIDTH, WIDTH) for each tile: the rows of its features, and the columns of the first
+    tile that it is mixed with, where the signs of the mixing are all positive.
+    """
+    TILES: tl.constexpr = recipe.TILES
+    WIDTH: tl.constexpr = recipe.WIDTH
+    found = ()
+    for n in tl.static_range(TILES):
+        d = n * WIDTH + tl.arange(0, WIDTH)
+        column = (n >> recipe.LEVELS << recipe.LEVELS) * WIDTH + tl.arange(0, WIDTH)
+        real = (d < recipe.DIM)[:, None] & (column < recipe.DIM)[None, :]
+        matrix = tl.load(
+            matrix_ptr + d[:, None] * recipe.DIM + column[None, :], mask=real, other=0.0
+        )
+        found += (matrix,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def embedded(tile, x, base, rows, d, inside, angles, cos_ptr, sin_ptr, recipe: tl.constexpr):
+    """Apply rotary embedding to the features `d` of the rows, by the angles of their positions."""
     HALF: tl.constexpr = recipe.HALF
-    d = tl.arange(0, recipe.BLOCK_D)
     if recipe.IS_INTERLEAVED:
         partner, pair, first = d ^ 1, d // 2, d % 2 == 0
     else:
         partner, pair, first = tl.where(d < HALF, d + HALF, d - HALF), d % HALF, d < HALF
-    moves = d < 2 * HALF
-    known = inside & moves[None, :]
+    known = inside & (d < 2 * HALF)[None, :]
     other = tl.load(base + rows[:, None] * x.row + partner[None, :] * x.dim, mask=known, other=0.0)
-    offs = rows[:, None] * HALF + pair[None, :]
+    offs = angles[:, None] * HALF + pair[None, :]
     c = tl.load(cos_ptr + offs, mask=known, other=1.0).to(tl.float32)
     s = tl.load(sin_ptr + offs, mask=known, other=0.0).to(tl.float32)
     s = tl.where(first[None, :], -s, s)
     return tile.to(tl.float32) * c + other.to(tl.float32) * s
 
 
-@triton.jit(do_not_specialize=["M", "total", "tiles"])
-def quantize_kernel(
-    x, out, descale_ptr, matrix_ptr, mean_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, M, total, tiles,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, recipe: tl.constexpr,
-):  # fmt: skip
-    """Store blocks of `x` in float8 and their scales (B, heads, blocks), or use given scales (B,
-    heads / GROUP).
-    """
+@triton.jit
+def load_tile(job, base, block, count, head_index, n: tl.constexpr, recipe: tl.constexpr):
+    """Tile n of a block, (ROWS, WIDTH), after rotary embedding and smoothing."""
+    x = job.x
     dtype: tl.constexpr = x.ptr.dtype.element_ty
-    ROWS: tl.constexpr = recipe.ROWS
-    d = tl.arange(0, recipe.BLOCK_D)
-    blocks = tl.cdiv(M, ROWS)
-    if matrix_ptr is not None:
-        # (BLOCK_D, BLOCK_D)
-        real = (d[:, None] < recipe.DIM) & (d[None, :] < recipe.DIM)
-        hadamard = tl.load(matrix_ptr + d[:, None] * recipe.DIM + d[None, :], mask=real, other=0.0)
-    for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    rows = tl.arange(0, recipe.ROWS).to(tl.int64)
+    d = n * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
+    inside = (rows < count)[:, None] & (d < recipe.DIM)[None, :]
+    tile = tl.load(base + rows[:, None] * x.row + d[None, :] * x.dim, mask=inside, other=0.0)
+    if recipe.HALF > 0:
+        angles = block * recipe.ROWS + rows
+        tables = job.cos_ptr, job.sin_ptr
+        tile = embedded(tile, x, base, rows, d, inside, angles, *tables, recipe).to(dtype)
+    if job.mean_ptr is not None:
+        mean = tl.load(job.mean_ptr + head_index * recipe.DIM + d, mask=d < recipe.DIM)
+        tile = tl.where(inside, tile.to(tl.float32) - mean[None, :], 0.0).to(dtype)
+    return tile
+
+
+@triton.jit
+def load_rotated(job, matrices, base, block, count, head_index, recipe: tl.constexpr):
+    """A block times the matrix, in float32; TILES of (ROWS, WIDTH), or transposed."""
+    TILES: tl.constexpr = recipe.TILES
+    found = ()
+    for n in tl.static_range(TILES):
+        tile = load_tile(job, base, block, count, head_index, n, recipe)
+        if recipe.IS_TRANSPOSED:
+            tile = tl.dot(tl.trans(matrices[n]), tl.trans(tile))
+        else:
+            tile = tl.dot(tile, matrices[n])
+        found += (tile,)  # type: ignore[assignment]
+    return mixed(found, recipe.LEVELS)
+
+
+@triton.jit
+def exact_tile(
+    job, tiles, base, block, count, head_index, n: tl.constexpr, recipe: tl.constexpr
+):  # fmt: skip
+    """`tiles[n]` of a block with NaN or infinities. Products with the identity would spread them
+    over a row, so it is loaded again.
+    """
+    if recipe.IS_IDENTITY:
+        tile = load_tile(job, base, block, count, head_index, n, recipe).to(tl.float32)
+        if recipe.IS_TRANSPOSED:
+            tile = tl.trans(tile)
+    else:
+        tile = tiles[n]
+    return tile
+
+
+@triton.jit
+def store_tile(out, base, tile, count, n: tl.constexpr, recipe: tl.constexpr):
+    """Round tile n of a block to float8 and store it."""
+    STEP: tl.constexpr = recipe.ROW_STEP
+    rows = tl.arange(0, recipe.ROWS)
+    d = n * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
+    # Where rows are adjacent, a mask that ends at any row would need single stores.
+    kept, real = rows // STEP < tl.cdiv(count, STEP), d < recipe.DIM
+    if recipe.IS_TRANSPOSED:
+        offs = rows.to(tl.int64)[None, :] * out.row + d[:, None] * out.dim
+        inside = kept[None, :] & real[:, None]
+    else:
+        offs = rows.to(tl.int64)[:, None] * out.row + d[None, :] * out.dim
+        inside = kept[:, None] & real[None, :]
+    tl.store(base + offs, tile.to(tl.float8e4nv), mask=inside)
+
+
+@triton.jit
+def quantize_tensor(job, first, B, M, total, recipe: tl.constexpr):
+    """Quantise this program's blocks of a tensor, from block `first`; return its first block of the
+    next tensor.
+    """
+    TILES: tl.constexpr = recipe.TILES
+    HEADS: tl.constexpr = recipe.HEADS
+    x, out = job.x, job.out
+    programs = tl.num_programs(0)
+    blocks = tl.cdiv(M, recipe.ROWS)
+    matrices = matrices_of(job.matrix_ptr, recipe)
+    for index in tl.range(first, B * HEADS * blocks, programs, num_stages=recipe.STAGES):
         head = index % HEADS
         block = index // HEADS % blocks
         b = index // HEADS // blocks
         start, count = b * 0, M
         batch = b.to(tl.int64)
-        if cu_seqlens_ptr is not None:
-            start = tl.load(cu_seqlens_ptr + b).to(tl.int32)
-            stop = tl.minimum(tl.load(cu_seqlens_ptr + b + 1).to(tl.int32), total)
+        if job.cu_seqlens_ptr is not None:
+            start = tl.load(job.cu_seqlens_ptr + b).to(tl.int32)
+            stop = tl.minimum(tl.load(job.cu_seqlens_ptr + b + 1).to(tl.int32), total)
             start = tl.minimum(tl.maximum(start, 0), total)
             count = tl.minimum(stop - start, M)
             batch = batch * 0
-        rows = block * ROWS + tl.arange(0, ROWS)
-        inside = (rows < count)[:, None] & (d < recipe.DIM)[None, :]
-        offset = batch * x.batch + start.to(tl.int64) * x.row + head * x.head
-        base = x.ptr + offset
-        rows = rows.to(tl.int64)
-        # (ROWS, BLOCK_D)
-        tile = tl.load(base + rows[:, None] * x.row + d[None, :] * x.dim, mask=inside, other=0.0)
-        if recipe.HALF > 0:
-            tile = rotated(x, tile, base, rows, inside, cos_ptr, sin_ptr, recipe).to(dtype)
-        if mean_ptr is not None:
-            taken = tl.load(mean_ptr + (b * HEADS + head) * recipe.DIM + d, mask=d < recipe.DIM)
-            tile = tl.where(inside, tile.to(tl.float32) - taken[None, :], 0.0).to(dtype)
-        if matrix_ptr is not None:
-            tile = tl.dot(tile, hadamard)
-        tile = tile.to(tl.float32)
-        scale_index = (b * HEADS + head).to(tl.int64) * blocks + block
+        row = start.to(tl.int64) + block * recipe.ROWS
+        count -= block * recipe.ROWS
+        head_index = b * HEADS + head
+        base = x.ptr + (batch * x.batch + row * x.row + head * x.head)
+        tiles = load_rotated(job, matrices, base, block, count, head_index, recipe)
+        magnitude = largest(tiles)
+        is_finite = magnitude < float("inf")
+        if not is_finite:  # rare
+            magnitude = 0.0
+            for n in tl.static_range(TILES):
+                tile = exact_tile(job, tiles, base, block, count, head_index, n, recipe)
+                magnitude = tl.maximum(magnitude, largest((where_finite(tile, 0.0),)))
         if recipe.HAS_SCALES:
-            scale = tl.load(descale_ptr + b * (HEADS // GROUP) + head // GROUP)
+            scale = tl.load(job.descale_ptr + b * (HEADS // recipe.GROUP) + head // recipe.GROUP)
             inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         else:
-            magnitude = largest_finite(tile) * recipe.UNIT
+            magnitude = magnitude * recipe.UNIT
             scale, inverse = power_of_two(magnitude)
             if recipe.IS_MEASUREMENT:  # a block of zeros must not affect the shared scale
                 scale = tl.where(magnitude > 0.0, scale, 0.0)
-            tl.store(descale_ptr + scale_index, scale)
+            tl.store(job.descale_ptr + head_index.to(tl.int64) * blocks + block, scale)
         if not recipe.IS_MEASUREMENT:
-            # Adding tile * 0 makes infinities NaN and leaves finite numbers unchanged.
-            small = (tile * (inverse * recipe.UNIT) + tile * 0.0).to(tl.float8e4nv)
-            offset = batch * out.batch + start.to(tl.int64) * out.row + head * out.head
-            offs = rows[:, None] * out.row + d[None, :] * out.dim
-            if recipe.ROW_STEP > 1:
-                # Rows are adjacent, so a mask that ends at any row would need single stores.
-                step = block * (ROWS // recipe.ROW_STEP) + tl.arange(0, ROWS) // recipe.ROW_STEP
-                kept = step < tl.cdiv(count, recipe.ROW_STEP)
-                inside = kept[:, None] & (d < recipe.DIM)[None, :]
-            tl.store(out.ptr + offset + offs, small, mask=inside)
+            out_base = out.ptr + (batch * out.batch + row * out.row + head * out.head)
+            factor = inverse * recipe.UNIT
+            if is_finite:
+                for n in tl.static_range(TILES):
+                    store_tile(out, out_base, tiles[n] * factor, count, n, recipe)
+            else:
+                for n in tl.static_range(TILES):
+                    tile = exact_tile(job, tiles, base, block, count, head_index, n, recipe)
+                    tile = where_finite(tile, float("nan")) * factor
+                    store_tile(out, out_base, tile, count, n, recipe)
+    return (first + programs - B * HEADS * blocks % programs) % programs
+
+
+@triton.jit(do_not_specialize=["B", "M", "N", "total_q", "total_k"])
+def quantize_kernel(
+    q, k, v, B, M, N, total_q, total_k, recipe_q: tl.constexpr, recipe_k: tl.constexpr,
+    recipe_v: tl.constexpr,
+):  # fmt: skip
+    """Store blocks of all three in float8 and their scales, or use given scales; q last, whose
+    blocks are the smallest.
+    """
+    first = tl.program_id(0)
+    first = quantize_tensor(k, first, B, N, total_k, recipe_k)
+    first = quantize_tensor(v, first, B, N, total_k, recipe_v)
+    quantize_tensor(q, first, B, M, total_q, recipe_q)
 
 
 def quantize_launch(
-    x: Tensor,
-    out: Tensor,
-    descale: Tensor,
-    recipe: QuantizeConfig,
+    jobs: Sequence[Job],
+    recipes: Sequence[QuantizeConfig],
     *,
-    matrix: Tensor | None,
-    mean: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | tuple[None, None],
-    cu_seqlens: Tensor | None,
-    longest: int,
-    group: int,
-    programs: int,
+    B: int,
+    M: int,
+    N: int,
+    total_q: int,
+    total_k: int,
+    multiprocessors: int,
 ) -> Launch:
-    """Quantise `x` (batch, rows, heads, dim), or packed, into the float8 tensor `out`."""
-    B = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    heads = x.shape[-2]
-    tiles = B * heads * -(-longest // recipe.ROWS)
+    """Quantise q, k and v, of at most M and N rows in each of B sequences; packed, of `total_q` and
+    `total_k` rows.
+    """
+    warps = warps_of(recipes)
     arguments: dict[str, Any] = {
-        "x": rows_of(x),
-        "out": rows_of(out),
-        "descale_ptr": descale,
-        "matrix_ptr": matrix,
-        "mean_ptr": mean,
-        "cos_ptr": rotary[0],
-        "sin_ptr": rotary[1],
-        "cu_seqlens_ptr": cu_seqlens,
-        "M": longest,
-        "total": x.shape[0],
-        "tiles": tiles,
-        "HEADS": heads,
-        "GROUP": group,
-        "recipe": recipe,
+        **dict(zip("qkv", jobs, strict=True)),
+        "B": B,
+        "M": M,
+        "N": N,
+        "total_q": total_q,
+        "total_k": total_k,
+        **{f"recipe_{name}": recipe for name, recipe in zip("qkv", recipes, strict=True)},
     }
-    # 32 numbers per thread, so that several programs fit on an SM and hide memory latency.
-    size = recipe.ROWS * recipe.BLOCK_D
-    warps = min(max(size // 1024, 4), 16)
-    # Prefetch tiles if shared memory also holds the matrix: two where one program fills an SM.
-    stages = 1
-    if recipe.BLOCK_D <= 128 and recipe.HALF == 0:
-        stages = 3 if size >= 128 * 128 else 2
-    return Launch(quantize_kernel, (min(programs, tiles),), arguments, warps, stages)
+    blocks = sum(x.HEADS * -(-n // x.ROWS) for x, n in zip(recipes, (M, N, N), strict=True))
+    programs = min(multiprocessors * (WARPS // warps), B * blocks)
+    return Launch(quantize_kernel, (programs,), arguments, warps, registers=REGISTERS)
 
 
-def quantize(x: Tensor, *arguments: Any, **named: Any) -> None:
-    """Launch on the device of `x`."""
-    if "programs" not in named:
-        properties = torch.cuda.get_device_properties(x.device)
-        named["programs"] = PROGRAMS * properties.multi_processor_count
-    run([quantize_launch(x, *arguments, **named)], x)
+def quantize(
+    jobs: Sequence[Job], recipes: Sequence[QuantizeConfig], sizes: dict[str, Any], q: Tensor
+) -> None:
+    """Launch on the device of `q`; `sizes` are the named arguments of `quantize_launch`."""
+    run([quantize_launch(jobs, recipes, **sizes)], q)
+
+
+def warps_of(recipes: Sequence[QuantizeConfig]) -> int:
+    """Warps such that a thread holds at most 64 numbers of a block."""
+    largest = max(x.ROWS * x.TILES * x.WIDTH for x in recipes)
+    return min(max(triton.next_power_of_2(largest) // (32 * 64), 4), WARPS)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...autocast import without_autocast
-from ...gpu.hardware import TRITON_IS_INSTALLED
+from ...gpu.hardware import TRITON_IS_INSTALLED, multiprocessors
+from ...gpu.rows import rows_of as head_rows
 from ...lru import memoised
 from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from ..rotary import op as rotary_op
@@ -79,64 +80,120 @@ def quantize_on_gpu(
         if rotary is not None:
             q, k, rotary = rotary.rotate(q, rows_q), rotary.rotate(k, rows_k), None
         k_mean = means_of(k.float(), rows_k)
-    kv_heads = k.shape[-2]
-
-    def one(x: Tensor, out: Tensor, rows: Rows, **how: Any) -> Tensor:
-        block = FLOAT8_QUERY_BLOCK if x is q else FLOAT8_KEY_BLOCK
-        named = launch | {"cu_seqlens": rows.cu_seqlens, "longest": rows.longest} | how
-        return _quantize(x, out, block, rows, kv_heads, recipe, named)
-
     q8, k8 = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (q, k))
     v8 = keys_adjacent_like(v)
-    how = {"rotates": recipe.hadamard, "rotary": rotary}
-    q_descale = one(q, q8, rows_q, **how)
-    k_descale = one(k, k8, rows_k, **how, mean=k_mean)
-    v_descale = one(v, v8, rows_k, rotates=recipe.hadamard_v)
+    q_descale, k_descale, v_descale = _quantize(
+        (
+            Given(q, q8, rows_q, FLOAT8_QUERY_BLOCK, recipe.hadamard, rotary),
+            Given(k, k8, rows_k, FLOAT8_KEY_BLOCK, recipe.hadamard, rotary, k_mean),
+            Given(v, v8, rows_k, FLOAT8_KEY_BLOCK, recipe.hadamard_v),
+        ),
+        recipe,
+        **launch,
+    )
     return Quantized(q8, k8, v8, q_descale, k_descale, v_descale, k_mean)
 
 
-def _quantize(
-    x: Tensor, out: Tensor, block: int, rows: Rows, kv_heads: int, recipe: Recipe, how: Any
-) -> Tensor:
-    """Quantise `x` into `out` and return the scales."""
+class Given(NamedTuple):
+    """A tensor to quantise."""
+
+    x: Tensor
+    out: Tensor
+    rows: Rows
+    block: int
+    rotates: bool
+    rotary: Rotary | None = None
+    mean: Tensor | None = None
+
+
+def _quantize(given: tuple[Given, Given, Given], recipe: Recipe, **launch: Any) -> Any:
+    """Quantise q, k and v, and return the three scales."""
     from . import kernel
 
-    heads, dim = x.shape[-2:]
-    rotates, rotary = how.pop("rotates"), how.pop("rotary", None)
-    matrix, unit = signs(dim, recipe.seed, x.dtype, x.device) if rotates else (None, 1.0)
-    named = {
-        "matrix": matrix,
-        "mean": how.pop("mean", None),
-        "rotary": (None, None) if rotary is None else (rotary.cos, rotary.sin),
-        "group": heads // kv_heads,
-        **how,
+    q, k, _ = given
+    sizes: dict[str, Any] = {
+        "B": q.rows.B,
+        "M": q.rows.longest,
+        "N": k.rows.longest,
+        "total_q": q.x.shape[0],
+        "total_k": k.x.shape[0],
+        "multiprocessors": launch.get("multiprocessors") or multiprocessors(q.x.device),
     }
-    config = kernel.QuantizeConfig(
-        ROWS=block,
+    kv_heads = k.x.shape[-2]
+    configs = [config_of(x, kv_heads, recipe) for x in given]
+    descales = [_scales_of_blocks(x) for x in given]
+    jobs = [job_of(x, descale, recipe) for x, descale in zip(given, descales, strict=True)]
+    kernel.quantize(jobs, configs, sizes, q.x)
+    if recipe.scales == "block":
+        return descales
+    # The first pass stored a scale for each block; the largest one fits all blocks.
+    descales = [shared(x, recipe, kv_heads) for x in descales]
+    descales = [torch.where(x > 0, x, 1.0) for x in descales]
+    configs = [replace(x, IS_MEASUREMENT=False, HAS_SCALES=True) for x in configs]
+    jobs = [job._replace(descale_ptr=x) for job, x in zip(jobs, descales, strict=True)]
+    kernel.quantize(jobs, configs, sizes, q.x)
+    return descales
+
+
+def _scales_of_blocks(given: Given) -> Tensor:
+    """Uninitialised, (B, heads, blocks)."""
+    shape = given.rows.B, given.x.shape[-2], -(-given.rows.longest // given.block)
+    return torch.empty(shape, dtype=torch.float32, device=given.x.device)
+
+
+def config_of(given: Given, kv_heads: int, recipe: Recipe) -> Any:
+    """The `QuantizeConfig` of the first pass."""
+    from . import kernel
+
+    heads, dim = given.x.shape[-2:]
+    power = dim & -dim
+    width = min(max(16, 1 << (dim - 1).bit_length()), kernel.WIDTH)
+    is_padded = given.out.stride(-1) != 1 and given.rows.cu_seqlens is None
+    rotary = given.rotary
+    return kernel.QuantizeConfig(
+        ROWS=given.block,
         DIM=dim,
-        BLOCK_D=max(16, 1 << (dim - 1).bit_length()),
-        UNIT=unit,
-        ROW_STEP=ROW_STEP if out.stride(-1) != 1 and how["cu_seqlens"] is None else 1,
+        WIDTH=width,
+        TILES=-(-dim // width),
+        LEVELS=max(power // width, 1).bit_length() - 1 if given.rotates else 0,
+        UNIT=power**-0.5 if given.rotates else 1.0,
+        IS_IDENTITY=not given.rotates,
+        IS_TRANSPOSED=given.out.stride(-1) != 1,
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        ROW_STEP=ROW_STEP if is_padded else 1,
         HALF=0 if rotary is None else rotary.cos.shape[1],
         IS_INTERLEAVED=rotary is not None and rotary.interleaved,
         IS_MEASUREMENT=recipe.scales != "block",
         HAS_SCALES=False,
+        # Rotary embedding reads too much to prefetch.
+        STAGES=kernel.STAGES if rotary is None else 1,
     )
-    shape = rows.B, heads, -(-rows.longest // block)
-    found = torch.empty(shape, dtype=torch.float32, device=x.device)
-    kernel.quantize(x, out, found, config, **named)
-    if recipe.scales == "block":
-        return found
-    # The first pass stored a scale for each block; the largest one fits all blocks.
-    descale = shared(found, recipe, kv_heads)
-    descale = torch.where(descale > 0, descale, 1.0)
-    again = replace(config, IS_MEASUREMENT=False, HAS_SCALES=True)
-    kernel.quantize(x, out, descale, again, **named)
-    return descale
+
+
+def job_of(given: Given, descale: Tensor, recipe: Recipe) -> Any:
+    """The `Job` of the first pass."""
+    from . import kernel
+
+    x, rotary = given.x, given.rotary
+    matrix = signs(x.shape[-1], recipe.seed if given.rotates else None, x.dtype, x.device)
+    return kernel.Job(
+        x=head_rows(x),
+        out=head_rows(given.out),
+        descale_ptr=descale,
+        matrix_ptr=matrix,
+        mean_ptr=given.mean,
+        cos_ptr=None if rotary is None else rotary.cos,
+        sin_ptr=None if rotary is None else rotary.sin,
+        cu_seqlens_ptr=given.rows.cu_seqlens,
+    )
 
 
 @memoised(32)
-def signs(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    """`rotation` as a matrix with entries 0, 1 and -1, and the factor to multiply it by."""
-    unit = (dim & -dim) ** -0.5
-    return (rotation(dim, seed) / unit).round().to(device, dtype), unit
+def signs(dim: int, seed: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`rotation` times the square root of the size of its blocks, with entries 0, 1 and -1; the
+    identity without a seed.
+    """
+    if seed is None:
+        return torch.eye(dim, dtype=dtype, device=device)
+    return (rotation(dim, seed) * (dim & -dim) ** 0.5).round().to(device, dtype)
