@@ -66,11 +66,9 @@ class Progress:
     row_max: gl.tensor  # (64,) lazy, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
     v_unit: gl.tensor  # scale of the block's values
-    k_next: gl.tensor  # scales of the next block, loaded early
-    v_next: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, i, block, p, o, row_max, row_sum, v_unit, k_next, v_next):
+    def __init__(self, i, block, p, o, row_max, row_sum, v_unit):
         self.i = i
         self.block = block
         self.p = p
@@ -78,8 +76,6 @@ class Progress:
         self.row_max = row_max
         self.row_sum = row_sum
         self.v_unit = v_unit
-        self.k_next = k_next
-        self.v_next = v_next
 
 
 @gluon.jit
@@ -111,7 +107,6 @@ class Float8Math:
         """The first step of the loop, on the block with the last keys that the rows see."""
         n0 = block * cfg.BLOCK_N
         k_unit, v_unit = self.scales_of(block, cfg)
-        k_next, v_next = self.scales_of(block - 1, cfg)
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
         if cfg.IS_RAGGED:
@@ -134,8 +129,6 @@ class Float8Math:
             row_max,
             partial_row_sum(p),
             v_unit,
-            k_next,
-            v_next,
         )
 
     @gluon.jit
@@ -145,7 +138,8 @@ class Float8Math:
     ):  # fmt: skip
         """One step: scores of the block before `now.block`, and the output of `now.block`."""
         i, block = now.i + 1, now.block - 1
-        k_next, v_next = self.scales_of(block - 1, cfg)
+        # Loaded before the waits and the products, which take longer.
+        k_unit, v_unit = self.scales_of(block, cfg)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
         s = issue_scores(q, q_tail, i, channels, cfg)
@@ -153,7 +147,7 @@ class Float8Math:
         pass_ping_pong(ME, cfg)
         s = warpgroup_mma_wait(1, deps=[s])
         channels.k.release_operand(i)
-        s, factor = self.scores(s, rows, now.k_next, score, cfg)
+        s, factor = self.scores(s, rows, k_unit, score, cfg)
         if IS_MASKED:
             s = masked(s, rows.start, rows.stop, block * cfg.BLOCK_N, cfg)
         row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
@@ -171,10 +165,10 @@ class Float8Math:
             o = warpgroup_mma_wait(0, deps=[o])
             channels.v.release_operand(now.i)
         if cfg.HAS_BLOCK_SCALES:
-            rescale = rescale * ratio(now.v_unit, now.v_next)
+            rescale = rescale * ratio(now.v_unit, v_unit)
         p = packed_weights(p, cfg.BLOCK_DV)
         o = rescaled_where_needed(o, rescale)
-        return Progress(i, block, p, o, row_max, row_sum, now.v_next, k_next, v_next)
+        return Progress(i, block, p, o, row_max, row_sum, v_unit)
 
     @gluon.jit
     def issue_output(self, now, channels, cfg: gl.constexpr):
@@ -186,12 +180,9 @@ class Float8Math:
 
     @gluon.jit
     def scales_of(self, block, cfg: gl.constexpr):
-        """The scales of K and V of a block; for an index before the first block, those of the
-        first block.
-        """
+        """The scales of K and V of a block."""
         k, v = self.score, self.score
         if cfg.HAS_BLOCK_SCALES:
-            block = gl.maximum(block, 0)
             k, v = gl.load(self.k + block), gl.load(self.v + block)
         return k, v
 
