@@ -24,8 +24,8 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     warps: int = 4
     stages: int | None = None  # None for Gluon kernels, which pipeline explicitly
-    registers: int | None = None  # at most, of a thread
     is_early: bool = False  # starts while the previous kernel ends: see `intrinsics.py`
+    registers: int | None = None  # at most, of a thread; NVIDIA only
 
     @property
     def needs_scratch(self) -> bool:
@@ -52,7 +52,7 @@ class Launch(NamedTuple):
         options: dict[str, Any] = {"num_warps": self.warps}
         if self.stages is not None:
             options["num_stages"] = self.stages
-        if self.registers is not None:
+        if self.registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.registers
         if self.is_early:
             options["launch_pdl"] = True

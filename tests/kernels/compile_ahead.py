@@ -159,11 +159,9 @@ def _bind(launch: Launch, target: GPUTarget) -> tuple[Any, Any]:
     """Triton's own reading of the arguments."""
     fn, backend = launch.kernel, make_backend(target)
     binder = create_function_from_signature(fn.signature, fn.params, backend)
-    options: dict[str, Any] = {
-        "num_warps": launch.warps,
-        "num_stages": launch.stages,
-        "maxnreg": launch.registers,
-    }
+    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages}
+    if launch.registers is not None and target.backend == "cuda":
+        options["maxnreg"] = launch.registers
     return backend, binder(**launch.arguments, **options)
 
 

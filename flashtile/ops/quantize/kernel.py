@@ -156,12 +156,12 @@ def embedded(tile, x, base, rows, d, inside, angles, cos_ptr, sin_ptr, recipe: t
 
 
 @triton.jit
-def load_tile(job, base, block, count, head_index, n: tl.constexpr, recipe: tl.constexpr):
-    """Tile n of a block, (ROWS, WIDTH), after rotary embedding and smoothing."""
+def load_tile(job, base, block, count, head_index, NUMBER: tl.constexpr, recipe: tl.constexpr):
+    """Tile NUMBER of a block, (ROWS, WIDTH), after rotary embedding and smoothing."""
     x = job.x
     dtype: tl.constexpr = x.ptr.dtype.element_ty
     rows = tl.arange(0, recipe.ROWS).to(tl.int64)
-    d = n * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
+    d = NUMBER * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
     inside = (rows < count)[:, None] & (d < recipe.DIM)[None, :]
     tile = tl.load(base + rows[:, None] * x.row + d[None, :] * x.dim, mask=inside, other=0.0)
     if recipe.HALF > 0:
@@ -191,26 +191,26 @@ def load_rotated(job, matrices, base, block, count, head_index, recipe: tl.const
 
 @triton.jit
 def exact_tile(
-    job, tiles, base, block, count, head_index, n: tl.constexpr, recipe: tl.constexpr
+    job, tiles, base, block, count, head_index, NUMBER: tl.constexpr, recipe: tl.constexpr
 ):  # fmt: skip
-    """`tiles[n]` of a block with NaN or infinities. Products with the identity would spread them
-    over a row, so it is loaded again.
+    """`tiles[NUMBER]` of a block with NaN or infinities. Products with the identity would spread
+    them over a row, so it is loaded again.
     """
     if recipe.IS_IDENTITY:
-        tile = load_tile(job, base, block, count, head_index, n, recipe).to(tl.float32)
+        tile = load_tile(job, base, block, count, head_index, NUMBER, recipe).to(tl.float32)
         if recipe.IS_TRANSPOSED:
             tile = tl.trans(tile)
     else:
-        tile = tiles[n]
+        tile = tiles[NUMBER]
     return tile
 
 
 @triton.jit
-def store_tile(out, base, tile, count, n: tl.constexpr, recipe: tl.constexpr):
-    """Round tile n of a block to float8 and store it."""
+def store_tile(out, base, tile, count, NUMBER: tl.constexpr, recipe: tl.constexpr):
+    """Round tile NUMBER of a block to float8 and store it."""
     STEP: tl.constexpr = recipe.ROW_STEP
     rows = tl.arange(0, recipe.ROWS)
-    d = n * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
+    d = NUMBER * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
     # Where rows are adjacent, a mask that ends at any row would need single stores.
     kept, real = rows // STEP < tl.cdiv(count, STEP), d < recipe.DIM
     if recipe.IS_TRANSPOSED:
@@ -282,16 +282,16 @@ def quantize_tensor(job, first, B, M, total, recipe: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "M", "N", "total_q", "total_k"])
 def quantize_kernel(
-    q, k, v, B, M, N, total_q, total_k, recipe_q: tl.constexpr, recipe_k: tl.constexpr,
-    recipe_v: tl.constexpr,
+    q, k, v, B, M, N, total_q, total_k, RECIPE_Q: tl.constexpr, RECIPE_K: tl.constexpr,
+    RECIPE_V: tl.constexpr,
 ):  # fmt: skip
     """Store blocks of all three in float8 and their scales, or use given scales; q last, whose
     blocks are the smallest.
     """
     first = tl.program_id(0)
-    first = quantize_tensor(k, first, B, N, total_k, recipe_k)
-    first = quantize_tensor(v, first, B, N, total_k, recipe_v)
-    quantize_tensor(q, first, B, M, total_q, recipe_q)
+    first = quantize_tensor(k, first, B, N, total_k, RECIPE_K)
+    first = quantize_tensor(v, first, B, N, total_k, RECIPE_V)
+    quantize_tensor(q, first, B, M, total_q, RECIPE_Q)
 
 
 def quantize_launch(
@@ -316,7 +316,7 @@ def quantize_launch(
         "N": N,
         "total_q": total_q,
         "total_k": total_k,
-        **{f"recipe_{name}": recipe for name, recipe in zip("qkv", recipes, strict=True)},
+        **{f"RECIPE_{name}": recipe for name, recipe in zip("QKV", recipes, strict=True)},
     }
     blocks = sum(x.HEADS * -(-n // x.ROWS) for x, n in zip(recipes, (M, N, N), strict=True))
     programs = min(multiprocessors * (WARPS // warps), B * blocks)

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..shared.block_mask import bits_of, first_entry, first_key, list_of, masked_by_bits
 from ..shared.channels import await_ping_pong, close_ping_pong, open_ping_pong, pass_ping_pong
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
@@ -38,7 +37,10 @@ from ..shared.intrinsics import (
 from ..shared.schedule import (
     blocks_after,
     blocks_before,
+    first_entry,
+    first_key,
     full_blocks,
+    list_of,
     own_blocks,
     read_work,
     visible_keys,
@@ -49,10 +51,12 @@ from ..shared.softmax import (
     SLACK_LOG2,
     alibi_slope,
     as_left_operand,
+    bits_of,
     distances,
     lazy_max,
     linear_scale,
     masked,
+    masked_by_bits,
     paired,
     partial_row_sum,
     pivot_of,
@@ -176,13 +180,8 @@ def attend(
     """
     first_row = work.m0 + ME * CONSUMER_ROWS
     last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
-    if cfg.HAS_BLOCK_MASK:  # indices into the list
-        number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
-        begin, end = work.begin, work.end
-        full_begin, full_end = begin, gl.load(mask.blocks.counts + 2 * number)
-    else:
-        begin, end = own_blocks(first_row, last_row, work, mask, cfg)
-        full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, mask, cfg)
+    begin, end = own_blocks(first_row, last_row, work, mask, cfg)
+    full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, sizes, mask, cfg)
     rows = rows_of(ME, work, sizes, mask, score, cfg)
     math = math_of(ME, scales, sizes, work, score, cfg)
     q_use = count * cfg.CONSUMERS + ME

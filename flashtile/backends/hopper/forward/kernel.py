@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..shared.block_mask import first_entry, list_of
 from ..shared.channels import Described, make_channel, make_queue
 from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
 from ..shared.schedule import (
@@ -22,6 +21,8 @@ from ..shared.schedule import (
     Mask,
     Sizes,
     batch_of,
+    first_entry,
+    list_of,
     next_number,
     put_work,
     retire,

@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .block_mask import list_of
 from .channels import number_of, put
 from .intrinsics import CONSUMER_WARPS, aggregate
 
@@ -213,6 +212,28 @@ def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
+def list_of(b, h, m0, sizes, mask, cfg: gl.constexpr):
+    """The index of the list of a block mask for the tile of queries from row `m0`."""
+    number = b * mask.blocks.batch_step + h * mask.blocks.head_step
+    return number * gl.cdiv(sizes.M, cfg.BLOCK_M) + m0 // cfg.BLOCK_M
+
+
+@gluon.jit
+def first_entry(number, sizes, mask, cfg: gl.constexpr):
+    """The pointer to the first entry of a list: the first key of a block and its tile of bits."""
+    return mask.blocks.entries + 2 * number.to(gl.int64) * gl.cdiv(sizes.N, cfg.BLOCK_N)
+
+
+@gluon.jit
+def first_key(block, listed, cfg: gl.constexpr):
+    """The first key of a block of the tile; with a block mask, of an entry of its list."""
+    n0 = block * cfg.BLOCK_N
+    if cfg.HAS_BLOCK_MASK:
+        n0 = gl.load(listed.entries + 2 * block)
+    return n0
+
+
+@gluon.jit
 def put_work(queue, i, work):
     """Send the next tile from the producer to the consumers, which saves them the divisions."""
     numbers = (work.b, work.h, work.m0, work.start_q, work.M, work.N, work.begin, work.end)
@@ -249,22 +270,28 @@ def blocks_of(first, last, M, N, mask, cfg: gl.constexpr):
 @gluon.jit
 def own_blocks(first, last, work, mask, cfg: gl.constexpr):
     """The blocks of keys [begin, end) of the tile that some row of [first, last] sees; at least
-    one block.
+    one block. With a block mask, all entries of the tile's list.
     """
-    begin, end = blocks_of(first, last, work.M, work.N, mask, cfg)
-    begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
-    end = gl.minimum(gl.maximum(end, begin + 1), work.end)
+    begin, end = work.begin, work.end
+    if not cfg.HAS_BLOCK_MASK:
+        begin, end = blocks_of(first, last, work.M, work.N, mask, cfg)
+        begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
+        end = gl.minimum(gl.maximum(end, begin + 1), work.end)
     return begin, end
 
 
 @gluon.jit
-def full_blocks(first, last, begin, end, work, mask, cfg: gl.constexpr):
+def full_blocks(first, last, begin, end, work, sizes, mask, cfg: gl.constexpr):
     """The blocks of [begin, end) that every row of [first, last] sees completely."""
-    shift = work.N - work.M
-    _, stop = visible_keys(first + shift, work.N, mask, cfg)
-    start, _ = visible_keys(last + shift, work.N, mask, cfg)
-    full_end = gl.minimum(gl.maximum(stop // cfg.BLOCK_N, begin), end)
-    full_begin = gl.minimum(gl.maximum(gl.cdiv(start, cfg.BLOCK_N), begin), full_end)
+    if cfg.HAS_BLOCK_MASK:
+        number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
+        full_begin, full_end = begin, gl.load(mask.blocks.counts + 2 * number)
+    else:
+        shift = work.N - work.M
+        _, stop = visible_keys(first + shift, work.N, mask, cfg)
+        start, _ = visible_keys(last + shift, work.N, mask, cfg)
+        full_end = gl.minimum(gl.maximum(stop // cfg.BLOCK_N, begin), end)
+        full_begin = gl.minimum(gl.maximum(gl.cdiv(start, cfg.BLOCK_N), begin), full_end)
     return full_begin, full_end
 
 
