@@ -111,7 +111,7 @@ def check(call: Call, spills: int, reloads: int = RELOADS["any"]) -> None:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_head_dims_compile(head_dim: int, mask: str):
     check(dense(head_dim, causal=mask == "causal"), SPILLS.get(head_dim, SPILLS["plain"]))
 
@@ -126,7 +126,7 @@ def test_short_loops_compile(option: str):
     check(SHORT_LOOPS[option](), SPILLS["short loops"], RELOADS["short loops"])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256] if FULL else [128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256] if FULL else [128])
 def test_packed_compiles(head_dim: int):
     kind = f"packed {head_dim}"
     spills = SPILLS.get(kind, SPILLS["packed"])

@@ -132,13 +132,19 @@ def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
     check(*describe(tensors, layout, given), given, layout, seed)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_dims(head_dim: int, causal: bool):
     dense(sizes={"D": head_dim}, causal=causal)
 
 
-@pytest.mark.parametrize("head_dims", [(40, 40), (96, 96), (192, 192), (192, 128), (64, 200)])
+@pytest.mark.parametrize(
+    "head_dims",
+    [
+        (40, 40), (72, 72), (80, 96), (96, 40), (40, 88), (96, 104),
+        (192, 192), (192, 128), (64, 200),
+    ],
+)  # fmt: skip
 def test_padded_head_dims(head_dims: tuple[int, int]):
     dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, causal=True)
 
@@ -169,7 +175,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 88, 256])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option: str, head_dim: int):
     dense(1, sizes={"D": head_dim, "M": 170, "N": 300}, **OPTIONS[option])
@@ -224,7 +230,7 @@ def test_keys_past_the_end_weigh_nothing():
     check(*describe((q / 8 + 4, k / 8 - 4, v), Dense(), {}), {}, seed=6)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
@@ -236,7 +242,7 @@ def test_packed_options(head_dim: int):
     packed(5, True, head_dim, window_size=(40, 10), sink=normal(generator(0), 4), softcap=2.0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("seed", range(2))
 def test_packed_long_loops(seed: int, head_dim: int):
     """More steps than any ring has slots, and sequences that have only queries or only keys."""
@@ -245,21 +251,23 @@ def test_packed_long_loops(seed: int, head_dim: int):
     check(*describe(tensors, layout, given), given, layout, seed)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("seed", range(3))
 def test_meetings_in_any_order(seed: int, head_dim: int):
     dense(seed, sizes={"M": 400, "N": 300, "D": head_dim, "Hq": 1}, causal=seed % 2 == 1)
 
 
 @pytest.mark.parametrize("option", ["full", "causal", "causal window"])
-@pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (64, 1), (128, 2), (128, 3), (256, 4)])
+@pytest.mark.parametrize(
+    ("head_dim", "seed"), [(64, 0), (64, 1), (128, 2), (128, 3), (256, 4), (96, 5)]
+)
 def test_deterministic_adds_in_order(head_dim: int, seed: int, option: str):
     given = OPTIONS.get(option, {"causal": option == "causal"})
     sizes = {"M": 260, "N": 500, "D": head_dim, "Hq": 1}
     dense(seed, sizes=sizes, deterministic=True, **given)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
 @pytest.mark.parametrize("seed", range(2))
 def test_deterministic_heads_of_a_group(seed: int, head_dim: int):
     """An odd number of blocks a head, so that a writer has even blocks of one and odd ones of the
@@ -268,5 +276,6 @@ def test_deterministic_heads_of_a_group(seed: int, head_dim: int):
     dense(seed, sizes=sizes, deterministic=True, causal=seed % 2 == 1)
 
 
-def test_deterministic_packed():
-    packed(6, deterministic=True, causal=True)
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_deterministic_packed(head_dim: int):
+    packed(6, D=head_dim, deterministic=True, causal=True)

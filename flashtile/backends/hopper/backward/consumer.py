@@ -3,7 +3,8 @@
 A step processes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V dO^T, then
 dV += P^T dO, dK += dS^T Q and dQ = dS K. If the registers hold dK and dV of 64 keys, each consumer
 has 64 keys of the tile. P^T and dS^T stay in its registers; dS^T also goes to shared memory,
-because dQ needs dS^T of both consumers, each of which computes half of dQ. If the registers do not
+because dQ needs dS^T of both consumers, each of which computes half of dQ: half of its rows or
+columns or, with 96 columns, one of them the tile and the other the tail. If the registers do not
 hold them (cfg.IS_SPLIT), the consumers share 64 keys; each computes P and dS of half of the
 queries, and half of the columns of dK, dV and dQ.
 
@@ -34,6 +35,7 @@ from ..shared.intrinsics import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
     FIRST_BARRIER,
+    after_products,
     aggregate,
     arrive_alone,
     copy_to_global,
@@ -66,9 +68,11 @@ from .products import (
     own_columns,
     probabilities,
     products_along,
+    rows_tail,
     rows_tile,
     shared_half,
     statistic,
+    whole_tile,
 )
 from .schedule import key_work, rows_to_mask, seeing_rows
 
@@ -92,6 +96,35 @@ class Keys:
         self.shift = shift
 
 
+@aggregate
+class KeySums:
+    """dK / scale and dV of this consumer's keys so far."""
+
+    dk: gl.tensor  # (64, `own_columns`)
+    dv: gl.tensor
+    dk_tail: gl.tensor  # (64, TAIL_D), or a number if there is no tail
+    dv_tail: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, dk, dv, dk_tail, dv_tail):
+        self.dk = dk
+        self.dv = dv
+        self.dk_tail = dk_tail
+        self.dv_tail = dv_tail
+
+
+@gluon.jit
+def no_sums(ME: gl.constexpr, i, cfg: gl.constexpr):
+    """The sums before the first step."""
+    COLUMNS: gl.constexpr = own_columns(ME, cfg)
+    dk_tail = i * 0
+    dv_tail = i * 0
+    if cfg.TAIL_D > 0:
+        dk_tail = opaque_zeros(cfg.TAIL_D)
+        dv_tail = opaque_zeros(cfg.TAIL_D)
+    return KeySums(opaque_zeros(COLUMNS), opaque_zeros(COLUMNS), dk_tail, dv_tail)
+
+
 @gluon.jit
 def consumer(
     ME: gl.constexpr, outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr
@@ -99,30 +132,34 @@ def consumer(
     """dK and dV of a tile of keys, and its share of dQ."""
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
-        dk, dv = query_loop(ME, outputs, channels, work, sizes, mask, score, cfg)
+        sums = query_loop(ME, outputs, channels, work, sizes, mask, score, cfg)
         # The other consumer's last products also read K, Q and dO, which are overwritten now.
         wait_at_barrier(FIRST_BARRIER, 256)
-        store_gradient(ME, dv, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
-        dk = dk * score.scale
-        store_gradient(ME, dk, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
+        dv, dk, plain = outputs.dv, outputs.dk, outputs.plain
+        store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
+        if cfg.TAIL_D > 0:
+            store_gradient(ME, sums.dv_tail, True, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
+        x = sums.dk * score.scale
+        store_gradient(ME, x, False, channels.q, dk, plain.dk, cfg.D, work, cfg)
+        if cfg.TAIL_D > 0:
+            x_tail = sums.dk_tail * score.scale
+            store_gradient(ME, x_tail, True, channels.q, dk, plain.dk, cfg.D, work, cfg)
         tma.store_wait(0)
 
 
 @gluon.jit
 def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
-    """The loop over the query blocks that see the tile, head by head; returns dK / scale and dV."""
+    """The loop over the query blocks that see the tile, head by head; returns `KeySums`."""
     channels.k.acquire(0)
     channels.v.acquire(0)
     if cfg.IS_PACKED:
         clear_keys(ME, channels, work, cfg)
-    COLUMNS: gl.constexpr = own_columns(ME, cfg)
-    dk = opaque_zeros(COLUMNS)
-    dv = opaque_zeros(COLUMNS)
+    sums = no_sums(ME, work.n, cfg)
     total = (work.end - work.begin) * sizes.group
     gl.assume(total > 0)
     channels.q.acquire(0)
-    s = issue_scores(ME, channels.k.tile(0), 0, channels, cfg)
-    lse = statistic(ME, channels.q, 0, cfg)
+    s = issue_scores(ME, whole_tile(channels.k, 0), 0, channels, cfg)
+    lse = statistic(ME, channels.lse, 0, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     if not cfg.IS_SPLIT:
         arrive_alone(channels.ds.full.index(0))  # no step has this dS
@@ -137,93 +174,83 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         m = work.end - 1
         if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
             for _ in range(work.full_end, work.end):
-                s, lse, dk, dv, added = step(
-                    ME, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
+                s, lse, sums, added = step(
+                    ME, s, lse, sums, added, i, total, m, base, slope, keys, outputs, channels,
                     work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m -= 1
         for _ in range(work.full_begin, work.full_end):
-            s, lse, dk, dv, added = step(
-                ME, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
+            s, lse, sums, added = step(
+                ME, s, lse, sums, added, i, total, m, base, slope, keys, outputs, channels,
                 work, score, False, cfg,
             )  # fmt: skip
             i += 1
             m -= 1
         for _ in range(work.begin, work.full_begin):
-            s, lse, dk, dv, added = step(
-                ME, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
+            s, lse, sums, added = step(
+                ME, s, lse, sums, added, i, total, m, base, slope, keys, outputs, channels,
                 work, score, True, cfg,
             )  # fmt: skip
             i += 1
             m -= 1
     if not cfg.IS_SPLIT:
         channels.ds.acquire(i)
-        dq = issue_dq(ME, channels.k.tile(0), i, channels.ds.tiles, cfg)
+        dq = issue_dq(ME, whole_tile(channels.k, 0), i, channels.ds.tiles, cfg)
         dq = warpgroup_mma_wait(0, deps=[dq])
         emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
     elif cfg.IS_ORDERED:
         release_own_semaphore(ME, added, outputs, work)
-    return dk, dv
+    return sums
 
 
 @gluon.jit
 def step(
-    ME: gl.constexpr, s, lse, dk, dv, added, i, total, m, base, slope, keys, outputs, channels,
+    ME: gl.constexpr, s, lse, sums, added, i, total, m, base, slope, keys, outputs, channels,
     work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Process one block of queries: add to dk, dv and dQ, and compute S^T of the next block."""
+    """Process one block of queries: add to `sums` and dQ, and compute S^T of the next block."""
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
-    k = channels.k.tiles.index(zero)
+    k = whole_tile(channels.k, zero)
     if IS_MASKED and cfg.IS_PACKED:
         clear_rows(ME, channels, i, work.M - m * cfg.BLOCK_M, cfg)
     channels.dout.acquire(i)
-    dp = issue_dp(ME, channels.v.tiles.index(zero), i, channels, cfg)
+    dp = issue_dp(ME, whole_tile(channels.v, zero), i, channels, cfg)
+    scale = score.scale
+    if cfg.IS_DP_FIRST:
+        scale = after_products(scale, i)
     if not cfg.HAS_CARRIED_LSE:
-        lse = statistic(ME, channels.q, i, cfg)
-    p, factor = probabilities(s, lse, keys, first_row(ME, m, cfg), slope, score, IS_MASKED, cfg)
+        lse = statistic(ME, channels.lse, i, cfg)
+    row = first_row(ME, m, cfg)
+    p, factor = probabilities(s, lse, keys, row, slope, scale, score.softcap, IS_MASKED, cfg)
     p = p.to(dtype)
     if cfg.IS_SPLIT:
         s, dk, dv = end_of_split_step(
-            ME,
-            p,
-            factor,
-            dp,
-            dk,
-            dv,
-            added,
-            i,
-            total,
-            m,
-            base,
-            k,
-            outputs,
-            channels,
-            work,
-            cfg,
-        )
+            ME, p, factor, dp, sums.dk, sums.dv, added, i, total, m, base, k, outputs, channels,
+            work, cfg,
+        )  # fmt: skip
+        sums = KeySums(dk, dv, sums.dk_tail, sums.dv_tail)
     else:
-        s, lse, dk, dv = end_of_step(
-            ME, p, factor, dp, lse, dk, dv, added, i, total, k, outputs, channels, cfg
+        s, lse, sums = end_of_step(
+            ME, p, factor, dp, lse, sums, added, i, total, k, outputs, channels, cfg
         )
     added = base + m
-    return s, lse, dk, dv, added
+    return s, lse, sums, added
 
 
 @gluon.jit
 def end_of_step(
-    ME: gl.constexpr, p, factor, dp, lse, dk, dv, added, i, total, k, outputs, channels,
+    ME: gl.constexpr, p, factor, dp, lse, sums, added, i, total, k, outputs, channels,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """The part of a step after P if each consumer has its own keys, and dQ of the last step."""
     dtype: gl.constexpr = p.dtype
-    p = gl.convert_layout(p, left_operand(cfg.BLOCK_D), assert_trivial=True)
-    dv = warpgroup_mma(p, rows_tile(channels.dout, i, cfg), dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
+    PARTS: gl.constexpr = products_along(cfg)
+    dv, dv_tail = add_product(p, channels.dout, i, sums.dv, sums.dv_tail, cfg)
+    dp = warpgroup_mma_wait(PARTS, deps=[dp])
     ds = (factor * dp).to(dtype)
-    left = gl.convert_layout(ds, left_operand(cfg.BLOCK_D), assert_trivial=True)
-    dk = warpgroup_mma(left, rows_tile(channels.q, i, cfg), dk, is_async=True)
+    dk, dk_tail = add_product(ds, channels.q, i, sums.dk, sums.dk_tail, cfg)
     if cfg.IS_DQ_FIRST:
         channels.ds.acquire(i)
         dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
@@ -236,19 +263,36 @@ def end_of_step(
     arrive_alone(channels.ds.full.index((i + 1) % 2))
     if not cfg.IS_DQ_FIRST:
         dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
-    dv = warpgroup_mma_wait(2, deps=[dv])
+    if PARTS == 1:
+        dv = warpgroup_mma_wait(2, deps=[dv])
+    else:
+        dv, dv_tail = warpgroup_mma_wait(3, deps=[dv, dv_tail])
     channels.dout.release_operand(i)  # dP and dV have read it; delta went into dP
     # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(ME, k, i + 1, channels, cfg)
-    dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
+    if PARTS == 1:
+        dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
+    else:
+        dk, dk_tail, dq = warpgroup_mma_wait(2, deps=[dk, dk_tail, dq])
     channels.ds.release_operand(i)
     if cfg.HAS_CARRIED_LSE:
-        lse = statistic(ME, channels.q, i + 1, cfg)
+        lse = statistic(ME, channels.lse, i + 1, cfg)
     channels.q.release_operand(i)  # S^T (a step ago) and dK have read it; lse went into dV
     emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
-    return s, lse, dk, dv
+    return s, lse, KeySums(dk, dv, dk_tail, dv_tail)
+
+
+@gluon.jit
+def add_product(left, rows, i, x, x_tail, cfg: gl.constexpr):
+    """Start adding `left` (64, BLOCK_M), P^T or dS^T, times block `i` of dO or Q to dV or dK."""
+    operand = gl.convert_layout(left, left_operand(cfg.BLOCK_D), assert_trivial=True)
+    x = warpgroup_mma(operand, rows_tile(rows, i, cfg), x, is_async=True)
+    if cfg.TAIL_D > 0:
+        operand = gl.convert_layout(left, left_operand(cfg.TAIL_D), assert_trivial=True)
+        x_tail = warpgroup_mma(operand, rows_tail(rows, i, cfg), x_tail, is_async=True)
+    return x, x_tail
 
 
 @gluon.jit
@@ -295,9 +339,9 @@ def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr)
     the writer.
     """
     if not cfg.HAS_DQ_IN_REGISTERS:
-        put_piece(ME, dq, staging, i)
+        put_piece(ME, dq, staging, i, cfg)
     elif i > 0:
-        add_at_once(dq, 2 * block + ME, outputs.workspace)
+        add_at_once(ME, dq, block, outputs.workspace, cfg)
 
 
 @gluon.jit
@@ -374,8 +418,11 @@ def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
     count = work.N - work.n0
     if count < cfg.BLOCK_N:
         FIRST: gl.constexpr = 0 if cfg.IS_SPLIT else ME * CONSUMER_ROWS
-        clear_past_end(keys_tile(ME, channels.k.tile(0), cfg), count - FIRST, cfg)
-        clear_past_end(keys_tile(ME, channels.v.tile(0), cfg), count - FIRST, cfg)
+        clear_past_end(keys_tile(ME, channels.k.tile(0), cfg), count - FIRST)
+        clear_past_end(keys_tile(ME, channels.v.tile(0), cfg), count - FIRST)
+        if cfg.TAIL_D > 0:
+            clear_past_end(keys_tile(ME, channels.k.tail(0), cfg), count - FIRST)
+            clear_past_end(keys_tile(ME, channels.v.tail(0), cfg), count - FIRST)
         show_written(FIRST_BARRIER + 1 + ME)
 
 
@@ -386,17 +433,20 @@ def clear_rows(ME: gl.constexpr, channels, i, count, cfg: gl.constexpr):
     """
     if count < cfg.BLOCK_M:
         channels.dout.acquire(i)
-        clear_past_end(rows_tile(channels.q, i, cfg), count, cfg)
-        clear_past_end(rows_tile(channels.dout, i, cfg), count, cfg)
+        clear_past_end(rows_tile(channels.q, i, cfg), count)
+        clear_past_end(rows_tile(channels.dout, i, cfg), count)
+        if cfg.TAIL_D > 0:
+            clear_past_end(rows_tail(channels.q, i, cfg), count)
+            clear_past_end(rows_tail(channels.dout, i, cfg), count)
         show_written(FIRST_BARRIER + 1 + ME)
 
 
 @gluon.jit
-def clear_past_end(x, count, cfg: gl.constexpr):
-    """Zero the rows of `x` (rows, BLOCK_D) from row `count`, in steps that need few registers."""
+def clear_past_end(x, count):
+    """Zero the rows of `x` (rows, columns) from row `count`, in steps that need few registers."""
     STEP: gl.constexpr = 16
     ROWS: gl.constexpr = x.shape[0]
-    LAYOUT: gl.constexpr = rows_of_heads(cfg.BLOCK_D, CONSUMER_WARPS)
+    LAYOUT: gl.constexpr = rows_of_heads(x.shape[1], CONSUMER_WARPS)
     row = gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
     for first in gl.static_range(0, ROWS, STEP):
         part = x.slice(first, STEP)
@@ -409,20 +459,24 @@ def clear_past_end(x, count, cfg: gl.constexpr):
 
 @gluon.jit
 def store_gradient(
-    ME: gl.constexpr, x, channel, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
+    ME: gl.constexpr, x, IS_TAIL: gl.constexpr, channel, described, ptr, DIM: gl.constexpr, work,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """Store this consumer's part of dK or dV through the ring of `channel`: by TMA, which clips at
-    the end of the tensor, or by the threads if another sequence may follow.
+    """Store this consumer's part of dK or dV, or its tail, through the ring of `channel`: by TMA,
+    which clips at the end of the tensor, or by the threads if another sequence may follow.
     """
-    COLUMNS: gl.constexpr = cfg.BLOCK_D // 2 if cfg.IS_SPLIT else cfg.BLOCK_D
-    dtype: gl.constexpr = channel.tiles.dtype
-    TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M * cfg.BLOCK_D // (CONSUMER_ROWS * COLUMNS)
+    slots = channel.tails if IS_TAIL else channel.tiles
+    desc = described.tails if IS_TAIL else described.tiles
+    WIDTH: gl.constexpr = cfg.TAIL_D if IS_TAIL else cfg.BLOCK_D
+    COLUMNS: gl.constexpr = WIDTH // 2 if cfg.IS_SPLIT else WIDTH
+    dtype: gl.constexpr = slots.dtype
+    TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M * WIDTH // (CONSUMER_ROWS * COLUMNS)
     shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, COLUMNS]
-    tile = recast(channel.tiles, dtype, shape, shared_rows(COLUMNS)).index(ME)
+    tile = recast(slots, dtype, shape, shared_rows(COLUMNS)).index(ME)
     rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
     rows.slice(0, x.shape[1], dim=1).store(x.to(dtype))  # later columns are outside of the tensor
     row = work.n0
-    column = 0
+    column = cfg.BLOCK_D if IS_TAIL else 0
     if cfg.IS_SPLIT:
         column += ME * COLUMNS
     else:

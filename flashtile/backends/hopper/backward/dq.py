@@ -4,7 +4,8 @@ A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer
 to shared memory and the addition, one contiguous TMA transfer, run at full speed. The kernel that
 rounds restores the order of the elements.
 
-Up to 128 columns, a consumer computes one piece in each step. A slot of the staging ring holds the
+Up to 128 columns, a consumer computes one piece in each step. With 96 columns, the second consumer
+has the tail, so its piece is half as large. A slot of the staging ring holds the
 pieces of both consumers, and a writer adds them with one transfer. With cfg.HAS_DQ_IN_REGISTERS,
 each thread adds four neighbours at a time instead, without shared memory. Above 128 columns, a
 consumer computes two pieces and adds them itself.
@@ -22,19 +23,20 @@ from ..shared.intrinsics import add_to_global, arrive_alone, recast, sync_warps
 from .schedule import key_work, visited_block
 
 PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
+HALF_ROWS = gl.constexpr(8)
 PAIRS = gl.constexpr(2)  # slots of the staging ring
 PIECE = tl.constexpr(4096)
 
 
 @gluon.constexpr_function
-def piece_layout():
-    """The float32 tile (64, 64) of `intrinsics.accumulator` in register order: four registers of a
-    thread, then the thread, then the other registers. No two threads share a bank.
+def piece_layout(columns):
+    """The float32 tile (64, columns) of `intrinsics.accumulator` in register order: four registers
+    of a thread, then the thread, then the other registers. No two threads share a bank.
     """
-    return gl.SharedLinearLayout(
-        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16],
-         [0, 32]]
-    )  # fmt: skip
+    bases = [
+        [0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16],
+    ]  # fmt: skip
+    return gl.SharedLinearLayout(bases if columns == 32 else [*bases, [0, 32]])
 
 
 @gluon.jit
@@ -43,46 +45,59 @@ def make_staging(workspace, cfg: gl.constexpr):
     writer, one piece for each consumer; with cfg.HAS_DQ_IN_REGISTERS, only the workspace.
     """
     SLOTS: gl.constexpr = PAIRS if cfg.ADDERS == 1 else 1
+    PIECES: gl.constexpr = 2 * SLOTS if cfg.TAIL_D == 0 else SLOTS  # without those of the tail
     staging = workspace
     if not cfg.HAS_DQ_IN_REGISTERS:
-        staging = gl.allocate_shared_memory(
-            gl.float32, [2 * SLOTS, PIECE_ROWS, 256], workspace.layout
-        )
+        staging = gl.allocate_shared_memory(gl.float32, [PIECES, PIECE_ROWS, 256], workspace.layout)
+    tails = staging
+    if cfg.TAIL_D > 0 and not cfg.HAS_DQ_IN_REGISTERS:
+        tails = gl.allocate_shared_memory(gl.float32, [SLOTS, HALF_ROWS, 256], workspace.layout)
     if cfg.ADDERS == 1:
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for slot in gl.static_range(SLOTS):
             mbarrier.init(full.index(slot), count=2)
             mbarrier.init(empty.index(slot), count=1)
-        staging = Channel(staging, staging, full, empty, SLOTS)
+        staging = Channel(staging, tails, full, empty, SLOTS)
     return staging
 
 
 @gluon.jit
-def put_piece(ME: gl.constexpr, dq, staging, i):
-    """Pass `dq` (64, 64), this consumer's half of pair `i`, to the writer."""
+def put_piece(ME: gl.constexpr, dq, staging, i, cfg: gl.constexpr):
+    """Pass `dq` (64, 64), this consumer's piece of pair `i`, to the writer; or (64, 32), a tail."""
+    COLUMNS: gl.constexpr = dq.shape[1]
     slot = i % staging.SLOTS
     mbarrier.wait(staging.empty.index(slot), ((i // staging.SLOTS) & 1) ^ 1)
-    tile = staging.tiles.index(2 * slot + ME)
-    recast(tile, gl.float32, [64, 64], piece_layout()).store(dq)
+    if cfg.TAIL_D == 0:
+        tile = staging.tiles.index(2 * slot + ME)
+    elif ME == 0:
+        tile = staging.tiles.index(slot)
+    else:
+        tile = staging.tails.index(slot)
+    recast(tile, gl.float32, [64, COLUMNS], piece_layout(COLUMNS)).store(dq)
     fence_async_shared()
     sync_warps()
     arrive_alone(staging.full.index(slot))
 
 
 @gluon.jit
-def add_at_once(dq, number, workspace):
-    """Add `dq` (64, 64) to piece `number` of `workspace`, plain memory, from the registers."""
+def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
+    """Add `dq` (64, 64) or a tail (64, 32), this consumer's piece of a block, to `workspace`, plain
+    memory, from the registers.
+    """
+    EIGHTS: gl.constexpr = dq.shape[1] // 8
+    SIZE: gl.constexpr = 64 * dq.shape[1]
+    BLOCK: gl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)
     # Rows: warp, row / 8 % 2, row % 8. Columns: columns / 8, columns % 8 / 2, columns % 2.
-    piece = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([PIECE])
-    start = workspace + number.to(gl.int64) * PIECE
-    gl.atomic_add(start + gl.arange(0, PIECE, layout=piece.type.layout), piece, sem="relaxed")
+    piece = dq.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([SIZE])
+    start = workspace + block.to(gl.int64) * BLOCK + ME * PIECE
+    gl.atomic_add(start + gl.arange(0, SIZE, layout=piece.type.layout), piece, sem="relaxed")
 
 
 @gluon.jit
 def add_piece(dq, tile, number, workspace):
     """Start adding `dq` (64, 64) to piece `number`, through the staging tile of this consumer."""
-    recast(tile, gl.float32, [64, 64], piece_layout()).store(dq)
+    recast(tile, gl.float32, [64, 64], piece_layout(64)).store(dq)
     fence_async_shared()
     add_to_global(workspace, [number * PIECE_ROWS, 0], tile)
 
@@ -126,19 +141,33 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr
 @gluon.jit
 def add_pair(outputs, staging, i, index, block, work, cfg: gl.constexpr):
     """Add pair `i` to block `index` of the workspace, which is block `block` of its sequence."""
-    SHAPE: gl.constexpr = [staging.SLOTS, 2 * PIECE_ROWS, 256]
-    LAYOUT: gl.constexpr = outputs.workspace.layout
-    pairs = recast(staging.tiles, gl.float32, SHAPE, LAYOUT)
     if cfg.IS_ORDERED:
         acquire_semaphore(outputs.semaphores + index, work.n, work.before, block)
     staging.acquire(i)
-    row = index * (2 * PIECE_ROWS)
-    add_to_global(outputs.workspace, [row, 0], pairs.index(i % staging.SLOTS))
+    start_addition(outputs.workspace, staging, i % staging.SLOTS, index, cfg)
     tma.store_wait(0)
     staging.release(i)
     if cfg.IS_ORDERED:
         await_additions()
         release_semaphore(outputs.semaphores + index, work.n)
+
+
+@gluon.jit
+def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
+    """Start adding the pair of a slot to block `index`. Tiles that TMA adds have powers of two of
+    rows, so a piece and half a piece are added by halves.
+    """
+    SLOTS: gl.constexpr = staging.SLOTS
+    LAYOUT: gl.constexpr = workspace.layout
+    if cfg.TAIL_D == 0:
+        pairs = recast(staging.tiles, gl.float32, [SLOTS, 2 * PIECE_ROWS, 256], LAYOUT)
+        add_to_global(workspace, [index * (2 * PIECE_ROWS), 0], pairs.index(slot))
+    else:
+        halves = recast(staging.tiles, gl.float32, [2 * SLOTS, HALF_ROWS, 256], LAYOUT)
+        row = index * (3 * HALF_ROWS)
+        add_to_global(workspace, [row, 0], halves.index(2 * slot))
+        add_to_global(workspace, [row + HALF_ROWS, 0], halves.index(2 * slot + 1))
+        add_to_global(workspace, [row + 2 * HALF_ROWS, 0], staging.tails.index(slot))
 
 
 # The dQ semaphores, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n - 1.

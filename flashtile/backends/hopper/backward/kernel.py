@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..shared.channels import Channel, make_channel
+from ..shared.channels import Channel, Described, make_channel
 from ..shared.intrinsics import copy_to_shared, shared_rows
 from ..shared.schedule import NUMBERS, Mask, batch_of
 from ..shared.softmax import Score
@@ -28,8 +28,10 @@ OF_OTHERS = gl.constexpr(24)
 class Channels(NamedTuple):
     """Everything in shared memory."""
 
-    q: Any  # with the log-sum-exp of its rows
-    dout: Any  # with -delta
+    q: Any
+    dout: Any
+    lse: Any  # of the rows in the slots of q: (slots, 1, BLOCK_M)
+    delta: Any  # -delta of the rows in the slots of dout
     k: Any  # one tile
     v: Any  # one tile
     p: Any  # P^T (2, BLOCK_N, BLOCK_M), if it goes through shared memory
@@ -40,7 +42,7 @@ class Channels(NamedTuple):
 class Inputs(NamedTuple):
     """Descriptors of the tensors that TMA reads."""
 
-    q: Any
+    q: Any  # Described, as are k, v and dout
     k: Any
     v: Any
     dout: Any
@@ -51,8 +53,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The destinations of the results, which TMA or the threads write."""
 
-    dk: Any
-    dv: Any
+    dk: Any  # Described
+    dv: Any  # Described
     workspace: Any  # a pointer if the consumers add from their registers, else a descriptor
     plain: Any  # KeyGradients
     semaphores: Any
@@ -80,22 +82,24 @@ class KeySizes(NamedTuple):
 
 
 @gluon.jit
-def make_rows(
-    dtype: gl.constexpr, statistic, SLOTS: gl.constexpr, RELEASES: gl.constexpr, cfg: gl.constexpr
+def make_tiles(
+    dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, RELEASES: gl.constexpr,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """A ring of blocks of rows; the tail of a slot holds one statistic for each row."""
-    shape: gl.constexpr = [SLOTS, 1, cfg.BLOCK_M, 1, cfg.BLOCK_D]
+    """A ring of ROWS rows of Q or dO, or of K or V."""
+    shape: gl.constexpr = [SLOTS, 1, ROWS, 1, cfg.BLOCK_D]
     tiles = gl.allocate_shared_memory(dtype, shape, shared_rows(cfg.BLOCK_D))
-    numbers = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, cfg.BLOCK_M], statistic.layout)
-    return make_channel(tiles, numbers, SLOTS, RELEASES)
+    tails = tiles
+    if cfg.TAIL_D > 0:
+        tail_shape: gl.constexpr = [SLOTS, 1, ROWS, 1, cfg.TAIL_D]
+        tails = gl.allocate_shared_memory(dtype, tail_shape, shared_rows(cfg.TAIL_D))
+    return make_channel(tiles, tails, SLOTS, RELEASES)
 
 
 @gluon.jit
-def make_keys(dtype: gl.constexpr, cfg: gl.constexpr):
-    """A tile of K or V."""
-    shape: gl.constexpr = [1, 1, cfg.BLOCK_N, 1, cfg.BLOCK_D]
-    tiles = gl.allocate_shared_memory(dtype, shape, shared_rows(cfg.BLOCK_D))
-    return make_channel(tiles, tiles, 1, 1)
+def make_statistics(desc, SLOTS: gl.constexpr, cfg: gl.constexpr):
+    """One number for each row in a slot."""
+    return gl.allocate_shared_memory(gl.float32, [SLOTS, 1, cfg.BLOCK_M], desc.layout)
 
 
 @gluon.jit
@@ -112,7 +116,7 @@ def make_exchange(tiles, SLOTS: gl.constexpr):
 @gluon.jit
 def make_channels(inputs, workspace, cfg: gl.constexpr):
     """Allocate the rings and set up their barriers."""
-    dtype: gl.constexpr = inputs.q.dtype
+    dtype: gl.constexpr = inputs.q.tiles.dtype
     SCORES: gl.constexpr = [2, cfg.BLOCK_N, cfg.BLOCK_M]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
     ds = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
@@ -122,10 +126,12 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
     else:
         ds = make_exchange(ds, 2)
     channels = Channels(
-        make_rows(dtype, inputs.lse, cfg.Q_STAGES, 2, cfg),
-        make_rows(dtype, inputs.delta, cfg.DO_STAGES, 2, cfg),
-        make_keys(dtype, cfg),
-        make_keys(dtype, cfg),
+        make_tiles(dtype, cfg.Q_STAGES, cfg.BLOCK_M, 2, cfg),
+        make_tiles(dtype, cfg.DO_STAGES, cfg.BLOCK_M, 2, cfg),
+        make_statistics(inputs.lse, cfg.Q_STAGES, cfg),
+        make_statistics(inputs.delta, cfg.DO_STAGES, cfg),
+        make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg),
+        make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg),
         p,
         ds,
         make_staging(workspace, cfg),
@@ -148,39 +154,41 @@ def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
     i = 0  # blocks so far
     count = work.end - work.begin
     if count > 0:
-        load_tile(inputs.k, channels.k, batch_k, row_k, work.kv_head)
-        load_tile(inputs.v, channels.v, batch_k, row_k, work.kv_head)
+        load_tile(inputs.k, channels.k, 0, batch_k, row_k, work.kv_head, 0, cfg)
+        load_tile(inputs.v, channels.v, 0, batch_k, row_k, work.kv_head, 0, cfg)
         for g in range(sizes.group):
             h = work.kv_head * sizes.group + g
             for j in range(count):
                 block = visited_block(j, work)
                 row = work.start_q + block * cfg.BLOCK_M
                 index = h * sizes.blocks + work.first_block + block
-                load_rows(inputs.q, inputs.lse, channels.q, i, batch_q, row, h, index)
-                load_rows(inputs.dout, inputs.delta, channels.dout, i, batch_q, row, h, index)
+                BYTES: gl.constexpr = inputs.lse.block_type.nbytes
+                full = load_tile(inputs.q, channels.q, i, batch_q, row, h, BYTES, cfg)
+                slot = i % cfg.Q_STAGES
+                copy_to_shared(inputs.lse, [index, 0], full, channels.lse.index(slot))
+                full = load_tile(inputs.dout, channels.dout, i, batch_q, row, h, BYTES, cfg)
+                slot = i % cfg.DO_STAGES
+                copy_to_shared(inputs.delta, [index, 0], full, channels.delta.index(slot))
                 i += 1
 
 
 @gluon.jit
-def load_tile(x, channel, batch, row, head):
-    """Start the copy of a tile that is loaded once."""
-    full = channel.acquire_empty(0, x.block_type.nbytes)
-    copy_to_shared(x, [batch, row, head, 0], full, channel.tile(0))
-
-
-@gluon.jit
-def load_rows(x, statistic, channel, i, batch, row, head, index):
-    """Start the copies of a block of rows and of one number for each row; rows past the end of the
-    tensor are zero.
+def load_tile(x, channel, i, batch, row, head, MORE: gl.constexpr, cfg: gl.constexpr):
+    """Start the copy of the rows from `row` into slot `i`; rows past the end of the tensor are
+    zero. Return the slot's full barrier, which also waits for MORE bytes.
     """
-    full = channel.acquire_empty(i, x.block_type.nbytes + statistic.block_type.nbytes)
-    copy_to_shared(x, [batch, row, head, 0], full, channel.tile(i))
-    copy_to_shared(statistic, [index, 0], full, channel.tail(i))
+    BYTES: gl.constexpr = x.tiles.block_type.nbytes * (cfg.BLOCK_D + cfg.TAIL_D) // cfg.BLOCK_D
+    full = channel.acquire_empty(i, BYTES + MORE)
+    copy_to_shared(x.tiles, [batch, row, head, 0], full, channel.tile(i))
+    if cfg.TAIL_D > 0:
+        copy_to_shared(x.tails, [batch, row, head, cfg.BLOCK_D], full, channel.tail(i))
+    return full
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "blocks"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, workspace, plain,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
+    dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace, plain,
     semaphores_ptr, counter_ptr, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle,
     blocks, left, right, chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
 ):  # fmt: skip
@@ -188,8 +196,11 @@ def backward_kernel(
     sizes = KeySizes(B, M, N, total_q, total_k, heads, group, swizzle, blocks)
     mask = Mask(left, right, chunk)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
-    inputs = Inputs(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc)
-    outputs = Outputs(dk_desc, dv_desc, workspace, plain, semaphores_ptr)
+    q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)
+    v, dout = Described(v_desc, v_tail_desc), Described(dout_desc, dout_tail_desc)
+    dk, dv = Described(dk_desc, dk_tail_desc), Described(dv_desc, dv_tail_desc)
+    inputs = Inputs(q, k, v, dout, lse_desc, delta_desc)
+    outputs = Outputs(dk, dv, workspace, plain, semaphores_ptr)
     if cfg.IS_ORDERED:  # see `dq.acquire_semaphore`
         tile = gl.atomic_add(counter_ptr, 1, sem="relaxed")  # it orders no other memory access
     else:

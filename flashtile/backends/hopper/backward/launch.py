@@ -74,7 +74,7 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
     make = torch.zeros_like if leaves_keys_unseen(problem) else torch.empty_like
     dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (k, v))
     rows = problem.Hq * workspace_blocks(problem, operands, config)
-    lines = rows * config.BLOCK_M * config.BLOCK_D // 256
+    lines = rows * config.BLOCK_M * (config.BLOCK_D + config.TAIL_D) // 256
     workspace = q.new_empty(lines, 256, dtype=torch.float32)
     lse_log2 = q.new_empty(rows, config.BLOCK_M, dtype=torch.float32)
     minus_delta = torch.empty_like(lse_log2)
@@ -159,17 +159,11 @@ def key_launch(
 ) -> Launch:
     """The launch that computes dk, dv, and the sum for dq."""
     config, options = common["cfg"], problem.options
-    columns = config.BLOCK_D // 2 if config.IS_SPLIT else config.BLOCK_D
     slopes = operands.alibi_slopes
     arguments = {
-        "q_desc": descriptor(readable(operands.q), config.BLOCK_M, config.BLOCK_D),
-        "k_desc": descriptor(readable(operands.k), config.BLOCK_N, config.BLOCK_D),
-        "v_desc": descriptor(readable(operands.v), config.BLOCK_N, config.BLOCK_D),
-        "dout_desc": descriptor(dout, config.BLOCK_M, config.BLOCK_D),
+        **descriptors(operands, dout, made, config),
         "lse_desc": plain_descriptor(made.lse_log2, 1),
         "delta_desc": plain_descriptor(made.minus_delta, 1),
-        "dk_desc": descriptor(readable(made.dk), CONSUMER_ROWS, columns),
-        "dv_desc": descriptor(readable(made.dv), CONSUMER_ROWS, columns),
         "workspace": made.workspace if config.HAS_DQ_IN_REGISTERS else staged_pieces(made, config),
         "plain": KeyGradients(made.dk, made.dv),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
@@ -189,6 +183,26 @@ def key_launch(
     }
     tiles = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
     return Launch(backward_kernel, (tiles,), arguments)
+
+
+def descriptors(
+    operands: Operands, dout: Tensor, made: Buffers, config: BackwardConfig
+) -> dict[str, TensorDescriptor | None]:
+    """Descriptors for tiles of the first columns and for tails; None if there is no tail."""
+    stored = config.BLOCK_D // 2 if config.IS_SPLIT else config.BLOCK_D
+    found = {}
+    for name, x, rows, columns in (
+        ("q", readable(operands.q), config.BLOCK_M, config.BLOCK_D),
+        ("k", readable(operands.k), config.BLOCK_N, config.BLOCK_D),
+        ("v", readable(operands.v), config.BLOCK_N, config.BLOCK_D),
+        ("dout", dout, config.BLOCK_M, config.BLOCK_D),
+        ("dk", readable(made.dk), CONSUMER_ROWS, stored),
+        ("dv", readable(made.dv), CONSUMER_ROWS, stored),
+    ):
+        found[f"{name}_desc"] = descriptor(x, rows, columns)
+        tail = descriptor(x, rows, config.TAIL_D) if config.TAIL_D else None
+        found[f"{name}_tail_desc"] = tail
+    return found
 
 
 def round_launch(problem: AttentionProblem, made: Buffers, common: dict[str, Any]) -> Launch:
@@ -219,8 +233,9 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def staged_pieces(made: Buffers, config: BackwardConfig) -> TensorDescriptor:
-    """The workspace in boxes of one TMA addition: a pair of pieces, or one piece."""
-    return plain_descriptor(made.workspace, 2 * PIECE_ROWS.value // config.ADDERS)
+    """The workspace in boxes of one TMA addition: a pair of pieces, one piece, or half a piece."""
+    halves = 1 if config.TAIL_D else 4 // config.ADDERS
+    return plain_descriptor(made.workspace, halves * PIECE_ROWS.value // 2)
 
 
 PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from ..forward.plan import CACHED_BYTES, WIDEST_SWIZZLE
+from ..forward.plan import CACHED_BYTES, HEAD_DIMS, WIDEST_SWIZZLE
 
 
 class BackwardTile(NamedTuple):
@@ -23,10 +23,12 @@ class BackwardTile(NamedTuple):
     is_split: bool  # the consumers share keys and split columns; if False, they split keys
 
 
-# The tile by its number of columns. Two accumulators of (64, columns) fit the registers up to 128
-# columns; with more columns, each consumer keeps half the columns of both.
+# The tile by its number of columns; as in the forward, 96 are a tile of 64 and a tail of 32. Two
+# accumulators of (64, columns) fit the registers up to 128 columns; with more columns, each
+# consumer keeps half the columns of both.
 TILES = {
     64: BackwardTile(128, 128, 2, 2, False),
+    96: BackwardTile(64, 128, 2, 2, False),
     128: BackwardTile(64, 128, 2, 2, False),
     256: BackwardTile(64, 64, 2, 1, True),
 }
@@ -43,16 +45,18 @@ class BackwardConfig:
 
     BLOCK_M: int
     BLOCK_N: int
-    BLOCK_D: int
+    BLOCK_D: int  # columns of a tile; a second tile has the tail
+    TAIL_D: int
     Q_STAGES: int
     DO_STAGES: int
     IS_SPLIT: bool
-    FILLED: int  # columns that are not all zero, in multiples of 64; products skip the others
+    FILLED: int  # of BLOCK_D: products skip the other columns, which are zero; a multiple of 64
     ADDERS: int  # number of roles that add to a block of dQ: 1 writer, or 2 consumers
     WRITERS: int  # number of writer warps, which alternate; idle if the consumers add
     HAS_DQ_IN_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
     HAS_CARRIED_LSE: bool  # a step loads the log-sum-exp of the next one, if registers allow
     IS_DQ_FIRST: bool  # issue the last step's dQ before dS is stored, to overlap with a barrier
+    IS_DP_FIRST: bool  # issue all of dP^T before the exponentials, not between them
     D: int
     DV: int
     HAS_LEFT: bool
@@ -70,20 +74,23 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
     options = problem.options
     columns = padded_columns(problem)
     tile = TILES[columns]
+    BLOCK_D, TAIL_D = HEAD_DIMS[columns]
     from_registers = adds_from_registers(problem, columns)
     return BackwardConfig(
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N,
-        BLOCK_D=columns,
+        BLOCK_D=BLOCK_D,
+        TAIL_D=TAIL_D,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         IS_SPLIT=tile.is_split,
-        FILLED=-(-max(problem.D, problem.Dv, columns // 2 + 1) // 64) * 64,
+        FILLED=min(BLOCK_D, -(-max(problem.D, problem.Dv, BLOCK_D // 2 + 1) // 64) * 64),
         ADDERS=2 if tile.is_split or from_registers else 1,
         WRITERS=2 if options.deterministic and not tile.is_split else 1,
         HAS_DQ_IN_REGISTERS=from_registers,
-        HAS_CARRIED_LSE=columns == 128 and (problem.layout == "dense" or from_registers),
-        IS_DQ_FIRST=columns == 128,
+        HAS_CARRIED_LSE=64 < columns <= 128 and (problem.layout == "dense" or from_registers),
+        IS_DQ_FIRST=64 < columns <= 128,
+        IS_DP_FIRST=TAIL_D > 0,
         D=problem.D,
         DV=problem.Dv,
         HAS_LEFT=options.window_left is not None,
@@ -106,7 +113,7 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
-    able = columns == 128 and not options.deterministic
+    able = 64 < columns <= 128 and not options.deterministic
     return able and (is_short or problem.layout != "dense")
 
 
@@ -114,7 +121,7 @@ def padded_columns(problem: AttentionProblem) -> int:
     """Number of columns of the tiles. With 64 columns a step has 128 queries, which leaves no
     registers for the derivative of softcap.
     """
-    fewest = 128 if problem.options.softcap > 0 else 64
+    fewest = 96 if problem.options.softcap > 0 else 64
     return next(size for size in TILES if max(problem.D, problem.Dv, fewest) <= size)
 
 
@@ -155,7 +162,8 @@ def describe_backward(problem: AttentionProblem) -> str:
     if config.ADDERS == 1:
         writers = ("a writer warp", "2 writer warps")[config.WRITERS - 1]
         others = f"{others} and {writers}"
+    columns = config.BLOCK_D + config.TAIL_D
     return (
         f"backward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
-        f"{config.BLOCK_D}, 2 consumer warpgroups, {others}, dQ added up in float32 {order}"
+        f"{columns}, 2 consumer warpgroups, {others}, dQ added up in float32 {order}"
     )

@@ -4,6 +4,8 @@ probabilities.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
@@ -33,10 +35,23 @@ def own_columns(ME, cfg):
 @gluon.constexpr_function
 def products_along(cfg):
     """Number of products that cover all columns, each over a power of two of columns."""
-    return 1 if cfg.FILLED == cfg.BLOCK_D else 2
+    return 1 if cfg.FILLED == cfg.BLOCK_D and cfg.TAIL_D == 0 else 2
 
 
 # Parts of tiles
+
+
+class Tile(NamedTuple):
+    """A tile of K or V in shared memory."""
+
+    tile: Any  # (1, BLOCK_N, 1, BLOCK_D)
+    tail: Any  # (1, BLOCK_N, 1, TAIL_D), or `tile` again
+
+
+@gluon.jit
+def whole_tile(channel, zero):
+    """K or V of the program; `zero` is opaque in a loop."""
+    return Tile(channel.tiles.index(zero), channel.tails.index(zero))
 
 
 @gluon.jit
@@ -44,6 +59,12 @@ def rows_tile(channel, i, cfg: gl.constexpr):
     """A block of Q or dO, (BLOCK_M, BLOCK_D)."""
     slot = opaque_zero(i) if channel.SLOTS == 1 else i % channel.SLOTS
     return channel.tiles.index(slot).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+
+
+@gluon.jit
+def rows_tail(channel, i, cfg: gl.constexpr):
+    """The other columns of `rows_tile`, (BLOCK_M, TAIL_D)."""
+    return channel.tail(i).reshape([cfg.BLOCK_M, cfg.TAIL_D])
 
 
 @gluon.jit
@@ -64,8 +85,8 @@ def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
 
 @gluon.jit
 def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
-    """The rows of K or V for this consumer's scores, (64, BLOCK_D)."""
-    rows = tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    """The rows of a tile of K or V, or of a tail, for this consumer's scores, (64, columns)."""
+    rows = tile.reshape([cfg.BLOCK_N, tile.shape[3]])
     if not cfg.IS_SPLIT:
         rows = rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
     return rows
@@ -83,10 +104,11 @@ def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
 
 
 @gluon.jit
-def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
+def statistic(ME: gl.constexpr, slots, i, cfg: gl.constexpr):
     """The statistic of each row of a block, one for each column of the scores."""
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
-    numbers = recast(channel.tail(i), gl.float32, [cfg.BLOCK_M], shared_value())
+    SLOTS: gl.constexpr = slots.shape[0]
+    numbers = recast(slots.index(i % SLOTS), gl.float32, [cfg.BLOCK_M], shared_value())
     if cfg.IS_SPLIT:
         numbers = numbers.slice(ME * COLUMNS, COLUMNS)
     return numbers.load(gl.SliceLayout(0, accumulator(COLUMNS)))
@@ -96,9 +118,18 @@ def statistic(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
 
 
 @gluon.jit
+def multiply_tails(keys, channel, i, x, cfg: gl.constexpr):
+    """Add the product of the tails, if there are any, to that of the tiles `x`, in flight."""
+    if cfg.TAIL_D > 0:
+        rows = rows_tail(channel, i, cfg).permute((1, 0))
+        x = warpgroup_mma(keys, rows, x, is_async=True)
+    return x
+
+
+@gluon.jit
 def multiply_along(keys, rows, start, HAS_START: gl.constexpr, cfg: gl.constexpr):
     """Start `keys` (64, BLOCK_D) times `rows` (., BLOCK_D) transposed."""
-    if products_along(cfg) == 1:
+    if cfg.FILLED == cfg.BLOCK_D:
         x = warpgroup_mma(keys, rows.permute((1, 0)), start, use_acc=HAS_START, is_async=True)
     else:
         HALF: gl.constexpr = cfg.BLOCK_D // 2
@@ -116,33 +147,37 @@ def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
     """Start S^T = K Q^T of block i."""
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     q = queries_of(ME, channels.q, i, cfg)
-    return multiply_along(keys_tile(ME, k, cfg), q, empty_accumulator(COLUMNS), False, cfg)
+    s = multiply_along(keys_tile(ME, k.tile, cfg), q, empty_accumulator(COLUMNS), False, cfg)
+    return multiply_tails(keys_tile(ME, k.tail, cfg), channels.q, i, s, cfg)
 
 
 @gluon.jit
 def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
     """Start dP^T - delta = V dO^T - delta of block i."""
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
-    minus_delta = statistic(ME, channels.dout, i, cfg)
+    minus_delta = statistic(ME, channels.delta, i, cfg)
     start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, COLUMNS])
     dout = queries_of(ME, channels.dout, i, cfg)
-    return multiply_along(keys_tile(ME, v, cfg), dout, start, True, cfg)
+    dp = multiply_along(keys_tile(ME, v.tile, cfg), dout, start, True, cfg)
+    return multiply_tails(keys_tile(ME, v.tail, cfg), channels.dout, i, dp, cfg)
 
 
 @gluon.jit
 def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
-    """Start a piece (64, 64) of dQ = dS K, the rows or columns from 64 PART. dS^T is in slot `i %
-    2` of `tiles`.
+    """Start a piece of dQ = dS K: (64, 64), the rows or columns from 64 PART, or (64, TAIL_D), the
+    tail's columns. dS^T is in slot `i % 2` of `tiles`.
     """
     FIRST: gl.constexpr = PART * CONSUMER_ROWS
-    k = k.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    columns = k.tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
     ds = tiles.index(i % 2)
-    if cfg.BLOCK_M == 64:
-        k = k.slice(FIRST, CONSUMER_ROWS, dim=1)
-    else:
+    if cfg.BLOCK_M > 64:
         ds = ds.slice(FIRST, CONSUMER_ROWS, dim=1)
-    zero = empty_accumulator(CONSUMER_ROWS)
-    return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
+    elif FIRST < cfg.BLOCK_D:
+        columns = columns.slice(FIRST, CONSUMER_ROWS, dim=1)
+    else:
+        columns = k.tail.reshape([cfg.BLOCK_N, cfg.TAIL_D])
+    zero = empty_accumulator(columns.shape[1])
+    return warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
 
 
 # P, recomputed from Q K^T and the log-sum-exp.
@@ -152,17 +187,19 @@ def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s, lse_log2, keys, m0, slope, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
+def probabilities(
+    s, lse_log2, keys, m0, slope, scale, softcap, IS_MASKED: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
     """P of a block, and the factor of dP - delta in dS: P times the derivative of softcap.
 
     `lse_log2` (columns,) is +inf for rows that saw no key; `m0` is the row of the first column;
     `slope` is ALiBi's slope in base 2.
     """
     if cfg.HAS_SOFTCAP:
-        t = tanh(s * (score.scale / score.softcap))
-        exponent = t * (score.softcap * LOG2E) - lse_log2[None, :]
+        t = tanh(s * (scale / softcap))
+        exponent = t * (softcap * LOG2E) - lse_log2[None, :]
     else:
-        exponent = s * (score.scale * LOG2E) - lse_log2[None, :]
+        exponent = s * (scale * LOG2E) - lse_log2[None, :]
     if cfg.HAS_ALIBI:
         distance = distances(keys.number - keys.shift - m0, s)
         exponent = exponent - slope * gl.abs(distance).to(gl.float32)

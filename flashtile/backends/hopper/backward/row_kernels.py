@@ -29,6 +29,7 @@ def delta_kernel(
     """
     BLOCK: tl.constexpr = cfg.BLOCK_M
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
+    TAIL_D: tl.constexpr = cfg.TAIL_D
     ADDERS: tl.constexpr = cfg.ADDERS
     b = tl.program_id(0) // heads
     h = tl.program_id(0) % heads
@@ -39,13 +40,13 @@ def delta_kernel(
     if m * BLOCK < count:
         rows = m * BLOCK + tl.arange(0, BLOCK)
         real = rows < count
-        dims = tl.arange(0, BLOCK_D)[None, :]
+        dims = tl.arange(0, BLOCK_D if TAIL_D == 0 else 2 * BLOCK_D)[None, :]
         batch = b if at.cu_seqlens_q is None else b * 0
         row = (start + rows).to(tl.int64)[:, None]
         inside = real[:, None] & (dims < cfg.DV)
         o_base = out_ptr + batch.to(tl.int64) * o_batch + h.to(tl.int64) * o_head
         do_base = dout_ptr + batch.to(tl.int64) * do_batch + h.to(tl.int64) * do_head
-        # (BLOCK_M, BLOCK_D)
+        # (BLOCK_M, number of columns, rounded up to a power of two)
         o = tl.load(o_base + row * o_row + dims, mask=inside, other=0.0).to(tl.float32)
         do = tl.load(do_base + row * do_row + dims, mask=inside, other=0.0).to(tl.float32)
         minus_delta = -tl.sum(o * do, 1)
@@ -61,12 +62,19 @@ def delta_kernel(
         target = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(lse_log2_ptr + target, tl.where(dead, float("inf"), lse * LOG2E))
         tl.store(minus_delta_ptr + target, tl.where(dead, 0.0, minus_delta))
-        cleared = tl.arange(0, BLOCK)[:, None] * BLOCK_D + dims
-        zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-        tl.store(workspace_ptr + block * (BLOCK * BLOCK_D) + cleared, zeros)
+        workspace = workspace_ptr + block * (BLOCK * (BLOCK_D + TAIL_D))
+        clear(workspace, BLOCK * BLOCK_D)
+        if TAIL_D > 0:
+            clear(workspace + BLOCK * BLOCK_D, BLOCK * TAIL_D)
         if cfg.IS_ORDERED:
             adders = tl.arange(0, ADDERS)
             tl.store(semaphores_ptr + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))
+
+
+@triton.jit
+def clear(ptr, SIZE: tl.constexpr):
+    """Write SIZE zeros."""
+    tl.store(ptr + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
@@ -77,6 +85,7 @@ def round_kernel(
     """dq = scale * workspace; each program has one block of one head."""
     BLOCK: tl.constexpr = cfg.BLOCK_M
     PIECES: tl.constexpr = cfg.BLOCK_M * cfg.BLOCK_D // PIECE
+    SIZE: tl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)
     b = tl.program_id(0) // heads
     h = tl.program_id(0) % heads
     m = tl.program_id(1)
@@ -84,18 +93,35 @@ def round_kernel(
     if m * BLOCK < count:
         batch = b if at.cu_seqlens_q is None else b * 0
         base = dq_ptr + batch.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride
-        pieces = workspace_ptr + ((h * blocks + first_block + m).to(tl.int64) * PIECES) * PIECE
+        pieces = workspace_ptr + (h * blocks + first_block + m).to(tl.int64) * SIZE
         for piece in tl.static_range(PIECES):
-            x = tl.load(pieces + piece * PIECE + tl.arange(0, PIECE)) * scale
-            # Columns / 8, warp, row % 8, columns % 8 / 2, row / 8 % 2, columns % 2.
-            x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-            x = tl.reshape(x, [64, 64])
             down, across = (piece % (BLOCK // 64)) * 64, (piece // (BLOCK // 64)) * 64
-            rows = m * BLOCK + down + tl.arange(0, 64)[:, None]
-            dims = across + tl.arange(0, 64)[None, :]
-            offsets = (start + rows).to(tl.int64) * row_stride + dims
-            inside = (rows < count) & (dims < cfg.D)
-            tl.store(base + offsets, x.to(dq_ptr.dtype.element_ty), mask=inside)
+            row = m * BLOCK + down
+            round_piece(
+                pieces + piece * PIECE, base, start, row, count, row_stride, across, scale, 64, cfg
+            )
+        if cfg.TAIL_D > 0:
+            round_piece(
+                pieces + PIECES * PIECE, base, start, m * BLOCK, count, row_stride, cfg.BLOCK_D,
+                scale, cfg.TAIL_D, cfg,
+            )  # fmt: skip
+
+
+@triton.jit
+def round_piece(
+    piece, base, start, row, count, row_stride, column, scale, COLUMNS: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Round a piece (64, COLUMNS) to the rows from `row` and the columns from `column` of dq."""
+    x = tl.load(piece + tl.arange(0, 64 * COLUMNS)) * scale
+    # Columns / 8, warp, row % 8, columns % 8 / 2, row / 8 % 2, columns % 2.
+    x = tl.permute(tl.reshape(x, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    x = tl.reshape(x, [64, COLUMNS])
+    rows = row + tl.arange(0, 64)[:, None]
+    dims = column + tl.arange(0, COLUMNS)[None, :]
+    offsets = (start + rows).to(tl.int64) * row_stride + dims
+    inside = (rows < count) & (dims < cfg.D)
+    tl.store(base + offsets, x.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -140,6 +140,24 @@ def pin(x):
 
 
 @gluon.jit
+def after_products(x, i):
+    """The float32 number `x`, known after the products above have been issued; `i` is not negative.
+
+    The assembler would otherwise move exponentials between two products, and the second would start
+    after them. Like that of `pin`, the branch is always taken; `x` is known where both ways meet.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ge.s32 p, $2, 0; mov.b32 $0, $1; @p bra GO_ON; nanosleep.u32 20;"
+        " mov.b32 $0, 0; GO_ON: }",
+        "=f,f,r",
+        [x, i],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def log2(x):
     """The hardware's base-2 logarithm, with an error of 2**-22; Triton's takes 30 instructions."""
     return gl.inline_asm_elementwise(
