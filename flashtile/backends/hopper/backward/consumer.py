@@ -72,6 +72,7 @@ from .products import (
     rows_tile,
     shared_half,
     statistic,
+    values_of,
     whole_tile,
 )
 from .schedule import key_work, rows_to_mask, seeing_rows
@@ -155,6 +156,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     if cfg.IS_PACKED:
         clear_keys(ME, channels, work, cfg)
     sums = no_sums(ME, work.n, cfg)
+    values = values_of(ME, whole_tile(channels.v, 0), cfg)
     total = (work.end - work.begin) * sizes.group
     gl.assume(total > 0)
     channels.q.acquire(0)
@@ -175,22 +177,22 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
             for _ in range(work.full_end, work.end):
                 s, lse, sums, added = step(
-                    ME, s, lse, sums, added, i, total, m, base, slope, keys, outputs, channels,
-                    work, score, True, cfg,
+                    ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+                    channels, work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m -= 1
         for _ in range(work.full_begin, work.full_end):
             s, lse, sums, added = step(
-                ME, s, lse, sums, added, i, total, m, base, slope, keys, outputs, channels,
-                work, score, False, cfg,
+                ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+                channels, work, score, False, cfg,
             )  # fmt: skip
             i += 1
             m -= 1
         for _ in range(work.begin, work.full_begin):
             s, lse, sums, added = step(
-                ME, s, lse, sums, added, i, total, m, base, slope, keys, outputs, channels,
-                work, score, True, cfg,
+                ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+                channels, work, score, True, cfg,
             )  # fmt: skip
             i += 1
             m -= 1
@@ -206,8 +208,8 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
 
 @gluon.jit
 def step(
-    ME: gl.constexpr, s, lse, sums, added, i, total, m, base, slope, keys, outputs, channels,
-    work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
+    ME: gl.constexpr, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+    channels, work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: add to `sums` and dQ, and compute S^T of the next block."""
     dtype: gl.constexpr = channels.q.tiles.dtype
@@ -216,7 +218,9 @@ def step(
     if IS_MASKED and cfg.IS_PACKED:
         clear_rows(ME, channels, i, work.M - m * cfg.BLOCK_M, cfg)
     channels.dout.acquire(i)
-    dp = issue_dp(ME, whole_tile(channels.v, zero), i, channels, cfg)
+    if not cfg.HAS_V_IN_REGISTERS:
+        values = values_of(ME, whole_tile(channels.v, zero), cfg)
+    dp = issue_dp(ME, values, i, channels, cfg)
     scale = score.scale
     if cfg.IS_DP_FIRST:
         scale = after_products(scale, i)

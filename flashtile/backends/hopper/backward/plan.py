@@ -56,6 +56,7 @@ class BackwardConfig:
     HAS_DQ_IN_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
     HAS_CARRIED_LSE: bool  # a step loads the log-sum-exp of the next one, if registers allow
     IS_DQ_FIRST: bool  # issue the last step's dQ before dS is stored, to overlap with a barrier
+    HAS_V_IN_REGISTERS: bool  # V of a consumer's keys; the left operand of dP^T
     IS_DP_FIRST: bool  # issue all of dP^T before the exponentials, not between them
     D: int
     DV: int
@@ -90,6 +91,7 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         HAS_DQ_IN_REGISTERS=from_registers,
         HAS_CARRIED_LSE=64 < columns <= 128 and (problem.layout == "dense" or from_registers),
         IS_DQ_FIRST=64 < columns <= 128,
+        HAS_V_IN_REGISTERS=TAIL_D > 0,
         IS_DP_FIRST=TAIL_D > 0,
         D=problem.D,
         DV=problem.Dv,

@@ -14,6 +14,7 @@ from ..shared.intrinsics import (
     CONSUMER_ROWS,
     accumulator,
     empty_accumulator,
+    left_operand,
     opaque_zero,
     recast,
     shared_value,
@@ -152,14 +153,25 @@ def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
 
 
 @gluon.jit
+def values_of(ME: gl.constexpr, v, cfg: gl.constexpr):
+    """The rows of V for this consumer's scores and of its tail: in registers, or shared memory."""
+    tile = keys_tile(ME, v.tile, cfg)
+    tail = keys_tile(ME, v.tail, cfg)
+    if cfg.HAS_V_IN_REGISTERS:
+        tile = tile.load(left_operand(cfg.BLOCK_M))
+        tail = tail.load(left_operand(cfg.BLOCK_M)) if cfg.TAIL_D > 0 else tile
+    return Tile(tile, tail)
+
+
+@gluon.jit
 def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
-    """Start dP^T - delta = V dO^T - delta of block i."""
+    """Start dP^T - delta = V dO^T - delta of block i; `v` is from `values_of`."""
     COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     minus_delta = statistic(ME, channels.delta, i, cfg)
     start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, COLUMNS])
     dout = queries_of(ME, channels.dout, i, cfg)
-    dp = multiply_along(keys_tile(ME, v.tile, cfg), dout, start, True, cfg)
-    return multiply_tails(keys_tile(ME, v.tail, cfg), channels.dout, i, dp, cfg)
+    dp = multiply_along(v.tile, dout, start, True, cfg)
+    return multiply_tails(v.tail, channels.dout, i, dp, cfg)
 
 
 @gluon.jit
