@@ -39,6 +39,7 @@ NEWER = TRITON_VERSION >= (3, 9)
 SPILLS = {
     "plain": 128 if NEWER else 0,
     64: 128,
+    96: 128 if NEWER else 16,
     128: 128 if NEWER else 56,
     "option": 256 if NEWER else 128,
     "short loops": 64 if NEWER else 36,
@@ -50,6 +51,7 @@ RELOADS = {
     "any": 6 if NEWER else 0,
     "short loops": 6 if NEWER else 1,
     "packed 64": 10 if NEWER else 0,
+    "packed 96": 8 if NEWER else 0,
     "packed 128": 11 if NEWER else 2,
 }
 
