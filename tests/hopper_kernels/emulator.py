@@ -115,7 +115,8 @@ class Shared:
         return self.data.untyped_storage().data_ptr()
 
     def load(self, layout: Any) -> Tile:
-        return tile(self.data.clone())
+        data = self.data if self.offsets is None else self.data.view(-1)[self.offsets]
+        return tile(data.clone().view(self.data.shape))
 
     def store(self, value: Tensor) -> None:
         context.unfenced.add(self.allocation())

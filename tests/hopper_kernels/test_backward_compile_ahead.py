@@ -53,6 +53,7 @@ RELOADS = {
     "packed 64": 10 if NEWER else 0,
     "packed 96": 8 if NEWER else 0,
     "packed 128": 11 if NEWER else 2,
+    "packed 256": 6 if NEWER else 1,
 }
 
 Call = tuple[Operands, Options]

@@ -175,7 +175,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 88, 256])
+@pytest.mark.parametrize("head_dim", [64, 88, 192, 256])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option: str, head_dim: int):
     dense(1, sizes={"D": head_dim, "M": 170, "N": 300}, **OPTIONS[option])
@@ -242,7 +242,7 @@ def test_packed_options(head_dim: int):
     packed(5, True, head_dim, window_size=(40, 10), sink=normal(generator(0), 4), softcap=2.0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("seed", range(2))
 def test_packed_long_loops(seed: int, head_dim: int):
     """More steps than any ring has slots, and sequences that have only queries or only keys."""
@@ -251,7 +251,7 @@ def test_packed_long_loops(seed: int, head_dim: int):
     check(*describe(tensors, layout, given), given, layout, seed)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("seed", range(3))
 def test_meetings_in_any_order(seed: int, head_dim: int):
     dense(seed, sizes={"M": 400, "N": 300, "D": head_dim, "Hq": 1}, causal=seed % 2 == 1)
@@ -259,7 +259,7 @@ def test_meetings_in_any_order(seed: int, head_dim: int):
 
 @pytest.mark.parametrize("option", ["full", "causal", "causal window"])
 @pytest.mark.parametrize(
-    ("head_dim", "seed"), [(64, 0), (64, 1), (128, 2), (128, 3), (256, 4), (96, 5)]
+    ("head_dim", "seed"), [(64, 0), (64, 1), (128, 2), (128, 3), (256, 4), (96, 5), (192, 6)]
 )
 def test_deterministic_adds_in_order(head_dim: int, seed: int, option: str):
     given = OPTIONS.get(option, {"causal": option == "causal"})

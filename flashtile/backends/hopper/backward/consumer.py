@@ -1,24 +1,18 @@
-"""A consumer of the backward: one warpgroup, with half of a tile's keys or half of its columns.
+"""A consumer of the backward: one warpgroup, with half of a tile's keys. With more than 128 columns
+the registers do not hold dK and dV of 64 keys; see `split_consumer.py`.
 
 A step processes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V dO^T, then
-dV += P^T dO, dK += dS^T Q and dQ = dS K. If the registers hold dK and dV of 64 keys, each consumer
-has 64 keys of the tile. P^T and dS^T stay in its registers; dS^T also goes to shared memory,
-because dQ needs dS^T of both consumers, each of which computes half of dQ: half of its rows or
-columns or, with 96 columns, one of them the tile and the other the tail. If the registers do not
-hold them (cfg.IS_SPLIT), the consumers share 64 keys; each computes P and dS of half of the
-queries, and half of the columns of dK, dV and dQ.
+dV += P^T dO, dK += dS^T Q and dQ = dS K. P^T and dS^T stay in the consumer's registers; dS^T also
+goes to shared memory, because dQ needs dS^T of both consumers, each of which computes half of dQ:
+half of its rows or columns or, with 96 columns, one of them the tile and the other the tail.
 
 The exponentials of a step overlap with dP^T. S^T of the next step overlaps with the end of this
 step, and so does the load of its log-sum-exp if registers allow.
 
-If each consumer has its own keys, dQ of a step is computed in the next step, from a ring of dS^T
-that both read, so that the consumers need not be in the same step. dQ goes through a ring to the
-writer or, with cfg.HAS_DQ_IN_REGISTERS, directly to memory. A slot of Q or dO is released as in the
-forward, by one thread after a product, which also used the statistics of its rows.
-
-If the columns are split, one barrier in each step separates the stores of P^T and dS^T from the
-products that read them. There are two slots of each. Slot i % 2 is written again in step i + 2,
-after the barrier of step i + 1, which the other consumer reaches after its products of step i.
+dQ of a step is computed in the next step, from a ring of dS^T that both consumers read, so they
+need not be in the same step. dQ goes through a ring to the writer or, with cfg.HAS_DQ_IN_REGISTERS,
+directly to memory. A slot of Q or dO is released as in the forward, by one thread after a product,
+which also used the statistics of its rows.
 """
 
 from triton.experimental import gluon
@@ -51,21 +45,12 @@ from ..shared.intrinsics import (
     wait_at_barrier,
 )
 from ..shared.softmax import alibi_slope
-from .dq import (
-    acquire_semaphore,
-    add_at_once,
-    add_piece,
-    await_additions,
-    put_piece,
-    release_semaphore,
-)
+from .dq import add_at_once, put_piece
 from .products import (
-    half,
     issue_dp,
     issue_dq,
     issue_scores,
     keys_tile,
-    own_columns,
     probabilities,
     products_along,
     rows_tail,
@@ -101,7 +86,7 @@ class Keys:
 class KeySums:
     """dK / scale and dV of this consumer's keys so far."""
 
-    dk: gl.tensor  # (64, `own_columns`)
+    dk: gl.tensor  # (64, BLOCK_D)
     dv: gl.tensor
     dk_tail: gl.tensor  # (64, TAIL_D), or a number if there is no tail
     dv_tail: gl.tensor
@@ -115,15 +100,14 @@ class KeySums:
 
 
 @gluon.jit
-def no_sums(ME: gl.constexpr, i, cfg: gl.constexpr):
+def no_sums(i, cfg: gl.constexpr):
     """The sums before the first step."""
-    COLUMNS: gl.constexpr = own_columns(ME, cfg)
     dk_tail = i * 0
     dv_tail = i * 0
     if cfg.TAIL_D > 0:
         dk_tail = opaque_zeros(cfg.TAIL_D)
         dv_tail = opaque_zeros(cfg.TAIL_D)
-    return KeySums(opaque_zeros(COLUMNS), opaque_zeros(COLUMNS), dk_tail, dv_tail)
+    return KeySums(opaque_zeros(cfg.BLOCK_D), opaque_zeros(cfg.BLOCK_D), dk_tail, dv_tail)
 
 
 @gluon.jit
@@ -155,17 +139,16 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     channels.v.acquire(0)
     if cfg.IS_PACKED:
         clear_keys(ME, channels, work, cfg)
-    sums = no_sums(ME, work.n, cfg)
+    sums = no_sums(work.n, cfg)
     values = values_of(ME, whole_tile(channels.v, 0), cfg)
     total = (work.end - work.begin) * sizes.group
     gl.assume(total > 0)
     channels.q.acquire(0)
     s = issue_scores(ME, whole_tile(channels.k, 0), 0, channels, cfg)
-    lse = statistic(ME, channels.lse, 0, cfg)
+    lse = statistic(channels.lse, 0, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
-    if not cfg.IS_SPLIT:
-        arrive_alone(channels.ds.full.index(0))  # no step has this dS
-        sync_warps()  # otherwise the compiler inserts a barrier into the loop
+    arrive_alone(channels.ds.full.index(0))  # no step has this dS
+    sync_warps()  # otherwise the compiler inserts a barrier into the loop
     i = 0
     added = 0  # block of the workspace in the previous step
     for g in range(sizes.group):
@@ -196,13 +179,10 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
             )  # fmt: skip
             i += 1
             m -= 1
-    if not cfg.IS_SPLIT:
-        channels.ds.acquire(i)
-        dq = issue_dq(ME, whole_tile(channels.k, 0), i, channels.ds.tiles, cfg)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
-    elif cfg.IS_ORDERED:
-        release_own_semaphore(ME, added, outputs, work)
+    channels.ds.acquire(i)
+    dq = issue_dq(ME, whole_tile(channels.k, 0), i, channels.ds.tiles, cfg)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
     return sums
 
 
@@ -220,25 +200,18 @@ def step(
     channels.dout.acquire(i)
     if not cfg.HAS_V_IN_REGISTERS:
         values = values_of(ME, whole_tile(channels.v, zero), cfg)
-    dp = issue_dp(ME, values, i, channels, cfg)
+    dp = issue_dp(values, i, channels, cfg)
     scale = score.scale
     if cfg.IS_DP_FIRST:
         scale = after_products(scale, i)
     if not cfg.HAS_CARRIED_LSE:
-        lse = statistic(ME, channels.lse, i, cfg)
-    row = first_row(ME, m, cfg)
+        lse = statistic(channels.lse, i, cfg)
+    row = m * cfg.BLOCK_M
     p, factor = probabilities(s, lse, keys, row, slope, scale, score.softcap, IS_MASKED, cfg)
     p = p.to(dtype)
-    if cfg.IS_SPLIT:
-        s, dk, dv = end_of_split_step(
-            ME, p, factor, dp, sums.dk, sums.dv, added, i, total, m, base, k, outputs, channels,
-            work, cfg,
-        )  # fmt: skip
-        sums = KeySums(dk, dv, sums.dk_tail, sums.dv_tail)
-    else:
-        s, lse, sums = end_of_step(
-            ME, p, factor, dp, lse, sums, added, i, total, k, outputs, channels, cfg
-        )
+    s, lse, sums = end_of_step(
+        ME, p, factor, dp, lse, sums, added, i, total, k, outputs, channels, cfg
+    )
     added = base + m
     return s, lse, sums, added
 
@@ -248,7 +221,7 @@ def end_of_step(
     ME: gl.constexpr, p, factor, dp, lse, sums, added, i, total, k, outputs, channels,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """The part of a step after P if each consumer has its own keys, and dQ of the last step."""
+    """The part of a step after P, and dQ of the last step."""
     dtype: gl.constexpr = p.dtype
     PARTS: gl.constexpr = products_along(cfg)
     dv, dv_tail = add_product(p, channels.dout, i, sums.dv, sums.dv_tail, cfg)
@@ -281,7 +254,7 @@ def end_of_step(
         dk, dk_tail, dq = warpgroup_mma_wait(2, deps=[dk, dk_tail, dq])
     channels.ds.release_operand(i)
     if cfg.HAS_CARRIED_LSE:
-        lse = statistic(ME, channels.lse, i + 1, cfg)
+        lse = statistic(channels.lse, i + 1, cfg)
     channels.q.release_operand(i)  # S^T (a step ago) and dK have read it; lse went into dV
     emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -300,44 +273,6 @@ def add_product(left, rows, i, x, x_tail, cfg: gl.constexpr):
 
 
 @gluon.jit
-def end_of_split_step(
-    ME: gl.constexpr, p, factor, dp, dk, dv, added, i, total, m, base, k, outputs, channels,
-    work, cfg: gl.constexpr,
-):  # fmt: skip
-    """The part of a step after P if the consumers share keys and split the columns."""
-    dtype: gl.constexpr = p.dtype
-    shared_half(ME, channels.p, i, cfg).store(p)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = (factor * dp).to(dtype)
-    shared_half(ME, channels.ds, i, cfg).store(ds)
-    fence_async_shared()
-    wait_at_barrier(FIRST_BARRIER, 256)
-    dv = warpgroup_mma(channels.p.index(i % 2), half(ME, channels.dout, i, cfg), dv, is_async=True)
-    dk = warpgroup_mma(channels.ds.index(i % 2), half(ME, channels.q, i, cfg), dk, is_async=True)
-    HAS_TAIL: gl.constexpr = own_columns(ME, cfg) > CONSUMER_ROWS
-    dq = issue_dq(ME, k, i, channels.ds, cfg)
-    dq_tail = dq
-    if HAS_TAIL:
-        dq_tail = issue_dq(2 + ME, k, i, channels.ds, cfg)
-    if cfg.IS_ORDERED and i > 0:  # the addition had half a step to finish
-        release_own_semaphore(ME, added, outputs, work)
-    dv = warpgroup_mma_wait(3 if HAS_TAIL else 2, deps=[dv])
-    channels.dout.release(i)  # dP and dV have read it; delta went into dP
-    # As in `end_of_step`, nothing reads S^T after the last block.
-    acquire_if(channels.q, i + 1, i + 1 < total)
-    s = issue_scores(ME, k, i + 1, channels, cfg)
-    if cfg.IS_ORDERED:
-        acquire_semaphore(outputs.semaphores + (2 * (base + m) + ME), work.n, work.before, m)
-    dk, dq = warpgroup_mma_wait(products_along(cfg), deps=[dk, dq])
-    if HAS_TAIL:
-        dq_tail = warpgroup_mma_wait(products_along(cfg), deps=[dq_tail])
-    channels.q.release(i)  # S^T (a step ago), the exponentials and dK have read it
-    add_halves(ME, dq, dq_tail, HAS_TAIL, base + m, outputs, channels.staging, cfg)
-    s = warpgroup_mma_wait(0, deps=[s])
-    return s, dk, dv
-
-
-@gluon.jit
 def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr):
     """Add this consumer's half of dQ of step i - 1 to block `block` of the workspace, or pass it to
     the writer.
@@ -349,50 +284,17 @@ def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr)
 
 
 @gluon.jit
-def release_own_semaphore(ME: gl.constexpr, added, outputs, work):
-    """Wait for this consumer's last addition, and release the semaphore of its block."""
-    await_additions()
-    release_semaphore(outputs.semaphores + (2 * added + ME), work.n)
-
-
-@gluon.jit
-def add_halves(
-    ME: gl.constexpr, dq, dq_tail, HAS_TAIL: gl.constexpr, block, outputs, staging,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Add this consumer's pieces of dQ to block `block` of the workspace."""
-    if not cfg.IS_ORDERED:
-        tma.store_wait(0)
-    tile = staging.index(ME)
-    add_piece(dq, tile, 4 * block + ME, outputs.workspace)
-    if HAS_TAIL:
-        tma.store_wait(0)
-        add_piece(dq_tail, tile, 4 * block + 2 + ME, outputs.workspace)
-
-
-@gluon.jit
 def keys_of(ME: gl.constexpr, work, mask, zero, cfg: gl.constexpr):
     """The keys of this consumer; no row sees those past the end.
 
     `zero` is opaque: recomputed for each head, the keys need no registers in the unmasked loop.
     """
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
-    number = work.n0 + zero + gl.arange(0, CONSUMER_ROWS, layout=row_values(COLUMNS))
-    if not cfg.IS_SPLIT:
-        number += ME * CONSUMER_ROWS
+    number = work.n0 + zero + gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_M))
+    number += ME * CONSUMER_ROWS
     shift = work.N - work.M
     start, stop = seeing_rows(number, rows_to_mask(work.M, cfg), shift, mask, cfg)
     real = number < work.N
     return Keys(number, gl.where(real, start, NO_ROW), gl.where(real, stop, 0), shift)
-
-
-@gluon.jit
-def first_row(ME: gl.constexpr, m, cfg: gl.constexpr):
-    """Row of the first column of this consumer's scores."""
-    row = m * cfg.BLOCK_M
-    if cfg.IS_SPLIT:
-        row += ME * (cfg.BLOCK_M // 2)
-    return row
 
 
 @gluon.jit
@@ -421,7 +323,7 @@ def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
     """
     count = work.N - work.n0
     if count < cfg.BLOCK_N:
-        FIRST: gl.constexpr = 0 if cfg.IS_SPLIT else ME * CONSUMER_ROWS
+        FIRST: gl.constexpr = ME * CONSUMER_ROWS
         clear_past_end(keys_tile(ME, channels.k.tile(0), cfg), count - FIRST)
         clear_past_end(keys_tile(ME, channels.v.tile(0), cfg), count - FIRST)
         if cfg.TAIL_D > 0:
@@ -471,20 +373,23 @@ def store_gradient(
     """
     slots = channel.tails if IS_TAIL else channel.tiles
     desc = described.tails if IS_TAIL else described.tiles
-    WIDTH: gl.constexpr = cfg.TAIL_D if IS_TAIL else cfg.BLOCK_D
-    COLUMNS: gl.constexpr = WIDTH // 2 if cfg.IS_SPLIT else WIDTH
-    dtype: gl.constexpr = slots.dtype
-    TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M * WIDTH // (CONSUMER_ROWS * COLUMNS)
+    COLUMNS: gl.constexpr = cfg.TAIL_D if IS_TAIL else cfg.BLOCK_D
+    FIRST: gl.constexpr = cfg.BLOCK_D if IS_TAIL else 0
+    TILES: gl.constexpr = channel.SLOTS * cfg.BLOCK_M // CONSUMER_ROWS
     shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, COLUMNS]
-    tile = recast(slots, dtype, shape, shared_rows(COLUMNS)).index(ME)
+    tile = recast(slots, slots.dtype, shape, shared_rows(COLUMNS)).index(ME)
+    row = work.n0 + ME * CONSUMER_ROWS
+    store_rows(x, tile, row, FIRST, desc, ptr, DIM, work, cfg)
+
+
+@gluon.jit
+def store_rows(
+    x, tile, row, column: gl.constexpr, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
+):  # fmt: skip
+    """Store `x` (64, columns), the part of dK or dV from `row` and `column`, through `tile`."""
+    COLUMNS: gl.constexpr = x.shape[1]
     rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
-    rows.slice(0, x.shape[1], dim=1).store(x.to(dtype))  # later columns are outside of the tensor
-    row = work.n0
-    column = cfg.BLOCK_D if IS_TAIL else 0
-    if cfg.IS_SPLIT:
-        column += ME * COLUMNS
-    else:
-        row += ME * CONSUMER_ROWS
+    rows.store(x.to(tile.dtype))
     if cfg.IS_PACKED:
         LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
         x = rows.load(LAYOUT)

@@ -7,8 +7,8 @@ rounds restores the order of the elements.
 Up to 128 columns, a consumer computes one piece in each step. With 96 columns, the second consumer
 has the tail, so its piece is half as large. A slot of the staging ring holds the
 pieces of both consumers, and a writer adds them with one transfer. With cfg.HAS_DQ_IN_REGISTERS,
-each thread adds four neighbours at a time instead, without shared memory. Above 128 columns, a
-consumer computes two pieces and adds them itself.
+each thread adds four neighbours at a time instead, without shared memory. Above 128 columns, the
+consumers add their pieces themselves; see `split_consumer.py`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def piece_layout(columns):
     bases = [
         [0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16],
     ]  # fmt: skip
-    return gl.SharedLinearLayout(bases if columns == 32 else [*bases, [0, 32]])
+    return gl.SharedLinearLayout(bases + [[0, bit] for bit in (32, 64) if bit < columns])
 
 
 @gluon.jit
 def make_staging(workspace, cfg: gl.constexpr):
-    """The ring of pairs of pieces: both consumers fill a slot, and the writer empties it. Without a
-    writer, one piece for each consumer; with cfg.HAS_DQ_IN_REGISTERS, only the workspace.
+    """The ring of pairs of pieces: both consumers fill a slot, and the writer empties it. With
+    cfg.HAS_DQ_IN_REGISTERS, only the workspace.
     """
     SLOTS: gl.constexpr = PAIRS if cfg.ADDERS == 1 else 1
     PIECES: gl.constexpr = 2 * SLOTS if cfg.TAIL_D == 0 else SLOTS  # without those of the tail
@@ -94,23 +94,14 @@ def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
     gl.atomic_add(start + gl.arange(0, SIZE, layout=piece.type.layout), piece, sem="relaxed")
 
 
-@gluon.jit
-def add_piece(dq, tile, number, workspace):
-    """Start adding `dq` (64, 64) to piece `number`, through the staging tile of this consumer."""
-    recast(tile, gl.float32, [64, 64], piece_layout(64)).store(dq)
-    fence_async_shared()
-    add_to_global(workspace, [number * PIECE_ROWS, 0], tile)
-
-
 # The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.
 #
 # An ordered addition takes longer than a step: acquire the semaphore, add, release it. Therefore
 # two writers process alternate steps. Two steps of a tile add to different blocks; only tiles that
 # add to the same block are ordered.
 #
-# If cfg.ADDERS is 2, the writer is idle: with 256 columns, shared memory has no room for a second
-# pair of pieces, and a consumer that adds its own pieces waits less; with cfg.HAS_DQ_IN_REGISTERS,
-# consumers add from their registers.
+# With cfg.HAS_DQ_IN_REGISTERS the writer is idle. With more than 128 columns there is none: shared
+# memory has no room for a second pair of pieces, and consumers that add their own wait less.
 
 
 @gluon.jit

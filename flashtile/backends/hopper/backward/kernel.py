@@ -20,6 +20,7 @@ from ..shared.softmax import Score
 from .consumer import consumer
 from .dq import make_staging, writer
 from .schedule import key_work, visited_block
+from .split_consumer import key_consumer, make_split_staging, value_consumer
 
 OF_CONSUMERS = gl.constexpr(240)  # registers per thread
 OF_OTHERS = gl.constexpr(24)
@@ -34,9 +35,9 @@ class Channels(NamedTuple):
     delta: Any  # -delta of the rows in the slots of dout
     k: Any  # one tile
     v: Any  # one tile
-    p: Any  # P^T (2, BLOCK_N, BLOCK_M), if it goes through shared memory
-    ds: Any  # dS^T: a ring, or two tiles like P^T
-    staging: Any  # dQ on its way to memory: see `make_staging`
+    p: Any  # P^T, if it goes through shared memory
+    ds: Any  # dS^T (slots, BLOCK_N, BLOCK_M)
+    staging: Any  # dQ on its way to memory: see `make_staging` and `make_split_staging`
 
 
 class Inputs(NamedTuple):
@@ -117,14 +118,19 @@ def make_exchange(tiles, SLOTS: gl.constexpr):
 def make_channels(inputs, workspace, cfg: gl.constexpr):
     """Allocate the rings and set up their barriers."""
     dtype: gl.constexpr = inputs.q.tiles.dtype
-    SCORES: gl.constexpr = [2, cfg.BLOCK_N, cfg.BLOCK_M]
+    SLOTS: gl.constexpr = 1 if cfg.IS_SPLIT else 2
+    SCORES: gl.constexpr = [SLOTS, cfg.BLOCK_N, cfg.BLOCK_M]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
     ds = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
-    p = ds
     if cfg.IS_SPLIT:
         p = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
+        p = make_channel(p, p, 1, 1)
+        ds = make_channel(ds, ds, 1, 1)
+        staging = make_split_staging(workspace, cfg)
     else:
         ds = make_exchange(ds, 2)
+        p = ds
+        staging = make_staging(workspace, cfg)
     channels = Channels(
         make_tiles(dtype, cfg.Q_STAGES, cfg.BLOCK_M, 2, cfg),
         make_tiles(dtype, cfg.DO_STAGES, cfg.BLOCK_M, 2, cfg),
@@ -134,7 +140,7 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
         make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg),
         p,
         ds,
-        make_staging(workspace, cfg),
+        staging,
     )
     fence_async_shared()
     return channels
@@ -206,7 +212,17 @@ def backward_kernel(
     else:
         tile = gl.program_id(0)
     channels = make_channels(inputs, workspace, cfg)
-    if cfg.WRITERS == 2:
+    if cfg.IS_SPLIT:
+        gl.warp_specialize(
+            [
+                (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
+            ],
+            [4, 1],
+            [OF_CONSUMERS, OF_OTHERS],
+        )
+    elif cfg.WRITERS == 2:
         gl.warp_specialize(
             [
                 (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),

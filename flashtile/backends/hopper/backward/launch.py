@@ -189,15 +189,14 @@ def descriptors(
     operands: Operands, dout: Tensor, made: Buffers, config: BackwardConfig
 ) -> dict[str, TensorDescriptor | None]:
     """Descriptors for tiles of the first columns and for tails; None if there is no tail."""
-    stored = config.BLOCK_D // 2 if config.IS_SPLIT else config.BLOCK_D
     found = {}
     for name, x, rows, columns in (
         ("q", readable(operands.q), config.BLOCK_M, config.BLOCK_D),
         ("k", readable(operands.k), config.BLOCK_N, config.BLOCK_D),
         ("v", readable(operands.v), config.BLOCK_N, config.BLOCK_D),
         ("dout", dout, config.BLOCK_M, config.BLOCK_D),
-        ("dk", readable(made.dk), CONSUMER_ROWS, stored),
-        ("dv", readable(made.dv), CONSUMER_ROWS, stored),
+        ("dk", readable(made.dk), CONSUMER_ROWS, config.BLOCK_D),
+        ("dv", readable(made.dv), CONSUMER_ROWS, config.BLOCK_D),
     ):
         found[f"{name}_desc"] = descriptor(x, rows, columns)
         tail = descriptor(x, rows, config.TAIL_D) if config.TAIL_D else None
@@ -234,7 +233,7 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 def staged_pieces(made: Buffers, config: BackwardConfig) -> TensorDescriptor:
     """The workspace in boxes of one TMA addition: a pair of pieces, one piece, or half a piece."""
-    halves = 1 if config.TAIL_D else 4 // config.ADDERS
+    halves = 2 if config.IS_SPLIT else 1 if config.TAIL_D else 4
     return plain_descriptor(made.workspace, halves * PIECE_ROWS.value // 2)
 
 

@@ -20,16 +20,17 @@ class BackwardTile(NamedTuple):
     BLOCK_N: int  # keys of a program
     q_stages: int  # blocks of Q in flight; at least 2, because the next S^T starts before dK ends
     do_stages: int  # blocks of dO in flight
-    is_split: bool  # the consumers share keys and split columns; if False, they split keys
+    is_split: bool  # one consumer has dV and one dK of all keys; if False, each has half the keys
 
 
-# The tile by its number of columns; as in the forward, 96 are a tile of 64 and a tail of 32. Two
-# accumulators of (64, columns) fit the registers up to 128 columns; with more columns, each
-# consumer keeps half the columns of both.
+# The tile by its number of columns; as in the forward, 96 are a tile of 64 and a tail of 32, 192
+# a tile of 128 and a tail of 64. Two accumulators of (64, columns) fit the registers up to 128
+# columns; with more columns, one consumer keeps dV and the other dK.
 TILES = {
     64: BackwardTile(128, 128, 2, 2, False),
     96: BackwardTile(64, 128, 2, 2, False),
     128: BackwardTile(64, 128, 2, 2, False),
+    192: BackwardTile(64, 64, 2, 2, True),
     256: BackwardTile(64, 64, 2, 1, True),
 }
 
@@ -49,8 +50,7 @@ class BackwardConfig:
     TAIL_D: int
     Q_STAGES: int
     DO_STAGES: int
-    IS_SPLIT: bool
-    FILLED: int  # of BLOCK_D: products skip the other columns, which are zero; a multiple of 64
+    IS_SPLIT: bool  # one consumer has dV and one dK of all keys
     ADDERS: int  # number of roles that add to a block of dQ: 1 writer, or 2 consumers
     WRITERS: int  # number of writer warps, which alternate; idle if the consumers add
     HAS_DQ_IN_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
@@ -85,14 +85,13 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         IS_SPLIT=tile.is_split,
-        FILLED=min(BLOCK_D, -(-max(problem.D, problem.Dv, BLOCK_D // 2 + 1) // 64) * 64),
         ADDERS=2 if tile.is_split or from_registers else 1,
         WRITERS=2 if options.deterministic and not tile.is_split else 1,
         HAS_DQ_IN_REGISTERS=from_registers,
         HAS_CARRIED_LSE=64 < columns <= 128 and (problem.layout == "dense" or from_registers),
         IS_DQ_FIRST=64 < columns <= 128,
-        HAS_V_IN_REGISTERS=TAIL_D > 0,
-        IS_DP_FIRST=TAIL_D > 0,
+        HAS_V_IN_REGISTERS=columns == 96,
+        IS_DP_FIRST=columns == 96,
         D=problem.D,
         DV=problem.Dv,
         HAS_LEFT=options.window_left is not None,

@@ -21,22 +21,11 @@ from ..shared.intrinsics import (
 )
 from ..shared.softmax import LOG2E, bounds, tanh
 
-# Columns
-
-
-@gluon.constexpr_function
-def own_columns(ME, cfg):
-    """Number of columns of dK and dV that a consumer accumulates: all, or those of its half that
-    are filled.
-    """
-    half = cfg.BLOCK_D // 2
-    return min(half, cfg.FILLED - ME * half) if cfg.IS_SPLIT else cfg.BLOCK_D
-
 
 @gluon.constexpr_function
 def products_along(cfg):
     """Number of products that cover all columns, each over a power of two of columns."""
-    return 1 if cfg.FILLED == cfg.BLOCK_D and cfg.TAIL_D == 0 else 2
+    return 1 if cfg.TAIL_D == 0 else 2
 
 
 # Parts of tiles
@@ -69,87 +58,45 @@ def rows_tail(channel, i, cfg: gl.constexpr):
 
 
 @gluon.jit
-def half(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """This consumer's columns of `rows_tile`."""
-    return rows_tile(channel, i, cfg).slice(ME * cfg.BLOCK_D // 2, own_columns(ME, cfg), dim=1)
-
-
-@gluon.jit
-def queries_of(ME: gl.constexpr, channel, i, cfg: gl.constexpr):
-    """The rows of `rows_tile` for this consumer's scores."""
-    HALF: gl.constexpr = cfg.BLOCK_M // 2
-    rows = rows_tile(channel, i, cfg)
-    if cfg.IS_SPLIT:
-        rows = rows.slice(ME * HALF, HALF)
-    return rows
-
-
-@gluon.jit
 def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
     """The rows of a tile of K or V, or of a tail, for this consumer's scores, (64, columns)."""
     rows = tile.reshape([cfg.BLOCK_N, tile.shape[3]])
-    if not cfg.IS_SPLIT:
-        rows = rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
-    return rows
+    return rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
 
 
 @gluon.jit
 def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
-    """This consumer's part of P^T or dS^T in shared memory, (BLOCK_N, BLOCK_M)."""
-    tile = tiles.index(i % 2)
-    if cfg.IS_SPLIT:
-        tile = tile.slice(ME * (cfg.BLOCK_M // 2), cfg.BLOCK_M // 2, dim=1)
-    else:
-        tile = tile.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
-    return tile
+    """This consumer's part of dS^T in shared memory, (64, BLOCK_M)."""
+    return tiles.index(i % 2).slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
 
 
 @gluon.jit
-def statistic(ME: gl.constexpr, slots, i, cfg: gl.constexpr):
+def statistic(slots, i, cfg: gl.constexpr):
     """The statistic of each row of a block, one for each column of the scores."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
     SLOTS: gl.constexpr = slots.shape[0]
     numbers = recast(slots.index(i % SLOTS), gl.float32, [cfg.BLOCK_M], shared_value())
-    if cfg.IS_SPLIT:
-        numbers = numbers.slice(ME * COLUMNS, COLUMNS)
-    return numbers.load(gl.SliceLayout(0, accumulator(COLUMNS)))
+    return numbers.load(gl.SliceLayout(0, accumulator(cfg.BLOCK_M)))
 
 
 # Products
 
 
 @gluon.jit
-def multiply_tails(keys, channel, i, x, cfg: gl.constexpr):
-    """Add the product of the tails, if there are any, to that of the tiles `x`, in flight."""
+def multiply_along(keys, channel, i, start, HAS_START: gl.constexpr, cfg: gl.constexpr):
+    """Start `keys`, a consumer's rows of K or V, times block `i` of Q or dO transposed."""
+    rows = rows_tile(channel, i, cfg).permute((1, 0))
+    x = warpgroup_mma(keys.tile, rows, start, use_acc=HAS_START, is_async=True)
     if cfg.TAIL_D > 0:
         rows = rows_tail(channel, i, cfg).permute((1, 0))
-        x = warpgroup_mma(keys, rows, x, is_async=True)
-    return x
-
-
-@gluon.jit
-def multiply_along(keys, rows, start, HAS_START: gl.constexpr, cfg: gl.constexpr):
-    """Start `keys` (64, BLOCK_D) times `rows` (., BLOCK_D) transposed."""
-    if cfg.FILLED == cfg.BLOCK_D:
-        x = warpgroup_mma(keys, rows.permute((1, 0)), start, use_acc=HAS_START, is_async=True)
-    else:
-        HALF: gl.constexpr = cfg.BLOCK_D // 2
-        LAST: gl.constexpr = cfg.FILLED - HALF
-        first = rows.slice(0, HALF, dim=1).permute((1, 0))
-        last = rows.slice(HALF, LAST, dim=1).permute((1, 0))
-        keys_first = keys.slice(0, HALF, dim=1)
-        x = warpgroup_mma(keys_first, first, start, use_acc=HAS_START, is_async=True)
-        x = warpgroup_mma(keys.slice(HALF, LAST, dim=1), last, x, is_async=True)
+        x = warpgroup_mma(keys.tail, rows, x, is_async=True)
     return x
 
 
 @gluon.jit
 def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
     """Start S^T = K Q^T of block i."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
-    q = queries_of(ME, channels.q, i, cfg)
-    s = multiply_along(keys_tile(ME, k.tile, cfg), q, empty_accumulator(COLUMNS), False, cfg)
-    return multiply_tails(keys_tile(ME, k.tail, cfg), channels.q, i, s, cfg)
+    keys = Tile(keys_tile(ME, k.tile, cfg), keys_tile(ME, k.tail, cfg))
+    return multiply_along(keys, channels.q, i, empty_accumulator(cfg.BLOCK_M), False, cfg)
 
 
 @gluon.jit
@@ -164,14 +111,11 @@ def values_of(ME: gl.constexpr, v, cfg: gl.constexpr):
 
 
 @gluon.jit
-def issue_dp(ME: gl.constexpr, v, i, channels, cfg: gl.constexpr):
+def issue_dp(v, i, channels, cfg: gl.constexpr):
     """Start dP^T - delta = V dO^T - delta of block i; `v` is from `values_of`."""
-    COLUMNS: gl.constexpr = cfg.BLOCK_M // 2 if cfg.IS_SPLIT else cfg.BLOCK_M
-    minus_delta = statistic(ME, channels.delta, i, cfg)
-    start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, COLUMNS])
-    dout = queries_of(ME, channels.dout, i, cfg)
-    dp = multiply_along(v.tile, dout, start, True, cfg)
-    return multiply_tails(v.tail, channels.dout, i, dp, cfg)
+    minus_delta = statistic(channels.delta, i, cfg)
+    start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, cfg.BLOCK_M])
+    return multiply_along(v, channels.dout, i, start, True, cfg)
 
 
 @gluon.jit

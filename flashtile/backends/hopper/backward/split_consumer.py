@@ -1,0 +1,405 @@
+"""The consumers of the backward with more than 128 columns: one for values, one for keys.
+
+A tile has 64 keys. The registers of a consumer hold dV or dK of all of them, but not both. So one
+consumer computes S^T = K Q^T, P and dV += P^T dO, the other dP^T = V dO^T, dS and dK += dS^T Q. P
+goes through shared memory in the order of the registers, because both consumers hold scores in the
+same layout. Each consumer multiplies its P^T or dS^T from registers; dS^T is also in shared memory,
+for dQ = dS K, of which the key consumer computes the first columns and the value consumer the rest.
+
+There is one slot for P and one for dS^T, and neither needs a barrier that says it is empty:
+
+- P of step i + 1 is stored after dS^T of step i is full, and the key consumer has read P by then;
+- dS^T of step i + 1 is stored after P of step i + 1 is full, and the value consumer has completed
+  its dQ of step i by then.
+
+The value consumer computes S^T of the next step while the key consumer computes dS. The last
+columns of its dQ follow in the next step, beside the exponentials, which also overlap with the
+products of the key consumer.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..shared.intrinsics import (
+    CONSUMER_ROWS,
+    FIRST_BARRIER,
+    accumulator,
+    add_to_global,
+    arrive_alone,
+    empty_accumulator,
+    opaque_zero,
+    opaque_zeros,
+    recast,
+    show_written,
+    sync_warps,
+)
+from ..shared.softmax import alibi_slope
+from .consumer import acquire_if, add_product, clear_past_end, keys_of, store_rows
+from .dq import (
+    PIECE_ROWS,
+    acquire_semaphore,
+    await_additions,
+    piece_layout,
+    release_semaphore,
+)
+from .products import (
+    issue_dp,
+    issue_scores,
+    probabilities,
+    products_along,
+    rows_tail,
+    rows_tile,
+    statistic,
+    values_of,
+    whole_tile,
+)
+from .schedule import key_work
+
+# Indices of the consumers: of their semaphores and hardware barriers.
+VALUES = gl.constexpr(0)
+KEYS = gl.constexpr(1)
+
+# Columns of dQ that the key consumer computes; the value consumer, which has less time because of
+# the exponentials, computes the other 64 or, in two pieces, 128.
+KEY_COLUMNS = gl.constexpr(128)
+
+
+@gluon.constexpr_function
+def last_columns(cfg):
+    """First of the last 64 columns of dQ, which the value consumer computes in the next step."""
+    return cfg.BLOCK_D + cfg.TAIL_D - 64
+
+
+@gluon.constexpr_function
+def exchange_layout():
+    """P, 16-bit (64, 64), in register order: eight registers of a thread of an `accumulator`, then
+    the thread, then the other registers. No two threads share a bank.
+    """
+    return gl.SharedLinearLayout(
+        [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 16],
+         [0, 32]]
+    )  # fmt: skip
+
+
+@gluon.jit
+def exchanged(channels):
+    """The slot of P."""
+    p = channels.p.tiles
+    return recast(p, p.dtype, [CONSUMER_ROWS, CONSUMER_ROWS], exchange_layout())
+
+
+@gluon.jit
+def no_sum(zero, cfg: gl.constexpr):
+    """dK or dV before the first step, and its tail: a number if there is no tail."""
+    tail = zero
+    if cfg.TAIL_D > 0:
+        tail = opaque_zeros(cfg.TAIL_D)
+    return opaque_zeros(cfg.BLOCK_D), tail
+
+
+@gluon.jit
+def wait_for_sum(PENDING: gl.constexpr, x, tail, cfg: gl.constexpr):
+    """Wait until at most PENDING products are in flight, and `x` and its tail are not."""
+    if cfg.TAIL_D > 0:
+        x, tail = warpgroup_mma_wait(PENDING, deps=[x, tail])
+    else:
+        x = warpgroup_mma_wait(PENDING, deps=[x])
+    return x, tail
+
+
+# The value consumer
+
+
+@gluon.jit
+def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr):
+    """dV of a tile of keys, and the last columns of its dQ."""
+    work = key_work(tile, sizes, at, mask, cfg)
+    if work.end > work.begin:
+        dv, tail = value_loop(outputs, channels, work, sizes, mask, score, cfg)
+        # The other consumer read dO before its last dS^T.
+        store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
+
+
+@gluon.jit
+def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
+    """The loop over the query blocks that see the tile, head by head; returns dV."""
+    channels.k.acquire(0)
+    if cfg.IS_PACKED:
+        clear_rows(VALUES, channels.k, 0, work.N - work.n0, cfg)
+    dv, tail = no_sum(work.n, cfg)
+    total = (work.end - work.begin) * sizes.group
+    gl.assume(total > 0)
+    channels.q.acquire(0)
+    s = issue_scores(0, whole_tile(channels.k, 0), 0, channels, cfg)
+    s = warpgroup_mma_wait(0, deps=[s])
+    i = 0
+    added = 0  # block of the workspace in the previous step
+    for g in range(sizes.group):
+        h = work.kv_head * sizes.group + g
+        base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
+        slope = alibi_slope(work.b, h, score, cfg)
+        keys = keys_of(0, work, mask, opaque_zero(g), cfg)
+        m = work.end - 1
+        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
+            for _ in range(work.full_end, work.end):
+                s, dv, tail, added = value_step(
+                    s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
+                    score, True, cfg,
+                )  # fmt: skip
+                i += 1
+                m -= 1
+        for _ in range(work.full_begin, work.full_end):
+            s, dv, tail, added = value_step(
+                s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
+                score, False, cfg,
+            )  # fmt: skip
+            i += 1
+            m -= 1
+        for _ in range(work.begin, work.full_begin):
+            s, dv, tail, added = value_step(
+                s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
+                score, True, cfg,
+            )  # fmt: skip
+            i += 1
+            m -= 1
+    LAST: gl.constexpr = last_columns(cfg)
+    dq = issue_dq(LAST, 64, whole_tile(channels.k, 0), channels, cfg)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    add_pieces(dq, channels.staging.of_values, LAST, added, outputs, cfg)
+    if cfg.IS_ORDERED:
+        release_own_semaphore(VALUES, added, outputs, work)
+    return dv, tail
+
+
+@gluon.jit
+def value_step(
+    s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work, score,
+    IS_MASKED: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Process one block of queries: pass P on, add to dV and dQ, compute S^T of the next block."""
+    dtype: gl.constexpr = channels.q.tiles.dtype
+    k = whole_tile(channels.k, opaque_zero(i))
+    LAST: gl.constexpr = last_columns(cfg)
+    dq = issue_dq(LAST, 64, k, channels, cfg)  # of the last step; in the first one, of no step
+    lse = statistic(channels.lse, i, cfg)
+    row = m * cfg.BLOCK_M
+    p, factor = probabilities(s, lse, keys, row, slope, score.scale, score.softcap, IS_MASKED, cfg)
+    p = p.to(dtype)
+    if cfg.HAS_SOFTCAP:
+        factor = factor.to(dtype)
+    else:
+        factor = p
+    exchanged(channels).store(factor)
+    dq = warpgroup_mma_wait(0, deps=[dq])  # the other consumer may write dS now
+    sync_warps()
+    arrive_alone(channels.p.full.index(0))
+    arrive_alone(channels.q.empty.index(i % cfg.Q_STAGES))  # S^T and all exponentials are done
+    channels.dout.acquire(i)
+    if IS_MASKED and cfg.IS_PACKED:
+        clear_rows(VALUES, channels.dout, i, work.M - m * cfg.BLOCK_M, cfg)
+    dv, tail = add_product(p, channels.dout, i, dv, tail, cfg)
+    # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
+    acquire_if(channels.q, i + 1, i + 1 < total)
+    s = issue_scores(0, k, i + 1, channels, cfg)
+    if i > 0:
+        add_pieces(dq, channels.staging.of_values, LAST, added, outputs, cfg)
+    dv, tail = wait_for_sum(products_along(cfg), dv, tail, cfg)
+    channels.dout.release_operand(i)
+    if cfg.IS_ORDERED:
+        acquire_own_semaphore(VALUES, added, i, base + m, m, outputs, work)
+    channels.ds.acquire(i)
+    if LAST > KEY_COLUMNS:
+        dq = issue_dq(KEY_COLUMNS, 64, k, channels, cfg)
+        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
+        add_pieces(dq, channels.staging.of_values, KEY_COLUMNS, base + m, outputs, cfg)
+    else:
+        s = warpgroup_mma_wait(0, deps=[s])
+    return s, dv, tail, base + m
+
+
+# The key consumer
+
+
+@gluon.jit
+def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr):
+    """dK of a tile of keys, and the first columns of its dQ."""
+    work = key_work(tile, sizes, at, mask, cfg)
+    if work.end > work.begin:
+        dk, tail = key_loop(outputs, channels, work, sizes, cfg)
+        dk = dk * score.scale
+        if cfg.TAIL_D > 0:
+            tail = tail * score.scale
+        # The other consumer read Q before its last P, except for an S^T that nothing reads.
+        store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
+
+
+@gluon.jit
+def key_loop(outputs, channels, work, sizes, cfg: gl.constexpr):
+    """The loop over the query blocks that see the tile, head by head; returns dK / scale."""
+    channels.k.acquire(0)
+    channels.v.acquire(0)
+    if cfg.IS_PACKED:
+        clear_rows(KEYS, channels.v, 0, work.N - work.n0, cfg)
+    dk, tail = no_sum(work.n, cfg)
+    i = 0
+    added = 0  # block of the workspace in the previous step
+    for g in range(sizes.group):
+        base = (work.kv_head * sizes.group + g) * sizes.blocks + work.first_block
+        m = work.end - 1
+        if cfg.IS_PACKED:  # the sequence may end in this block
+            dk, tail, added = key_step(
+                dk, tail, added, i, m, base, outputs, channels, work, True, cfg
+            )
+            i += 1
+            m -= 1
+        for _ in range(work.begin, m + 1):
+            dk, tail, added = key_step(
+                dk, tail, added, i, m, base, outputs, channels, work, False, cfg
+            )
+            i += 1
+            m -= 1
+    if cfg.IS_ORDERED:
+        release_own_semaphore(KEYS, added, outputs, work)
+    return dk, tail
+
+
+@gluon.jit
+def key_step(
+    dk, tail, added, i, m, base, outputs, channels, work, IS_LAST: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Process one block of queries: compute dS from P of the other consumer; add to dK and dQ."""
+    dtype: gl.constexpr = channels.q.tiles.dtype
+    zero = opaque_zero(i)
+    channels.dout.acquire(i)
+    if IS_LAST:
+        clear_rows(KEYS, channels.dout, i, work.M - m * cfg.BLOCK_M, cfg)
+    values = values_of(0, whole_tile(channels.v, zero), cfg)
+    dp = issue_dp(values, i, channels, cfg)
+    channels.p.acquire(i)
+    factor = exchanged(channels).load(accumulator(cfg.BLOCK_M))
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    channels.dout.release_operand(i)  # delta went into dP
+    ds = (factor.to(gl.float32) * dp).to(dtype)
+    channels.ds.tiles.index(0).store(ds)
+    fence_async_shared()
+    sync_warps()
+    arrive_alone(channels.ds.full.index(0))
+    channels.q.acquire(i)
+    if IS_LAST:
+        clear_rows(KEYS, channels.q, i, work.M - m * cfg.BLOCK_M, cfg)
+    dk, tail = add_product(ds, channels.q, i, dk, tail, cfg)
+    dq = issue_dq(0, KEY_COLUMNS, whole_tile(channels.k, zero), channels, cfg)
+    if cfg.IS_ORDERED:
+        acquire_own_semaphore(KEYS, added, i, base + m, m, outputs, work)
+    dk, tail = wait_for_sum(1, dk, tail, cfg)
+    channels.q.release_operand(i)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    add_pieces(dq, channels.staging.of_keys, 0, base + m, outputs, cfg)
+    return dk, tail, base + m
+
+
+# dQ
+
+
+class Staging(NamedTuple):
+    """dQ of each consumer on its way to memory: one piece of the workspace after the other."""
+
+    of_values: Any
+    of_keys: Any
+
+
+@gluon.jit
+def make_split_staging(workspace, cfg: gl.constexpr):
+    """The staging tiles: one piece for the value consumer, two for the key consumer."""
+    LAYOUT: gl.constexpr = workspace.layout
+    return Staging(
+        gl.allocate_shared_memory(gl.float32, [1, PIECE_ROWS, 256], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [KEY_COLUMNS // 64, PIECE_ROWS, 256], LAYOUT),
+    )
+
+
+@gluon.jit
+def issue_dq(FIRST: gl.constexpr, COLUMNS: gl.constexpr, k, channels, cfg: gl.constexpr):
+    """Start (64, COLUMNS) of dQ = dS K, the columns from FIRST, which are in the tile or are the
+    tail.
+    """
+    if FIRST < cfg.BLOCK_D:
+        columns = k.tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D]).slice(FIRST, COLUMNS, dim=1)
+    else:
+        columns = k.tail.reshape([cfg.BLOCK_N, cfg.TAIL_D])
+    ds = channels.ds.tiles.index(0).permute((1, 0))
+    return warpgroup_mma(ds, columns, empty_accumulator(COLUMNS), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_pieces(dq, staging, FIRST: gl.constexpr, block, outputs, cfg: gl.constexpr):
+    """Start adding `dq` (64, columns), the columns from FIRST, to block `block` of the workspace,
+    through this consumer's staging tiles.
+    """
+    COLUMNS: gl.constexpr = dq.shape[1]
+    tma.store_wait(0)
+    recast(staging, gl.float32, [64, COLUMNS], piece_layout(COLUMNS)).store(dq)
+    fence_async_shared()
+    PIECES: gl.constexpr = (cfg.BLOCK_D + cfg.TAIL_D) // 64
+    row = (block * PIECES + FIRST // 64) * PIECE_ROWS
+    for piece in gl.static_range(COLUMNS // 64):
+        add_to_global(outputs.workspace, [row + piece * PIECE_ROWS, 0], staging.index(piece))
+
+
+@gluon.jit
+def acquire_own_semaphore(
+    ME: gl.constexpr, added, i, block, m, outputs, work
+):  # fmt: skip
+    """Release the block of the last step, whose addition had half a step to finish, and wait for
+    that of this step.
+    """
+    if i > 0:
+        release_own_semaphore(ME, added, outputs, work)
+    acquire_semaphore(outputs.semaphores + (2 * block + ME), work.n, work.before, m)
+
+
+@gluon.jit
+def release_own_semaphore(ME: gl.constexpr, added, outputs, work):
+    """Wait for this consumer's last additions, and release the semaphore of their block."""
+    await_additions()
+    release_semaphore(outputs.semaphores + (2 * added + ME), work.n)
+
+
+# Rows past the end of a packed sequence
+
+
+@gluon.jit
+def clear_rows(ME: gl.constexpr, channel, i, count, cfg: gl.constexpr):
+    """Zero the rows of slot `i`, which is full, from row `count`: they belong to another sequence
+    or to none, and their weight is zero, but zero times infinity is NaN.
+
+    Both consumers clear dO, with the same values, and each clears what else its products sum over;
+    S^T is masked past the end, so the value consumer may read Q before or after.
+    """
+    if count < CONSUMER_ROWS:
+        clear_past_end(rows_tile(channel, i, cfg), count)
+        if cfg.TAIL_D > 0:
+            clear_past_end(rows_tail(channel, i, cfg), count)
+        show_written(FIRST_BARRIER + 1 + ME)
+
+
+# Results
+
+
+@gluon.jit
+def store_sum(x, tail, channel, described, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr):
+    """Store dK or dV through the first slot of `channel`."""
+    row = work.n0
+    store_rows(x, channel.tiles.index(0), row, 0, described.tiles, ptr, DIM, work, cfg)
+    if cfg.TAIL_D > 0:
+        slot = channel.tails.index(0)
+        store_rows(tail, slot, row, cfg.BLOCK_D, described.tails, ptr, DIM, work, cfg)
+    tma.store_wait(0)
