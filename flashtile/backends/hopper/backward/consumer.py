@@ -60,7 +60,7 @@ from .products import (
     values_of,
     whole_tile,
 )
-from .schedule import key_work, rows_to_mask, seeing_rows
+from .schedule import key_work, next_block, rows_to_mask, seeing_rows, visited_block
 
 NO_ROW = gl.constexpr(2**30)
 
@@ -149,6 +149,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     s = warpgroup_mma_wait(0, deps=[s])
     arrive_alone(channels.ds.full.index(0))  # no step has this dS
     sync_warps()  # otherwise the compiler inserts a barrier into the loop
+    HAS_MASKED_END: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED
     i = 0
     added = 0  # block of the workspace in the previous step
     for g in range(sizes.group):
@@ -156,29 +157,33 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
         keys = keys_of(ME, work, mask, opaque_zero(g), cfg)
-        m = work.end - 1
-        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
-            for _ in range(work.full_end, work.end):
+        m = visited_block(0, work, cfg)
+        before, after = work.end - work.full_end, work.full_begin - work.begin
+        if cfg.IS_ASCENDING:
+            before, after = after, before
+        if cfg.IS_ASCENDING or HAS_MASKED_END:
+            for _ in range(before):
                 s, lse, sums, added = step(
                     ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
                     channels, work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
-                m -= 1
+                m = next_block(m, cfg)
         for _ in range(work.full_begin, work.full_end):
             s, lse, sums, added = step(
                 ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
                 channels, work, score, False, cfg,
             )  # fmt: skip
             i += 1
-            m -= 1
-        for _ in range(work.begin, work.full_begin):
-            s, lse, sums, added = step(
-                ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
-                channels, work, score, True, cfg,
-            )  # fmt: skip
-            i += 1
-            m -= 1
+            m = next_block(m, cfg)
+        if HAS_MASKED_END or not cfg.IS_ASCENDING:
+            for _ in range(after):
+                s, lse, sums, added = step(
+                    ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+                    channels, work, score, True, cfg,
+                )  # fmt: skip
+                i += 1
+                m = next_block(m, cfg)
     channels.ds.acquire(i)
     dq = issue_dq(ME, whole_tile(channels.k, 0), i, channels.ds.tiles, cfg)
     dq = warpgroup_mma_wait(0, deps=[dq])

@@ -122,7 +122,7 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr
     for g in range(sizes.group):
         h = work.kv_head * sizes.group + g
         for j in range(count):
-            block = visited_block(j, work)
+            block = visited_block(j, work, cfg)
             index = h * sizes.blocks + work.first_block + block
             if i % cfg.WRITERS == ME:
                 add_pair(outputs, staging, i, index, block, work, cfg)
@@ -164,9 +164,9 @@ def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
 # The dQ semaphores, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n - 1.
 #
 # Each block and adder has a number in memory, which is n + 1 after tile n has added. All tiles loop
-# from the last row that sees them to the first, so a tile reaches a block later than the previous
-# tile or, if both start at the same row, at the same time. It then waits once, for the duration of
-# one addition, and never again.
+# from the last row that sees them to the first (cfg.IS_ASCENDING is false), so a tile reaches a
+# block later than the previous tile or, if both start at the same row, at the same time. It then
+# waits once, for the duration of one addition, and never again.
 
 
 @gluon.jit

@@ -165,7 +165,7 @@ def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
         for g in range(sizes.group):
             h = work.kv_head * sizes.group + g
             for j in range(count):
-                block = visited_block(j, work)
+                block = visited_block(j, work, cfg)
                 row = work.start_q + block * cfg.BLOCK_M
                 index = h * sizes.blocks + work.first_block + block
                 BYTES: gl.constexpr = inputs.lse.block_type.nbytes

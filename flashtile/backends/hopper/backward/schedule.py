@@ -131,6 +131,15 @@ def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def visited_block(j, work):
-    """The block of step `j` of each head: from the last to the first, see `dq.py`."""
-    return work.end - 1 - j
+def visited_block(j, work, cfg: gl.constexpr):
+    """The block of step `j` of each head: up from the first one or down from the last one."""
+    block = work.end - 1 - j
+    if cfg.IS_ASCENDING:
+        block = work.begin + j
+    return block
+
+
+@gluon.jit
+def next_block(block, cfg: gl.constexpr):
+    """The block that `visited_block` returns after `block`."""
+    return block + 1 if cfg.IS_ASCENDING else block - 1
