@@ -19,7 +19,7 @@ from ..shared.schedule import NUMBERS, Mask, batch_of
 from ..shared.softmax import Score
 from .consumer import consumer
 from .dq import make_staging, writer
-from .schedule import key_work, visited_block
+from .schedule import key_work, listed_tile, visited_block
 from .split_consumer import key_consumer, make_split_staging, value_consumer
 
 OF_CONSUMERS = gl.constexpr(240)  # registers per thread
@@ -195,7 +195,7 @@ def load_tile(x, channel, i, batch, row, head, MORE: gl.constexpr, cfg: gl.const
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace, plain,
-    semaphores_ptr, counter_ptr, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle,
+    semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle,
     blocks, left, right, chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ; each program has one tile of keys."""
@@ -208,9 +208,10 @@ def backward_kernel(
     inputs = Inputs(q, k, v, dout, lse_desc, delta_desc)
     outputs = Outputs(dk, dv, workspace, plain, semaphores_ptr)
     if cfg.IS_ORDERED:  # see `dq.acquire_semaphore`
-        tile = gl.atomic_add(counter_ptr, 1, sem="relaxed")  # it orders no other memory access
+        tile = gl.atomic_add(order.counter, 1, sem="relaxed")  # it orders no other memory access
     else:
         tile = gl.program_id(0)
+    tile = listed_tile(tile, order, sizes, cfg)
     channels = make_channels(inputs, workspace, cfg)
     if cfg.IS_SPLIT:
         gl.warp_specialize(

@@ -16,12 +16,14 @@ from ....problem import AttentionProblem, Operands
 from ... import Gradients
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.launch import descriptor, readable
+from ..shared.packing_order import most_tiles
 from ..shared.schedule import Sequences
 from ..shared.softmax import Pointers
 from .dq import PIECE_ROWS
 from .kernel import KeyGradients, backward_kernel
 from .plan import BackwardConfig, backward_plan, backward_swizzle, leaves_keys_unseen
 from .row_kernels import delta_kernel, round_kernel
+from .schedule import KeyOrder
 
 
 def backward(
@@ -60,7 +62,8 @@ class Buffers(NamedTuple):
     lse_log2: Tensor  # see `delta_kernel`
     minus_delta: Tensor
     semaphores: Tensor | None  # the dQ semaphores, for ordered additions
-    counter: Tensor | None  # number of tiles that have started, for ordered additions
+    counter: Tensor | None  # see `KeyOrder`
+    tiles: Tensor | None
 
 
 def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
@@ -85,7 +88,10 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
     if config.IS_ORDERED:
         semaphores = q.new_empty(rows * config.ADDERS, dtype=torch.int32)
         counter = q.new_empty(1, dtype=torch.int32)
-    return Buffers(dq, dk, dv, workspace, lse_log2, minus_delta, semaphores, counter)
+    tiles = None
+    if config.IS_PACKED:
+        tiles = q.new_empty(key_tiles(problem, operands, config), 2, dtype=torch.int32)
+    return Buffers(dq, dk, dv, workspace, lse_log2, minus_delta, semaphores, counter, tiles)
 
 
 def backward_launches(
@@ -103,16 +109,22 @@ def backward_launches(
         "at": Sequences(
             operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
         ),
+        "B": problem.B,
         "M": problem.M,
         "total_q": operands.q.shape[0],
         "blocks": workspace_blocks(problem, operands, config),
         "cfg": config,
     }
-    before = common | {"semaphores_ptr": made.semaphores, "counter_ptr": made.counter}
+    before = common | {
+        "semaphores_ptr": made.semaphores,
+        "order": KeyOrder(made.counter, made.tiles),
+        "N": problem.N,
+        "total_k": operands.k.shape[0],
+    }
     return [
-        delta_launch(problem, out, lse, dout, dlse, made, before),
+        delta_launch(problem, operands, out, lse, dout, dlse, made, before),
         key_launch(problem, operands, dout, made, before),
-        round_launch(problem, made, common),
+        round_launch(problem, operands, made, common),
     ]
 
 
@@ -123,8 +135,16 @@ def workspace_blocks(problem: AttentionProblem, operands: Operands, config: Back
     return operands.q.shape[0] // config.BLOCK_M + problem.B
 
 
+def key_tiles(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
+    """The most tiles of keys of one head."""
+    if problem.layout == "dense":
+        return problem.B * -(-problem.N // config.BLOCK_N)
+    return most_tiles(operands.k.shape[0], problem.B, problem.N, config.BLOCK_N)
+
+
 def delta_launch(
     problem: AttentionProblem,
+    operands: Operands,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
@@ -133,6 +153,7 @@ def delta_launch(
     common: dict[str, Any],
 ) -> Launch:
     """The launch that computes the statistics of all rows and clears the workspace."""
+    config = common["cfg"]
     out = out if out.stride(-1) == 1 else out.contiguous()
     arguments = {
         "out_ptr": out,
@@ -144,10 +165,12 @@ def delta_launch(
         "lse_log2_ptr": made.lse_log2,
         "minus_delta_ptr": made.minus_delta,
         "workspace_ptr": made.workspace,
+        "entries": key_tiles(problem, operands, config),
+        "together": max(backward_swizzle(problem) // problem.Hk, 1),
         "heads": problem.Hq,
         **common,
     }
-    return Launch(delta_kernel, row_grid(problem, common["cfg"]), arguments)
+    return Launch(delta_kernel, row_grid(problem, operands, config), arguments)
 
 
 def key_launch(
@@ -167,9 +190,6 @@ def key_launch(
         "workspace": made.workspace if config.HAS_DQ_IN_REGISTERS else staged_pieces(made, config),
         "plain": KeyGradients(made.dk, made.dv),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
-        "B": problem.B,
-        "N": problem.N,
-        "total_k": operands.k.shape[0],
         "heads": problem.Hk,
         "group": problem.group,
         "swizzle": backward_swizzle(problem),
@@ -181,7 +201,7 @@ def key_launch(
         "softcap": options.softcap,
         **common,
     }
-    tiles = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
+    tiles = key_tiles(problem, operands, config) * problem.Hk
     return Launch(backward_kernel, (tiles,), arguments)
 
 
@@ -204,7 +224,9 @@ def descriptors(
     return found
 
 
-def round_launch(problem: AttentionProblem, made: Buffers, common: dict[str, Any]) -> Launch:
+def round_launch(
+    problem: AttentionProblem, operands: Operands, made: Buffers, common: dict[str, Any]
+) -> Launch:
     """The launch that rounds the sum to dq."""
     batch, row, head = row_strides(made.dq)
     arguments = {
@@ -217,11 +239,15 @@ def round_launch(problem: AttentionProblem, made: Buffers, common: dict[str, Any
         "scale": problem.options.softmax_scale,
         **common,
     }
-    return Launch(round_kernel, row_grid(problem, common["cfg"]), arguments)
+    return Launch(round_kernel, row_grid(problem, operands, common["cfg"]), arguments)
 
 
-def row_grid(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, int]:
+def row_grid(
+    problem: AttentionProblem, operands: Operands, config: BackwardConfig
+) -> tuple[int, int]:
     """A program for every block of rows of every head."""
+    if problem.layout != "dense":
+        return workspace_blocks(problem, operands, config) * problem.Hq, 1
     return problem.B * problem.Hq, -(-problem.M // config.BLOCK_M)
 
 

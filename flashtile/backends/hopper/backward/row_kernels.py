@@ -2,7 +2,7 @@
 
 The first kernel makes one pass over O and dO: delta = rowsum(dO * O) (Dao et al. 2022, equation 4)
 minus the cotangent of the log-sum-exp, which adds P * dlse to dS. It also clears the workspace of
-dQ and its semaphores.
+dQ and its semaphores, and lists the tiles of keys of a packed batch.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..shared.packing_order import Side, list_tiles, rows_of
 from ..shared.schedule import NUMBERS
 from .dq import PIECE
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
+@triton.jit(do_not_specialize=[*NUMBERS, "blocks", "entries", "together"])
 def delta_kernel(
     out_ptr, dout_ptr, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_ptr, dlse_ptr,
-    lse_log2_ptr, minus_delta_ptr, workspace_ptr, semaphores_ptr, counter_ptr, at, M, total_q,
-    heads, blocks, cfg: tl.constexpr,
+    lse_log2_ptr, minus_delta_ptr, workspace_ptr, semaphores_ptr, order, entries, together, at, B,
+    M, N, total_q, total_k, heads, blocks, cfg: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics of one block of rows of one head, and clear its part of the workspace.
+    `entries` and `together` are for `list_tiles`.
 
     `lse_log2` (heads, blocks, BLOCK_M) is +inf for a row that saw no key or does not exist, which
     makes its P zero; its `minus_delta` is 0.
@@ -31,13 +33,20 @@ def delta_kernel(
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     TAIL_D: tl.constexpr = cfg.TAIL_D
     ADDERS: tl.constexpr = cfg.ADDERS
-    b = tl.program_id(0) // heads
-    h = tl.program_id(0) % heads
-    m = tl.program_id(1)
-    start, count, first_block = rows_of_sequence(b, at, M, total_q, BLOCK)
+    b, h, m, start, count, first_block = block_of_rows(at, B, M, total_q, heads, BLOCK)
     if cfg.IS_ORDERED:
-        tl.store(counter_ptr, 0, mask=(m == 0) & (tl.program_id(0) == 0))
-    if m * BLOCK < count:
+        tl.store(order.counter, 0, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
+    if cfg.IS_PACKED:
+        listed = tl.program_id(0)  # there are at least as many programs as sequences
+        if listed < B:
+            keys = Side(at.cu_seqlens_k, at.seqused_k, total_k, N)
+            queries = Side(at.cu_seqlens_q, at.seqused_q, total_q, M)
+            list_tiles(listed, order.tiles, entries, together, B, keys, queries, cfg.BLOCK_N)
+    block = (h * blocks + first_block + m).to(tl.int64)
+    if cfg.IS_ORDERED:  # all of them: with a wrong `cu_seqlens`, any may be waited for
+        adders = tl.arange(0, ADDERS)
+        tl.store(semaphores_ptr + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))
+    if (m >= 0) & (m * BLOCK < count):
         rows = m * BLOCK + tl.arange(0, BLOCK)
         real = rows < count
         dims = tl.arange(0, BLOCK_D if TAIL_D == 0 else 2 * BLOCK_D)[None, :]
@@ -58,7 +67,6 @@ def delta_kernel(
         if dlse_ptr is not None:
             minus_delta += tl.load(dlse_ptr + source, mask=real, other=0.0)
         dead = lse == -float("inf")
-        block = (h * blocks + first_block + m).to(tl.int64)
         target = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(lse_log2_ptr + target, tl.where(dead, float("inf"), lse * LOG2E))
         tl.store(minus_delta_ptr + target, tl.where(dead, 0.0, minus_delta))
@@ -66,9 +74,6 @@ def delta_kernel(
         clear(workspace, BLOCK * BLOCK_D)
         if TAIL_D > 0:
             clear(workspace + BLOCK * BLOCK_D, BLOCK * TAIL_D)
-        if cfg.IS_ORDERED:
-            adders = tl.arange(0, ADDERS)
-            tl.store(semaphores_ptr + block * ADDERS + adders, tl.zeros([ADDERS], tl.int32))
 
 
 @triton.jit
@@ -79,18 +84,15 @@ def clear(ptr, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
 def round_kernel(
-    workspace_ptr, dq_ptr, batch_stride, row_stride, head_stride, at, M, total_q, heads, blocks,
+    workspace_ptr, dq_ptr, batch_stride, row_stride, head_stride, at, B, M, total_q, heads, blocks,
     scale, cfg: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * workspace; each program has one block of one head."""
     BLOCK: tl.constexpr = cfg.BLOCK_M
     PIECES: tl.constexpr = cfg.BLOCK_M * cfg.BLOCK_D // PIECE
     SIZE: tl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)
-    b = tl.program_id(0) // heads
-    h = tl.program_id(0) % heads
-    m = tl.program_id(1)
-    start, count, first_block = rows_of_sequence(b, at, M, total_q, BLOCK)
-    if m * BLOCK < count:
+    b, h, m, start, count, first_block = block_of_rows(at, B, M, total_q, heads, BLOCK)
+    if (m >= 0) & (m * BLOCK < count):
         batch = b if at.cu_seqlens_q is None else b * 0
         base = dq_ptr + batch.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride
         pieces = workspace_ptr + (h * blocks + first_block + m).to(tl.int64) * SIZE
@@ -125,18 +127,35 @@ def round_piece(
 
 
 @triton.jit
-def rows_of_sequence(b, at, M, total_q, BLOCK_M: tl.constexpr):
-    """First row, number of rows, and first block in the workspace of sequence `b`:
-    `schedule.sequence` and `blocks_before` for a kernel in plain Triton.
+def block_of_rows(at, B, M, total_q, heads, BLOCK_M: tl.constexpr):
+    """The block of a program: sequence, head, index in the sequence (negative in front of the first
+    sequence), first row and number of rows of the sequence, and its first block in the workspace.
+
+    The programs of a packed batch are those of the blocks of the workspace.
     """
-    start = b * 0
-    count = start + M
+    h = tl.program_id(0) % heads
+    b = tl.program_id(0) // heads
+    m = tl.program_id(1)
     first_block = b * tl.cdiv(M, BLOCK_M)
     if at.cu_seqlens_q is not None:
-        start = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + b), 0), total_q)
-        stop = tl.minimum(tl.load(at.cu_seqlens_q + b + 1), total_q)
-        count = tl.minimum(tl.maximum(stop - start, 0), count)
+        block = b
+        b = sequence_of_block(block, at.cu_seqlens_q, B, total_q, BLOCK_M)
+    start, count = rows_of(b, Side(at.cu_seqlens_q, at.seqused_q, total_q, M))
+    if at.cu_seqlens_q is not None:
         first_block = start // BLOCK_M + b
-    if at.seqused_q is not None:
-        count = tl.minimum(tl.maximum(tl.load(at.seqused_q + b), 0), count)
-    return start, count, first_block
+        m = block - first_block
+    return b, h, m, start, count, first_block
+
+
+@triton.jit
+def sequence_of_block(block, cu_seqlens, B, total, BLOCK_M: tl.constexpr):
+    """The last sequence that starts in or before `block`: the inverse of `blocks_before`."""
+    b = block * 0
+    stop = b + B
+    while stop - b > 1:
+        middle = (b + stop) // 2
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + middle), 0), total)
+        is_before = start // BLOCK_M + middle <= block
+        b = tl.where(is_before, middle, b)
+        stop = tl.where(is_before, stop, middle)
+    return b

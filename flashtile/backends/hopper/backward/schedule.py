@@ -4,11 +4,20 @@ The float32 workspace of dQ and the row statistics consist of whole blocks of BL
 sequence starts a new block, and `blocks_before` counts the blocks before it.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..shared.intrinsics import aggregate
 from ..shared.schedule import floor_to, sequence, swizzled_order
+
+
+class KeyOrder(NamedTuple):
+    """Where the programs find their tiles."""
+
+    counter: Any  # number of tiles that have started, for ordered additions
+    tiles: Any  # the list of `packing_order`, for packed batches
 
 
 @aggregate
@@ -51,22 +60,50 @@ class KeyWork:
         self.end = end
 
 
+class Tile(NamedTuple):
+    """A tile index; in packed batches, also the sequence and the index in the list."""
+
+    number: Any
+    b: Any
+    n: Any
+
+
+@gluon.jit
+def listed_tile(number, order, sizes, cfg: gl.constexpr):
+    """The tile of a program, read once for all roles."""
+    b = number * 0
+    n = b
+    if cfg.IS_PACKED:
+        entry = order.tiles + 2 * (number // sizes.heads)
+        b = gl.load(entry)
+        n = gl.load(entry + 1)
+    return Tile(number, b, n)
+
+
 @gluon.jit
 def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
     """The work of a tile index, in the order of the head swizzle. The first keys come first,
-    because under a causal mask most queries see them (LPT order).
+    because under a causal mask most queries see them (LPT order). In packed batches, the swizzle is
+    within the sequence, where tile `n` of all heads has the next tile indices.
     """
-    n, bh = swizzled_order(
-        tile, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.swizzle
-    )
-    b = bh // sizes.heads
+    b = tile.b
+    if not cfg.IS_PACKED:
+        n, bh = swizzled_order(
+            tile.number, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.swizzle
+        )
+        b, h = bh // sizes.heads, bh % sizes.heads
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
+    if cfg.IS_PACKED:
+        n_tiles = gl.maximum(gl.cdiv(N, cfg.BLOCK_N), 1)
+        number = gl.maximum(tile.n, 0) * sizes.heads + tile.number % sizes.heads
+        n, h = swizzled_order(number, n_tiles, sizes.heads, sizes.swizzle)
+        n = gl.where(tile.n < 0, n_tiles, n)  # no tile, therefore no key
     n0 = n * cfg.BLOCK_N
     _, _, _, before = blocks_seeing(n0 - cfg.BLOCK_N, M, N, mask, cfg)
     begin, full_begin, full_end, end = blocks_seeing(n0, M, N, mask, cfg)
     return KeyWork(
-        b, bh % sizes.heads, n, n0, start_q, M, start_k, N,
+        b, h, n, n0, start_q, M, start_k, N,
         blocks_before(b, start_q, sizes.M, at.cu_seqlens_q, cfg.BLOCK_M),
         gl.where(n > 0, before, 0), begin, full_begin, full_end, end,
     )  # fmt: skip

@@ -1,0 +1,106 @@
+"""The order of the tiles of a packed batch, made on the device, which alone knows the lengths.
+
+A list has an entry for each tile of BLOCK rows that exists: its sequence, and its index there. The
+programs of one entry differ in the head. The list is as long as the tiles of any batch of that size
+could be (`most_tiles`); the entries after the last tile have index -1.
+
+Long loops come first: sequences in the order of the length of the other side, over which a tile
+loops, and the tiles of a sequence from the first to the last, under a causal mask the longest to
+the shortest loop. If several sequences run at the same time (`together`), their tiles are merged.
+
+Every sequence counts the tiles before its own: neither a sort nor a second launch is needed. Every
+entry is written even if the lengths are wrong; tiles that do not fit are dropped from the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(256)
+
+
+class Side(NamedTuple):
+    """The lengths of all sequences, of queries or of keys."""
+
+    cu_seqlens: Any
+    seqused: Any
+    total: Any  # rows of the tensor
+    longest: Any  # bound of the length of a sequence
+
+
+def most_tiles(total: int, sequences: int, longest: int, block: int) -> int:
+    """The most tiles of `block` rows that sequences with `total` rows in all can have."""
+    return min(total // block + sequences, sequences * -(-longest // block))
+
+
+@triton.jit
+def rows_of(b, side):
+    """First row and number of rows of sequence `b`: `schedule.sequence` in plain Triton."""
+    start = b * 0
+    count = start + side.longest
+    if side.cu_seqlens is not None:
+        start = tl.minimum(tl.maximum(tl.load(side.cu_seqlens + b), 0), side.total)
+        stop = tl.minimum(tl.load(side.cu_seqlens + b + 1), side.total)
+        count = tl.minimum(tl.maximum(stop - start, 0), count)
+    if side.seqused is not None:
+        count = tl.minimum(tl.maximum(tl.load(side.seqused + b), 0), count)
+    return start, count
+
+
+@triton.jit
+def size_of(group, together, B, tiled, other, BLOCK: tl.constexpr):
+    """Number of tiles of the sequences of `group`, and the longest loop; 0 and -1 if there is no
+    such group.
+    """
+    tiles = group * 0
+    loop = group * 0 - 1
+    for k in range(together):
+        b = group * together + k
+        real = b < B
+        _, rows = rows_of(tl.minimum(b, B - 1), tiled)
+        _, length = rows_of(tl.minimum(b, B - 1), other)
+        tiles += tl.where(real, tl.cdiv(rows, BLOCK), 0)
+        loop = tl.maximum(loop, tl.where(real, length, -1))
+    return tiles, loop
+
+
+@triton.jit
+def list_tiles(b, list_ptr, length, together, B, tiled, other, BLOCK: tl.constexpr):
+    """Write the entries of sequence `b` into a list (length, 2); sequence 0 also writes the entries
+    after the last tile. `tiled` and `other` are the sides.
+    """
+    own = b // together
+    _, loop = size_of(own, together, B, tiled, other, BLOCK)
+    before = 0 * b  # tiles of the groups before this one
+    total = 0 * b
+    for start in range(0, tl.cdiv(B, together), CHUNK):
+        group = start + tl.arange(0, CHUNK)
+        tiles, found = size_of(group, together, B, tiled, other, BLOCK)
+        is_before = (found > loop) | ((found == loop) & (group < own))
+        before += tl.sum(tl.where(is_before, tiles, 0), 0)
+        total += tl.sum(tiles, 0)
+    _, rows = rows_of(b, tiled)
+    for start in range(0, tl.cdiv(rows, BLOCK), CHUNK):
+        n = start + tl.arange(0, CHUNK)
+        rest = rows - n * BLOCK  # a tile with more rows from its first on comes first
+        place = before + 0 * n
+        for k in range(together):
+            member = own * together + k
+            _, count = rows_of(tl.minimum(member, B - 1), tiled)
+            more = count - rest + tl.where(member < b, 1, 0)
+            place += tl.where(member < B, tl.cdiv(tl.maximum(more, 0), BLOCK), 0)
+        store_entries(list_ptr, place, b, n, (rest > 0) & (place < length))
+    if b == 0:
+        for start in range(total, length, CHUNK):
+            place = start + tl.arange(0, CHUNK)
+            store_entries(list_ptr, place, b, -1, place < length)
+
+
+@triton.jit
+def store_entries(list_ptr, place, b, n, mask):
+    """Write (b, n) at each place."""
+    tl.store(list_ptr + 2 * place, b + 0 * place, mask=mask)
+    tl.store(list_ptr + 2 * place + 1, n + 0 * place, mask=mask)
