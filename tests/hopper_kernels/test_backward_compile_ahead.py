@@ -28,6 +28,7 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     # The backend refuses it too, with this reason.
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
+from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.backward.launch import backward_launches, buffers
 from flashtile.gpu.launch import Launch
 
@@ -59,16 +60,19 @@ RELOADS = {
 Call = tuple[Operands, Options]
 
 
-def launches_of(call: Call) -> list[Launch]:
-    """The launches that the backward of a call would make on the device."""
+def launches_of(call: Call, parts: int = 1) -> list[Launch]:
+    """The launches that the backward of a call would make on the device, if `parts` programs share
+    a tile."""
     operands, options = call
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(capability=CAPABILITY, device_type="cuda")
     q, v = operands.q, operands.v
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
-    made = buffers(problem, operands)
-    return backward_launches(problem, operands, out, lse, out, lse, made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward_launch, "parts_of_tile", lambda *_: parts)
+        made = buffers(problem, operands)
+        return backward_launches(problem, operands, out, lse, out, lse, made)
 
 
 def dense(
@@ -101,8 +105,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def check(call: Call, spills: int, reloads: int = RELOADS["any"]) -> None:
-    for launch in launches_of(call):
+def check(call: Call, spills: int, reloads: int = RELOADS["any"], parts: int = 1) -> None:
+    for launch in launches_of(call, parts):
         found = report(launch)
         assert found.shared <= SHARED_LIMIT
         assert found.warnings == []  # among them those of products that wait for each other
@@ -136,9 +140,27 @@ def test_packed_compiles(head_dim: int):
     check(packed(head_dim, causal=True), spills, RELOADS.get(kind, RELOADS["any"]))
 
 
-def test_new_lengths_and_heads_compile_nothing_new():
+@pytest.mark.parametrize("head_dim", [64, 128, 256] if FULL else [128])
+def test_parts_compile(head_dim: int):
+    check(dense(head_dim, causal=True), SPILLS.get(head_dim, SPILLS["plain"]), parts=2)
+
+
+@pytest.mark.parametrize("kind", ["deterministic", "packed"] if FULL else ["packed"])
+def test_parts_with_options_compile(kind: str):
+    call = packed(causal=True) if kind == "packed" else OPTIONS[kind]()
+    spills, reloads = (
+        (SPILLS["packed 128"], RELOADS["packed 128"])
+        if kind == "packed"
+        else (SPILLS["option"], RELOADS["any"])
+    )
+    check(call, spills, reloads, parts=2)
+
+
+@pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3, 4, 16, 17)])
+def test_new_lengths_and_heads_compile_nothing_new(parts: tuple[int, ...]):
     seen = set()
-    for M, N in ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001)):
-        sources = [specialize(launch)[0] for launch in launches_of(dense(M=M, N=N))]
+    lengths = ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001))
+    for (M, N), count in zip(lengths, parts, strict=True):
+        sources = [specialize(launch)[0] for launch in launches_of(dense(M=M, N=N), count)]
         seen.add(str([(source.signature, source.attrs) for source in sources]))
     assert len(seen) == 1

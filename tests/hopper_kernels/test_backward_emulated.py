@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from flashtile.backends.hopper.backward import launch
 from flashtile.backends.hopper.backward.launch import (
     backward,
     backward_launches,
@@ -47,17 +48,24 @@ def gradients(
     dout: Tensor,
     dlse: Tensor,
     seed: int,
+    parts: int,
 ) -> tuple[Tensor, ...]:
     """What the emulated kernels write into poisoned outputs."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
-    found = buffers(problem, operands)
-    launches = backward_launches(problem, operands, out, lse, readable(dout), dlse, found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "parts_of_tile", lambda *_: parts)
+        found = buffers(problem, operands)
+        launches = backward_launches(problem, operands, out, lse, readable(dout), dlse, found)
+    assert len(launches) == (3 if parts == 1 else 4)
+    for sums in (found.dk_parts, found.dv_parts):
+        if sums is not None:
+            sums.fill_(torch.nan)
     if problem.layout == "dense":
         found.dq.fill_(torch.nan)
-    if not leaves_keys_unseen(problem):
+    if not leaves_keys_unseen(problem) or (parts > 1 and problem.layout == "dense"):
         found.dk.fill_(torch.nan)
         found.dv.fill_(torch.nan)
-    added = [emulator.run(launch, seed) for launch in launches][1]
+    added = [emulator.run(one, seed) for one in launches][1]
     if options.deterministic:
         assert_ascending(added)
     if operands.sink is None:
@@ -93,7 +101,7 @@ def reference(
 
 def check(
     operands: Operands, options: Options, given: dict[str, Any], layout: Packed | None = None,
-    seed: int = 0,
+    seed: int = 0, parts: int = 1,
 ) -> None:  # fmt: skip
     g = generator(seed + 1)
     dtype = operands.q.dtype
@@ -104,7 +112,7 @@ def check(
     given = {name: x for name, x in given.items() if name not in ("sink", "deterministic")}
     out, lse, truth = reference(operands, given, layout, torch.float64, dout, dlse)
     _, _, plain = reference(operands, given, layout, dtype, dout, dlse)
-    found = gradients(operands, options, out.to(dtype), lse.float(), dout, dlse, seed)
+    found = gradients(operands, options, out.to(dtype), lse.float(), dout, dlse, seed, parts)
     for name, got, wanted, low in zip(NAMES, found, truth, plain, strict=False):
         assert_close(name, got, wanted, low, dtype=dtype, seed=seed)
 
@@ -119,17 +127,18 @@ def assert_ascending(added: list[tuple[int, int]]) -> None:
 
 
 def dense(
-    seed: int = 0, style: str = "contiguous", sizes: dict[str, Any] | None = None, **given: Any
-) -> None:
+    seed: int = 0, style: str = "contiguous", sizes: dict[str, Any] | None = None, parts: int = 1,
+    **given: Any,
+) -> None:  # fmt: skip
     tensors = dense_inputs(seed, style, {"M": 150, "N": 200} | (sizes or {}))
-    check(*describe(tensors, Dense(), given), given, seed=seed)
+    check(*describe(tensors, Dense(), given), given, seed=seed, parts=parts)
 
 
-def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
+def packed(seed: int, used: bool = False, D: int = 128, parts: int = 1, **given: Any) -> None:
     seqused = {"seqused_q": [70, 0, 0, 60], "seqused_k": [101, 3, 0, 65]} if used else {}
     tensors, layout, counts = packed_inputs(seed, D, [70, 0, 1, 129], [130, 40, 0, 65], seqused)
     given |= counts
-    check(*describe(tensors, layout, given), given, layout, seed)
+    check(*describe(tensors, layout, given), given, layout, seed, parts)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -279,3 +288,42 @@ def test_deterministic_heads_of_a_group(seed: int, head_dim: int):
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_deterministic_packed(head_dim: int):
     packed(6, D=head_dim, deterministic=True, causal=True)
+
+
+# Several programs share a tile of keys.
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(("parts", "heads"), [(2, (3, 1)), (3, (4, 2)), (2, (1, 1)), (5, (2, 1))])
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts(parts: int, heads: tuple[int, int], head_dim: int, causal: bool):
+    """Parts of unequal length, that start within a head or are empty."""
+    sizes = {"B": 2, "Hq": heads[0], "Hk": heads[1], "M": 190, "N": 230, "D": head_dim}
+    dense(parts, sizes=sizes, parts=parts, causal=causal)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("head_dim", "parts"), [(64, 3), (128, 2), (256, 3)])
+def test_parts_with_options(head_dim: int, parts: int, option: str):
+    dense(1, sizes={"D": head_dim, "M": 170, "N": 300}, parts=parts, **OPTIONS[option])
+
+
+@pytest.mark.parametrize("head_dims", [(40, 128), (192, 128), (64, 200)])
+def test_parts_of_padded_head_dims(head_dims: tuple[int, int]):
+    dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, parts=2, causal=True)
+
+
+@pytest.mark.parametrize("option", ["full", "causal", "causal window"])
+@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_parts_add_in_order(head_dim: int, parts: int, option: str):
+    given = OPTIONS.get(option, {"causal": option == "causal"})
+    sizes = {"M": 260, "N": 300, "D": head_dim, "Hq": 3, "Hk": 1}
+    dense(parts, sizes=sizes, parts=parts, deterministic=True, **given)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_packed_parts(parts: int, used: bool, head_dim: int):
+    packed(4, used, head_dim, parts, causal=parts == 2, deterministic=not used)

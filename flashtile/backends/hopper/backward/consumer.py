@@ -46,6 +46,7 @@ from ..shared.intrinsics import (
 )
 from ..shared.softmax import alibi_slope
 from .dq import add_at_once, put_piece
+from .part_sums import store_part
 from .products import (
     issue_dp,
     issue_dq,
@@ -60,7 +61,15 @@ from .products import (
     values_of,
     whole_tile,
 )
-from .schedule import key_work, next_block, rows_to_mask, seeing_rows, visited_block
+from .schedule import (
+    first_block_of,
+    key_work,
+    next_block,
+    own_blocks,
+    own_heads,
+    rows_to_mask,
+    seeing_rows,
+)
 
 NO_ROW = gl.constexpr(2**30)
 
@@ -118,30 +127,27 @@ def consumer(
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
         sums = query_loop(ME, outputs, channels, work, sizes, mask, score, cfg)
-        # The other consumer's last products also read K, Q and dO, which are overwritten now.
-        wait_at_barrier(FIRST_BARRIER, 256)
-        dv, dk, plain = outputs.dv, outputs.dk, outputs.plain
-        store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
-        if cfg.TAIL_D > 0:
-            store_gradient(ME, sums.dv_tail, True, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
-        x = sums.dk * score.scale
-        store_gradient(ME, x, False, channels.q, dk, plain.dk, cfg.D, work, cfg)
-        if cfg.TAIL_D > 0:
-            x_tail = sums.dk_tail * score.scale
-            store_gradient(ME, x_tail, True, channels.q, dk, plain.dk, cfg.D, work, cfg)
+        if cfg.IS_PARTED:
+            store_parts(ME, sums, outputs, work, sizes, at, cfg)
+        else:
+            store_gradients(ME, sums, outputs, channels, work, score.scale, cfg)
         tma.store_wait(0)
+    elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
+        store_parts(ME, no_sums(work.n, cfg), outputs, work, sizes, at, cfg)
 
 
 @gluon.jit
 def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
-    """The loop over the query blocks that see the tile, head by head; returns `KeySums`."""
+    """The loop over this program's query blocks that see the tile, head by head; returns
+    `KeySums`.
+    """
     channels.k.acquire(0)
     channels.v.acquire(0)
     if cfg.IS_PACKED:
         clear_keys(ME, channels, work, cfg)
     sums = no_sums(work.n, cfg)
     values = values_of(ME, whole_tile(channels.v, 0), cfg)
-    total = (work.end - work.begin) * sizes.group
+    total = work.stop_step - work.first_step
     gl.assume(total > 0)
     channels.q.acquire(0)
     s = issue_scores(ME, whole_tile(channels.k, 0), 0, channels, cfg)
@@ -152,13 +158,15 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     HAS_MASKED_END: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED
     i = 0
     added = 0  # block of the workspace in the previous step
-    for g in range(sizes.group):
+    first_head, stop_head = own_heads(work, sizes, cfg)
+    for g in range(first_head, stop_head):
         h = work.kv_head * sizes.group + g
         base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
         keys = keys_of(ME, work, mask, opaque_zero(g), cfg)
-        m = visited_block(0, work, cfg)
-        before, after = work.end - work.full_end, work.full_begin - work.begin
+        begin, full_begin, full_end, end = own_blocks(g, work, cfg)
+        m = first_block_of(begin, end, cfg)
+        before, after = end - full_end, full_begin - begin
         if cfg.IS_ASCENDING:
             before, after = after, before
         if cfg.IS_ASCENDING or HAS_MASKED_END:
@@ -169,7 +177,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
                 )  # fmt: skip
                 i += 1
                 m = next_block(m, cfg)
-        for _ in range(work.full_begin, work.full_end):
+        for _ in range(full_begin, full_end):
             s, lse, sums, added = step(
                 ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
                 channels, work, score, False, cfg,
@@ -366,6 +374,30 @@ def clear_past_end(x, count):
 
 
 # Results
+
+
+@gluon.jit
+def store_parts(ME: gl.constexpr, sums, outputs, work, sizes, at, cfg: gl.constexpr):
+    """Store a program's sums for the kernel that adds them."""
+    plain = outputs.plain
+    store_part(ME, sums.dv, sums.dv_tail, plain.dv, work, sizes, at, cfg)
+    store_part(ME, sums.dk, sums.dk_tail, plain.dk, work, sizes, at, cfg)
+
+
+@gluon.jit
+def store_gradients(ME: gl.constexpr, sums, outputs, channels, work, scale, cfg: gl.constexpr):
+    """Store dK and dV of this consumer's keys."""
+    # The other consumer's last products also read K, Q and dO, which are overwritten now.
+    wait_at_barrier(FIRST_BARRIER, 256)
+    dv, dk, plain = outputs.dv, outputs.dk, outputs.plain
+    store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
+    if cfg.TAIL_D > 0:
+        store_gradient(ME, sums.dv_tail, True, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
+    x = sums.dk * scale
+    store_gradient(ME, x, False, channels.q, dk, plain.dk, cfg.D, work, cfg)
+    if cfg.TAIL_D > 0:
+        x_tail = sums.dk_tail * scale
+        store_gradient(ME, x_tail, True, channels.q, dk, plain.dk, cfg.D, work, cfg)
 
 
 @gluon.jit

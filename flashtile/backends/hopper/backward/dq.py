@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..shared.channels import Channel
 from ..shared.intrinsics import add_to_global, arrive_alone, recast, sync_warps
-from .schedule import key_work, visited_block
+from .schedule import key_work, own_heads, own_steps, visited_block
 
 PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
 HALF_ROWS = gl.constexpr(8)
@@ -81,15 +81,22 @@ def put_piece(ME: gl.constexpr, dq, staging, i, cfg: gl.constexpr):
 
 
 @gluon.jit
+def in_register_order(x):
+    """The pieces of `x` (64, columns), one after the other."""
+    # Rows: warp, row / 8 % 2, row % 8. Columns: columns / 8, columns % 8 / 2, columns % 2.
+    COLUMNS: gl.constexpr = x.shape[1]
+    pieces = x.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return pieces.reshape([64 * COLUMNS])
+
+
+@gluon.jit
 def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
     """Add `dq` (64, 64) or a tail (64, 32), this consumer's piece of a block, to `workspace`, plain
     memory, from the registers.
     """
-    EIGHTS: gl.constexpr = dq.shape[1] // 8
     SIZE: gl.constexpr = 64 * dq.shape[1]
     BLOCK: gl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)
-    # Rows: warp, row / 8 % 2, row % 8. Columns: columns / 8, columns % 8 / 2, columns % 2.
-    piece = dq.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([SIZE])
+    piece = in_register_order(dq)
     start = workspace + block.to(gl.int64) * BLOCK + ME * PIECE
     gl.atomic_add(start + gl.arange(0, SIZE, layout=piece.type.layout), piece, sem="relaxed")
 
@@ -119,9 +126,11 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr
         staging.acquire(0)
         staging.release(0)
     i = 1  # pairs so far
-    for g in range(sizes.group):
+    first_head, stop_head = own_heads(work, sizes, cfg)
+    for g in range(first_head, stop_head):
         h = work.kv_head * sizes.group + g
-        for j in range(count):
+        first, stop = own_steps(g, count, work, cfg)
+        for j in range(first, stop):
             block = visited_block(j, work, cfg)
             index = h * sizes.blocks + work.first_block + block
             if i % cfg.WRITERS == ME:

@@ -19,7 +19,7 @@ from ..shared.schedule import NUMBERS, Mask, batch_of
 from ..shared.softmax import Score
 from .consumer import consumer
 from .dq import make_staging, writer
-from .schedule import key_work, listed_tile, visited_block
+from .schedule import key_work, listed_tile, own_heads, own_steps, visited_block
 from .split_consumer import key_consumer, make_split_staging, value_consumer
 
 OF_CONSUMERS = gl.constexpr(240)  # registers per thread
@@ -62,7 +62,9 @@ class Outputs(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Pointers to dk and dv, for packed sequences."""
+    """Pointers to dk and dv, for packed sequences; with cfg.IS_PARTED, to the sums of the parts,
+    see `part_sums.py`.
+    """
 
     dk: Any
     dv: Any
@@ -80,6 +82,7 @@ class KeySizes(NamedTuple):
     group: Any
     swizzle: Any
     blocks: Any  # number of blocks of the workspace per head
+    parts: Any  # programs that share a tile; None without cfg.IS_PARTED
 
 
 @gluon.jit
@@ -151,8 +154,8 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
 
 @gluon.jit
 def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
-    """Load the tile's keys and values once, and every block of queries that sees them, one head of
-    the group after the other.
+    """Load the tile's keys and values once, and every block of queries that sees them and is this
+    program's, one head of the group after the other.
     """
     work = key_work(tile, sizes, at, mask, cfg)
     batch_k, row_k = batch_of(work.b, at.cu_seqlens_k), work.start_k + work.n0
@@ -162,9 +165,11 @@ def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
     if count > 0:
         load_tile(inputs.k, channels.k, 0, batch_k, row_k, work.kv_head, 0, cfg)
         load_tile(inputs.v, channels.v, 0, batch_k, row_k, work.kv_head, 0, cfg)
-        for g in range(sizes.group):
+        first_head, stop_head = own_heads(work, sizes, cfg)
+        for g in range(first_head, stop_head):
             h = work.kv_head * sizes.group + g
-            for j in range(count):
+            first, stop = own_steps(g, count, work, cfg)
+            for j in range(first, stop):
                 block = visited_block(j, work, cfg)
                 row = work.start_q + block * cfg.BLOCK_M
                 index = h * sizes.blocks + work.first_block + block
@@ -191,15 +196,15 @@ def load_tile(x, channel, i, batch, row, head, MORE: gl.constexpr, cfg: gl.const
     return full
 
 
-@gluon.jit(do_not_specialize=[*NUMBERS, "blocks"])
+@gluon.jit(do_not_specialize=[*NUMBERS, "blocks", "parts"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace, plain,
     semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle,
-    blocks, left, right, chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
+    blocks, parts, left, right, chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the sum for dQ; each program has one tile of keys."""
-    sizes = KeySizes(B, M, N, total_q, total_k, heads, group, swizzle, blocks)
+    """dK, dV and the sum for dQ; each program has one tile of keys, or a part of its steps."""
+    sizes = KeySizes(B, M, N, total_q, total_k, heads, group, swizzle, blocks, parts)
     mask = Mask(left, right, chunk)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)

@@ -1,4 +1,6 @@
-"""Run the backward on the GPU: allocate buffers, describe the tensors, launch three kernels."""
+"""Run the backward on the GPU: allocate buffers, describe the tensors, launch three kernels, and a
+fourth one if several programs share a tile of keys.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.relaunch import run_all
 from ....masks import as_kernel_number
@@ -19,8 +22,10 @@ from ..shared.launch import descriptor, readable
 from ..shared.packing_order import most_tiles
 from ..shared.schedule import Sequences
 from ..shared.softmax import Pointers
-from .dq import PIECE_ROWS
+from .dq import PIECE, PIECE_ROWS
 from .kernel import KeyGradients, backward_kernel
+from .part_sums import add_parts_kernel
+from .parts import parts_of
 from .plan import BackwardConfig, backward_plan, backward_swizzle, leaves_keys_unseen
 from .row_kernels import delta_kernel, round_kernel
 from .schedule import KeyOrder
@@ -46,7 +51,7 @@ def backward(
 
     made = buffers(problem, operands)
     given = (*operands, out, lse, readable(dout), dlse)
-    run_all("hopper backward", problem, given, made, describe, backward_plan(problem))
+    run_all("hopper backward", problem, given, made, describe, config_of(problem, operands))
     sink = operands.sink
     dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
     return Gradients(made.dq, made.dk, made.dv, None, dsink)
@@ -64,11 +69,23 @@ class Buffers(NamedTuple):
     semaphores: Tensor | None  # the dQ semaphores, for ordered additions
     counter: Tensor | None  # see `KeyOrder`
     tiles: Tensor | None
+    dk_parts: Tensor | None  # see `part_sums.py`
+    dv_parts: Tensor | None
+
+
+def parts_of_tile(problem: AttentionProblem, operands: Operands) -> int:
+    """The number of programs that share a tile of keys."""
+    return parts_of(problem, operands.k.shape[0], multiprocessors(operands.k.device))
+
+
+def config_of(problem: AttentionProblem, operands: Operands) -> BackwardConfig:
+    """The compile-time constants of a call."""
+    return backward_plan(problem, parts_of_tile(problem, operands) > 1)
 
 
 def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
     """Allocate the gradients and the intermediate results between the kernels."""
-    config = backward_plan(problem)
+    config = config_of(problem, operands)
     q, k, v = operands[:3]
     # Programs do not write rows that belong to no sequence.
     dq = (torch.empty_like if problem.layout == "dense" else torch.zeros_like)(
@@ -91,7 +108,16 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
     tiles = None
     if config.IS_PACKED:
         tiles = q.new_empty(key_tiles(problem, operands, config), 2, dtype=torch.int32)
-    return Buffers(dq, dk, dv, workspace, lse_log2, minus_delta, semaphores, counter, tiles)
+    dk_parts = dv_parts = None
+    if config.IS_PARTED:
+        sums = problem.Hk * key_blocks(problem, operands, config)
+        sums *= parts_of_tile(problem, operands)
+        size = config.BLOCK_N * (config.BLOCK_D + config.TAIL_D)
+        dk_parts = q.new_empty(sums, size, dtype=torch.float32)
+        dv_parts = torch.empty_like(dk_parts)
+    return Buffers(
+        dq, dk, dv, workspace, lse_log2, minus_delta, semaphores, counter, tiles, dk_parts, dv_parts
+    )
 
 
 def backward_launches(
@@ -104,7 +130,7 @@ def backward_launches(
     made: Buffers,
 ) -> list[Launch]:
     """The launches that fill the gradients; `dout` is readable."""
-    config = backward_plan(problem)
+    config = config_of(problem, operands)
     common = {
         "at": Sequences(
             operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
@@ -121,11 +147,14 @@ def backward_launches(
         "N": problem.N,
         "total_k": operands.k.shape[0],
     }
-    return [
+    launches = [
         delta_launch(problem, operands, out, lse, dout, dlse, made, before),
         key_launch(problem, operands, dout, made, before),
         round_launch(problem, operands, made, common),
     ]
+    if config.IS_PARTED:
+        launches.append(add_parts_launch(problem, operands, made, common))
+    return launches
 
 
 def workspace_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
@@ -133,6 +162,13 @@ def workspace_blocks(problem: AttentionProblem, operands: Operands, config: Back
     if problem.layout == "dense":
         return problem.B * -(-problem.M // config.BLOCK_M)
     return operands.q.shape[0] // config.BLOCK_M + problem.B
+
+
+def key_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
+    """Tiles of keys of one head in the sums of the parts; see `schedule.blocks_before`."""
+    if problem.layout == "dense":
+        return problem.B * -(-problem.N // config.BLOCK_N)
+    return operands.k.shape[0] // config.BLOCK_N + problem.B
 
 
 def key_tiles(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
@@ -182,17 +218,20 @@ def key_launch(
 ) -> Launch:
     """The launch that computes dk, dv, and the sum for dq."""
     config, options = common["cfg"], problem.options
+    parts = parts_of_tile(problem, operands) if config.IS_PARTED else None
+    plain = (made.dk_parts, made.dv_parts) if config.IS_PARTED else (made.dk, made.dv)
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(operands, dout, made, config),
         "lse_desc": plain_descriptor(made.lse_log2, 1),
         "delta_desc": plain_descriptor(made.minus_delta, 1),
         "workspace": made.workspace if config.HAS_DQ_IN_REGISTERS else staged_pieces(made, config),
-        "plain": KeyGradients(made.dk, made.dv),
+        "plain": KeyGradients(*plain),
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
         "heads": problem.Hk,
         "group": problem.group,
         "swizzle": backward_swizzle(problem),
+        "parts": parts,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
         "chunk": as_kernel_number(options.attention_chunk),
@@ -202,7 +241,7 @@ def key_launch(
         **common,
     }
     tiles = key_tiles(problem, operands, config) * problem.Hk
-    return Launch(backward_kernel, (tiles,), arguments)
+    return Launch(backward_kernel, (tiles * (parts or 1),), arguments)
 
 
 def descriptors(
@@ -240,6 +279,33 @@ def round_launch(
         **common,
     }
     return Launch(round_kernel, row_grid(problem, operands, common["cfg"]), arguments)
+
+
+def add_parts_launch(
+    problem: AttentionProblem, operands: Operands, made: Buffers, common: dict[str, Any]
+) -> Launch:
+    """The launch that adds the parts and rounds the sums to dk and dv."""
+    config = common["cfg"]
+    arguments = {
+        "dk_parts_ptr": made.dk_parts,
+        "dv_parts_ptr": made.dv_parts,
+        "dk_ptr": made.dk,
+        "dv_ptr": made.dv,
+        **dict(zip(("dk_batch", "dk_row", "dk_head"), row_strides(made.dk), strict=True)),
+        **dict(zip(("dv_batch", "dv_row", "dv_head"), row_strides(made.dv), strict=True)),
+        "at": common["at"],
+        "N": problem.N,
+        "total_k": operands.k.shape[0],
+        "heads": problem.Hk,
+        "blocks": key_blocks(problem, operands, config),
+        "parts": parts_of_tile(problem, operands),
+        "scale": problem.options.softmax_scale,
+        "cfg": config,
+    }
+    tiles = -(-problem.N // config.BLOCK_N)
+    pieces = config.BLOCK_N * config.BLOCK_D // PIECE.value
+    pieces += config.BLOCK_N // CONSUMER_ROWS if config.TAIL_D else 0
+    return Launch(add_parts_kernel, (problem.B * problem.Hk, tiles, 2 * pieces), arguments)
 
 
 def row_grid(

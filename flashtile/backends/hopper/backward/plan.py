@@ -68,10 +68,11 @@ class BackwardConfig:
     IS_PACKED: bool
     IS_ASCENDING: bool  # a tile visits the blocks of queries from the first one that sees it
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
+    IS_PARTED: bool  # several programs share a tile of keys: see `parts.py`
 
 
 @memoised(4096)
-def backward_plan(problem: AttentionProblem) -> BackwardConfig:
+def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> BackwardConfig:
     """The compile-time constants for a problem."""
     options = problem.options
     columns = padded_columns(problem)
@@ -103,6 +104,7 @@ def backward_plan(problem: AttentionProblem) -> BackwardConfig:
         IS_PACKED=problem.layout != "dense",
         IS_ASCENDING=is_ascending(problem),
         IS_ORDERED=options.deterministic,
+        IS_PARTED=is_parted,
     )
 
 

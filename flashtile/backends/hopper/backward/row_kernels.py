@@ -99,30 +99,29 @@ def round_kernel(
         for piece in tl.static_range(PIECES):
             down, across = (piece % (BLOCK // 64)) * 64, (piece // (BLOCK // 64)) * 64
             row = m * BLOCK + down
-            round_piece(
-                pieces + piece * PIECE, base, start, row, count, row_stride, across, scale, 64, cfg
-            )
+            x = tl.load(pieces + piece * PIECE + tl.arange(0, PIECE)) * scale
+            store_piece(x, base, start, row, count, row_stride, across, 64, cfg.D)
         if cfg.TAIL_D > 0:
-            round_piece(
-                pieces + PIECES * PIECE, base, start, m * BLOCK, count, row_stride, cfg.BLOCK_D,
-                scale, cfg.TAIL_D, cfg,
-            )  # fmt: skip
+            TAIL: tl.constexpr = 64 * cfg.TAIL_D
+            x = tl.load(pieces + PIECES * PIECE + tl.arange(0, TAIL)) * scale
+            row = m * BLOCK
+            store_piece(x, base, start, row, count, row_stride, cfg.BLOCK_D, cfg.TAIL_D, cfg.D)
 
 
 @triton.jit
-def round_piece(
-    piece, base, start, row, count, row_stride, column, scale, COLUMNS: tl.constexpr,
-    cfg: tl.constexpr,
+def store_piece(
+    x, base, start, row, count, row_stride, column, COLUMNS: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Round a piece (64, COLUMNS) to the rows from `row` and the columns from `column` of dq."""
-    x = tl.load(piece + tl.arange(0, 64 * COLUMNS)) * scale
+    """Round a piece (64, COLUMNS) to the rows from `row` and the columns from `column` of a
+    sequence of `count` rows from `start`, and of DIM columns.
+    """
     # Columns / 8, warp, row % 8, columns % 8 / 2, row / 8 % 2, columns % 2.
     x = tl.permute(tl.reshape(x, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
     x = tl.reshape(x, [64, COLUMNS])
     rows = row + tl.arange(0, 64)[:, None]
     dims = column + tl.arange(0, COLUMNS)[None, :]
     offsets = (start + rows).to(tl.int64) * row_stride + dims
-    inside = (rows < count) & (dims < cfg.D)
+    inside = (rows < count) & (dims < DIM)
     tl.store(base + offsets, x.to(base.dtype.element_ty), mask=inside)
 
 

@@ -1,5 +1,8 @@
 """Which tile of keys a program has, and which blocks of queries see it.
 
+The steps of a tile are its blocks of queries, one query head of the group after the other. With
+cfg.IS_PARTED, several programs share a tile: each has a range of the steps, a part.
+
 The float32 workspace of dQ and the row statistics consist of whole blocks of BLOCK_M rows: every
 sequence starts a new block, and `blocks_before` counts the blocks before it.
 """
@@ -26,6 +29,7 @@ class KeyWork:
 
     b: gl.tensor
     kv_head: gl.tensor
+    part: gl.tensor  # index of the program among those of the tile
     n: gl.tensor  # index of the tile in its sequence
     n0: gl.tensor  # first key of the tile
     start_q: gl.tensor  # first row of the sequence
@@ -38,14 +42,17 @@ class KeyWork:
     full_begin: gl.tensor  # blocks [full_begin, full_end) see every key of the tile
     full_end: gl.tensor
     end: gl.tensor
+    first_step: gl.tensor  # steps [first_step, stop_step) of the tile are this program's
+    stop_step: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
-        self, b, kv_head, n, n0, start_q, M, start_k, N, first_block, before, begin, full_begin,
-        full_end, end,
+        self, b, kv_head, part, n, n0, start_q, M, start_k, N, first_block, before, begin,
+        full_begin, full_end, end, first_step, stop_step,
     ):  # fmt: skip
         self.b = b
         self.kv_head = kv_head
+        self.part = part
         self.n = n
         self.n0 = n0
         self.start_q = start_q
@@ -58,10 +65,14 @@ class KeyWork:
         self.full_begin = full_begin
         self.full_end = full_end
         self.end = end
+        self.first_step = first_step
+        self.stop_step = stop_step
 
 
 class Tile(NamedTuple):
-    """A tile index; in packed batches, also the sequence and the index in the list."""
+    """The number of a program, and in packed batches the sequence and the index of its tile there.
+    Without parts, the number is that of the tile.
+    """
 
     number: Any
     b: Any
@@ -74,7 +85,10 @@ def listed_tile(number, order, sizes, cfg: gl.constexpr):
     b = number * 0
     n = b
     if cfg.IS_PACKED:
-        entry = order.tiles + 2 * (number // sizes.heads)
+        programs = sizes.heads
+        if cfg.IS_PARTED:
+            programs = programs * sizes.parts
+        entry = order.tiles + 2 * (number // programs)
         b = gl.load(entry)
         n = gl.load(entry + 1)
     return Tile(number, b, n)
@@ -83,36 +97,100 @@ def listed_tile(number, order, sizes, cfg: gl.constexpr):
 @gluon.jit
 def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
     """The work of a tile index, in the order of the head swizzle. The first keys come first,
-    because under a causal mask most queries see them (LPT order). In packed batches, the swizzle is
-    within the sequence, where tile `n` of all heads has the next tile indices.
+    because under a causal mask most queries see them (LPT order). The parts of a tile are
+    neighbours. In packed batches, the swizzle is within the sequence, where tile `n` of all heads
+    has the next tile indices. The tile has no blocks if the program has no steps.
     """
-    b = tile.b
+    b, index = tile.b, tile.number
+    part = index * 0
+    if cfg.IS_PARTED:
+        part = index % sizes.parts
+        index = index // sizes.parts
     if not cfg.IS_PACKED:
         n, bh = swizzled_order(
-            tile.number, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.swizzle
+            index, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.swizzle
         )
         b, h = bh // sizes.heads, bh % sizes.heads
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
     if cfg.IS_PACKED:
         n_tiles = gl.maximum(gl.cdiv(N, cfg.BLOCK_N), 1)
-        number = gl.maximum(tile.n, 0) * sizes.heads + tile.number % sizes.heads
+        number = gl.maximum(tile.n, 0) * sizes.heads + index % sizes.heads
         n, h = swizzled_order(number, n_tiles, sizes.heads, sizes.swizzle)
         n = gl.where(tile.n < 0, n_tiles, n)  # no tile, therefore no key
     n0 = n * cfg.BLOCK_N
     _, _, _, before = blocks_seeing(n0 - cfg.BLOCK_N, M, N, mask, cfg)
     begin, full_begin, full_end, end = blocks_seeing(n0, M, N, mask, cfg)
+    first_step, stop_step = steps_of(part, end - begin, sizes, cfg)
+    if cfg.IS_PARTED:
+        begin = gl.where(first_step < stop_step, begin, end)
     return KeyWork(
-        b, h, n, n0, start_q, M, start_k, N,
+        b, h, part, n, n0, start_q, M, start_k, N,
         blocks_before(b, start_q, sizes.M, at.cu_seqlens_q, cfg.BLOCK_M),
-        gl.where(n > 0, before, 0), begin, full_begin, full_end, end,
+        gl.where(n > 0, before, 0), begin, full_begin, full_end, end, first_step, stop_step,
     )  # fmt: skip
+
+
+@gluon.jit
+def steps_of(part, count, sizes, cfg: gl.constexpr):
+    """The steps [first, stop) of a part of a tile that `count` blocks of each head see.
+
+    Parts have equal numbers of steps. With ordered additions they have whole heads: otherwise a
+    part of one tile would start at a block that another part of the tile before it reaches last.
+    """
+    total = count * sizes.group
+    first, stop = total * 0, total
+    if cfg.IS_PARTED:
+        if cfg.IS_ORDERED:
+            first = part * sizes.group // sizes.parts * count
+            stop = (part + 1) * sizes.group // sizes.parts * count
+        else:
+            first = part * total // sizes.parts
+            stop = (part + 1) * total // sizes.parts
+    return first, stop
+
+
+@gluon.jit
+def own_heads(work, sizes, cfg: gl.constexpr):
+    """The query heads [first, stop) of the group that this program's steps belong to."""
+    first, stop = sizes.group * 0, sizes.group
+    if cfg.IS_PARTED:
+        count = gl.maximum(work.end - work.begin, 1)
+        first = work.first_step // count
+        stop = gl.cdiv(work.stop_step, count)
+    return first, stop
+
+
+@gluon.jit
+def own_steps(g, count, work, cfg: gl.constexpr):
+    """This program's steps [first, stop) of the `count` steps of head `g` of the group."""
+    first, stop = count * 0, count
+    if cfg.IS_PARTED:
+        first = gl.maximum(work.first_step - g * count, 0)
+        stop = gl.minimum(work.stop_step - g * count, count)
+    return first, stop
+
+
+@gluon.jit
+def own_blocks(g, work, cfg: gl.constexpr):
+    """The blocks of `own_steps` as the numbers begin, full_begin, full_end and end of `KeyWork`."""
+    begin, full_begin, full_end, end = work.begin, work.full_begin, work.full_end, work.end
+    if cfg.IS_PARTED:
+        first, stop = own_steps(g, end - begin, work, cfg)
+        if cfg.IS_ASCENDING:
+            begin, end = work.begin + first, work.begin + stop
+        else:
+            begin, end = work.end - stop, work.end - first
+        full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
+        full_end = gl.minimum(gl.maximum(full_end, begin), end)
+    return begin, full_begin, full_end, end
 
 
 @gluon.jit
 def blocks_before(b, start_q, M, cu_seqlens, BLOCK_M: gl.constexpr):
     """Number of blocks of the workspace before sequence `b`. A packed sequence of `count` rows
     takes ceil(count / BLOCK_M) blocks, and start_q // BLOCK_M + b grows by at least as many.
+    The same for keys, with the number and the bound of keys.
     """
     first_block = b * gl.cdiv(M, BLOCK_M)
     if cu_seqlens is not None:
@@ -174,6 +252,12 @@ def visited_block(j, work, cfg: gl.constexpr):
     if cfg.IS_ASCENDING:
         block = work.begin + j
     return block
+
+
+@gluon.jit
+def first_block_of(begin, end, cfg: gl.constexpr):
+    """The block of [begin, end) that `visited_block` returns first."""
+    return begin if cfg.IS_ASCENDING else end - 1
 
 
 @gluon.jit

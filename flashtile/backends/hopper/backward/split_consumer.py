@@ -50,6 +50,7 @@ from .dq import (
     piece_layout,
     release_semaphore,
 )
+from .part_sums import store_part
 from .products import (
     issue_dp,
     issue_scores,
@@ -61,7 +62,7 @@ from .products import (
     values_of,
     whole_tile,
 )
-from .schedule import key_work
+from .schedule import key_work, own_blocks, own_heads
 
 # Indices of the consumers: of their semaphores and hardware barriers.
 VALUES = gl.constexpr(0)
@@ -124,46 +125,55 @@ def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.cons
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
         dv, tail = value_loop(outputs, channels, work, sizes, mask, score, cfg)
-        # The other consumer read dO before its last dS^T.
-        store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
+        if cfg.IS_PARTED:
+            store_part(0, dv, tail, outputs.plain.dv, work, sizes, at, cfg)
+        else:
+            # The other consumer read dO before its last dS^T.
+            store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
+        tma.store_wait(0)
+    elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
+        dv, tail = no_sum(work.n, cfg)
+        store_part(0, dv, tail, outputs.plain.dv, work, sizes, at, cfg)
 
 
 @gluon.jit
 def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
-    """The loop over the query blocks that see the tile, head by head; returns dV."""
+    """The loop over this program's query blocks that see the tile, head by head; returns dV."""
     channels.k.acquire(0)
     if cfg.IS_PACKED:
         clear_rows(VALUES, channels.k, 0, work.N - work.n0, cfg)
     dv, tail = no_sum(work.n, cfg)
-    total = (work.end - work.begin) * sizes.group
+    total = work.stop_step - work.first_step
     gl.assume(total > 0)
     channels.q.acquire(0)
     s = issue_scores(0, whole_tile(channels.k, 0), 0, channels, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     i = 0
     added = 0  # block of the workspace in the previous step
-    for g in range(sizes.group):
+    first_head, stop_head = own_heads(work, sizes, cfg)
+    for g in range(first_head, stop_head):
         h = work.kv_head * sizes.group + g
         base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
         keys = keys_of(0, work, mask, opaque_zero(g), cfg)
-        m = work.end - 1
+        begin, full_begin, full_end, end = own_blocks(g, work, cfg)
+        m = end - 1
         if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
-            for _ in range(work.full_end, work.end):
+            for _ in range(full_end, end):
                 s, dv, tail, added = value_step(
                     s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
                     score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m -= 1
-        for _ in range(work.full_begin, work.full_end):
+        for _ in range(full_begin, full_end):
             s, dv, tail, added = value_step(
                 s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
                 score, False, cfg,
             )  # fmt: skip
             i += 1
             m -= 1
-        for _ in range(work.begin, work.full_begin):
+        for _ in range(begin, full_begin):
             s, dv, tail, added = value_step(
                 s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
                 score, True, cfg,
@@ -234,16 +244,25 @@ def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.conste
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
         dk, tail = key_loop(outputs, channels, work, sizes, cfg)
-        dk = dk * score.scale
-        if cfg.TAIL_D > 0:
-            tail = tail * score.scale
-        # The other consumer read Q before its last P, except for an S^T that nothing reads.
-        store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
+        if cfg.IS_PARTED:
+            store_part(0, dk, tail, outputs.plain.dk, work, sizes, at, cfg)
+        else:
+            dk = dk * score.scale
+            if cfg.TAIL_D > 0:
+                tail = tail * score.scale
+            # The other consumer read Q before its last P, except for an S^T that nothing reads.
+            store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
+        tma.store_wait(0)
+    elif cfg.IS_PARTED and work.n0 < work.N:
+        dk, tail = no_sum(work.n, cfg)
+        store_part(0, dk, tail, outputs.plain.dk, work, sizes, at, cfg)
 
 
 @gluon.jit
 def key_loop(outputs, channels, work, sizes, cfg: gl.constexpr):
-    """The loop over the query blocks that see the tile, head by head; returns dK / scale."""
+    """The loop over this program's query blocks that see the tile, head by head; returns
+    dK / scale.
+    """
     channels.k.acquire(0)
     channels.v.acquire(0)
     if cfg.IS_PACKED:
@@ -251,16 +270,18 @@ def key_loop(outputs, channels, work, sizes, cfg: gl.constexpr):
     dk, tail = no_sum(work.n, cfg)
     i = 0
     added = 0  # block of the workspace in the previous step
-    for g in range(sizes.group):
+    first_head, stop_head = own_heads(work, sizes, cfg)
+    for g in range(first_head, stop_head):
         base = (work.kv_head * sizes.group + g) * sizes.blocks + work.first_block
-        m = work.end - 1
+        begin, _, _, end = own_blocks(g, work, cfg)
+        m = end - 1
         if cfg.IS_PACKED:  # the sequence may end in this block
             dk, tail, added = key_step(
                 dk, tail, added, i, m, base, outputs, channels, work, True, cfg
             )
             i += 1
             m -= 1
-        for _ in range(work.begin, m + 1):
+        for _ in range(begin, m + 1):
             dk, tail, added = key_step(
                 dk, tail, added, i, m, base, outputs, channels, work, False, cfg
             )
@@ -402,4 +423,3 @@ def store_sum(x, tail, channel, described, ptr, DIM: gl.constexpr, work, cfg: gl
     if cfg.TAIL_D > 0:
         slot = channel.tails.index(0)
         store_rows(tail, slot, row, cfg.BLOCK_D, described.tails, ptr, DIM, work, cfg)
-    tma.store_wait(0)

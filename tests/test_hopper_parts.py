@@ -1,0 +1,96 @@
+"""The number of programs that share a tile of keys in the Hopper backward."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile.backends.hopper.backward.parts import makespan, parts_of, tile_lengths
+from flashtile.masks import Visibility
+from flashtile.problem import AttentionProblem, Operands, Options
+
+MULTIPROCESSORS = 132
+
+
+def problem_of(
+    heads: tuple[int, int], M: int, N: int | None = None, D: int = 128, B: int = 1, **options: Any
+) -> AttentionProblem:
+    N = M if N is None else N
+    q, k = (
+        torch.empty(B, rows, count, D, dtype=torch.bfloat16, device="meta")
+        for rows, count in zip((M, N), heads, strict=True)
+    )
+    return AttentionProblem.of(Operands(q, k, k), Options(M, N, 1.0, **options))
+
+
+def parts(heads: tuple[int, int], M: int, **given: Any) -> int:
+    problem = problem_of(heads, M, **given)
+    return parts_of(problem, problem.N, MULTIPROCESSORS)
+
+
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"window_right": 0},
+    {"window_left": 70, "window_right": 0},
+    {"window_left": 40, "window_right": 300},
+    {"attention_chunk": 100},
+    {"attention_chunk": 300, "window_right": 0},
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("M", "N", "D"), [(500, 500, 128), (300, 700, 64), (700, 300, 256)])
+def test_lengths_of_tiles(M: int, N: int, D: int, mask: dict[str, Any]):
+    problem = problem_of((1, 1), M, N, D, **mask)
+    BLOCK_M, BLOCK_N = {64: (128, 128), 128: (64, 128), 256: (64, 64)}[D]
+    rows = [Visibility(problem.facts, M, N).key_range(i) for i in range(M)]
+    seen = [
+        {i // BLOCK_M for i, (start, stop) in enumerate(rows) if start < n + BLOCK_N and stop > n}
+        for n in range(0, N, BLOCK_N)
+    ]
+    assert tile_lengths(problem) == sorted(map(len, seen), reverse=True)
+
+
+@pytest.mark.parametrize("copies", [1, 3, 7, 40, 300])
+@pytest.mark.parametrize("kind", ["equal", "triangle"])
+@pytest.mark.parametrize("tiles", [1, 20, 40, 200])
+def test_makespan_is_that_of_programs_in_order(tiles: int, kind: str, copies: int):
+    times = [float(100 if kind == "equal" else 10 + tiles - n) for n in range(tiles)]
+    ends = [0.0] * MULTIPROCESSORS
+    for time in times:
+        for _ in range(copies):
+            heapq.heappush(ends, heapq.heappop(ends) + time)
+    assert 0.85 * max(ends) <= makespan(times, copies, MULTIPROCESSORS) <= max(ends) + 1e-6
+
+
+def test_few_long_tiles_are_split():
+    assert parts((24, 4), 5000) > 1
+    assert parts((24, 4), 5000, window_right=0) > 1
+    assert parts((32, 1), 4096) >= 4
+    assert parts((2, 2), 4096) > 1  # one head for each key head, too
+
+
+@pytest.mark.parametrize("window_right", [None, 0])
+@pytest.mark.parametrize(
+    ("heads", "M"), [((16, 16), 16384), ((32, 8), 8192), ((8, 1), 32768), ((16, 16), 1024)]
+)
+def test_enough_tiles_stay_whole(heads: tuple[int, int], M: int, window_right: int | None):
+    assert parts(heads, M, window_right=window_right) == 1
+
+
+def test_short_problems_stay_whole():
+    assert parts((8, 8), 256) == 1
+
+
+def test_parts_have_whole_heads_with_ordered_additions():
+    assert 1 < parts((8, 2), 4096, deterministic=True) <= 4
+    assert parts((2, 2), 4096, deterministic=True) == 1
+
+
+def test_packed_sequences_count_their_rows():
+    problem = problem_of((8, 2), 4096)._replace(layout="packed", B=1000)
+    assert parts_of(problem, 4096, MULTIPROCESSORS) > 1
+    assert parts_of(problem, 100 * 4096, MULTIPROCESSORS) == 1
