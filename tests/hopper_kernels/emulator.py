@@ -17,6 +17,8 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,71 +27,14 @@ import torch
 from torch import Tensor
 
 from .linear_layout import LinearLayout
+from .memory import Pointer, Tile, load, store, tile, where
 from .scheduler import Scheduler, context
 
-FOLDER = Path(__file__).parents[2] / "flashtile" / "backends" / "hopper"
-PACKAGE = "emulated_hopper"
+ROOT = "emulated_flashtile"
+FOLDER = Path(__file__).parents[2] / "flashtile"
+PACKAGES = ("", ".backends", ".backends.hopper")  # without what their own __init__ imports
 
 scheduler: Scheduler
-
-
-class Tile(Tensor):
-    """Registers: a tensor whose integer division truncates, as the machine's does."""
-
-    type = property(lambda _: SimpleNamespace(layout=None))  # type: ignore[assignment]  # Gluon's
-
-    def __floordiv__(self, other: Any) -> Any:
-        return torch.div(self, other, rounding_mode="trunc")
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return torch.div(torch.as_tensor(other), self, rounding_mode="trunc")
-
-    def __mod__(self, other: Any) -> Any:
-        return torch.fmod(self, other)
-
-    def __iadd__(self, other: Any) -> Any:  # registers have no aliases
-        return self + other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-def tile(x: Any) -> Tile:
-    return torch.as_tensor(x).as_subclass(Tile)
-
-
-class Pointer:
-    """A pointer into memory."""
-
-    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
-        self.memory, self.offset = memory, offset
-        self.dtype = SimpleNamespace(element_ty=memory.dtype)
-
-    def __add__(self, more: Any) -> Pointer:
-        return Pointer(self.memory, self.offset + more)
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
-        return self
-
-    def flat(self) -> Tensor:
-        whole = torch.empty(0, dtype=self.memory.dtype).set_(self.memory.untyped_storage())
-        return whole[self.memory.storage_offset() :]
-
-
-def load(p: Pointer, mask: Any = None, other: Any = 0) -> Tile:
-    offset = torch.as_tensor(p.offset)
-    if mask is None:
-        return tile(p.flat()[offset].clone())
-    mask, offset = torch.broadcast_tensors(torch.as_tensor(mask), offset)
-    found = p.flat()[offset.masked_fill(~mask, 0)]
-    return tile(torch.where(mask, found, torch.tensor(other, dtype=found.dtype)))
-
-
-def store(p: Pointer, value: Any, mask: Any = True) -> None:
-    offset = torch.as_tensor(p.offset)
-    value = torch.as_tensor(value).to(p.memory.dtype)
-    mask, offset, value = torch.broadcast_tensors(torch.as_tensor(mask), offset, value)
-    p.flat()[offset[mask]] = value[mask]
 
 
 class Shared:
@@ -282,6 +227,29 @@ def store_wait(pending: int) -> None:
         context.bulk.pop(0)()
 
 
+grids: list[dict[Any, Any]] = []  # the threads of the programs of each launch
+letting: set[Any] = set()  # programs that let the next launch start
+
+
+def may_start(number: int) -> bool:
+    """Whether the programs of launch `number`, an early one unless it is the first, may start."""
+    before = grids[number - 1].items() if number else ()
+    return all(program in letting or x in scheduler.finished for program, x in before)
+
+
+def let_next_kernel_start() -> None:
+    """From here on the program is slow, so that the next launch comes before its end."""
+    letting.add(context.program)
+    scheduler.slow_down()
+    scheduler.meet()
+
+
+def wait_for_earlier_kernels() -> None:
+    """Until the launch before has ended: not those before it, unless it has waited for them."""
+    before = set(grids[context.program[-1] - 1].values()) if context.program[-1] else set()
+    scheduler.meet(lambda: scheduler.finished.issuperset(before) and not scheduler.copies)
+
+
 class NamedBarriers:
     """Hardware barriers of each program."""
 
@@ -330,10 +298,6 @@ def warp_specialize(roles: list[Any], warps: Any, registers: Any) -> None:
     program = context.program
     threads = [scheduler.spawn(lambda f=f, a=a: f(*a), program) for f, a in roles]
     scheduler.meet(lambda: scheduler.finished.issuperset(threads))
-
-
-def where(condition: Any, x: Any, y: Any) -> Tile:
-    return tile(torch.where(torch.as_tensor(condition), torch.as_tensor(x), torch.as_tensor(y)))
 
 
 def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
@@ -447,6 +411,11 @@ def stand_ins() -> dict[str, types.ModuleType]:
             wait=lambda barrier, phase, pred=True: barrier.wait(phase, pred),
         ),
     )
+    plain.extra = SimpleNamespace(  # type: ignore[attr-defined]
+        cuda=SimpleNamespace(
+            gdc_wait=wait_for_earlier_kernels, gdc_launch_dependents=let_next_kernel_start
+        )
+    )
     module("triton", jit=jit, language=plain)
     return found
 
@@ -457,13 +426,13 @@ def emulated() -> Iterator[Callable[[str], types.ModuleType]]:
     fakes = stand_ins()
     kept = {name: sys.modules.get(name) for name in fakes}
     sys.modules.update(fakes)
-    package = types.ModuleType(PACKAGE)
-    package.__path__ = [str(FOLDER)]
-    sys.modules[PACKAGE] = package
+    for name in PACKAGES:
+        package = sys.modules[ROOT + name] = types.ModuleType(ROOT + name)
+        package.__path__ = [str(FOLDER.joinpath(*name.split(".")))]
     try:
-        yield lambda name: importlib.import_module(f"{PACKAGE}.{name}")
+        yield lambda name: importlib.import_module(ROOT + name.removeprefix("flashtile"))
     finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
+        for name in [name for name in sys.modules if name.split(".")[0] == ROOT]:
             del sys.modules[name]
         for name, module in kept.items():
             if module is None:
@@ -485,19 +454,26 @@ def argument(x: Any) -> Any:
 
 def run(launch: Any, seed: int) -> list[tuple[int, int]]:
     """Run all programs of a launch, a few at once, in any order; the `additions`."""
+    return run_chain([launch], seed)
+
+
+def run_chain(launches: list[Any], seed: int) -> list[tuple[int, int]]:
+    """Run a launch and those that start while the one before ends; the `additions`."""
     global scheduler, named_barriers
     scheduler, named_barriers = Scheduler(seed), NamedBarriers()
-    additions.clear()
-    tickets.clear()
+    for record in (additions, tickets, grids, letting):
+        record.clear()
     with emulated() as load_file:
-        file = launch.kernel.fn.__module__.split(".hopper.")[1]
-        kernel = getattr(load_file(file), launch.kernel.fn.__name__)
-        arguments = {name: argument(x) for name, x in launch.arguments.items()}
-        programs = [()]
-        for size in launch.grid:
-            programs = [(*p, i) for p in programs for i in range(size)]
-        threads = [scheduler.spawn(lambda: kernel(**arguments), p) for p in programs]
-        scheduler.start(threads)
+        conditions = {}
+        for number, launch in enumerate(launches):
+            assert launch.is_early or number == 0
+            function = launch.kernel.fn
+            kernel = getattr(load_file(function.__module__), function.__name__)
+            run = partial(kernel, **{name: argument(x) for name, x in launch.arguments.items()})
+            ids = [(*program, number) for program in product(*map(range, launch.grid))]
+            grids.append({program: scheduler.spawn(run, program) for program in ids})
+            conditions |= dict.fromkeys(grids[-1].values(), partial(may_start, number))
+        scheduler.start(conditions)
         for copy in scheduler.copies:
             copy()
     return list(additions)

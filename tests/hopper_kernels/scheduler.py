@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 PROGRAMS_AT_ONCE = 3
@@ -32,18 +33,23 @@ class Scheduler:
         self.started: set[Any] = set()
         self.programs: set[Any] = set()
 
-    def start(self, programs: list[Any]) -> None:
-        """Run all threads to their end; PROGRAMS_AT_ONCE of `programs` at a time."""
+    def start(self, programs: dict[Any, Callable[[], bool]]) -> None:
+        """Run all threads to their end; PROGRAMS_AT_ONCE of `programs` at a time, each only after
+        its condition is true.
+        """
         with self.changed:
             self.programs = set(programs)
-            for thread in programs:
-                self.waiting[thread] = lambda: len(self.started - self.finished) < PROGRAMS_AT_ONCE
+            for thread, may_start in programs.items():
+                self.waiting[thread] = partial(self._has_room, may_start)
             self._pick()
             self.changed.wait_for(
                 lambda: self.finished.issuperset(programs) or self.error is not None
             )
         if self.error is not None:
             raise self.error
+
+    def _has_room(self, may_start: Callable[[], bool]) -> bool:
+        return len(self.started - self.finished) < PROGRAMS_AT_ONCE and may_start()
 
     def spawn(self, function: Callable[[], None], program: tuple[int, ...]) -> threading.Thread:
         """A thread that starts when the scheduler picks it."""
@@ -69,6 +75,10 @@ class Scheduler:
         self.waiting[thread] = lambda: True
         thread.start()
         return thread
+
+    def slow_down(self) -> None:
+        """Pick this thread as rarely as any."""
+        self.pace[threading.current_thread()] = min(PACES)
 
     def meet(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Let others go on until `ready`, and until this thread is picked again."""

@@ -277,7 +277,7 @@ def test_head_swizzle(heads: int, swizzle: int):
     """Every tile comes once, and the last swizzle, whose end nothing follows, is a whole one."""
     m_tiles, width = 7, min(swizzle, heads)
     with emulator.emulated() as load_file:
-        order = load_file("shared.schedule").swizzled_order
+        order = load_file("flashtile.backends.hopper.shared.schedule").swizzled_order
         numbers = map(emulator.tile, range(m_tiles * heads))
         found = [tuple(map(int, order(n, m_tiles, heads, swizzle))) for n in numbers]
     assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]

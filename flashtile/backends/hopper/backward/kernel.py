@@ -3,6 +3,21 @@
 FlashAttention-2's algorithm 2 (Dao 2023) with the roles of FlashAttention-3: a program owns a tile
 of keys, so that dK and dV stay in registers, summed over the query heads of a group; dQ is added to
 memory. The producer is in this file, the consumers in `consumer.py`, the writers in `dq.py`.
+
+The kernels before and after this one are in `row_kernels.py`. The first is an ordinary launch, so
+it starts after everything before it, and so is the kernel that adds parts, after all of them. This
+kernel and the one that rounds dQ start while the previous kernel ends
+(programmatic dependent launch) and wait before they use what it writes:
+
+- This kernel loads only K and V before the wait. The producer waits before it loads the statistics,
+  and without them there is no dQ, so the consumers and the writers add nothing to the workspace
+  before it is clear. Ordered programs and those of packed batches also wait before they take a
+  number from the counter or a tile from the list.
+- The kernel that rounds dQ waits before anything else.
+
+A wait ends after all programs of the previous kernel, but it does not cover the kernels before that
+one. Therefore every program waits, even without work: the end of a kernel then implies the end of
+the earlier ones, for the next kernel and for all later launches.
 """
 
 from __future__ import annotations
@@ -13,6 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
 from ..shared.channels import Channel, Described, make_channel
 from ..shared.intrinsics import copy_to_shared, shared_rows
 from ..shared.schedule import NUMBERS, Mask, batch_of
@@ -156,6 +172,8 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
 def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
     """Load the tile's keys and values once, and every block of queries that sees them and is this
     program's, one head of the group after the other.
+
+    Only K and V may be loaded before the wait for the earlier kernels.
     """
     work = key_work(tile, sizes, at, mask, cfg)
     batch_k, row_k = batch_of(work.b, at.cu_seqlens_k), work.start_k + work.n0
@@ -165,6 +183,8 @@ def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
     if count > 0:
         load_tile(inputs.k, channels.k, 0, batch_k, row_k, work.kv_head, 0, cfg)
         load_tile(inputs.v, channels.v, 0, batch_k, row_k, work.kv_head, 0, cfg)
+    wait_for_earlier_kernels()
+    if count > 0:
         first_head, stop_head = own_heads(work, sizes, cfg)
         for g in range(first_head, stop_head):
             h = work.kv_head * sizes.group + g
@@ -212,6 +232,9 @@ def backward_kernel(
     dk, dv = Described(dk_desc, dk_tail_desc), Described(dv_desc, dv_tail_desc)
     inputs = Inputs(q, k, v, dout, lse_desc, delta_desc)
     outputs = Outputs(dk, dv, workspace, plain, semaphores_ptr)
+    let_next_kernel_start()
+    if cfg.IS_ORDERED or cfg.IS_PACKED:  # the earlier kernel writes the counter and the list
+        wait_for_earlier_kernels()
     if cfg.IS_ORDERED:  # see `dq.acquire_semaphore`
         tile = gl.atomic_add(order.counter, 1, sem="relaxed")  # it orders no other memory access
     else:

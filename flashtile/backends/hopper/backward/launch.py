@@ -241,7 +241,7 @@ def key_launch(
         **common,
     }
     tiles = key_tiles(problem, operands, config) * problem.Hk
-    return Launch(backward_kernel, (tiles * (parts or 1),), arguments)
+    return Launch(backward_kernel, (tiles * (parts or 1),), arguments, is_early=True)
 
 
 def descriptors(
@@ -278,7 +278,8 @@ def round_launch(
         "scale": problem.options.softmax_scale,
         **common,
     }
-    return Launch(round_kernel, row_grid(problem, operands, common["cfg"]), arguments)
+    grid = row_grid(problem, operands, common["cfg"])
+    return Launch(round_kernel, grid, arguments, is_early=True)
 
 
 def add_parts_launch(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
 from ..shared.packing_order import Side, list_tiles, rows_of
 from ..shared.schedule import NUMBERS
 from .dq import PIECE
@@ -29,6 +30,7 @@ def delta_kernel(
     `lse_log2` (heads, blocks, BLOCK_M) is +inf for a row that saw no key or does not exist, which
     makes its P zero; its `minus_delta` is 0.
     """
+    let_next_kernel_start()
     BLOCK: tl.constexpr = cfg.BLOCK_M
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     TAIL_D: tl.constexpr = cfg.TAIL_D
@@ -88,6 +90,7 @@ def round_kernel(
     scale, cfg: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * workspace; each program has one block of one head."""
+    wait_for_earlier_kernels()
     BLOCK: tl.constexpr = cfg.BLOCK_M
     PIECES: tl.constexpr = cfg.BLOCK_M * cfg.BLOCK_D // PIECE
     SIZE: tl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)

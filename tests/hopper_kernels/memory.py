@@ -1,0 +1,72 @@
+"""Registers and global memory of the emulator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Tile(Tensor):
+    """Registers: a tensor whose integer division truncates, as the machine's does."""
+
+    type = property(lambda _: SimpleNamespace(layout=None))  # type: ignore[assignment]  # Gluon's
+
+    def __floordiv__(self, other: Any) -> Any:
+        return torch.div(self, other, rounding_mode="trunc")
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return torch.div(torch.as_tensor(other), self, rounding_mode="trunc")
+
+    def __mod__(self, other: Any) -> Any:
+        return torch.fmod(self, other)
+
+    def __iadd__(self, other: Any) -> Any:  # registers have no aliases
+        return self + other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def tile(x: Any) -> Tile:
+    return torch.as_tensor(x).as_subclass(Tile)
+
+
+class Pointer:
+    """A pointer into memory."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + more)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
+        return self
+
+    def flat(self) -> Tensor:
+        whole = torch.empty(0, dtype=self.memory.dtype).set_(self.memory.untyped_storage())
+        return whole[self.memory.storage_offset() :]
+
+
+def load(p: Pointer, mask: Any = None, other: Any = 0) -> Tile:
+    offset = torch.as_tensor(p.offset)
+    if mask is None:
+        return tile(p.flat()[offset].clone())
+    mask, offset = torch.broadcast_tensors(torch.as_tensor(mask), offset)
+    found = p.flat()[offset.masked_fill(~mask, 0)]
+    return tile(torch.where(mask, found, torch.tensor(other, dtype=found.dtype)))
+
+
+def store(p: Pointer, value: Any, mask: Any = True) -> None:
+    offset = torch.as_tensor(p.offset)
+    value = torch.as_tensor(value).to(p.memory.dtype)
+    mask, offset, value = torch.broadcast_tensors(torch.as_tensor(mask), offset, value)
+    p.flat()[offset[mask]] = value[mask]
+
+
+def where(condition: Any, x: Any, y: Any) -> Tile:
+    return tile(torch.where(torch.as_tensor(condition), torch.as_tensor(x), torch.as_tensor(y)))
