@@ -274,12 +274,22 @@ def test_dense_batch_with_lengths(sides: tuple[str, ...], head_dim: int):
 @pytest.mark.parametrize("heads", [1, 5, 9, 16, 21])
 @pytest.mark.parametrize("swizzle", [1, 2, 5, 8, 16])
 def test_head_swizzle(heads: int, swizzle: int):
-    """Every tile comes once, and the last swizzle, whose end nothing follows, is a whole one."""
+    """Every tile comes once, and the last swizzle, whose end nothing follows, is a whole one. The
+    backward, which multiplies by reciprocals, has the same order."""
     m_tiles, width = 7, min(swizzle, heads)
     with emulator.emulated() as load_file:
         order = load_file("flashtile.backends.hopper.shared.schedule").swizzled_order
-        numbers = map(emulator.tile, range(m_tiles * heads))
+        numbers = list(map(emulator.tile, range(m_tiles * heads)))
         found = [tuple(map(int, order(n, m_tiles, heads, swizzle))) for n in numbers]
+        schedule = load_file("flashtile.backends.hopper.backward.schedule")
+        for batch in (size for size in (1, 3, 7) if heads % size == 0):
+            divisors = schedule.order_reciprocals(m_tiles, batch, heads // batch, swizzle)
+            sizes = SimpleNamespace(
+                N=64 * m_tiles, heads=heads // batch, swizzle=swizzle, reciprocals=divisors
+            )
+            for n, (m, bh) in zip(numbers, found, strict=True):
+                coordinates = tuple(map(int, schedule.dense_order(n, sizes, 64)))
+                assert coordinates == (m, *divmod(bh, heads // batch))
     assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]
     last = [(m, h) for m in range(m_tiles) for h in range(heads - width, heads)]
     assert found[-len(last) :] == last
@@ -297,6 +307,19 @@ def test_head_swizzle_of_whole_groups(heads: tuple[int, int], keys: int, swizzle
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(Hq=heads[0], Hk=heads[1], M=keys, N=keys)
     assert forward_plan.swizzle_of(problem) == swizzle
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 16, 641, 65537, 2**30 + 1, 2**31 - 1])
+def test_division_by_a_reciprocal(divisor: int):
+    with emulator.emulated() as load_file:
+        division = load_file("flashtile.backends.hopper.shared.division")
+        by = division.reciprocal(divisor)
+        last = (2**31 - 1) // divisor * divisor
+        multiples = (0, divisor, last // 2 // divisor * divisor, last)
+        near = (x + offset for x in multiples for offset in (-1, 0, 1))
+        for x in (x for x in near if 0 <= x < 2**31):
+            found = division.divide(emulator.tile(x), divisor, by)
+            assert tuple(map(int, found)) == divmod(x, divisor)
 
 
 @pytest.mark.parametrize("seed", range(2))

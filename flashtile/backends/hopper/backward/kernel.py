@@ -97,6 +97,7 @@ class KeySizes(NamedTuple):
     heads: Any  # number of key heads
     group: Any
     swizzle: Any
+    reciprocals: Any  # OrderReciprocals
     blocks: Any  # number of blocks of the workspace per head
     parts: Any  # programs that share a tile; None without cfg.IS_PARTED
 
@@ -221,10 +222,13 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace, plain,
     semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle,
-    blocks, parts, left, right, chunk, alibi_batch, scale, softcap, cfg: gl.constexpr,
+    reciprocals, blocks, parts, left, right, chunk, alibi_batch, scale, softcap,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ; each program has one tile of keys, or a part of its steps."""
-    sizes = KeySizes(B, M, N, total_q, total_k, heads, group, swizzle, blocks, parts)
+    sizes = KeySizes(
+        B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts
+    )  # fmt: skip
     mask = Mask(left, right, chunk)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)

@@ -28,7 +28,7 @@ from .part_sums import add_parts_kernel
 from .parts import parts_of
 from .plan import BackwardConfig, backward_plan, backward_swizzle, leaves_keys_unseen
 from .row_kernels import delta_kernel, round_kernel
-from .schedule import KeyOrder
+from .schedule import KeyOrder, order_reciprocals
 
 
 def backward(
@@ -220,6 +220,7 @@ def key_launch(
     config, options = common["cfg"], problem.options
     parts = parts_of_tile(problem, operands) if config.IS_PARTED else None
     plain = (made.dk_parts, made.dv_parts) if config.IS_PARTED else (made.dk, made.dv)
+    tiles, swizzle = -(-problem.N // config.BLOCK_N), backward_swizzle(problem)
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(operands, dout, made, config),
@@ -230,7 +231,8 @@ def key_launch(
         "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
         "heads": problem.Hk,
         "group": problem.group,
-        "swizzle": backward_swizzle(problem),
+        "swizzle": swizzle,
+        "reciprocals": order_reciprocals(tiles, problem.B, problem.Hk, swizzle),
         "parts": parts,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
@@ -240,8 +242,8 @@ def key_launch(
         "softcap": options.softcap,
         **common,
     }
-    tiles = key_tiles(problem, operands, config) * problem.Hk
-    return Launch(backward_kernel, (tiles * (parts or 1),), arguments, is_early=True)
+    programs = key_tiles(problem, operands, config) * problem.Hk * (parts or 1)
+    return Launch(backward_kernel, (programs,), arguments, is_early=True)
 
 
 def descriptors(

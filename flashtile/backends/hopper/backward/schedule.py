@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..shared.intrinsics import aggregate
+from ..shared.division import divide, reciprocal, restored, unspecialized
+from ..shared.intrinsics import aggregate, opaque_zero
 from ..shared.schedule import floor_to, sequence, swizzled_order
 
 
@@ -21,6 +22,44 @@ class KeyOrder(NamedTuple):
 
     counter: Any  # number of tiles that have started, for ordered additions
     tiles: Any  # the list of `packing_order`, for packed batches
+
+
+class OrderReciprocals(NamedTuple):
+    """What `swizzled_order` divides by, as reciprocals; all fields are `unspecialized`."""
+
+    missing: Any  # heads that the first section lacks
+    by_section: Any  # of the number of tiles of a section
+    by_swizzle: Any
+    by_first: Any  # of the number of heads of the first section
+    by_heads: Any
+
+
+def order_reciprocals(tiles: int, sequences: int, heads: int, swizzle: int) -> OrderReciprocals:
+    """The reciprocals for `tiles` tiles of each head of a dense batch."""
+    missing = -sequences * heads % swizzle
+    divisors = (max(tiles, 1) * swizzle, swizzle, swizzle - missing, heads)
+    return OrderReciprocals(*map(unspecialized, (missing, *map(reciprocal, divisors))))
+
+
+@gluon.jit
+def dense_order(tile, sizes, BLOCK_N: gl.constexpr):
+    """(tile in its head, sequence, head) of a tile index: `swizzled_order` without divisions, for
+    which every role of a program would wait before it starts.
+    """
+    # Without this zero, the compiler decodes the numbers once for all roles, on the stack.
+    zero = opaque_zero(tile)
+    by = sizes.reciprocals
+    tiles = gl.cdiv(sizes.N + zero, BLOCK_N)
+    missing, by_section = restored(by.missing + zero), restored(by.by_section + zero)
+    section, _ = divide(tile + missing * tiles, tiles * sizes.swizzle, by_section)
+    start = section * sizes.swizzle - missing
+    is_first = start < 0
+    width = sizes.swizzle - gl.where(is_first, missing, 0)
+    by_width = restored(gl.where(is_first, by.by_first, by.by_swizzle) + zero)
+    start = gl.maximum(start, 0)
+    n, head = divide(tile - start * tiles, width, by_width)
+    b, head = divide(start + head, sizes.heads, restored(by.by_heads + zero))
+    return n, b, head
 
 
 @aggregate
@@ -107,10 +146,7 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
         part = index % sizes.parts
         index = index // sizes.parts
     if not cfg.IS_PACKED:
-        n, bh = swizzled_order(
-            index, gl.cdiv(sizes.N, cfg.BLOCK_N), sizes.B * sizes.heads, sizes.swizzle
-        )
-        b, h = bh // sizes.heads, bh % sizes.heads
+        n, b, h = dense_order(index, sizes, cfg.BLOCK_N)
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
     if cfg.IS_PACKED:
