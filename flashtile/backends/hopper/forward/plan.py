@@ -83,7 +83,7 @@ HEAD_DIMS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256
 # (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
 TILES = {
     (64, 64): Tile(3, 128, 4, True, "twice", "early"),
-    (96, 96): Tile(2, 128, 2, True, "registers", "late"),
+    (96, 96): Tile(2, 128, 2, True, "registers"),
     (128, 128): Tile(2, 128, 2, False, "registers"),
     (192, 128): Tile(2, 64, 2, True, "apart"),
     (192, 192): Tile(2, 64, 3, True, "held", "late"),
@@ -93,9 +93,6 @@ UNLIKE = Tile(2, 64, 2, True, "apart")  # all other pairs; even the largest fits
 
 # If every row sees all keys, the consumers stay in step. With masks Triton 3.9 spills registers.
 UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
-
-# The polynomial of softcap needs the registers of P while P V runs.
-SOFTCAP_TILES = {(96, 96): Tile(2, 128, 2, True, "registers")}
 
 # If most KV loops end after a few blocks, tiles of fewer rows compute fewer masked scores.
 SHORT_CAUSAL = 1024  # keys
@@ -115,9 +112,7 @@ def tile_of(problem: AttentionProblem) -> Tile:
     """The tile for a problem."""
     options, head_dims = problem.options, (padded(problem.D), padded(problem.Dv))
     of_mask: dict[tuple[int, int], Tile] = {}
-    if options.softcap > 0 and head_dims in SOFTCAP_TILES:
-        of_mask = SOFTCAP_TILES
-    elif problem.block_tile is not None:
+    if problem.block_tile is not None:
         of_mask = BLOCK_MASK_TILES
     elif not problem.facts:
         of_mask = UNMASKED_TILES
