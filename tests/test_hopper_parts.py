@@ -75,10 +75,15 @@ def test_few_long_tiles_are_split():
 
 @pytest.mark.parametrize("window_right", [None, 0])
 @pytest.mark.parametrize(
-    ("heads", "M"), [((16, 16), 16384), ((32, 8), 8192), ((8, 1), 32768), ((16, 16), 1024)]
+    ("heads", "M"), [((16, 16), 16384), ((32, 8), 8192), ((8, 2), 32768), ((16, 16), 1024)]
 )
 def test_enough_tiles_stay_whole(heads: tuple[int, int], M: int, window_right: int | None):
     assert parts(heads, M, window_right=window_right) == 1
+
+
+def test_long_tiles_of_unlike_lengths_are_split_earlier():
+    assert parts((8, 1), 32768) == 1  # two waves of equal tiles
+    assert parts((8, 1), 32768, window_right=0) > 1  # the longest takes half of the time
 
 
 def test_short_problems_stay_whole():

@@ -279,6 +279,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
         return scheduler.meet(lambda: not arriving)
     if "nanosleep" in asm:  # `after_products`
         return args[0]
+    if "%clock" in asm:  # any order of the threads is possible anyway
+        return 0
     assert asm == "mov.b32 $0, 0;", asm
     return torch.zeros_like(args[0]) if constraints == "=f,f" else 0
 

@@ -43,6 +43,7 @@ from ..shared.intrinsics import (
     show_written,
     sync_warps,
     wait_at_barrier,
+    wait_cycles,
 )
 from ..shared.softmax import alibi_slope
 from .dq import add_at_once, put_piece
@@ -153,6 +154,8 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     s = issue_scores(ME, whole_tile(channels.k, 0), 0, channels, cfg)
     lse = statistic(channels.lse, 0, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
+    if cfg.STAGGER > 0 and ME == 1:
+        wait_cycles(total, cfg.STAGGER)
     arrive_alone(channels.ds.full.index(0))  # no step has this dS
     sync_warps()  # otherwise the compiler inserts a barrier into the loop
     HAS_MASKED_END: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED

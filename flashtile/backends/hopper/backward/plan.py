@@ -69,6 +69,7 @@ class BackwardConfig:
     IS_ASCENDING: bool  # a tile visits the blocks of queries from the first one that sees it
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
     IS_PARTED: bool  # several programs share a tile of keys: see `parts.py`
+    STAGGER: int  # cycles by which the second consumer starts later than the first
 
 
 @memoised(4096)
@@ -105,6 +106,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         IS_ASCENDING=is_ascending(problem),
         IS_ORDERED=options.deterministic,
         IS_PARTED=is_parted,
+        STAGGER=stagger(problem, columns),
     )
 
 
@@ -120,6 +122,24 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
     is_short = options.window_left is not None or options.attention_chunk > 0
     able = 64 < columns <= 128 and not options.deterministic
     return able and (is_short or problem.layout != "dense")
+
+
+def stagger(problem: AttentionProblem, columns: int) -> int:
+    """Cycles by which the second consumer starts later than the first.
+
+    Consumers that start together stay together: both compute exponentials while the tensor cores
+    are idle, and a step takes up to 15 % longer. Under a causal mask the masked first steps part
+    them, and short query loops end before it matters; there a delay gained nothing.
+    """
+    options = problem.options
+    is_short = options.window_left is not None or options.attention_chunk > 0
+    if columns not in (96, 128) or is_short:
+        return 0
+    if columns == 96:
+        return 800
+    if options.window_right is not None:
+        return 0
+    return 400 if problem.layout == "dense" else 800
 
 
 def padded_columns(problem: AttentionProblem) -> int:

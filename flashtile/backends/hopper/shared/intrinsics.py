@@ -158,6 +158,21 @@ def after_products(x, i):
 
 
 @gluon.jit
+def wait_cycles(i, COUNT: gl.constexpr):
+    """Wait for COUNT cycles of the multiprocessor; `i` is any number, and is not read."""
+    ASSEMBLY: gl.constexpr = _wait_assembly(COUNT)
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _wait_assembly(count):
+    return (
+        "{ .reg .pred p; .reg .u32 start, now; mov.u32 start, %clock; AGAIN: mov.u32 now, %clock;"
+        f" sub.u32 now, now, start; setp.lt.u32 p, now, {count}; @p bra AGAIN; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.jit
 def log2(x):
     """The hardware's base-2 logarithm, with an error of 2**-22; Triton's takes 30 instructions."""
     return gl.inline_asm_elementwise(
