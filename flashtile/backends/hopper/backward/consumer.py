@@ -424,9 +424,9 @@ def store_gradient(
 
 @gluon.jit
 def store_rows(
-    x, tile, row, column: gl.constexpr, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
+    x, tile, row, COLUMN: gl.constexpr, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
 ):  # fmt: skip
-    """Store `x` (64, columns), the part of dK or dV from `row` and `column`, through `tile`."""
+    """Store `x` (64, columns), the part of dK or dV from `row` and COLUMN, through `tile`."""
     COLUMNS: gl.constexpr = x.shape[1]
     rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
     rows.store(x.to(tile.dtype))
@@ -434,10 +434,10 @@ def store_rows(
         LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
         x = rows.load(LAYOUT)
         offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-        dims = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         offsets = (work.start_k + offs).to(gl.int64) * desc.strides[1]
         offsets = gl.multiple_of(offsets + work.kv_head.to(gl.int64) * desc.strides[2], [1, 8])
         gl.store(ptr + offsets + dims, x, mask=(offs < work.N) & (dims < DIM))
     else:
         fence_async_shared()
-        copy_to_global(desc, [work.b, row, work.kv_head, column], tile)
+        copy_to_global(desc, [work.b, row, work.kv_head, COLUMN], tile)

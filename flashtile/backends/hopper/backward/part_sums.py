@@ -88,9 +88,9 @@ def add_piece(
     elif cfg.TAIL_D > 0:
         TAIL: tl.constexpr = 64 * cfg.TAIL_D
         half = piece - PIECES
-        x = sum_of_parts(ptr + PIECES * PIECE + half * TAIL, parts, TAIL, cfg) * scale
+        tail = sum_of_parts(ptr + PIECES * PIECE + half * TAIL, parts, TAIL, cfg) * scale
         row += half * 64
-        store_piece(x, base, start, row, count, row_stride, cfg.BLOCK_D, cfg.TAIL_D, DIM)
+        store_piece(tail, base, start, row, count, row_stride, cfg.BLOCK_D, cfg.TAIL_D, DIM)
 
 
 @triton.jit
