@@ -149,7 +149,7 @@ def test_parts_compile(head_dim: int):
 def test_parts_with_options_compile(kind: str):
     call = packed(causal=True) if kind == "packed" else OPTIONS[kind]()
     spills, reloads = (
-        (SPILLS["packed 128"], RELOADS["packed 128"])
+        (SPILLS["packed"], RELOADS["packed 128"])  # with Triton 3.9, 604 bytes
         if kind == "packed"
         else (SPILLS["option"], RELOADS["any"])
     )
