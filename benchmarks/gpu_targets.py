@@ -111,6 +111,15 @@ MASK_TARGETS = tuple(
     Target(f"Triton {direction}, {name}", TRITON, ("full",), least, _variant(direction, name))
     for name, least in (("window 1024", 8.0), ("block-sparse 12.5%", 6.0))
     for direction in ("forward", "backward")
+) + tuple(
+    Target(
+        f"Hopper {direction}, block-sparse 12.5%",
+        "flashtile",
+        ("full",),
+        8.0,
+        _variant(direction, "block-sparse 12.5%"),
+    )
+    for direction in ("forward", "backward")
 )
 # Caches against the plain one of the same sizes, by the same peer.
 CACHE_TARGETS = (

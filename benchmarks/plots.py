@@ -1,4 +1,4 @@
-"""Pictures of a run: speed and memory against length, speed against density."""
+"""Pictures of a run: speed and memory against length, speed against density, drawn shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .rows import Provenance, Row, faster_than_full, with_backend
+from .rows import Provenance, Row, faster_than_full, is_ours, with_backend
 
 # A peer has the same colour in every picture; colour-blind people can tell the colours apart.
 COLOURS = {
@@ -57,6 +57,8 @@ def draw(folder: Path, rows: Sequence[Row], provenance: Provenance) -> list[Path
     ordered = sorted(rows, key=_series)
     for _, group in groupby(ordered, key=_series):
         series = list(group)
+        if series[0].seed:  # drawn shapes have no common sizes: see below
+            continue
         for name, picture in PICTURES.items():
             if figure := picture(series, provenance):
                 paths.append(_save(folder, name, series[0], figure))
@@ -64,6 +66,8 @@ def draw(folder: Path, rows: Sequence[Row], provenance: Provenance) -> list[Path
         series = list(group)
         if figure := _density(series, provenance):
             paths.append(_save(folder, "density", series[0], figure))
+        if figure := _drawn(series, provenance):
+            paths.append(_save(folder, "drawn", series[0], figure))
     return paths
 
 
@@ -74,7 +78,7 @@ def _series(row: Row) -> tuple[object, ...]:
 
 def _save(folder: Path, name: str, row: Row, figure: Any) -> Path:
     parts = [name, row.preset, row.direction, row.dtype]
-    if name != "density":
+    if name not in ("density", "drawn"):
         parts += [row.variant, "" if row.preset else f"b{row.batch}"]
     path = folder / (re.sub(r"[^\w.]+", "-", "-".join(filter(None, parts))) + ".png")
     figure.savefig(path, dpi=130)
@@ -189,6 +193,43 @@ def _density(rows: list[Row], provenance: Provenance) -> Any:
         _ticks(axis, {share: f"{share:g}" for share in (6.25, 12.5, 25, 50, 100)})
         axis.set_xlabel("scores left by the mask, % of full attention")
     return _with_legend(figure, grid)
+
+
+def _drawn(rows: list[Row], provenance: Provenance) -> Any:
+    """How many times as fast as each peer flashtile is in each drawn shape, the worst first."""
+    times: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if row.seed and row.median_ms:
+            times.setdefault(row.index, {})[row.peer] = row.median_ms
+    ratios = [
+        {peer: ms / found["flashtile"] for peer, ms in found.items() if not is_ours(peer)}
+        for found in times.values()
+        if "flashtile" in found
+    ]
+    ordered = sorted(filter(None, ratios), key=lambda ratio: min(ratio.values()))
+    if not ordered:
+        return None
+    title = f"drawn shapes, {rows[0].direction}, {rows[0].dtype}: flashtile against each library"
+    figure, [(_, axis)] = _panels(rows[:1], title, provenance, width=9.0, by_mask=False)
+    axis.set_title(f"{len(ordered)} shapes, seed {rows[0].seed}", fontsize=10)
+    for peer in sorted({peer for ratio in ordered for peer in ratio}):
+        points = [
+            (n, min(max(ratio[peer], 0.25), 4.0))
+            for n, ratio in enumerate(ordered, 1)
+            if peer in ratio
+        ]
+        style = {"color": COLOURS.get(peer), "marker": MARKERS.get(peer, "x"), "markersize": 5}
+        axis.plot(*zip(*points, strict=True), label=peer, linestyle="", **style)
+    axis.axhline(1.0, color="0.4", linewidth=1, label="equally fast")
+    axis.set_yscale("log", base=2)
+    ticks = {0.25: "≤ 0.25", 0.5: "0.5", 0.8: "0.8", 1: "1", 1.25: "1.25", 2: "2", 4: "≥ 4"}
+    axis.set_ylim(0.22, 4.6)
+    axis.set_yticks(list(ticks), list(ticks.values()))
+    axis.yaxis.minorticks_off()
+    axis.set_xlabel("shapes, the worst for flashtile first")
+    axis.set_ylabel("times as fast as the library")
+    axis.grid(alpha=0.3)
+    return _with_legend(figure, [(_panel(rows[0]), axis)])
 
 
 def _length(row: Row) -> float:

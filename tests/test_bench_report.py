@@ -284,6 +284,27 @@ def test_pictures_of_memory_and_density(tmp_path: Path) -> None:
     assert draw(tmp_path, rows[:1], ORIGIN) == []  # a point is no line
 
 
+def test_drawn_shapes_share_one_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plots import draw
+
+    cases = [
+        replace(SMALL, preset="gpu-field", seed=1, index=n, seqlen_q=n, seqlen_k=n)
+        for n in (100, 201, 302)
+    ]
+    ours = [replace(_row("flashtile", 1.0, case), median_ms=2.0) for case in cases]
+    others = [
+        replace(_row("fa4", 1.0, case), median_ms=ms)
+        for case, ms in zip(cases, (1.0, 3.0, 200.0), strict=True)
+    ]
+    paths = draw(tmp_path, [*ours, *others[1:], _row("fa4", None, cases[0])], ORIGIN)
+    assert [path.name for path in paths] == ["drawn-gpu-field-forward-float32.png"]
+    (axis,) = plots._drawn([*ours, *others], ORIGIN).axes
+    fa4 = axis.get_lines()[0]
+    assert fa4.get_ydata().tolist() == [0.5, 1.5, 4.0]  # as 100, which would be outside
+    assert draw(tmp_path, ours, ORIGIN) == []  # nobody to compare with
+
+
 def test_no_picture_cuts_off_a_line() -> None:
     pytest.importorskip("matplotlib")
     slow = [replace(SMALL, preset="p", seqlen_q=n, seqlen_k=n, batch=640 // n) for n in (160, 320)]
