@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"--seed {args.seed}: nothing here is drawn", file=sys.stderr)
         return 2
     if args.cases and args.preset not in PRESETS:
-        print("--cases wants a preset whose cases are numbered", file=sys.stderr)
+        print("--cases needs a preset with numbered cases", file=sys.stderr)
         return 2
     if args.preset == CPU_TARGETS:
         args.device = "cpu"

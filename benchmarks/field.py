@@ -9,11 +9,11 @@ the same distribution, and a mean over all cases moves little with the seed:
 - every head dim and every number of query heads for each key head is drawn as often as any other,
   or once more.
 
-Each quantity is shuffled for itself. Where the batch then has more than `TOKENS` tokens, or the
-forward more than `OPERATIONS`, the batch shrinks; if one sequence is still too much, the heads do.
-So the forward takes about 7 ms on an H200 and the backward 20 ms. Only where the fewest heads still
-exceed this, at head dims and lengths close to the largest, a forward takes up to 20 ms. Memory
-stays below 3 GB for a tensor.
+Each quantity is shuffled independently of the others. Where the batch then has more than `TOKENS`
+tokens, or the forward more than `OPERATIONS`, the batch shrinks; if one sequence is still too much,
+the number of heads does. So the forward takes at most about 7 ms on an H200 and the backward 20 ms.
+Only where the fewest heads still exceed this, at head dims and lengths close to the largest, a
+forward takes up to 20 ms. A tensor has less than 3 GB.
 
 A packed case has the tokens of its batch, cut into sequences of log-normal lengths. Their median is
 a quarter of the drawn length, and none is longer than that length.
@@ -49,7 +49,7 @@ OPERATIONS = 4e12  # of a forward
 
 
 def draw(seed: int) -> list[Case]:
-    """The `COUNT` cases of a seed, which is each case's own too; bfloat16."""
+    """The `COUNT` cases that a seed draws, in bfloat16; their inputs have the same seed."""
     random = Random(seed)
     kinds = [kind for kind, count in KINDS.items() for _ in range(count)]
     widths = iter(_spread(random, WINDOWS))

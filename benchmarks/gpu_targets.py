@@ -256,7 +256,7 @@ def _against_limit(rows: Sequence[Row]) -> Iterator[Outcome]:
 
 
 def summaries(rows: Sequence[Row]) -> list[Summary]:
-    """Every target that applies, over all of its cases; a seed's cases count for themselves."""
+    """Every target that applies, over all of its cases; the cases of each seed apart."""
 
     def line(outcome: Outcome) -> tuple[int, int]:
         return ALL.index(outcome.target), outcome.row.seed
@@ -269,7 +269,7 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
 
 
 def section(rows: Sequence[Row]) -> Iterator[str]:
-    """The Markdown of the targets: a line each, then a line for whatever misses one."""
+    """The Markdown of the targets: a line each, then a line for every mean and case that misses."""
     found = summaries(rows)
     if not found:
         return

@@ -216,7 +216,7 @@ PRESETS = {
         replace(_settings("flashtile fa3 fa4 cudnn", BOTH_PASSES, 0.1), memory=False),
     ),
     "gpu-options": Preset(
-        "options, other dtypes and a value head dim, next to whoever supports them",
+        "options, other dtypes and a value head dim, next to the libraries that have them",
         _options(),
         replace(
             _settings(

@@ -10,7 +10,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 # Programmatic dependent launch (Hopper and newer): the programs of a kernel that is launched early
-# are ready when the previous kernel ends. Before the wait they touch nothing that it writes.
+# are ready when the previous kernel ends. Until they have waited, they touch nothing that the
+# previous kernel writes.
 
 
 @triton.jit

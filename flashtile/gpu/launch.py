@@ -25,7 +25,7 @@ class Launch(NamedTuple):
     warps: int = 4
     stages: int | None = None  # None for Gluon kernels, which pipeline explicitly
     is_early: bool = False  # starts while the previous kernel ends: see `intrinsics.py`
-    registers: int | None = None  # at most, of a thread; NVIDIA only
+    registers: int | None = None  # the most that a thread may use; NVIDIA only
 
     @property
     def needs_scratch(self) -> bool:

@@ -27,7 +27,7 @@ from ...gpu.rows import Rows
 # Columns of a tile.
 WIDTH = 64
 
-# Warps on a multiprocessor (SM), and registers of a thread, such that they fill it.
+# Warps on a multiprocessor (SM), and registers of a thread: together they fill its register file.
 WARPS = 16
 REGISTERS = 128
 
@@ -44,8 +44,8 @@ class QuantizeConfig:
     TILES: int
     WIDTH: int
     LEVELS: int  # the rotation mixes 2**LEVELS tiles
-    UNIT: float  # of the matrix, whose entries are stored as 0 and plus or minus 1
-    IS_IDENTITY: bool  # the matrix
+    UNIT: float  # factor of the matrix, whose stored entries are 0, 1 and -1
+    IS_IDENTITY: bool  # the matrix is the identity
     IS_TRANSPOSED: bool  # rows of `out` are adjacent in memory
     HEADS: int
     GROUP: int  # heads that share one of the scales that are read
@@ -285,8 +285,8 @@ def quantize_kernel(
     q, k, v, B, M, N, total_q, total_k, RECIPE_Q: tl.constexpr, RECIPE_K: tl.constexpr,
     RECIPE_V: tl.constexpr,
 ):  # fmt: skip
-    """Store blocks of all three in float8 and their scales, or use given scales; q last, whose
-    blocks are the smallest.
+    """Quantise q, k and v: compute their scales, or read them, or compute only the scales. q comes
+    last, because its blocks are the smallest.
     """
     first = tl.program_id(0)
     first = quantize_tensor(k, first, B, N, total_k, RECIPE_K)

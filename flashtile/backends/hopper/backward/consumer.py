@@ -1,18 +1,18 @@
-"""A consumer of the backward: one warpgroup, with half of a tile's keys. With more than 128 columns
-the registers do not hold dK and dV of 64 keys; see `split_consumer.py`.
+"""A consumer of the backward up to 128 columns: one warpgroup, with half of a tile's keys. With
+more columns the registers do not hold dK and dV of 64 keys; see `split_consumer.py`.
 
 A step processes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V dO^T, then
-dV += P^T dO, dK += dS^T Q and dQ = dS K. P^T and dS^T stay in the consumer's registers; dS^T also
-goes to shared memory, because dQ needs dS^T of both consumers, each of which computes half of dQ:
-half of its rows or columns or, with 96 columns, one of them the tile and the other the tail.
+dV += P^T dO, dK += dS^T Q and dQ = dS K. P^T and dS^T stay in the consumer's registers. dS^T also
+goes to shared memory, because dQ needs dS^T of both consumers. Each computes half of the rows or
+columns of dQ; with 96 columns, one computes those of the tile, the other those of the tail.
 
 The exponentials of a step overlap with dP^T. S^T of the next step overlaps with the end of this
 step, and so does the load of its log-sum-exp if registers allow.
 
 dQ of a step is computed in the next step, from a ring of dS^T that both consumers read, so they
 need not be in the same step. dQ goes through a ring to the writer or, with cfg.HAS_DQ_IN_REGISTERS,
-directly to memory. A slot of Q or dO is released as in the forward, by one thread after a product,
-which also used the statistics of its rows.
+directly to memory. As in the forward, one thread releases a slot of Q or dO after the last product
+that reads it; the statistics of its rows have been used by then.
 """
 
 from triton.experimental import gluon
@@ -124,7 +124,7 @@ def no_sums(i, cfg: gl.constexpr):
 def consumer(
     ME: gl.constexpr, outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
-    """dK and dV of a tile of keys, and its share of dQ."""
+    """dK and dV of this consumer's half of a tile of keys, and its share of dQ."""
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
         sums = query_loop(ME, outputs, channels, work, sizes, mask, score, cfg)
@@ -156,7 +156,8 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     s = warpgroup_mma_wait(0, deps=[s])
     if cfg.STAGGER > 0 and ME == 1:
         wait_cycles(total, cfg.STAGGER)
-    arrive_alone(channels.ds.full.index(0))  # no step has this dS
+    # The first slot has the dS of no step, and the dQ that is computed from it is not added.
+    arrive_alone(channels.ds.full.index(0))
     sync_warps()  # otherwise the compiler inserts a barrier into the loop
     HAS_MASKED_END: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED
     i = 0
@@ -237,7 +238,7 @@ def end_of_step(
     ME: gl.constexpr, p, factor, dp, lse, sums, added, i, total, k, outputs, channels,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """The part of a step after P, and dQ of the last step."""
+    """The part of a step after P, and dQ of the previous step."""
     dtype: gl.constexpr = p.dtype
     PARTS: gl.constexpr = products_along(cfg)
     dv, dv_tail = add_product(p, channels.dout, i, sums.dv, sums.dv_tail, cfg)
@@ -303,7 +304,8 @@ def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr)
 def keys_of(ME: gl.constexpr, work, mask, zero, cfg: gl.constexpr):
     """The keys of this consumer; no row sees those past the end.
 
-    `zero` is opaque: recomputed for each head, the keys need no registers in the unmasked loop.
+    `zero` is opaque, so that every head computes the keys again; they then need no registers in the
+    unmasked loop.
     """
     number = work.n0 + zero + gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_M))
     number += ME * CONSUMER_ROWS
@@ -335,7 +337,8 @@ def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
     """Zero the rows of K and V past the end of the sequence, which belong to another sequence or to
     none: their weight is zero, but zero times infinity is NaN.
 
-    Each consumer clears the rows of its scores. dQ needs all of K, after a barrier.
+    Each consumer clears the rows of its own keys. dQ reads all rows of K, but only after the
+    barrier of both consumers' dS^T.
     """
     count = work.N - work.n0
     if count < cfg.BLOCK_N:
@@ -390,7 +393,7 @@ def store_parts(ME: gl.constexpr, sums, outputs, work, sizes, at, cfg: gl.conste
 @gluon.jit
 def store_gradients(ME: gl.constexpr, sums, outputs, channels, work, scale, cfg: gl.constexpr):
     """Store dK and dV of this consumer's keys."""
-    # The other consumer's last products also read K, Q and dO, which are overwritten now.
+    # The other consumer's last products also read the slots of Q and dO, which are overwritten now.
     wait_at_barrier(FIRST_BARRIER, 256)
     dv, dk, plain = outputs.dv, outputs.dk, outputs.plain
     store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
@@ -408,7 +411,7 @@ def store_gradient(
     ME: gl.constexpr, x, IS_TAIL: gl.constexpr, channel, described, ptr, DIM: gl.constexpr, work,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Store this consumer's part of dK or dV, or its tail, through the ring of `channel`: by TMA,
+    """Store this consumer's half of dK or dV, or its tail, through the ring of `channel`: by TMA,
     which clips at the end of the tensor, or by the threads if another sequence may follow.
     """
     slots = channel.tails if IS_TAIL else channel.tiles
@@ -426,7 +429,7 @@ def store_gradient(
 def store_rows(
     x, tile, row, COLUMN: gl.constexpr, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
 ):  # fmt: skip
-    """Store `x` (64, columns), the part of dK or dV from `row` and COLUMN, through `tile`."""
+    """Store `x` (64, columns) at `row` and COLUMN of dK or dV, through `tile`."""
     COLUMNS: gl.constexpr = x.shape[1]
     rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
     rows.store(x.to(tile.dtype))

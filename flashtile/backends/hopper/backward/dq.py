@@ -1,14 +1,14 @@
-"""The accumulation of dQ: tiles of keys add to a float32 workspace, which a second kernel rounds.
+"""The accumulation of dQ: tiles of keys add to a float32 workspace, which a later kernel rounds.
 
 A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer, so both the stores
-to shared memory and the addition, one contiguous TMA transfer, run at full speed. The kernel that
+to shared memory and the addition, a contiguous TMA transfer, run at full speed. The kernel that
 rounds restores the order of the elements.
 
 Up to 128 columns, a consumer computes one piece in each step. With 96 columns, the second consumer
-has the tail, so its piece is half as large. A slot of the staging ring holds the
-pieces of both consumers, and a writer adds them with one transfer. With cfg.HAS_DQ_IN_REGISTERS,
-each thread adds four neighbours at a time instead, without shared memory. Above 128 columns, the
-consumers add their pieces themselves; see `split_consumer.py`.
+has the tail, so its piece is half as large. A slot of the staging ring holds the pieces of both
+consumers, and a writer adds them with one transfer or, with 96 columns, three. With
+cfg.HAS_DQ_IN_REGISTERS, each thread adds four neighbours at a time instead, without shared memory.
+Above 128 columns, the consumers add their pieces themselves; see `split_consumer.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def make_staging(workspace, cfg: gl.constexpr):
 
 @gluon.jit
 def put_piece(ME: gl.constexpr, dq, staging, i, cfg: gl.constexpr):
-    """Pass `dq` (64, 64), this consumer's piece of pair `i`, to the writer; or (64, 32), a tail."""
+    """Pass `dq`, this consumer's piece of pair `i`, to the writer. It is (64, 64), or (64, 32) for
+    a tail.
+    """
     COLUMNS: gl.constexpr = dq.shape[1]
     slot = i % staging.SLOTS
     mbarrier.wait(staging.empty.index(slot), ((i // staging.SLOTS) & 1) ^ 1)
@@ -91,8 +93,8 @@ def in_register_order(x):
 
 @gluon.jit
 def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
-    """Add `dq` (64, 64) or a tail (64, 32), this consumer's piece of a block, to `workspace`, plain
-    memory, from the registers.
+    """Add `dq`, this consumer's piece of a block, from registers to the memory at `workspace`.
+    It is (64, 64), or (64, 32) for a tail.
     """
     SIZE: gl.constexpr = 64 * dq.shape[1]
     BLOCK: gl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)
@@ -122,7 +124,7 @@ def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.co
 def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr):
     """Add the pieces of both consumers from the staging ring, in the order of the query loop."""
     count = work.end - work.begin
-    if ME == 0 and count > 0:  # no step has the first pair
+    if ME == 0 and count > 0:  # the first pair belongs to no step
         staging.acquire(0)
         staging.release(0)
     i = 1  # pairs so far
@@ -154,8 +156,8 @@ def add_pair(outputs, staging, i, index, block, work, cfg: gl.constexpr):
 
 @gluon.jit
 def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
-    """Start adding the pair of a slot to block `index`. Tiles that TMA adds have powers of two of
-    rows, so a piece and half a piece are added by halves.
+    """Start adding the pair of a slot to block `index`. TMA adds tiles whose number of rows is a
+    power of two, so a piece and half a piece are added as three halves.
     """
     SLOTS: gl.constexpr = staging.SLOTS
     LAYOUT: gl.constexpr = workspace.layout

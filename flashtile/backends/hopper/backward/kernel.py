@@ -1,13 +1,14 @@
 """The backward kernel: shared memory, roles and the producer.
 
 FlashAttention-2's algorithm 2 (Dao 2023) with the roles of FlashAttention-3: a program owns a tile
-of keys, so that dK and dV stay in registers, summed over the query heads of a group; dQ is added to
-memory. The producer is in this file, the consumers in `consumer.py`, the writers in `dq.py`.
+of keys, or a part of its steps, so that dK and dV stay in registers, summed over the query heads of
+a group; dQ is added to memory. The producer is in this file, the consumers in `consumer.py` and
+`split_consumer.py`, the writers in `dq.py`.
 
-The kernels before and after this one are in `row_kernels.py`. The first is an ordinary launch, so
-it starts after everything before it, and so is the kernel that adds parts, after all of them. This
-kernel and the one that rounds dQ start while the previous kernel ends
-(programmatic dependent launch) and wait before they use what it writes:
+The kernels before and after this one are in `row_kernels.py`; `part_sums.py` has the last one,
+which adds parts. The first and the last are ordinary launches: each starts after everything before
+it. This kernel and the one that rounds dQ start while the previous kernel ends (programmatic
+dependent launch) and wait before they use what it writes:
 
 - This kernel loads only K and V before the wait. The producer waits before it loads the statistics,
   and without them there is no dQ, so the consumers and the writers add nothing to the workspace
@@ -17,7 +18,7 @@ kernel and the one that rounds dQ start while the previous kernel ends
 
 A wait ends after all programs of the previous kernel, but it does not cover the kernels before that
 one. Therefore every program waits, even without work: the end of a kernel then implies the end of
-the earlier ones, for the next kernel and for all later launches.
+all earlier kernels, for the next kernel and for all later launches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The sums of the parts of a tile of keys, if several programs share it: float32 in memory.
+"""The sums of dK and dV of each part of a tile of keys, if several programs share the tile.
 
-They are (heads, tiles, parts, BLOCK_N * columns): the pieces of BLOCK_D columns, 64 rows after the
-other, then those of the tail, all in register order; see `dq.py`. The consumers store them from
-their registers, and a kernel adds the parts of a tile.
+They are float32 in memory, (heads, tiles, parts, BLOCK_N * columns). A part consists of pieces in
+register order (`dq.py`): those of the first BLOCK_D columns, 64 rows at a time, then those of the
+tail. The consumers store them from their registers, and a kernel adds the parts of a tile.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_parts_kernel(
     dv_head, at, N, total_k, heads, blocks, parts, scale, cfg: tl.constexpr,
 ):  # fmt: skip
     """dk = scale * the sum of its parts, and dv = the sum of its parts, always in the same order;
-    each program has the piece of one of them, program_id(2) % 2, with one index.
+    a program adds one piece, of dk if program_id(2) is even, else of dv.
     """
     b = tl.program_id(0) // heads
     h = tl.program_id(0) % heads
@@ -78,7 +78,9 @@ def add_piece(
     ptr, piece, parts, scale, base, start, row, count, row_stride, DIM: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Add one piece of all parts at `ptr`, scale it, and store its rows; `row` is the tile's."""
+    """Add one piece of all parts at `ptr`, scale it, and store its rows; `row` is the tile's
+    first row.
+    """
     PIECES: tl.constexpr = cfg.BLOCK_N * cfg.BLOCK_D // PIECE
     ACROSS: tl.constexpr = cfg.BLOCK_D // 64
     if piece < PIECES:
@@ -95,7 +97,7 @@ def add_piece(
 
 @triton.jit
 def sum_of_parts(ptr, parts, SIZE: tl.constexpr, cfg: tl.constexpr):
-    """The sum of a piece of SIZE numbers of `parts` parts, one after the other."""
+    """The sum of one piece, SIZE numbers, over all parts, in their order."""
     STRIDE: tl.constexpr = cfg.BLOCK_N * (cfg.BLOCK_D + cfg.TAIL_D)
     ptrs = ptr + tl.arange(0, SIZE)
     x = tl.load(ptrs)

@@ -13,15 +13,15 @@ from ....lru import memoised
 from ....problem import AttentionProblem
 from .plan import TILES, padded_columns
 
-# On an H200: measured at 64 and 128, else from the predicted speed.
+# Of a step with so many columns, on an H200: measured at 64 and 128, else from the predicted speed.
 STEP_US = {64: 2.6, 96: 1.8, 128: 2.3, 192: 2.2, 256: 2.8}
 PROGRAM_US = 5.0  # of a program, without its steps
 KERNEL_US = 5.0  # of the kernel that adds the parts, without its memory traffic
 BYTES_PER_US = 3e6
 
-# Share of the longest program by which programs of unlike lengths end apart, because
-# multiprocessors are not equally fast (5 % in either direction). Measured with 8:1 heads at 32,768
-# tokens and with 28:4 at 6,000.
+# Programs of unlike lengths end apart, by this share of the longest one, because multiprocessors
+# are not equally fast (5 % in either direction). Measured with 8:1 heads at 32,768 tokens and with
+# 28:4 at 6,000.
 UNEVEN_END = 0.3
 
 MOST_PARTS = 16
@@ -35,8 +35,8 @@ LEAST_GAIN_US = 10.0
 def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> int:
     """The number of programs for each tile of keys.
 
-    `keys` is the number of rows of k. The lengths of packed sequences are not known: as many of the
-    longest ones are assumed as there can be.
+    `keys` is the number of rows of a packed k. The lengths of its sequences are not known here: the
+    model assumes as many sequences of the longest length as fit.
     """
     lengths = tile_lengths(problem)
     copies = problem.Hk * (problem.B if problem.layout == "dense" else max(keys // problem.N, 1))

@@ -1,4 +1,4 @@
-"""Tiles of the backward pass for every head dim.
+"""The plan of the backward: the tile for each head dim, and the compile-time constants.
 
 Pure Python, like `forward/plan.py`.
 """
@@ -55,7 +55,7 @@ class BackwardConfig:
     WRITERS: int  # number of writer warps, which alternate; idle if the consumers add
     HAS_DQ_IN_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
     HAS_CARRIED_LSE: bool  # a step loads the log-sum-exp of the next one, if registers allow
-    IS_DQ_FIRST: bool  # issue the last step's dQ before dS is stored, to overlap with a barrier
+    IS_DQ_FIRST: bool  # issue the previous step's dQ before dS is stored, to overlap a barrier
     HAS_V_IN_REGISTERS: bool  # V of a consumer's keys; the left operand of dP^T
     IS_DP_FIRST: bool  # issue all of dP^T before the exponentials, not between them
     D: int
@@ -128,8 +128,9 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
     """Cycles by which the second consumer starts later than the first.
 
     Consumers that start together stay together: both compute exponentials while the tensor cores
-    are idle, and a step takes up to 15 % longer. Under a causal mask the masked first steps part
-    them, and short query loops end before it matters; there a delay gained nothing.
+    are idle, and a step takes up to 15 % longer. With 128 columns under a causal mask, the masked
+    first steps separate them, and short query loops end before it matters; there a delay gained
+    nothing.
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0

@@ -83,7 +83,9 @@ def statistic(slots, i, cfg: gl.constexpr):
 
 @gluon.jit
 def multiply_along(keys, channel, i, start, HAS_START: gl.constexpr, cfg: gl.constexpr):
-    """Start `keys`, a consumer's rows of K or V, times block `i` of Q or dO transposed."""
+    """Start `keys`, a consumer's rows of K or V, times block `i` of Q or dO transposed; with
+    HAS_START, the product is added to `start`.
+    """
     rows = rows_tile(channel, i, cfg).permute((1, 0))
     x = warpgroup_mma(keys.tile, rows, start, use_acc=HAS_START, is_async=True)
     if cfg.TAIL_D > 0:
@@ -101,7 +103,7 @@ def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
 
 @gluon.jit
 def values_of(ME: gl.constexpr, v, cfg: gl.constexpr):
-    """The rows of V for this consumer's scores and of its tail: in registers, or shared memory."""
+    """This consumer's rows of V and of its tail, in registers or in shared memory."""
     tile = keys_tile(ME, v.tile, cfg)
     tail = keys_tile(ME, v.tail, cfg)
     if cfg.HAS_V_IN_REGISTERS:

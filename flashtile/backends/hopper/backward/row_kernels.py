@@ -115,8 +115,8 @@ def round_kernel(
 def store_piece(
     x, base, start, row, count, row_stride, column, COLUMNS: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Round a piece (64, COLUMNS) to the rows from `row` and the columns from `column` of a
-    sequence of `count` rows from `start`, and of DIM columns.
+    """Round a piece (64, COLUMNS) and store it at `row` and `column` of a sequence, which has
+    `count` rows from `start` on and DIM columns.
     """
     # Columns / 8, warp, row % 8, columns % 8 / 2, row / 8 % 2, columns % 2.
     x = tl.permute(tl.reshape(x, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])

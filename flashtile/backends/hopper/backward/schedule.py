@@ -25,7 +25,7 @@ class KeyOrder(NamedTuple):
 
 
 class OrderReciprocals(NamedTuple):
-    """What `swizzled_order` divides by, as reciprocals; all fields are `unspecialized`."""
+    """Reciprocals of what `swizzled_order` divides by; all fields are `unspecialized`."""
 
     missing: Any  # heads that the first section lacks
     by_section: Any  # of the number of tiles of a section
@@ -46,7 +46,8 @@ def dense_order(tile, sizes, BLOCK_N: gl.constexpr):
     """(tile in its head, sequence, head) of a tile index: `swizzled_order` without divisions, for
     which every role of a program would wait before it starts.
     """
-    # Without this zero, the compiler decodes the numbers once for all roles, on the stack.
+    # Without this zero, the compiler decodes the numbers once for all roles, which then read them
+    # from the stack.
     zero = opaque_zero(tile)
     by = sizes.reciprocals
     tiles = gl.cdiv(sizes.N + zero, BLOCK_N)
@@ -135,10 +136,10 @@ def listed_tile(number, order, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a tile index, in the order of the head swizzle. The first keys come first,
-    because under a causal mask most queries see them (LPT order). The parts of a tile are
-    neighbours. In packed batches, the swizzle is within the sequence, where tile `n` of all heads
-    has the next tile indices. The tile has no blocks if the program has no steps.
+    """The work of a program, in the order of the head swizzle. The first keys come first, because
+    under a causal mask most queries see them (LPT order). The parts of a tile are neighbours. In
+    packed batches the swizzle stays within a sequence: the programs of entry (b, n) take the n-th
+    run of `heads` tiles in its swizzled order. The tile has no blocks if the program has no steps.
     """
     b, index = tile.b, tile.number
     part = index * 0
@@ -172,7 +173,7 @@ def steps_of(part, count, sizes, cfg: gl.constexpr):
     """The steps [first, stop) of a part of a tile that `count` blocks of each head see.
 
     Parts have equal numbers of steps. With ordered additions they have whole heads: otherwise a
-    part of one tile would start at a block that another part of the tile before it reaches last.
+    part of one tile would start at a block that another part of the previous tile reaches last.
     """
     total = count * sizes.group
     first, stop = total * 0, total
@@ -226,7 +227,7 @@ def own_blocks(g, work, cfg: gl.constexpr):
 def blocks_before(b, start_q, M, cu_seqlens, BLOCK_M: gl.constexpr):
     """Number of blocks of the workspace before sequence `b`. A packed sequence of `count` rows
     takes ceil(count / BLOCK_M) blocks, and start_q // BLOCK_M + b grows by at least as many.
-    The same for keys, with the number and the bound of keys.
+    It also counts tiles of keys, given the start, the bound and the tile size of keys.
     """
     first_block = b * gl.cdiv(M, BLOCK_M)
     if cu_seqlens is not None:

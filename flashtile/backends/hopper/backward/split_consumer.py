@@ -1,10 +1,11 @@
 """The consumers of the backward with more than 128 columns: one for values, one for keys.
 
-A tile has 64 keys. The registers of a consumer hold dV or dK of all of them, but not both. So one
-consumer computes S^T = K Q^T, P and dV += P^T dO, the other dP^T = V dO^T, dS and dK += dS^T Q. P
-goes through shared memory in the order of the registers, because both consumers hold scores in the
-same layout. Each consumer multiplies its P^T or dS^T from registers; dS^T is also in shared memory,
-for dQ = dS K, of which the key consumer computes the first columns and the value consumer the rest.
+A tile has 64 keys. The registers of a consumer hold dV or dK of all of them, but not both. So the
+value consumer computes S^T = K Q^T, P and dV += P^T dO, and the key consumer dP^T = V dO^T, dS and
+dK += dS^T Q. P, with softcap times its derivative, goes through shared memory in the order of the
+registers, because both consumers hold scores in the same layout. Each consumer multiplies its P^T
+or dS^T from registers. dS^T is also in shared memory, for dQ = dS K: the key consumer computes its
+first columns, the value consumer the others.
 
 There is one slot for P and one for dS^T, and neither needs a barrier that says it is empty:
 
@@ -12,9 +13,9 @@ There is one slot for P and one for dS^T, and neither needs a barrier that says 
 - dS^T of step i + 1 is stored after P of step i + 1 is full, and the value consumer has completed
   its dQ of step i by then.
 
-The value consumer computes S^T of the next step while the key consumer computes dS. The last
-columns of its dQ follow in the next step, beside the exponentials, which also overlap with the
-products of the key consumer.
+The value consumer computes S^T of the next step while the key consumer computes dS. It computes the
+last 64 columns of dQ in the next step, during the exponentials, which also overlap with products of
+the key consumer.
 """
 
 from typing import Any, NamedTuple
@@ -128,7 +129,7 @@ def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.cons
         if cfg.IS_PARTED:
             store_part(0, dv, tail, outputs.plain.dv, work, sizes, at, cfg)
         else:
-            # The other consumer read dO before its last dS^T.
+            # The key consumer read dO for the last time before the last dS^T, which is full.
             store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
@@ -198,7 +199,7 @@ def value_step(
     dtype: gl.constexpr = channels.q.tiles.dtype
     k = whole_tile(channels.k, opaque_zero(i))
     LAST: gl.constexpr = last_columns(cfg)
-    dq = issue_dq(LAST, 64, k, channels, cfg)  # of the last step; in the first one, of no step
+    dq = issue_dq(LAST, 64, k, channels, cfg)  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
     row = m * cfg.BLOCK_M
     p, factor = probabilities(s, lse, keys, row, slope, score.scale, score.softcap, IS_MASKED, cfg)
@@ -250,7 +251,7 @@ def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.conste
             dk = dk * score.scale
             if cfg.TAIL_D > 0:
                 tail = tail * score.scale
-            # The other consumer read Q before its last P, except for an S^T that nothing reads.
+            # The value consumer read Q before the last P; a later S^T is not used.
             store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:
@@ -379,8 +380,8 @@ def add_pieces(dq, staging, FIRST: gl.constexpr, block, outputs, cfg: gl.constex
 def acquire_own_semaphore(
     ME: gl.constexpr, added, i, block, m, outputs, work
 ):  # fmt: skip
-    """Release the block of the last step, whose addition had half a step to finish, and wait for
-    that of this step.
+    """Release the block of the previous step, whose addition had half a step to finish, and wait
+    for that of this step.
     """
     if i > 0:
         release_own_semaphore(ME, added, outputs, work)
@@ -402,8 +403,8 @@ def clear_rows(ME: gl.constexpr, channel, i, count, cfg: gl.constexpr):
     """Zero the rows of slot `i`, which is full, from row `count`: they belong to another sequence
     or to none, and their weight is zero, but zero times infinity is NaN.
 
-    Both consumers clear dO, with the same values, and each clears what else its products sum over;
-    S^T is masked past the end, so the value consumer may read Q before or after.
+    Both consumers clear dO, with the same values. The value consumer also clears K, the key
+    consumer V and Q. S^T is masked past the end, so the value consumer may read Q before or after.
     """
     if count < CONSUMER_ROWS:
         clear_past_end(rows_tile(channel, i, cfg), count)

@@ -138,7 +138,7 @@ class Float8Math:
     ):  # fmt: skip
         """One step: scores of the block before `now.block`, and the output of `now.block`."""
         i, block = now.i + 1, now.block - 1
-        # Loaded before the waits and the products, which take longer.
+        # Loaded before the waits and the products, which hide the latency.
         k_unit, v_unit = self.scales_of(block, cfg)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)

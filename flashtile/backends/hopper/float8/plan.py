@@ -74,7 +74,7 @@ def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
         "Q_SLOTS": tile.consumers * (2 if tile.q == "twice" else 1),
         "HAS_Q_IN_REGISTERS": tile.q == "registers",
         "IS_Q_REUSED": False,
-        "IS_ASCENDING": False,  # scales are loaded for the block before
+        "IS_ASCENDING": False,  # `Float8Math` goes to the block before
         "HAS_PING_PONG": tile.ping_pong,
         "WAITS": tile.waits,
         "DV": problem.Dv,

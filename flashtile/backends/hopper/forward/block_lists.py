@@ -1,7 +1,7 @@
 """The blocks of keys that each tile of queries visits under a block mask.
 
-A list is made once for a mask and kept with it. The producer walks it, and consumers read it only
-where they mask: a block that every row sees completely needs no lookup.
+A list is kept until the mask changes. The producer walks it, and consumers read it only where they
+mask: a block that every row sees completely needs no lookup.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ....masks import FULL, PARTIAL, Visibility
 from ....problem import AttentionProblem, Operands
 from .plan import KernelConfig
 
-# Tiles of bits that every list may use: all keys visible, and none.
+# Tiles of bits that every list may use: all keys visible, and none. The mask's own tiles follow.
 ALL, NONE, OWN = 0, 1, 2
 
 
 class BlockLists(NamedTuple):
-    """Lists of blocks, one for each tile of queries. The lists are those of `batch` x `heads`
-    masks, each of which is 1 if all sequences or heads share a mask.
+    """Lists of blocks, one for each tile of queries, of `batch` x `heads` masks. `batch` is 1 if
+    all sequences share a mask, and `heads` is 1 if all heads do.
     """
 
     order: Tensor  # int32 (batch, heads, tiles): tiles, the longest lists first (LPT order)

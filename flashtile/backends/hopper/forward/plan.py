@@ -99,12 +99,12 @@ SHORT_CAUSAL = 1024  # keys
 SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 
 # Tiles of a long causal problem end at different keys. If they begin with the same key, more of
-# them read the same blocks at the same time. In short KV loops it costs more than that to end with
-# a masked block.
+# them read the same blocks at the same time. In short KV loops this gains less than it costs to end
+# with a masked block.
 LONG_CAUSAL = 8192  # keys
 LONG_CAUSAL_TILES = {(128, 128): Tile(2, 128, 2, False, "registers", ascends=True)}
 
-# Tiles of 128 rows, so that a tile of a block mask has whole ones.
+# Tiles of 128 rows, of which the usual tiles of block masks are multiples.
 BLOCK_MASK_TILES = SHORT_CAUSAL_TILES
 
 
@@ -127,8 +127,8 @@ def _is_plain_causal(problem: AttentionProblem) -> bool:
     """Whether the causal mask is all that changes scores, and all sequences are as long as the
     tensors.
 
-    Softcap and ALiBi lack the registers for the tile of long problems. A sequence that ends inside
-    a block needs its last block first, for `clear_past_end`.
+    Softcap and ALiBi need more registers than the tile of long problems leaves. A sequence
+    that ends inside a block needs its last block first, for `clear_past_end`.
     """
     options = problem.options
     causal = options.window_right == 0 and options.window_left is None

@@ -12,7 +12,7 @@ def reciprocal(divisor: int) -> int:
 
     The low 32 bits are 2**shift / divisor, rounded up; the other bits are the shift. The shift is
     so large that the rounding changes no quotient of a number below 2**31, and so small that the
-    product of the two has 63 bits.
+    product of such a number and the low bits has 63 bits.
     """
     shift = 31 + (divisor - 1).bit_length()
     return shift << 32 | -(-(2**shift) // divisor)
@@ -25,16 +25,16 @@ def divide(x, divisor, by):
     return quotient, x - quotient * divisor
 
 
-# Triton specialises the numbers in a tuple, even if the kernel forbids it for its parameters: 1 and
-# multiples of 16 would be other kernels.
+# Triton specialises the numbers in a tuple, even if the kernel forbids it for its parameters: it
+# would compile other kernels for 1 and for multiples of 16.
 
 
 def unspecialized(x: int) -> int:
-    """An odd number from 3 for a number from 0 to 2**62, see `restored`."""
+    """An odd number, at least 3, that stands for `x`, from 0 to 2**62; see `restored`."""
     return 2 * x + 3
 
 
 @gluon.jit
 def restored(x):
-    """The number of `unspecialized`."""
+    """The number from which `unspecialized` made `x`."""
     return (x >> 1) - 1

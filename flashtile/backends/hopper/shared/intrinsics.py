@@ -126,7 +126,7 @@ def pin(x):
     """Keep the computation of `x` (64,) above this line, and waits for products below it.
 
     The assembler would otherwise move the waits up, so that nothing overlaps with the product. A
-    branch on the value, which is never taken, prevents this.
+    branch on the value, which is always taken, prevents this.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .f32 t; add.f32 t, $2, $3; setp.neu.f32 p, t, 0f7F800000;"
@@ -141,10 +141,11 @@ def pin(x):
 
 @gluon.jit
 def after_products(x, i):
-    """The float32 number `x`, known after the products above have been issued; `i` is not negative.
+    """The float32 number `x`, which the assembler knows only after it has issued the products
+    above; `i` is not negative.
 
     The assembler would otherwise move exponentials between two products, and the second would start
-    after them. Like that of `pin`, the branch is always taken; `x` is known where both ways meet.
+    after them. As in `pin`, a branch is always taken; `x` is known only where its two paths meet.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ge.s32 p, $2, 0; mov.b32 $0, $1; @p bra GO_ON; nanosleep.u32 20;"

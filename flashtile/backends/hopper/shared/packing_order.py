@@ -1,12 +1,14 @@
 """The order of the tiles of a packed batch, made on the device, which alone knows the lengths.
 
-A list has an entry for each tile of BLOCK rows that exists: its sequence, and its index there. The
-programs of one entry differ in the head. The list is as long as the tiles of any batch of that size
-could be (`most_tiles`); the entries after the last tile have index -1.
+A list has an entry for each tile of BLOCK rows that exists: its sequence, and its index there. An
+entry stands for as many programs as there are heads, times the parts of a tile. The list has room
+for the tiles of any batch of that size (`most_tiles`); the entries after the last tile have index
+-1.
 
-Long loops come first: sequences in the order of the length of the other side, over which a tile
-loops, and the tiles of a sequence from the first to the last, under a causal mask the longest to
-the shortest loop. If several sequences run at the same time (`together`), their tiles are merged.
+Long loops come first. A tile loops over the other side of its sequence; the sequence with the
+longest other side comes first. The tiles of a sequence follow from the first to the last: under a
+causal mask, from the longest loop to the shortest. If several sequences run at the same time
+(`together`), their tiles are merged.
 
 Every sequence counts the tiles before its own: neither a sort nor a second launch is needed. Every
 entry is written even if the lengths are wrong; tiles that do not fit are dropped from the end.
@@ -85,7 +87,7 @@ def list_tiles(b, list_ptr, length, together, B, tiled, other, BLOCK: tl.constex
     _, rows = rows_of(b, tiled)
     for start in range(0, tl.cdiv(rows, BLOCK), CHUNK):
         n = start + tl.arange(0, CHUNK)
-        rest = rows - n * BLOCK  # a tile with more rows from its first on comes first
+        rest = rows - n * BLOCK  # tiles with more rows from here on come first
         place = before + 0 * n
         for k in range(together):
             member = own * together + k

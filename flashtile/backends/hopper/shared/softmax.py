@@ -120,8 +120,8 @@ def masked(s, start, stop, n0, cfg: gl.constexpr):
 
 @gluon.constexpr_function
 def words_of(LAYOUT):
-    """The layout of bits in words (64, BLOCK_N / 32), shifted for each of four pairs of keys, (64,
-    BLOCK_N / 32, 4), from that of scores (64, BLOCK_N / 32, 4 eights, 4 pairs, 2).
+    """The layout of shifted words, (64, BLOCK_N / 32, 4 pairs of keys), from LAYOUT, that of
+    scores, (64, BLOCK_N / 32, 4 eights, 4 pairs, 2 keys).
     """
     return gl.SliceLayout(2, gl.SliceLayout(4, LAYOUT))
 
