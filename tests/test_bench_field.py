@@ -203,7 +203,7 @@ def test_cases_are_chosen_by_their_number() -> None:
         ("--seed 0", "got 0, want an integer of at least 1"),
         ("--preset gpu-dense --seed 2", "nothing here is drawn"),
         ("--preset cpu-targets --seed 2", "nothing here is drawn"),
-        ("--seq-len 64 --cases 2", "--cases wants a preset"),
+        ("--seq-len 64 --cases 2", "--cases needs a preset"),
     ],
 )
 def test_a_part_that_is_none_is_refused(
