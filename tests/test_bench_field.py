@@ -212,6 +212,7 @@ def test_a_part_that_is_none_is_refused(
     try:
         status = command.main(flags.split())
     except SystemExit as stop:
+        # argparse exits with a number; SystemExit may hold anything.
         status = stop.code  # type: ignore[assignment]
     assert status == 2
     assert why in capsys.readouterr().err.splitlines()[-1]

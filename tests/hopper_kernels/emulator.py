@@ -413,6 +413,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
             wait=lambda barrier, phase, pred=True: barrier.wait(phase, pred),
         ),
     )
+    # A module has any attribute that it is given, which mypy does not know.
     plain.extra = SimpleNamespace(  # type: ignore[attr-defined]
         cuda=SimpleNamespace(
             gdc_wait=wait_for_earlier_kernels, gdc_launch_dependents=let_next_kernel_start

@@ -112,8 +112,10 @@ def mixed(tiles, LEVELS: tl.constexpr):
         found = ()
         for n in tl.static_range(COUNT):
             if n >> level & 1:
+                # For mypy a tuple has one length; this one grows, unrolled by the compiler.
                 found += (tiles[n - (1 << level)] - tiles[n],)  # type: ignore[assignment]
             else:
+                # For mypy a tuple has one length; this one grows, unrolled by the compiler.
                 found += (tiles[n] + tiles[n + (1 << level)],)  # type: ignore[assignment]
         tiles = found
     return tiles
@@ -134,6 +136,7 @@ def matrices_of(matrix_ptr, recipe: tl.constexpr):
         matrix = tl.load(
             matrix_ptr + d[:, None] * recipe.DIM + column[None, :], mask=real, other=0.0
         )
+        # For mypy a tuple has one length; this one grows, unrolled by the compiler.
         found += (matrix,)  # type: ignore[assignment]
     return found
 
@@ -185,6 +188,7 @@ def load_rotated(job, matrices, base, block, count, head_index, recipe: tl.const
             tile = tl.dot(tl.trans(matrices[n]), tl.trans(tile))
         else:
             tile = tl.dot(tile, matrices[n])
+        # For mypy a tuple has one length; this one grows, unrolled by the compiler.
         found += (tile,)  # type: ignore[assignment]
     return mixed(found, recipe.LEVELS)
 
