@@ -35,7 +35,8 @@ class Preset:
         return callable(self.cases)
 
 
-def _case(head_dim: int, length: int, **changes: object) -> Case:
+def plain_case(head_dim: int, length: int, **changes: object) -> Case:
+    """One full bfloat16 sequence of `length`, with hidden size 2,048, and then the changes."""
     heads = HIDDEN // head_dim
     plain = Case(
         dtype="bfloat16",
@@ -51,7 +52,7 @@ def _case(head_dim: int, length: int, **changes: object) -> Case:
 
 def _dense() -> list[Case]:
     return [
-        _case(head_dim, length, batch=TOKENS // length, causal=causal)
+        plain_case(head_dim, length, batch=TOKENS // length, causal=causal)
         for head_dim in (64, 128, 256)
         for causal in (False, True)
         for length in (512, 1024, 2048, 4096, 8192, 16384)
@@ -69,12 +70,12 @@ def _hopper() -> list[Case]:
     lengths = torch.randint(*PACKED_LENGTHS, (16,), generator=generator(0)).tolist()
     packed = {"documents": len(lengths), "lengths": tuple(lengths), "variant": "packed"}
     return [
-        _case(head_dim, length, batch=TOKENS // length, causal=causal, **changes)
+        plain_case(head_dim, length, batch=TOKENS // length, causal=causal, **changes)
         for head_dim, length, changes in (*plain, *grouped)
         for causal in (False, True)
     ] + [
-        _case(128, TOKENS, causal=True, window=(1023, 0), variant="window 1024"),
-        *(_case(128, sum(lengths), causal=causal, **packed) for causal in (False, True)),
+        plain_case(128, TOKENS, causal=True, window=(1023, 0), variant="window 1024"),
+        *(plain_case(128, sum(lengths), causal=causal, **packed) for causal in (False, True)),
     ]
 
 
@@ -89,27 +90,30 @@ def _quantize() -> list[Case]:
         "per-block scales, not rotated": Recipe(hadamard=False),
     }
     return [
-        _case(head_dim, TOKENS, variant=name, recipe=recipe)
+        plain_case(head_dim, TOKENS, variant=name, recipe=recipe)
         for head_dim in (64, 128, 256)
         for name, recipe in recipes.items()
     ]
 
 
 def _memory() -> list[Case]:
-    return [_case(128, 1024 << doubled, causal=True) for doubled in range(7)]
+    return [plain_case(128, 1024 << doubled, causal=True) for doubled in range(7)]
 
 
 def _sparse() -> list[Case]:
-    full = _case(128, TOKENS)
-    blocks = [
-        replace(full, variant=f"block-sparse {density:.1%}", block_density=_drawn(density, TOKENS))
-        for density in (0.125, 0.25, 0.375, 0.5, 0.75)
-    ]
+    full = plain_case(128, TOKENS)
+    blocks = [block_sparse_case(density) for density in (0.125, 0.25, 0.375, 0.5, 0.75)]
     windows = [
         replace(full, variant=f"window {width}", causal=True, window=(width - 1, 0))
         for width in (1024, 4096)
     ]
     return [full, replace(full, causal=True), *blocks, *windows]
+
+
+def block_sparse_case(density: float) -> Case:
+    """16,384 tokens, of whose tiles a random block mask keeps the share `density`."""
+    variant = f"block-sparse {density:.1%}"
+    return replace(plain_case(128, TOKENS), variant=variant, block_density=_drawn(density, TOKENS))
 
 
 def _drawn(density: float, length: int) -> float:
@@ -133,7 +137,7 @@ def _decode() -> list[Case]:
         (1, 32, 1, 131072),
     )
     dense = [
-        _case(
+        plain_case(
             128, length, batch=batch, heads_q=heads, heads_kv=key_heads, seqlen_q=1, cached=True,
             variant="decode",
         )
@@ -154,7 +158,9 @@ def _decode() -> list[Case]:
 
 def _prefill() -> list[Case]:
     """2,048 new tokens after 30,720: as keys in one piece, in a cache, in pages."""
-    plain = _case(128, 32768, seqlen_q=2048, heads_q=32, heads_kv=8, causal=True, variant="prefill")
+    plain = plain_case(
+        128, 32768, seqlen_q=2048, heads_q=32, heads_kv=8, causal=True, variant="prefill"
+    )
     cached = replace(plain, cached=True, variant="prefill, cache")
     paged = [
         replace(cached, page_size=size, variant=f"prefill, pages of {size}") for size in (16, 256)
@@ -164,7 +170,7 @@ def _prefill() -> list[Case]:
 
 def _host() -> list[Case]:
     return [
-        _case(head_dim, length, causal=True)
+        plain_case(head_dim, length, causal=True)
         for head_dim in (64, 128)
         for length in (128, 512, 1024)
     ]
@@ -176,11 +182,11 @@ def _options() -> list[Case]:
     return [
         case
         for length in (4096, 16384)
-        for plain in [_case(128, length, batch=TOKENS // length, causal=True)]
+        for plain in [plain_case(128, length, batch=TOKENS // length, causal=True)]
         for case in (
             *(vary(plain, name) for name in causal),
             vary(replace(plain, causal=False), "bias"),
-            _case(
+            plain_case(
                 192, length, batch=plain.batch, heads_q=16, heads_kv=16, head_dim_v=128,
                 causal=True, variant="value-dim 128",
             ),
@@ -258,7 +264,7 @@ PRESETS = {
     ),
     "gpu-layer": Preset(
         "forward and backward of a whole layer of GPT-2's kind, 16 heads of 128",
-        [_case(128, 8192, causal=True, layer=True, variant="layer")],
+        [plain_case(128, 8192, causal=True, layer=True, variant="layer")],
         _settings("flashtile flashtile-triton fa2 cudnn fa4", ("both",), 0.5),
     ),
     "gpu-memory": Preset(

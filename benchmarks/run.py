@@ -66,7 +66,7 @@ class Task:
 
 def measure_case(case: Case, settings: Settings, timer: Timer | None = None) -> list[Row]:
     """A row for each pass and peer. The skipped say why; all do when the case itself failed."""
-    directions = [_direction(case, direction) for direction in settings.directions]
+    directions = [row_direction(case, direction) for direction in settings.directions]
     try:
         with failures_of("flashtile"):
             return _measure_passes(case, directions, settings, timer)
@@ -91,7 +91,8 @@ def _measure_passes(
     return rows
 
 
-def _direction(case: Case, direction: str) -> str:
+def row_direction(case: Case, direction: str) -> str:
+    """What rows call a pass of this case."""
     if case.recipe is not None and direction == "forward":
         return "quantize"
     return "decode" if case.cached and direction == "forward" else direction
