@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import zlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from conformance.devices import carry_calls, device_of
+from poison import poisoned_makers
 
 # One line adds a backend to the conformance suite. Calls that it refuses are skipped with the
 # reasons that it gives.
@@ -67,32 +65,8 @@ def seed(request: pytest.FixtureRequest) -> int:
     return number
 
 
-def _is_ours(frame: Any) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return name.split(".")[0] == "flashtile" and not name.startswith("flashtile.testing")
-
-
-def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
-        return tensor
-    with torch.no_grad():
-        if tensor.is_floating_point():
-            return tensor.fill_(float("nan"))
-        return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
-
-
-def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = make(*args, **kwargs)
-        return _poison(tensor) if _is_ours(sys._getframe(1)) else tensor
-
-    return wrapper
-
-
 @pytest.fixture
 def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill uninitialised buffers of flashtile with NaN, so that unwritten elements are found."""
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
-        monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
-    for name in ("new_empty", "new_empty_strided"):
-        monkeypatch.setattr(torch.Tensor, name, _poisoning(getattr(torch.Tensor, name)))
+    for owner, name, replacement in poisoned_makers():
+        monkeypatch.setattr(owner, name, replacement)

@@ -9,14 +9,13 @@ under `small` are short enough for a checker of memory accesses:
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hopper_kernels import tile_counts
 from hopper_kernels.tile_counts import MASKS
+from processes import output_of
 
 import flashtile
 from flashtile.testing import cu_seqlens
@@ -101,14 +100,7 @@ def test_repeats_of_packed_sequences_agree_bit_for_bit():
 def test_no_count_of_tiles_hangs(head_dim, mask):
     """Each configuration with no, one and many tiles for a program, in a process that can be killed
     when a kernel never ends."""
-    command = [sys.executable, tile_counts.__file__, str(head_dim), mask]
-    how = {"env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, "text": True}
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=WATCHDOG_SECONDS, **how)
-    except subprocess.TimeoutExpired as stuck:
-        said = (stuck.stdout or b"").decode()
-        pytest.fail(f"not done after {WATCHDOG_SECONDS} s; it was at: {said.strip()[-300:]}")
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+    output_of(Path(tile_counts.__file__), head_dim, mask, seconds=WATCHDOG_SECONDS)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

@@ -1,42 +1,53 @@
-"""Random problems of the Hopper backend, for each head dim it has tiles for, by the rule.
+"""Random problems of the Hopper backend, for each head dim it has kernels for, by the rule.
 
-`FLASHTILE_DRAWS` says how many for each head dim. What is drawn at large are sizes, strides and
-numbers; which options stand together, in which layout and with which head dims, comes from a fixed
-list of random combinations, because each is a set of kernels and takes many seconds to compile. A
-refusal by the backend is a failure.
+`FLASHTILE_DRAWS` says how many for each head dim, in parts that can run in parallel. What is drawn
+at large are sizes, strides and numbers; which options stand together, in which layout and with
+which head dims, comes from a fixed list of random combinations, because each is a set of kernels
+and takes many seconds to compile. A refusal by the backend is a failure, and so is a call that
+takes longer than `HANG_SECONDS`: it ends the process, after naming the call.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from conformance.devices import carry_calls
-from conformance.harness import OPTIONS, Sizes, check_dense, check_varlen
+from conformance.harness import OPTIONS, Masked, Sizes, check_dense, check_varlen
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from flashtile.testing import STRIDE_STYLES, strided
+from flashtile.masks import BlockMask
+from flashtile.testing import STRIDE_STYLES, dense_from_tiles, strided, tile_kinds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers")]
 
 # Of a head dim's tiles: the pairs (key's, value's) that are drawn.
 HEAD_DIMS = {
     64: [(64, 64), (40, 64), (64, 8)],
+    80: [(80, 80), (72, 80)],
     96: [(96, 96), (80, 96)],
+    112: [(112, 112), (104, 112)],
     128: [(128, 128), (120, 104), (128, 64)],
+    160: [(160, 160), (144, 160), (160, 128)],
     192: [(192, 192), (192, 128), (160, 136)],
     256: [(256, 256), (200, 248)],
 }
 COMBINATIONS = 40
 SHORTEST = 65  # queries that the backend takes
+BLOCK_TILE = (128, 128)  # of a block mask
+HANG_SECONDS = 180  # nearly all for compiling, beside many other processes
+PART = 20  # draws of a test
+DRAWS = int(os.environ.get("FLASHTILE_DRAWS", str(PART)))
 
 draws = settings(
-    max_examples=int(os.environ.get("FLASHTILE_DRAWS", "20")),
+    max_examples=min(DRAWS, PART),
     deadline=None,
     database=None,
     print_blob=True,
@@ -65,6 +76,8 @@ def combination(number: int, head_dim: int) -> Combination:
     likely = {"causal chunk": 0.2, "softcap": 0.3, "alibi": 0.2, "sink": 0.3, "scale": 0.3}
     likely |= {"negative scale": 0.1, "deterministic": 0.3, "used": 0.3}
     chosen = {mask, *(name for name, share in likely.items() if chance.random() < share)}
+    if not packed and chance.random() < 0.3:
+        chosen.add("block mask")
     return Combination(dims, packed, frozenset(chosen))
 
 
@@ -84,15 +97,53 @@ def options_of(chosen: frozenset[str], left: int, right: int, chunk: int, packed
     }
     named = [name for name in ("alibi", "sink") if name in chosen]
     named += ["seqused"] if packed and "used" in chosen else []
+    blocks = "block mask" in chosen
 
     def make(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> dict[str, Any]:
         made: dict[str, Any] = dict(plain)
         for name in named:
             made |= OPTIONS[name](g, s, dtype)
+        if blocks:
+            made["block_mask"] = block_mask(g, s)
         return made
 
-    make.__name__ = f"{plain} {named}"
+    make.__name__ = f"{plain} {named} {'block mask' * blocks}"
     return make
+
+
+def block_mask(g: torch.Generator, s: Sizes) -> Masked:
+    """A random mask of empty, full and partial tiles, shared or for each head."""
+    heads = int(torch.randint(2, (), generator=g)) * (s.Hq - 1) + 1
+    counts = [-(-length // size) for length, size in zip((s.M, s.N), BLOCK_TILE, strict=True)]
+    dense = dense_from_tiles(tile_kinds(g, 1, heads, *counts), BLOCK_TILE, s.M, s.N)
+    partial_tiles = dense_from_tiles(tile_kinds(g, 1, heads, *counts), BLOCK_TILE, s.M, s.N)
+    dense &= ~partial_tiles | (torch.rand(dense.shape, generator=g) < 0.5)
+    return Masked(BlockMask.from_dense(dense, BLOCK_TILE), dense)
+
+
+@pytest.fixture
+def watched(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[str], None]]:
+    """Name what is about to run; the process ends if nothing else is named in time."""
+    with capfd.disabled():
+        terminal = os.dup(2)
+    timer: list[threading.Timer] = []
+
+    def hang(what: str) -> None:
+        os.write(terminal, f"\nno end after {HANG_SECONDS} s: {what}\n".encode())
+        os._exit(1)
+
+    def begin(what: str) -> None:
+        end()
+        timer.append(threading.Timer(HANG_SECONDS, hang, [what]))
+        timer[0].start()
+
+    def end() -> None:
+        while timer:
+            timer.pop().cancel()
+
+    yield begin
+    end()
+    os.close(terminal)
 
 
 @pytest.fixture
@@ -105,10 +156,17 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> str:
     return "hopper"
 
 
+@pytest.mark.parametrize("part", range(-(-DRAWS // PART)))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @given(data=st.data())
 @draws
-def test_random_problems(head_dim: int, hopper: str, data: st.DataObject) -> None:
+def test_random_problems(
+    head_dim: int,
+    part: int,
+    hopper: str,
+    watched: Callable[[str], None],
+    data: st.DataObject,
+) -> None:
     Hk, group = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 3)), "heads")
     number = data.draw(st.integers(0, COMBINATIONS - 1), "combination")
     (D, Dv), packed, options = combination(number, head_dim)
@@ -122,10 +180,14 @@ def test_random_problems(head_dim: int, hopper: str, data: st.DataObject) -> Non
     if not packed:
         B, M, N = data.draw(st.integers(1, 3)), data.draw(queries, "M"), data.draw(keys, "N")
         s = Sizes(B, M, N, Hk * group, Hk, D, Dv)
-        check_dense(s, chosen, dtype, hopper, seed, layout)
+        watched(f"{s} {dtype} {chosen.__name__} {layout} seed {seed}")
+        # The backend has no backward with a block mask.
+        how = {"through": ()} if "block mask" in options else {}
+        check_dense(s, chosen, dtype, hopper, seed, layout, **how)
         return
     lengths = data.draw(st.lists(sequences, min_size=1, max_size=4), "lengths")
     lengths_q, lengths_k = (list(x) for x in zip(*lengths, strict=True))
     M, N = max(SHORTEST, *lengths_q), max(1, *lengths_k)  # upper bounds, not always reached
     s = Sizes(len(lengths), M, N, Hk * group, Hk, D, Dv)
+    watched(f"{s} {lengths} {dtype} {chosen.__name__} {layout} seed {seed}")
     check_varlen(lengths_q, lengths_k, s, chosen, dtype, hopper, seed, layout)
