@@ -1,30 +1,65 @@
-"""Four calls of the Hopper backend for a profiler: head dim 128, causal, 16,384 tokens, bfloat16.
+"""Four calls of one case for a profiler: forward and backward of a set of `compare_trees`.
 
-    ncu --clock-control none --kernel-name "regex:^forward_kernel" \
-        --launch-skip 2 --launch-count 1 \
-        --section SpeedOfLight --section LaunchStats --section SchedulerStats \
-        --section WarpStateStats --section ComputeWorkloadAnalysis \
-        --section MemoryWorkloadAnalysis --print-details all \
-        python -m benchmarks.profiled_call forward
+    python -m benchmarks.profiled_call models 5
 
-and the same with `backward` twice. What it printed is in `results/h200/profiles`.
+The kernels of the forward and the backward in the third call, with the least, mean and most
+instructions that a multiprocessor's tensor cores execute, the share of the time they are busy, the
+cycles, and the bytes of the memory:
+
+    m=sm__inst_executed_pipe_tensor_op_gmma
+    m=$m,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed
+    m=$m,sm__cycles_active,sm__cycles_elapsed.max,gpu__time_duration.sum
+    m=$m,dram__bytes_read.sum,dram__bytes_write.sum
+    ncu --clock-control none --kernel-name "regex:^(forward|backward)_kernel" \
+        --launch-skip 4 --launch-count 2 --metrics $m python -m benchmarks.profiled_call models 5
+
+`results/h200/profiles` has the sections SpeedOfLight, LaunchStats, SchedulerStats, WarpStateStats,
+ComputeWorkloadAnalysis and MemoryWorkloadAnalysis of `papers 12`, by `--section` instead of
+`--metrics` and `--print-details all`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
-import flashtile
+from .compare_trees.jobs import jobs_of
+from .peers import PEERS
+from .shapes import Case, make_inputs
+
+CALLS = 4
+
+
+def find_case(name: str, number: int) -> Case:
+    """The case of a set, a preset or a file with this number.
+
+    Raises:
+        ValueError: there is no such case; the message lists those there are.
+    """
+    cases = {job.case.index: job.case for job in jobs_of(name)}
+    if number not in cases:
+        lines = [f"{index}: {case.label}" for index, case in cases.items()]
+        raise ValueError("\n".join([f"{name} has no case {number}, but", *lines]))
+    return cases[number]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the case that ``NAME NUMBER`` names, forward and where it can backward."""
+    name, number = argv
+    case = find_case(name, int(number))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    prepared = PEERS["flashtile"](case, make_inputs(case, device))
+    print(f"{case.label}, by {prepared.backend}")
+    for _ in range(CALLS):
+        if case.cached:
+            prepared.forward()
+        else:
+            prepared.forward_and_backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+
 
 if __name__ == "__main__":
-    q, k, v, dout = (
-        torch.randn(1, 16384, 16, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(4)
-    )
-    for _ in range(4):
-        out = flashtile.attention(q, k, v, causal=True, backend="hopper")
-        if sys.argv[1] == "backward":
-            torch.autograd.grad(out, (q, k, v), dout.detach())
-    torch.cuda.synchronize()
+    main(sys.argv[1:])

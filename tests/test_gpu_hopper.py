@@ -186,7 +186,7 @@ def test_compiled_call_equals_the_eager_one(dynamic):
             assert (a - b).norm() < 1e-2 * b.norm()
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"causal": True, "softcap": 3.0}], ids=str
 )
@@ -200,7 +200,7 @@ def test_small(D, options):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
 def test_small_packed(D):
     cu_q, cu_k = cu_seqlens([70, 0, 1, 66]).cuda(), cu_seqlens([90, 3, 0, 40]).cuda()
     q, k, v, dout = (x[0] for x in inputs(1, 140, 140, 4, 2, D))  # three rows belong to no sequence
