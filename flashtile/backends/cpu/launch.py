@@ -121,11 +121,12 @@ def _native_forward(
 ) -> tuple[Tensor, Tensor]:
     dtype = plan.compute_dtype
     return native.forward(
-        _readable(segment.queries(operands.q), dtype),
-        _readable(segment.keys(operands.k), dtype),
-        _readable(segment.keys(operands.v), dtype),
+        native.readable(segment.queries(operands.q), dtype),
+        native.readable(segment.keys(operands.k), dtype),
+        native.readable(segment.keys(operands.v), dtype),
         segment.mask,
         problem.options.softmax_scale,
+        None if operands.bias is None else segment.per_score(operands.bias),
         None if operands.sink is None else operands.sink[segment.heads].to(dtype),
         plan.BLOCK_M,
     )
@@ -142,8 +143,8 @@ def _native_backward(
     dsink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = plan.compute_dtype
-    out_rows = _readable(segment.queries(out), dtype)
-    dout_rows = _readable(segment.queries(dout), dtype)
+    out_rows = native.readable(segment.queries(out), dtype)
+    dout_rows = native.readable(segment.queries(dout), dtype)
     lse_rows = segment.rows(lse)
     if dsink is not None and operands.sink is not None:
         delta = (out_rows * dout_rows).sum(-1)
@@ -152,24 +153,17 @@ def _native_backward(
         assert part is not None
         dsink[segment.heads] += part
     return native.backward(
-        _readable(segment.queries(operands.q), dtype),
-        _readable(segment.keys(operands.k), dtype),
-        _readable(segment.keys(operands.v), dtype),
+        native.readable(segment.queries(operands.q), dtype),
+        native.readable(segment.keys(operands.k), dtype),
+        native.readable(segment.keys(operands.v), dtype),
         out_rows,
         lse_rows,
         dout_rows,
         segment.mask,
         problem.options.softmax_scale,
+        None if operands.bias is None else segment.per_score(operands.bias),
         plan.BLOCK_M,
     )
-
-
-def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype` with a contiguous last dimension, which the native kernel assumes without a
-    check.
-    """
-    x = x.to(dtype)
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _plain_backward(

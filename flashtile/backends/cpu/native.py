@@ -1,10 +1,11 @@
 """Attention by PyTorch's own CPU flash kernel, one call per piece of the mask, merged by the
 log-sum-exp.
 
-The kernel supports full and square causal attention and returns the log-sum-exp. A mask that can be
-cut into such pieces runs at the kernel's speed: bottom-right causal, windows, chunks, packed
-sequences, block masks, sinks. The kernel's backward takes the output and log-sum-exp of the whole
-row, so pieces need no correction; a sink only makes the log-sum-exp larger.
+The kernel supports full and square causal attention with a bias and returns the log-sum-exp. A mask
+that can be cut into such pieces runs at the kernel's speed: bottom-right causal, windows, chunks,
+packed sequences, block masks, sinks. The kernel's backward takes the output and log-sum-exp of the
+whole row, so pieces need no correction; a sink only makes the log-sum-exp larger. It has no
+gradient of the bias.
 
 In 16 bits the kernel's backward rounds the gradients of K and V after every block of query rows
 and every head of a group. Therefore a call gets few rows and one head of a group, and the results
@@ -20,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...masks import Window
+from ...lru import memoised
+from ...masks import Visibility, Window
 from ...native_kernels import kernels
 from ...ops.merge.formula import add_sink, merge
 from .segments import KeyRun, SegmentMask
@@ -42,10 +44,26 @@ class Piece(NamedTuple):
         """The piece's rows of q, out, or their gradients."""
         return x[:, :, self.m0 : self.m1]
 
-    def keys(self, x: Tensor) -> Tensor:
+    def keys(self, x: Tensor, dim: int = 2) -> Tensor:
         """The piece's keys of k or v: a view of one span, or several spans concatenated."""
-        parts = [x[:, :, n0:n1] for n0, n1 in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        parts = [x.narrow(dim, n0, n1 - n0) for n0, n1 in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+    def added(self, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """What the kernel adds to the scores, in the `dtype` of the queries: the bias, and -inf
+        where a query does not see a key. None if it adds nothing.
+
+        Args:
+            bias: (batch or 1, heads or 1, M or 1, N or 1).
+        """
+        if bias is not None:
+            bias = bias if bias.shape[2] == 1 else self.rows(bias)
+            bias = readable(bias if bias.shape[3] == 1 else self.keys(bias, dim=3), dtype)
+        if self.visible is None:
+            return bias
+        if bias is not None:
+            return torch.where(self.visible, bias, -INFINITY)
+        return torch.zeros(self.visible.shape, dtype=dtype).masked_fill_(~self.visible, -INFINITY)
 
     def add_to_keys(self, total: Tensor, gradient: Tensor) -> None:
         """Add the gradient of the piece's keys to `total`, the gradient of all keys."""
@@ -118,6 +136,12 @@ def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
 
 def single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     """The piece that covers the whole segment, if one unmasked kernel call does; else None."""
+    if mask.layout is None:
+        return _single_piece_by_rules(mask.visibility, BLOCK_M)
+    return _single_piece(mask, BLOCK_M)
+
+
+def _single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     visibility = mask.visibility
     found = pieces(mask, BLOCK_M)
     first, second = next(found, None), next(found, None)
@@ -127,38 +151,34 @@ def single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     return first
 
 
+@memoised(1024)
+def _single_piece_by_rules(visibility: Visibility, BLOCK_M: int) -> Piece | None:
+    return _single_piece(SegmentMask(visibility, None), BLOCK_M)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: SegmentMask,
     scale: float,
+    bias: Tensor | None,
     sink: Tensor | None,
     BLOCK_M: int,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, heads, M, D) and lse (batch, heads, M); inputs (batch, heads, length, D) in the
-    compute dtype.
+    compute dtype, the bias (batch or 1, heads or 1, M or 1, N or 1) in any dtype.
     """
-    native_forward, _ = kernels()
     whole = single_piece(mask, BLOCK_M)
     if whole is not None:
-        out, lse = native_forward(q, k, v, 0.0, whole.causal, scale=scale)
+        out, lse = _piece_forward(whole, q, k, v, scale, bias)
     else:
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:-1], -INFINITY, dtype=q.dtype)
         previous_row = -1
         for piece in pieces(mask, BLOCK_M):
-            out_part, lse_part = native_forward(
-                piece.rows(q),
-                piece.keys(k),
-                piece.keys(v),
-                0.0,
-                piece.causal,
-                attn_mask=_additive(piece.visible, q),
-                scale=scale,
-            )
-            if piece.visible is not None:  # the kernel returns lse 0 for rows that see no key
-                lse_part.masked_fill_(~piece.visible.any(-1), -INFINITY)
+            parts = (piece.rows(q), piece.keys(k), piece.keys(v))
+            out_part, lse_part = _piece_forward(piece, *parts, scale, bias)
             if piece.m0 == previous_row:  # an earlier piece has other keys of these rows
                 out_part, lse_part = merge(piece.rows(out), piece.rows(lse), out_part, lse_part)
             piece.rows(out).copy_(out_part)
@@ -167,6 +187,31 @@ def forward(
     if sink is not None:
         out, lse = add_sink(out, lse, sink[:, None])
     return out, lse
+
+
+def _piece_forward(
+    piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a piece, from its rows of q, and its keys of k and v."""
+    native_forward, _ = kernels()
+    added = piece.added(bias, q.dtype)
+    out, lse = native_forward(q, k, v, 0.0, piece.causal, attn_mask=added, scale=scale)
+    if added is not None:
+        _hide_blind_rows(lse, added, piece.causal)
+    return out, lse
+
+
+def _hide_blind_rows(lse: Tensor, added: Tensor, causal: bool) -> None:
+    """Set the lse of rows that see no key to -inf. The kernel returns 0 for them, but 0 may also be
+    the lse of a row that sees keys.
+    """
+    maybe_blind = lse == 0
+    if not maybe_blind.any():
+        return
+    visible = added > -INFINITY
+    if causal:
+        visible = visible & torch.ones(lse.shape[2], lse.shape[2], dtype=torch.bool).tril()
+    lse.masked_fill_(maybe_blind & ~visible.any(-1), -INFINITY)
 
 
 class NativeGradients(NamedTuple):
@@ -186,20 +231,23 @@ def backward(
     dout: Tensor,
     mask: SegmentMask,
     scale: float,
+    bias: Tensor | None,
     BLOCK_M: int,
 ) -> NativeGradients:
-    """Gradients from the whole rows' `out` and `lse`. All tensors but the lse have one dtype; the
-    gradients of several kernel calls are added up in the lse's dtype.
+    """Gradients from the whole rows' `out` and `lse`. All tensors but the lse and the bias have one
+    dtype; the gradients of several kernel calls are added up in the lse's dtype.
     """
     _, native_backward = kernels()
     whole = single_piece(mask, BLOCK_M)
     group = q.shape[1] // k.shape[1] if q.dtype.itemsize == 2 else 1
+    assert bias is None or group == 1
+    if whole is None or bias is not None:
+        # Rows that see no key have lse -inf, and exp(-inf - lse) would be NaN; with 0 it is 0.
+        lse = lse.masked_fill(lse == -INFINITY, 0.0)
     if whole is not None and group == 1:
-        return NativeGradients(
-            *native_backward(dout, q, k, v, out, lse, 0.0, whole.causal, scale=scale)
-        )
-    # Rows that see no key have lse -inf, and exp(-inf - lse) would be NaN; with 0 it is 0.
-    lse = lse.masked_fill(lse == -INFINITY, 0.0)
+        given = (dout, q, k, v, out, lse, 0.0, whole.causal)
+        added = whole.added(bias, q.dtype)
+        return NativeGradients(*native_backward(*given, attn_mask=added, scale=scale))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for piece, member in product(pieces(mask, BLOCK_M), range(group)):
         heads = slice(member, None, group)
@@ -212,7 +260,7 @@ def backward(
             piece.rows(lse)[:, heads],
             0.0,
             piece.causal,
-            attn_mask=_additive(piece.visible, q),
+            attn_mask=piece.added(bias, q.dtype),
             scale=scale,
         )
         piece.rows(dq)[:, heads].add_(dq_part)
@@ -221,8 +269,7 @@ def backward(
     return NativeGradients(dq, dk, dv)
 
 
-def _additive(visible: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask in the kernel's form: 0 or -inf in the dtype of the queries."""
-    if visible is None:
-        return None
-    return torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -INFINITY)
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype` with a contiguous last dimension, which the kernel assumes without a check."""
+    x = x.to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -17,6 +17,8 @@ MAX_HEAD_DIM = 576
 PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 256
 # Rows of a native tile if the mask has a left edge; smaller tiles compute fewer masked scores.
 NATIVE_WINDOW_BLOCK_M = 64
+# Rows of a native tile if the bias has to be converted or masked, which copies it tile by tile.
+NATIVE_BIAS_BLOCK_M = 256
 # With at least this many rows, the native kernel works in blocks of 256 rows; else in smaller ones.
 NATIVE_LARGE_BLOCKS = 768
 # Smallest native tile, in rows, of a 16-bit backward, which rounds after every block of rows.
@@ -100,6 +102,8 @@ def _native_rows(problem: AttentionProblem, is_rounding: bool) -> int:
         return max(-(-problem.M // tiles), 1)
     if options.window_left is not None:
         return NATIVE_WINDOW_BLOCK_M
+    if problem.has_bias and (problem.dtype.itemsize == 2 or not _is_square(problem)):
+        return NATIVE_BIAS_BLOCK_M
     if options.attention_chunk > 0:  # each chunk is one tile, full or a causal square
         return max(options.attention_chunk, NATIVE_WINDOW_BLOCK_M)
     return max(problem.M, 1)
@@ -118,7 +122,7 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
         (options.softcap > 0, "softcap"),
         (options.dropout_p > 0, "dropout"),
         (problem.has_alibi, "ALiBi"),
-        (problem.has_bias, "bias"),
+        (problem.bias_needs_grad, "gradient of the bias"),
         (lse_has_grad, "gradient of the log-sum-exp"),
     )
     return [reason for fact, reason in facts if fact]
@@ -135,6 +139,7 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
     one_piece = (
         problem.layout == "dense"
         and not problem.has_lengths
+        and not problem.has_bias
         and not problem.has_sink
         and problem.page_size == 0
         and problem.block_tile is None
