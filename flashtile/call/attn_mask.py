@@ -75,12 +75,13 @@ def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
         M, N: number of queries and of keys.
 
     Returns:
-        ``{"block_mask": ...}``, which skips empty tiles and does not mask full ones; or, for a
-        single query and while tracing, when the number of partial tiles cannot be read, ``{"bias":
-        ...}`` with 0 and -inf.
+        ``{"block_mask": ...}``, which skips empty tiles and does not mask full ones; or ``{"bias":
+        ...}`` with 0 and -inf where there is little to skip (a single query or, on a CPU, a single
+        tile), and while tracing, when the number of partial tiles cannot be read.
     """
     transforms = torch._C._are_functorch_transforms_active()
-    if transforms or M == 1 or not checks.is_readable(mask):  # tiles do not pay off for one row
+    is_small = M == 1 or (mask.device.type == "cpu" and M <= CPU_TILE[0] and N <= CPU_TILE[1])
+    if transforms or is_small or not checks.is_readable(mask):
         return {"bias": additive(mask)}
     return {"block_mask": block_mask(mask, M, N)}
 

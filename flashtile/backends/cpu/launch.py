@@ -19,7 +19,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     statistics = lse_dtype(q.dtype)
     dtype = statistics if problem.is_partial else output_dtype(q.dtype)
     parts = tuple(segments(problem, operands))
-    if len(parts) == 1 and parts[0].is_whole_call(problem):  # no copy into larger tensors needed
+    if len(parts) == 1 and parts[0].is_whole:  # no copy into larger tensors needed
         O, L = _segment_forward(problem, operands, parts[0], plan)
         return _as_call(O, dtype), L.to(statistics).contiguous()
     # Rows that belong to no segment (padding) keep these values.
@@ -47,7 +47,7 @@ def backward(
     dbias = _zeros_like(operands.bias if problem.bias_needs_grad else None, lse.dtype)
     dsink = _zeros_like(operands.sink, lse.dtype)
     parts = tuple(segments(problem, operands))
-    if len(parts) == 1 and parts[0].is_whole_call(problem):  # no copy into larger tensors needed
+    if len(parts) == 1 and parts[0].is_whole:  # no copy into larger tensors needed
         grads = _segment_backward(problem, operands, parts[0], plan, results, dbias, dsink)
         dq, dk, dv = (_as_call(g, x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     else:

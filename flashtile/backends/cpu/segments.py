@@ -124,25 +124,28 @@ class Segment:
     packed_queries: bool
     packed_keys: bool
     mask: SegmentMask
-
-    def is_whole_call(self, problem: AttentionProblem) -> bool:
-        """Whether this segment covers the whole call, including padding."""
-        return not (_ragged(problem) or self.packed_queries) and self.batch.stop == problem.B
+    is_whole: bool  # the segment is the whole call, without padding: nothing is sliced
 
     def queries(self, x: Tensor) -> Tensor:
         """(batch, heads, M, head_dim) view of q, out, or their gradients."""
+        if self.is_whole:
+            return x.transpose(1, 2)
         if self.packed_queries:
             return x[self.query_rows, self.heads].transpose(0, 1).unsqueeze(0)
         return x[self.batch, self.query_rows, self.heads].transpose(1, 2)
 
     def rows(self, lse: Tensor) -> Tensor:
         """(batch, heads, M) view of the log-sum-exp or its gradient."""
+        if self.is_whole:
+            return lse
         if self.packed_queries:
             return lse[self.heads, self.query_rows].unsqueeze(0)
         return lse[self.batch, self.heads, self.query_rows]
 
     def keys(self, x: Tensor) -> Tensor:
         """(batch, kv_heads, N, head_dim) of k or v: a view, or a gather of the pages."""
+        if self.is_whole:
+            return x.transpose(1, 2)
         if self.pages is not None:
             tokens = x[self.pages, :, self.kv_heads].flatten(0, 1)[self.key_rows]
             return tokens.transpose(0, 1).unsqueeze(0)
@@ -166,6 +169,8 @@ class Segment:
 
     def per_score(self, bias: Tensor) -> Tensor:
         """(batch or 1, heads or 1, M or 1, N or 1) view of the bias or its gradient."""
+        if self.is_whole:
+            return bias
         index = [
             whole if size > 1 else slice(None)
             for whole, size in zip(
@@ -236,6 +241,9 @@ class _Sequence(NamedTuple):
             packed_queries=problem.layout != "dense",
             packed_keys=problem.layout == "packed",
             mask=SegmentMask(Visibility(problem.facts, M, N, *(self.positions or ())), layout),
+            is_whole=not _ragged(problem)
+            and problem.layout == "dense"
+            and self.batch.stop - self.batch.start == problem.B,
         )
 
 
