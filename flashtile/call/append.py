@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from ..ops.append import op
+from ..ops.append import formula, op
 from ..problem import FLOAT8, Operands
 from .layouts import Cached
 from .prepare import Prepared
@@ -47,9 +47,11 @@ def rotate_and_append(call: Prepared) -> Operands:
 
 
 def _ops(operands: Operands, k: Tensor, v: Tensor) -> tuple[Any, Any]:
-    """The two ops or, on a GPU without a tracer or dispatch mode, their functions."""
+    """The two ops or, where neither a tracer nor a dispatch mode sees them, their functions."""
     transforms = torch._C._are_functorch_transforms_active()
-    if not operands.k.is_cuda or transforms or autograd.is_traced((*operands, k, v)):
+    if transforms or operands.k.is_meta or autograd.is_traced((*operands, k, v)):
         ops = torch.ops.flashtile
         return ops.kvcache_append, ops.kvcache_rotate_append
-    return op.append_on_gpu, op.rotate_and_append_on_gpu
+    if operands.k.is_cuda:
+        return op.append_on_gpu, op.rotate_and_append_on_gpu
+    return formula.append, formula.rotate_and_append

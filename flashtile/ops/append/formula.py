@@ -4,6 +4,10 @@ PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -72,37 +76,64 @@ def append(
     Returns:
         int32 (batch,), the lengths including the new tokens.
     """
-    batch = lengths.shape[0]
-    sequence, index = _token_coordinates(k, cu_seqlens_k_new, batch)
-    inside = sequence < batch
-    sequence = sequence.clamp(max=batch - 1)
-    position = lengths.long()[sequence] + index
-    if page_table is None:
-        row = sequence if cache_batch_idx is None else cache_batch_idx.long()[sequence]
-        slot = position
-        inside &= (position >= 0) & (position < k_cache.shape[1])
-    else:
-        page_size = k_cache.shape[1]
-        inside &= (position >= 0) & (position < page_table.shape[1] * page_size)
-        column = (position // page_size).clamp(0, page_table.shape[1] - 1)
-        row, slot = page_table.long()[sequence, column], position % page_size
-    inside &= (row >= 0) & (row < k_cache.shape[0])
-    where = (row[inside], slot[inside])
+    spans = tuple(_spans(k_cache, k, lengths, cu_seqlens_k_new, page_table, cache_batch_idx))
     for store, tokens, descale in ((k_cache, k, k_descale), (v_cache, v, v_descale)):
-        rows = tokens.reshape(-1, *tokens.shape[-2:])[inside]
-        store[where] = _stored(rows, store.dtype, descale, sequence[inside])
+        tokens = tokens.reshape(-1, *tokens.shape[-2:])
+        for span in spans:
+            new = tokens[span.first : span.first + span.count]
+            scale = None if descale is None else descale[span.sequence, :, None]
+            place = store[span.row, span.slot : span.slot + span.count]
+            place.copy_(_stored(new, store.dtype, scale))
     added = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
     return (lengths + added).int()
 
 
-def _stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None, sequence: Tensor) -> Tensor:
-    """Convert tokens (tokens, kv_heads, head_dim) of the sequences (tokens,) to the `dtype` of a
-    cache.
-    """
+class _Span(NamedTuple):
+    """Adjacent new tokens that go to adjacent slots of one row of the cache, or of one page."""
+
+    sequence: int
+    first: int  # among all new tokens
+    count: int
+    row: int
+    slot: int
+
+
+def _spans(
+    k_cache: Tensor,
+    k: Tensor,
+    lengths: Tensor,
+    cu_seqlens: Tensor | None,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> Iterator[_Span]:
+    """Where the new tokens go, without those that do not fit."""
+    positions = lengths.tolist()
+    if cu_seqlens is None:
+        ends = [k.shape[1] * sequence for sequence in range(len(positions) + 1)]
+    else:
+        ends = [min(end, k.shape[0]) for end in cu_seqlens.tolist()]
+    rows = list(range(len(positions))) if cache_batch_idx is None else cache_batch_idx.tolist()
+    size, columns = k_cache.shape[1], 1 if page_table is None else page_table.shape[1]
+    for sequence, (position, (first, stop)) in enumerate(
+        zip(positions, pairwise(ends), strict=True)
+    ):
+        if position < 0:
+            first, position = first - position, 0
+        while first < stop and position < columns * size:
+            column, slot = divmod(position, size)
+            row = rows[sequence] if page_table is None else int(page_table[sequence, column])
+            count = min(stop - first, size - slot)
+            if 0 <= row < k_cache.shape[0]:
+                yield _Span(sequence, first, count, row, slot)
+            first, position = first + count, position + count
+
+
+def _stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None) -> Tensor:
+    """Convert the tokens (tokens, kv_heads, head_dim) of one sequence to the `dtype` of a cache."""
     if dtype not in FLOAT8 or x.dtype in FLOAT8:
         return x
     if descale is not None:
-        x = x.float() / descale[sequence][..., None]
+        x = x.float() / descale
     return _rounded(x, dtype)
 
 
