@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.call import attn_mask
 from flashtile.call.attn_mask import block_mask
 from flashtile.testing import attention_reference, generator, normal, qkv
 
@@ -74,9 +75,15 @@ def test_a_tile_is_as_small_as_the_call_and_no_larger_than_memory_allows(rows):
         assert block_mask(mask, M, N).tile_size == tile
 
 
-def test_explain_sees_the_masks(call):
-    assert flashtile.explain(**call, attn_mask=MATRIX).problem.block_tile is not None
-    assert flashtile.explain(**call, key_padding_mask=KEEP).problem.block_tile is not None
+def test_explain_sees_the_masks(call, monkeypatch):
+    for masks in ({"attn_mask": MATRIX}, {"key_padding_mask": KEEP}):
+        problem = flashtile.explain(**call, **masks).problem
+        assert (problem.block_tile, problem.has_bias) == (None, True)  # a single tile
+        for tile in ((8, 16), (16, 8)):
+            with monkeypatch.context() as patch:
+                patch.setattr(attn_mask, "CPU_TILE", tile)
+                problem = flashtile.explain(**call, **masks).problem
+            assert (problem.block_tile, problem.has_bias) == ((min(tile[0], 16), tile[1]), False)
     problem = flashtile.explain(**call, attn_mask=MATRIX.float().requires_grad_()).problem
     assert problem.has_bias
     assert problem.bias_needs_grad

@@ -10,7 +10,7 @@ import torch
 from conformance.harness import Sizes, check_dense
 
 import flashtile
-from flashtile.backends.cpu import float8, native, plan
+from flashtile.backends.cpu import float8, launch, native, plan
 from flashtile.backends.cpu.segments import BlockLayout, SegmentMask
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense
@@ -188,3 +188,35 @@ def test_heads_that_are_adjacent_in_memory(dtype, seed):
 @pytest.mark.parametrize("options", ["scale + window", "scale + causal"])
 def test_every_piece_gets_the_scale(options, seed):
     check_dense(Sizes(M=9, N=12), options, torch.float32, "cpu", seed)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "batches"),
+    [
+        ([6, 6, 6], {}, [(0, 3)]),
+        ([6, 6, 4, 6], {}, [(0, 2), (2, 3), (3, 4)]),
+        ([6, 6], {"cache_leftpad": torch.tensor([1, 2]).int()}, [(0, 1), (1, 2)]),
+        ([6, 6], {"cache_leftpad": torch.tensor([1, 1]).int()}, [(0, 2)]),
+        ([6, 6], {"cache_batch_idx": torch.tensor([1, 1]).int()}, [(0, 1), (1, 2)]),
+        ([6] * 40, {}, [(0, 32), (32, 40)]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequences_of_equal_lengths_share_a_segment(lengths, options, batches, dtype, monkeypatch):
+    """As many as the memory allows, if their keys are in rows of their own."""
+    made = []
+    launch_segments = launch.segments
+    monkeypatch.setattr(
+        launch, "segments", lambda *call: [made.append(x) or x for x in launch_segments(*call)]
+    )
+    q = torch.randn(len(lengths), 2, 2, 8, dtype=dtype)
+    k, v = torch.randn(2, len(lengths), 8, 1, 8, dtype=dtype)
+    options = {"cache_seqlens": torch.tensor(lengths).int(), "causal": True, **options}
+    out, lse = flashtile.attention_with_kvcache(q, k, v, return_lse=True, **options)
+    assert [(x.batch.start, x.batch.stop) for x in made] == batches
+    for b, length in enumerate(lengths):
+        row = int(options.get("cache_batch_idx", torch.arange(len(lengths)))[b])
+        first = int(options.get("cache_leftpad", torch.zeros(len(lengths)))[b])
+        alone = (q[b : b + 1], k[row : row + 1, first:length], v[row : row + 1, first:length])
+        wanted = flashtile.attention(*alone, causal=True, return_lse=True)
+        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), wanted)

@@ -80,8 +80,9 @@ def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
         tile), and while tracing, when the number of partial tiles cannot be read.
     """
     transforms = torch._C._are_functorch_transforms_active()
-    is_small = M == 1 or (mask.device.type == "cpu" and M <= CPU_TILE[0] and N <= CPU_TILE[1])
-    if transforms or is_small or not checks.is_readable(mask):
+    fits = (size <= limit for size, limit in zip((M, N), CPU_TILE, strict=True))
+    is_one_tile = mask.device.type == "cpu" and all(fits)
+    if transforms or M == 1 or is_one_tile or not checks.is_readable(mask):
         return {"bias": additive(mask)}
     return {"block_mask": block_mask(mask, M, N)}
 

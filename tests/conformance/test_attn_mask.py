@@ -6,11 +6,22 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.call import attn_mask
 from flashtile.testing import attention_reference, generator, normal
 
 from .harness import Sizes, compare, dropout_keep, resolve, split_options
 
-pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+pytestmark = pytest.mark.usefixtures("poisoned_buffers", "several_tiles")
+
+
+@pytest.fixture(params=[False, True], ids=["", "several tiles"])
+def several_tiles(request, backend, monkeypatch):
+    """Masks of several tiles on a CPU, where those of one tile become a bias."""
+    if request.param:
+        if backend != "cpu":
+            pytest.skip("only a CPU's tiles are larger than the masks here")
+        monkeypatch.setattr(attn_mask, "CPU_TILE", (16, 16))
+
 
 SIZES = Sizes(B=3, M=19, N=27, Hq=4, Hk=2, D=16, Dv=12)
 

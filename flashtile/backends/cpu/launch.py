@@ -19,7 +19,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     statistics = lse_dtype(q.dtype)
     dtype = statistics if problem.is_partial else output_dtype(q.dtype)
     parts = tuple(segments(problem, operands))
-    if len(parts) == 1 and parts[0].is_whole:  # no copy into larger tensors needed
+    if len(parts) == 1 and parts[0].has_all_queries:  # no copy into larger tensors needed
         O, L = _segment_forward(problem, operands, parts[0], plan)
         return _as_call(O, dtype), L.to(statistics).contiguous()
     # Rows that belong to no segment (padding) keep these values.
@@ -119,15 +119,15 @@ def _segment_backward(
 def _native_forward(
     problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    dtype = plan.compute_dtype
     return native.forward(
-        native.readable(segment.queries(operands.q), dtype),
-        native.readable(segment.keys(operands.k), dtype),
-        native.readable(segment.keys(operands.v), dtype),
+        segment.queries(operands.q),
+        segment.keys(operands.k),
+        segment.keys(operands.v),
+        plan.compute_dtype,
         segment.mask,
         problem.options.softmax_scale,
         None if operands.bias is None else segment.per_score(operands.bias),
-        None if operands.sink is None else operands.sink[segment.heads].to(dtype),
+        None if operands.sink is None else operands.sink[segment.heads],
         plan.BLOCK_M,
     )
 
@@ -143,22 +143,21 @@ def _native_backward(
     dsink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = plan.compute_dtype
-    out_rows = native.readable(segment.queries(out), dtype)
-    dout_rows = native.readable(segment.queries(dout), dtype)
-    lse_rows = segment.rows(lse)
+    out_rows, dout_rows, lse_rows = segment.queries(out), segment.queries(dout), segment.rows(lse)
     if dsink is not None and operands.sink is not None:
-        delta = (out_rows * dout_rows).sum(-1)
+        delta = (out_rows.to(dtype) * dout_rows.to(dtype)).sum(-1)
         sink = operands.sink[segment.heads].to(dtype)
         part = tiles.sink_gradient(sink, lse_rows, delta)
         assert part is not None
         dsink[segment.heads] += part
     return native.backward(
-        native.readable(segment.queries(operands.q), dtype),
-        native.readable(segment.keys(operands.k), dtype),
-        native.readable(segment.keys(operands.v), dtype),
+        segment.queries(operands.q),
+        segment.keys(operands.k),
+        segment.keys(operands.v),
         out_rows,
         lse_rows,
         dout_rows,
+        dtype,
         segment.mask,
         problem.options.softmax_scale,
         None if operands.bias is None else segment.per_score(operands.bias),

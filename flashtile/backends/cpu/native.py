@@ -58,7 +58,7 @@ class Piece(NamedTuple):
         """
         if bias is not None:
             bias = bias if bias.shape[2] == 1 else self.rows(bias)
-            bias = readable(bias if bias.shape[3] == 1 else self.keys(bias, dim=3), dtype)
+            bias = _readable(bias if bias.shape[3] == 1 else self.keys(bias, dim=3), dtype)
         if self.visible is None:
             return bias
         if bias is not None:
@@ -160,15 +160,17 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    dtype: torch.dtype,
     mask: SegmentMask,
     scale: float,
     bias: Tensor | None,
     sink: Tensor | None,
     BLOCK_M: int,
 ) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, M, D) and lse (batch, heads, M); inputs (batch, heads, length, D) in the
-    compute dtype, the bias (batch or 1, heads or 1, M or 1, N or 1) in any dtype.
+    """out (batch, heads, M, D) and lse (batch, heads, M), computed in `dtype`; inputs (batch,
+    heads, length, D), the bias (batch or 1, heads or 1, M or 1, N or 1), in any dtype.
     """
+    q, k, v = (_readable(x, dtype) for x in (q, k, v))
     whole = single_piece(mask, BLOCK_M)
     if whole is not None:
         out, lse = _piece_forward(whole, q, k, v, scale, bias)
@@ -185,7 +187,7 @@ def forward(
             piece.rows(lse).copy_(lse_part)
             previous_row = piece.m0
     if sink is not None:
-        out, lse = add_sink(out, lse, sink[:, None])
+        out, lse = add_sink(out, lse, sink.to(dtype)[:, None])
     return out, lse
 
 
@@ -229,14 +231,16 @@ def backward(
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
+    dtype: torch.dtype,
     mask: SegmentMask,
     scale: float,
     bias: Tensor | None,
     BLOCK_M: int,
 ) -> NativeGradients:
-    """Gradients from the whole rows' `out` and `lse`. All tensors but the lse and the bias have one
-    dtype; the gradients of several kernel calls are added up in the lse's dtype.
+    """Gradients from the whole rows' `out` and `lse`, computed in `dtype`; those of several kernel
+    calls are added up in the lse's dtype.
     """
+    q, k, v, out, dout = (_readable(x, dtype) for x in (q, k, v, out, dout))
     _, native_backward = kernels()
     whole = single_piece(mask, BLOCK_M)
     group = q.shape[1] // k.shape[1] if q.dtype.itemsize == 2 else 1
@@ -269,7 +273,7 @@ def backward(
     return NativeGradients(dq, dk, dv)
 
 
-def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype` with a contiguous last dimension, which the kernel assumes without a check."""
     x = x.to(dtype)
     return x if x.stride(-1) == 1 else x.contiguous()

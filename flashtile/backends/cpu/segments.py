@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,11 +124,17 @@ class Segment:
     packed_queries: bool
     packed_keys: bool
     mask: SegmentMask
-    is_whole: bool  # the segment is the whole call, without padding: nothing is sliced
+    has_all_queries: bool  # of the call, so that they need no slicing
+    has_all_keys: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the segment is the whole call, without padding."""
+        return self.has_all_queries and self.has_all_keys
 
     def queries(self, x: Tensor) -> Tensor:
         """(batch, heads, M, head_dim) view of q, out, or their gradients."""
-        if self.is_whole:
+        if self.has_all_queries:
             return x.transpose(1, 2)
         if self.packed_queries:
             return x[self.query_rows, self.heads].transpose(0, 1).unsqueeze(0)
@@ -136,7 +142,7 @@ class Segment:
 
     def rows(self, lse: Tensor) -> Tensor:
         """(batch, heads, M) view of the log-sum-exp or its gradient."""
-        if self.is_whole:
+        if self.has_all_queries:
             return lse
         if self.packed_queries:
             return lse[self.heads, self.query_rows].unsqueeze(0)
@@ -144,7 +150,7 @@ class Segment:
 
     def keys(self, x: Tensor) -> Tensor:
         """(batch, kv_heads, N, head_dim) of k or v: a view, or a gather of the pages."""
-        if self.is_whole:
+        if self.has_all_keys:
             return x.transpose(1, 2)
         if self.pages is not None:
             tokens = x[self.pages, :, self.kv_heads].flatten(0, 1)[self.key_rows]
@@ -197,7 +203,7 @@ def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]
 @memoised(1024)
 def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
     """A few batch rows each. They hold no tensor, so equal calls share them."""
-    step = max(1, MAX_BATCH_HEADS // problem.Hq)
+    step = _batch_step(problem)
     heads, kv_heads = slice(0, problem.Hq), slice(0, problem.Hk)
     batches = (slice(b, min(b + step, problem.B)) for b in range(0, problem.B, step))
     return tuple(
@@ -208,9 +214,18 @@ def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
     )
 
 
+def _batch_step(problem: AttentionProblem) -> int:
+    """Batch rows of a segment."""
+    return max(1, MAX_BATCH_HEADS // problem.Hq)
+
+
 def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
     layouts = _Layouts.of(operands)
-    for sequence in _ragged_sequences(problem, operands):
+    sequences = _ragged_sequences(problem, operands)
+    elsewhere = (operands.page_table, operands.cache_batch_idx, operands.tile_kinds)
+    if problem.layout == "dense" and all(x is None for x in elsewhere):
+        sequences = _with_equal_lengths(sequences, _batch_step(problem))
+    for sequence in sequences:
         for heads, kv_heads, layout in _head_groups(problem, layouts, sequence.batch.start):
             yield sequence.segment(problem, heads, kv_heads, layout)
 
@@ -230,6 +245,8 @@ class _Sequence(NamedTuple):
     ) -> Segment:
         M = self.query_rows.stop - self.query_rows.start
         N = self.key_rows.stop - self.key_rows.start
+        whole_batch = self.batch == slice(0, problem.B) and heads == slice(0, problem.Hq)
+        all_keys = self.pages is None and self.cache_row is None and N == problem.N
         return Segment(
             batch=self.batch,
             heads=heads,
@@ -241,10 +258,23 @@ class _Sequence(NamedTuple):
             packed_queries=problem.layout != "dense",
             packed_keys=problem.layout == "packed",
             mask=SegmentMask(Visibility(problem.facts, M, N, *(self.positions or ())), layout),
-            is_whole=not _ragged(problem)
-            and problem.layout == "dense"
-            and self.batch.stop - self.batch.start == problem.B,
+            has_all_queries=whole_batch and problem.layout == "dense" and M == problem.M,
+            has_all_keys=whole_batch and problem.layout != "packed" and all_keys,
         )
+
+
+def _with_equal_lengths(sequences: Iterable[_Sequence], step: int) -> Iterator[_Sequence]:
+    """Join neighbouring sequences that use the same rows of q, k and v, as in a batch of equally
+    long generated texts, where one kernel call then serves up to `step` of them.
+    """
+
+    def used(sequence: _Sequence) -> Any:
+        return sequence.batch.start // step, sequence._replace(batch=slice(0))
+
+    for _, group in groupby(sequences, used):
+        first, *others = group
+        last = others[-1] if others else first
+        yield first._replace(batch=slice(first.batch.start, last.batch.stop))
 
 
 def _ragged(problem: AttentionProblem) -> bool:

@@ -80,9 +80,9 @@ def append(
     for store, tokens, descale in ((k_cache, k, k_descale), (v_cache, v, v_descale)):
         tokens = tokens.reshape(-1, *tokens.shape[-2:])
         for span in spans:
-            new = tokens[span.first : span.first + span.count]
+            new = tokens[span.first : span.first + span.length]
             scale = None if descale is None else descale[span.sequence, :, None]
-            place = store[span.row, span.slot : span.slot + span.count]
+            place = store[span.row, span.slot : span.slot + span.length]
             place.copy_(_stored(new, store.dtype, scale))
     added = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
     return (lengths + added).int()
@@ -93,7 +93,7 @@ class _Span(NamedTuple):
 
     sequence: int
     first: int  # among all new tokens
-    count: int
+    length: int
     row: int
     slot: int
 
@@ -122,10 +122,10 @@ def _spans(
         while first < stop and position < columns * size:
             column, slot = divmod(position, size)
             row = rows[sequence] if page_table is None else int(page_table[sequence, column])
-            count = min(stop - first, size - slot)
+            length = min(stop - first, size - slot)
             if 0 <= row < k_cache.shape[0]:
-                yield _Span(sequence, first, count, row, slot)
-            first, position = first + count, position + count
+                yield _Span(sequence, first, length, row, slot)
+            first, position = first + length, position + length
 
 
 def _stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None) -> Tensor:
