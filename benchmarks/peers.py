@@ -435,6 +435,7 @@ def _length_first(
         options["cache_seqlens"] = used
         if case.appends:
             options |= {"k": inputs.k_new, "v": inputs.v_new}
+        if inputs.rotary_cos is not None:
             options |= {"rotary_cos": inputs.rotary_cos, "rotary_sin": inputs.rotary_sin}
         if inputs.page_table is None:
             call = partial(cached, q, k, v, **options)

@@ -169,11 +169,24 @@ def _prefill() -> list[Case]:
 
 
 def _host() -> list[Case]:
-    return [
+    dense = [
         plain_case(head_dim, length, causal=True)
         for head_dim in (64, 128)
         for length in (128, 512, 1024)
     ]
+    steps = [
+        plain_case(
+            128, 1024, batch=batch, heads_q=32, heads_kv=8, seqlen_q=1, causal=True, cached=True,
+            appends=appends, rotates=rotates, variant=name,
+        )
+        for name, appends, rotates in (
+            ("decode", False, False),
+            ("decode, append", True, False),
+            ("decode, append and rotary", True, True),
+        )
+        for batch in (1, 8, 16)
+    ]  # fmt: skip
+    return dense + steps
 
 
 def _options() -> list[Case]:
@@ -300,7 +313,7 @@ PRESETS = {
         ),
     ),
     "gpu-host": Preset(
-        "the host's time of an eager call at small shapes",
+        "the host's time of an eager call at small shapes, and of a decoding step",
         _host(),
         replace(
             # Not SDPA with a given backend, because selecting it takes host time as well.

@@ -52,7 +52,8 @@ class Case:
     cached: bool = False  # the keys come from a KV cache; forward only
     page_size: int = 0  # 0: the cache is contiguous
     cache_dtype: str = ""  # of the cache, where it is not `dtype`
-    appends: bool = False  # the call writes the queries' own keys and values to the cache, rotated
+    appends: bool = False  # the call writes the queries' own keys and values to the cache
+    rotates: bool = True  # these keys and the queries are rotated
     layer: bool = False  # a whole transformer layer, see `layer.py`
     recipe: Recipe | None = None  # no attention: q, k and v are quantised so, see `float8.py`
     seed: int = 0  # of the inputs; in a preset that draws its cases, of these too
@@ -169,7 +170,7 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
         if k_pages is not None and v_pages is not None:
             k_pages, v_pages = k_pages.to(stored), v_pages.to(stored)
     angle = torch.outer(torch.arange(N), 1e-4 ** torch.linspace(0, 1, case.head_dim // 2))
-    angle_on_device = angle.to(device) if case.appends else None
+    angle_on_device = angle.to(device) if case.appends and case.rotates else None
     head = torch.arange(1, Hq + 1, device=device, dtype=torch.float32)
     return Inputs(
         q=normal(*rows, Hq, case.head_dim),

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from . import autograd, dropout
-from .call import checks, prefill
-from .call.absorbed import absorb_operands
-from .call.append import rotate_and_append
+from .call import checks
+from .call.append import append_and_attend
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
 from .call.layouts import Cached, Dense, Layout
@@ -275,9 +274,7 @@ def attention_with_kvcache(
     return_lse = checks.flag("return_lse", return_lse)
     with torch.no_grad():
         call = prepare((q, k_cache, v_cache), layout, options, backend, out)
-        operands = rotate_and_append(call)
-        operands = absorb_operands(operands, call.given.get("qv"))
-        result, lse = prefill.attend(call.problem, operands)
+        result, lse = append_and_attend(call)
         if out is not None:
             result = out.copy_(result)
         return (result, lse) if return_lse else result

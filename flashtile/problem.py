@@ -8,6 +8,7 @@ hashable and its plan can be cached.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,26 @@ class Options(NamedTuple):
         return structure(self.window_left, self.window_right, self.attention_chunk)
 
 
+class NewTokens(NamedTuple):
+    """The tensors of new tokens that a call appends to its cache while it attends."""
+
+    k: Tensor  # (B, seq_new, Hk, D)
+    v: Tensor  # (B, seq_new, Hk, Dv)
+    cos: Tensor | None = None  # (positions, rotary_dim / 2); None: nothing is rotated
+    sin: Tensor | None = None
+    base: Tensor | None = None  # (B,) int32, the rotary position of each sequence's first new token
+
+
+@dataclass(frozen=True)
+class Appending:
+    """What decides how `NewTokens` are appended."""
+
+    tokens: int  # at most, of each sequence; a power of two
+    pairs: int  # rotated pairs of features of a head; 0 without rotary embedding
+    is_interleaved: bool  # pairs are neighbours instead of features of the two halves
+    has_own_positions: bool  # each query has its own position; else that of the first new token
+
+
 class AttentionProblem(NamedTuple):
     """Everything about a call that decides which backend runs it and how; no tensors."""
 
@@ -106,6 +127,8 @@ class AttentionProblem(NamedTuple):
     has_sequences: bool = False  # dropout counts by `sequences` and `first_head`
     # The result is one part of several: `out` and the gradients keep the dtype of their sums.
     is_partial: bool = False
+    # The backend appends new tokens to the cache while it attends; None: the cache has them.
+    appending: Appending | None = None
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks import peers, run, shapes
+from benchmarks import peers, presets, run, shapes
 from benchmarks.shapes import Case, vary
 
 SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)
@@ -43,3 +43,29 @@ def test_an_appended_token_is_the_last_of_the_cache() -> None:
     assert torch.equal(inputs.k[:, :-1], before[:, :-1])
     assert not torch.equal(inputs.k[:, -1], before[:, -1])
     assert torch.equal(inputs.v[:, -1:], inputs.v_new)
+
+
+def test_a_step_may_append_without_rotating() -> None:
+    case = replace(vary(replace(SMALL, batch=2), "decode"), appends=True, rotates=False)
+    inputs = shapes.make_inputs(case)
+    with torch.no_grad():
+        peers.flashtile(case, inputs).forward()
+    assert inputs.k_new is not None
+    assert torch.equal(inputs.k[:, -1:], inputs.k_new)
+    assert torch.equal(inputs.v[:, -1:], inputs.v_new)
+
+
+def test_the_host_time_of_decoding_steps_is_measured() -> None:
+    """Of each kind at batch 1, 8 and 16; here with short caches, on a CPU."""
+    steps = [case for case in presets.preset_cases("gpu-host") if case.cached]
+    assert sorted({(case.appends, case.rotates, case.batch) for case in steps}) == [
+        (appends, rotates, batch)
+        for appends, rotates in ((False, False), (True, False), (True, True))
+        for batch in (1, 8, 16)
+    ]
+    for case in steps:
+        if case.batch == 8:
+            short = replace(case, dtype="float32", head_dim=16, head_dim_v=16, seqlen_k=32)
+            ours, *_ = run.measure_case(short, replace(QUICK, host=True))
+            assert not ours.skipped
+            assert (ours.host_us or 0) > 1

@@ -43,7 +43,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("call.append", "call.explain"),
     ("call.prepare",),
-    ("call.options", "call.prefill", "call.attn_mask"),
+    ("call.options", "call.prefill", "call.decoding", "call.attn_mask"),
     ("call.packing",),
     ("bert_padding", "layers"),
     ("call.checks", "call.memo", "call.absorbed"),

@@ -9,6 +9,8 @@ A backend module has
 - ``forward(problem, operands) -> (out, lse)``;
 - ``backward(problem, operands, out, lse, dout, dlse) -> Gradients``;
 - ``probabilities(problem, operands, lse) -> probs``.
+
+A backend whose attention can also append new tokens to a cache has the functions of `Appender`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, Operands
+from ..problem import AttentionProblem, NewTokens, Operands
 
 
 class Gradients(NamedTuple):
@@ -60,6 +62,21 @@ class Backend(Protocol):
         """Softmax probabilities, negative where dropped."""
 
 
+class Appender(Protocol):
+    """The further interface of a backend that appends new tokens while it attends."""
+
+    def appends(self, problem: AttentionProblem) -> bool:
+        """Whether it does so for a `problem` with `appending`."""
+
+    def append_and_forward(
+        self, problem: AttentionProblem, operands: Operands, new: NewTokens
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse), with `new` appended to the cache in place.
+
+        `operands` has queries that are not rotated yet, and the lengths before the append.
+        """
+
+
 _loaded: dict[str, Backend] = {}
 
 
@@ -68,3 +85,9 @@ def load(name: str) -> Backend:
     if name not in _loaded:
         _loaded[name] = cast(Backend, import_module(f".{name}", __name__))
     return _loaded[name]
+
+
+def appender(name: str) -> Appender | None:
+    """The backend module `name`, if it is an `Appender`."""
+    module = load(name)
+    return cast(Appender, module) if hasattr(module, "append_and_forward") else None

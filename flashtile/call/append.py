@@ -1,4 +1,7 @@
-"""Append the new tokens of a cached call to its cache before attending to it."""
+"""Append the new tokens of a cached call to its cache and attend to it.
+
+In one launch if the backend can do that, else one after the other.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import autograd
+from .. import autograd, backends
 from ..ops.append import formula, op
-from ..problem import FLOAT8, Operands
+from ..problem import FLOAT8, AttentionProblem, NewTokens, Operands
+from . import prefill
+from .absorbed import absorb_operands
 from .layouts import Cached
 from .prepare import Prepared
+
+
+def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a cached call."""
+    problem, operands, layout = call.problem, call.operands, call.layout
+    assert isinstance(layout, Cached)
+    if problem.appending is not None:
+        if not _is_observed(operands, layout):
+            return _attend_while_appending(problem, operands, layout)
+        problem = problem._replace(appending=None)
+    operands = absorb_operands(rotate_and_append(call), call.given.get("qv"))
+    return prefill.attend(problem, operands)
+
+
+def _attend_while_appending(
+    problem: AttentionProblem, operands: Operands, layout: Cached
+) -> tuple[Tensor, Tensor]:
+    appender = backends.appender(problem.options.backend)
+    assert appender is not None and layout.k_new is not None and layout.v_new is not None
+    cos, sin, base = layout.rotary_cos, layout.rotary_sin, None
+    if cos is not None:
+        base = operands.seqused_k if layout.rotary_seqlens is None else layout.rotary_seqlens
+    new = NewTokens(layout.k_new, layout.v_new, cos, sin, base)
+    result = appender.append_and_forward(problem, operands, new)
+    op.record_write(operands.k, operands.v)
+    return result
 
 
 def rotate_and_append(call: Prepared) -> Operands:
@@ -33,7 +64,7 @@ def rotate_and_append(call: Prepared) -> Operands:
     if k_cache.dtype not in FLOAT8 or k.dtype in FLOAT8:
         descales = (None, None)  # the new tokens need no conversion
     where = (layout.cu_seqlens_k_new, operands.page_table, operands.cache_batch_idx)
-    append_only, append_rotated = _ops(operands, k, v)
+    append_only, append_rotated = _ops(operands, layout)
     cos, sin = layout.rotary_cos, layout.rotary_sin
     if cos is None or sin is None:
         used = append_only(k_cache, v_cache, k, v, lengths, *where, *descales)
@@ -46,12 +77,18 @@ def rotate_and_append(call: Prepared) -> Operands:
     return operands._replace(q=q, seqused_k=used)
 
 
-def _ops(operands: Operands, k: Tensor, v: Tensor) -> tuple[Any, Any]:
-    """The two ops or, where neither a tracer nor a dispatch mode sees them, their functions."""
-    transforms = torch._C._are_functorch_transforms_active()
-    if transforms or operands.k.is_meta or autograd.is_traced((*operands, k, v)):
+def _ops(operands: Operands, layout: Cached) -> tuple[Any, Any]:
+    """The two ops or, where nobody would see them, their functions."""
+    if _is_observed(operands, layout):
         ops = torch.ops.flashtile
         return ops.kvcache_append, ops.kvcache_rotate_append
     if operands.k.is_cuda:
         return op.append_on_gpu, op.rotate_and_append_on_gpu
     return formula.append, formula.rotate_and_append
+
+
+def _is_observed(operands: Operands, layout: Cached) -> bool:
+    """Whether a transform, a tracer or a dispatch mode is to see the ops."""
+    transforms = torch._C._are_functorch_transforms_active()
+    traced = autograd.is_traced((*operands, layout.k_new, layout.v_new))
+    return transforms or traced or operands.k.is_meta

@@ -142,7 +142,8 @@ def _steps(given: AttentionProblem, run: AttentionProblem, layout: Layout) -> tu
     steps = []
     if layout.k_new is not None:
         how = "" if layout.rotary_cos is None else ", rotated"
-        steps.append(f"append the new keys and values to the cache{how}")
+        when = "" if run.appending is None else ", in the launch of the attention"
+        steps.append(f"append the new keys and values to the cache{how}{when}")
     if run.layout != given.layout:
         how = "gather its pages into" if given.page_size else "view it as"
         steps.append(f"chunked prefill: {how} packed sequences of {run.N} tokens")

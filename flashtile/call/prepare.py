@@ -16,7 +16,7 @@ from torch import Tensor
 from ..autocast import cast_input, is_autocasting
 from ..masks import BlockMask
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
-from . import checks, dispatch, memo, prefill
+from . import checks, decoding, dispatch, memo, prefill
 from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks
 from .layouts import Cached, Dense, Layout, Packed
@@ -151,13 +151,14 @@ def decide(
     problem: AttentionProblem, operands: Operands, layout: Layout, backend: str | None
 ) -> AttentionProblem:
     """The problem with its backend; or the problem over packed sequences, if another backend runs
-    that.
+    that; or the problem of appending and attending at once, if the backend can do that.
     """
     options = problem.options._replace(backend=dispatch.select(problem, backend))
     problem = problem._replace(options=options)
     if not isinstance(layout, Cached):
         return problem
-    return prefill.packed_problem(problem, operands, backend) or problem
+    packed = prefill.packed_problem(problem, operands, backend)
+    return packed or decoding.appending_problem(problem, layout) or problem
 
 
 def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:

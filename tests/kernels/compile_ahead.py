@@ -24,7 +24,7 @@ from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import Appended, RotaryOptions, append_launch
 from flashtile.ops.gather.kernel import gather_launch
 from flashtile.ops.rotary.kernel import rotary_launch
-from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.problem import Appending, AttentionProblem, Operands, Options
 
 
 class Device(NamedTuple):
@@ -65,6 +65,18 @@ def launches(
         given = (*operands, out, lse, dout, None)
         found += backward_launches(problem, given, gradients)
     return found
+
+
+def step_launches(operands: Operands, options: Options, device: str) -> list[Launch]:
+    """The launches of the call as a decoding step, which rotates a half of each new token."""
+    q, k, v = operands[:3]
+    B, M, Hk = *q.shape[:2], k.shape[-2]
+    tables = torch.empty(2, 40, q.shape[-1] // 4, dtype=q.dtype)
+    appending = Appending(M, tables.shape[-1], is_interleaved=False, has_own_positions=True)
+    problem = _problem(operands, options, device)._replace(appending=appending)
+    k_new, v_new = (torch.empty(B, M, Hk, x.shape[-1], dtype=q.dtype) for x in (k, v))
+    given = (*operands, k_new, v_new, *tables, operands.seqused_k)
+    return forward_launches(problem, given, forward_buffers(problem, operands))
 
 
 def probabilities_launches(operands: Operands, options: Options, device: str) -> list[Launch]:

@@ -43,6 +43,7 @@ from .compile_ahead import (
     report,
     rotary_launches,
     specialization,
+    step_launches,
 )
 from .decoding import make_decoding
 from .spills import ALLOWED, ALLOWED_IN_DECODING
@@ -188,6 +189,12 @@ OPTIONS = {
     "gather": lambda device: gather_launches(),
     "split KV loops": lambda device: decoding(device, 64, "pages, packed queries"),
     "pages of 48": lambda device: decoding(device, 64, "pages of 48, left pads"),
+    "a decoding step": lambda device: step_launches(
+        *make_decoding("one query", torch.bfloat16, M=2, num_splits=4), device
+    ),
+    "a decoding step in pages": lambda device: step_launches(
+        *make_decoding("pages of 16", torch.bfloat16, D=64, Dv=64), device
+    ),
 }
 
 

@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 
 from ...gpu.hardware import multiprocessors
-from ...problem import FLOAT8, AttentionProblem, Operands
+from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands
 from .. import Gradients
 from . import float8, plan
-from .splits import splits_of
+from .splits import one_program_has_all_queries, splits_of
 
-__all__ = ["HINTS", "backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
+__all__ = [
+    "HINTS",
+    "append_and_forward",
+    "appends",
+    "backward",
+    "describe_plan",
+    "forward",
+    "probabilities",
+    "unsupported_reasons",
+]
 
 HINTS = ("num_splits",)
 
@@ -45,6 +54,34 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     if problem.dtype in FLOAT8:
         problem, operands = float8.over_float8_keys(problem), float8.with_wide_queries(operands)
     return launch.forward(problem, operands)
+
+
+def appends(problem: AttentionProblem) -> bool:
+    """Whether the attention kernel appends new tokens by itself: only if each key belongs to one
+    program, which then needs no other one to have stored it.
+    """
+    if (
+        problem.layout != "dense"
+        or problem.dtype in FLOAT8
+        or problem.D > plan.MAX_HEAD_DIM
+        or problem.block_tile is not None
+        or problem.has_block_descale
+    ):
+        return False
+    kernels = plan.plan(problem, True)
+    return all(
+        one_program_has_all_queries(problem, kernel.config)
+        for kernel in (kernels.forward, kernels.split)
+    )
+
+
+def append_and_forward(
+    problem: AttentionProblem, operands: Operands, new: NewTokens
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), with `new` appended to the cache in place."""
+    from . import launch
+
+    return launch.forward(problem, operands, new)
 
 
 def backward(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...dropout import keep_threshold
 from ...gpu.rows import contiguous
 from ...masks import as_kernel_number
-from ...problem import AttentionProblem, Operands
+from ...problem import AttentionProblem, NewTokens, Operands
 
 
 class Bias(NamedTuple):
@@ -53,6 +53,26 @@ class ScoreData(NamedTuple):
     q_block_descale: Tensor | None = None
     k_block_descale: Tensor | None = None
     v_block_descale: Tensor | None = None
+
+
+class NewData(NamedTuple):
+    """New tokens to append, with their strides, rotary tables and the caches to append to."""
+
+    k: Tensor
+    k_batch: int
+    k_row: int
+    k_head: int
+    k_dim: int
+    v: Tensor
+    v_batch: int
+    v_row: int
+    v_head: int
+    v_dim: int
+    k_cache: Tensor  # in the cache's own dtype, unlike words that hold pairs of float8 numbers
+    v_cache: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    base: Tensor | None  # (B,), the rotary position of each sequence's first new token
 
 
 class BlockMaskData(NamedTuple):
@@ -121,6 +141,7 @@ class Blocks(NamedTuple):
 NO_LISTS = Lists(None, None, 0, 0)
 NO_BLOCKS = BlockMaskData(None, None, None, 0, 0)
 NO_BIAS = Bias(None, 0, 0, 0, 0)
+NO_NEW = {"new": None, "added": 0, "table_rows": 0}
 
 # Arguments that change with lengths; Triton must not specialise them.
 NUMBERS = (
@@ -188,6 +209,17 @@ def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
         alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         **descales,
     )
+
+
+def new_of(new: NewTokens, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
+    """The arguments of new tokens that the forward appends to the caches."""
+    k_strides, v_strides = new.k.stride(), new.v.stride()
+    tables = (contiguous(new.cos), contiguous(new.sin), contiguous(new.base))
+    return {
+        "new": NewData._make((new.k, *k_strides, new.v, *v_strides, k_cache, v_cache, *tables)),
+        "added": new.k.shape[1],
+        "table_rows": 0 if new.cos is None else new.cos.shape[0],
+    }
 
 
 def bias_of(bias: Tensor) -> Bias:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from .new_tokens import append_tokens, load_rotated_queries
 from .pages import load_keys, page_list
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
 from .tiles import (
@@ -122,6 +123,22 @@ def weighted_sum(acc, rescale, p, v_tile, v_scale):
 
 
 @triton.jit
+def first_sums(sink_ptr, h, cfg: tl.constexpr):
+    """The running maximum and sum of every row before the KV loop, (BLOCK_M,)."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    if sink_ptr is not None:  # a key of logit `sink` whose value is zero
+        row_max = tl.load(sink_ptr + h).to(tl.float32) * LOG2E + tl.zeros([BLOCK_M, 1], tl.float32)
+        row_max = tl.reshape(row_max, [BLOCK_M])
+        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+        if cfg.IS_SPLIT:  # only the first part has the sink; elsewhere its weight is 0
+            row_max = tl.where(tl.program_id(1) == 0, row_max, -float("inf"))
+    else:
+        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    return row_max, row_sum
+
+
+@triton.jit
 def split_range(full_count, masked_count):
     """The steps of this program, [start, stop) of the full tiles and of the masked tiles: its share
     of the KV loop, which is split evenly among the programs of the grid's second axis.
@@ -135,11 +152,11 @@ def split_range(full_count, masked_count):
     return full_start, full_stop, start - full_start, stop - full_stop
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=(*NUMBERS, "added", "table_rows"))
 def forward_kernel(
-    q, k, v, out, lse_ptr, sink_ptr, at, score_data, bias, block_data, lists, rng_ptr,
+    q, k, v, out, lse_ptr, sink_ptr, at, score_data, bias, block_data, lists, rng_ptr, new,
     B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
-    drop_threshold, cfg: tl.constexpr,
+    drop_threshold, added, table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries; see `arguments.py` for what each argument
     holds.
@@ -168,7 +185,7 @@ def forward_kernel(
         tile = m_tiles - 1 - tile  # LPT order: the longest KV loops first
     b = bh // program_heads
     start_q, M = query_span(lengths, b)
-    start_k, N = key_span(lengths, b)
+    start_k, N = key_span(lengths, b, added if cfg.APPENDING is not None else 0)
     written = M if at.cu_seqlens_q is not None else lengths.M
     shift = N - M
 
@@ -191,8 +208,12 @@ def forward_kernel(
     # (BLOCK_M, BLOCK_D)
     q_base = q.ptr + b.to(tl.int64) * q.batch + start_q.to(tl.int64) * q.row
     q_offs = rows.to(tl.int64) * q.row + h.to(tl.int64) * q.head
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    q_tile = tl.load(q_base + q_offs + dims * q.dim, mask=(rows < M) & (dims < cfg.D), other=0.0)
+    if cfg.APPENDING is not None:
+        q_tile = load_rotated_queries(q_base + q_offs, rows, M, b, q, new, table_rows, cfg)
+    else:
+        dims = tl.arange(0, BLOCK_D)[None, :]
+        inside = (rows < M) & (dims < cfg.D)
+        q_tile = tl.load(q_base + q_offs + dims * q.dim, mask=inside, other=0.0)
     q_tail = None
     if cfg.TAIL_D > 0:
         # (BLOCK_M, BLOCK_TAIL)
@@ -200,15 +221,7 @@ def forward_kernel(
         inside = (rows < M) & (dims < cfg.TAIL_D)
         q_tail = tl.load(q_base + q_offs + (cfg.D + dims) * q.dim, mask=inside, other=0.0)
 
-    if sink_ptr is not None:  # a key of logit `sink` whose value is zero
-        row_max = tl.load(sink_ptr + h).to(tl.float32) * LOG2E + tl.zeros([BLOCK_M, 1], tl.float32)
-        row_max = tl.reshape(row_max, [BLOCK_M])
-        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
-        if cfg.IS_SPLIT:  # only the first part has the sink; elsewhere its weight is 0
-            row_max = tl.where(tl.program_id(1) == 0, row_max, -float("inf"))
-    else:
-        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max, row_sum = first_sums(sink_ptr, h, cfg)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
     if PAIR == 2:  # even columns, odd columns
         acc = acc, acc
@@ -248,6 +261,11 @@ def forward_kernel(
         )
         full_count = full_end - full_begin
         masked_count = end - begin - full_count
+        if cfg.APPENDING is not None:
+            append_tokens(
+                k, v, new, added, table_rows, b, kv_head, heads, start_k, pages, begin, full_begin,
+                full_end, end, lengths, score, cfg,
+            )  # fmt: skip
     full_start, masked_start = 0, 0
     if cfg.IS_SPLIT:
         full_start, full_count, masked_start, masked_count = split_range(full_count, masked_count)

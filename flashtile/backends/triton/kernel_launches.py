@@ -13,8 +13,8 @@ from torch import Tensor
 from ...gpu.launch import Launch
 from ...gpu.rows import Rows, contiguous, is_aligned, rows_of
 from ...ops.merge.kernel import merge_launch
-from ...problem import AttentionProblem, Operands
-from .arguments import NO_LISTS, NUMBERS, Lists, bias_of, common_of
+from ...problem import AttentionProblem, NewTokens, Operands
+from .arguments import NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bias_gradient import bias_gradient_kernel
 from .block_lists import list_tiles_kernel
@@ -24,6 +24,7 @@ from .score_matrix import probabilities_kernel
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
+OPERANDS = len(Operands._fields)
 
 
 class BackwardBuffers(NamedTuple):
@@ -40,10 +41,10 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     """The launches of a forward.
 
     Args:
-        given: the operands.
+        given: the operands, then those of `NewTokens` if the problem is `appending`.
         made: what the launches fill, as `launch.forward_buffers` makes it.
     """
-    operands = Operands(*given)
+    operands, new = Operands(*given[:OPERANDS]), given[OPERANDS:]
     out, lse, *parts = made
     planned = plan(problem, is_aligned(operands.k, operands.v))
     kernel_plan = planned.split if parts else planned.forward
@@ -61,7 +62,9 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     k, v = operands.k, operands.v
     if config.PAIR == 2:
         k, v = k.view(torch.int16), v.view(torch.int16)
-    arguments = common | {
+    appended = new_of(NewTokens(*new), operands.k, operands.v) if new else NO_NEW
+    arguments = common | appended
+    arguments |= {
         "q": rows_of(operands.q),
         "k": rows_of(k),
         "v": rows_of(v),

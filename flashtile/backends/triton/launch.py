@@ -13,7 +13,7 @@ from ...gpu.launch import run
 from ...gpu.relaunch import run_all
 from ...gpu.rows import ALIGNMENT, is_aligned
 from ...lru import memoised
-from ...problem import AttentionProblem, Operands, lse_shape
+from ...problem import AttentionProblem, NewTokens, Operands, lse_shape
 from .. import Gradients
 from .kernel_launches import (
     BackwardBuffers,
@@ -25,12 +25,14 @@ from .plan import plan
 from .splits import splits_of
 
 
-def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem."""
+def forward(
+    problem: AttentionProblem, operands: Operands, new: NewTokens | tuple[()] = ()
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a problem; `new` tokens are appended to the cache if it is `appending`."""
     made = forward_buffers(problem, operands)
     memory = operands.workspace
     call = problem, None if memory is None else memory.data_ptr() % ALIGNMENT
-    given = operands._replace(workspace=None)  # the buffers may be in it
+    given = (*operands._replace(workspace=None), *new)  # the buffers may be in the workspace
     run_all("triton forward", call, given, made, partial(forward_launches, problem))
     return made[0], made[1]
 

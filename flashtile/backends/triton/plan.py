@@ -18,7 +18,7 @@ import torch
 
 from ...gpu import hardware
 from ...lru import clear_caches, memoised
-from ...problem import AttentionProblem
+from ...problem import Appending, AttentionProblem
 from ..reasons import dotted, dtype_reasons, head_dim_reasons, shard_reasons
 
 MAX_HEAD_DIM = 512
@@ -181,6 +181,7 @@ class KernelConfig:
     HAS_DESCRIPTORS: bool  # tiles are loaded by TMA
     IS_SPLIT: bool  # several programs share the KV loop
     IS_CHAINED: bool  # launched early after an append, and the merge early after this kernel
+    APPENDING: Appending | None  # new tokens that the kernel appends
 
 
 class KernelPlan(NamedTuple):
@@ -375,12 +376,12 @@ def _pays_descriptors(problem: AttentionProblem) -> bool:
     """Whether tiles are loaded through descriptors.
 
     Descriptors cost a few microseconds per launch, which only larger calls regain. In float32,
-    operands are read from registers, and descriptors only cause spills.
+    operands are read from registers, and descriptors only cause spills. TMA may miss new tokens.
     """
     work = problem.B * problem.Hq * problem.M * problem.N
-    half = problem.dtype != torch.float32 and problem.page_size == 0
-    half = half and not problem.has_float8_keys and problem.D <= MAX_HEAD_DIM
-    return half and hardware.has_tma(problem.capability) and work >= DESCRIPTOR_WORK
+    plain = not (problem.page_size or problem.has_float8_keys or problem.appending)
+    plain = plain and problem.dtype != torch.float32 and problem.D <= MAX_HEAD_DIM
+    return plain and hardware.has_tma(problem.capability) and work >= DESCRIPTOR_WORK
 
 
 def describe_plan(problem: AttentionProblem, splits: int) -> str:
@@ -444,6 +445,7 @@ def _kernel_plan(
         HAS_DESCRIPTORS=described,
         IS_SPLIT=is_split,
         IS_CHAINED=is_split and hardware.has_tma(problem.capability),
+        APPENDING=problem.appending,
     )
     return KernelPlan(config, tile.warps, tile.stages)
 

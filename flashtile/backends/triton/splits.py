@@ -63,6 +63,15 @@ def fastest_splits(programs: int, steps: int, sm_count: int, most: int = MAX_SPL
     return min(range(1, min(steps, most) + 1), key=cost, default=1)
 
 
+def one_program_has_all_queries(problem: AttentionProblem, config: KernelConfig) -> bool:
+    """Whether one tile holds all queries that share a key head, so that no other program reads the
+    same keys.
+    """
+    if problem.group > 1 and not config.IS_PACKED_GROUP:
+        return False
+    return 0 < problem.M * problem.group <= config.BLOCK_M
+
+
 def _longest_loop(problem: AttentionProblem) -> int:
     """Largest number of keys that the tile of queries may see."""
     longest, options = problem.N, problem.options

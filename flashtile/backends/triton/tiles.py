@@ -38,8 +38,11 @@ def query_span(lengths, b):
 
 
 @triton.jit
-def key_span(lengths, b):
-    """First row (after the left pad) and number of keys of sequence `b`, clamped to the tensor."""
+def key_span(lengths, b, added=0):
+    """First row (after the left pad) and number of keys of sequence `b`, clamped to the tensor.
+
+    `added`: number of new keys that are not counted in `seqused_k` yet.
+    """
     start = b * 0
     count = lengths.N
     if lengths.at.cu_seqlens_k is not None:
@@ -47,7 +50,8 @@ def key_span(lengths, b):
         stop = tl.minimum(tl.load(lengths.at.cu_seqlens_k + b + 1), lengths.total_k)
         count = tl.minimum(tl.maximum(stop - start, 0), count)
     if lengths.at.seqused_k is not None:
-        count = tl.minimum(tl.maximum(tl.load(lengths.at.seqused_k + b), 0), count)
+        used = tl.load(lengths.at.seqused_k + b) + added
+        count = tl.minimum(tl.maximum(used, 0), count)
     if lengths.at.leftpad_k is not None:
         pad = tl.minimum(tl.maximum(tl.load(lengths.at.leftpad_k + b), 0), count)
         start += pad

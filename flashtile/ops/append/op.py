@@ -32,7 +32,7 @@ def append_on_gpu(k_cache: Tensor, v_cache: Tensor, *args: Any) -> Tensor:
     from . import kernel
 
     used = kernel.append(k_cache, v_cache, *args)
-    _record_write(k_cache, v_cache)
+    record_write(k_cache, v_cache)
     return used
 
 
@@ -44,11 +44,11 @@ def rotate_and_append_on_gpu(
     from . import kernel
 
     q_rotated, used = kernel.rotate_and_append(q, k_cache, v_cache, *args)
-    _record_write(k_cache, v_cache)
+    record_write(k_cache, v_cache)
     return q_rotated, used
 
 
-def _record_write(*caches: Tensor) -> None:
+def record_write(*caches: Tensor) -> None:
     """Tell autograd that the caches changed, so that a backward that saved one of them raises.
 
     PyTorch sees neither what a kernel writes nor what an op's schema says that it writes.
