@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from flashtile.gpu import memory
 
-def poisoned_makers() -> Iterator[tuple[Any, str, Callable[..., torch.Tensor]]]:
-    """(Object, attribute, replacement) for every function that makes an uninitialised tensor.
+
+def poisoned_makers() -> Iterator[tuple[Any, str, Any]]:
+    """(Object, attribute, replacement) for all that makes uninitialised tensors.
 
     The replacements poison what flashtile makes, and nothing else.
     """
@@ -18,6 +20,8 @@ def poisoned_makers() -> Iterator[tuple[Any, str, Callable[..., torch.Tensor]]]:
         yield torch, name, _poisoning(getattr(torch, name))
     for name in ("new_empty", "new_empty_strided"):
         yield torch.Tensor, name, _poisoning(getattr(torch.Tensor, name))
+    makers = {kind: _poisoning(make) for kind, make in memory._EMPTY_STRIDED.items()}
+    yield memory, "_EMPTY_STRIDED", makers
 
 
 def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

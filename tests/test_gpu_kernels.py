@@ -36,7 +36,7 @@ def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
     Compiled kernels are cached for the call, whose plan never changes otherwise.
     """
-    monkeypatch.setattr(relaunch, "_repeats", {})
+    monkeypatch.setattr(relaunch, "_prepared", {})
     monkeypatch.setattr(relaunch, "_compiled", {})
     if request.param == "descriptors":
         monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)

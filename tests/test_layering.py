@@ -67,7 +67,8 @@ STAGES = {"": 0, "launch": 1, "kernel": 2, "plan": 3}
 # other. Other files, such as a matrix that both need, are below. An op may use another op, a kernel
 # another op's kernel, and a formula another op's formula.
 OP_STAGES = {"op": 0, "kernel": 1, "formula": 1}
-HAS_TRITON = ("kernel", "intrinsics", "launch")  # files of ops/ and gpu/ that may import Triton
+# Files of ops/ and gpu/ that may import Triton.
+HAS_TRITON = ("kernel", "intrinsics", "launch", "direct_launch")
 
 # The folders inside one backend: what each of them may import from.
 FOLDERS = {

@@ -33,6 +33,12 @@ class Launch(NamedTuple):
         config = self.arguments.get("cfg")
         return getattr(config, "HAS_DESCRIPTORS", False)
 
+    @property
+    def grid_of_three(self) -> tuple[int, int, int]:
+        """The grid, with 1 for sizes that are not given."""
+        x, y, z, *_ = (*self.grid, 1, 1)
+        return x, y, z
+
     def run(self) -> Any:
         """Launch on the current device; return the compiled kernel, or None for an empty grid."""
         if 0 in self.grid:
@@ -43,7 +49,7 @@ class Launch(NamedTuple):
 
     def launcher(self, compiled: Any) -> Callable[..., Any]:
         """A function of the arguments, in order, that launches the compiled kernel."""
-        launcher = compiled[(*self.grid, 1, 1)[:3]]
+        launcher = compiled[self.grid_of_three]
         return partial(with_scratch, launcher) if self.needs_scratch else launcher
 
     def _run(self) -> Any:
@@ -57,6 +63,11 @@ class Launch(NamedTuple):
         if self.is_early:
             options["launch_pdl"] = True
         return kernel(**self.arguments, **options)
+
+
+def ordered(launch: Launch) -> list[Any]:
+    """The arguments in the order of the kernel's parameters."""
+    return [launch.arguments[name] for name in launch.kernel.arg_names]
 
 
 def run(launches: list[Launch], x: Tensor) -> list[Any]:

@@ -3,54 +3,50 @@
 For a first call, the backend describes its launches (tensors with strides, numbers), and Triton
 inspects every argument (type, alignment, specialised values) to find the compiled kernel. Both take
 longer than the launch. A later call that differs only in the contents and addresses of its tensors
-reuses the earlier launches with its own tensors and goes straight to the compiled kernel, through
-the public interface ``compiled[grid](*arguments)``. Other calls are described again; a backend may
-declare that they share compiled kernels, such as packed batches, whose total length always differs.
+is prepared: it reuses the earlier launches with its own tensors and goes straight to the compiled
+kernel, without Triton's Python code (`direct_launch.py`) or else through Triton's public interface
+``compiled[grid](*arguments)``. Other calls are described again; a backend may declare that they
+share compiled kernels, such as packed batches, whose total length always differs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..lru import Memo
+from .direct_launch import are_launches_watched, direct_repeat
+from .launch import Launch, ordered
+from .repeat import Numbers, Repeat, Tensors, public_maker, repeat_of
 from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
 
-if TYPE_CHECKING:  # the module imports Triton
-    from .launch import Launch
-
-Tensors = tuple[Tensor | None, ...]
-Make = Callable[[Tensors], Any]
+Describe = Callable[[Tensors, Tensors], Sequence[Launch]]
+Made = TypeVar("Made", bound=tuple[Tensor | None, ...])
 
 
-Describe = Callable[[Tensors, Tensors], "Sequence[Launch]"]
+class PreparedCall(NamedTuple):
+    """The launches of a call that has been made before, and how to allocate what they write to."""
+
+    public: list[Repeat]  # through Triton's public interface
+    direct: list[Repeat] | None  # without Triton's Python code
+    allocate: Callable[[], Any] | None  # None if the caller does
+
+    def launch(self, tensors: Tensors) -> None:
+        """Make the launches with other tensors."""
+        direct = self.direct
+        repeats = self.public if direct is None or are_launches_watched() else direct
+        for repeat in repeats:
+            repeat.run(tensors)
 
 
-class Repeat(NamedTuple):
-    """A launch that has been made before."""
-
-    launcher: Callable[..., Any]
-    arguments: list[Any]  # in order
-    tensors: list[tuple[int, Make]]  # indices of the arguments that hold the call's tensors
-
-    def run(self, tensors: Tensors) -> None:
-        """Launch with other tensors."""
-        arguments = self.arguments.copy()
-        for index, make in self.tensors:
-            arguments[index] = make(tensors)
-        self.launcher(*arguments)
-
-
-# States of a call without memoised launches. Many calls occur only once, so only the second call
+# States of a call that is not prepared. Many calls occur only once, so only the second call
 # determines whether its launches can be repeated; launches that read copies of tensors cannot.
 NEVER, ONCE, IMPOSSIBLE = "never", "once", "impossible"
 
-_repeats: Memo[Any, list[Repeat] | str] = Memo(1024)
+_prepared: Memo[Any, PreparedCall | str] = Memo(1024)
 _compiled: Memo[Any, list[Any]] = Memo(1024)
 
 
@@ -73,34 +69,74 @@ def run_all(
         config: hashable; determines the compiled kernels, if these depend neither on all of `call`
             nor on the first sizes of the tensors.
     """
-    assert given[0] is not None
-    device = given[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _run_all(name, call, given, made, describe, config)
-    else:
-        _run_all(name, call, given, made, describe, config)
-
-
-def _run_all(
-    name: str, call: Any, given: Tensors, made: Tensors, describe: Describe, config: Any
-) -> None:
+    if _is_elsewhere(given):
+        with torch.cuda.device(given[0].device):  # type: ignore[union-attr]  # never None
+            return run_all(name, call, given, made, describe, config)
     key = _key(name, call, given)
-    known = _repeats.get(key, NEVER)
+    known = _prepared.get(key, NEVER)
+    if isinstance(known, PreparedCall):
+        known.launch(given + made)
+    else:
+        kind = _kind(key, name, given, config)
+        _launch_described(key, kind, known, given, made, describe, None)
+
+
+def allocate_and_run_all(
+    name: str,
+    call: Any,
+    given: Tensors,
+    allocator: Callable[[], Callable[[], Made]],
+    describe: Describe,
+    config: Any = None,
+) -> Made:
+    """As `run_all`, but allocate `made` and return it.
+
+    Args:
+        allocator: returns the function that allocates it, for this call and for those like it.
+    """
+    if _is_elsewhere(given):
+        with torch.cuda.device(given[0].device):  # type: ignore[union-attr]  # never None
+            return allocate_and_run_all(name, call, given, allocator, describe, config)
+    key = _key(name, call, given)
+    known = _prepared.get(key, NEVER)
+    if isinstance(known, PreparedCall) and known.allocate is not None:
+        made: Made = known.allocate()
+        known.launch(given + made)
+    else:
+        allocate = allocator()
+        made = allocate()
+        kind = _kind(key, name, given, config)
+        _launch_described(key, kind, known, given, made, describe, allocate)
+    return made
+
+
+def _is_elsewhere(given: Tensors) -> bool:
+    """Whether the tensors are on another GPU than the current one."""
+    device = given[0].device  # type: ignore[union-attr]  # never None
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
+def _launch_described(
+    key: Any,
+    kind: Any,
+    known: PreparedCall | str,
+    given: Tensors,
+    made: Tensors,
+    describe: Describe,
+    allocate: Callable[[], Any] | None,
+) -> None:
+    """Describe the launches of a call that is not prepared, make them, and prepare the call if it
+    is the second one.
+    """
     tensors = given + made
-    if isinstance(known, list):
-        for repeat in known:
-            repeat.run(tensors)
-        return
     if known == ONCE:  # a tensor that this call passes twice may be two tensors in the next call
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     launches = describe(tensors[: len(given)], tensors[len(given) :])
-    kind = key if config is None else (name, config, *map(_kind_of, given))
     compiled = _launched(launches, kind)
     if known == NEVER:
-        _repeats[key] = ONCE
+        _prepared[key] = ONCE
     elif known == ONCE:
-        _repeats[key] = _repeats_of(launches, compiled, tensors)
+        _prepared[key] = _prepare(launches, compiled, tensors, allocate)
 
 
 def _key(name: str, call: Any, given: Tensors) -> Any:
@@ -111,6 +147,11 @@ def _key(name: str, call: Any, given: Tensors) -> Any:
         for x in given
     ]
     return name, call, given[0].device.index, *facts
+
+
+def _kind(key: Any, name: str, given: Tensors, config: Any) -> Any:
+    """What calls with the same compiled kernels have in common."""
+    return key if config is None else (name, config, *map(_kind_of, given))
 
 
 def _kind_of(x: Tensor | None) -> Any:
@@ -133,89 +174,24 @@ def _launched(launches: Sequence[Launch], kind: Any) -> list[Any]:
     return compiled
 
 
-def _repeats_of(
-    launches: Sequence[Launch], compiled: list[Any], tensors: Tensors
-) -> list[Repeat] | str:
+def _prepare(
+    launches: Sequence[Launch],
+    compiled: list[Any],
+    tensors: Tensors,
+    allocate: Callable[[], Any] | None,
+) -> PreparedCall | str:
+    """IMPOSSIBLE for an empty grid, and for launches that read a copy of a tensor."""
     if None in compiled:
         return IMPOSSIBLE
-    made_before = zip(launches, compiled, strict=True)
-    repeats = [again for one in made_before if (again := repeat_of(*one, tensors))]
-    return repeats if len(repeats) == len(launches) else IMPOSSIBLE
-
-
-def ordered(launch: Launch) -> list[Any]:
-    """The arguments in the order of the kernel's parameters."""
-    return [launch.arguments[name] for name in launch.kernel.arg_names]
-
-
-def repeat_of(launch: Launch, compiled: Any, tensors: Tensors) -> Repeat | None:
-    """How to repeat a launch with other `tensors`; None if it reads a copy of one of them."""
-    numbers = _numbers_of(tensors)
-    arguments, makers = ordered(launch), []
+    numbers = Numbers(tensors)
+    public, direct = [], []
     try:
-        for index, argument in enumerate(arguments):
-            make = _maker(argument, numbers)
-            if make is not None:
-                makers.append((index, make))
-                arguments[index] = None
+        for launch, kernel in zip(launches, compiled, strict=True):
+            maker = public_maker(numbers)
+            public.append(repeat_of(launch.launcher(kernel), ordered(launch), maker))
+            fast = direct_repeat(launch, kernel, numbers)
+            if fast is not None:
+                direct.append(fast)
     except LookupError:
-        return None
-    return Repeat(launch.launcher(compiled), arguments, makers)
-
-
-def _numbers_of(tensors: Tensors) -> dict[Any, int]:
-    """Indices of the tensors by identity and by start address, which identifies their views."""
-    present = [(number, x) for number, x in enumerate(tensors) if x is not None]
-    starts = Counter(x.data_ptr() for _, x in present)
-    by_start = {("at", x.data_ptr()): number for number, x in present if starts[x.data_ptr()] == 1}
-    return by_start | {id(x): number for number, x in present}
-
-
-def _number_of(x: Tensor, numbers: dict[Any, int]) -> int:
-    number = numbers.get(id(x))
-    return numbers["at", x.data_ptr()] if number is None else number
-
-
-def _maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
-    """A function that makes an argument from other tensors; None if the argument has no tensor.
-
-    Raises:
-        LookupError: the argument has a tensor that is not one of the call's.
-    """
-    if isinstance(argument, Tensor):
-        return itemgetter(_number_of(argument, numbers))
-    if isinstance(argument, tuple):
-        return _tuple_maker(argument, numbers)
-    if isinstance(getattr(argument, "base", None), Tensor):
-        return _descriptor_maker(argument, _number_of(argument.base, numbers))
-    return None
-
-
-def _tuple_maker(argument: Any, numbers: dict[Any, int]) -> Make | None:
-    """`_maker` for a named tuple."""
-    makers = [_maker(part, numbers) for part in argument]
-    if not any(makers):
-        return None
-    parts = [
-        (part if make is None else None, make) for part, make in zip(argument, makers, strict=True)
-    ]
-    kind = type(argument)
-
-    def make(tensors: Tensors) -> Any:
-        return kind._make(part if make is None else make(tensors) for part, make in parts)
-
-    return make
-
-
-def _descriptor_maker(argument: Any, number: int) -> Make:
-    """`_maker` for a TMA descriptor: it copies the descriptor without Triton's checks."""
-    kind = type(argument)
-    fields = {**vars(argument), "base": None}
-
-    def make(tensors: Tensors) -> Any:
-        fresh = object.__new__(kind)
-        fresh.__dict__ = fields.copy()
-        fresh.__dict__["base"] = tensors[number]
-        return fresh
-
-    return make
+        return IMPOSSIBLE
+    return PreparedCall(public, direct if len(direct) == len(public) else None, allocate)

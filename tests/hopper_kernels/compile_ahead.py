@@ -43,7 +43,7 @@ def launch_of(operands: Operands, options: Options) -> Launch:
     problem = problem._replace(capability=CAPABILITY, device_type="cuda")
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
-    out, lse = outputs(operands, config)
+    out, lse = outputs(operands, config)()
     launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter)
     if config.HAS_BLOCK_MASK:
         launch.arguments["blocks"] = make_lists(problem, config, operands)

@@ -72,7 +72,7 @@ def launches_of(call: Call, parts: int = 1) -> list[Launch]:
     lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward_launch, "parts_of_tile", lambda *_: parts)
-        made = buffers(problem, operands)
+        made = buffers(problem, operands)()
         return backward_launches(problem, operands, out, lse, out, lse, made)
 
 

@@ -54,7 +54,7 @@ def gradients(
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "parts_of_tile", lambda *_: parts)
-        found = buffers(problem, operands)
+        found = buffers(problem, operands)()
         launches = backward_launches(problem, operands, out, lse, readable(dout), dlse, found)
     assert len(launches) == (3 if parts == 1 else 4)
     for sums in (found.dk_parts, found.dv_parts):

@@ -45,7 +45,7 @@ def launch_of(call: tuple[Operands, Options]) -> Launch:
     problem = AttentionProblem.of(*call)._replace(capability=CAPABILITY, device_type="cuda")
     config = config_of(problem, call[0])
     counter = torch.zeros(2, dtype=torch.int32)
-    out, lse = outputs(call[0], config)
+    out, lse = outputs(call[0], config)()
     return float8_launch(problem, config, call[0], out, lse, MULTIPROCESSORS, counter)
 
 

@@ -85,7 +85,7 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     counter = torch.zeros(2, dtype=torch.int32)
     config = config_of(problem, operands)
-    out, lse = outputs(operands, config)
+    out, lse = outputs(operands, config)()
     launch = float8_launch(problem, config, operands, out, lse, PROGRAMS, counter)
     if problem.layout == "dense":
         out.fill_(torch.nan)
@@ -226,12 +226,12 @@ def test_repeated_calls(N: int, described: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(float8_path, "float8_launch", counting_launch)
     monkeypatch.setattr(forward_path, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(forward_path, "tile_counter", lambda device: counter)
-    for known in (relaunch._repeats, relaunch._compiled):
+    for known in (relaunch._prepared, relaunch._compiled):
         known.clear()
     again = [call(seed) for seed in range(4)]
     assert (compiled, calls) == (1, described)
     for seed, found in enumerate(again):
-        for known in (relaunch._repeats, relaunch._compiled):
+        for known in (relaunch._prepared, relaunch._compiled):
             known.clear()
         assert all(map(torch.equal, found, call(seed)))
 

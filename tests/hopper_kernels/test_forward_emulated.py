@@ -122,7 +122,7 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
-    out, lse = outputs(operands, config)
+    out, lse = outputs(operands, config)()
     launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter)
     if config.HAS_BLOCK_MASK:
         launch.arguments["blocks"] = make_lists(problem, config, operands)

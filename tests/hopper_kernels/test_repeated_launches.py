@@ -27,7 +27,7 @@ from .inputs import dense_inputs, packed_inputs
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(relaunch, "_repeats", {})
+    monkeypatch.setattr(relaunch, "_prepared", {})
     monkeypatch.setattr(relaunch, "_compiled", {})
 
 
@@ -98,7 +98,7 @@ def test_nothing_keeps_the_tensors_of_an_earlier_call():
     kernel.repeated.clear()
     storages = [weakref.ref(t.untyped_storage()) for t in (x, y, z)]
     del x, y, z
-    assert relaunch._repeats and all(storage() is None for storage in storages)
+    assert relaunch._prepared and all(storage() is None for storage in storages)
 
 
 def test_one_tensor_in_two_places_may_be_two_later():
@@ -227,7 +227,7 @@ def test_repeated_backwards(name: str, monkeypatch: pytest.MonkeyPatch):
     again = [gradients(seed) for seed in range(4)]
     assert made == 3  # kernels
     for seed, found in enumerate(again):
-        relaunch._repeats.clear()
+        relaunch._prepared.clear()
         relaunch._compiled.clear()
         for got, wanted in zip(found, gradients(seed), strict=True):
             assert (got is None and wanted is None) or torch.equal(got, wanted)

@@ -57,14 +57,14 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         return AsCompiled(launch)
 
     monkeypatch.setattr(Launch, "_run", run)
-    monkeypatch.setattr(relaunch, "_repeats", {})
+    monkeypatch.setattr(relaunch, "_prepared", {})
     monkeypatch.setattr(relaunch, "_compiled", {})
     return made
 
 
 def assert_repeated() -> None:
     """The last call found launches to repeat."""
-    assert all(isinstance(launches, list) for launches in relaunch._repeats.values())
+    assert all(isinstance(x, relaunch.PreparedCall) for x in relaunch._prepared.values())
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -82,7 +82,7 @@ def test_a_repeated_call_uses_the_new_tensors(
         got = backend.forward(problem, operands)
         assert len(repeats) == (1 if splits == 1 else 2)
     assert_repeated()
-    relaunch._repeats.clear()
+    relaunch._prepared.clear()
     relaunch._compiled.clear()
     wanted = backend.forward(problem, operands)
     assert len(repeats) == (2 if splits == 1 else 4)
@@ -130,7 +130,7 @@ def test_parts_lie_in_the_workspace(
         assert not workspace[used - 12 * rows : used].view(torch.float32).isnan().any()
         assert not workspace[: 12 * rows * problem.Dv].view(torch.float32).isnan().all()
     assert_repeated()
-    relaunch._repeats.clear()
+    relaunch._prepared.clear()
     relaunch._compiled.clear()
     wanted = backend.forward(problem, operands)
     assert all(map(torch.equal, got, wanted))
@@ -186,7 +186,7 @@ def test_repeated_training(name: str, launches: int, repeats: list[Launch], seed
 
     again = [results(step) for step in range(3)]
     assert len(repeats) == launches
-    relaunch._repeats.clear()
+    relaunch._prepared.clear()
     relaunch._compiled.clear()
     wanted = results(2)
     for field, x in again[2].items():

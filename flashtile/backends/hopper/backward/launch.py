@@ -4,6 +4,8 @@ fourth one if several programs share a tile of keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
-from ....gpu.relaunch import run_all
+from ....gpu.memory import filled, uninitialised
+from ....gpu.relaunch import allocate_and_run_all
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ... import Gradients
@@ -49,9 +52,9 @@ def backward(
         *tensors, out, lse, dout, dlse = given
         return backward_launches(problem, Operands(*tensors), out, lse, dout, dlse, Buffers(*made))
 
-    made = buffers(problem, operands)
     given = (*operands, out, lse, readable(dout), dlse)
-    run_all("hopper backward", problem, given, made, describe, config_of(problem, operands))
+    allocator, config = partial(buffers, problem, operands), config_of(problem, operands)
+    made = allocate_and_run_all("hopper backward", problem, given, allocator, describe, config)
     sink = operands.sink
     dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
     return Gradients(made.dq, made.dk, made.dv, None, dsink)
@@ -83,41 +86,48 @@ def config_of(problem: AttentionProblem, operands: Operands) -> BackwardConfig:
     return backward_plan(problem, parts_of_tile(problem, operands) > 1)
 
 
-def buffers(problem: AttentionProblem, operands: Operands) -> Buffers:
-    """Allocate the gradients and the intermediate results between the kernels."""
+def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffers]:
+    """A function that allocates the gradients and the intermediate results between the kernels."""
     config = config_of(problem, operands)
     q, k, v = operands[:3]
+    empty = partial(uninitialised, device=q.device)
+    zeros = partial(filled, value=0, device=q.device)
     # Programs do not write rows that belong to no sequence.
-    dq = (torch.empty_like if problem.layout == "dense" else torch.zeros_like)(
-        q, memory_format=torch.contiguous_format
-    )
-    make = torch.zeros_like if leaves_keys_unseen(problem) else torch.empty_like
-    dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (k, v))
+    of_queries = empty if problem.layout == "dense" else zeros
+    of_keys = zeros if leaves_keys_unseen(problem) else empty
     rows = problem.Hq * workspace_blocks(problem, operands, config)
     lines = rows * config.BLOCK_M * (config.BLOCK_D + config.TAIL_D) // 256
-    workspace = q.new_empty(lines, 256, dtype=torch.float32)
-    lse_log2 = q.new_empty(rows, config.BLOCK_M, dtype=torch.float32)
-    minus_delta = torch.empty_like(lse_log2)
+    of_rows = (rows, config.BLOCK_M), torch.float32
+    lse_log2, minus_delta = empty(*of_rows), empty(*of_rows)
     if problem.layout != "dense" and operands.sink is not None:
-        lse_log2.fill_(torch.inf)  # rows of no sequence have P = 0
-        minus_delta.zero_()
-    semaphores = counter = None
+        lse_log2 = filled(*of_rows, torch.inf, q.device)  # rows of no sequence have P = 0
+        minus_delta = zeros(*of_rows)
+    semaphores = counter = tiles = parts = None
     if config.IS_ORDERED:
-        semaphores = q.new_empty(rows * config.ADDERS, dtype=torch.int32)
-        counter = q.new_empty(1, dtype=torch.int32)
-    tiles = None
+        semaphores = empty((rows * config.ADDERS,), torch.int32)
+        counter = empty((1,), torch.int32)
     if config.IS_PACKED:
-        tiles = q.new_empty(key_tiles(problem, operands, config), 2, dtype=torch.int32)
-    dk_parts = dv_parts = None
+        tiles = empty((key_tiles(problem, operands, config), 2), torch.int32)
     if config.IS_PARTED:
         sums = problem.Hk * key_blocks(problem, operands, config)
         sums *= parts_of_tile(problem, operands)
         size = config.BLOCK_N * (config.BLOCK_D + config.TAIL_D)
-        dk_parts = q.new_empty(sums, size, dtype=torch.float32)
-        dv_parts = torch.empty_like(dk_parts)
-    return Buffers(
-        dq, dk, dv, workspace, lse_log2, minus_delta, semaphores, counter, tiles, dk_parts, dv_parts
+        parts = empty((sums, size), torch.float32)
+    new = (
+        of_queries(q.shape, q.dtype),
+        of_keys(k.shape, k.dtype),
+        of_keys(v.shape, v.dtype),
+        empty((lines, 256), torch.float32),
+        lse_log2,
+        minus_delta,
+        semaphores,
+        counter,
+        tiles,
+        parts,
+        parts,
     )
+    # Not None are those that `Buffers` always has.
+    return lambda: Buffers(*[None if make is None else make() for make in new])  # type: ignore[arg-type]
 
 
 def backward_launches(

@@ -11,7 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
-from ....gpu.relaunch import run_all
+from ....gpu.memory import filled, uninitialised
+from ....gpu.relaunch import allocate_and_run_all
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ..shared.launch import descriptor, readable, tile_counter
@@ -34,35 +35,45 @@ def run_forward(
     launch_of: Callable[..., Launch],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) from the launch that `launch_of` describes, which is like `forward_launch`."""
-    out, lse = outputs(operands, config)
     if problem.M == 0 or 0 in operands.q.shape:
-        return out, lse
+        return outputs(operands, config)()
 
     lists = lists_of(problem, config, operands) if config.HAS_BLOCK_MASK else None
 
+    def allocator() -> Callable[[], Any]:
+        new_outputs, device = outputs(operands, config), operands.q.device
+        return lambda: (*new_outputs(), tile_counter(device))
+
     def describe(given: Any, made: Any) -> list[Launch]:
-        out, lse, counter, *listed = made
+        tensors, listed = given[:OPERANDS], given[OPERANDS:]
+        out, lse, counter = made
         programs = multiprocessors(out.device)
-        launch = launch_of(problem, config, Operands(*given), out, lse, programs, counter)
+        launch = launch_of(problem, config, Operands(*tensors), out, lse, programs, counter)
         if lists is not None:
             launch.arguments["blocks"] = lists.with_tensors(*listed)
         return [launch]
 
-    made = out, lse, tile_counter(operands.q.device), *(lists.tensors if lists else ())
-    run_all("hopper forward", problem, operands, made, describe, config)
+    given = operands if lists is None else (*operands, *lists.tensors)
+    out, lse, _ = allocate_and_run_all(
+        "hopper forward", problem, given, allocator, describe, config
+    )
     return out, lse
 
 
-def outputs(operands: Operands, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """Allocate (out, lse)."""
-    q, dtype = operands.q, output_dtype(operands.q.dtype)
-    shape = (*q.shape[:-1], config.DV)
+OPERANDS = len(Operands._fields)
+
+
+def outputs(operands: Operands, config: KernelConfig) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A function that allocates (out, lse)."""
+    q = operands.q
+    shape, dtype = (*q.shape[:-1], config.DV), output_dtype(q.dtype)
+    of_lse = lse_shape(operands), torch.float32
     if config.IS_RAGGED:  # programs do not write rows that belong to no sequence
-        lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
-        return q.new_zeros(shape, dtype=dtype), lse
-    # Separate sizes: PyTorch parses them in half the time of a tuple.
-    out = q.new_empty(*shape, dtype=dtype)
-    return out, q.new_empty(*lse_shape(operands), dtype=torch.float32)
+        out = filled(shape, dtype, 0, q.device)
+        lse = filled(*of_lse, -torch.inf, q.device)
+    else:
+        out, lse = uninitialised(shape, dtype, q.device), uninitialised(*of_lse, q.device)
+    return lambda: (out(), lse())
 
 
 def forward_launch(

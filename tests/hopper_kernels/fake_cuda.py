@@ -1,0 +1,127 @@
+"""Triton's real launchers over a CUDA driver that only writes down the launches, for tests of the
+host without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import local
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "s32": 4, "s64": 8, "f32": 4, "b8": 1, "b64": 8}
+
+
+class Made(NamedTuple):
+    """A launch as the driver got it."""
+
+    function: int
+    grid: tuple[int, int, int]
+    stream: int
+    attributes: int
+    parameters: tuple[bytes, ...]
+
+
+class ThisThread(local):
+    """What belongs to one thread."""
+
+    def __init__(self) -> None:
+        self.stream = 0
+        self.made: list[Made] = []
+        self.in_python = 0  # launches through Triton's Python code
+
+
+class Config(ctypes.Structure):
+    """The start of CUlaunchConfig."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+class Driver(nvidia.CudaDriver):
+    """Triton's driver on one device that is not there. Every thread has its own stream and writes
+    down its own launches.
+    """
+
+    def __init__(self) -> None:
+        self.utils, self.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
+        self.thread = ThisThread()
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: self.thread.stream
+
+    @contextmanager
+    def launches(self) -> Iterator[list[Made]]:
+        """The launches of this thread inside the block."""
+        outer, self.thread.made = self.thread.made, []
+        yield self.thread.made
+        self.thread.made = outer
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """The bytes of each parameter of a kernel."""
+    found = re.findall(
+        r"\.param (?:\.align \d+ )?\.(\w+)(?: \.ptr[^,)]*)? \w+_param_\d+(?:\[(\d+)\])?", ptx
+    )
+    return [BYTES[kind] * int(count or 1) for kind, count in found]
+
+
+@contextmanager
+def fake_driver(folder: Path) -> Iterator[Driver]:
+    """Triton's active driver, replaced."""
+    library = folder / "libcuda.so.1"
+    source = Path(__file__).with_suffix(".c")
+    build = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", library, source]
+    subprocess.run(build, check=True)
+    cuda = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    sizes: dict[int, list[int]] = {}
+    load = CompiledKernel._init_handles
+
+    def load_and_measure(kernel: Any) -> None:
+        load(kernel)
+        sizes[kernel.function] = parameter_sizes(kernel.asm["ptx"])
+
+    launch_in_python = nvidia.CudaLauncher.__call__
+
+    def launch_and_count(launcher: Any, *arguments: Any) -> None:
+        active.thread.in_python += 1
+        launch_in_python(launcher, *arguments)
+
+    @ctypes.CFUNCTYPE(
+        None, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+    )
+    def on_launch(config: Any, function: int, parameters: Any) -> None:
+        c = config.contents
+        places = zip(sizes[function], parameters, strict=False)
+        values = tuple(ctypes.string_at(place, size) for size, place in places)
+        made = Made(function, (c.x, c.y, c.z), c.stream or 0, c.attribute_count, values)
+        active.thread.made.append(made)
+
+    ctypes.c_void_p.in_dll(cuda, "on_launch").value = ctypes.cast(on_launch, ctypes.c_void_p).value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.nvidia, "libcuda_path", str(folder))
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        patch.setattr(CompiledKernel, "_init_handles", load_and_measure)
+        patch.setattr(nvidia.CudaLauncher, "__call__", launch_and_count)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        active = Driver()
+        patch.setattr(driver, "_active", active)
+        yield active

@@ -1,0 +1,249 @@
+"""Prepared calls launch without Triton's Python code, and the driver gets what Triton would pass.
+
+Calls of many kinds alternate. After each one, its launches are described and made again by Triton
+itself, with the same tensors, so nothing in a prepared call may come from an earlier call.
+"""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("replaces the CUDA driver", allow_module_level=True)
+if shutil.which("cc") is None:
+    pytest.skip("needs a C compiler", allow_module_level=True)
+
+from triton import knobs
+
+from flashtile.backends.hopper.backward import launch as backward_path
+from flashtile.backends.hopper.forward import launch as forward_path
+from flashtile.backends.hopper.shared import launch as shared_path
+from flashtile.call import prepare
+from flashtile.call.layouts import Dense
+from flashtile.gpu import direct_launch, relaunch
+from flashtile.gpu.relaunch import allocate_and_run_all
+from flashtile.problem import AttentionProblem, Operands
+from flashtile.testing import generator, normal
+
+from .fake_cuda import Driver, fake_driver
+from .inputs import dense_inputs, packed_inputs
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    with fake_driver(tmp_path_factory.mktemp("cuda")) as active:
+        yield active
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaunch, "_prepared", {})
+    monkeypatch.setattr(relaunch, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of a tensor on the CPU
+    shared_path._counters.clear()
+
+
+class Passes:
+    """Replaces `allocate_and_run_all`, and compares each pass with Triton's own launches of it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.made = 0
+        self.in_python = 0  # launches of passes through Triton's Python code
+        self.compares = True
+        self.counter: Any = None
+
+    def __call__(
+        self, name: str, call: Any, given: Any, allocator: Any, describe: Any, config: Any
+    ) -> Any:
+        thread = self.driver.thread
+        before = thread.in_python
+        with self.driver.launches() as got:
+            made = allocate_and_run_all(name, call, given, allocator, describe, config)
+        self.in_python += thread.in_python - before
+        assert all(launch.stream == thread.stream for launch in got)
+        if self.compares:
+            with self.driver.launches() as wanted:
+                for launch in describe(given, made):
+                    launch.run()
+            assert got == wanted
+        self.made += 1
+        if name == "hopper forward":
+            self.counter = made[2]
+        return made
+
+
+@pytest.fixture
+def passes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Passes:
+    passes = Passes(driver)
+    for module in (forward_path, backward_path):
+        monkeypatch.setattr(module, "allocate_and_run_all", passes)
+    return passes
+
+
+def run(call: tuple[Operands, Any], seed: int = 0, backward: bool = True) -> None:
+    """A forward and a backward, without the choice of a backend."""
+    operands, options = call
+    problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(device_type="cuda", capability=(9, 0))
+    out, lse = forward_path.forward(problem, operands)
+    if backward:
+        dout = normal(generator(seed), *out.shape, dtype=out.dtype)
+        backward_path.backward(problem, operands, out, lse, dout, None)
+
+
+SIZES = {"M": 70, "N": 90, "D": 64}
+
+
+def dense(seed: int, style: str = "contiguous", **given: Any) -> Any:
+    sizes = {
+        name: given.pop(name, size) for name, size in (SIZES | {"dtype": torch.bfloat16}).items()
+    }
+    tensors = tuple(dense_inputs(seed, style, sizes))
+    return prepare.describe(tensors, Dense(), {"causal": True} | given)
+
+
+def packed(seed: int) -> Any:
+    tensors, layout, _ = packed_inputs(seed, 64, [70, 0, 29], [40, 5, 65], {})
+    return prepare.describe(tuple(tensors), layout, {"causal": True})
+
+
+KINDS = {
+    "causal": dense,
+    "other strides": lambda seed: dense(seed, "transposed"),
+    "longer": lambda seed: dense(seed, M=80),
+    "deterministic": lambda seed: dense(seed, deterministic=True),
+    "float16": lambda seed: dense(seed, dtype=torch.float16),
+    "packed": packed,
+}
+FORWARD_ONLY = ("float16", "packed")  # their kernels take long to compile
+
+
+def test_calls_of_all_kinds_alternate(passes: Passes, driver: Driver):
+    for seed in range(6):
+        for number, (name, kind) in enumerate(KINDS.items()):
+            driver.thread.stream = 16 * ((seed + number) % 3)
+            run(kind(seed), seed, backward=name not in FORWARD_ONLY)
+        if seed == 2:
+            passes.in_python = 0
+    assert passes.made == 6 * (2 * len(KINDS) - len(FORWARD_ONLY))
+    assert passes.in_python == 0  # in the last three rounds
+
+
+def test_memory_is_reused_by_other_tensors(passes: Passes):
+    """The same addresses in turn hold tensors of other shapes, strides and dtypes."""
+    memory = torch.zeros(3, 2**15, dtype=torch.bfloat16)
+    size = 70 * 2 * 64
+    views = {
+        "bfloat16": lambda x: x[:size].view(1, 70, 2, 64),
+        "float16": lambda x: x[:size].view(torch.float16).view(1, 70, 2, 64),
+        "heads first": lambda x: x[:size].view(1, 2, 70, 64).transpose(1, 2),
+        "other lengths": lambda x: x[: 80 * 2 * 64].view(1, 80, 2, 64),
+        "other strides": lambda x: x[: 2 * size].view(1, 70, 2, 128)[..., :64],
+        "starts later": lambda x: x[64 : 64 + size].view(1, 70, 2, 64),
+    }
+    for _ in range(4):
+        for name, view in views.items():
+            q, k, v = (view(x) for x in memory)
+            call = prepare.describe((q, k, v), Dense(), {"causal": True})
+            run(call, backward=name not in FORWARD_ONLY)
+    assert passes.made == 4 * (2 * len(views) - 1)
+
+
+def test_a_tensor_that_is_not_aligned_is_copied_each_time(passes: Passes):
+    for _ in range(3):
+        run(dense(0))
+    passes.compares, passes.in_python = False, 0
+    q, k, v = dense_inputs(0, "contiguous", SIZES)
+    moved = torch.zeros(q.numel() + 4, dtype=q.dtype)[4:].view(q.shape)  # by 8 bytes
+    for _ in range(3):
+        run(prepare.describe((moved, k, v), Dense(), {"causal": True}))
+    assert passes.in_python >= 3 * 4
+
+
+def test_threads_launch_on_their_own_streams(passes: Passes, driver: Driver):
+    for _ in range(3):
+        run(dense(0))
+    passes.in_python = 0
+    failures = []
+
+    def work(number: int) -> None:
+        driver.thread.stream = 16 * number
+        try:
+            for seed in range(10):
+                run(dense(seed))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [Thread(target=work, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert passes.in_python == 0
+
+
+def test_hooks_are_called(passes: Passes):
+    seen: list[str] = []
+
+    def hook(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    for _ in range(4):
+        run(dense(0))
+    passes.in_python, passes.compares = 0, False
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        run(dense(0))
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    names = ["forward_kernel", "delta_kernel", "backward_kernel", "round_kernel"]
+    assert seen == names
+    assert passes.in_python == 4
+    run(dense(0))
+    assert seen == names
+    assert passes.in_python == 4
+
+
+def test_a_release_that_is_not_tested_launches_through_triton(
+    passes: Passes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(direct_launch, "IS_TESTED", False)
+    for seed in range(4):
+        run(dense(seed))
+    assert passes.in_python == 4 * 4
+
+
+def test_a_captured_call_has_its_own_counter(
+    passes: Passes, driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    """A graph may run beside the stream on which it was captured."""
+    counters = []
+    driver.thread.stream = 16
+    for is_capturing in (False, False, False, True, True, False):
+        capturing = partial(bool, is_capturing)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+        run(dense(0))
+        counters.append(passes.counter)
+    driver.thread.stream = 0
+    alive = shared_path._counters.get((None, 16))
+    assert [x is alive for x in counters] == [True, True, True, False, False, True]
+
+
+def test_nothing_keeps_the_tensors_of_an_earlier_call(passes: Passes):
+    for seed in range(4):
+        operands, options = dense(seed)
+        storage = weakref.ref(operands.q.untyped_storage())
+        run((operands, options))
+        del operands
+        assert storage() is None
