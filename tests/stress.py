@@ -117,7 +117,7 @@ class Load:
 
     def __init__(self) -> None:
         self.streams = [torch.cuda.Stream() for _ in range(2 * ON_GPU)]
-        self.matrix = torch.randn(2048, 2048, device=DEVICE) if ON_GPU else torch.zeros(0)
+        self.matrix = torch.randn((2048,) * 2, device=DEVICE, dtype=torch.bfloat16)
         self.random = random.Random(0)
 
     def add(self) -> None:
