@@ -1,15 +1,24 @@
-"""The lists of a block mask that the Hopper forward walks, against the mask element by element."""
+"""The lists of a block mask that the Hopper kernels walk, against the mask element by element."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashtile.backends.hopper.forward.block_lists import ALL, BlockLists, lists_of, make_lists
-from flashtile.backends.hopper.forward.plan import KernelConfig, plan, unsupported_reasons
+import flashtile
+from flashtile.backends.hopper import unsupported_reasons
+from flashtile.backends.hopper.backward.plan import BackwardConfig, backward_plan
+from flashtile.backends.hopper.forward.plan import KernelConfig, plan
+from flashtile.backends.hopper.shared.block_lists import (
+    ALL,
+    BlockLists,
+    lists_by_keys,
+    lists_by_queries,
+)
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
@@ -24,6 +33,24 @@ def call(
     problem = AttentionProblem.of(operands, chosen)
     problem = problem._replace(device_type="cuda", capability=(9, 0), dtype=torch.bfloat16)
     return problem, plan(problem), operands
+
+
+def call_with_gradients(
+    M: int, N: int, D: int, heads: tuple[int, int] = (2, 2), **options: Any
+) -> tuple[AttentionProblem, BackwardConfig, Operands]:
+    inputs = qkv(generator(0), B=2, M=M, N=N, D=D, Hq=heads[0], Hk=heads[1])
+    operands, chosen = describe(inputs, Dense(), options)
+    problem = AttentionProblem.of(operands, chosen)
+    problem = problem._replace(device_type="cuda", capability=(9, 0), dtype=torch.bfloat16)
+    return problem, backward_plan(problem), operands
+
+
+def query_lists(problem: AttentionProblem, config: KernelConfig, operands: Operands) -> BlockLists:
+    return lists_by_queries(problem, operands, config.BLOCK_M, config.BLOCK_N)
+
+
+def key_lists(problem: AttentionProblem, config: BackwardConfig, operands: Operands) -> BlockLists:
+    return lists_by_keys(problem, operands, config.BLOCK_M, config.BLOCK_N, config.IS_ORDERED)
 
 
 def random_elements(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -62,7 +89,7 @@ def test_lists_show_the_mask(
     problem, config, operands = call(
         M, N, D, block_mask=BlockMask.from_dense(elements, tile_size), **rules
     )
-    lists = make_lists(problem, config, operands)
+    lists = query_lists(problem, config, operands)
     allowed = torch.ones(M, N, dtype=torch.bool)
     position = torch.arange(M)[:, None] + N - M - torch.arange(N)
     if rules.get("causal"):
@@ -83,7 +110,7 @@ def test_full_blocks_need_no_mask():
     problem, config, operands = call(
         512, 512, block_mask=BlockMask.from_tiles(torch.ones(4, 4), (128, 128)), causal=True
     )
-    lists = make_lists(problem, config, operands)
+    lists = query_lists(problem, config, operands)
     # The diagonal is masked, blocks above it are not visited.
     assert lists.counts[0, 0].tolist() == [[m, m + 1] for m in range(4)]
     assert lists.entries[0, 0, 3, :4, 0].tolist() == [0, 128, 256, 384]
@@ -92,7 +119,7 @@ def test_full_blocks_need_no_mask():
 def test_longest_lists_come_first():
     kinds = torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]])
     problem, config, operands = call(512, 512, block_mask=BlockMask.from_tiles(kinds, (128, 128)))
-    lists = make_lists(problem, config, operands)
+    lists = query_lists(problem, config, operands)
     assert lists.order[0, 0].tolist() == [2, 3, 0, 1]
     assert lists.counts[0, 0, 1].tolist() == [0, 1]  # a tile that sees nothing visits one block
 
@@ -100,15 +127,15 @@ def test_longest_lists_come_first():
 def test_lists_are_kept_until_the_mask_changes():
     mask = BlockMask.from_tiles(torch.ones(4, 4), (128, 128))
     problem, config, operands = call(512, 512, block_mask=mask)
-    lists = lists_of(problem, config, operands)
-    assert lists_of(problem, config, operands) is lists
+    lists = query_lists(problem, config, operands)
+    assert query_lists(problem, config, operands) is lists
     assert operands.tile_kinds is not None
     operands.tile_kinds[..., 0] = 0
-    changed = lists_of(problem, config, operands)
+    changed = query_lists(problem, config, operands)
     assert changed is not lists
     assert changed.counts[0, 0].tolist() == [[3, 3]] * 4
     other = call(512, 512, block_mask=mask, causal=True)  # other rules, other lists
-    assert lists_of(*other).counts[0, 0, 3].tolist() == [2, 3]
+    assert query_lists(*other).counts[0, 0, 3].tolist() == [2, 3]
 
 
 def test_inference_tensors_are_read_each_time():
@@ -116,9 +143,9 @@ def test_inference_tensors_are_read_each_time():
         mask = BlockMask.from_tiles(torch.ones(4, 4), (128, 128))
         problem, config, operands = call(512, 512, block_mask=mask)
         assert operands.tile_kinds is not None
-        before = lists_of(problem, config, operands)
+        before = query_lists(problem, config, operands)
         operands.tile_kinds[..., 0] = 0
-        assert lists_of(problem, config, operands).counts.sum() < before.counts.sum()
+        assert query_lists(problem, config, operands).counts.sum() < before.counts.sum()
 
 
 @pytest.mark.parametrize(
@@ -136,9 +163,110 @@ def test_tiles_that_the_kernel_cannot_cut(tile_size: tuple[int, int], D: int, re
     assert [r for r in unsupported_reasons(problem) if "block_mask" in r] == reason
 
 
-def test_gradients_are_left_to_another_backend():
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lists_of_tiles_of_keys_show_the_mask(D: int, shape: tuple[int, int], deterministic: bool):
+    M, N, group = 650, 700, 2
+    elements = random_elements((*shape, M, N), D)
+    elements[..., :128] = False
+    problem, config, operands = call_with_gradients(
+        M, N, D, (4, 2), block_mask=BlockMask.from_dense(elements, (128, 128)),
+        deterministic=deterministic,
+    )  # fmt: skip
+    lists = key_lists(problem, config, operands)
+    for b in range(2):
+        for h in range(4):
+            mask = b * lists.batch_step + h * lists.head_step
+            wanted = elements[min(b, shape[0] - 1), min(h, shape[1] - 1)]
+            order, steps = lists.order.flatten(0, 1)[mask].unbind(-1)
+            assert sorted(order.tolist()) == list(range(-(-N // config.BLOCK_N)))
+            assert steps.tolist() == sorted(steps.tolist(), reverse=True)
+            # The lists of the group's heads, which pass over a tile one after the other.
+            first = mask - h % group * lists.head_step
+            of_group = [lists.counts.flatten(0, 1)[first + g * lists.head_step] for g in range(2)]
+            assert torch.equal(steps, (of_group[0] + of_group[1])[order, 1])
+            added = defaultdict(list)
+            for n in order.tolist():
+                for m, turn in blocks_of_keys(lists, config, mask, n, wanted):
+                    assert turn == len(added[m])
+                    added[m].append(n)
+
+
+def blocks_of_keys(
+    lists: BlockLists, config: BackwardConfig, mask: int, n: int, wanted: Tensor
+) -> list[tuple[int, int]]:
+    """(block, turn) of each entry of a list of a tile of keys, which shows its part of `wanted`."""
+    full, total = lists.counts.flatten(0, 1)[mask][n].tolist()
+    entries = lists.entries.flatten(0, 1)[mask][n][:total].tolist()
+    seen = torch.zeros(-(-wanted.shape[0] // config.BLOCK_M) * config.BLOCK_M, config.BLOCK_N)
+    for i, (m, tile, _) in enumerate(entries):
+        assert i >= full or tile == ALL
+        bits = lists.bits[tile][..., None] >> torch.arange(32) & 1
+        rows = slice(m * config.BLOCK_M, (m + 1) * config.BLOCK_M)
+        assert not seen[rows].any()  # no block is visited twice
+        seen[rows] = bits.flatten(1).T.float()
+    part = wanted[:, n * config.BLOCK_N : (n + 1) * config.BLOCK_N]
+    assert torch.equal(seen[: part.shape[0], : part.shape[1]] != 0, part)
+    blocks = [m for m, _, _ in entries]
+    # The lists are visited from the end: ordered ones downwards, others upwards.
+    if config.IS_ORDERED:
+        assert blocks == sorted(blocks)
+        assert full == 0
+    else:
+        masked = blocks[full:]
+        assert blocks[:full] == sorted(blocks[:full], reverse=True)
+        assert masked == sorted(masked, reverse=True)
+    return [(m, turn) for m, _, turn in entries]
+
+
+def test_full_blocks_of_queries_need_no_mask():
     mask = BlockMask.from_tiles(torch.ones(4, 4), (128, 128))
-    problem, _, _ = call(512, 512, block_mask=mask)
-    assert "gradients with block_mask (not on this backend)" in unsupported_reasons(
-        problem._replace(needs_grad=True)
-    )
+    problem, config, operands = call_with_gradients(512, 450, 128, block_mask=mask, causal=True)
+    lists = key_lists(problem, config, operands)
+    # Row 62 is the first that sees key 0, row 189 the first that sees keys 0 to 127 and so on. The
+    # last tile reaches past the last key.
+    assert lists.counts[0, 0].tolist() == [[5, 8], [3, 6], [1, 4], [0, 2]]
+
+
+def test_lists_of_tiles_of_keys_are_kept_until_the_mask_changes():
+    mask = BlockMask.from_tiles(torch.ones(4, 4), (128, 128))
+    problem, config, operands = call_with_gradients(512, 512, 128, block_mask=mask)
+    lists = key_lists(problem, config, operands)
+    assert key_lists(problem, config, operands) is lists
+    assert query_lists(problem, plan(problem), operands) is not lists
+    assert operands.tile_kinds is not None
+    operands.tile_kinds[..., 0] = 0
+    changed = key_lists(problem, config, operands)
+    assert changed.counts[0, 0].tolist() == [[0, 0], *[[8, 8]] * 3]
+    for other in ({"causal": True}, {"deterministic": True}, {"heads": (2, 1)}):
+        known = call_with_gradients(512, 512, 128, block_mask=mask, **other)
+        assert key_lists(*known) is not changed
+
+
+def test_the_backward_finds_the_mask_of_the_call():
+    """What autograd saves is the same tensor, by which the kept lists are found."""
+    mask = BlockMask.from_tiles(torch.ones(2, 2), (64, 64))
+    q, k, v = (x.requires_grad_() for x in qkv(generator(0), B=1, M=128, N=128, D=8))
+    out = flashtile.attention(q, k, v, block_mask=mask)
+    assert any(x is mask.kinds for x in out.grad_fn.saved_tensors)
+
+
+@pytest.mark.parametrize(
+    ("tile_size", "head_dims", "tile"),
+    [
+        ((128, 128), (40, 96), None),
+        ((128, 64), (256, 256), None),
+        ((128, 64), (40, 96), "64 x 128"),
+    ],
+)
+def test_tiles_that_the_backward_cannot_cut(
+    tile_size: tuple[int, int], head_dims: tuple[int, int], tile: str | None
+):
+    mask = BlockMask.from_tiles(torch.ones(8, 16), tile_size)
+    problem, _, _ = call(512, 512, head_dims[0], block_mask=mask)
+    problem = problem._replace(Dv=head_dims[1])
+    assert [r for r in unsupported_reasons(problem) if "block_mask" in r] == []
+    found = unsupported_reasons(problem._replace(needs_grad=True))
+    wanted = f"gradients with block_mask tiles of 128 x 64 (on this backend: multiples of {tile})"
+    assert [r for r in found if "block_mask" in r] == ([wanted] if tile else [])

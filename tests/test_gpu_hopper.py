@@ -18,6 +18,7 @@ from hopper_kernels.tile_counts import MASKS
 from processes import output_of
 
 import flashtile
+from flashtile.masks import BlockMask
 from flashtile.testing import cu_seqlens
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,18 @@ def step(q, k, v, dout, **options):
     return out, lse, *torch.autograd.grad(out, leaves, dout)
 
 
+def block_mask(density, partial):
+    """Tiles of 128 x 128 over 2,000 queries and keys; some are seen in part."""
+    g = torch.Generator().manual_seed(0)
+    kinds = torch.rand(16, 16, generator=g) < density
+    visible = kinds.repeat_interleave(128, 0).repeat_interleave(128, 1)[:2000, :2000]
+    if partial:
+        visible &= torch.rand(2000, 2000, generator=g) < 0.9
+    mask = BlockMask.from_dense(visible)
+    parts = (x.cuda() for x in (mask.kinds, mask.partial_index, mask.partial_tiles))
+    return {"block_mask": BlockMask(*parts, mask.lengths)}
+
+
 # One tile and many, masks that leave tiles out, sequences that end inside a tile.
 RACES = {
     "one block a tile": ((64, 65, 65, 4, 4, 64), {"causal": True}),
@@ -61,10 +74,27 @@ RACES = {
 }
 
 
+BLOCK_MASKS = {
+    "sparse": ((2, 2000, 2000, 8, 8, 128), 0.15, False),
+    "dense, grouped": ((1, 2000, 2000, 8, 2, 128), 0.75, False),
+    "partial": ((2, 2000, 2000, 8, 8, 64), 0.3, True),
+    "wide": ((1, 2000, 2000, 8, 8, 256), 0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_MASKS)
+def test_two_hundred_repeats_of_a_block_mask_agree_bit_for_bit(name):
+    shape, density, partial = BLOCK_MASKS[name]
+    repeats_agree(shape, block_mask(density, partial))
+
+
 @pytest.mark.parametrize("name", RACES)
 def test_two_hundred_repeats_agree_bit_for_bit(name):
+    repeats_agree(*RACES[name])
+
+
+def repeats_agree(shape, options):
     """Always out, lse, dk and dv; dq when it is asked to be deterministic."""
-    shape, options = RACES[name]
     tensors = inputs(*shape)
     for deterministic in (False, True):
         first = step(*tensors, **options, deterministic=deterministic)

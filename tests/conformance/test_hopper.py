@@ -12,10 +12,20 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.testing import STRIDE_STYLES, cu_seqlens, generator, packed_qkv, qkv, strided
+from flashtile.masks import BlockMask
+from flashtile.testing import (
+    STRIDE_STYLES,
+    cu_seqlens,
+    dense_from_tiles,
+    generator,
+    packed_qkv,
+    qkv,
+    strided,
+    tile_kinds,
+)
 
 from .devices import carry_calls
-from .harness import Sizes, check_dense, check_varlen
+from .harness import Masked, Sizes, check_dense, check_varlen, resolve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers", "on_the_gpu")]
 
@@ -55,6 +65,17 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         found = torch.cuda.get_device_name()
         pytest.skip(f"the Hopper backend wants compute capability 9.0, this is {found}")
     carry_calls(monkeypatch, torch.device("cuda"), refusals="fail")
+
+
+def block_mask(g, s, heads):
+    """Empty, full and partial tiles of 128 x 128, one mask for all heads or one for each; the
+    first keys are seen by no query, and the last queries see no key."""
+    lead = (s.B, s.Hq) if heads else (1, 1)
+    kinds = tile_kinds(g, *lead, -(-s.M // 128), -(-s.N // 128))
+    kinds[:, :, -1], kinds[..., 0] = False, False
+    visible = dense_from_tiles(kinds, (128, 128), s.M, s.N)
+    visible[:, :, 128:256] &= torch.rand(visible[:, :, 128:256].shape, generator=g) < 0.5
+    return Masked(BlockMask.from_dense(visible), visible)
 
 
 def as_named(options):
@@ -101,6 +122,18 @@ def test_padded_head_dims(D, Dv, options, seed):
 @pytest.mark.parametrize("options", ["causal", "sink + alibi"])
 def test_grouped_heads(Hq, Hk, options, seed):
     check_dense(Sizes(M=140, N=200, D=64, Hq=Hq, Hk=Hk), options, torch.bfloat16, BACKEND, seed)
+
+
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads", [False, True], ids=["one mask", "a mask for each head"])
+@pytest.mark.parametrize("options", ["nothing", "causal", "wide window", "deterministic"])
+def test_block_masks(options, heads, D, seed):
+    def masked(g, s, dtype):
+        given = resolve(as_named(options), g, s, dtype)
+        return {**given, "block_mask": block_mask(g, s, heads)}
+
+    sizes = Sizes(M=600, N=700, D=D, Dv=D)
+    check_dense(sizes, masked, torch.bfloat16, BACKEND, seed)
 
 
 @pytest.mark.parametrize("style", STRIDE_STYLES)

@@ -15,8 +15,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from flashtile.backends.hopper.forward.block_lists import make_lists
-from flashtile.backends.hopper.forward.launch import forward_launch, outputs
+from flashtile.backends.hopper.forward.launch import forward_launch, lists_of, outputs
 from flashtile.backends.hopper.forward.plan import plan
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -45,8 +44,7 @@ def launch_of(operands: Operands, options: Options) -> Launch:
     config = plan(problem)
     out, lse = outputs(operands, config)()
     launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter)
-    if config.HAS_BLOCK_MASK:
-        launch.arguments["blocks"] = make_lists(problem, config, operands)
+    launch.arguments["blocks"] = lists_of(problem, config, operands)
     return launch
 
 

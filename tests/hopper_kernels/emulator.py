@@ -285,13 +285,17 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     return torch.zeros_like(args[0]) if constraints == "=f,f" else 0
 
 
-def atomic_add(p: Pointer, value: Any, sem: str = "acq_rel") -> Any:
-    """A number at once, as a ticket; a tile when the scheduler picks it."""
+def atomic_add(p: Pointer, value: Any, sem: str = "acq_rel", scope: str = "gpu") -> Any:
+    """A number at once, as a ticket unless it releases a semaphore; a tile when the scheduler picks
+    it.
+    """
     if isinstance(value, Tensor):
         scheduler.copies.append(lambda: p.flat().index_add_(0, p.offset, value))
         return value
     old = load(p)
     store(p, old + value)
+    if sem == "release":
+        return scheduler.meet()
     tickets[context.program] = int(old)
     return old
 

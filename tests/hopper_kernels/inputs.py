@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call.layouts import Packed
+from flashtile.masks import BlockMask
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, strided
 
 SPARE = 5  # rows after the last sequence
@@ -39,3 +40,19 @@ def packed_inputs(
     # The bounds are upper ones.
     layout = Packed(cu_q, cu_k, max(lengths_q) + 10, max(lengths_k) + 5)
     return list(tensors), layout, counts
+
+
+def random_mask(shape: tuple[int, ...], tile_size: tuple[int, int], seed: int) -> BlockMask:
+    """A mask with empty, full and partial tiles; the last tiles of queries see nothing, and nothing
+    sees the first tiles of keys."""
+    random = generator(seed)
+    rows, columns = (-(-size // step) for size, step in zip(shape[2:], tile_size, strict=True))
+    kinds = torch.randint(0, 3, (*shape[:2], rows, columns), generator=random)
+    kinds[:, :, -1] = 0
+    kinds[..., 0] = 0
+    large = kinds.repeat_interleave(tile_size[0], 2).repeat_interleave(tile_size[1], 3)
+    elements = torch.rand(shape, generator=random) < 0.5
+    visible = (large[:, :, : shape[2], : shape[3]] == 1) | (
+        (large[:, :, : shape[2], : shape[3]] == 2) & elements
+    )
+    return BlockMask.from_dense(visible, tile_size)

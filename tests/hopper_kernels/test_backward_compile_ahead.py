@@ -21,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
@@ -29,7 +30,12 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
 from flashtile.backends.hopper.backward import launch as backward_launch
-from flashtile.backends.hopper.backward.launch import backward_launches, buffers
+from flashtile.backends.hopper.backward.launch import (
+    backward_launches,
+    buffers,
+    config_of,
+    lists_of,
+)
 from flashtile.gpu.launch import Launch
 
 from .compile_ahead import CAPABILITY, report, specialize
@@ -44,6 +50,7 @@ SPILLS = {
     128: 128 if NEWER else 56,
     "option": 256 if NEWER else 128,
     "short loops": 64 if NEWER else 36,
+    "block mask": 256 if NEWER else 160,
     "packed": 640 if NEWER else 208,
     "packed 128": 576 if NEWER else 132,
 }
@@ -51,6 +58,7 @@ SPILLS = {
 RELOADS = {
     "any": 6 if NEWER else 0,
     "short loops": 6 if NEWER else 1,
+    "block mask 64": 6 if NEWER else 3,
     "packed 64": 10 if NEWER else 0,
     "packed 96": 8 if NEWER else 0,
     "packed 128": 11 if NEWER else 2,
@@ -73,7 +81,8 @@ def launches_of(call: Call, parts: int = 1) -> list[Launch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward_launch, "parts_of_tile", lambda *_: parts)
         made = buffers(problem, operands)()
-        return backward_launches(problem, operands, out, lse, out, lse, made)
+        lists = lists_of(problem, config_of(problem, operands), operands)
+        return backward_launches(problem, operands, out, lse, out, lse, made, lists)
 
 
 def dense(
@@ -91,6 +100,10 @@ def packed(head_dim: int = 128, **options: Any) -> Call:
     return describe(inputs, layout, options)
 
 
+def half_visible() -> BlockMask:
+    return BlockMask.from_dense(torch.rand(300, 400, generator=generator(0)) < 0.5)
+
+
 SHORT_LOOPS: dict[str, Any] = {
     "window": lambda: dense(window_size=(50, 20)),
     "causal window": lambda: dense(window_size=(50, 0)),
@@ -103,6 +116,19 @@ OPTIONS: dict[str, Any] = {
     "deterministic": lambda: dense(deterministic=True, causal=True),
     "float16": lambda: dense(dtype=torch.float16),
     "head dim 72": lambda: dense(72, causal=True),
+}
+BLOCK_MASKS: dict[str, Any] = {
+    "64": lambda: dense(64, block_mask=half_visible()),
+    "96": lambda: dense(96, block_mask=half_visible()),
+    "128": lambda: dense(128, block_mask=half_visible()),
+    "192": lambda: dense(192, block_mask=half_visible()),
+    "256": lambda: dense(256, block_mask=half_visible()),
+    "causal": lambda: dense(block_mask=half_visible(), causal=True),
+    "window": lambda: dense(block_mask=half_visible(), window_size=(50, 20)),
+    "softcap": lambda: dense(block_mask=half_visible(), softcap=3.0),
+    "alibi": lambda: dense(block_mask=half_visible(), alibi_slopes=alibi_slopes(generator(0), 4)),
+    "deterministic": lambda: dense(block_mask=half_visible(), deterministic=True),
+    "deterministic 256": lambda: dense(256, block_mask=half_visible(), deterministic=True),
 }
 
 
@@ -132,6 +158,12 @@ def test_options_compile(option: str):
 @pytest.mark.parametrize("option", SHORT_LOOPS if FULL else ["window"])
 def test_short_loops_compile(option: str):
     check(SHORT_LOOPS[option](), SPILLS["short loops"], RELOADS["short loops"])
+
+
+@pytest.mark.parametrize("kind", BLOCK_MASKS if FULL else ["128", "256"])
+def test_block_masks_compile(kind: str):
+    reloads = RELOADS["block mask 64"] if kind == "64" else RELOADS["any"]
+    check(BLOCK_MASKS[kind](), SPILLS["block mask"], reloads)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256] if FULL else [128])

@@ -17,12 +17,15 @@ from flashtile.backends.hopper.backward.launch import (
     backward,
     backward_launches,
     buffers,
+    config_of,
+    lists_of,
     sink_gradient,
 )
 from flashtile.backends.hopper.backward.plan import leaves_keys_unseen
 from flashtile.backends.hopper.shared.launch import readable
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,
@@ -35,7 +38,7 @@ from flashtile.testing import (
 )
 
 from . import emulator
-from .inputs import dense_inputs, packed_inputs
+from .inputs import dense_inputs, packed_inputs, random_mask
 
 NAMES = ("dq", "dk", "dv", "dsink")
 
@@ -55,7 +58,10 @@ def gradients(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "parts_of_tile", lambda *_: parts)
         found = buffers(problem, operands)()
-        launches = backward_launches(problem, operands, out, lse, readable(dout), dlse, found)
+        lists = lists_of(problem, config_of(problem, operands), operands)
+        launches = backward_launches(
+            problem, operands, out, lse, readable(dout), dlse, found, lists
+        )
     assert len(launches) == (3 if parts == 1 else 4)
     for sums in (found.dk_parts, found.dv_parts):
         if sums is not None:
@@ -329,3 +335,53 @@ def test_deterministic_parts_add_in_order(head_dim: int, parts: int, option: str
 @pytest.mark.parametrize("parts", [2, 3])
 def test_packed_parts(parts: int, used: bool, head_dim: int):
     packed(4, used, head_dim, parts, causal=parts == 2, deterministic=not used)
+
+
+# Block masks: a tile of keys walks a list of the blocks of queries that see it.
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile_size", "given"),
+    [
+        (128, (128, 128), {}),
+        (128, (256, 128), {"causal": True}),
+        (64, (128, 256), {"window_size": (200, 30)}),
+        (64, (128, 128), {"sink": normal(generator(0), 2)}),
+        (96, (128, 128), {"alibi_slopes": alibi_slopes(generator(0), 2)}),
+        (192, (128, 128), {"softcap": 3.0}),
+        (256, (128, 64), {"attention_chunk": 100}),
+    ],
+)
+@pytest.mark.parametrize("shared", ["shared", "own"])
+def test_block_masks(head_dim: int, tile_size: tuple[int, int], given: dict[str, Any], shared: str):
+    batch, heads = (1, 1) if shared == "shared" else (2, 2)
+    mask = random_mask((batch, heads, 390, 430), tile_size, head_dim)
+    sizes = {"B": 2, "M": 390, "N": 430, "D": head_dim}
+    dense(sizes=sizes, block_mask=mask, **given)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kinds", ["none", "one", "all"])
+def test_block_masks_of_whole_tiles(kinds: str, head_dim: int):
+    """Tiles of keys that no query sees get zeros, and so do blocks of queries that see no key."""
+    tiles = torch.full((3, 3), kinds == "all")
+    tiles[1, 1] = kinds != "none"
+    mask = BlockMask.from_tiles(tiles, (128, 128))
+    dense(3, sizes={"M": 300, "N": 310, "D": head_dim}, block_mask=mask)
+
+
+@pytest.mark.parametrize("lengths", [(65, 390), (500, 130), (128, 1), (257, 256)])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_block_masks_of_lengths(head_dim: int, lengths: tuple[int, int]):
+    mask = random_mask((1, 1, 640, 640), (128, 128), head_dim + 1)
+    sizes = {"M": lengths[0], "N": lengths[1], "D": head_dim}
+    dense(4, sizes=sizes, block_mask=mask, causal=lengths[0] == 257)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "causal"), [(1, False), (3, True)])
+def test_deterministic_block_masks_add_in_order(head_dim: int, heads: int, causal: bool):
+    """Lists of unlike lengths, of which the longest start first, and for every head another one."""
+    mask = random_mask((1, heads, 400, 640), (128, 128), head_dim + heads)
+    sizes = {"M": 400, "N": 640, "D": head_dim, "Hq": 3}
+    dense(heads, sizes=sizes, block_mask=mask, deterministic=True, causal=causal)

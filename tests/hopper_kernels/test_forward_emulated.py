@@ -15,12 +15,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends.hopper.forward import plan as forward_plan
-from flashtile.backends.hopper.forward.block_lists import make_lists
-from flashtile.backends.hopper.forward.launch import forward_launch, outputs
+from flashtile.backends.hopper.forward.launch import forward_launch, lists_of, outputs
 from flashtile.backends.hopper.forward.plan import plan
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
-from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import (
     alibi_slopes,
@@ -33,7 +31,7 @@ from flashtile.testing import (
 )
 
 from . import emulator
-from .inputs import dense_inputs, packed_inputs
+from .inputs import dense_inputs, packed_inputs, random_mask
 
 PROGRAMS = 3
 CAUSAL = {"causal": True}
@@ -124,8 +122,7 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     config = plan(problem)
     out, lse = outputs(operands, config)()
     launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter)
-    if config.HAS_BLOCK_MASK:
-        launch.arguments["blocks"] = make_lists(problem, config, operands)
+    launch.arguments["blocks"] = lists_of(problem, config, operands)
     if problem.layout == "dense" and not problem.has_lengths:
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
@@ -338,20 +335,6 @@ def test_packed_window():
 @pytest.mark.parametrize("seed", range(4))
 def test_meetings_in_any_order(seed: int, head_dim: int):
     dense(seed, sizes={"M": 400, "N": 400, "D": head_dim, "B": 2}, causal=seed % 2 == 1)
-
-
-def random_mask(shape: tuple[int, ...], tile_size: tuple[int, int], seed: int) -> BlockMask:
-    """A mask with empty, full and partial tiles, and rows of tiles that see nothing."""
-    random = generator(seed)
-    rows, columns = (-(-size // step) for size, step in zip(shape[2:], tile_size, strict=True))
-    kinds = torch.randint(0, 3, (*shape[:2], rows, columns), generator=random)
-    kinds[:, :, -1] = 0
-    large = kinds.repeat_interleave(tile_size[0], 2).repeat_interleave(tile_size[1], 3)
-    elements = torch.rand(shape, generator=random) < 0.5
-    visible = (large[:, :, : shape[2], : shape[3]] == 1) | (
-        (large[:, :, : shape[2], : shape[3]] == 2) & elements
-    )
-    return BlockMask.from_dense(visible, tile_size)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, Operands
 from .. import Gradients
-from .backward.plan import describe_backward
+from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
 
@@ -31,7 +31,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why this backend cannot run `problem`; empty when it can."""
     if problem.dtype == float8.DTYPE:
         return float8.float8_reasons(problem)
-    return plan.unsupported_reasons(problem)
+    return plan.unsupported_reasons(problem) or backward_reasons(problem)
 
 
 def describe_plan(problem: AttentionProblem) -> str:

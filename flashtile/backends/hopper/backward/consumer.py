@@ -49,6 +49,7 @@ from ..shared.softmax import alibi_slope
 from .dq import add_at_once, put_piece
 from .part_sums import store_part
 from .products import (
+    bits_of,
     issue_dp,
     issue_dq,
     issue_scores,
@@ -63,8 +64,10 @@ from .products import (
     whole_tile,
 )
 from .schedule import (
+    block_at,
     first_block_of,
     key_work,
+    listed_blocks,
     next_block,
     own_blocks,
     own_heads,
@@ -83,13 +86,17 @@ class Keys:
     start: gl.tensor  # (64,) rows that see them, [start, stop)
     stop: gl.tensor
     shift: gl.tensor  # position of row 0
+    entries: gl.tensor  # pointer to the list of a block mask
+    bits: gl.tensor  # pointer to the keys of the first tile of bits
 
     @gluon.constexpr_function
-    def __init__(self, number, start, stop, shift):
+    def __init__(self, number, start, stop, shift, entries, bits):
         self.number = number
         self.start = start
         self.stop = stop
         self.shift = shift
+        self.entries = entries
+        self.bits = bits
 
 
 @aggregate
@@ -135,6 +142,9 @@ def consumer(
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
         store_parts(ME, no_sums(work.n, cfg), outputs, work, sizes, at, cfg)
+    elif cfg.HAS_BLOCK_MASK:  # no query sees the tile
+        store_gradients(ME, no_sums(work.n, cfg), outputs, channels, work, score.scale, cfg)
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -159,7 +169,9 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     # The first slot has the dS of no step, and the dQ that is computed from it is not added.
     arrive_alone(channels.ds.full.index(0))
     sync_warps()  # otherwise the compiler inserts a barrier into the loop
-    HAS_MASKED_END: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED
+    HAS_MASKED_END: gl.constexpr = (
+        cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_BLOCK_MASK
+    )
     i = 0
     added = 0  # block of the workspace in the previous step
     first_head, stop_head = own_heads(work, sizes, cfg)
@@ -167,8 +179,9 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         h = work.kv_head * sizes.group + g
         base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
-        keys = keys_of(ME, work, mask, opaque_zero(g), cfg)
-        begin, full_begin, full_end, end = own_blocks(g, work, cfg)
+        listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
+        keys = keys_of(ME, listed, work, mask, opaque_zero(g), cfg)
+        begin, full_begin, full_end, end = own_blocks(g, listed, work, cfg)
         m = first_block_of(begin, end, cfg)
         before, after = end - full_end, full_begin - begin
         if cfg.IS_ASCENDING:
@@ -188,7 +201,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
             )  # fmt: skip
             i += 1
             m = next_block(m, cfg)
-        if HAS_MASKED_END or not cfg.IS_ASCENDING:
+        if (HAS_MASKED_END or not cfg.IS_ASCENDING) and not cfg.HAS_BLOCK_MASK:
             for _ in range(after):
                 s, lse, sums, added = step(
                     ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
@@ -212,6 +225,8 @@ def step(
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
     k = whole_tile(channels.k, zero)
+    bits = bits_of(m, keys, cfg)
+    m = block_at(m, keys.entries, cfg)
     if IS_MASKED and cfg.IS_PACKED:
         clear_rows(ME, channels, i, work.M - m * cfg.BLOCK_M, cfg)
     channels.dout.acquire(i)
@@ -224,7 +239,7 @@ def step(
     if not cfg.HAS_CARRIED_LSE:
         lse = statistic(channels.lse, i, cfg)
     row = m * cfg.BLOCK_M
-    p, factor = probabilities(s, lse, keys, row, slope, scale, score.softcap, IS_MASKED, cfg)
+    p, factor = probabilities(s, lse, keys, bits, row, slope, scale, score.softcap, IS_MASKED, cfg)
     p = p.to(dtype)
     s, lse, sums = end_of_step(
         ME, p, factor, dp, lse, sums, added, i, total, k, outputs, channels, cfg
@@ -301,7 +316,7 @@ def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr)
 
 
 @gluon.jit
-def keys_of(ME: gl.constexpr, work, mask, zero, cfg: gl.constexpr):
+def keys_of(ME: gl.constexpr, listed, work, mask, zero, cfg: gl.constexpr):
     """The keys of this consumer; no row sees those past the end.
 
     `zero` is opaque, so that every head computes the keys again; they then need no registers in the
@@ -312,7 +327,11 @@ def keys_of(ME: gl.constexpr, work, mask, zero, cfg: gl.constexpr):
     shift = work.N - work.M
     start, stop = seeing_rows(number, rows_to_mask(work.M, cfg), shift, mask, cfg)
     real = number < work.N
-    return Keys(number, gl.where(real, start, NO_ROW), gl.where(real, stop, 0), shift)
+    bits = shift
+    if cfg.HAS_BLOCK_MASK:
+        bits = mask.blocks.bits + ME * (CONSUMER_ROWS * cfg.BLOCK_M // 32)
+    start, stop = gl.where(real, start, NO_ROW), gl.where(real, stop, 0)
+    return Keys(number, start, stop, shift, listed.entries, bits)
 
 
 @gluon.jit

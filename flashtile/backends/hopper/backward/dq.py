@@ -20,7 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..shared.channels import Channel
 from ..shared.intrinsics import add_to_global, arrive_alone, recast, sync_warps
-from .schedule import key_work, own_heads, own_steps, visited_block
+from .schedule import (
+    block_at,
+    key_work,
+    listed_blocks,
+    own_heads,
+    own_steps,
+    turn_at,
+    visited_block,
+)
 
 PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
 HALF_ROWS = gl.constexpr(8)
@@ -117,11 +125,12 @@ def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
 def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.constexpr):
     """Add dQ of a tile of keys: every step or, with two writers, every second step."""
     if cfg.ADDERS == 1:
-        add_pairs(ME, outputs, staging, key_work(tile, sizes, at, mask, cfg), sizes, cfg)
+        work = key_work(tile, sizes, at, mask, cfg)
+        add_pairs(ME, outputs, staging, work, sizes, mask, cfg)
 
 
 @gluon.jit
-def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr):
+def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, mask, cfg: gl.constexpr):
     """Add the pieces of both consumers from the staging ring, in the order of the query loop."""
     count = work.end - work.begin
     if ME == 0 and count > 0:  # the first pair belongs to no step
@@ -131,27 +140,30 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, cfg: gl.constexpr
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
         h = work.kv_head * sizes.group + g
-        first, stop = own_steps(g, count, work, cfg)
+        listed = listed_blocks(g, count, work, sizes, mask, cfg)
+        first, stop = own_steps(g, listed.count, work, cfg)
         for j in range(first, stop):
-            block = visited_block(j, work, cfg)
+            position = visited_block(j, listed, work, cfg)
+            block = block_at(position, listed.entries, cfg)
             index = h * sizes.blocks + work.first_block + block
             if i % cfg.WRITERS == ME:
-                add_pair(outputs, staging, i, index, block, work, cfg)
+                turn = turn_at(position, listed.entries, work, cfg)
+                add_pair(outputs, staging, i, index, block, turn, work, cfg)
             i += 1
 
 
 @gluon.jit
-def add_pair(outputs, staging, i, index, block, work, cfg: gl.constexpr):
+def add_pair(outputs, staging, i, index, block, turn, work, cfg: gl.constexpr):
     """Add pair `i` to block `index` of the workspace, which is block `block` of its sequence."""
     if cfg.IS_ORDERED:
-        acquire_semaphore(outputs.semaphores + index, work.n, work.before, block)
+        acquire_semaphore(outputs.semaphores + index, turn, block, work, cfg)
     staging.acquire(i)
     start_addition(outputs.workspace, staging, i % staging.SLOTS, index, cfg)
     tma.store_wait(0)
     staging.release(i)
     if cfg.IS_ORDERED:
         await_additions()
-        release_semaphore(outputs.semaphores + index, work.n)
+        release_semaphore(outputs.semaphores + index, work, cfg)
 
 
 @gluon.jit
@@ -178,23 +190,31 @@ def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
 # from the last row that sees them to the first (cfg.IS_ASCENDING is false), so a tile reaches a
 # block later than the previous tile or, if both start at the same row, at the same time. It then
 # waits once, for the duration of one addition, and never again.
+#
+# Under a block mask the tiles that see a block take turns in the order in which they start, and the
+# number is how many have added.
 
 
 @gluon.jit
-def acquire_semaphore(semaphore, n, before_end, m):
-    """Wait until tile n - 1 has added to block m, if it adds to that block.
+def acquire_semaphore(semaphore, turn, m, work, cfg: gl.constexpr):
+    """Wait until the tile before this one has added to block m, if there is one: tile n - 1 if it
+    sees the block, or with a block mask the tile of the turn before.
 
     This cannot deadlock: tiles are numbered in the order in which programs start, so a program
     waits only for programs that already run, and the first program waits for none.
     """
-    if m < before_end:
+    if cfg.HAS_BLOCK_MASK:
+        waits = turn > 0
+    else:
+        waits = m < work.before
+    if waits:
         # The additions use another proxy than this load. The fence is for global memory only; a
         # fence for all memory would also wait for this thread's stores.
         gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1];"
             " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async.global; mov.b32 $0, 0; }",
             "=r,l,r",
-            [semaphore.to(gl.int64, bitcast=True), n],
+            [semaphore.to(gl.int64, bitcast=True), turn],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -216,6 +236,9 @@ def await_additions():
 
 
 @gluon.jit
-def release_semaphore(semaphore, n):
-    """Let tile n + 1 add."""
-    gl.atomic_xchg(semaphore, n + 1, sem="release", scope="gpu")
+def release_semaphore(semaphore, work, cfg: gl.constexpr):
+    """Let the next tile add."""
+    if cfg.HAS_BLOCK_MASK:
+        gl.atomic_add(semaphore, 1, sem="release", scope="gpu")
+    else:
+        gl.atomic_xchg(semaphore, work.n + 1, sem="release", scope="gpu")

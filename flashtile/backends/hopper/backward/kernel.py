@@ -14,6 +14,7 @@ dependent launch) and wait before they use what it writes:
   and without them there is no dQ, so the consumers and the writers add nothing to the workspace
   before it is clear. Ordered programs and those of packed batches also wait before they take a
   number from the counter or a tile from the list.
+- The lists of a block mask are older than the first kernel, so they need no wait.
 - The kernel that rounds dQ waits before anything else.
 
 A wait ends after all programs of the previous kernel, but it does not cover the kernels before that
@@ -36,7 +37,15 @@ from ..shared.schedule import NUMBERS, Mask, batch_of
 from ..shared.softmax import Score
 from .consumer import consumer
 from .dq import make_staging, writer
-from .schedule import key_work, listed_tile, own_heads, own_steps, visited_block
+from .schedule import (
+    block_at,
+    key_work,
+    listed_blocks,
+    listed_tile,
+    own_heads,
+    own_steps,
+    visited_block,
+)
 from .split_consumer import key_consumer, make_split_staging, value_consumer
 
 OF_CONSUMERS = gl.constexpr(240)  # registers per thread
@@ -190,9 +199,10 @@ def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
         first_head, stop_head = own_heads(work, sizes, cfg)
         for g in range(first_head, stop_head):
             h = work.kv_head * sizes.group + g
-            first, stop = own_steps(g, count, work, cfg)
+            listed = listed_blocks(g, count, work, sizes, mask, cfg)
+            first, stop = own_steps(g, listed.count, work, cfg)
             for j in range(first, stop):
-                block = visited_block(j, work, cfg)
+                block = block_at(visited_block(j, listed, work, cfg), listed.entries, cfg)
                 row = work.start_q + block * cfg.BLOCK_M
                 index = h * sizes.blocks + work.first_block + block
                 BYTES: gl.constexpr = inputs.lse.block_type.nbytes
@@ -223,14 +233,14 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace, plain,
     semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle,
-    reciprocals, blocks, parts, left, right, chunk, alibi_batch, scale, softcap,
+    reciprocals, blocks, parts, left, right, chunk, lists, alibi_batch, scale, softcap,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ; each program has one tile of keys, or a part of its steps."""
     sizes = KeySizes(
         B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts
     )  # fmt: skip
-    mask = Mask(left, right, chunk)
+    mask = Mask(left, right, chunk, lists)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)
     v, dout = Described(v_desc, v_tail_desc), Described(dout_desc, dout_tail_desc)

@@ -21,6 +21,7 @@ from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ... import Gradients
 from ..forward.plan import CONSUMER_ROWS
+from ..shared.block_lists import BlockLists, lists_by_keys
 from ..shared.launch import descriptor, readable
 from ..shared.packing_order import most_tiles
 from ..shared.schedule import Sequences
@@ -32,6 +33,8 @@ from .parts import parts_of
 from .plan import BackwardConfig, backward_plan, backward_swizzle, leaves_keys_unseen
 from .row_kernels import delta_kernel, round_kernel
 from .schedule import KeyOrder, order_reciprocals
+
+OPERANDS = len(Operands._fields)
 
 
 def backward(
@@ -48,12 +51,19 @@ def backward(
         dq, dk, dv = map(torch.zeros_like, operands[:3])
         return Gradients(dq, dk, dv, None, dsink)
 
-    def describe(given: Any, made: Any) -> list[Launch]:
-        *tensors, out, lse, dout, dlse = given
-        return backward_launches(problem, Operands(*tensors), out, lse, dout, dlse, Buffers(*made))
+    config = config_of(problem, operands)
+    lists = lists_of(problem, config, operands)
 
-    given = (*operands, out, lse, readable(dout), dlse)
-    allocator, config = partial(buffers, problem, operands), config_of(problem, operands)
+    def describe(given: Any, made: Any) -> list[Launch]:
+        tensors, (out, lse, dout, dlse, *listed) = given[:OPERANDS], given[OPERANDS:]
+        own_lists = None if lists is None else lists.with_tensors(*listed)
+        return backward_launches(
+            problem, Operands(*tensors), out, lse, dout, dlse, Buffers(*made), own_lists
+        )
+
+    listed = () if lists is None else lists.tensors
+    given = (*operands, out, lse, readable(dout), dlse, *listed)
+    allocator = partial(buffers, problem, operands)
     made = allocate_and_run_all("hopper backward", problem, given, allocator, describe, config)
     sink = operands.sink
     dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
@@ -84,6 +94,15 @@ def parts_of_tile(problem: AttentionProblem, operands: Operands) -> int:
 def config_of(problem: AttentionProblem, operands: Operands) -> BackwardConfig:
     """The compile-time constants of a call."""
     return backward_plan(problem, parts_of_tile(problem, operands) > 1)
+
+
+def lists_of(
+    problem: AttentionProblem, config: BackwardConfig, operands: Operands
+) -> BlockLists | None:
+    """The lists of a call's block mask, if it has one."""
+    if not config.HAS_BLOCK_MASK:
+        return None
+    return lists_by_keys(problem, operands, config.BLOCK_M, config.BLOCK_N, config.IS_ORDERED)
 
 
 def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffers]:
@@ -138,8 +157,9 @@ def backward_launches(
     dout: Tensor,
     dlse: Tensor | None,
     made: Buffers,
+    lists: BlockLists | None,
 ) -> list[Launch]:
-    """The launches that fill the gradients; `dout` is readable."""
+    """The launches that fill the gradients; `dout` is readable, and `lists` are of a block mask."""
     config = config_of(problem, operands)
     common = {
         "at": Sequences(
@@ -159,7 +179,7 @@ def backward_launches(
     }
     launches = [
         delta_launch(problem, operands, out, lse, dout, dlse, made, before),
-        key_launch(problem, operands, dout, made, before),
+        key_launch(problem, operands, dout, made, lists, before),
         round_launch(problem, operands, made, common),
     ]
     if config.IS_PARTED:
@@ -224,6 +244,7 @@ def key_launch(
     operands: Operands,
     dout: Tensor,
     made: Buffers,
+    lists: BlockLists | None,
     common: dict[str, Any],
 ) -> Launch:
     """The launch that computes dk, dv, and the sum for dq."""
@@ -247,6 +268,7 @@ def key_launch(
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
         "chunk": as_kernel_number(options.attention_chunk),
+        "lists": lists,
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         "scale": options.softmax_scale,
         "softcap": options.softcap,

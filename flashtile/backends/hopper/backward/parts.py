@@ -36,8 +36,11 @@ def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> int:
     """The number of programs for each tile of keys.
 
     `keys` is the number of rows of a packed k. The lengths of its sequences are not known here: the
-    model assumes as many sequences of the longest length as fit.
+    model assumes as many sequences of the longest length as fit. Under a block mask, the lengths of
+    the loops are not known either, and tiles are not shared.
     """
+    if problem.block_tile is not None:
+        return 1
     lengths = tile_lengths(problem)
     copies = problem.Hk * (problem.B if problem.layout == "dense" else max(keys // problem.N, 1))
     if len(lengths) * copies > MOST_WAVES * multiprocessors:

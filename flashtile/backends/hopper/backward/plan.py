@@ -63,6 +63,7 @@ class BackwardConfig:
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_CHUNK: bool
+    HAS_BLOCK_MASK: bool
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     IS_PACKED: bool
@@ -100,6 +101,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
+        HAS_BLOCK_MASK=problem.block_tile is not None,
         HAS_SOFTCAP=options.softcap > 0,
         HAS_ALIBI=problem.has_alibi,
         IS_PACKED=problem.layout != "dense",
@@ -114,13 +116,13 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
     """Whether consumers add dQ from their registers instead of through a writer.
 
     They do in packed batches, which lack registers for staging, and in short query loops, which
-    then end sooner. They do not with 64 columns, where it made dense batches slower, and not with
+    then end sooner. They do not with 64 columns, where it made dense batches slower, not with
     ordered additions, where every thread would have to wait for its additions before the semaphore
-    is released.
+    is released, and not under a block mask, where they would have to read the block of each step.
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
-    able = 64 < columns <= 128 and not options.deterministic
+    able = 64 < columns <= 128 and not options.deterministic and problem.block_tile is None
     return able and (is_short or problem.layout != "dense")
 
 
@@ -157,18 +159,21 @@ def is_ascending(problem: AttentionProblem) -> bool:
     Tiles that start together are then at different blocks: they add to different parts of dQ, and
     neighbours reread the blocks that a tile has just read. With a left bound this is so in either
     direction. Ordered additions need the other direction, see `dq.py`. Above 128 columns the
-    other direction was faster, as far as it was measured.
+    other direction was faster, as far as it was measured. The lists of block masks have the order
+    that suits them.
     """
     options = problem.options
     has_left = options.window_left is not None or options.attention_chunk > 0
     able = not TILES[padded_columns(problem)].is_split and not options.deterministic
+    able = able and problem.block_tile is None
     return able and options.window_right is not None and not has_left
 
 
 def is_uneven(problem: AttentionProblem) -> bool:
     """Whether different numbers of queries see the tiles of keys of a sequence."""
     options = problem.options
-    return options.window_right is not None or options.attention_chunk > 0
+    ruled = options.window_right is not None or options.attention_chunk > 0
+    return ruled or problem.block_tile is not None
 
 
 def backward_swizzle(problem: AttentionProblem) -> int:
@@ -187,11 +192,25 @@ def leaves_keys_unseen(problem: AttentionProblem) -> bool:
     gradients.
 
     Queries are aligned with the last keys: if there are at most as many keys as queries, each key
-    has a query at its own position, which sees it under every mask.
+    has a query at its own position, which sees it under every mask rule. Under a block mask,
+    programs write zeros.
     """
     options = problem.options
     bounded = options.window_left is not None or options.attention_chunk > 0
+    bounded = bounded and problem.block_tile is None
     return problem.layout != "dense" or (bounded and problem.N > problem.M)
+
+
+def backward_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the backward cannot run a problem whose forward can; empty if it can."""
+    if problem.block_tile is None or not problem.needs_grad:
+        return []
+    tile = TILES[padded_columns(problem)]
+    wanted = tile.BLOCK_M, tile.BLOCK_N
+    if all(size % step == 0 for size, step in zip(problem.block_tile, wanted, strict=True)):
+        return []
+    found, step = ("{} x {}".format(*pair) for pair in (problem.block_tile, wanted))
+    return [f"gradients with block_mask tiles of {found} (on this backend: multiples of {step})"]
 
 
 def describe_backward(problem: AttentionProblem) -> str:

@@ -19,7 +19,8 @@ from ..shared.intrinsics import (
     recast,
     shared_value,
 )
-from ..shared.softmax import LOG2E, bounds, tanh
+from ..shared.softmax import LOG2E, bounds, load_bits, masked_by_bits, tanh
+from .schedule import ENTRY
 
 
 @gluon.constexpr_function
@@ -146,12 +147,12 @@ def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
 
 @gluon.jit
 def probabilities(
-    s, lse_log2, keys, m0, slope, scale, softcap, IS_MASKED: gl.constexpr, cfg: gl.constexpr
+    s, lse_log2, keys, bits, m0, slope, scale, softcap, IS_MASKED: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
     """P of a block, and the factor of dP - delta in dS: P times the derivative of softcap.
 
     `lse_log2` (columns,) is +inf for rows that saw no key; `m0` is the row of the first column;
-    `slope` is ALiBi's slope in base 2.
+    `slope` is ALiBi's slope in base 2; `bits` are those of a block mask.
     """
     if cfg.HAS_SOFTCAP:
         t = tanh(s * (scale / softcap))
@@ -163,6 +164,8 @@ def probabilities(
         exponent = exponent - slope * gl.abs(distance).to(gl.float32)
     if IS_MASKED:
         exponent = masked_rows(exponent, -float("inf"), keys.start - m0, keys.stop - m0, cfg)
+        if cfg.HAS_BLOCK_MASK:
+            exponent = masked_by_bits(exponent, bits)
     p = gl.exp2(exponent)
     factor = p
     if cfg.HAS_SOFTCAP:
@@ -170,6 +173,16 @@ def probabilities(
         if IS_MASKED and cfg.IS_PACKED:  # memory after the last row may contain NaN
             factor = masked_rows(factor, 0.0, keys.start - m0, keys.stop - m0, cfg)
     return p, factor
+
+
+@gluon.jit
+def bits_of(position, keys, cfg: gl.constexpr):
+    """The bits of a position of the list of a block mask, for the keys of this consumer."""
+    bits = position
+    if cfg.HAS_BLOCK_MASK:
+        tile = gl.load(keys.entries + (ENTRY * position + 1)).to(gl.int64)
+        bits = load_bits(keys.bits + tile * (cfg.BLOCK_N * cfg.BLOCK_M // 32), cfg.BLOCK_M)
+    return bits
 
 
 @gluon.jit

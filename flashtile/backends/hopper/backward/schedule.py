@@ -5,6 +5,9 @@ cfg.IS_PARTED, several programs share a tile: each has a range of the steps, a p
 
 The float32 workspace of dQ and the row statistics consist of whole blocks of BLOCK_M rows: every
 sequence starts a new block, and `blocks_before` counts the blocks before it.
+
+Under a block mask, the blocks that see a tile are a list (`shared/block_lists.py`). Loops then
+count positions in this list instead of blocks, and `block_at` reads the block.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +18,9 @@ from triton.experimental.gluon import language as gl
 from ..shared.division import divide, reciprocal, restored, unspecialized
 from ..shared.intrinsics import aggregate, opaque_zero
 from ..shared.schedule import floor_to, sequence, swizzled_order
+
+# Numbers of an entry of the list of a block mask: the block, its tile of bits, and the turn.
+ENTRY = gl.constexpr(3)
 
 
 class KeyOrder(NamedTuple):
@@ -155,12 +161,18 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
         number = gl.maximum(tile.n, 0) * sizes.heads + index % sizes.heads
         n, h = swizzled_order(number, n_tiles, sizes.heads, sizes.swizzle)
         n = gl.where(tile.n < 0, n_tiles, n)  # no tile, therefore no key
+    if cfg.HAS_BLOCK_MASK:
+        place = list_of(b, h * sizes.group, n, sizes, mask, cfg)
+        n = gl.load(mask.blocks.order + 2 * place)
+        steps = gl.load(mask.blocks.order + 2 * place + 1)
     n0 = n * cfg.BLOCK_N
     _, _, _, before = blocks_seeing(n0 - cfg.BLOCK_N, M, N, mask, cfg)
     begin, full_begin, full_end, end = blocks_seeing(n0, M, N, mask, cfg)
     first_step, stop_step = steps_of(part, end - begin, sizes, cfg)
     if cfg.IS_PARTED:
         begin = gl.where(first_step < stop_step, begin, end)
+    if cfg.HAS_BLOCK_MASK:  # those of all heads; `own_blocks` has the blocks of one head
+        begin, end, stop_step = steps * 0, steps, steps
     return KeyWork(
         b, h, part, n, n0, start_q, M, start_k, N,
         blocks_before(b, start_q, sizes.M, at.cu_seqlens_q, cfg.BLOCK_M),
@@ -198,6 +210,53 @@ def own_heads(work, sizes, cfg: gl.constexpr):
     return first, stop
 
 
+class Listed(NamedTuple):
+    """The blocks of queries of one head that see some key of a tile."""
+
+    count: Any
+    full: Any  # how many of them every query of which sees every key; only with a block mask
+    entries: Any  # pointer to the list of a block mask
+
+
+@gluon.jit
+def list_of(b, h, n, sizes, mask, cfg: gl.constexpr):
+    """The index of the list of a block mask for tile `n` of keys and query head `h`."""
+    number = b * mask.blocks.batch_step + h * mask.blocks.head_step
+    return number * gl.cdiv(sizes.N, cfg.BLOCK_N) + n
+
+
+@gluon.jit
+def listed_blocks(g, count, work, sizes, mask, cfg: gl.constexpr):
+    """The blocks of head `g` of the group that see the tile: `count` without a block mask."""
+    full, entries = count, count
+    if cfg.HAS_BLOCK_MASK:
+        h = work.kv_head * sizes.group + g
+        number = list_of(work.b, h, work.n, sizes, mask, cfg)
+        full = gl.load(mask.blocks.counts + 2 * number)
+        count = gl.load(mask.blocks.counts + 2 * number + 1)
+        first = number.to(gl.int64) * gl.cdiv(sizes.M, cfg.BLOCK_M)
+        entries = mask.blocks.entries + ENTRY * first
+    return Listed(count, full, entries)
+
+
+@gluon.jit
+def block_at(position, entries, cfg: gl.constexpr):
+    """The block of queries at a position of a list; without a block mask, they are the same."""
+    block = position
+    if cfg.HAS_BLOCK_MASK:
+        block = gl.load(entries + ENTRY * position)
+    return block
+
+
+@gluon.jit
+def turn_at(position, entries, work, cfg: gl.constexpr):
+    """The number of tiles of keys that come before this one where it adds to dQ."""
+    turn = work.n
+    if cfg.HAS_BLOCK_MASK:
+        turn = gl.load(entries + (ENTRY * position + 2))
+    return turn
+
+
 @gluon.jit
 def own_steps(g, count, work, cfg: gl.constexpr):
     """This program's steps [first, stop) of the `count` steps of head `g` of the group."""
@@ -209,9 +268,11 @@ def own_steps(g, count, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def own_blocks(g, work, cfg: gl.constexpr):
+def own_blocks(g, listed, work, cfg: gl.constexpr):
     """The blocks of `own_steps` as the numbers begin, full_begin, full_end and end of `KeyWork`."""
     begin, full_begin, full_end, end = work.begin, work.full_begin, work.full_end, work.end
+    if cfg.HAS_BLOCK_MASK:
+        begin, full_begin, full_end, end = g * 0, g * 0, listed.full, listed.count
     if cfg.IS_PARTED:
         first, stop = own_steps(g, end - begin, work, cfg)
         if cfg.IS_ASCENDING:
@@ -283,9 +344,14 @@ def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def visited_block(j, work, cfg: gl.constexpr):
-    """The block of step `j` of each head: up from the first one or down from the last one."""
-    block = work.end - 1 - j
+def visited_block(j, listed, work, cfg: gl.constexpr):
+    """The block of step `j` of a head, or its position in the list of a block mask: up from the
+    first one or down from the last one.
+    """
+    end = work.end
+    if cfg.HAS_BLOCK_MASK:
+        end = listed.count
+    block = end - 1 - j
     if cfg.IS_ASCENDING:
         block = work.begin + j
     return block

@@ -53,6 +53,7 @@ from .dq import (
 )
 from .part_sums import store_part
 from .products import (
+    bits_of,
     issue_dp,
     issue_scores,
     probabilities,
@@ -63,7 +64,7 @@ from .products import (
     values_of,
     whole_tile,
 )
-from .schedule import key_work, own_blocks, own_heads
+from .schedule import block_at, key_work, listed_blocks, own_blocks, own_heads, turn_at
 
 # Indices of the consumers: of their semaphores and hardware barriers.
 VALUES = gl.constexpr(0)
@@ -135,6 +136,10 @@ def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.cons
     elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
         dv, tail = no_sum(work.n, cfg)
         store_part(0, dv, tail, outputs.plain.dv, work, sizes, at, cfg)
+    elif cfg.HAS_BLOCK_MASK:  # no query sees the tile
+        dv, tail = no_sum(work.n, cfg)
+        store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -156,10 +161,11 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
         h = work.kv_head * sizes.group + g
         base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
-        keys = keys_of(0, work, mask, opaque_zero(g), cfg)
-        begin, full_begin, full_end, end = own_blocks(g, work, cfg)
+        listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
+        keys = keys_of(0, listed, work, mask, opaque_zero(g), cfg)
+        begin, full_begin, full_end, end = own_blocks(g, listed, work, cfg)
         m = end - 1
-        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
+        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_BLOCK_MASK:
             for _ in range(full_end, end):
                 s, dv, tail, added = value_step(
                     s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
@@ -174,19 +180,20 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
             )  # fmt: skip
             i += 1
             m -= 1
-        for _ in range(begin, full_begin):
-            s, dv, tail, added = value_step(
-                s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
-                score, True, cfg,
-            )  # fmt: skip
-            i += 1
-            m -= 1
+        if not cfg.HAS_BLOCK_MASK:
+            for _ in range(begin, full_begin):
+                s, dv, tail, added = value_step(
+                    s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
+                    score, True, cfg,
+                )  # fmt: skip
+                i += 1
+                m -= 1
     LAST: gl.constexpr = last_columns(cfg)
     dq = issue_dq(LAST, 64, whole_tile(channels.k, 0), channels, cfg)
     dq = warpgroup_mma_wait(0, deps=[dq])
     add_pieces(dq, channels.staging.of_values, LAST, added, outputs, cfg)
     if cfg.IS_ORDERED:
-        release_own_semaphore(VALUES, added, outputs, work)
+        release_own_semaphore(VALUES, added, outputs, work, cfg)
     return dv, tail
 
 
@@ -199,10 +206,15 @@ def value_step(
     dtype: gl.constexpr = channels.q.tiles.dtype
     k = whole_tile(channels.k, opaque_zero(i))
     LAST: gl.constexpr = last_columns(cfg)
+    bits = bits_of(m, keys, cfg)
+    turn = turn_at(m, keys.entries, work, cfg)
+    m = block_at(m, keys.entries, cfg)
     dq = issue_dq(LAST, 64, k, channels, cfg)  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
     row = m * cfg.BLOCK_M
-    p, factor = probabilities(s, lse, keys, row, slope, score.scale, score.softcap, IS_MASKED, cfg)
+    p, factor = probabilities(
+        s, lse, keys, bits, row, slope, score.scale, score.softcap, IS_MASKED, cfg
+    )
     p = p.to(dtype)
     if cfg.HAS_SOFTCAP:
         factor = factor.to(dtype)
@@ -225,7 +237,7 @@ def value_step(
     dv, tail = wait_for_sum(products_along(cfg), dv, tail, cfg)
     channels.dout.release_operand(i)
     if cfg.IS_ORDERED:
-        acquire_own_semaphore(VALUES, added, i, base + m, m, outputs, work)
+        acquire_own_semaphore(VALUES, added, i, base + m, m, turn, outputs, work, cfg)
     channels.ds.acquire(i)
     if LAST > KEY_COLUMNS:
         dq = issue_dq(KEY_COLUMNS, 64, k, channels, cfg)
@@ -244,7 +256,7 @@ def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.conste
     """dK of a tile of keys, and the first columns of its dQ."""
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
-        dk, tail = key_loop(outputs, channels, work, sizes, cfg)
+        dk, tail = key_loop(outputs, channels, work, sizes, mask, cfg)
         if cfg.IS_PARTED:
             store_part(0, dk, tail, outputs.plain.dk, work, sizes, at, cfg)
         else:
@@ -257,10 +269,14 @@ def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.conste
     elif cfg.IS_PARTED and work.n0 < work.N:
         dk, tail = no_sum(work.n, cfg)
         store_part(0, dk, tail, outputs.plain.dk, work, sizes, at, cfg)
+    elif cfg.HAS_BLOCK_MASK:
+        dk, tail = no_sum(work.n, cfg)
+        store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
+        tma.store_wait(0)
 
 
 @gluon.jit
-def key_loop(outputs, channels, work, sizes, cfg: gl.constexpr):
+def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
     """The loop over this program's query blocks that see the tile, head by head; returns
     dK / scale.
     """
@@ -274,32 +290,36 @@ def key_loop(outputs, channels, work, sizes, cfg: gl.constexpr):
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
         base = (work.kv_head * sizes.group + g) * sizes.blocks + work.first_block
-        begin, _, _, end = own_blocks(g, work, cfg)
+        listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
+        begin, _, _, end = own_blocks(g, listed, work, cfg)
         m = end - 1
         if cfg.IS_PACKED:  # the sequence may end in this block
             dk, tail, added = key_step(
-                dk, tail, added, i, m, base, outputs, channels, work, True, cfg
+                dk, tail, added, i, m, base, listed, outputs, channels, work, True, cfg
             )
             i += 1
             m -= 1
         for _ in range(begin, m + 1):
             dk, tail, added = key_step(
-                dk, tail, added, i, m, base, outputs, channels, work, False, cfg
+                dk, tail, added, i, m, base, listed, outputs, channels, work, False, cfg
             )
             i += 1
             m -= 1
     if cfg.IS_ORDERED:
-        release_own_semaphore(KEYS, added, outputs, work)
+        release_own_semaphore(KEYS, added, outputs, work, cfg)
     return dk, tail
 
 
 @gluon.jit
 def key_step(
-    dk, tail, added, i, m, base, outputs, channels, work, IS_LAST: gl.constexpr, cfg: gl.constexpr,
+    dk, tail, added, i, m, base, listed, outputs, channels, work, IS_LAST: gl.constexpr,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: compute dS from P of the other consumer; add to dK and dQ."""
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
+    turn = turn_at(m, listed.entries, work, cfg)
+    m = block_at(m, listed.entries, cfg)
     channels.dout.acquire(i)
     if IS_LAST:
         clear_rows(KEYS, channels.dout, i, work.M - m * cfg.BLOCK_M, cfg)
@@ -320,7 +340,7 @@ def key_step(
     dk, tail = add_product(ds, channels.q, i, dk, tail, cfg)
     dq = issue_dq(0, KEY_COLUMNS, whole_tile(channels.k, zero), channels, cfg)
     if cfg.IS_ORDERED:
-        acquire_own_semaphore(KEYS, added, i, base + m, m, outputs, work)
+        acquire_own_semaphore(KEYS, added, i, base + m, m, turn, outputs, work, cfg)
     dk, tail = wait_for_sum(1, dk, tail, cfg)
     channels.q.release_operand(i)
     dq = warpgroup_mma_wait(0, deps=[dq])
@@ -378,21 +398,21 @@ def add_pieces(dq, staging, FIRST: gl.constexpr, block, outputs, cfg: gl.constex
 
 @gluon.jit
 def acquire_own_semaphore(
-    ME: gl.constexpr, added, i, block, m, outputs, work
+    ME: gl.constexpr, added, i, block, m, turn, outputs, work, cfg: gl.constexpr
 ):  # fmt: skip
     """Release the block of the previous step, whose addition had half a step to finish, and wait
     for that of this step.
     """
     if i > 0:
-        release_own_semaphore(ME, added, outputs, work)
-    acquire_semaphore(outputs.semaphores + (2 * block + ME), work.n, work.before, m)
+        release_own_semaphore(ME, added, outputs, work, cfg)
+    acquire_semaphore(outputs.semaphores + (2 * block + ME), turn, m, work, cfg)
 
 
 @gluon.jit
-def release_own_semaphore(ME: gl.constexpr, added, outputs, work):
+def release_own_semaphore(ME: gl.constexpr, added, outputs, work, cfg: gl.constexpr):
     """Wait for this consumer's last additions, and release the semaphore of their block."""
     await_additions()
-    release_semaphore(outputs.semaphores + (2 * added + ME), work.n)
+    release_semaphore(outputs.semaphores + (2 * added + ME), work, cfg)
 
 
 # Rows past the end of a packed sequence

@@ -296,7 +296,7 @@ def finished_scores(s, n0, bits, rows, score, IS_MASKED: gl.constexpr, cfg: gl.c
     if IS_MASKED:
         s = masked(s, rows.start, rows.stop, n0, cfg)
         if cfg.HAS_BLOCK_MASK:
-            s = masked_by_bits(s, bits, cfg)
+            s = masked_by_bits(s, bits)
     return s
 
 

@@ -15,10 +15,10 @@ from ....gpu.memory import filled, uninitialised
 from ....gpu.relaunch import allocate_and_run_all
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
+from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, tile_counter
 from ..shared.schedule import Sequences
 from ..shared.softmax import Pointers
-from .block_lists import lists_of
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 
@@ -38,7 +38,7 @@ def run_forward(
     if problem.M == 0 or 0 in operands.q.shape:
         return outputs(operands, config)()
 
-    lists = lists_of(problem, config, operands) if config.HAS_BLOCK_MASK else None
+    lists = lists_of(problem, config, operands)
 
     def allocator() -> Callable[[], Any]:
         new_outputs, device = outputs(operands, config), operands.q.device
@@ -61,6 +61,15 @@ def run_forward(
 
 
 OPERANDS = len(Operands._fields)
+
+
+def lists_of(
+    problem: AttentionProblem, config: KernelConfig, operands: Operands
+) -> BlockLists | None:
+    """The lists of a call's block mask, if it has one."""
+    if not config.HAS_BLOCK_MASK:
+        return None
+    return lists_by_queries(problem, operands, config.BLOCK_M, config.BLOCK_N)
 
 
 def outputs(operands: Operands, config: KernelConfig) -> Callable[[], tuple[Tensor, Tensor]]:

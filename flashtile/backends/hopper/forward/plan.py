@@ -226,8 +226,6 @@ def _block_mask_reasons(problem: AttentionProblem) -> list[str]:
     if any(size % step for size, step in zip(problem.block_tile, wanted, strict=True)):
         found, step = ("{} x {}".format(*pair) for pair in (problem.block_tile, wanted))
         reasons.append(f"block_mask tiles of {found} (on this backend: multiples of {step})")
-    if problem.needs_grad:
-        reasons.append("gradients with block_mask (not on this backend)")
     if problem.layout != "dense" or problem.has_lengths:
         reasons.append("block_mask with sequences of different lengths (not on this backend)")
     return reasons

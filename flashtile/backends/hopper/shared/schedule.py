@@ -53,7 +53,7 @@ class Mask(NamedTuple):
     left: Any
     right: Any
     chunk: Any
-    blocks: Any = None  # the lists of a block mask: `forward.block_lists.BlockLists`
+    blocks: Any = None  # the lists of a block mask: `block_lists.BlockLists`
 
 
 @aggregate

@@ -118,19 +118,23 @@ def masked(s, start, stop, n0, cfg: gl.constexpr):
     return gl.convert_layout(by_eights.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
+# Bits of a block mask: rows and columns of the scores, which are queries and keys in the forward,
+# keys and queries in the backward.
+
+
 @gluon.constexpr_function
 def words_of(LAYOUT):
-    """The layout of shifted words, (64, BLOCK_N / 32, 4 pairs of keys), from LAYOUT, that of
-    scores, (64, BLOCK_N / 32, 4 eights, 4 pairs, 2 keys).
+    """The layout of shifted words, (64, columns / 32, 4 pairs), from LAYOUT, that of scores, (64,
+    columns / 32, 4 eights, 4 pairs, 2 columns).
     """
     return gl.SliceLayout(2, gl.SliceLayout(4, LAYOUT))
 
 
 @gluon.jit
-def load_bits(ptr, cfg: gl.constexpr):
-    """A bit for each key of a block, 1 if a row sees it: int32 (64, BLOCK_N / 32)."""
-    WORDS: gl.constexpr = cfg.BLOCK_N // 32
-    scores = empty_accumulator(cfg.BLOCK_N).reshape([64, WORDS, 4, 4, 2])
+def load_bits(ptr, COLUMNS: gl.constexpr):
+    """A bit for each score of a block, 1 where the query sees the key: int32 (64, COLUMNS / 32)."""
+    WORDS: gl.constexpr = COLUMNS // 32
+    scores = empty_accumulator(COLUMNS).reshape([64, WORDS, 4, 4, 2])
     LAYOUT: gl.constexpr = gl.SliceLayout(2, words_of(scores.type.layout))
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))
@@ -138,22 +142,23 @@ def load_bits(ptr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def masked_by_bits(s, words, cfg: gl.constexpr):
-    """-inf where the bit of a key (`load_bits`) is 0.
+def masked_by_bits(s, words):
+    """-inf where the bit of a score (`load_bits`) is 0.
 
-    A thread has two keys of every eight. It shifts its words once, so that the bits that it tests
-    are constants.
+    A thread has two columns of every eight. It shifts its words once, so that the bits that it
+    tests are constants.
     """
-    by_words = s.reshape([64, cfg.BLOCK_N // 32, 4, 4, 2])
+    COLUMNS: gl.constexpr = s.shape[1]
+    by_words = s.reshape([64, COLUMNS // 32, 4, 4, 2])
     LAYOUT: gl.constexpr = by_words.type.layout
     SHIFTED: gl.constexpr = words_of(LAYOUT)
     EIGHTS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, LAYOUT)))
     PAIRS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
     pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, SHIFTED)))
     eight = gl.arange(0, 4, layout=gl.SliceLayout(0, EIGHTS))
-    key = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIRS))
+    column = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIRS))
     words = words[:, :, None] >> (2 * pair)[None, None, :]
-    bit = 8 * eight[None, None, :, None, None] + key[None, None, None, None, :]
+    bit = 8 * eight[None, None, :, None, None] + column[None, None, None, None, :]
     visible = (words[:, :, None, :, None] >> bit) & 1
     by_words = gl.where(visible != 0, by_words, -float("inf"))
     return gl.convert_layout(by_words.reshape(s.shape), s.type.layout, assert_trivial=True)
@@ -165,7 +170,7 @@ def bits_of(block, listed, cfg: gl.constexpr):
     bits = block
     if cfg.HAS_BLOCK_MASK:
         tile = gl.load(listed.entries + 2 * block + 1).to(gl.int64)
-        bits = load_bits(listed.bits + tile * (cfg.BLOCK_M * cfg.BLOCK_N // 32), cfg)
+        bits = load_bits(listed.bits + tile * (cfg.BLOCK_M * cfg.BLOCK_N // 32), cfg.BLOCK_N)
     return bits
 
 

@@ -1,0 +1,234 @@
+"""The blocks that each tile visits under a block mask: for a tile of queries the blocks of keys, in
+the backward for a tile of keys the blocks of queries.
+
+Lists are kept until the mask changes. Producers walk them, and consumers read them only where they
+mask: a full block, of which every row sees every key, needs no lookup. A list is visited from its
+end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....lru import Memo
+from ....masks import FULL, PARTIAL, Visibility
+from ....problem import AttentionProblem, Operands
+
+# Tiles of bits that every list may use: all keys visible, and none. The mask's own tiles follow.
+ALL, NONE, OWN = 0, 1, 2
+
+
+class BlockLists(NamedTuple):
+    """Lists of blocks, one for each tile, of `batch` x `heads` masks. `batch` is 1 if all sequences
+    share a mask, and `heads` is 1 if all heads do.
+    """
+
+    # int32 (batch, heads, tiles): tiles, the longest lists first (LPT order); for tiles of keys
+    # (batch, heads, tiles, 2), with the steps of the tile over all heads of its group
+    order: Tensor
+    counts: Tensor  # int32 (batch, heads, tiles, 2): full blocks, and blocks in all
+    # int32 (batch, heads, tiles, blocks, 2): first key and tile of bits; for tiles of keys
+    # (batch, heads, tiles, blocks, 3): block, tile of bits and turn
+    entries: Tensor
+    # int32 (tiles of bits, BLOCK_M, BLOCK_N / 32): visible keys, a bit for each; for tiles of keys
+    # (tiles of bits, BLOCK_N, BLOCK_M / 32): visible queries
+    bits: Tensor
+    batch_step: int  # masks from one sequence to the next, and from one head to the next
+    head_step: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tensors, which a repeated launch replaces."""
+        return self.order, self.counts, self.entries, self.bits
+
+    def with_tensors(self, *tensors: Tensor) -> BlockLists:
+        """The same lists in other tensors."""
+        order, counts, entries, bits = tensors
+        return self._replace(order=order, counts=counts, entries=entries, bits=bits)
+
+
+def lists_by_queries(
+    problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_N: int
+) -> BlockLists:
+    """A list for each tile of queries, of a call's block mask together with its mask rules."""
+
+    def make() -> BlockLists:
+        visited, full, bits = cut_mask(problem, operands, BLOCK_M, BLOCK_N)
+        blocks = visited.shape[3]
+        # Full blocks, then blocks to mask, then those that are not visited.
+        n = torch.arange(blocks, device=visited.device, dtype=torch.int32)
+        rank = torch.where(full, 0, torch.where(visited, blocks, 2 * blocks)) + n
+        entries = torch.stack((n.mul(BLOCK_N).expand_as(bits), bits), -1)
+        entries = entries.take_along_dim(rank.argsort(-1)[..., None], -2).to(torch.int32)
+        total = visited.sum(-1)
+        # A tile that sees nothing visits one block, of which it sees nothing.
+        nothing = torch.tensor((0, NONE), dtype=torch.int32, device=visited.device)
+        entries[..., 0, :] = torch.where((total == 0)[..., None], nothing, entries[..., 0, :])
+        order = total.argsort(stable=True, dim=-1, descending=True)
+        counts = torch.stack((full.sum(-1), total.clamp(min=1)), -1)
+        partial = mask_tensors(operands)[2]
+        return as_lists(order, counts, entries, as_bits(partial, BLOCK_M, BLOCK_N))
+
+    return kept(("queries", *facts_of(problem, BLOCK_M, BLOCK_N)), operands, make)
+
+
+def lists_by_keys(
+    problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_N: int, is_ordered: bool
+) -> BlockLists:
+    """A list for each tile of keys, of a call's block mask together with its mask rules.
+
+    All query heads of a group pass over a tile, each with its own list if the mask differs among
+    heads. Therefore the order is the same for all heads of a group.
+
+    Programs start in this order, and if additions to dQ are ordered, tiles take turns in it: the
+    turn of a tile at a block is the number of tiles before it that see the block.
+    """
+    group = problem.group
+
+    def make() -> BlockLists:
+        cut = cut_mask(problem, operands, BLOCK_M, BLOCK_N)
+        visited, full, bits = (x.transpose(2, 3) for x in cut)
+        heads, blocks = visited.shape[1], visited.shape[3]
+        total = visited.sum(-1)
+        steps = total * group
+        if heads > 1:
+            steps = total.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)
+        order = steps.argsort(stable=True, dim=-1, descending=True)
+        turns = visited.take_along_dim(order[..., None], -2).cumsum(-2) - 1
+        turns = turns.take_along_dim(order.argsort(-1)[..., None], -2)
+        m = torch.arange(blocks, device=visited.device)
+        if is_ordered:
+            # All tiles visit the blocks from the last one to the first. In unlike orders they would
+            # wait for each other all the time. Therefore full blocks are masked as well.
+            full = torch.zeros_like(full)
+            rank = torch.where(visited, 0, blocks) + m
+        else:
+            # The visit begins with the blocks to mask. Both kinds are visited upwards, which suits
+            # a causal mask: see `is_ascending` in `backward/plan.py`.
+            rank = torch.where(full, 0, torch.where(visited, blocks, 2 * blocks)) - m
+        entries = torch.stack((m.expand_as(bits), bits, turns), -1)
+        entries = entries.take_along_dim(rank.argsort(-1)[..., None], -2)
+        order = torch.stack((order, steps.take_along_dim(order, -1)), -1)
+        counts = torch.stack((full.sum(-1), total), -1)
+        partial = mask_tensors(operands)[2]
+        return as_lists(order, counts, entries, as_bits(partial, BLOCK_M, BLOCK_N, by_keys=True))
+
+    key = "keys", is_ordered, group, *facts_of(problem, BLOCK_M, BLOCK_N)
+    return kept(key, operands, make)
+
+
+def as_lists(order: Tensor, counts: Tensor, entries: Tensor, bits: Tensor) -> BlockLists:
+    """The lists from tensors of any integers."""
+    batch, heads = counts.shape[:2]
+    return BlockLists(
+        order.to(torch.int32).contiguous(),
+        counts.to(torch.int32),
+        entries.to(torch.int32).contiguous(),
+        bits,
+        heads if batch > 1 else 0,
+        1 if heads > 1 else 0,
+    )
+
+
+def facts_of(problem: AttentionProblem, BLOCK_M: int, BLOCK_N: int) -> tuple[Any, ...]:
+    """What lists depend on besides the mask."""
+    return problem.M, problem.N, problem.facts, BLOCK_M, BLOCK_N
+
+
+def kept(key: Any, operands: Operands, make: Callable[[], BlockLists]) -> BlockLists:
+    """`make()`, from an earlier call with an equal `key` if the block mask has not changed."""
+    tensors = mask_tensors(operands)
+    kinds = tensors[0]
+    # A graph reads the mask when it is replayed, and inference tensors do not count their changes.
+    is_captured = kinds.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured or any(x.is_inference() for x in tensors):
+        return make()
+    stream = torch.cuda.current_stream(kinds.device).cuda_stream if kinds.is_cuda else 0
+    key = id(kinds), stream, key
+    versions = [x._version for x in tensors]
+    known = _known.get(key)
+    if known is not None and known[0]() is kinds and known[1] == versions:
+        return known[2]
+    lists = make()
+    _known[key] = weakref.ref(kinds), versions, lists
+    return lists
+
+
+_known: Memo[Any, tuple[weakref.ref[Tensor], list[int], BlockLists]] = Memo(64)
+
+
+def mask_tensors(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """The kinds, the indices and the partial tiles of a call's block mask."""
+    kinds, index, partial = operands.tile_kinds, operands.partial_index, operands.partial_tiles
+    assert kinds is not None and index is not None and partial is not None
+    return kinds, index, partial
+
+
+class Blocks(NamedTuple):
+    """What a block mask and the mask rules leave of each tile of queries and keys: (batch, heads,
+    tiles of queries, tiles of keys).
+    """
+
+    visited: Tensor  # bool: some element is visible
+    full: Tensor  # bool: all elements are
+    bits: Tensor  # the index of the tile of bits, which does not have the mask rules
+
+
+def cut_mask(problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_N: int) -> Blocks:
+    """A call's block mask together with its mask rules, in tiles of a kernel. The tiles of the mask
+    consist of whole ones.
+    """
+    kinds, index, partial = mask_tensors(operands)
+    down, across = partial.shape[1] // BLOCK_M, partial.shape[2] // BLOCK_N
+    tiles, blocks = -(-problem.M // BLOCK_M), -(-problem.N // BLOCK_N)
+
+    def at_blocks(x: Tensor) -> Tensor:
+        larger = x.repeat_interleave(down, 2).repeat_interleave(across, 3)
+        return larger[:, :, :tiles, :blocks]
+
+    kinds, index = at_blocks(kinds), at_blocks(index)
+    seen, whole = by_rules(problem, BLOCK_M, BLOCK_N, kinds.device)
+    visited = seen & (kinds != 0)
+    m = torch.arange(tiles, device=kinds.device, dtype=torch.int32)[:, None]
+    n = torch.arange(blocks, device=kinds.device, dtype=torch.int32)
+    own_bits = OWN + (index * down + m % down) * across + n % across
+    bits = torch.where(kinds == PARTIAL, own_bits, ALL)
+    return Blocks(visited, visited & whole & (kinds == FULL), bits)
+
+
+def by_rules(
+    problem: AttentionProblem, BLOCK_M: int, BLOCK_N: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(some key is visible, all keys are visible to all rows) by the mask rules, for every tile of
+    queries and block of keys: as `Visibility.classify`.
+    """
+    M, N = problem.M, problem.N
+    rules = Visibility(problem.facts, M, N)
+    rows = range(0, M, BLOCK_M)
+    first = torch.tensor([rules.key_range(m0) for m0 in rows], device=device)
+    last = torch.tensor([rules.key_range(min(m0 + BLOCK_M, M) - 1) for m0 in rows], device=device)
+    n0 = torch.arange(0, N, BLOCK_N, device=device)
+    n1 = n0 + BLOCK_N
+    seen = (n1 > first[:, :1]) & (n0 < last[:, 1:])
+    return seen, (last[:, :1] <= n0) & (n1 <= first[:, 1:])
+
+
+def as_bits(partial: Tensor, BLOCK_M: int, BLOCK_N: int, by_keys: bool = False) -> Tensor:
+    """Partial tiles of a mask, cut into tiles of the kernel, after the tiles `ALL` and `NONE`: the
+    keys of a row in its words, or with `by_keys` the queries of a key.
+    """
+    cut = partial.unflatten(2, (-1, BLOCK_N)).unflatten(1, (-1, BLOCK_M)).transpose(2, 3)
+    if by_keys:
+        cut = cut.transpose(3, 4)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=partial.device)
+    # The first element is in the lowest bit.
+    eights = cut.flatten(0, 2).unflatten(-1, (-1, 8))
+    packed = (eights.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+    bits = packed.new_empty(OWN + len(packed), *packed.shape[1:])
+    bits[ALL], bits[NONE], bits[OWN:] = -1, 0, packed
+    return bits
