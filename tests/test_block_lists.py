@@ -220,6 +220,15 @@ def blocks_of_keys(
     return [(m, turn) for m, _, turn in entries]
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_head_dims_without_tiles_have_their_own_reason(needs_grad: bool):
+    mask = BlockMask.from_tiles(torch.ones(4, 4), (128, 128))
+    problem, _, _ = call(512, 512, block_mask=mask)
+    reasons = unsupported_reasons(problem._replace(D=320, needs_grad=needs_grad))
+    assert "head_dim=320 (at most 256)" in reasons
+    assert not any("block_mask" in reason for reason in reasons)
+
+
 def test_full_blocks_of_queries_need_no_mask():
     mask = BlockMask.from_tiles(torch.ones(4, 4), (128, 128))
     problem, config, operands = call_with_gradients(512, 450, 128, block_mask=mask, causal=True)

@@ -31,7 +31,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why this backend cannot run `problem`; empty when it can."""
     if problem.dtype == float8.DTYPE:
         return float8.float8_reasons(problem)
-    return plan.unsupported_reasons(problem) or backward_reasons(problem)
+    return plan.unsupported_reasons(problem) + backward_reasons(problem)
 
 
 def describe_plan(problem: AttentionProblem) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from ..forward.plan import CACHED_BYTES, HEAD_DIMS, WIDEST_SWIZZLE
+from ..forward.plan import CACHED_BYTES, HEAD_DIMS, WIDEST_SWIZZLE, has_tile
 
 
 class BackwardTile(NamedTuple):
@@ -203,7 +203,7 @@ def leaves_keys_unseen(problem: AttentionProblem) -> bool:
 
 def backward_reasons(problem: AttentionProblem) -> list[str]:
     """Why the backward cannot run a problem whose forward can; empty if it can."""
-    if problem.block_tile is None or not problem.needs_grad:
+    if problem.block_tile is None or not problem.needs_grad or not has_tile(problem):
         return []
     tile = TILES[padded_columns(problem)]
     wanted = tile.BLOCK_M, tile.BLOCK_N

@@ -108,6 +108,11 @@ LONG_CAUSAL_TILES = {(128, 128): Tile(2, 128, 2, False, "registers", ascends=Tru
 BLOCK_MASK_TILES = SHORT_CAUSAL_TILES
 
 
+def has_tile(problem: AttentionProblem) -> bool:
+    """Whether there are tiles for the problem's head dims."""
+    return max(problem.D, problem.Dv) <= MAX_HEAD_DIM
+
+
 def tile_of(problem: AttentionProblem) -> Tile:
     """The tile for a problem."""
     options, head_dims = problem.options, (padded(problem.D), padded(problem.Dv))
@@ -221,11 +226,12 @@ def _block_mask_reasons(problem: AttentionProblem) -> list[str]:
     if problem.block_tile is None:
         return []
     reasons = []
-    tile = tile_of(problem)
-    wanted = tile.consumers * CONSUMER_ROWS, tile.BLOCK_N
-    if any(size % step for size, step in zip(problem.block_tile, wanted, strict=True)):
-        found, step = ("{} x {}".format(*pair) for pair in (problem.block_tile, wanted))
-        reasons.append(f"block_mask tiles of {found} (on this backend: multiples of {step})")
+    if has_tile(problem):
+        tile = tile_of(problem)
+        wanted = tile.consumers * CONSUMER_ROWS, tile.BLOCK_N
+        if any(size % step for size, step in zip(problem.block_tile, wanted, strict=True)):
+            found, step = ("{} x {}".format(*pair) for pair in (problem.block_tile, wanted))
+            reasons.append(f"block_mask tiles of {found} (on this backend: multiples of {step})")
     if problem.layout != "dense" or problem.has_lengths:
         reasons.append("block_mask with sequences of different lengths (not on this backend)")
     return reasons
