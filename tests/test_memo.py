@@ -97,6 +97,35 @@ def test_a_repeated_cache_call_is_not_checked_again_and_uses_the_new_tensors(che
         del checked[1:]
 
 
+def test_the_next_token_of_a_cache_is_not_checked_again(checked):
+    """Whether its length is a tensor or a number, of which every token has another."""
+    for number in (False, True):
+        del checked[:]
+        for length in (3, 4, 5):
+            call = cache_call(length, cache_seqlens=length) if number else cache_call(length)
+            flashtile.attention_with_kvcache(**call)
+        assert len(checked) == 1
+
+
+@pytest.mark.parametrize("length", [12, -1, True, 3.0, 2**40])
+def test_a_number_of_tokens_is_checked_each_time(length, checked):
+    flashtile.attention_with_kvcache(**cache_call(3, cache_seqlens=11))
+    bad = cache_call(3, cache_seqlens=length)
+    before = bad["k_cache"].clone()
+    with pytest.raises((TypeError, ValueError), match="cache_seqlens: got"):
+        flashtile.attention_with_kvcache(**bad)
+    assert torch.equal(bad["k_cache"], before)
+
+
+def test_a_number_of_tokens_is_not_taken_for_the_whole_cache(checked):
+    call = cache_call(3, page_table=None, k=None, v=None, cache_seqlens=2)
+    call["q"] = torch.randn(6, 1, 4, 8)
+    short = flashtile.attention_with_kvcache(**call)
+    whole = flashtile.attention_with_kvcache(**call | {"cache_seqlens": None})
+    assert not torch.equal(short, whole)
+    assert torch.equal(flashtile.attention_with_kvcache(**call), short)
+
+
 def tril_mask(M=5, N=7, batch=1):
     pattern = torch.ones(batch, 1, M, N, dtype=torch.bool).tril(N - M)
     return flashtile.BlockMask.from_dense(pattern, (4, 4))

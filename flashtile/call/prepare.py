@@ -87,6 +87,8 @@ def prepare(
         key = _key(qkv, layout, given, backend, wants_probabilities)
     decision = memo.get(key)
     if decision is not None:
+        if isinstance(layout, Cached):
+            checks.length_on_host(qkv[1], layout)
         if not decision.has_extras and out is None:
             return Prepared(decision.problem, Operands(*qkv), layout, given)
         operands = _operands(qkv, layout, given)
@@ -202,6 +204,9 @@ def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
     values = given.values()
     if isinstance(layout, Cached):
         asked += _strides(*qkv[1:])
+        if type(layout.cache_seqlens) is int:  # another one for each new token, and checked apart
+            asked += ("a number of tokens",)
+            layout = layout._replace(cache_seqlens=None)
     mask = given.get("block_mask")
     if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
         values = {**given, "block_mask": None}.values()

@@ -5,7 +5,7 @@ the last check has passed. Checks that read tensor values make the host wait for
 tensors on a GPU they run only with ``FLASHTILE_CHECK=1``.
 """
 
-from .caches import cache_values, cached
+from .caches import cache_values, cached, length_on_host
 from .hints import hints
 from .keywords import unexpected_keywords
 from .layouts import PAGES, cumulative, dense, one_page_table, packed, padded

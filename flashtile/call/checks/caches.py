@@ -70,14 +70,22 @@ def _lengths(k_cache: Tensor, layout: Cached, batch: int) -> None:
     elif isinstance(lengths, Tensor):
         index_tensor("cache_seqlens", lengths, k_cache)
     else:
-        count, capacity = length("cache_seqlens", lengths), layout.capacity(k_cache)
-        is_dense = new is not None and layout.cu_seqlens_k_new is None and new.dim() == 4
-        added = new.shape[1] if new is not None and is_dense else 0
-        if count + added > capacity:
-            raise ValueError(
-                f"cache_seqlens: got {count} and {added} new tokens, want at most {capacity} "
-                "together, the capacity of the cache"
-            )
+        length_on_host(k_cache, layout)
+
+
+def length_on_host(k_cache: Tensor, layout: Cached) -> None:
+    """Check `cache_seqlens` if it is a number: it must leave room for the new tokens."""
+    lengths, new = layout.cache_seqlens, layout.k_new
+    if lengths is None or isinstance(lengths, Tensor):
+        return
+    count, capacity = length("cache_seqlens", lengths), layout.capacity(k_cache)
+    is_dense = new is not None and layout.cu_seqlens_k_new is None and new.dim() == 4
+    added = new.shape[1] if new is not None and is_dense else 0
+    if count + added > capacity:
+        raise ValueError(
+            f"cache_seqlens: got {count} and {added} new tokens, want at most {capacity} "
+            "together, the capacity of the cache"
+        )
 
 
 def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, batch: int) -> None:
