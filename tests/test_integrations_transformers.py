@@ -16,6 +16,8 @@ integration = pytest.importorskip("flashtile.integrations.transformers")
 
 from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402
 
+from flashtile.integrations import transformers_masks  # noqa: E402
+
 AutoModel = transformers.AutoModel
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
 
@@ -45,8 +47,15 @@ def families(*families):
     return pytest.mark.parametrize(("family", "name"), cases)
 
 
+@pytest.fixture(params=[0, 10**9], ids=["packed", "bias"])
+def hidden_scores(request, monkeypatch):
+    """Short sequences one by one, as long ones are computed, and together, with a bias."""
+    monkeypatch.setattr(transformers_masks, "HIDDEN_SCORES", request.param)
+
+
 @families(*DECODERS, *ENCODERS)
 @pytest.mark.parametrize("side", [None, "left", "right", "middle"])
+@pytest.mark.usefixtures("hidden_scores")
 @torch.no_grad()
 def test_padded_batch(family, side, name):
     model = build(family, AutoModel if family in ENCODERS else AutoModelForCausalLM)
@@ -87,6 +96,7 @@ def test_cross_attention_and_position_bias(family, side, length, name):
 
 @families("mistral", "llama", "gemma2", "gpt2", "gpt_oss", "t5", "bart")
 @pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.usefixtures("hidden_scores")
 @torch.no_grad()
 def test_generate_with_left_padding(family, cache, name):
     if family in ENCODER_DECODERS:

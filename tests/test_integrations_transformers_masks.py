@@ -331,3 +331,50 @@ def test_a_model_with_its_own_attention_stays_eager(batch):
     assert ours.config._attn_implementation == "eager"
     ours.load_state_dict(eager.state_dict())
     torch.testing.assert_close(ours(tokens()[:batch]).logits, eager(tokens()[:batch]).logits)
+
+
+PATTERNS = {
+    "causal": masking_utils.causal_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function(4),
+    "chunk": masking_utils.chunked_causal_mask_function(4, torch.tensor([3, 0])),
+    "both ways": masking_utils.bidirectional_mask_function,
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("queries", [1, 3, 9])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_short_sequences_on_a_cpu_take_a_bias(pattern, queries, side, monkeypatch):
+    """The results are those of packed sequences; with positions, 0 for queries at padding."""
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[0, {"left": slice(3), "right": slice(6, 9), "middle": slice(2, 5)}[side]] = False
+    q, k, v = heads((4, queries, 8), (2, 9, 8), (2, 9, 8))
+    function = PATTERNS[pattern]
+    sizes = {"batch_size": 2, "q_length": queries, "kv_length": 9, "q_offset": 9 - queries}
+    seen = []
+    attention = integration.attention
+    monkeypatch.setattr(
+        integration,
+        "attention",
+        lambda *x, **options: seen.append(options) or attention(*x, **options),
+    )
+    results = []
+    for most in (0, 10**9):
+        monkeypatch.setattr(transformers_masks, "HIDDEN_SCORES", most)
+        mask = transformers_masks.attention_mask(
+            **sizes, mask_function=function, attention_mask=keep.clone()
+        )
+        if mask.dim() == 4:
+            pytest.skip("the exact mask")
+        results.append(attention_forward(layer(), q, k, v, mask)[0])
+    torch.testing.assert_close(*results)
+    sees_none = side == "left" or pattern == "both ways" or (side == "middle" and queries < 5)
+    assert len(seen) == (pattern != "chunk" and sees_none)
+
+
+@pytest.mark.parametrize(("heads", "has_bias"), [(2, True), (3, False)])
+def test_a_bias_is_for_little_padding(heads, has_bias, monkeypatch):
+    monkeypatch.setattr(transformers_masks, "HIDDEN_SCORES", 12)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]).bool()  # 3 rows, 2 sequences
+    bias = transformers_masks.cheap_bias(mask, 3, heads, pack_queries=True)
+    assert (bias is not None) == has_bias

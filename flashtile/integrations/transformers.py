@@ -39,6 +39,7 @@ try:
         Packing,
         Pattern,
         attached_pattern,
+        cheap_bias,
         chosen_keys,
         is_padding,
         is_whole,
@@ -397,12 +398,17 @@ def _with_padding(call: _Call, mask: Tensor) -> Tensor:
     M, N = call.q.shape[1], call.k.shape[1]
     if not call.is_plain or torch.compiler.is_compiling():
         return _where_visible(call, mask[:, None, None, :])
-    leftpad = once(mask, left_padding) if M < N and not _trains(call) else None
-    if leftpad is not None:
-        return _against_cache(call, leftpad)
     # A mask without positions may be cross attention. The keys are then not the queries' tokens,
     # so their padding does not apply to queries, and all queries are kept.
     pack_queries = call.pattern.causal or call.pattern.has_positions
+    # A chunk starts at the first real token.
+    if call.q.device.type == "cpu" and not call.pattern.attention_chunk:
+        bias = once(mask, cheap_bias, M, call.q.shape[2], pack_queries)
+        if bias is not None:
+            return _dense(call, bias=bias)
+    leftpad = once(mask, left_padding) if M < N and not _trains(call) else None
+    if leftpad is not None:
+        return _against_cache(call, leftpad)
     return _packed(call, once(mask, packing, M, pack_queries))
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from ..call.attn_mask import additive
+
 MaskFunction = Callable[..., Any]
 T = TypeVar("T")
 
@@ -460,6 +462,27 @@ def left_padding(mask: Tensor) -> Tensor | None:
     if has_holes(mask) or not bool(mask[:, -1].all()):
         return None
     return (~mask).sum(1).int()
+
+
+# Hidden scores that take a CPU about as long as a kernel call for one more sequence.
+HIDDEN_SCORES = 8192
+
+
+def cheap_bias(mask: Tensor, q_length: int, heads: int, pack_queries: bool) -> Tensor | None:
+    """A bias (batch, 1, 1, keys) that hides the padding of a (batch, keys) bool mask, if a CPU
+    computes all scores faster than it serves each sequence by itself; else None.
+
+    Args:
+        q_length, pack_queries: as in `packing`. With `pack_queries` the result of a query at
+            padding is 0, so there is no bias if such a query sees a key before it.
+    """
+    hidden = int((~mask).sum()) * q_length * heads
+    if hidden > HIDDEN_SCORES * mask.shape[0]:
+        return None
+    at_padding = ~mask[:, mask.shape[1] - q_length :]
+    if pack_queries and bool(at_padding.any()) and left_padding(mask) is None:
+        return None
+    return additive(mask[:, None, None])
 
 
 def restarting_positions(position_ids: Tensor, queries: int, keys: int) -> Tensor | None:
