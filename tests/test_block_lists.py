@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands
 from flashtile.testing import generator, qkv
+
+SWIZZLE = 3  # heads whose tiles of keys run at the same time
 
 
 def call(
@@ -50,7 +53,8 @@ def query_lists(problem: AttentionProblem, config: KernelConfig, operands: Opera
 
 
 def key_lists(problem: AttentionProblem, config: BackwardConfig, operands: Operands) -> BlockLists:
-    return lists_by_keys(problem, operands, config.BLOCK_M, config.BLOCK_N, config.IS_ORDERED)
+    tile = config.BLOCK_M, config.BLOCK_N
+    return lists_by_keys(problem, operands, *tile, SWIZZLE, config.IS_ORDERED)
 
 
 def random_elements(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -175,22 +179,38 @@ def test_lists_of_tiles_of_keys_show_the_mask(D: int, shape: tuple[int, int], de
         deterministic=deterministic,
     )  # fmt: skip
     lists = key_lists(problem, config, operands)
-    for b in range(2):
-        for h in range(4):
+    tiles = range(-(-N // config.BLOCK_N))
+    programs = [tuple(program[:3]) for program in lists.order.tolist()]
+    assert sorted(programs) == sorted(product(range(2), range(4 // group), tiles))
+    added: dict[Any, int] = defaultdict(int)
+    for b, kv_head, n, steps in lists.order.tolist():  # as programs start
+        for h in range(kv_head * group, (kv_head + 1) * group):
             mask = b * lists.batch_step + h * lists.head_step
             wanted = elements[min(b, shape[0] - 1), min(h, shape[1] - 1)]
-            order, steps = lists.order.flatten(0, 1)[mask].unbind(-1)
-            assert sorted(order.tolist()) == list(range(-(-N // config.BLOCK_N)))
-            assert steps.tolist() == sorted(steps.tolist(), reverse=True)
-            # The lists of the group's heads, which pass over a tile one after the other.
-            first = mask - h % group * lists.head_step
-            of_group = [lists.counts.flatten(0, 1)[first + g * lists.head_step] for g in range(2)]
-            assert torch.equal(steps, (of_group[0] + of_group[1])[order, 1])
-            added = defaultdict(list)
-            for n in order.tolist():
-                for m, turn in blocks_of_keys(lists, config, mask, n, wanted):
-                    assert turn == len(added[m])
-                    added[m].append(n)
+            blocks = blocks_of_keys(lists, config, mask, n, wanted)
+            steps -= len(blocks)
+            for m, turn in blocks:
+                assert turn == added[b, h, m]
+                added[b, h, m] += 1
+        assert steps == 0
+
+
+def test_programs_of_tiles_of_keys_start_by_length():
+    """Five heads in runs of two and three; a tile that all queries see comes before all runs."""
+    kinds = torch.eye(8)[None, None].repeat(1, 5, 1, 1)
+    kinds[:, :, 3:5, 5] = 1  # three of eight tiles see this one, and all see the next
+    kinds[:, :, :, 2] = 1
+    kinds[:, :, 0, 0] = 0
+    inputs = qkv(generator(0), B=1, M=1024, N=1024, D=64, Hq=5, Hk=5)
+    mask = BlockMask.from_tiles(kinds, (128, 128))
+    operands, chosen = describe(inputs, Dense(), {"block_mask": mask})
+    order = lists_by_keys(AttentionProblem.of(operands, chosen), operands, 128, 128, 3, False).order
+    wanted = [(0, h, 2, 8) for h in range(5)]
+    for run in (range(2), range(2, 5)):
+        wanted += [(0, h, 5, 3) for h in run]
+        wanted += [(0, h, n, 1) for n in (1, 3, 4, 6, 7) for h in run]
+        wanted += [(0, h, 0, 0) for h in run]
+    assert [tuple(program) for program in order.tolist()] == wanted
 
 
 def blocks_of_keys(

@@ -102,7 +102,8 @@ def lists_of(
     """The lists of a call's block mask, if it has one."""
     if not config.HAS_BLOCK_MASK:
         return None
-    return lists_by_keys(problem, operands, config.BLOCK_M, config.BLOCK_N, config.IS_ORDERED)
+    tile, swizzle = (config.BLOCK_M, config.BLOCK_N), backward_swizzle(problem)
+    return lists_by_keys(problem, operands, *tile, swizzle, config.IS_ORDERED)
 
 
 def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffers]:

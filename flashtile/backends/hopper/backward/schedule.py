@@ -152,7 +152,11 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
     if cfg.IS_PARTED:
         part = index % sizes.parts
         index = index // sizes.parts
-    if not cfg.IS_PACKED:
+    if cfg.HAS_BLOCK_MASK:
+        entry = mask.blocks.order + 4 * index
+        b, h, n = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+        steps = gl.load(entry + 3)
+    elif not cfg.IS_PACKED:
         n, b, h = dense_order(index, sizes, cfg.BLOCK_N)
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
@@ -161,10 +165,6 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
         number = gl.maximum(tile.n, 0) * sizes.heads + index % sizes.heads
         n, h = swizzled_order(number, n_tiles, sizes.heads, sizes.swizzle)
         n = gl.where(tile.n < 0, n_tiles, n)  # no tile, therefore no key
-    if cfg.HAS_BLOCK_MASK:
-        place = list_of(b, h * sizes.group, n, sizes, mask, cfg)
-        n = gl.load(mask.blocks.order + 2 * place)
-        steps = gl.load(mask.blocks.order + 2 * place + 1)
     n0 = n * cfg.BLOCK_N
     _, _, _, before = blocks_seeing(n0 - cfg.BLOCK_N, M, N, mask, cfg)
     begin, full_begin, full_end, end = blocks_seeing(n0, M, N, mask, cfg)

@@ -29,7 +29,7 @@ class BlockLists(NamedTuple):
     """
 
     # int32 (batch, heads, tiles): tiles, the longest lists first (LPT order); for tiles of keys
-    # (batch, heads, tiles, 2), with the steps of the tile over all heads of its group
+    # (programs, 4): the sequence, key head, tile and number of steps of each program
     order: Tensor
     counts: Tensor  # int32 (batch, heads, tiles, 2): full blocks, and blocks in all
     # int32 (batch, heads, tiles, blocks, 2): first key and tile of bits; for tiles of keys
@@ -78,29 +78,35 @@ def lists_by_queries(
 
 
 def lists_by_keys(
-    problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_N: int, is_ordered: bool
+    problem: AttentionProblem,
+    operands: Operands,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    swizzle: int,
+    is_ordered: bool,
 ) -> BlockLists:
     """A list for each tile of keys, of a call's block mask together with its mask rules.
 
     All query heads of a group pass over a tile, each with its own list if the mask differs among
-    heads. Therefore the order is the same for all heads of a group.
+    heads. `swizzle` is the number of key heads whose tiles run at the same time.
 
-    Programs start in this order, and if additions to dQ are ordered, tiles take turns in it: the
+    If additions to dQ are ordered, tiles take turns in the order in which their programs start: the
     turn of a tile at a block is the number of tiles before it that see the block.
     """
-    group = problem.group
+    B, Hk, group = problem.B, problem.Hk, problem.group
 
     def make() -> BlockLists:
         cut = cut_mask(problem, operands, BLOCK_M, BLOCK_N)
         visited, full, bits = (x.transpose(2, 3) for x in cut)
         heads, blocks = visited.shape[1], visited.shape[3]
         total = visited.sum(-1)
-        steps = total * group
+        steps = total * group  # (batch, key heads, tiles)
         if heads > 1:
-            steps = total.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)
+            steps = total.unflatten(1, (-1, group)).sum(2)
         order = steps.argsort(stable=True, dim=-1, descending=True)
-        turns = visited.take_along_dim(order[..., None], -2).cumsum(-2) - 1
-        turns = turns.take_along_dim(order.argsort(-1)[..., None], -2)
+        of_heads = order.repeat_interleave(heads // order.shape[1], 1)[..., None]
+        turns = visited.take_along_dim(of_heads, -2).cumsum(-2) - 1
+        turns = turns.take_along_dim(of_heads.argsort(-2), -2)
         m = torch.arange(blocks, device=visited.device)
         if is_ordered:
             # All tiles visit the blocks from the last one to the first. In unlike orders they would
@@ -113,13 +119,34 @@ def lists_by_keys(
             rank = torch.where(full, 0, torch.where(visited, blocks, 2 * blocks)) - m
         entries = torch.stack((m.expand_as(bits), bits, turns), -1)
         entries = entries.take_along_dim(rank.argsort(-1)[..., None], -2)
-        order = torch.stack((order, steps.take_along_dim(order, -1)), -1)
+        order = order_of_programs(order, steps.take_along_dim(order, -1), B, Hk, swizzle)
         counts = torch.stack((full.sum(-1), total), -1)
         partial = mask_tensors(operands)[2]
         return as_lists(order, counts, entries, as_bits(partial, BLOCK_M, BLOCK_N, by_keys=True))
 
-    key = "keys", is_ordered, group, *facts_of(problem, BLOCK_M, BLOCK_N)
+    key = "keys", B, Hk, group, swizzle, is_ordered, *facts_of(problem, BLOCK_M, BLOCK_N)
     return kept(key, operands, make)
+
+
+def order_of_programs(
+    tiles: Tensor, steps: Tensor, sequences: int, heads: int, swizzle: int
+) -> Tensor:
+    """(programs, 4): the sequence, key head, tile and steps of each program, from the tiles of each
+    head (batch, heads or 1, tiles), the longest first, and their steps.
+
+    The heads follow each other in runs of `swizzle`, the tiles of a run by length. Tiles with more
+    than twice the mean number of steps come before all others: the last run would end late.
+    """
+    count, all_heads = tiles.shape[-1], sequences * heads
+    shape = sequences, heads, count
+    tiles, steps = (x.expand(shape).reshape(all_heads, count).T for x in (tiles, steps))
+    rank = torch.arange(count, device=tiles.device)[:, None]
+    head = torch.arange(all_heads, device=tiles.device).expand(count, all_heads)
+    run = (head + -all_heads % swizzle) // swizzle
+    is_long = steps > 2 * steps.float().mean()
+    place = torch.where(is_long, -steps, run * count + rank).flatten()
+    found = torch.stack((head // heads, head % heads, tiles, steps), -1).flatten(0, 1)
+    return found[place.argsort(stable=True)]
 
 
 def as_lists(order: Tensor, counts: Tensor, entries: Tensor, bits: Tensor) -> BlockLists:
