@@ -256,6 +256,17 @@ def test_one_wrong_row_and_one_wrong_bit_show() -> None:
     assert swapped.norm > 1 and not swapped.bit_equal
 
 
+def test_long_rows_may_differ_by_more() -> None:
+    x = torch.randn(200, 64)
+    x[0] *= 1000
+    found = difference(outcome(x, {0: [1.0]}), outcome(x * 1.001, {0: [1.0]}))
+    assert found is not None
+    assert found.worst_row == pytest.approx(0.001, rel=0.1)
+    zeros = outcome(torch.zeros(3, 4), {0: [1.0]})
+    assert difference(zeros, outcome(torch.ones(3, 4), {0: [1.0]})) == (False, math.inf, math.inf)
+    assert difference(zeros, outcome(torch.zeros(3, 4), {0: [1.0]})) == (True, 0, 0)
+
+
 def test_nan_and_other_shapes_are_differences() -> None:
     x = torch.randn(5, 8)
     base = outcome(x, {0: [1.0]})
