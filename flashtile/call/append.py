@@ -24,7 +24,9 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     problem, operands, layout = call.problem, call.operands, call.layout
     assert isinstance(layout, Cached)
     if problem.appending is not None:
-        if not _is_observed(operands, layout):
+        # A backend may copy other caches, and would then append to the copy.
+        is_contiguous_in_rows = operands.k.stride(-1) == operands.v.stride(-1) == 1
+        if not _is_observed(operands, layout) and is_contiguous_in_rows:
             return _attend_while_appending(problem, operands, layout)
         problem = problem._replace(appending=None)
     operands = absorb_operands(rotate_and_append(call), call.given.get("qv"))

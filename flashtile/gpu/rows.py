@@ -1,25 +1,42 @@
-"""Tensors of head rows as kernel arguments, in named tuples, which Triton accepts.
+"""Tensors of head rows as kernel arguments.
 
 All strides count elements.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes; TMA and vector loads need rows that start at multiples of it
+ROW_STEP = 8  # rows of multiples of so many elements, 16 or 32 bits each, are aligned if contiguous
 
 
 class Rows(NamedTuple):
-    """A tensor of head rows and its strides; for pages `batch` is the stride of a page."""
+    """A tensor of head rows and its strides; for pages `batch` is the stride of a page.
+
+    Triton accepts named tuples as arguments, and compiles a kernel anew for numbers in them that
+    are 1 or multiples of 16, and for tensors that start at multiples of `ALIGNMENT`.
+    """
 
     ptr: Tensor
     batch: int
     row: int
     head: int
     dim: int
+
+
+class HeadRows(NamedTuple):
+    """Head rows in a kernel, built from separate arguments (`row_arguments`), which Triton does not
+    specialise. The elements of a row are adjacent.
+    """
+
+    ptr: Any
+    batch: Any
+    row: Any
+    head: Any
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -30,8 +47,62 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x, 0, *stride)
 
 
+def row_arguments(**tensors: Tensor) -> dict[str, Any]:
+    """The arguments ``q_ptr``, ``q_batch``, ``q_row`` and ``q_head`` for a tensor `q`, shaped as in
+    `rows_of`, with adjacent elements.
+    """
+    return {
+        f"{name}_{field}": value
+        for name, x in tensors.items()
+        for field, value in zip(HeadRows._fields, (x, *_row_strides(x)), strict=True)
+    }
+
+
+def row_argument_names(*names: str) -> list[str]:
+    """The names of `row_arguments`."""
+    return [f"{name}_{field}" for name in names for field in HeadRows._fields]
+
+
+def with_adjacent_elements(x: Tensor) -> Tensor:
+    """`x`, or a copy whose rows have adjacent elements: others would be loaded one by one."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def with_aligned_rows(x: Tensor) -> Tensor:
+    """`x`, or a contiguous copy, whose rows are aligned if they have multiples of `ROW_STEP`
+    elements.
+    """
+    if x.shape[-1] % ROW_STEP:
+        return with_adjacent_elements(x)
+    is_readable = x.stride(-1) == 1 and has_aligned_rows(x)
+    return x if is_readable else x.clone(memory_format=torch.contiguous_format)
+
+
+def has_aligned_rows(*tensors: Tensor) -> bool:
+    """Whether every row starts at a multiple of `ALIGNMENT`. Sequences and heads may be
+    broadcast.
+    """
+    for x in tensors:
+        unit = ALIGNMENT // x.element_size()
+        batch, row, head = _row_strides(x)
+        if x.data_ptr() % ALIGNMENT or batch % unit or row % unit or head % unit or row == 0:
+            return False
+    return True
+
+
+def _row_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of (batch, row, head). A dimension of size 1 may have any stride; here it has one
+    that keeps rows aligned.
+    """
+    unit = ALIGNMENT // x.element_size()
+    outer = [unit if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)][:-1]
+    batch, row, head = (0, *outer) if len(outer) == 2 else outer
+    return batch, row, head
+
+
 def is_aligned(*tensors: Tensor) -> bool:
-    """Whether every row starts at a multiple of `ALIGNMENT` and its elements are contiguous."""
+    """Whether every row starts at a multiple of `ALIGNMENT` and its elements are contiguous, as
+    TMA reads them: no dimension is broadcast."""
     for x in tensors:
         *outer, dim = x.stride()
         units = ALIGNMENT // x.element_size()
@@ -40,6 +111,9 @@ def is_aligned(*tensors: Tensor) -> bool:
     return True
 
 
-def contiguous(x: Tensor | None) -> Tensor | None:
-    """`x.contiguous()`, or None."""
-    return None if x is None else x.contiguous()
+def at_boundary(x: Tensor | None) -> Tensor | None:
+    """`x`, or a copy that is contiguous and starts at a multiple of `ALIGNMENT`; or None."""
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()

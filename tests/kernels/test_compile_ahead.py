@@ -7,6 +7,7 @@ with the oldest and the newest.
 from __future__ import annotations
 
 import os
+import re
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -40,6 +41,7 @@ from .compile_ahead import (
     gather_launches,
     launches,
     probabilities_launches,
+    ptx,
     report,
     rotary_launches,
     specialization,
@@ -48,6 +50,7 @@ from .compile_ahead import (
 from .decoding import make_decoding
 from .spills import ALLOWED, ALLOWED_IN_DECODING
 from .test_compile_quantize import launch_of as quantize_launch
+from .unusual_layouts import PLACES, SIZES, dense_call
 
 # Large calls of 16 bits come through tensor descriptors where the device has them; small ones and
 # float32 come through pointers everywhere.
@@ -238,3 +241,31 @@ def test_a_longer_cache_or_more_parts_compile_nothing_new():
         for launch in launches(operands, options, "sm_80", backward=False):
             seen.add(f"{launch.kernel.__name__} {specialization(launch, 'sm_80')}")
     assert len(seen) == 3  # whole KV loops, parts of them, the merge
+
+
+WIDE_LOAD = r"cp\.async\S* .*, 0x10|ld\.global\S*\.(?:v4\.b32|v2\.b64)"
+WIDE = rf"{WIDE_LOAD}|st\.global\S*\.(?:v4\.b32|v2\.b64)"
+
+
+def compiled_layout(place: str, dim: int) -> dict[str, str]:
+    """The PTX of each kernel of a call whose tensors lie in memory as `place` says."""
+    call = dense_call(PLACES[place], SIZES["odd lengths"], dim)
+    found = {launch.kernel.__name__: ptx(launch) for launch in launches(*call, "sm_90")}
+    assert len(found) == 4
+    return found
+
+
+def test_aligned_rows_are_loaded_16_bytes_at_a_time():
+    for name, text in compiled_layout("moved by 8", 72).items():
+        assert re.search(WIDE_LOAD, text), name
+
+
+@pytest.mark.parametrize("place", ["padded by 1", "moved by 1"])
+def test_no_other_row_is(place: str):
+    """That would be an error on the device. (The kernels of the backward load dO, too.)"""
+    assert not re.search(WIDE_LOAD, compiled_layout(place, 64)["forward_kernel"])
+
+
+def test_nothing_is_where_rows_are_not_multiples_of_16_bytes():
+    for name, text in compiled_layout("contiguous", 36).items():
+        assert not re.search(WIDE, text), name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...dropout import keep_threshold
-from ...gpu.rows import contiguous
+from ...gpu.rows import at_boundary, row_argument_names
 from ...masks import as_kernel_number
 from ...problem import AttentionProblem, NewTokens, Operands
 
@@ -143,12 +143,21 @@ NO_BLOCKS = BlockMaskData(None, None, None, 0, 0)
 NO_BIAS = Bias(None, 0, 0, 0, 0)
 NO_NEW = {"new": None, "added": 0, "table_rows": 0}
 
-# Arguments that change with lengths; Triton must not specialise them.
+# Arguments that change with lengths.
 NUMBERS = (
     "B", "M", "N", "total_q", "total_k", "page_columns", "left", "right", "chunk", "heads",
     "mask_rows",
     "mask_columns", "drop_threshold",
 )  # fmt: skip
+# Tensors that are read by rows of any length, where alignment saves nothing.
+POINTERS = ("lse_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
+
+
+def unspecialised(*tensors: str) -> list[str]:
+    """The arguments that Triton must not specialise, of a kernel that takes the `row_arguments` of
+    `tensors`.
+    """
+    return [*NUMBERS, *POINTERS, *row_argument_names(*tensors)]
 
 
 def numbers_of(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
@@ -185,13 +194,13 @@ def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
 def sequences_of(operands: Operands) -> Sequences:
     """`Sequences` of a call."""
     return Sequences(
-        contiguous(operands.cu_seqlens_q),
-        contiguous(operands.cu_seqlens_k),
-        contiguous(operands.seqused_q),
-        contiguous(operands.seqused_k),
-        contiguous(operands.leftpad_k),
-        contiguous(operands.cache_batch_idx),
-        contiguous(operands.page_table),
+        at_boundary(operands.cu_seqlens_q),
+        at_boundary(operands.cu_seqlens_k),
+        at_boundary(operands.seqused_q),
+        at_boundary(operands.seqused_k),
+        at_boundary(operands.leftpad_k),
+        at_boundary(operands.cache_batch_idx),
+        at_boundary(operands.page_table),
     )
 
 
@@ -200,12 +209,12 @@ def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
     slopes, options = operands.alibi_slopes, problem.options
     scales = (operands.q_descale, operands.k_descale, operands.v_descale)
     kind = "block_descale" if problem.has_block_descale else "descale"
-    descales = {f"{x}_{kind}": contiguous(scale) for x, scale in zip("qkv", scales, strict=True)}
+    descales = {f"{x}_{kind}": at_boundary(scale) for x, scale in zip("qkv", scales, strict=True)}
     return ScoreData(
         scale=options.softmax_scale,
         softcap=options.softcap,
         drop_scale=1.0 / (1.0 - options.dropout_p),
-        alibi_ptr=contiguous(slopes),
+        alibi_ptr=at_boundary(slopes),
         alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         **descales,
     )
@@ -214,7 +223,7 @@ def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
 def new_of(new: NewTokens, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
     """The arguments of new tokens that the forward appends to the caches."""
     k_strides, v_strides = new.k.stride(), new.v.stride()
-    tables = (contiguous(new.cos), contiguous(new.sin), contiguous(new.base))
+    tables = (at_boundary(new.cos), at_boundary(new.sin), at_boundary(new.base))
     return {
         "new": NewData._make((new.k, *k_strides, new.v, *v_strides, k_cache, v_cache, *tables)),
         "added": new.k.shape[1],

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from ...gpu.intrinsics import LOG2E, rows_base
-from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from ...gpu.rows import HeadRows
+from .arguments import Blocks, Lengths, Mask, Score, unspecialised
 from .tiles import (
     between,
     dropout_key,
@@ -37,20 +38,25 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["rows_total", "heads"])
-def delta_kernel(out, dout, dlse_ptr, delta_ptr, rows_total, heads, cfg: tl.constexpr):
+@triton.jit(do_not_specialize=["rows_total", *unspecialised("out", "dout")])
+def delta_kernel(
+    out_ptr, out_batch, out_row, out_head, dout_ptr, dout_batch, dout_row, dout_head, dlse_ptr,
+    delta_ptr, rows_total, heads, BLOCK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(dO * O) minus the gradient of the log-sum-exp, for every row of one head."""
-    BLOCK: tl.constexpr = cfg.BLOCK_M
+    out = HeadRows(out_ptr, out_batch, out_row, out_head)
+    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
     h = tl.program_id(0) % heads
     b = tl.program_id(0) // heads
     zero = b * 0
     m0 = tl.program_id(1) * BLOCK
     # (BLOCK, BLOCK_DV)
     o_tile = load_rows(
-        out, rows_base(out, b, zero, h), m0, rows_total, True, cfg.DV, BLOCK, cfg.BLOCK_DV
+        out, rows_base(out, b, zero, h), m0, rows_total, True, DV, BLOCK, BLOCK_DV, ALIGNMENT
     )
     do_tile = load_rows(
-        dout, rows_base(dout, b, zero, h), m0, rows_total, True, cfg.DV, BLOCK, cfg.BLOCK_DV
+        dout, rows_base(dout, b, zero, h), m0, rows_total, True, DV, BLOCK, BLOCK_DV, ALIGNMENT
     )
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     rows = m0 + tl.arange(0, BLOCK)
@@ -122,7 +128,9 @@ def add_queries(
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[None, :]
     # (BLOCK_M, BLOCK_D)
-    q_tile = load_tile(q_source, q, m0, M, cfg, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D)
+    q_tile = load_tile(
+        q_source, q, m0, M, cfg, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
+    )
     # (BLOCK_N, BLOCK_M)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
     lse_log2, delta = load_stats(lse_ptr, delta_ptr, offs_m, M, IS_MASKED)
@@ -139,7 +147,9 @@ def add_queries(
         qk, lse_log2[None, :], rows, keys, visible, shift, b, h, score, M, N, IS_MASKED, cfg
     )
     # (BLOCK_M, BLOCK_DV)
-    do_tile = load_tile(dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV)
+    do_tile = load_tile(
+        dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV, cfg.OUT_ALIGNMENT,
+    )  # fmt: skip
     if HAS_DV:
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
         dv_acc = tl.dot(p_kept, do_tile, dv_acc, input_precision="ieee")
@@ -153,16 +163,24 @@ def add_queries(
     return dk_acc, dv_acc
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dk", "dv"))
 def key_gradient_kernel(
-    q, k, v, dout, dk, dv, lse_ptr, delta_ptr, at, score_data, bias, block_data, lists, rng_ptr,
-    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
+    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
+    dout_ptr, dout_batch, dout_row, dout_head, dk_ptr, dk_batch, dk_row, dk_head, dv_ptr, dv_batch,
+    dv_row, dv_head, lse_ptr, delta_ptr, at, score_data, bias, block_data, lists, rng_ptr, B, M, N,
+    total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
     drop_threshold, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys of one key head, summed over the query heads of its group.
 
     HAS_DK and HAS_DV: which of them to compute; separate passes if registers do not hold both.
     """
+    q = HeadRows(q_ptr, q_batch, q_row, q_head)
+    k = HeadRows(k_ptr, k_batch, k_row, k_head)
+    v = HeadRows(v_ptr, v_batch, v_row, v_head)
+    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
+    dk = HeadRows(dk_ptr, dk_batch, dk_row, dk_head)
+    dv = HeadRows(dv_ptr, dv_batch, dv_row, dv_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)
@@ -185,8 +203,12 @@ def key_gradient_kernel(
     keys = n0 + tl.arange(0, BLOCK_N)[:, None]
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
-    k_tile = load_rows(k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, BLOCK_D)
-    v_tile = load_rows(v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, BLOCK_DV)
+    k_tile = load_rows(
+        k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, BLOCK_D, cfg.ALIGNMENT
+    )
+    v_tile = load_rows(
+        v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, BLOCK_DV, cfg.ALIGNMENT
+    )
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Rows that see the first key of the tile, and the last.
@@ -237,9 +259,15 @@ def key_gradient_kernel(
 
     if HAS_DK:
         dk_acc = dk_acc * score.data.scale
-        store_rows(dk, rows_base(dk, b, start_k, kv_head), n0, N, dk_acc, cfg.D, BLOCK_N, BLOCK_D)
+        store_rows(
+            dk, rows_base(dk, b, start_k, kv_head), n0, N, dk_acc, cfg.D, BLOCK_N, BLOCK_D,
+            cfg.OUT_ALIGNMENT,
+        )  # fmt: skip
     if HAS_DV:
-        store_rows(dv, rows_base(dv, b, start_k, kv_head), n0, N, dv_acc, cfg.DV, BLOCK_N, BLOCK_DV)
+        store_rows(
+            dv, rows_base(dv, b, start_k, kv_head), n0, N, dv_acc, cfg.DV, BLOCK_N, BLOCK_DV,
+            cfg.OUT_ALIGNMENT,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -253,8 +281,12 @@ def add_keys(
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
-    k_tile = load_tile(k_source, k, n0, N, cfg, IS_MASKED, cfg.D, BLOCK_N, cfg.BLOCK_D)
-    v_tile = load_tile(v_source, v, n0, N, cfg, IS_MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV)
+    k_tile = load_tile(
+        k_source, k, n0, N, cfg, IS_MASKED, cfg.D, BLOCK_N, cfg.BLOCK_D, cfg.ALIGNMENT
+    )
+    v_tile = load_tile(
+        v_source, v, n0, N, cfg, IS_MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV, cfg.ALIGNMENT
+    )
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
@@ -275,13 +307,20 @@ def add_keys(
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dq"))
 def query_gradient_kernel(
-    q, k, v, dout, dq, lse_ptr, delta_ptr, at, score_data, bias, block_data, lists, rng_ptr,
-    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
-    drop_threshold, cfg: tl.constexpr,
+    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
+    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, lse_ptr,
+    delta_ptr, at, score_data, bias, block_data, lists, rng_ptr, B, M, N, total_q, total_k,
+    page_columns, left, right, chunk, heads, mask_rows, mask_columns, drop_threshold,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries."""
+    q = HeadRows(q_ptr, q_batch, q_row, q_head)
+    k = HeadRows(k_ptr, k_batch, k_row, k_head)
+    v = HeadRows(v_ptr, v_batch, v_row, v_head)
+    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
+    dq = HeadRows(dq_ptr, dq_batch, dq_row, dq_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)
@@ -307,9 +346,19 @@ def query_gradient_kernel(
     rows = offs_m[:, None]
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     # (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
-    q_tile = load_rows(q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, BLOCK_D)
+    q_tile = load_rows(
+        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, BLOCK_D, cfg.ALIGNMENT
+    )
     do_tile = load_rows(
-        dout, rows_base(dout, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, BLOCK_DV
+        dout,
+        rows_base(dout, b, start_q, h),
+        m0,
+        M,
+        True,
+        cfg.DV,
+        BLOCK_M,
+        BLOCK_DV,
+        cfg.OUT_ALIGNMENT,
     )
     stats_row = stats_start(lengths, b, h, heads) + start_q
     lse_log2, delta = load_stats(lse_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
@@ -352,5 +401,6 @@ def query_gradient_kernel(
         )  # fmt: skip
 
     store_rows(
-        dq, rows_base(dq, b, start_q, h), m0, M, dq_acc * score.data.scale, cfg.D, BLOCK_M, BLOCK_D
-    )
+        dq, rows_base(dq, b, start_q, h), m0, M, dq_acc * score.data.scale, cfg.D, BLOCK_M,
+        BLOCK_D, cfg.OUT_ALIGNMENT,
+    )  # fmt: skip

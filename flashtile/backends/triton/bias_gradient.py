@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
-from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from ...gpu.rows import HeadRows
+from .arguments import Blocks, Lengths, Mask, Score, unspecialised
 from .backward_pass import drop, load_stats, recompute_p
 from .tiles import (
     between,
@@ -45,16 +46,21 @@ def bias_gradient_tile(
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D), (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_DV)
-    q_tile = load_rows(q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D)
+    q_tile = load_rows(
+        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
+    )
     k_tile = load_rows(
-        k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D
-    )
+        k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D,
+        cfg.ALIGNMENT,
+    )  # fmt: skip
     do_tile = load_rows(
-        dout, rows_base(dout, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, cfg.BLOCK_DV
-    )
+        dout, rows_base(dout, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, cfg.BLOCK_DV,
+        cfg.OUT_ALIGNMENT,
+    )  # fmt: skip
     v_tile = load_rows(
-        v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, cfg.BLOCK_DV
-    )
+        v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, cfg.BLOCK_DV,
+        cfg.ALIGNMENT,
+    )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
@@ -67,16 +73,22 @@ def bias_gradient_tile(
     return p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
 def bias_gradient_kernel(
-    q, k, v, dout, dbias, lse_ptr, delta_ptr, at, score_data, bias, block_data, rng_ptr,
-    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
-    drop_threshold, IS_BATCH_SHARED: tl.constexpr, IS_HEAD_SHARED: tl.constexpr,
-    IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr, cfg: tl.constexpr,
+    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
+    dout_ptr, dout_batch, dout_row, dout_head, dbias, lse_ptr, delta_ptr, at, score_data, bias,
+    block_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
+    mask_rows, mask_columns, drop_threshold, IS_BATCH_SHARED: tl.constexpr,
+    IS_HEAD_SHARED: tl.constexpr, IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradient `dbias`. The IS_X_SHARED flags name the dimensions in which the bias
     was broadcast.
     """
+    q = HeadRows(q_ptr, q_batch, q_row, q_head)
+    k = HeadRows(k_ptr, k_batch, k_row, k_head)
+    v = HeadRows(v_ptr, v_batch, v_row, v_head)
+    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)

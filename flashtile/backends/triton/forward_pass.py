@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
-from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from ...gpu.rows import HeadRows
+from .arguments import Blocks, Lengths, Mask, Score, unspecialised
 from .new_tokens import append_tokens, load_rotated_queries
 from .pages import load_keys, page_list
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
@@ -30,6 +31,7 @@ from .tiles import (
     key_span,
     linear_scale,
     list_row,
+    load_columns,
     masked_tile,
     query_span,
     scores_log2,
@@ -68,7 +70,7 @@ def attend_keys(
     if cfg.TAIL_D > 0:
         # (BLOCK_N, BLOCK_TAIL)
         k_tail = load_keys(
-            k_source + cfg.D * k.dim, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
+            k_source + cfg.D, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
             BLOCK_N, cfg.BLOCK_TAIL,
         )  # fmt: skip
         qk = tl.dot(q_tail, tl.trans(k_tail), qk, input_precision="ieee")
@@ -152,11 +154,12 @@ def split_range(full_count, masked_count):
     return full_start, full_stop, start - full_start, stop - full_stop
 
 
-@triton.jit(do_not_specialize=(*NUMBERS, "added", "table_rows"))
+@triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "out"), "added", "table_rows"])
 def forward_kernel(
-    q, k, v, out, lse_ptr, sink_ptr, at, score_data, bias, block_data, lists, rng_ptr, new,
-    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
-    drop_threshold, added, table_rows, cfg: tl.constexpr,
+    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
+    out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, at, score_data, bias, block_data,
+    lists, rng_ptr, new, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
+    mask_rows, mask_columns, drop_threshold, added, table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries; see `arguments.py` for what each argument
     holds.
@@ -164,6 +167,10 @@ def forward_kernel(
     IS_SPLIT: only for the program's part of the keys; `out` (float32) and `lse_ptr` then have one
     slice per part.
     """
+    q = HeadRows(q_ptr, q_batch, q_row, q_head)
+    k = HeadRows(k_ptr, k_batch, k_row, k_head)
+    v = HeadRows(v_ptr, v_batch, v_row, v_head)
+    out = HeadRows(out_ptr, out_batch, out_row, out_head)
     if cfg.IS_CHAINED:
         let_next_kernel_start()
         wait_for_earlier_kernels()
@@ -176,6 +183,7 @@ def forward_kernel(
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     PAIR: tl.constexpr = cfg.PAIR
+    OUT_ALIGNMENT: tl.constexpr = cfg.OUT_ALIGNMENT
     # Rows of a tile: queries of one head or, packed, of all the heads that share a key head.
     ROWS_PER_QUERY: tl.constexpr = cfg.GROUP if cfg.IS_PACKED_GROUP else 1
     program_heads = heads // ROWS_PER_QUERY
@@ -207,19 +215,15 @@ def forward_kernel(
 
     # (BLOCK_M, BLOCK_D)
     q_base = q.ptr + b.to(tl.int64) * q.batch + start_q.to(tl.int64) * q.row
-    q_offs = rows.to(tl.int64) * q.row + h.to(tl.int64) * q.head
+    q_rows = q_base + rows.to(tl.int64) * q.row + h.to(tl.int64) * q.head
     if cfg.APPENDING is not None:
-        q_tile = load_rotated_queries(q_base + q_offs, rows, M, b, q, new, table_rows, cfg)
+        q_tile = load_rotated_queries(q_rows, rows, M, b, new, table_rows, cfg)
     else:
-        dims = tl.arange(0, BLOCK_D)[None, :]
-        inside = (rows < M) & (dims < cfg.D)
-        q_tile = tl.load(q_base + q_offs + dims * q.dim, mask=inside, other=0.0)
+        q_tile = load_columns(q_rows, rows < M, 0, cfg.D, BLOCK_D, cfg.ALIGNMENT)
     q_tail = None
     if cfg.TAIL_D > 0:
         # (BLOCK_M, BLOCK_TAIL)
-        dims = tl.arange(0, cfg.BLOCK_TAIL)[None, :]
-        inside = (rows < M) & (dims < cfg.TAIL_D)
-        q_tail = tl.load(q_base + q_offs + (cfg.D + dims) * q.dim, mask=inside, other=0.0)
+        q_tail = load_columns(q_rows, rows < M, cfg.D, cfg.TAIL_D, cfg.BLOCK_TAIL, cfg.ALIGNMENT)
 
     row_max, row_sum = first_sums(sink_ptr, h, cfg)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
@@ -309,4 +313,5 @@ def forward_kernel(
     out_offs = rows.to(tl.int64) * out.row + h.to(tl.int64) * out.head
     dims_v = tl.arange(0, BLOCK_DV)[None, :]
     inside = (rows < written) & (dims_v < cfg.DV)
-    tl.store(out_base + out_offs + dims_v * out.dim, acc.to(out.ptr.dtype.element_ty), mask=inside)
+    pointers = tl.multiple_of(out_base + out_offs + dims_v, [1, OUT_ALIGNMENT])
+    tl.store(pointers, acc.to(out.ptr.dtype.element_ty), mask=inside)

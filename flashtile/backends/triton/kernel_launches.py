@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from ...gpu.launch import Launch
-from ...gpu.rows import Rows, contiguous, is_aligned, rows_of
+from ...gpu.rows import (
+    at_boundary,
+    has_aligned_rows,
+    row_arguments,
+    with_adjacent_elements,
+    with_aligned_rows,
+)
 from ...ops.merge.kernel import merge_launch
 from ...problem import AttentionProblem, NewTokens, Operands
 from .arguments import NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
@@ -46,10 +52,11 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     """
     operands, new = Operands(*given[:OPERANDS]), given[OPERANDS:]
     out, lse, *parts = made
-    planned = plan(problem, is_aligned(operands.k, operands.v))
+    written = (parts[0][0], parts[1]) if parts else (out, lse)
+    q, k, v = map(with_adjacent_elements, operands[:3])
+    planned = plan(problem, has_aligned_rows(q, k, v))
     kernel_plan = planned.split if parts else planned.forward
     config = kernel_plan.config
-    written = (parts[0][0], parts[1]) if parts else (out, lse)
     common = common_of(problem, operands)
     launches = []
     lists = NO_LISTS
@@ -59,18 +66,14 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     rows_per_query = config.GROUP if config.IS_PACKED_GROUP else 1
     programs = -(-problem.M * rows_per_query // config.BLOCK_M)
     programs *= problem.B * problem.Hq // rows_per_query
-    k, v = operands.k, operands.v
     if config.PAIR == 2:
         k, v = k.view(torch.int16), v.view(torch.int16)
     appended = new_of(NewTokens(*new), operands.k, operands.v) if new else NO_NEW
     arguments = common | appended
     arguments |= {
-        "q": rows_of(operands.q),
-        "k": rows_of(k),
-        "v": rows_of(v),
-        "out": rows_of(written[0]),
+        **row_arguments(q=q, k=k, v=v, out=written[0]),
         "lse_ptr": written[1],
-        "sink_ptr": contiguous(operands.sink),
+        "sink_ptr": at_boundary(operands.sink),
         "lists": lists,
         "cfg": config,
     }
@@ -91,22 +94,20 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     """
     *tensors, out, lse, dout, dlse = given
     operands, made = Operands(*tensors), BackwardBuffers(*made)
-    q, k, v = operands[:3]
-    planned = plan(problem, is_aligned(q, k, v, dout))
+    q, k, v = map(with_adjacent_elements, operands[:3])
+    out, dout = with_aligned_rows(out), with_aligned_rows(dout)
+    planned = plan(problem, has_aligned_rows(q, k, v))
     common = common_of(problem, operands)
     launches = [delta_launch(problem, out, dout, dlse, made.delta, planned.queries)]
     shared = {
-        "q": rows_of(q),
-        "k": rows_of(k),
-        "v": rows_of(v),
-        "dout": rows_of(dout),
+        **row_arguments(q=q, k=k, v=v, dout=dout),
         "lse_ptr": lse,
         "delta_ptr": made.delta,
         **common,
     }
     passes: list[tuple[Any, KernelPlan, dict[str, Any]]] = [
         (key_gradient_kernel, planned.keys, {"HAS_DK": True, "HAS_DV": planned.values is None}),
-        (query_gradient_kernel, planned.queries, {"dq": rows_of(made.dq)}),
+        (query_gradient_kernel, planned.queries, row_arguments(dq=made.dq)),
     ]
     if planned.values is not None:
         passes.insert(1, (key_gradient_kernel, planned.values, {"HAS_DK": False, "HAS_DV": True}))
@@ -117,7 +118,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
             own["lists"], launch = lists_launch(problem, operands, common, kernel_plan, by_keys)
             launches.append(launch)
         if by_keys:
-            own |= {"dk": rows_of(made.dk), "dv": rows_of(made.dv)}
+            own |= row_arguments(dk=made.dk, dv=made.dv)
             programs = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
         else:
             programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
@@ -143,13 +144,15 @@ def delta_launch(
     rows = out.shape[-3]
     config = kernel_plan.config
     arguments = {
-        "out": rows_of(out),
-        "dout": rows_of(dout),
+        **row_arguments(out=out, dout=dout),
         "dlse_ptr": None if dlse is None else dlse.contiguous(),
         "delta_ptr": delta,
         "rows_total": rows,
         "heads": problem.Hq,
-        "cfg": config,
+        "BLOCK": config.BLOCK_M,
+        "DV": config.DV,
+        "BLOCK_DV": config.BLOCK_DV,
+        "ALIGNMENT": config.OUT_ALIGNMENT,
     }
     grid = (sequences * problem.Hq, -(-rows // config.BLOCK_M))
     return Launch(delta_kernel, grid, arguments, 4, 1)
@@ -210,13 +213,12 @@ def probabilities_launch(
     problem: AttentionProblem, operands: Operands, lse: Tensor, probs: Tensor
 ) -> Launch:
     """Fill `probs` (B, Hq, M, N) where something is visible."""
-    kernel_plan = plan(problem, False).scores
+    q, k = map(with_adjacent_elements, operands[:2])
+    kernel_plan = plan(problem, has_aligned_rows(q, k)).scores
     config = kernel_plan.config
-    batch, head, row, key = probs.stride()
     arguments = {
-        "q": rows_of(operands.q),
-        "k": rows_of(operands.k),
-        "probs": Rows(probs, batch, row, head, key),
+        **row_arguments(q=q, k=k),
+        "probs_ptr": probs,
         "lse_ptr": lse,
         "cfg": config,
         **common_of(problem, operands),

@@ -10,20 +10,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.rows import Rows
+from ...gpu.rows import HeadRows
 from ...ops.rotary.kernel import as_stored
 
 
 @triton.jit
-def load_rotated(pointers, inside, position, x, new, table_rows, cfg: tl.constexpr):
-    """Rows of `x`, rotated in float32 by the angles of `position`; unchanged outside of the table.
+def load_rotated(
+    pointers, step, inside, position, new, table_rows, ALIGNMENT: tl.constexpr, cfg: tl.constexpr
+):
+    """Rows whose elements are `step` apart, rotated in float32 by the angles of `position`;
+    unchanged outside of the table.
 
     `pointers` to the rows, `inside` and `position` are (rows, 1); the result is (rows, BLOCK_D).
     """
     APPENDING: tl.constexpr = cfg.APPENDING
     PAIRS: tl.constexpr = APPENDING.pairs
     dims = tl.arange(0, cfg.BLOCK_D)[None, :]
-    tile = tl.load(pointers + dims * x.dim, mask=inside & (dims < cfg.D), other=0.0)
+    elements = pointers + dims * step
+    if ALIGNMENT > 1:
+        elements = tl.multiple_of(elements, [1, ALIGNMENT])
+    tile = tl.load(elements, mask=inside & (dims < cfg.D), other=0.0)
     if PAIRS > 0:
         if APPENDING.is_interleaved:
             pair = dims // 2
@@ -38,14 +44,14 @@ def load_rotated(pointers, inside, position, x, new, table_rows, cfg: tl.constex
         offs = position.to(tl.int64) * PAIRS + pair
         c = tl.load(new.cos + offs, mask=known, other=1.0).to(tl.float32)
         s = tl.load(new.sin + offs, mask=known, other=0.0).to(tl.float32)
-        other = tl.load(pointers + partner * x.dim, mask=is_rotated, other=0.0).to(tl.float32)
+        other = tl.load(pointers + partner * step, mask=is_rotated, other=0.0).to(tl.float32)
         rotated = tile.to(tl.float32) * c + other * tl.where(is_first, -s, s)
         tile = tl.where(is_rotated, rotated, tile.to(tl.float32))
     return tile
 
 
 @triton.jit
-def load_rotated_queries(pointers, rows, count, b, q, new, table_rows, cfg: tl.constexpr):
+def load_rotated_queries(pointers, rows, count, b, new, table_rows, cfg: tl.constexpr):
     """The tile of queries at `pointers` (BLOCK_M, 1), rotated: (BLOCK_M, BLOCK_D)."""
     APPENDING: tl.constexpr = cfg.APPENDING
     position = rows * 0
@@ -53,8 +59,8 @@ def load_rotated_queries(pointers, rows, count, b, q, new, table_rows, cfg: tl.c
         position += tl.load(new.base + b)
         if APPENDING.has_own_positions:
             position += rows
-    tile = load_rotated(pointers, rows < count, position, q, new, table_rows, cfg)
-    return tile.to(q.ptr.dtype.element_ty)
+    tile = load_rotated(pointers, 1, rows < count, position, new, table_rows, cfg.ALIGNMENT, cfg)
+    return tile.to(pointers.dtype.element_ty)
 
 
 @triton.jit
@@ -103,11 +109,10 @@ def append_tokens(
 
         source = new.k + b.to(tl.int64) * new.k_batch + kv_head.to(tl.int64) * new.k_head
         source += index.to(tl.int64) * new.k_row
-        rows = Rows(new.k, new.k_batch, new.k_row, new.k_head, new.k_dim)
-        tile = load_rotated(source, stored, position, rows, new, table_rows, cfg)
+        tile = load_rotated(source, new.k_dim, stored, position, new, table_rows, 1, cfg)
         store_tokens(
             tile, new.k_cache, k, row, slot, stored, kv_head, score.data.k_descale, head, cfg.D,
-            cfg.BLOCK_D, PAIR,
+            cfg.BLOCK_D, PAIR, cfg.ALIGNMENT,
         )  # fmt: skip
 
         source = new.v + b.to(tl.int64) * new.v_batch + kv_head.to(tl.int64) * new.v_head
@@ -116,7 +121,7 @@ def append_tokens(
         tile = tl.load(source + dims * new.v_dim, mask=stored & (dims < cfg.DV), other=0.0)
         store_tokens(
             tile, new.v_cache, v, row, slot, stored, kv_head, score.data.v_descale, head, cfg.DV,
-            cfg.BLOCK_DV, PAIR,
+            cfg.BLOCK_DV, PAIR, cfg.ALIGNMENT,
         )  # fmt: skip
         tl.debug_barrier()  # the threads of the program read what others of them have written
 
@@ -124,16 +129,16 @@ def append_tokens(
 @triton.jit
 def store_tokens(
     tile, ptr, cache, row, slot, stored, kv_head, descale_ptr, head, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, PAIR: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, PAIR: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Store `tile` (tokens, BLOCK_DIM) in the slots (tokens, 1) of cache rows or pages.
 
     `ptr` is the cache in its own dtype; `cache` has its strides in words of PAIR numbers.
     """
-    own = Rows(ptr, cache.batch * PAIR, cache.row * PAIR, cache.head * PAIR, cache.dim)
+    own = HeadRows(ptr, cache.batch * PAIR, cache.row * PAIR, cache.head * PAIR)
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     offs = row.to(tl.int64) * own.batch + slot.to(tl.int64) * own.row
     offs += kv_head.to(tl.int64) * own.head
     inside = stored & (dims < DIM)
     tile = as_stored(tile, own, descale_ptr, head, inside)
-    tl.store(ptr + offs + dims * own.dim, tile, mask=inside)
+    tl.store(tl.multiple_of(ptr + offs + dims, [1, ALIGNMENT]), tile, mask=inside)

@@ -20,7 +20,7 @@ def page_list(lengths, b):
 @triton.jit
 def load_paged_rows(
     x, base, pages, start, n0, count, lengths, IS_MASKED: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
     past `count` (if IS_MASKED) and past DIM."""
@@ -28,7 +28,7 @@ def load_paged_rows(
         page = page_number(tl.load(pages + n0 // PAGE), lengths)
         page_base = base + page.to(tl.int64) * x.batch
         left = count - n0 + n0 % PAGE
-        tile = load_rows(x, page_base, n0 % PAGE, left, IS_MASKED, DIM, BLOCK, BLOCK_DIM)
+        tile = load_rows(x, page_base, n0 % PAGE, left, IS_MASKED, DIM, BLOCK, BLOCK_DIM, ALIGNMENT)
     else:
         offs = tl.arange(0, BLOCK)
         dims = tl.arange(0, BLOCK_DIM)[None, :]
@@ -52,8 +52,9 @@ def load_paged_rows(
         if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # repeat each page for its rows
             page = tl.broadcast_to(page[:, None], [BLOCK // PAGE, PAGE])
             page = tl.reshape(page, [BLOCK])
-        pointers = (base + dims * x.dim) + (slot * x.row)[:, None]
+        pointers = (base + dims) + (slot * x.row)[:, None]
         pointers += page_offset(page, x)[:, None]
+        pointers = tl.multiple_of(pointers, [1, ALIGNMENT])
         if IS_MASKED:
             tile = tl.load(pointers, mask=inside[:, None] & (dims < DIM), other=0.0)
         elif DIM == BLOCK_DIM:
@@ -91,8 +92,8 @@ def load_keys(
     if cfg.PAGE_SIZE > 0:
         tile = load_paged_rows(
             x, source, pages, start, n0, count, lengths, IS_MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
-            BLOCK_DIM,
+            BLOCK_DIM, cfg.ALIGNMENT,
         )  # fmt: skip
     else:
-        tile = load_tile(source, x, n0, count, cfg, IS_MASKED, DIM, BLOCK, BLOCK_DIM)
+        tile = load_tile(source, x, n0, count, cfg, IS_MASKED, DIM, BLOCK, BLOCK_DIM, cfg.ALIGNMENT)
     return tile

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 
 from ...gpu import hardware
+from ...gpu.rows import ALIGNMENT, ROW_STEP
 from ...lru import clear_caches, memoised
 from ...problem import Appending, AttentionProblem
 from ..reasons import dotted, dtype_reasons, head_dim_reasons, shard_reasons
 
 MAX_HEAD_DIM = 512
 # Largest head dim of queries and keys without gradients: the latent keys of DeepSeek's MLA, whose
-# first 512 columns are the values. The columns after the 512th (the tail) are a separate narrow
-# tile.
+# first 512 columns are the values. The other columns (the tail) are a separate narrow tile.
 MAX_KEY_HEAD_DIM = 576
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -150,9 +150,7 @@ MEASURED = ((9, 0),)
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Compile-time parameters of a kernel; lengths and strides are not among them, so they never
-    recompile it.
-    """
+    """Compile-time parameters of a kernel, but no lengths or strides: see docs/compilation.md."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -178,6 +176,8 @@ class KernelConfig:
     HEAD_SWIZZLE: int
     HAS_FLOAT8_KEYS: bool  # float8 keys and values with 16-bit queries
     PAIR: int  # numbers of K and V per loaded word: 2 for float8 (`tiles.unpack_pairs`), else 1
+    ALIGNMENT: int  # bytes, 16 or 1: every row of q, k and v starts at a multiple of it
+    OUT_ALIGNMENT: int  # the same of dO and of all that kernels write, whose rows follow each other
     HAS_DESCRIPTORS: bool  # tiles are loaded by TMA
     IS_SPLIT: bool  # several programs share the KV loop
     IS_CHAINED: bool  # launched early after an append, and the merge early after this kernel
@@ -241,11 +241,8 @@ def _forward_only_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def _is_too_old(capability: tuple[int, int] | None) -> bool:
-    return (
-        capability is not None
-        and capability < hardware.OLDEST_CAPABILITY
-        and not hardware.is_rocm()
-    )
+    is_old = capability is not None and capability < hardware.OLDEST_CAPABILITY
+    return is_old and not hardware.is_rocm()
 
 
 def _lacks_float8(capability: tuple[int, int] | None) -> bool:
@@ -264,8 +261,7 @@ def _is_too_wide_to_train(problem: AttentionProblem) -> bool:
 def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     """Tiles and flags of every kernel that a call may need.
 
-    `aligned`: every row of the tensors starts at a multiple of 16 bytes and its elements are
-    contiguous.
+    `aligned`: every row of q, k and v starts at a multiple of 16 bytes.
     """
     described = aligned and _pays_descriptors(problem)
     head_dim = max(problem.D, problem.Dv)
@@ -294,12 +290,12 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         forward, split = (tile._replace(stages=2 * tile.stages - 1) for tile in (forward, split))
     paired = aligned and problem.has_float8_keys and problem.D % 2 == problem.Dv % 2 == 0
     return Plan(
-        forward=_kernel_plan(problem, forward, packed, described, paired=paired),
-        split=_kernel_plan(problem, split, packed, False, is_split=True, paired=paired),
-        keys=_kernel_plan(problem, keys, False, described),
-        queries=_kernel_plan(problem, queries, False, described),
-        values=_kernel_plan(problem, values[0], False, described) if values else None,
-        scores=_kernel_plan(problem, scores, False, False),
+        forward=_kernel_plan(problem, forward, packed, aligned, described, paired=paired),
+        split=_kernel_plan(problem, split, packed, aligned, False, is_split=True, paired=paired),
+        keys=_kernel_plan(problem, keys, False, aligned, described),
+        queries=_kernel_plan(problem, queries, False, aligned, described),
+        values=_kernel_plan(problem, values[0], False, aligned, described) if values else None,
+        scores=_kernel_plan(problem, scores, False, aligned, False),
     )
 
 
@@ -381,6 +377,7 @@ def _pays_descriptors(problem: AttentionProblem) -> bool:
     work = problem.B * problem.Hq * problem.M * problem.N
     plain = not (problem.page_size or problem.has_float8_keys or problem.appending)
     plain = plain and problem.dtype != torch.float32 and problem.D <= MAX_HEAD_DIM
+    plain = plain and problem.D % ROW_STEP == problem.Dv % ROW_STEP == 0
     return plain and hardware.has_tma(problem.capability) and work >= DESCRIPTOR_WORK
 
 
@@ -407,8 +404,8 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
 
 
 def _kernel_plan(
-    problem: AttentionProblem, tile: Tile, packed: bool, described: bool, is_split: bool = False,
-    paired: bool = False,
+    problem: AttentionProblem, tile: Tile, packed: bool, aligned: bool, described: bool,
+    is_split: bool = False, paired: bool = False,
 ) -> KernelPlan:  # fmt: skip
     options = problem.options
     mask_m, mask_n = problem.block_tile or (0, 0)
@@ -442,6 +439,8 @@ def _kernel_plan(
         HEAD_SWIZZLE=HEAD_SWIZZLE,
         HAS_FLOAT8_KEYS=problem.has_float8_keys,
         PAIR=2 if paired and BLOCK_M <= 32 <= min(BLOCK_D, BLOCK_DV) else 1,
+        ALIGNMENT=ALIGNMENT if aligned else 1,
+        OUT_ALIGNMENT=1 if problem.D % ROW_STEP or problem.Dv % ROW_STEP else ALIGNMENT,
         HAS_DESCRIPTORS=described,
         IS_SPLIT=is_split,
         IS_CHAINED=is_split and hardware.has_tma(problem.capability),

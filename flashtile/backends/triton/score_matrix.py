@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
-from .arguments import NUMBERS, Blocks, Lengths, Mask, Score
+from ...gpu.rows import HeadRows
+from .arguments import Blocks, Lengths, Mask, Score, unspecialised
 from .backward_pass import load_stats
 from .pages import load_keys, page_list
 from .tiles import (
@@ -25,15 +26,17 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=unspecialised("q", "k"))
 def probabilities_kernel(
-    q, k, probs, lse_ptr, at, score_data, bias, block_data, rng_ptr, B, M, N, total_q, total_k,
-    page_columns, left, right, chunk, heads, mask_rows, mask_columns, drop_threshold,
-    cfg: tl.constexpr,
+    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, probs_ptr, lse_ptr, at,
+    score_data, bias, block_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right,
+    chunk, heads, mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr,
 ):  # fmt: skip
     """P = exp(S - lse) of one tile, negative where dropped; elements that are not visible are not
     written.
     """
+    q = HeadRows(q_ptr, q_batch, q_row, q_head)
+    k = HeadRows(k_ptr, k_batch, k_row, k_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk)
     score = Score(score_data, bias)
@@ -55,7 +58,9 @@ def probabilities_kernel(
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D)
-    q_tile = load_rows(q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D)
+    q_tile = load_rows(
+        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
+    )
     if cfg.PAGE_SIZE > 0:
         k_source = k.ptr + kv_head.to(tl.int64) * k.head
     else:
@@ -73,6 +78,6 @@ def probabilities_kernel(
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)
         p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, -p)
-    offs = b.to(tl.int64) * probs.batch + h.to(tl.int64) * probs.head
-    offs += rows.to(tl.int64) * probs.row + keys
-    tl.store(probs.ptr + offs, p.to(probs.ptr.dtype.element_ty), mask=visible)
+    row = (b * heads + h).to(tl.int64) * lengths.M + rows
+    offs = row * lengths.N + keys
+    tl.store(probs_ptr + offs, p.to(probs_ptr.dtype.element_ty), mask=visible)

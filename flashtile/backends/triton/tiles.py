@@ -355,6 +355,19 @@ def kept(key, threshold, b, h, rows, n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
+def load_columns(
+    rows, inside, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """The columns [FIRST, FIRST + DIM) of the rows that the pointers `rows` (BLOCK, 1) start,
+    (BLOCK, BLOCK_DIM); zero outside of `inside` (BLOCK, 1).
+    """
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    pointers = tl.multiple_of(rows + FIRST + dims, [1, ALIGNMENT])
+    return tl.load(pointers, mask=inside & (dims < DIM), other=0.0)
+
+
+@triton.jit
 def load_rows(
     x,
     base,
@@ -364,13 +377,15 @@ def load_rows(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Load rows [n0, n0 + BLOCK) from `base`, (BLOCK, BLOCK_DIM); zero past `count` (if IS_MASKED)
     and past DIM.
     """
     offs = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
-    pointers = base + tl.cast(n0, tl.int64) * x.row + offs * x.row + dims * x.dim
+    pointers = base + tl.cast(n0, tl.int64) * x.row + offs * x.row + dims
+    pointers = tl.multiple_of(pointers, [1, ALIGNMENT])
     if IS_MASKED:
         if DIM == BLOCK_DIM:
             tile = tl.load(pointers, mask=n0 + offs < count, other=0.0)
@@ -414,24 +429,33 @@ def tile_source(
 def load_tile(
     source, x, n0, count, cfg: tl.constexpr, IS_MASKED: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """`load_rows` from a `tile_source`."""
     if cfg.HAS_DESCRIPTORS:
         tile = source.load([n0, 0])
     else:
-        tile = load_rows(x, source, n0, count, IS_MASKED, DIM, BLOCK, BLOCK_DIM)
+        tile = load_rows(x, source, n0, count, IS_MASKED, DIM, BLOCK, BLOCK_DIM, ALIGNMENT)
     return tile
 
 
 @triton.jit
 def store_rows(
-    x, base, m0, count, tile, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
+    x,
+    base,
+    m0,
+    count,
+    tile,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Write `tile` (BLOCK, BLOCK_DIM) to the rows [m0, m0 + BLOCK) from `base`, up to `count`."""
     offs = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
-    pointers = base + tl.cast(m0, tl.int64) * x.row + offs * x.row + dims * x.dim
+    pointers = base + tl.cast(m0, tl.int64) * x.row + offs * x.row + dims
+    pointers = tl.multiple_of(pointers, [1, ALIGNMENT])
     inside = m0 + offs < count
     if DIM != BLOCK_DIM:
         inside = inside & (dims < DIM)

@@ -17,7 +17,7 @@ from ...gpu.hardware import has_tma
 from ...gpu.intrinsics import let_next_kernel_start
 from ...gpu.launch import Launch
 from ...gpu.relaunch import run_all
-from ...gpu.rows import contiguous, rows_of
+from ...gpu.rows import at_boundary, rows_of
 from ..rotary.kernel import (
     Rotation,
     as_stored,
@@ -268,15 +268,15 @@ def append_launch(
         "q_rotated": None if given.q_rotated is None else rows_of(given.q_rotated),
         "lengths_ptr": given.lengths.contiguous(),
         "used_ptr": given.used,
-        "base_ptr": contiguous(given.base),
-        "cos_ptr": contiguous(cos),
-        "sin_ptr": contiguous(given.sin),
-        "cu_seqlens_ptr": contiguous(given.cu_seqlens),
-        "cu_seqlens_q_ptr": contiguous(given.cu_seqlens_q),
-        "page_table_ptr": contiguous(page_table),
-        "cache_batch_idx_ptr": contiguous(given.cache_batch_idx),
-        "k_descale_ptr": contiguous(given.k_descale),
-        "v_descale_ptr": contiguous(given.v_descale),
+        "base_ptr": at_boundary(given.base),
+        "cos_ptr": at_boundary(cos),
+        "sin_ptr": at_boundary(given.sin),
+        "cu_seqlens_ptr": at_boundary(given.cu_seqlens),
+        "cu_seqlens_q_ptr": at_boundary(given.cu_seqlens_q),
+        "page_table_ptr": at_boundary(page_table),
+        "cache_batch_idx_ptr": at_boundary(given.cache_batch_idx),
+        "k_descale_ptr": at_boundary(given.k_descale),
+        "v_descale_ptr": at_boundary(given.v_descale),
         "B": given.lengths.shape[0],
         "seq": 1 if packed else k.shape[1],
         "seq_q": 1 if q is None else q.shape[1],

@@ -17,14 +17,14 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import filled, uninitialised
 from ....gpu.relaunch import allocate_and_run_all
+from ....gpu.rows import at_boundary
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ... import Gradients
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.block_lists import BlockLists, lists_by_keys
-from ..shared.launch import descriptor, readable
+from ..shared.launch import descriptor, readable, sequences_of
 from ..shared.packing_order import most_tiles
-from ..shared.schedule import Sequences
 from ..shared.softmax import Pointers
 from .dq import PIECE, PIECE_ROWS
 from .kernel import KeyGradients, backward_kernel
@@ -163,9 +163,7 @@ def backward_launches(
     """The launches that fill the gradients; `dout` is readable, and `lists` are of a block mask."""
     config = config_of(problem, operands)
     common = {
-        "at": Sequences(
-            operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
-        ),
+        "at": sequences_of(operands),
         "B": problem.B,
         "M": problem.M,
         "total_q": operands.q.shape[0],
@@ -221,7 +219,7 @@ def delta_launch(
 ) -> Launch:
     """The launch that computes the statistics of all rows and clears the workspace."""
     config = common["cfg"]
-    out = out if out.stride(-1) == 1 else out.contiguous()
+    out = readable(out)
     arguments = {
         "out_ptr": out,
         "dout_ptr": dout,
@@ -260,7 +258,7 @@ def key_launch(
         "delta_desc": plain_descriptor(made.minus_delta, 1),
         "workspace": made.workspace if config.HAS_DQ_IN_REGISTERS else staged_pieces(made, config),
         "plain": KeyGradients(*plain),
-        "pointers": Pointers(None if slopes is None else slopes.contiguous(), None),
+        "pointers": Pointers(at_boundary(slopes), None),
         "heads": problem.Hk,
         "group": problem.group,
         "swizzle": swizzle,
@@ -306,9 +304,9 @@ def round_launch(
     arguments = {
         "workspace_ptr": made.workspace,
         "dq_ptr": made.dq,
-        "batch_stride": batch,
-        "row_stride": row,
-        "head_stride": head,
+        "dq_batch": batch,
+        "dq_row": row,
+        "dq_head": head,
         "heads": problem.Hq,
         "scale": problem.options.softmax_scale,
         **common,

@@ -16,7 +16,7 @@ from ..shared.intrinsics import CONSUMER_ROWS
 from ..shared.packing_order import Side, rows_of
 from ..shared.schedule import NUMBERS
 from .dq import PIECE, in_register_order
-from .row_kernels import store_piece
+from .row_kernels import STRIDES, store_piece
 from .schedule import blocks_before
 
 
@@ -41,7 +41,7 @@ def store_pieces(x, ptr):
     gl.store(ptr + gl.arange(0, pieces.shape[0], layout=pieces.type.layout), pieces)
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "blocks", "parts"])
+@triton.jit(do_not_specialize=[*NUMBERS, *STRIDES, "blocks", "parts"])
 def add_parts_kernel(
     dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr, dk_batch, dk_row, dk_head, dv_batch, dv_row,
     dv_head, at, N, total_k, heads, blocks, parts, scale, cfg: tl.constexpr,

@@ -42,7 +42,9 @@ WIDEST_ORDERED = 64
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The compile-time constants of the backward kernels, without lengths and strides."""
+    """The compile-time constants of the backward kernels, with reasons in docs/compilation.md;
+    without lengths and strides.
+    """
 
     BLOCK_M: int
     BLOCK_N: int

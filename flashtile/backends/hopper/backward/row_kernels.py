@@ -18,7 +18,16 @@ from .dq import PIECE
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "blocks", "entries", "together"])
+# Strides of tensors of head rows. Rows of 8 columns start at multiples of 16 bytes, which hints say
+# where addresses are computed, so Triton need not specialise the strides.
+STRIDES = [
+    f"{name}_{of}" for name in ("o", "do", "dq", "dk", "dv") for of in ("batch", "row", "head")
+]
+
+
+@triton.jit(
+    do_not_specialize=[*NUMBERS, *STRIDES, "lse_ptr", "dlse_ptr", "blocks", "entries", "together"]
+)
 def delta_kernel(
     out_ptr, dout_ptr, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_ptr, dlse_ptr,
     lse_log2_ptr, minus_delta_ptr, workspace_ptr, semaphores_ptr, order, entries, together, at, B,
@@ -58,8 +67,13 @@ def delta_kernel(
         o_base = out_ptr + batch.to(tl.int64) * o_batch + h.to(tl.int64) * o_head
         do_base = dout_ptr + batch.to(tl.int64) * do_batch + h.to(tl.int64) * do_head
         # (BLOCK_M, number of columns, rounded up to a power of two)
-        o = tl.load(o_base + row * o_row + dims, mask=inside, other=0.0).to(tl.float32)
-        do = tl.load(do_base + row * do_row + dims, mask=inside, other=0.0).to(tl.float32)
+        o_ptrs = o_base + row * o_row + dims
+        do_ptrs = do_base + row * do_row + dims
+        if cfg.DV % 8 == 0:
+            o_ptrs = tl.multiple_of(o_ptrs, [1, 16])
+            do_ptrs = tl.multiple_of(do_ptrs, [1, 16])
+        o = tl.load(o_ptrs, mask=inside, other=0.0).to(tl.float32)
+        do = tl.load(do_ptrs, mask=inside, other=0.0).to(tl.float32)
         minus_delta = -tl.sum(o * do, 1)
         if at.cu_seqlens_q is None:
             source = (b * heads + h).to(tl.int64) * M + rows
@@ -84,9 +98,9 @@ def clear(ptr, SIZE: tl.constexpr):
     tl.store(ptr + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "blocks"])
+@triton.jit(do_not_specialize=[*NUMBERS, *STRIDES, "blocks"])
 def round_kernel(
-    workspace_ptr, dq_ptr, batch_stride, row_stride, head_stride, at, B, M, total_q, heads, blocks,
+    workspace_ptr, dq_ptr, dq_batch, dq_row, dq_head, at, B, M, total_q, heads, blocks,
     scale, cfg: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * workspace; each program has one block of one head."""
@@ -97,18 +111,18 @@ def round_kernel(
     b, h, m, start, count, first_block = block_of_rows(at, B, M, total_q, heads, BLOCK)
     if (m >= 0) & (m * BLOCK < count):
         batch = b if at.cu_seqlens_q is None else b * 0
-        base = dq_ptr + batch.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride
+        base = dq_ptr + batch.to(tl.int64) * dq_batch + h.to(tl.int64) * dq_head
         pieces = workspace_ptr + (h * blocks + first_block + m).to(tl.int64) * SIZE
         for piece in tl.static_range(PIECES):
             down, across = (piece % (BLOCK // 64)) * 64, (piece // (BLOCK // 64)) * 64
             row = m * BLOCK + down
             x = tl.load(pieces + piece * PIECE + tl.arange(0, PIECE)) * scale
-            store_piece(x, base, start, row, count, row_stride, across, 64, cfg.D)
+            store_piece(x, base, start, row, count, dq_row, across, 64, cfg.D)
         if cfg.TAIL_D > 0:
             TAIL: tl.constexpr = 64 * cfg.TAIL_D
             x = tl.load(pieces + PIECES * PIECE + tl.arange(0, TAIL)) * scale
             row = m * BLOCK
-            store_piece(x, base, start, row, count, row_stride, cfg.BLOCK_D, cfg.TAIL_D, cfg.D)
+            store_piece(x, base, start, row, count, dq_row, cfg.BLOCK_D, cfg.TAIL_D, cfg.D)
 
 
 @triton.jit
@@ -123,9 +137,10 @@ def store_piece(
     x = tl.reshape(x, [64, COLUMNS])
     rows = row + tl.arange(0, 64)[:, None]
     dims = column + tl.arange(0, COLUMNS)[None, :]
-    offsets = (start + rows).to(tl.int64) * row_stride + dims
-    inside = (rows < count) & (dims < DIM)
-    tl.store(base + offsets, x.to(base.dtype.element_ty), mask=inside)
+    ptrs = base + (start + rows).to(tl.int64) * row_stride + dims
+    if DIM % 8 == 0:
+        ptrs = tl.multiple_of(ptrs, [1, 16])
+    tl.store(ptrs, x.to(base.dtype.element_ty), mask=(rows < count) & (dims < DIM))
 
 
 @triton.jit

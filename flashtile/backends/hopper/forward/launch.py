@@ -13,11 +13,11 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import filled, uninitialised
 from ....gpu.relaunch import allocate_and_run_all
+from ....gpu.rows import at_boundary
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ..shared.block_lists import BlockLists, lists_by_queries
-from ..shared.launch import descriptor, readable, tile_counter
-from ..shared.schedule import Sequences
+from ..shared.launch import descriptor, readable, sequences_of, tile_counter
 from ..shared.softmax import Pointers
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
@@ -100,7 +100,7 @@ def forward_launch(
     arguments = {
         **descriptors(q, k, v, readable(out), config),
         **common_arguments(problem, config, operands, out, lse, counter),
-        "pointers": Pointers(None if slopes is None else slopes.contiguous(), operands.sink),
+        "pointers": Pointers(at_boundary(slopes), at_boundary(operands.sink)),
         "blocks": None,
         "chunk": as_kernel_number(problem.options.attention_chunk),
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
@@ -122,12 +122,7 @@ def common_arguments(
         "out_ptr": out,
         "lse_ptr": lse,
         "counter_ptr": counter,
-        "at": Sequences(
-            operands.cu_seqlens_q,
-            operands.cu_seqlens_k,
-            operands.seqused_q,
-            operands.seqused_k,
-        ),
+        "at": sequences_of(operands),
         "B": problem.B,
         "M": problem.M,
         "N": problem.N,

@@ -144,8 +144,9 @@ def _is_plain_causal(problem: AttentionProblem) -> bool:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The compile-time constants of the kernel. Lengths and strides are not among them and
-    recompile nothing, except that a short or long causal problem may have another tile.
+    """The compile-time constants of the kernel, with reasons in docs/compilation.md. Lengths and
+    strides are not among them and recompile nothing, except that a short or long causal problem may
+    have another tile.
     """
 
     BITS: int  # bits of an element of Q, K, V and P

@@ -7,9 +7,11 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from ....gpu.rows import is_aligned
+from ....gpu.rows import at_boundary, is_aligned
 from ....lru import Memo, memoised
+from ....problem import Operands
 from .intrinsics import shared_rows
+from .schedule import Sequences
 
 
 def readable(x: Tensor) -> Tensor:
@@ -37,6 +39,12 @@ def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) ->
 
 
 _layout = memoised(128)(shared_rows)  # a layout takes longer to build than the descriptor
+
+
+def sequences_of(operands: Operands) -> Sequences:
+    """The lengths of a call that are tensors."""
+    lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
+    return Sequences(*map(at_boundary, lengths))
 
 
 _counters: Memo[tuple[int, int], Tensor] = Memo(256)
