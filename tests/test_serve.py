@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from typing import Any
 
 import pytest
@@ -57,3 +58,20 @@ def test_a_long_prompt_comes_in_pieces(model: Any, monkeypatch: pytest.MonkeyPat
 def test_a_request_that_never_fits_is_refused(model: Any):
     with pytest.raises(ValueError, match="longer than 60 tokens"):
         serve.Server(model, slots=1, longest=60).run(requests([(50, 11)]))
+
+
+def test_the_benchmark_of_one_request(tmp_path: Any):
+    """Every loop makes the text of transformers with sdpa, and the file has a line for each."""
+    from benchmarks import serving
+
+    path = tmp_path / "serving.csv"
+    shape = ["--layers", "1", "--prompt", "20", "--tokens", "6", "--rounds", "1"]
+    assert serving.main([*shape, "--device", "cpu", "--csv", str(path)]) == 0
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["loop"] for row in rows] == [
+        "transformers, sdpa",
+        "transformers, flashtile",
+        "server, eager",
+    ]
+    assert {row["same_tokens"] for row in rows} == {"6"}
