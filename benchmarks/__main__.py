@@ -15,7 +15,7 @@ import torch
 
 from flashtile.cli.machine import busy, missing_device, provenance
 
-from . import targets
+from . import small_calls, targets
 from .markdown import page
 from .peers import FAILED, PEERS
 from .plots import draw
@@ -33,7 +33,7 @@ from .rows import (
 from .run import Settings, measure_case, with_progress
 from .shapes import VARIANTS, Case, vary
 
-CPU_TARGETS = "cpu-targets"
+CPU_TARGETS = {"cpu-targets": targets, "cpu-small": small_calls}  # each alternates with PyTorch
 DTYPES = {
     "fp64": "float64",
     "fp32": "float32",
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drawn = [name for name, preset in PRESETS.items() if preset.draws]
     parser.add_argument(
         "--preset",
-        choices=[CPU_TARGETS, *PRESETS],
+        choices=[*CPU_TARGETS, *PRESETS],
         metavar="NAME",
         help="a predefined measurement, listed below (default: none, the flags describe it); "
         "--seq-len, --head-dim, --use-causal, --cases and --part keep a part of its cases, so that "
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cases and args.preset not in PRESETS:
         print("--cases needs a preset with numbered cases", file=sys.stderr)
         return 2
-    if args.preset == CPU_TARGETS:
+    if args.preset in CPU_TARGETS:
         args.device = "cpu"
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.preset in PRESETS and device == "cpu" and not args.device:
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{origin['device']}, torch {origin['torch']}")
     if warning := busy():
         print(warning)
-    if args.preset == CPU_TARGETS:
+    if args.preset in CPU_TARGETS:
         return _run_targets(args, origin)
     grid = cases(args, device)
     if not grid:
@@ -258,9 +258,10 @@ def _files(args: argparse.Namespace, file: Path | None, suffix: str) -> list[Pat
 
 
 def _run_targets(args: argparse.Namespace, origin: Provenance) -> int:
-    """The CPU targets, with a line for each job."""
-    outcomes = [o for base in with_progress(targets.cases()) for o in targets.measure(base)]
-    headings, lines = targets.summary(outcomes)
+    """The targets of a preset of `CPU_TARGETS`, with a line for each job."""
+    group = CPU_TARGETS[args.preset]
+    outcomes = [o for base in with_progress(group.cases()) for o in group.measure(base)]
+    headings, lines = group.summary(outcomes)
     print_table(headings, lines)
     print(f"{sum(o.met for o in outcomes)} of {len(outcomes)} times within their limit")
     rows = [*targets.native_rows(outcomes), *(outcome.row for outcome in outcomes)]
@@ -271,7 +272,7 @@ def _run_targets(args: argparse.Namespace, origin: Provenance) -> int:
         write_json(path, rows, origin)
         print(f"wrote {path}")
     if args.output:
-        (args.output / f"{CPU_TARGETS}.txt").write_text(plain_table(headings, lines) + "\n")
+        (args.output / f"{args.preset}.txt").write_text(plain_table(headings, lines) + "\n")
     return 0
 
 
