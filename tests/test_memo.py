@@ -320,3 +320,96 @@ def test_without_a_dispatch_mode_the_call_skips_the_op(monkeypatch):
 
     monkeypatch.setattr(autograd.torch.ops.flashtile, "attention_forward", refuse)
     flashtile.attention(*qkv())
+
+
+KINDS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "bias": {"bias": torch.zeros(5, 7)},
+    "attn_mask": {"attn_mask": torch.ones(5, 7, dtype=torch.bool)},
+    "key_padding_mask": {"key_padding_mask": torch.ones(2, 7, dtype=torch.bool)},
+    "lengths": {"seqused_k": torch.tensor([3, 7], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grads", [False, True])
+def test_each_kind_of_call_is_checked_once(kind, grads, checked):
+    for _ in range(3):
+        leaves = [x.requires_grad_(grads) for x in qkv()]
+        out = flashtile.attention(*leaves, **KINDS[kind])
+        assert out.requires_grad == grads
+    assert len(checked) == 1
+
+
+def test_other_strides_share_an_entry_and_are_read_as_they_are(checked):
+    """Whole, sliced and transposed tensors; the backend sees the new strides each time."""
+    q, k, v = qkv()
+    want = flashtile.attention(q, k, v)
+    for number in range(4):
+        others = [
+            x if number % 2 else x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)
+        ]
+        if number > 1:
+            others = [torch.stack((x, x), dim=-1)[..., 0] for x in others]
+        torch.testing.assert_close(flashtile.attention(*others), want)
+    assert len(checked) == 1
+
+
+def test_another_dtype_or_another_tensor_with_a_gradient_is_another_call(checked):
+    q, k, v = qkv()
+    assert flashtile.attention(q, k, v).dtype == torch.float32
+    for dtype in (torch.float64, torch.bfloat16):
+        assert flashtile.attention(q.to(dtype), k.to(dtype), v.to(dtype)).dtype == dtype
+    for name in range(3):
+        leaves = [x.clone().requires_grad_(name == index) for index, x in enumerate((q, k, v))]
+        out = flashtile.attention(*leaves)
+        out.sum().backward()
+        assert [x.grad is not None for x in leaves] == [name == index for index in range(3)]
+    assert len(checked) == 6
+
+
+def test_inference_tensors_after_plain_ones_and_before():
+    q, k, v = qkv()
+    with torch.inference_mode():
+        inside = [x.clone() for x in (q, k, v)]
+    want = flashtile.attention(q, k, v)
+    for _ in range(2):
+        assert torch.equal(flashtile.attention(*inside), want)
+        with torch.inference_mode():
+            assert flashtile.attention(*inside).is_inference()
+            assert torch.equal(flashtile.attention(q, k, v), want)
+        leaf = q.clone().requires_grad_()
+        assert flashtile.attention(leaf, k, v).requires_grad
+
+
+def test_a_subclass_is_checked_each_time_and_sees_the_op(checked):
+    class Named(torch.Tensor):
+        pass
+
+    q, k, v = qkv()
+    want = flashtile.attention(q, k, v)
+    for count in (2, 3):
+        out = flashtile.attention(q.as_subclass(Named), k, v)
+        assert type(out) is Named
+        assert torch.equal(out.as_subclass(torch.Tensor), want)
+        assert len(checked) == count
+
+
+def test_threads_share_what_was_checked_but_not_the_forced_backend(checked):
+    from concurrent.futures import ThreadPoolExecutor
+
+    q, k, v = qkv()
+    want = flashtile.attention(q, k, v)
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                torch.testing.assert_close(pool.submit(flashtile.attention, q, k, v).result(), want)
+        finally:
+            torch.set_num_threads(before)
+        assert len(checked) == 1
+        with flashtile.backend("triton"):
+            assert torch.equal(pool.submit(flashtile.attention, q, k, v).result(), want)
+    assert len(checked) == 1

@@ -266,7 +266,9 @@ def _check_memory_and_values(
         checks.page_lengths(layout, operands.k, given.get("seqused_k"))
     if isinstance(layout, Cached):
         checks.cache_values(layout, operands, options)
-        if layout.k_new is not None and operands.seqused_k is not None:
+        # Only left pads and pages are compared with the lengths after the append.
+        has_more = layout.cache_leftpad is not None or layout.page_table is not None
+        if has_more and layout.k_new is not None and operands.seqused_k is not None:
             operands = operands._replace(seqused_k=operands.seqused_k + layout.added)
     checks.values(operands, options)
 

@@ -79,7 +79,8 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 def _as_call(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A segment (batch, heads, length, head_dim) as a call has it, (batch, length, heads, ...)."""
-    return x.transpose(1, 2).to(dtype).contiguous()
+    x = x.transpose(1, 2)
+    return x.contiguous() if x.dtype == dtype else x.to(dtype).contiguous()
 
 
 def _runs_native(segment: Segment, plan: Plan) -> bool:

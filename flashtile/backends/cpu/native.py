@@ -275,5 +275,6 @@ def backward(
 
 def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype` with a contiguous last dimension, which the kernel assumes without a check."""
-    x = x.to(dtype)
+    if x.dtype != dtype:
+        x = x.to(dtype)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -158,7 +158,9 @@ def cache_values(layout: Cached, operands: Operands, options: Options) -> None:
     if layout.k_new is not None and layout.cu_seqlens_k_new is not None:
         total = layout.k_new.shape[0]
         cumulative_values("cu_seqlens_k_new", layout.cu_seqlens_k_new, total, "k")
-    before, after = lengths.tolist(), (lengths + layout.added).tolist()
+    before, added = lengths.tolist(), layout.added
+    new = [added] * len(before) if isinstance(added, int) else added.tolist()
+    after = [length + count for length, count in zip(before, new, strict=True)]
     if table is not None:
         page_size = k_cache.shape[1] if k_cache.shape[0] > 0 else 0
         with_new = "cache_seqlens" + (" with the new tokens" if layout.k_new is not None else "")
