@@ -371,10 +371,11 @@ def _run(
     return_lse = checks.flag("return_lse", return_lse)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
     wanted = out if padded is None else tokens("out", out)
-    problem, operands, *_ = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
+    call = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
+    problem, operands = call.problem, call.operands
     if problem.options.dropout_p > 0:
         operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device))
-    result, lse = autograd.attend(problem, operands)
+    result, lse = autograd.attend(problem, operands, call.forward)
     probs = None
     if return_attn_probs:
         probs = autograd.attention_probabilities(problem, operands, lse.detach())

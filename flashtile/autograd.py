@@ -64,8 +64,17 @@ def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: 
         return torch.ops.flashtile.attention_probabilities(*operands, lse, *problem.options)
 
 
-def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a prepared call, recorded for gradients."""
+def attend(
+    problem: AttentionProblem,
+    operands: Operands,
+    forward: backends.PreparedForward | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a prepared call, recorded for gradients.
+
+    Args:
+        forward: the prepared forward, if an equal call has been made before; its arguments are
+            plain tensors then.
+    """
     compiling = torch.compiler.is_compiling()
     if compiling:
         operands = _dealiased(operands)
@@ -78,7 +87,8 @@ def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tenso
     if transforms:  # which wants nothing written in place
         operands = operands._replace(workspace=None)
     # Of a meta tensor the op makes sizes and dtypes.
-    if compiling or transforms or operands.q.is_meta or _is_observed(operands):
+    seen = operands if forward is None else ()
+    if compiling or transforms or operands.q.is_meta or _is_observed(seen):
         options = problem.options
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
@@ -87,8 +97,8 @@ def attend(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tenso
         return torch.ops.flashtile.attention_forward(*operands, *options)
     # Nobody would see the ops, which cost as much time as all that is above.
     if problem.needs_grad:
-        return DirectAttention.apply(problem, operands, *operands[:DIFFERENTIABLE])
-    return _run_forward(problem, operands)
+        return DirectAttention.apply(problem, forward, operands, *operands[:DIFFERENTIABLE])
+    return _run_forward(problem, operands, forward)
 
 
 def _is_transformed() -> bool:
@@ -139,9 +149,15 @@ def _dealiased(operands: Operands) -> Operands:
 # A backend determines the dtype of each of its products, so autocast is off inside.
 
 
-def _run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+def _run_forward(
+    problem: AttentionProblem,
+    operands: Operands,
+    forward: backends.PreparedForward | None = None,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) from the backend that `problem` names."""
     with autocast_off(operands.q):
+        if forward is not None:
+            return forward(operands)
         return backends.load(problem.options.backend).forward(problem, operands)
 
 
@@ -277,16 +293,20 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
 class DirectAttention(torch.autograd.Function):
     """`AttentionFunction` without the registered ops: it calls the backend directly.
 
-    (problem, operands, the differentiable operands) -> (out, lse). It is used when no tracer or
-    dispatch mode is active, because at small sizes the host limits the speed of training. If one
-    becomes active before the backward, the backward calls its op.
+    (problem, its prepared forward, operands, the differentiable operands) -> (out, lse). It is used
+    when no tracer or dispatch mode is active, because at small sizes the host limits the speed of
+    training. If one becomes active before the backward, the backward calls its op.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, problem: AttentionProblem, operands: Operands, *differentiable: Tensor | None
+        ctx: Any,
+        problem: AttentionProblem,
+        forward: backends.PreparedForward | None,
+        operands: Operands,
+        *differentiable: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _run_forward(problem, operands)
+        out, lse = _run_forward(problem, operands, forward)
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         ctx.save_for_backward(out, lse, *operands)
@@ -308,8 +328,8 @@ class DirectAttention(torch.autograd.Function):
             or is_traced((dout, dlse, *saved))
         ):
             given = (dout, dlse, out, lse, problem.bias_needs_grad, *operands, *problem.options)
-            return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])
-        return None, None, *_run_backward(problem, operands, out, lse, dout, dlse)
+            return None, None, None, *_seen_derivative(given, ctx.needs_input_grad[3:])
+        return None, None, None, *_run_backward(problem, operands, out, lse, dout, dlse)
 
 
 class AttentionBackwardFunction(torch.autograd.Function):

@@ -7,6 +7,8 @@ A backend module has
   if the backend can run the problem;
 - ``describe_plan(problem) -> str``: what it would run, for `explain`;
 - ``forward(problem, operands) -> (out, lse)``;
+- ``prepared_forward(problem, operands) -> run``: ``run(operands)`` is the forward of calls like one
+  that has been made; None if the backend cannot prepare it;
 - ``backward(problem, operands, out, lse, dout, dlse) -> Gradients``;
 - ``probabilities(problem, operands, lse) -> probs``.
 
@@ -15,6 +17,7 @@ A backend whose attention can also append new tokens to a cache has the function
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
@@ -33,6 +36,9 @@ class Gradients(NamedTuple):
     dsink: Tensor | None
 
 
+Run = Callable[[Operands], tuple[Tensor, Tensor]]
+
+
 class Backend(Protocol):
     """The interface of a backend's module."""
 
@@ -46,6 +52,9 @@ class Backend(Protocol):
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
+
+    def prepared_forward(self, problem: AttentionProblem, operands: Operands) -> Run | None:
+        """The forward of calls whose tensors have the metadata of `operands`."""
 
     def backward(
         self,
@@ -91,3 +100,30 @@ def appender(name: str) -> Appender | None:
     """The backend module `name`, if it is an `Appender`."""
     module = load(name)
     return cast(Appender, module) if hasattr(module, "append_and_forward") else None
+
+
+class PreparedForward:
+    """The forward of calls whose tensors differ only in their contents and addresses.
+
+    Preparing takes longer than a call, and many calls occur only a few times, so the first calls
+    run as any other.
+    """
+
+    _FIRST_CALLS = 3
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self.problem = problem
+        self._calls = 0
+        self._run: Run | None = None
+
+    def __call__(self, operands: Operands) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        if self._run is not None:
+            return self._run(operands)
+        problem, backend = self.problem, load(self.problem.options.backend)
+        results = backend.forward(problem, operands)
+        if self._calls < self._FIRST_CALLS:
+            self._calls += 1
+            if self._calls == self._FIRST_CALLS:
+                self._run = backend.prepared_forward(problem, operands)
+        return results

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import PreparedForward
+from ..gpu.rows import ALIGNMENT
 from ..lru import Memo, memoised
 from ..masks import Window
 from ..problem import AttentionProblem
@@ -25,19 +27,22 @@ class Decision(NamedTuple):
 
     problem: AttentionProblem  # with the backend
     has_extras: bool  # tensors besides q, k and v
+    forward: PreparedForward | None  # of a call whose operands are arguments themselves
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TUPLES = frozenset((tuple, Window))
+_STRIDED = torch.strided
 _decisions: Memo[Any, Decision] = Memo(4096)
 
 
-def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_launches: bool) -> Any:
     """Everything about the arguments `given` that decides a call, and the global state that does.
 
     Args:
         names: of the arguments, which are not the same ones in every call.
+        with_launches: include what decides the launches of a call on a GPU.
 
     Returns:
         None where that cannot be said in advance: for arguments of other types (a subclass of
@@ -48,25 +53,36 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
     indices = _indices_by_type(types)
     if indices is None:
         return None
+    with_launches = with_launches and _has_launches(given[0])
     facts: list[Any] = [
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         dispatch.forced(),
+        with_launches,
         names,
         types,
         indices.plain_values(given),
     ]
     for index in indices.tensors:
         x = given[index]
-        if x.is_nested:  # which have no shape, and are refused
+        if x.is_nested or x.layout is not _STRIDED:  # which have no shape or no strides
             return None
-        facts += (x.shape, x.dtype, x.device, x.requires_grad, x.layout)
+        facts += (x.shape, x.dtype, x.device, x.requires_grad)
+        if with_launches:
+            facts += (x.stride(), x.data_ptr() % ALIGNMENT)
     for index in indices.tuples:
         item_types = tuple(map(type, given[index]))
         if not _PLAIN.issuperset(item_types):
             return None
         facts += (item_types, given[index])
     return tuple(facts)
+
+
+def _has_launches(x: Any) -> bool:
+    """Whether a call with this tensor consists of launches on a GPU. A tensor under a transform of
+    torch.func has no address, and its call is no launch.
+    """
+    return isinstance(x, Tensor) and x.is_cuda and not torch._C._are_functorch_transforms_active()
 
 
 class ArgumentIndices(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import cast_input, is_autocasting
+from ..backends import PreparedForward
 from ..masks import BlockMask
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
 from . import checks, decoding, dispatch, memo, prefill
@@ -33,6 +34,7 @@ class Prepared(NamedTuple):
     operands: Operands  # a cached call's new tokens and `qv` are not applied yet
     layout: Layout  # as given, but in the dtypes that autocast requires
     given: Given  # likewise
+    forward: PreparedForward | None = None  # if an equal call has been made before
 
 
 class Description(BaseException):
@@ -90,12 +92,12 @@ def prepare(
         if isinstance(layout, Cached):
             checks.length_on_host(qkv[1], layout)
         if not decision.has_extras and out is None:
-            return Prepared(decision.problem, Operands(*qkv), layout, given)
+            return Prepared(decision.problem, Operands(*qkv), layout, given, decision.forward)
         operands = _operands(qkv, layout, given)
         if not isinstance(layout, Cached):
             operands = absorb_operands(operands, given.get("qv"))
         _check_memory_and_values(layout, operands, decision.problem.options, out, given)
-        return Prepared(decision.problem, operands, layout, given)
+        return Prepared(decision.problem, operands, layout, given, decision.forward)
     operands, options = describe(qkv, layout, given)
     _check_memory_and_values(layout, operands, options, out, given)
     if backend is not None:
@@ -106,7 +108,9 @@ def prepare(
         raise Description(problem, operands, layout, given, backend)
     problem = decide(problem, operands, layout, backend)
     has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
-    memo.put(key, memo.Decision(problem, has_extras))
+    has_launches = problem.device_type == "cuda" and _are_arguments(operands, qkv, layout, given)
+    forward = PreparedForward(problem) if has_launches else None
+    memo.put(key, memo.Decision(problem, has_extras, forward))
     if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
@@ -211,7 +215,16 @@ def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
     if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
         values = {**given, "block_mask": None}.values()
         asked += (*_tiles(mask).values(), mask.lengths)
-    return memo.key_of((type(layout), *given), (*qkv, *layout, *values, *asked))
+    names, arguments = (type(layout), *given), (*qkv, *layout, *values, *asked)
+    return memo.key_of(names, arguments, not isinstance(layout, Cached))
+
+
+def _are_arguments(operands: Operands, qkv: QKV, layout: Layout, given: Given) -> bool:
+    """Whether every operand is an argument itself, so that the key has all that decides its
+    launches.
+    """
+    arguments = {id(x) for x in (*qkv, *layout, *given.values())}
+    return all(x is None or id(x) in arguments for x in operands)
 
 
 def _strides(*caches: Tensor) -> tuple[int, ...]:

@@ -34,6 +34,16 @@ class PreparedCall(NamedTuple):
     direct: list[Repeat] | None  # without Triton's Python code
     allocate: Callable[[], Any] | None  # None if the caller does
 
+    def run(self, given: Tensors) -> Any:
+        """Allocate tensors, make the launches, and return what was allocated."""
+        assert self.allocate is not None
+        if _is_elsewhere(given):
+            with torch.cuda.device(given[0].device):  # type: ignore[union-attr]  # never None
+                return self.run(given)
+        made = self.allocate()
+        self.launch(given + made)
+        return made
+
     def launch(self, tensors: Tensors) -> None:
         """Make the launches with other tensors."""
         direct = self.direct
@@ -87,27 +97,32 @@ def allocate_and_run_all(
     given: Tensors,
     allocator: Callable[[], Callable[[], Made]],
     describe: Describe,
-    config: Any = None,
+    config: Callable[[], Any],
 ) -> Made:
     """As `run_all`, but allocate `made` and return it.
 
     Args:
         allocator: returns the function that allocates it, for this call and for those like it.
+        config: returns what `run_all` gets.
     """
     if _is_elsewhere(given):
         with torch.cuda.device(given[0].device):  # type: ignore[union-attr]  # never None
             return allocate_and_run_all(name, call, given, allocator, describe, config)
     key = _key(name, call, given)
     known = _prepared.get(key, NEVER)
-    if isinstance(known, PreparedCall) and known.allocate is not None:
-        made: Made = known.allocate()
-        known.launch(given + made)
-    else:
-        allocate = allocator()
-        made = allocate()
-        kind = _kind(key, name, given, config)
-        _launch_described(key, kind, known, given, made, describe, allocate)
+    if isinstance(known, PreparedCall):
+        return known.run(given)
+    allocate = allocator()
+    made = allocate()
+    kind = _kind(key, name, given, config())
+    _launch_described(key, kind, known, given, made, describe, allocate)
     return made
+
+
+def prepared_call(name: str, call: Any, given: Tensors) -> PreparedCall | None:
+    """What `allocate_and_run_all` has prepared for calls like this one."""
+    known = _prepared.get(_key(name, call, given))
+    return known if isinstance(known, PreparedCall) else None
 
 
 def _is_elsewhere(given: Tensors) -> bool:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +25,16 @@ if shutil.which("cc") is None:
 
 from triton import knobs
 
+import flashtile
+from flashtile.backends import hopper
 from flashtile.backends.hopper.backward import launch as backward_path
 from flashtile.backends.hopper.forward import launch as forward_path
+from flashtile.backends.hopper.forward.plan import plan
 from flashtile.backends.hopper.shared import launch as shared_path
-from flashtile.call import prepare
+from flashtile.call import memo, prepare
 from flashtile.call.layouts import Dense
 from flashtile.gpu import direct_launch, relaunch
-from flashtile.gpu.relaunch import allocate_and_run_all
+from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem, Operands
 from flashtile.testing import generator, normal
 
@@ -53,31 +57,45 @@ def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Passes:
-    """Replaces `allocate_and_run_all`, and compares each pass with Triton's own launches of it."""
+    """Stands between a pass and `relaunch`, and compares each pass with Triton's own launches."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.made = 0
         self.in_python = 0  # launches of passes through Triton's Python code
         self.compares = True
-        self.counter: Any = None
+        self.counter: Any = None  # of the last forward
+        self.describe: dict[Any, Any] = {}
 
-    def __call__(
+    def allocate_and_run_all(
         self, name: str, call: Any, given: Any, allocator: Any, describe: Any, config: Any
     ) -> Any:
+        self.describe[name, call] = describe
+        run = partial(relaunch.allocate_and_run_all, name, call)
+        return self.compared(
+            lambda given: run(given, allocator, describe, config), name, call, given
+        )
+
+    def prepared_call(self, name: str, call: Any, given: Any) -> Any:
+        known = relaunch.prepared_call(name, call, given)
+        if known is None:
+            return None
+        return SimpleNamespace(run=lambda given: self.compared(known.run, name, call, given))
+
+    def compared(self, run: Any, name: str, call: Any, given: Any) -> Any:
         thread = self.driver.thread
         before = thread.in_python
         with self.driver.launches() as got:
-            made = allocate_and_run_all(name, call, given, allocator, describe, config)
+            made = run(given)
         self.in_python += thread.in_python - before
         assert all(launch.stream == thread.stream for launch in got)
         if self.compares:
             with self.driver.launches() as wanted:
-                for launch in describe(given, made):
+                for launch in self.describe[name, call](given, made):
                     launch.run()
             assert got == wanted
         self.made += 1
-        if name == "hopper forward":
+        if name == forward_path.PASS:
             self.counter = made[2]
         return made
 
@@ -86,7 +104,8 @@ class Passes:
 def passes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Passes:
     passes = Passes(driver)
     for module in (forward_path, backward_path):
-        monkeypatch.setattr(module, "allocate_and_run_all", passes)
+        monkeypatch.setattr(module, "allocate_and_run_all", passes.allocate_and_run_all)
+        monkeypatch.setattr(module, "prepared_call", passes.prepared_call)
     return passes
 
 
@@ -137,6 +156,87 @@ def test_calls_of_all_kinds_alternate(passes: Passes, driver: Driver):
             passes.in_python = 0
     assert passes.made == 6 * (2 * len(KINDS) - len(FORWARD_ONLY))
     assert passes.in_python == 0  # in the last three rounds
+
+
+@pytest.fixture
+def compared(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[AttentionProblem]:
+    """Tensors on the CPU count as if on a GPU. The problems of all prepared forwards, each of which
+    is compared with Triton's own launch of it.
+    """
+    flashtile.clear_caches()
+    describe_problem, prepared = AttentionProblem.of, hopper.prepared_forward
+    seen = []
+
+    def of(operands: Operands, options: Any) -> AttentionProblem:
+        problem = describe_problem(operands, options)
+        return problem._replace(device_type="cuda", capability=(9, 0))
+
+    def prepared_forward(problem: AttentionProblem, operands: Operands) -> Any:
+        run_prepared = prepared(problem, operands)
+        if run_prepared is None:
+            return None
+
+        def run(operands: Operands) -> Any:
+            with driver.launches() as got:
+                out, lse = run_prepared(operands)
+            counter = shared_path.tile_counter(out.device)
+            config = plan(problem)
+            launch = forward_path.forward_launch(
+                problem, config, operands, out, lse, multiprocessors(out.device), counter
+            )
+            with driver.launches() as wanted:
+                launch.run()
+            assert got == wanted
+            assert all(launch.stream == driver.thread.stream for launch in got)
+            seen.append(problem)
+            return out, lse
+
+        return run
+
+    monkeypatch.setattr(AttentionProblem, "of", of)
+    monkeypatch.setattr(hopper, "prepared_forward", prepared_forward)
+    monkeypatch.setattr(memo, "_has_launches", lambda x: True)
+    return seen
+
+
+def test_one_lookup_leads_to_the_launches(compared: list[AttentionProblem], driver: Driver):
+    """Calls of `attention` that differ in what decides a launch, or in who calls, alternate."""
+    memory = torch.zeros(3, 2**15, dtype=torch.bfloat16)
+    size = 70 * 2 * 64
+    views = (
+        lambda x: x[:size].view(1, 70, 2, 64),
+        lambda x: x[:size].view(torch.float16).view(1, 70, 2, 64),
+        lambda x: x[:size].view(1, 2, 70, 64).transpose(1, 2),
+        lambda x: x[: 80 * 2 * 64].view(1, 80, 2, 64),
+        lambda x: x[: 2 * size].view(1, 70, 2, 128)[..., :64],
+        lambda x: x[64 : 64 + size].view(1, 70, 2, 64),
+    )
+    settings = (
+        {},
+        {"softmax_scale": 0.5},
+        {"deterministic": True},
+    )
+    rounds = 7
+    for number in range(rounds):
+        driver.thread.stream = 16 * (number % 2)
+        for view in views:
+            for options in settings:
+                q, k, v = (view(x) for x in memory)
+                flashtile.attention(q, k, v, causal=True, **options)
+                with torch.inference_mode():
+                    flashtile.attention(q, k, v, causal=True, **options)
+                q = q.detach().requires_grad_()
+                out = flashtile.attention(q, k, v, causal=True, **options)
+                assert out.requires_grad
+    # The first call describes the problem and the next ones prepare.
+    kinds = 2 * len(views) * len(settings)
+    assert len(compared) > kinds * (rounds - 4)
+    # A tensor that is not aligned is copied each time.
+    before = len(compared)
+    q, k, v = (x[4 : 4 + size].view(1, 70, 2, 64) for x in memory)
+    for _ in range(rounds):
+        flashtile.attention(q, k, v, causal=True)
+    assert len(compared) == before
 
 
 def test_memory_is_reused_by_other_tensors(passes: Passes):

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from ...problem import AttentionProblem, Operands
+from .. import Run
 from .launch import backward, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
 
 HINTS = ()
 
-__all__ = ["HINTS", "backward", "describe_plan", "forward", "probabilities", "unsupported_reasons"]
+__all__ = [
+    "HINTS",
+    "backward",
+    "describe_plan",
+    "forward",
+    "prepared_forward",
+    "probabilities",
+    "unsupported_reasons",
+]
+
+
+def prepared_forward(problem: AttentionProblem, operands: Operands) -> Run | None:
+    """None: on a CPU there are no launches to prepare."""
+    return None

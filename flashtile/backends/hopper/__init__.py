@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...problem import AttentionProblem, Operands
-from .. import Gradients
+from .. import Gradients, Run
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
@@ -20,6 +20,7 @@ __all__ = [
     "backward",
     "describe_plan",
     "forward",
+    "prepared_forward",
     "probabilities",
     "unsupported_reasons",
 ]
@@ -50,6 +51,13 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     from .forward import launch
 
     return launch.forward(problem, operands)
+
+
+def prepared_forward(problem: AttentionProblem, operands: Operands) -> Run | None:
+    """The forward of calls like one that has been made; None if it was not prepared."""
+    from .forward import launch
+
+    return launch.prepared_forward(problem, operands)
 
 
 def backward(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...gpu.hardware import multiprocessors
 from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands
-from .. import Gradients
+from .. import Gradients, Run
 from . import float8, plan
 from .splits import one_program_has_all_queries, splits_of
 
@@ -22,6 +22,7 @@ __all__ = [
     "backward",
     "describe_plan",
     "forward",
+    "prepared_forward",
     "probabilities",
     "unsupported_reasons",
 ]
@@ -54,6 +55,11 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     if problem.dtype in FLOAT8:
         problem, operands = float8.over_float8_keys(problem), float8.with_wide_queries(operands)
     return launch.forward(problem, operands)
+
+
+def prepared_forward(problem: AttentionProblem, operands: Operands) -> Run | None:
+    """None: only the launches are prepared, not what they need."""
+    return None
 
 
 def appends(problem: AttentionProblem) -> bool:

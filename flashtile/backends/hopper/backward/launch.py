@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import filled, uninitialised
-from ....gpu.relaunch import allocate_and_run_all
+from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
@@ -51,6 +51,30 @@ def backward(
         dq, dk, dv = map(torch.zeros_like, operands[:3])
         return Gradients(dq, dk, dv, None, dsink)
 
+    given = (*operands, out, lse, dout, dlse)
+    prepared = prepared_call(PASS, problem, given)
+    if prepared is None:
+        made = run_backward(problem, operands, out, lse, dout, dlse)
+    else:
+        made = prepared.run(given)
+    sink = operands.sink
+    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
+    return Gradients(made.dq, made.dk, made.dv, None, dsink)
+
+
+PASS = "hopper backward"
+
+
+def run_backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Buffers:
+    """The results of a call that was not prepared; `dout` is copied if TMA cannot read it."""
+
     config = config_of(problem, operands)
     lists = lists_of(problem, config, operands)
 
@@ -64,10 +88,7 @@ def backward(
     listed = () if lists is None else lists.tensors
     given = (*operands, out, lse, readable(dout), dlse, *listed)
     allocator = partial(buffers, problem, operands)
-    made = allocate_and_run_all("hopper backward", problem, given, allocator, describe, config)
-    sink = operands.sink
-    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
-    return Gradients(made.dq, made.dk, made.dv, None, dsink)
+    return allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: config)
 
 
 class Buffers(NamedTuple):

@@ -12,10 +12,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import filled, uninitialised
-from ....gpu.relaunch import allocate_and_run_all
+from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
+from ... import Run
 from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
 from ..shared.softmax import Pointers
@@ -54,12 +55,11 @@ def run_forward(
         return [launch]
 
     given = operands if lists is None else (*operands, *lists.tensors)
-    out, lse, _ = allocate_and_run_all(
-        "hopper forward", problem, given, allocator, describe, config
-    )
+    out, lse, _ = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: config)
     return out, lse
 
 
+PASS = "hopper forward"
 OPERANDS = len(Operands._fields)
 
 
@@ -70,6 +70,19 @@ def lists_of(
     if not config.HAS_BLOCK_MASK:
         return None
     return lists_by_queries(problem, operands, config.BLOCK_M, config.BLOCK_N)
+
+
+def prepared_forward(problem: AttentionProblem, operands: Operands) -> Run | None:
+    """`run_forward` of calls like one that has been made; None if that one was not prepared."""
+    prepared = prepared_call(PASS, problem, operands)
+    if prepared is None:
+        return None
+
+    def run(operands: Operands) -> tuple[Tensor, Tensor]:
+        out, lse, _ = prepared.run(operands)
+        return out, lse
+
+    return run
 
 
 def outputs(operands: Operands, config: KernelConfig) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -51,12 +51,9 @@ _counters: Memo[tuple[int, int], Tensor] = Memo(256)
 
 
 def tile_counter(device: torch.device) -> Tensor:
-    """Two zeros, which every launch resets to zero. Launches on one stream run one after another,
-    so they share the counter.
+    """Two zeros on the current device, which every launch resets to zero. Launches on one stream
+    run one after another, so they share the counter.
     """
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return tile_counter(device)
     if torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = device.index, driver.active.get_current_stream(device.index)
