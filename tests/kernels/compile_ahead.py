@@ -67,15 +67,19 @@ def launches(
     return found
 
 
-def step_launches(operands: Operands, options: Options, device: str) -> list[Launch]:
-    """The launches of the call as a decoding step, which rotates a half of each new token."""
+def step_launches(
+    operands: Operands, options: Options, rotary_dim: int, device: str
+) -> list[Launch]:
+    """The launches of the call as a decoding step."""
     q, k, v = operands[:3]
     B, M, Hk = *q.shape[:2], k.shape[-2]
-    tables = torch.empty(2, 40, q.shape[-1] // 4, dtype=q.dtype)
-    appending = Appending(M, tables.shape[-1], is_interleaved=False, has_own_positions=True)
+    rotary = (None, None, None)
+    if rotary_dim > 0:
+        rotary = (*torch.empty(2, 40, rotary_dim // 2, dtype=q.dtype), operands.seqused_k)
+    appending = Appending(M, rotary_dim // 2, is_interleaved=False, has_own_positions=True)
     problem = _problem(operands, options, device)._replace(appending=appending)
     k_new, v_new = (torch.empty(B, M, Hk, x.shape[-1], dtype=q.dtype) for x in (k, v))
-    given = (*operands, k_new, v_new, *tables, operands.seqused_k)
+    given = (*operands, k_new, v_new, *rotary)
     return forward_launches(problem, given, forward_buffers(problem, operands))
 
 

@@ -193,10 +193,13 @@ OPTIONS = {
     "split KV loops": lambda device: decoding(device, 64, "pages, packed queries"),
     "pages of 48": lambda device: decoding(device, 64, "pages of 48, left pads"),
     "a decoding step": lambda device: step_launches(
-        *make_decoding("one query", torch.bfloat16, M=2, num_splits=4), device
+        *make_decoding("one query", torch.bfloat16, M=2, num_splits=4), 16, device
     ),
     "a decoding step in pages": lambda device: step_launches(
-        *make_decoding("pages of 16", torch.bfloat16, D=64, Dv=64), device
+        *make_decoding("pages of 16", torch.bfloat16, D=64, Dv=64), 0, device
+    ),
+    "a decoding step of many heads": lambda device: step_launches(
+        *make_decoding("one query", torch.bfloat16, D=64, Dv=64, Hq=32, Hk=1), 64, device
     ),
 }
 

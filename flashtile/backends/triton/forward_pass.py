@@ -17,7 +17,7 @@ import triton.language as tl
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Lengths, Mask, Score, unspecialised
-from .new_tokens import append_tokens, load_rotated_queries
+from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
 from .tiles import (
@@ -217,7 +217,7 @@ def forward_kernel(
     q_base = q.ptr + b.to(tl.int64) * q.batch + start_q.to(tl.int64) * q.row
     q_rows = q_base + rows.to(tl.int64) * q.row + h.to(tl.int64) * q.head
     if cfg.APPENDING is not None:
-        q_tile = load_rotated_queries(q_rows, rows, M, b, new, table_rows, cfg)
+        q_parts = load_queries(q_rows, rows, M, b, new, table_rows, cfg)
     else:
         q_tile = load_columns(q_rows, rows < M, 0, cfg.D, BLOCK_D, cfg.ALIGNMENT)
     q_tail = None
@@ -242,14 +242,6 @@ def forward_kernel(
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     start, stop = visible_keys(rows + shift, N, mask, cfg)
-    qk_scale, scale_block = 1.0, 0
-    if cfg.HAS_FLOAT8_KEYS:
-        q_tile, q_factor = as_float16(q_tile)
-        qk_scale = q_factor * query_scales(score, b, h, kv_head, rows, M, heads, lengths, cfg)
-        scale_block = first_key_block(b, kv_head, heads, lengths, cfg)
-    if PAIR == 2:
-        q_tile = tl.split(tl.reshape(q_tile, [BLOCK_M, BLOCK_D // 2, 2]))
-    v_scale = head_scale(score.data.v_descale, b, kv_head, heads, cfg)
 
     if cfg.MASK_TILE_M > 0:
         capacity = tl.cdiv(lengths.N, BLOCK_N)
@@ -270,6 +262,15 @@ def forward_kernel(
                 k, v, new, added, table_rows, b, kv_head, heads, start_k, pages, begin, full_begin,
                 full_end, end, lengths, score, cfg,
             )  # fmt: skip
+            q_tile = rotated_queries(q_parts, q, cfg)
+    qk_scale, scale_block = 1.0, 0
+    if cfg.HAS_FLOAT8_KEYS:
+        q_tile, q_factor = as_float16(q_tile)
+        qk_scale = q_factor * query_scales(score, b, h, kv_head, rows, M, heads, lengths, cfg)
+        scale_block = first_key_block(b, kv_head, heads, lengths, cfg)
+    if PAIR == 2:
+        q_tile = tl.split(tl.reshape(q_tile, [BLOCK_M, BLOCK_D // 2, 2]))
+    v_scale = head_scale(score.data.v_descale, b, kv_head, heads, cfg)
     full_start, masked_start = 0, 0
     if cfg.IS_SPLIT:
         full_start, full_count, masked_start, masked_count = split_range(full_count, masked_count)

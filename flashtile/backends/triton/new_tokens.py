@@ -14,14 +14,20 @@ from ...gpu.rows import HeadRows
 from ...ops.rotary.kernel import as_stored
 
 
+# Largest tile of queries that is rotated after the append, so that its loads and those of the new
+# tokens are in flight together; taller ones would fill the registers.
+LATE_ROWS = tl.constexpr(16)
+
+
 @triton.jit
-def load_rotated(
+def load_to_rotate(
     pointers, step, inside, position, new, table_rows, ALIGNMENT: tl.constexpr, cfg: tl.constexpr
 ):
-    """Rows whose elements are `step` apart, rotated in float32 by the angles of `position`;
-    unchanged outside of the table.
+    """What `rotated` needs of rows whose elements are `step` apart: the features, those they are
+    paired with, and the cosine and sine of their angles; each (rows, BLOCK_D).
 
-    `pointers` to the rows, `inside` and `position` are (rows, 1); the result is (rows, BLOCK_D).
+    `pointers` to the rows, `inside` and `position` are (rows, 1). Positions outside of the table
+    are not rotated.
     """
     APPENDING: tl.constexpr = cfg.APPENDING
     PAIRS: tl.constexpr = APPENDING.pairs
@@ -30,37 +36,66 @@ def load_rotated(
     if ALIGNMENT > 1:
         elements = tl.multiple_of(elements, [1, ALIGNMENT])
     tile = tl.load(elements, mask=inside & (dims < cfg.D), other=0.0)
+    partner, c, s = tile, tile, tile  # unused without pairs
     if PAIRS > 0:
         if APPENDING.is_interleaved:
             pair = dims // 2
             is_first = dims % 2 == 0
-            partner = tl.where(is_first, dims + 1, dims - 1)
+            other = tl.where(is_first, dims + 1, dims - 1)
         else:
             is_first = dims < PAIRS
             pair = tl.where(is_first, dims, dims - PAIRS)
-            partner = tl.where(is_first, dims + PAIRS, dims - PAIRS)
+            other = tl.where(is_first, dims + PAIRS, dims - PAIRS)
         is_rotated = inside & (dims < 2 * PAIRS)
+        partner = tl.load(pointers + other * step, mask=is_rotated, other=0.0)
         known = is_rotated & (position >= 0) & (position < table_rows)
         offs = position.to(tl.int64) * PAIRS + pair
-        c = tl.load(new.cos + offs, mask=known, other=1.0).to(tl.float32)
-        s = tl.load(new.sin + offs, mask=known, other=0.0).to(tl.float32)
-        other = tl.load(pointers + partner * step, mask=is_rotated, other=0.0).to(tl.float32)
-        rotated = tile.to(tl.float32) * c + other * tl.where(is_first, -s, s)
-        tile = tl.where(is_rotated, rotated, tile.to(tl.float32))
+        c = tl.load(new.cos + offs, mask=known, other=1.0)
+        s = tl.load(new.sin + offs, mask=known, other=0.0)
+    return tile, partner, c, s
+
+
+@triton.jit
+def rotated(parts, cfg: tl.constexpr):
+    """The rows of `load_to_rotate`, rotated in float32."""
+    APPENDING: tl.constexpr = cfg.APPENDING
+    PAIRS: tl.constexpr = APPENDING.pairs
+    tile, partner, c, s = parts
+    if PAIRS > 0:
+        dims = tl.arange(0, cfg.BLOCK_D)[None, :]
+        is_first = dims % 2 == 0 if APPENDING.is_interleaved else dims < PAIRS
+        s = s.to(tl.float32)
+        turned = partner.to(tl.float32) * tl.where(is_first, -s, s)
+        tile = tile.to(tl.float32)
+        tile = tl.where(dims < 2 * PAIRS, tile * c.to(tl.float32) + turned, tile)
     return tile
 
 
 @triton.jit
-def load_rotated_queries(pointers, rows, count, b, new, table_rows, cfg: tl.constexpr):
-    """The tile of queries at `pointers` (BLOCK_M, 1), rotated: (BLOCK_M, BLOCK_D)."""
+def load_queries(pointers, rows, count, b, new, table_rows, cfg: tl.constexpr):
+    """What `rotated_queries` needs of the tile of queries at `pointers` (BLOCK_M, 1)."""
     APPENDING: tl.constexpr = cfg.APPENDING
     position = rows * 0
     if APPENDING.pairs > 0:
         position += tl.load(new.base + b)
         if APPENDING.has_own_positions:
             position += rows
-    tile = load_rotated(pointers, 1, rows < count, position, new, table_rows, cfg.ALIGNMENT, cfg)
-    return tile.to(pointers.dtype.element_ty)
+    parts = load_to_rotate(
+        pointers, 1, rows < count, position, new, table_rows, cfg.ALIGNMENT, cfg
+    )  # fmt: skip
+    if cfg.BLOCK_M > LATE_ROWS:
+        tile = rotated(parts, cfg).to(pointers.dtype.element_ty)
+        parts = tile, tile, tile, tile
+    return parts
+
+
+@triton.jit
+def rotated_queries(parts, q, cfg: tl.constexpr):
+    """The tile of queries from `load_queries`, (BLOCK_M, BLOCK_D)."""
+    tile = parts[0]
+    if cfg.BLOCK_M <= LATE_ROWS:
+        tile = rotated(parts, cfg).to(q.ptr.dtype.element_ty)
+    return tile
 
 
 @triton.jit
@@ -107,20 +142,20 @@ def append_tokens(
             position = tl.load(new.base + b) + index
         head = b * (heads // cfg.GROUP) + kv_head
 
+        # All loads come before the first store, to wait for memory only once.
         source = new.k + b.to(tl.int64) * new.k_batch + kv_head.to(tl.int64) * new.k_head
         source += index.to(tl.int64) * new.k_row
-        tile = load_rotated(source, new.k_dim, stored, position, new, table_rows, 1, cfg)
-        store_tokens(
-            tile, new.k_cache, k, row, slot, stored, kv_head, score.data.k_descale, head, cfg.D,
-            cfg.BLOCK_D, PAIR, cfg.ALIGNMENT,
-        )  # fmt: skip
-
+        key_parts = load_to_rotate(source, new.k_dim, stored, position, new, table_rows, 1, cfg)
         source = new.v + b.to(tl.int64) * new.v_batch + kv_head.to(tl.int64) * new.v_head
         source += index.to(tl.int64) * new.v_row
         dims = tl.arange(0, cfg.BLOCK_DV)[None, :]
-        tile = tl.load(source + dims * new.v_dim, mask=stored & (dims < cfg.DV), other=0.0)
+        values = tl.load(source + dims * new.v_dim, mask=stored & (dims < cfg.DV), other=0.0)
         store_tokens(
-            tile, new.v_cache, v, row, slot, stored, kv_head, score.data.v_descale, head, cfg.DV,
+            rotated(key_parts, cfg), new.k_cache, k, row, slot, stored, kv_head,
+            score.data.k_descale, head, cfg.D, cfg.BLOCK_D, PAIR, cfg.ALIGNMENT,
+        )  # fmt: skip
+        store_tokens(
+            values, new.v_cache, v, row, slot, stored, kv_head, score.data.v_descale, head, cfg.DV,
             cfg.BLOCK_DV, PAIR, cfg.ALIGNMENT,
         )  # fmt: skip
         tl.debug_barrier()  # the threads of the program read what others of them have written
