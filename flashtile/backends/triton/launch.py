@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from ...gpu.hardware import multiprocessors
 from ...gpu.launch import run
-from ...gpu.relaunch import run_all
+from ...gpu.memory import filled, uninitialised
+from ...gpu.relaunch import allocate_and_run_all, run_all
 from ...gpu.rows import ALIGNMENT, is_aligned
 from ...lru import memoised
 from ...problem import AttentionProblem, NewTokens, Operands, lse_shape
@@ -24,16 +26,25 @@ from .kernel_launches import (
 from .plan import plan
 from .splits import splits_of
 
+NewTensors = Callable[[], tuple[Tensor, Tensor]]
+
 
 def forward(
     problem: AttentionProblem, operands: Operands, new: NewTokens | tuple[()] = ()
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem; `new` tokens are appended to the cache if it is `appending`."""
-    made = forward_buffers(problem, operands)
-    memory = operands.workspace
-    call = problem, None if memory is None else memory.data_ptr() % ALIGNMENT
-    given = (*operands._replace(workspace=None), *new)  # the buffers may be in the workspace
-    run_all("triton forward", call, given, made, partial(forward_launches, problem))
+    describe, memory = partial(forward_launches, problem), operands.workspace
+    if memory is None:
+        given = (*operands, *new)
+        allocator = partial(_allocator, problem, operands)
+        made = allocate_and_run_all(
+            "triton forward", problem, given, allocator, describe, lambda: None
+        )
+    else:
+        made = forward_buffers(problem, operands)
+        call = problem, memory.data_ptr() % ALIGNMENT
+        given = (*operands._replace(workspace=None), *new)  # the buffers are in the workspace
+        run_all("triton forward in a workspace", call, given, made, describe)
     return made[0], made[1]
 
 
@@ -80,10 +91,18 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
     """(out, lse), and if the KV loop is split, (out, lse) of its parts."""
+    return _allocator(problem, operands)()
+
+
+def _allocator(problem: AttentionProblem, operands: Operands) -> Callable[[], tuple[Tensor, ...]]:
+    """The function that makes `forward_buffers`, for all calls of this kind without a workspace."""
     aligned, tokens = is_aligned(operands.k, operands.v), operands.q.shape[:-2].numel()
     splits = _splits(problem, aligned, operands.q.device, tokens)
-    results = _outputs(problem, operands, splits)
-    return results if splits == 1 else (*results, *_parts(problem, operands, splits))
+    new_outputs = _outputs(problem, operands, splits)
+    if splits == 1:
+        return new_outputs
+    new_parts = _parts(problem, operands, splits)
+    return lambda: (*new_outputs(), *new_parts())
 
 
 @memoised(4096)
@@ -91,35 +110,36 @@ def _splits(problem: AttentionProblem, aligned: bool, device: torch.device, toke
     return splits_of(problem, plan(problem, aligned).split.config, multiprocessors(device), tokens)
 
 
-def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) to write to; merging parts writes every row, else rows that belong to no sequence
-    are written by no program."""
+def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> NewTensors:
+    """The function that makes (out, lse). Merging parts writes every row, else rows that belong to
+    no sequence are written by no program."""
     q = operands.q
-    shape = (*q.shape[:-1], problem.Dv)
+    shape, lse_sizes = (*q.shape[:-1], problem.Dv), lse_shape(operands)
     if problem.layout == "dense" or splits > 1:
-        # Sizes one by one: PyTorch takes half as long to read them as it takes for a tuple.
-        return q.new_empty(*shape), q.new_empty(*lse_shape(operands), dtype=torch.float32)
-    lse = torch.full(lse_shape(operands), -torch.inf, dtype=torch.float32, device=q.device)
-    return q.new_zeros(shape), lse
-
-
-def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> tuple[Tensor, Tensor]:
-    """What the programs of a split KV loop write to, in float32, in the caller's workspace if there
-    is one; a row that no program writes has weight 0."""
-    q = operands.q
-    out_shape = (splits, *q.shape[:-1], problem.Dv)
-    shape = (splits, *lse_shape(operands))
-    if operands.workspace is None:
-        out = torch.empty(out_shape, dtype=torch.float32, device=q.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        new_out = uninitialised(shape, q.dtype, q.device)
+        new_lse = uninitialised(lse_sizes, torch.float32, q.device)
     else:
-        sizes = (math.prod(out_shape), math.prod(shape))
-        numbers = operands.workspace[: 4 * sum(sizes)].view(torch.float32)
-        flat_out, flat_lse = numbers.split(sizes)
-        out, lse = flat_out.view(out_shape), flat_lse.view(shape)
+        new_out = filled(shape, q.dtype, 0.0, q.device)
+        new_lse = filled(lse_sizes, torch.float32, -torch.inf, q.device)
+    return lambda: (new_out(), new_lse())
+
+
+def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> NewTensors:
+    """The function that makes what the programs of a split KV loop write to, in float32, in the
+    caller's workspace if there is one; a row that no program writes has weight 0."""
+    q, workspace = operands.q, operands.workspace
+    shape, lse_sizes = (splits, *q.shape[:-1], problem.Dv), (splits, *lse_shape(operands))
+    if workspace is None:
+        new_out = uninitialised(shape, torch.float32, q.device)
+        new_lse = uninitialised(lse_sizes, torch.float32, q.device)
+        if problem.layout != "dense":
+            new_lse = filled(lse_sizes, torch.float32, -torch.inf, q.device)
+        return lambda: (new_out(), new_lse())
+    sizes = (math.prod(shape), math.prod(lse_sizes))
+    out, lse = workspace[: 4 * sum(sizes)].view(torch.float32).split(sizes)
     if problem.layout != "dense":
         lse.fill_(-torch.inf)
-    return out, lse
+    return lambda: (out.view(shape), lse.view(lse_sizes))
 
 
 def backward_buffers(

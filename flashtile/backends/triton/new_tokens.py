@@ -13,7 +13,6 @@ import triton.language as tl
 from ...gpu.rows import HeadRows
 from ...ops.rotary.kernel import as_stored
 
-
 # Largest tile of queries that is rotated after the append, so that its loads and those of the new
 # tokens are in flight together; taller ones would fill the registers.
 LATE_ROWS = tl.constexpr(16)
