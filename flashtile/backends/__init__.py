@@ -7,8 +7,9 @@ A backend module has
   if the backend can run the problem;
 - ``describe_plan(problem) -> str``: what it would run, for `explain`;
 - ``forward(problem, operands) -> (out, lse)``;
-- ``prepared_forward(problem, operands) -> run``: ``run(operands)`` is the forward of calls like one
-  that has been made; None if the backend cannot prepare it;
+- ``prepared_forward(problem, tensors) -> run``: ``run(tensors)`` is the forward of calls like one
+  that has been made with the operands `tensors`, followed by `NewTokens` if the problem is
+  `appending`; None if the backend cannot prepare it;
 - ``backward(problem, operands, out, lse, dout, dlse) -> Gradients``;
 - ``probabilities(problem, operands, lse) -> probs``.
 
@@ -36,7 +37,8 @@ class Gradients(NamedTuple):
     dsink: Tensor | None
 
 
-Run = Callable[[Operands], tuple[Tensor, Tensor]]
+Tensors = tuple[Tensor | None, ...]
+Run = Callable[[Tensors], tuple[Tensor, Tensor]]
 
 
 class Backend(Protocol):
@@ -53,8 +55,8 @@ class Backend(Protocol):
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
 
-    def prepared_forward(self, problem: AttentionProblem, operands: Operands) -> Run | None:
-        """The forward of calls whose tensors have the metadata of `operands`."""
+    def prepared_forward(self, problem: AttentionProblem, tensors: Tensors) -> Run | None:
+        """The forward of calls whose tensors have the metadata of `tensors`."""
 
     def backward(
         self,
@@ -116,14 +118,19 @@ class PreparedForward:
         self._calls = 0
         self._run: Run | None = None
 
-    def __call__(self, operands: Operands) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+    def __call__(
+        self, operands: Operands, new: NewTokens | tuple[()] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse); with `new` appended to the cache if the problem is `appending`."""
         if self._run is not None:
-            return self._run(operands)
+            return self._run((*operands, *new))
         problem, backend = self.problem, load(self.problem.options.backend)
-        results = backend.forward(problem, operands)
+        if new:
+            results = cast(Appender, backend).append_and_forward(problem, operands, new)
+        else:
+            results = backend.forward(problem, operands)
         if self._calls < self._FIRST_CALLS:
             self._calls += 1
             if self._calls == self._FIRST_CALLS:
-                self._run = backend.prepared_forward(problem, operands)
+                self._run = backend.prepared_forward(problem, (*operands, *new))
         return results

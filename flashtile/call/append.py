@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import autograd, backends
 from ..ops.append import formula, op
-from ..problem import FLOAT8, AttentionProblem, NewTokens, Operands
+from ..problem import FLOAT8, NewTokens, Operands
 from . import prefill
 from .absorbed import absorb_operands
 from .layouts import Cached
@@ -23,26 +23,27 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     """(out, lse) of a cached call."""
     problem, operands, layout = call.problem, call.operands, call.layout
     assert isinstance(layout, Cached)
+    if call.forward is not None and not _is_observed(()):  # tensors of an equal call are plain
+        return _attend(call.forward, operands, layout)
     if problem.appending is not None:
-        # A backend may copy other caches, and would then append to the copy.
-        is_contiguous_in_rows = operands.k.stride(-1) == operands.v.stride(-1) == 1
-        if not _is_observed(operands, layout) and is_contiguous_in_rows:
-            return _attend_while_appending(problem, operands, layout)
+        if not _is_observed((*operands, layout.k_new, layout.v_new)):
+            return _attend(backends.PreparedForward(problem), operands, layout)
         problem = problem._replace(appending=None)
     operands = absorb_operands(rotate_and_append(call), call.given.get("qv"))
     return prefill.attend(problem, operands)
 
 
-def _attend_while_appending(
-    problem: AttentionProblem, operands: Operands, layout: Cached
+def _attend(
+    forward: backends.PreparedForward, operands: Operands, layout: Cached
 ) -> tuple[Tensor, Tensor]:
-    appender = backends.appender(problem.options.backend)
-    assert appender is not None and layout.k_new is not None and layout.v_new is not None
+    """(out, lse) by one function of the backend, which also appends the new tokens if any."""
+    if layout.k_new is None:
+        return forward(operands)
+    assert layout.v_new is not None
     cos, sin, base = layout.rotary_cos, layout.rotary_sin, None
     if cos is not None:
         base = operands.seqused_k if layout.rotary_seqlens is None else layout.rotary_seqlens
-    new = NewTokens(layout.k_new, layout.v_new, cos, sin, base)
-    result = appender.append_and_forward(problem, operands, new)
+    result = forward(operands, NewTokens(layout.k_new, layout.v_new, cos, sin, base))
     op.record_write(operands.k, operands.v)
     return result
 
@@ -81,7 +82,7 @@ def rotate_and_append(call: Prepared) -> Operands:
 
 def _ops(operands: Operands, layout: Cached) -> tuple[Any, Any]:
     """The two ops or, where nobody would see them, their functions."""
-    if _is_observed(operands, layout):
+    if _is_observed((*operands, layout.k_new, layout.v_new)):
         ops = torch.ops.flashtile
         return ops.kvcache_append, ops.kvcache_rotate_append
     if operands.k.is_cuda:
@@ -89,8 +90,13 @@ def _ops(operands: Operands, layout: Cached) -> tuple[Any, Any]:
     return formula.append, formula.rotate_and_append
 
 
-def _is_observed(operands: Operands, layout: Cached) -> bool:
-    """Whether a transform, a tracer or a dispatch mode is to see the ops."""
-    transforms = torch._C._are_functorch_transforms_active()
-    traced = autograd.is_traced((*operands, layout.k_new, layout.v_new))
-    return transforms or traced or operands.k.is_meta
+def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a transform, forward-mode differentiation, a tracer or a dispatch mode is to see the
+    ops.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or autograd.is_traced(tensors)
+        or any(x is not None and x.is_meta for x in tensors)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import backends
-from ..problem import Appending, AttentionProblem
+from ..problem import Appending, AttentionProblem, Operands
 from .layouts import Cached
 
 # Largest number of new tokens of a sequence that the attention appends: the programs that attend
@@ -13,7 +13,9 @@ from .layouts import Cached
 MOST_NEW_TOKENS = 16
 
 
-def appending_problem(problem: AttentionProblem, layout: Cached) -> AttentionProblem | None:
+def appending_problem(
+    problem: AttentionProblem, operands: Operands, layout: Cached
+) -> AttentionProblem | None:
     """The problem of appending and attending at once, if its backend can do that."""
     k, cos = layout.k_new, layout.rotary_cos
     if (
@@ -22,6 +24,8 @@ def appending_problem(problem: AttentionProblem, layout: Cached) -> AttentionPro
         or layout.cu_seqlens_k_new is not None
         or not 0 < k.shape[1] <= MOST_NEW_TOKENS
         or k.shape[-1] != problem.D  # with `qv`, which needs the new tokens in the cache first
+        # A backend may copy other caches, and would then append to the copy.
+        or not operands.k.stride(-1) == operands.v.stride(-1) == 1
     ):
         return None
     appender = backends.appender(problem.options.backend)
@@ -33,3 +37,10 @@ def appending_problem(problem: AttentionProblem, layout: Cached) -> AttentionPro
     )
     described = problem._replace(appending=appending)
     return described if appender is not None and appender.appends(described) else None
+
+
+def is_one_call(problem: AttentionProblem, layout: Cached) -> bool:
+    """Whether the backend's forward gets the tensors of the cached call as they are: nothing is
+    appended before it, and its keys stay where they are.
+    """
+    return problem.layout != "packed" and (layout.k_new is None or problem.appending is not None)

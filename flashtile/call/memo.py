@@ -37,12 +37,12 @@ _STRIDED = torch.strided
 _decisions: Memo[Any, Decision] = Memo(4096)
 
 
-def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_launches: bool) -> Any:
-    """Everything about the arguments `given` that decides a call, and the global state that does.
+def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+    """Everything about the arguments `given` that decides a call, on a GPU with its launches, and
+    the global state that does.
 
     Args:
         names: of the arguments, which are not the same ones in every call.
-        with_launches: include what decides the launches of a call on a GPU.
 
     Returns:
         None where that cannot be said in advance: for arguments of other types (a subclass of
@@ -53,7 +53,7 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_launches: bool) 
     indices = _indices_by_type(types)
     if indices is None:
         return None
-    with_launches = with_launches and _has_launches(given[0])
+    with_launches = _has_launches(given[0])
     facts: list[Any] = [
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),

@@ -108,8 +108,10 @@ def prepare(
         raise Description(problem, operands, layout, given, backend)
     problem = decide(problem, operands, layout, backend)
     has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
-    has_launches = problem.device_type == "cuda" and _are_arguments(operands, qkv, layout, given)
-    forward = PreparedForward(problem) if has_launches else None
+    prepares = problem.device_type == "cuda" and _are_arguments(operands, qkv, layout, given)
+    if isinstance(layout, Cached):
+        prepares = prepares and decoding.is_one_call(problem, layout)
+    forward = PreparedForward(problem) if prepares else None
     memo.put(key, memo.Decision(problem, has_extras, forward))
     if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
         operands = operands._replace(q=qkv[0], k=qkv[1])
@@ -164,7 +166,7 @@ def decide(
     if not isinstance(layout, Cached):
         return problem
     packed = prefill.packed_problem(problem, operands, backend)
-    return packed or decoding.appending_problem(problem, layout) or problem
+    return packed or decoding.appending_problem(problem, operands, layout) or problem
 
 
 def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
@@ -216,7 +218,7 @@ def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
         values = {**given, "block_mask": None}.values()
         asked += (*_tiles(mask).values(), mask.lengths)
     names, arguments = (type(layout), *given), (*qkv, *layout, *values, *asked)
-    return memo.key_of(names, arguments, not isinstance(layout, Cached))
+    return memo.key_of(names, arguments)
 
 
 def _are_arguments(operands: Operands, qkv: QKV, layout: Layout, given: Given) -> bool:

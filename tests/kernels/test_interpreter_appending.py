@@ -20,6 +20,8 @@ from conformance.caches import B, Cache
 from torch import Tensor
 
 import flashtile
+from flashtile.call import memo
+from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import generator, normal, rotary_tables
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -28,6 +30,9 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import launch
+from flashtile.gpu.launch import Launch
+
+from .interpreted_repeats import repeat_interpreted
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -53,6 +58,19 @@ def appended(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     flashtile.clear_caches()
     yield calls
     flashtile.clear_caches()  # decisions that are true only here
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every new launch; calls are repeated as on a GPU."""
+    describe = AttentionProblem.of
+
+    def of(operands: Operands, options: Options) -> AttentionProblem:
+        return describe(operands, options)._replace(device_type="cuda")
+
+    monkeypatch.setattr(AttentionProblem, "of", of)
+    monkeypatch.setattr(memo, "_has_launches", lambda x: True)
+    return repeat_interpreted(monkeypatch)
 
 
 def rotary(dtype: torch.dtype, dim: int = 16, **more: Any) -> dict[str, Any]:
@@ -157,6 +175,22 @@ def test_a_float8_cache(sizes: dict[str, int], page_size: int, appended: list[bo
     for splits in (1, 3):
         c.check("triton", **new, **turned, causal=True, num_splits=splits)
     assert appended == [True] * 2
+
+
+@pytest.mark.parametrize("name", ["halves", "pages of 8", "rows", "reading only"])
+def test_a_repeated_step_uses_the_new_tensors(
+    name: str, appended: list[bool], repeats: list[Launch], seed: int
+):
+    """Other numbers, other lengths, other positions: the fifth call and later ones go straight
+    from the arguments to the launches, without the backend's own preparations."""
+    for step in range(6):
+        c, call = make_call(CASES.get(name, {"M": 2}), torch.float32, seed + step)
+        c.seqlens = c.seqlens - step % 2 * torch.tensor([1, 0, 2], **INT)
+        if name == "reading only":
+            call = {"causal": True}
+        c.check("triton", **call, num_splits=3)
+    assert appended == [name != "reading only"] * 4
+    assert len(repeats) == 2
 
 
 LENGTHS = (-2, -1, 0, 5, 29, 31, 62, 97, 98, 100, 101)  # two or three of three tokens fit in most

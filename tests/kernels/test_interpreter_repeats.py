@@ -31,35 +31,15 @@ from flashtile.ops.append.kernel import rotate_and_append
 from .cases import make_call
 from .compare import everything
 from .decoding import make_decoding
+from .interpreted_repeats import repeat_interpreted
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
-
-
-class AsCompiled:
-    """An interpreted kernel with the interface of compiled ones: ``compiled[grid](*args)``."""
-
-    def __init__(self, launch: Launch):
-        self.launch = launch
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.launch.kernel[grid]
 
 
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Every new launch; later calls like it repeat the launch."""
-    made: list[Launch] = []
-    interpret = Launch._run
-
-    def run(launch: Launch) -> AsCompiled:
-        made.append(launch)
-        interpret(launch)
-        return AsCompiled(launch)
-
-    monkeypatch.setattr(Launch, "_run", run)
-    monkeypatch.setattr(relaunch, "_prepared", {})
-    monkeypatch.setattr(relaunch, "_compiled", {})
-    return made
+    return repeat_interpreted(monkeypatch)
 
 
 def assert_repeated() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...problem import AttentionProblem, Operands
-from .. import Run
+from ...problem import AttentionProblem
+from .. import Run, Tensors
 from .launch import backward, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
 
@@ -20,6 +20,6 @@ __all__ = [
 ]
 
 
-def prepared_forward(problem: AttentionProblem, operands: Operands) -> Run | None:
+def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """None: on a CPU there are no launches to prepare."""
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...problem import AttentionProblem, Operands
-from .. import Gradients, Run
+from .. import Gradients, Run, Tensors
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
@@ -53,11 +53,11 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     return launch.forward(problem, operands)
 
 
-def prepared_forward(problem: AttentionProblem, operands: Operands) -> Run | None:
+def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """The forward of calls like one that has been made; None if it was not prepared."""
     from .forward import launch
 
-    return launch.prepared_forward(problem, operands)
+    return launch.prepared_forward(problem, tensors)
 
 
 def backward(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...gpu.hardware import multiprocessors
 from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands
-from .. import Gradients, Run
+from .. import Gradients, Run, Tensors
 from . import float8, plan
 from .splits import one_program_has_all_queries, splits_of
 
@@ -57,9 +57,13 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     return launch.forward(problem, operands)
 
 
-def prepared_forward(problem: AttentionProblem, operands: Operands) -> Run | None:
-    """None: only the launches are prepared, not what they need."""
-    return None
+def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
+    """The forward of calls like one that has been made; None if it was not prepared."""
+    from . import launch
+
+    if problem.dtype in FLOAT8:  # whose queries are converted first
+        return None
+    return launch.prepared_forward(problem, tensors)
 
 
 def appends(problem: AttentionProblem) -> bool:

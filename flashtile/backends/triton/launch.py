@@ -12,11 +12,11 @@ from torch import Tensor
 from ...gpu.hardware import multiprocessors
 from ...gpu.launch import run
 from ...gpu.memory import filled, uninitialised
-from ...gpu.relaunch import allocate_and_run_all, run_all
+from ...gpu.relaunch import Tensors, allocate_and_run_all, prepared_call, run_all
 from ...gpu.rows import ALIGNMENT, is_aligned
 from ...lru import memoised
 from ...problem import AttentionProblem, NewTokens, Operands, lse_shape
-from .. import Gradients
+from .. import Gradients, Run
 from .kernel_launches import (
     BackwardBuffers,
     backward_launches,
@@ -26,6 +26,7 @@ from .kernel_launches import (
 from .plan import plan
 from .splits import splits_of
 
+PASS = "triton forward"
 NewTensors = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -35,17 +36,28 @@ def forward(
     """(out, lse) of a problem; `new` tokens are appended to the cache if it is `appending`."""
     describe, memory = partial(forward_launches, problem), operands.workspace
     if memory is None:
-        given = (*operands, *new)
-        allocator = partial(_allocator, problem, operands)
-        made = allocate_and_run_all(
-            "triton forward", problem, given, allocator, describe, lambda: None
-        )
+        given, allocator = (*operands, *new), partial(_allocator, problem, operands)
+        made = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: None)
     else:
         made = forward_buffers(problem, operands)
         call = problem, memory.data_ptr() % ALIGNMENT
         given = (*operands._replace(workspace=None), *new)  # the buffers are in the workspace
-        run_all("triton forward in a workspace", call, given, made, describe)
+        run_all(f"{PASS} in a workspace", call, given, made, describe)
     return made[0], made[1]
+
+
+def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
+    """`forward` of calls like one that has been made with the operands and new tokens `tensors`;
+    None if that one was not prepared, as in a workspace."""
+    prepared = prepared_call(PASS, problem, tensors)
+    if prepared is None:
+        return None
+
+    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        made = prepared.run(tensors)
+        return made[0], made[1]
+
+    return run
 
 
 def backward(

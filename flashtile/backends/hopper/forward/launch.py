@@ -16,7 +16,7 @@ from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
-from ... import Run
+from ... import Run, Tensors
 from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
 from ..shared.softmax import Pointers
@@ -72,14 +72,14 @@ def lists_of(
     return lists_by_queries(problem, operands, config.BLOCK_M, config.BLOCK_N)
 
 
-def prepared_forward(problem: AttentionProblem, operands: Operands) -> Run | None:
+def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """`run_forward` of calls like one that has been made; None if that one was not prepared."""
-    prepared = prepared_call(PASS, problem, operands)
+    prepared = prepared_call(PASS, problem, tensors)
     if prepared is None:
         return None
 
-    def run(operands: Operands) -> tuple[Tensor, Tensor]:
-        out, lse, _ = prepared.run(operands)
+    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        out, lse, _ = prepared.run(tensors)
         return out, lse
 
     return run
