@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import Gradients, hopper
+from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense, Packed
 from flashtile.gpu import relaunch
 from flashtile.gpu.launch import Launch
 from flashtile.gpu.relaunch import run_all
+from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, generator, normal
 
@@ -231,3 +234,55 @@ def test_repeated_backwards(name: str, monkeypatch: pytest.MonkeyPatch):
         relaunch._compiled.clear()
         for got, wanted in zip(found, gradients(seed), strict=True):
             assert (got is None and wanted is None) or torch.equal(got, wanted)
+
+
+def test_a_mask_for_each_sequence_and_one_for_all_compile_their_own_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Triton compiles the step from one mask to the next, 0 for one mask, into the kernels."""
+    compiled = []
+
+    def run(launch: Launch) -> Any:
+        compiled.append(launch.kernel)
+        return {launch.grid_of_three: lambda *arguments: None}
+
+    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of a tensor on the CPU
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(forward_path, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(forward_path, "tile_counter", lambda device: torch.zeros(2))
+    sizes = {"M": 256, "N": 256, "D": 64, "B": 2}
+    for seed, masks in enumerate((1, 2, 1, 2)):
+        visible = torch.ones(masks, 1, 256, 256, dtype=torch.bool).tril()
+        mask = BlockMask.from_dense(visible, (128, 128))
+        tensors = dense_inputs(seed, "contiguous", sizes)
+        operands, options = prepare.describe(tensors, Dense(), {"block_mask": mask})
+        problem = AttentionProblem.of(operands, options)
+        problem = problem._replace(device_type="cuda", capability=(9, 0))
+        out, lse = hopper.forward(problem, operands)
+        hopper.backward(problem, operands, out, lse, out, None)
+    assert len(compiled) == 2 * 4  # a forward and the three kernels of a backward
+
+
+def test_results_without_rows_are_on_the_device_of_the_queries(monkeypatch: pytest.MonkeyPatch):
+    """`uninitialised` allocates on the current device."""
+    current = ["the first"]
+    allocated_on = []
+
+    @contextmanager
+    def device_of(x: Tensor) -> Any:
+        current.append("that of q")
+        yield
+        current.pop()
+
+    def uninitialised(*kind: Any) -> Any:
+        return lambda: allocated_on.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(forward_path, "uninitialised", uninitialised)
+    operands, options = prepare.describe(
+        dense_inputs(0, "contiguous", {"M": 0, "N": 90, "D": 64}), Dense(), {}
+    )
+    problem = AttentionProblem.of(operands, options)
+    hopper.forward(problem._replace(device_type="cuda", capability=(9, 0)), operands)
+    assert allocated_on == ["that of q"] * 2

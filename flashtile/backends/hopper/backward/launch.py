@@ -87,8 +87,9 @@ def run_backward(
 
     listed = () if lists is None else lists.tensors
     given = (*operands, out, lse, readable(dout), dlse, *listed)
+    kind = config if lists is None else (config, lists.steps)
     allocator = partial(buffers, problem, operands)
-    return allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: config)
+    return allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: kind)
 
 
 class Buffers(NamedTuple):

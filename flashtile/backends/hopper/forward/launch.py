@@ -37,7 +37,8 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) from the launch that `launch_of` describes, which is like `forward_launch`."""
     if problem.M == 0 or 0 in operands.q.shape:
-        return outputs(operands, config)()
+        with torch.cuda.device_of(operands.q):
+            return outputs(operands, config)()
 
     lists = lists_of(problem, config, operands)
 
@@ -55,7 +56,8 @@ def run_forward(
         return [launch]
 
     given = operands if lists is None else (*operands, *lists.tensors)
-    out, lse, _ = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: config)
+    kind = config if lists is None else (config, lists.steps)
+    out, lse, _ = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: kind)
     return out, lse
 
 

@@ -42,6 +42,11 @@ class BlockLists(NamedTuple):
     head_step: int
 
     @property
+    def steps(self) -> tuple[int, int]:
+        """The numbers: Triton compiles kernels anew for them."""
+        return self.batch_step, self.head_step
+
+    @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The tensors, which a repeated launch replaces."""
         return self.order, self.counts, self.entries, self.bits
