@@ -82,7 +82,7 @@ FOLDERS = {
 # some units only, the optional packages.
 REQUIRED = {"torch", "typing_extensions"}
 OPTIONAL = {
-    "cli": {"triton"},
+    "cli": {"rich", "transformers", "triton"},
     "integrations": {"diffusers", "transformers"},
     "backends": {"triton"},
     "ops": {"triton"},

@@ -13,7 +13,7 @@ COMMANDS = {
     "info": "show versions, devices, and which backends work here or why they do not",
     "check": "compare flashtile's results with float64 on this machine, and write a report",
     "tune": "measure tile sizes of the Triton backend on this GPU and keep the fastest",
-    "warmup": "compile the Triton kernels before the first call that needs them",
+    "warmup": "compile the GPU kernels before the first call that needs them",
 }
 
 

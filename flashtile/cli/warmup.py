@@ -1,7 +1,7 @@
 """``flashtile warmup``: compile the GPU kernels before the first call that needs them.
 
-Kernels are compiled for a head dim, a dtype and the options in use, never for a length. Triton
-stores them on disk, so one run serves every later process on the machine.
+Kernels are compiled for what docs/compilation.md lists, mostly the head dim, the dtype and the
+options in use. Triton stores them on disk, so one run serves every later process on the machine.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -17,13 +20,75 @@ from ..call import dispatch
 from ..call.layouts import Dense
 from ..call.prepare import describe
 from ..problem import AttentionProblem
+from .in_processes import default_processes, in_processes, with_progress
+from .model_calls import CAPACITY, PURPOSES, Call, calls_of
+from .model_layers import read_config
 
 LENGTH = 256  # any length, because kernels do not depend on it
 DTYPES = ("bfloat16", "float16")
 
 
+class Combination(NamedTuple):
+    """One call on every backend that supports it, for models without a config."""
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    group: int
+    has_backward: bool
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"{self.dtype}, head dim {self.head_dim}, {mask}, {self.group} heads a key head"
+
+    def run(self, device: str) -> None:
+        """Make the call."""
+        # A batch so large that the kernels for large calls are compiled.
+        shape = (256, LENGTH, self.group, self.head_dim)
+        q = torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
+        k = q[:, :, :1].contiguous()
+        operands, options = describe((q, k, k), Dense(), {"causal": self.causal})
+        problem = AttentionProblem.of(operands, options)
+        for name in dispatch.ORDER:
+            if dispatch.unsupported_reasons(name, problem):
+                continue
+            backend = load(name)
+            out, lse = backend.forward(problem, operands)
+            if self.has_backward:
+                backend.backward(problem, operands, out, lse, out, None)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the kernels."""
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="compile what a model of Hugging Face needs: a config.json, a folder with one, or a "
+        "name that transformers knows (default: none, --head-dims, --dtypes and --group say it)",
+    )
+    parser.add_argument(
+        "--for",
+        dest="purpose",
+        choices=PURPOSES,
+        default="both",
+        help="what the model does (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a page of the model's cache; 0 is a contiguous cache (default: 0)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=default_processes(),
+        metavar="N",
+        help="processes that compile (default: %(default)s)",
+    )
     parser.add_argument(
         "--head-dims",
         type=int,
@@ -55,30 +120,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run each combination once, causal and full, on every backend that supports it."""
+    """Make every call once, in several processes; the status is 1 if one of them failed."""
+    try:
+        calls = _calls(args)
+    except ValueError as error:
+        print(f"flashtile warmup: {error}")
+        return 1
+    for call in calls:
+        print(call)
     if not torch.cuda.is_available():
         print(
             "flashtile warmup: no CUDA device here; kernels are compiled for the GPU that runs them"
         )
         return 1
-    for dtype, head_dim, causal in itertools.product(args.dtypes, args.head_dims, (False, True)):
-        # A batch so large that the kernels for large calls are compiled.
-        q = torch.randn(
-            256, LENGTH, args.group, head_dim, device="cuda", dtype=getattr(torch, dtype)
-        )
-        k = q[:, :, :1].contiguous()
-        operands, options = describe((q, k, k), Dense(), {"causal": causal})
-        problem = AttentionProblem.of(operands, options)
-        mask = "causal" if causal else "full"
-        for name in dispatch.ORDER:
-            if dispatch.unsupported_reasons(name, problem):
-                continue
-            started = time.monotonic()
-            backend = load(name)
-            out, lse = backend.forward(problem, operands)
-            if not args.no_backward:
-                backend.backward(problem, operands, out, lse, out, None)
-            torch.cuda.synchronize()
-            took = time.monotonic() - started
-            print(f"{name} {dtype} head dim {head_dim} {mask}: {took:.1f} s", flush=True)
-    return 0
+    started = time.monotonic()
+    done = in_processes(partial(make, device="cuda"), calls, args.processes)
+    failed = []
+    for call, result in with_progress(done, len(calls), "compiled"):
+        if result is not None:
+            failed.append(f"{call}: {result}")
+    took = time.monotonic() - started
+    print(f"{len(calls) - len(failed)} of {len(calls)} calls ready in {took:.1f} s")
+    for line in failed:
+        print(f"failed: {line}")
+    return 1 if failed else 0
+
+
+def make(call: Call | Combination, device: str) -> None:
+    """Make one call, which compiles its kernels."""
+    call.run(device)
+
+
+def _calls(args: argparse.Namespace) -> Sequence[Call | Combination]:
+    if args.page_size < 0 or (args.page_size and CAPACITY % args.page_size):
+        raise ValueError(f"--page-size: got {args.page_size}, want 0 or a divisor of {CAPACITY}")
+    if args.model is not None:
+        return calls_of(read_config(args.model), args.purpose, args.page_size)
+    combined = itertools.product(args.dtypes, args.head_dims, (False, True))
+    return [Combination(*one, args.group, not args.no_backward) for one in combined]

@@ -1,0 +1,49 @@
+"""Run independent work in several processes and show how much of it is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib.util import find_spec
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MOST_PROCESSES = 8  # each holds a CUDA context, several hundred MiB on the GPU
+
+
+def default_processes() -> int:
+    """As many processes as there are cores, up to `MOST_PROCESSES`."""
+    return min(os.cpu_count() or 1, MOST_PROCESSES)
+
+
+def in_processes(
+    function: Callable[[Item], Result], items: Sequence[Item], processes: int
+) -> Iterator[tuple[Item, Result | Exception]]:
+    """(item, result) in the order in which they are done; an error is the result of its item.
+
+    `function` is importable, because the processes are started anew: CUDA does not survive a fork.
+    """
+    workers = max(1, min(processes, len(items)))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(function, item): item for item in items}
+        for future in as_completed(futures):
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            yield futures[future], future.result() if error is None else error
+
+
+def with_progress(found: Iterator[Any], count: int, what: str) -> Iterator[Any]:
+    """The same, with a bar where rich is installed, else with a line for each."""
+    if find_spec("rich") is None:
+        for number, item in enumerate(found):
+            print(f"{what} {number + 1} of {count}", flush=True)
+            yield item
+        return
+    from rich.progress import track
+
+    yield from track(found, description=what, total=count)
