@@ -54,6 +54,10 @@ class Memo(Generic[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         self._cell(key)[:] = (value,)
 
+    def forget(self, key: K) -> None:
+        """Remove the value stored under `key`, if there is one."""
+        self._cell(key).clear()
+
 
 def clear_caches() -> None:
     """Empty every cache of this process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import Gradients, hopper
 from flashtile.backends.hopper.forward import launch as forward_path
+from flashtile.backends.hopper.shared.block_lists import BlockLists, lists_by_queries
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense, Packed
 from flashtile.gpu import relaunch
@@ -286,3 +288,27 @@ def test_results_without_rows_are_on_the_device_of_the_queries(monkeypatch: pyte
     problem = AttentionProblem.of(operands, options)
     hopper.forward(problem._replace(device_type="cuda", capability=(9, 0)), operands)
     assert allocated_on == ["that of q"] * 2
+
+
+def lists_of(mask: BlockMask) -> BlockLists:
+    tensors = dense_inputs(0, "contiguous", {"M": 256, "N": 256, "D": 64})
+    operands, options = prepare.describe(tensors, Dense(), {"block_mask": mask})
+    return lists_by_queries(AttentionProblem.of(operands, options), operands, 128, 128)
+
+
+def test_masks_that_share_some_tensors_have_their_own_lists():
+    mask = BlockMask.from_dense(torch.ones(256, 256, dtype=torch.bool).tril(), (128, 128))
+    other = replace(mask, partial_tiles=mask.partial_tiles.flip(1))
+    swapped = replace(mask, partial_index=mask.partial_index.flip(-1, -2))
+    found = [lists_of(x) for x in (mask, other, swapped, mask)]
+    assert found[0] is found[3]
+    assert not torch.equal(found[0].bits, found[1].bits)
+    assert not torch.equal(found[0].entries, found[2].entries)
+
+
+def test_lists_do_not_outlive_their_mask():
+    mask = BlockMask.from_dense(torch.ones(256, 256, dtype=torch.bool).tril(), (128, 128))
+    assert lists_of(mask) is lists_of(mask)
+    storage = weakref.ref(lists_of(mask).bits.untyped_storage())
+    mask = replace(mask, partial_tiles=mask.partial_tiles.clone())
+    assert storage() is None

@@ -172,8 +172,21 @@ def facts_of(problem: AttentionProblem, BLOCK_M: int, BLOCK_N: int) -> tuple[Any
     return problem.M, problem.N, problem.facts, BLOCK_M, BLOCK_N
 
 
+class Kept(NamedTuple):
+    """Lists, and the block mask that they are of."""
+
+    mask: tuple[weakref.ref[Tensor], ...]  # its tensors
+    versions: list[int]
+    lists: BlockLists
+
+
+_kept: Memo[Any, Kept] = Memo(64)
+
+
 def kept(key: Any, operands: Operands, make: Callable[[], BlockLists]) -> BlockLists:
-    """`make()`, from an earlier call with an equal `key` if the block mask has not changed."""
+    """`make()`, from an earlier call with an equal `key` if the block mask has not changed. The
+    lists are kept as long as the mask.
+    """
     tensors = mask_tensors(operands)
     kinds = tensors[0]
     # A graph reads the mask when it is replayed, and inference tensors do not count their changes.
@@ -181,17 +194,18 @@ def kept(key: Any, operands: Operands, make: Callable[[], BlockLists]) -> BlockL
     if is_captured or any(x.is_inference() for x in tensors):
         return make()
     stream = torch.cuda.current_stream(kinds.device).cuda_stream if kinds.is_cuda else 0
-    key = id(kinds), stream, key
+    key = *map(id, tensors), stream, key
     versions = [x._version for x in tensors]
-    known = _known.get(key)
-    if known is not None and known[0]() is kinds and known[1] == versions:
-        return known[2]
+    known = _kept.get(key)
+    is_same = known is not None and all(
+        mine() is x for mine, x in zip(known.mask, tensors, strict=True)
+    )
+    if known is not None and is_same and known.versions == versions:
+        return known.lists
     lists = make()
-    _known[key] = weakref.ref(kinds), versions, lists
+    mask = tuple(weakref.ref(x, lambda _: _kept.forget(key)) for x in tensors)
+    _kept[key] = Kept(mask, versions, lists)
     return lists
-
-
-_known: Memo[Any, tuple[weakref.ref[Tensor], list[int], BlockLists]] = Memo(64)
 
 
 def mask_tensors(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
