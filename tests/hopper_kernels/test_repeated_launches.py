@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from flashtile.backends import Gradients, hopper
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.backends.hopper.shared.block_lists import BlockLists, lists_by_queries
+from flashtile.backends.triton import launch as triton_path
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense, Packed
 from flashtile.gpu import relaunch
@@ -266,10 +267,10 @@ def test_a_mask_for_each_sequence_and_one_for_all_compile_their_own_kernels(
     assert len(compiled) == 2 * 4  # a forward and the three kernels of a backward
 
 
-def test_results_without_rows_are_on_the_device_of_the_queries(monkeypatch: pytest.MonkeyPatch):
-    """`uninitialised` allocates on the current device."""
-    current = ["the first"]
-    allocated_on = []
+@pytest.fixture
+def allocated_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The device that is the current one at each call of a function of `uninitialised`."""
+    current, found = ["the first"], []
 
     @contextmanager
     def device_of(x: Tensor) -> Any:
@@ -277,16 +278,32 @@ def test_results_without_rows_are_on_the_device_of_the_queries(monkeypatch: pyte
         yield
         current.pop()
 
-    def uninitialised(*kind: Any) -> Any:
-        return lambda: allocated_on.append(current[-1])
-
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(forward_path, "uninitialised", uninitialised)
-    operands, options = prepare.describe(
-        dense_inputs(0, "contiguous", {"M": 0, "N": 90, "D": 64}), Dense(), {}
-    )
+
+    def uninitialised(shape: Any, *kind: Any) -> Any:
+        return lambda: found.append(current[-1]) or torch.empty(shape)
+
+    for module in (forward_path, triton_path):
+        monkeypatch.setattr(module, "uninitialised", uninitialised)
+    return found
+
+
+def test_results_without_rows_are_on_the_device_of_the_queries(allocated_on: list[str]):
+    tensors = dense_inputs(0, "contiguous", {"M": 0, "N": 90, "D": 64})
+    operands, options = prepare.describe(tensors, Dense(), {})
     problem = AttentionProblem.of(operands, options)
     hopper.forward(problem._replace(device_type="cuda", capability=(9, 0)), operands)
+    assert allocated_on == ["that of q"] * 2
+
+
+def test_results_are_on_the_device_of_the_queries_whose_parts_are_in_a_workspace(
+    allocated_on: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(triton_path, "run_all", lambda *call: None)
+    tensors = dense_inputs(0, "contiguous", {"M": 1, "N": 90, "D": 64})
+    given = {"workspace": torch.empty(2**16, dtype=torch.uint8), "num_splits": 2}
+    operands, options = prepare.describe(tensors, Dense(), given)
+    triton_path.forward(AttentionProblem.of(operands, options), operands)
     assert allocated_on == ["that of q"] * 2
 
 

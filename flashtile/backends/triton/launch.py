@@ -39,7 +39,8 @@ def forward(
         given, allocator = (*operands, *new), partial(_allocator, problem, operands)
         made = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: None)
     else:
-        made = forward_buffers(problem, operands)
+        with torch.cuda.device_of(operands.q):
+            made = forward_buffers(problem, operands)
         call = problem, memory.data_ptr() % ALIGNMENT
         given = (*operands._replace(workspace=None), *new)  # the buffers are in the workspace
         run_all(f"{PASS} in a workspace", call, given, made, describe)
@@ -102,7 +103,7 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 
 def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
-    """(out, lse), and if the KV loop is split, (out, lse) of its parts."""
+    """(out, lse), and if the KV loop is split, (out, lse) of its parts, on the current device."""
     return _allocator(problem, operands)()
 
 
