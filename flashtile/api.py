@@ -277,7 +277,7 @@ def attention_with_kvcache(
         result, lse = append_and_attend(call)
         if out is not None:
             result = out.copy_(result)
-        return (result, lse) if return_lse else result
+        return (result, lse.contiguous()) if return_lse else result
 
 
 def explain(*call: Any, **options: Any) -> Explanation:
@@ -384,5 +384,5 @@ def _run(
     if out is not None:
         result = out.copy_(result)
     if probs is not None:
-        return result, lse, probs
-    return (result, lse) if return_lse else result
+        return result, lse.contiguous(), probs
+    return (result, lse.contiguous()) if return_lse else result

@@ -69,7 +69,7 @@ def attend(
     operands: Operands,
     forward: backends.PreparedForward | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a prepared call, recorded for gradients.
+    """(out, lse) of a prepared call, recorded for gradients; the strides of the lse may be any.
 
     Args:
         forward: the prepared forward, if an equal call has been made before; its arguments are
@@ -182,7 +182,8 @@ def _run_probabilities(problem: AttentionProblem, operands: Operands, lse: Tenso
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)
-    return _run_forward(problem, operands)
+    out, lse = _run_forward(problem, operands)
+    return out, lse.contiguous()
 
 
 def _backward(

@@ -302,7 +302,7 @@ def _forward(
         S_dmask = result.new_empty(0)
         if return_softmax:
             S_dmask = s_dmask(autograd.attention_probabilities(problem, operands, lse))
-        return [result, lse, S_dmask, rng_state]
+        return [result, lse.contiguous(), S_dmask, rng_state]
 
 
 def backward(

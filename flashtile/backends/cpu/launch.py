@@ -13,7 +13,7 @@ from .segments import Segment, segments
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem."""
+    """(out, lse) of a problem; the strides of the lse may be any."""
     plan = plan_forward(problem)
     q, v = operands.q, operands.v
     statistics = lse_dtype(q.dtype)
@@ -21,7 +21,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     parts = tuple(segments(problem, operands))
     if len(parts) == 1 and parts[0].has_all_queries:  # no copy into larger tensors needed
         O, L = _segment_forward(problem, operands, parts[0], plan)
-        return _as_call(O, dtype), L.to(statistics).contiguous()
+        return _as_call(O, dtype), L.to(statistics)
     # Rows that belong to no segment (padding) keep these values.
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
     lse = torch.full(lse_shape(operands), -torch.inf, dtype=statistics)
