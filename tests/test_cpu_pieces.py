@@ -10,6 +10,7 @@ import torch
 from conformance.harness import Sizes, check_dense
 
 import flashtile
+from flashtile import flash_attn_2_cuda
 from flashtile.backends.cpu import float8, launch, native, plan
 from flashtile.backends.cpu.segments import BlockLayout, SegmentMask
 from flashtile.call import prepare
@@ -220,3 +221,22 @@ def test_sequences_of_equal_lengths_share_a_segment(lengths, options, batches, d
         alone = (q[b : b + 1], k[row : row + 1, first:length], v[row : row + 1, first:length])
         wanted = flashtile.attention(*alone, causal=True, return_lse=True)
         torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), wanted)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_callers_get_a_contiguous_lse(requires_grad):
+    """PyTorch's kernel gives the lse with the queries before the heads."""
+    q = torch.randn(2, 5, 3, 8, requires_grad=requires_grad)
+    packed, starts = q.flatten(0, 1), torch.tensor([0, 5, 10], dtype=torch.int32)
+    found = [
+        flashtile.attention(q, q, q, return_lse=True)[1],
+        flashtile.attention(q, q, q, return_lse=True, return_attn_probs=True)[1],
+        flashtile.attention_varlen(packed, packed, packed, starts, starts, return_lse=True)[1],
+        flashtile.attention_with_kvcache(q, q, q, return_lse=True)[1],
+        torch.compile(flashtile.attention, backend="eager")(q, q, q, return_lse=True)[1],
+        flash_attn_2_cuda.fwd(
+            *[q.detach()] * 3, None, None, 0.0, 0.3, False, -1, -1, 0.0, False, None
+        )[1],
+    ]
+    for lse in found:
+        assert lse.is_contiguous()
