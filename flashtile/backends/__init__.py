@@ -122,8 +122,9 @@ class PreparedForward:
         self, operands: Operands, new: NewTokens | tuple[()] = ()
     ) -> tuple[Tensor, Tensor]:
         """(out, lse); with `new` appended to the cache if the problem is `appending`."""
+        tensors = (*operands, *new) if new else operands
         if self._run is not None:
-            return self._run((*operands, *new))
+            return self._run(tensors)
         problem, backend = self.problem, load(self.problem.options.backend)
         if new:
             results = cast(Appender, backend).append_and_forward(problem, operands, new)
@@ -132,5 +133,5 @@ class PreparedForward:
         if self._calls < self._FIRST_CALLS:
             self._calls += 1
             if self._calls == self._FIRST_CALLS:
-                self._run = backend.prepared_forward(problem, (*operands, *new))
+                self._run = backend.prepared_forward(problem, tensors)
         return results
