@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import autograd
+from flashtile import autograd, backends
 from flashtile.call import memo, prepare
 from flashtile.call.layouts import Dense
+from flashtile.problem import AttentionProblem, Operands, Options
 
 
 def qkv(**changes):
@@ -413,3 +414,74 @@ def test_threads_share_what_was_checked_but_not_the_forced_backend(checked):
         with flashtile.backend("triton"):
             assert torch.equal(pool.submit(flashtile.attention, q, k, v).result(), want)
     assert len(checked) == 1
+
+
+def test_strides_and_alignment_decide_only_what_is_launched(checked, monkeypatch):
+    q, k, v = qkv()
+    others = (q.transpose(1, 2).contiguous().transpose(1, 2), torch.empty(281)[1:].view(2, 5, 4, 7))
+    others[1].copy_(q[..., :7])
+    calls = [(q, k, v), (others[0], k, v), (q[..., :7], k[..., :7], v)]
+    calls.append((others[1], k[..., :7], v))
+    for call in calls:
+        flashtile.attention(*call)
+    assert len(checked) == 2  # head dims 8 and 7
+    flashtile.clear_caches()
+    monkeypatch.setattr(memo, "_has_launches", lambda x: True)
+    checked.clear()
+    for call in 2 * calls:
+        flashtile.attention(*call)
+    assert len(checked) == 4
+
+
+def test_a_forward_is_prepared_once_when_it_occurs_often(monkeypatch):
+    made = []
+
+    class Backend:
+        def forward(self, problem, operands):
+            made.append("forward")
+            return operands
+
+        def prepared_forward(self, problem, operands):
+            made.append("prepared")
+            return lambda operands: made.append("run") or operands
+
+    options = Options(5, 7, 1.0, backend="cpu")
+    problem = AttentionProblem.of(Operands(*qkv()), options)
+    monkeypatch.setattr(backends, "load", lambda name: Backend())
+    forward = backends.PreparedForward(problem)
+    for number in range(5):
+        assert forward((number,)) == (number,)
+    assert made == ["forward", "forward", "forward", "prepared", "run", "run"]
+
+
+def test_a_forward_that_cannot_be_prepared_runs_as_any_other(monkeypatch):
+    problem = AttentionProblem.of(Operands(*qkv()), Options(5, 7, 1.0, backend="cpu"))
+    asked = []
+    backend = backends.load("cpu")
+    monkeypatch.setattr(backend, "prepared_forward", lambda *call: asked.append(call))
+    forward = backends.PreparedForward(problem)
+    for _ in range(6):
+        operands = Operands(*qkv())
+        wanted = backend.forward(problem, operands)
+        assert all(map(torch.equal, forward(operands), wanted))
+    assert len(asked) == 1
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_call_under_a_transform_has_no_launches():
+    x = torch.empty(2).as_subclass(OnGPU)
+    seen = []
+
+    def look(y):
+        seen.append(memo._has_launches(x))
+        return y
+
+    look(0)
+    torch.func.vmap(look)(torch.empty(3))
+    look(0)
+    assert seen == [True, False, True]
+    assert not memo._has_launches(torch.empty(2))
+    assert not memo._has_launches(3)
