@@ -142,6 +142,26 @@ def test_lists_are_kept_until_the_mask_changes():
     assert query_lists(*other).counts[0, 0, 3].tolist() == [2, 3]
 
 
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_lists_are_made_on_the_device(by_keys: bool, monkeypatch: pytest.MonkeyPatch):
+    """A graph captures neither a copy from the host nor a number that the host reads, which a
+    tensor without memory does not have."""
+    kinds = torch.ones(4, 4)
+    problem, config, operands = call(
+        500, 500, block_mask=BlockMask.from_tiles(kinds, (128, 128)), causal=True
+    )
+    mask = BlockMask.from_tiles(kinds.to("meta"), (128, 128))
+    operands = operands._replace(
+        tile_kinds=mask.kinds, partial_index=mask.partial_index, partial_tiles=mask.partial_tiles
+    )
+    monkeypatch.setattr(torch, "tensor", None)
+    if by_keys:
+        lists = key_lists(problem, backward_plan(problem), operands)
+    else:
+        lists = query_lists(problem, config, operands)
+    assert all(x.is_meta for x in lists.tensors)
+
+
 def test_inference_tensors_are_read_each_time():
     with torch.inference_mode():
         mask = BlockMask.from_tiles(torch.ones(4, 4), (128, 128))

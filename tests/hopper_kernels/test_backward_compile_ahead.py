@@ -59,6 +59,8 @@ RELOADS = {
     "any": 6 if NEWER else 0,
     "short loops": 6 if NEWER else 1,
     "block mask 64": 6 if NEWER else 3,
+    "block mask 96": 8 if NEWER else 0,
+    "block mask alibi": 18 if NEWER else 0,
     "packed 64": 10 if NEWER else 0,
     "packed 96": 8 if NEWER else 0,
     "packed 128": 11 if NEWER else 2,
@@ -162,7 +164,7 @@ def test_short_loops_compile(option: str):
 
 @pytest.mark.parametrize("kind", BLOCK_MASKS if FULL else ["128", "256"])
 def test_block_masks_compile(kind: str):
-    reloads = RELOADS["block mask 64"] if kind == "64" else RELOADS["any"]
+    reloads = RELOADS.get(f"block mask {kind}", RELOADS["any"])
     check(BLOCK_MASKS[kind](), SPILLS["block mask"], reloads)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....lru import Memo
-from ....masks import FULL, PARTIAL, Visibility
+from ....masks import FULL, PARTIAL
 from ....problem import AttentionProblem, Operands
 
 # Tiles of bits that every list may use: all keys visible, and none. The mask's own tiles follow.
@@ -72,8 +72,8 @@ def lists_by_queries(
         entries = entries.take_along_dim(rank.argsort(-1)[..., None], -2).to(torch.int32)
         total = visited.sum(-1)
         # A tile that sees nothing visits one block, of which it sees nothing.
-        nothing = torch.tensor((0, NONE), dtype=torch.int32, device=visited.device)
-        entries[..., 0, :] = torch.where((total == 0)[..., None], nothing, entries[..., 0, :])
+        entries[..., 0, 0].masked_fill_(total == 0, 0)
+        entries[..., 0, 1].masked_fill_(total == 0, NONE)
         order = total.argsort(stable=True, dim=-1, descending=True)
         counts = torch.stack((full.sum(-1), total.clamp(min=1)), -1)
         partial = mask_tensors(operands)[2]
@@ -253,15 +253,24 @@ def by_rules(
     """(some key is visible, all keys are visible to all rows) by the mask rules, for every tile of
     queries and block of keys: as `Visibility.classify`.
     """
-    M, N = problem.M, problem.N
-    rules = Visibility(problem.facts, M, N)
-    rows = range(0, M, BLOCK_M)
-    first = torch.tensor([rules.key_range(m0) for m0 in rows], device=device)
-    last = torch.tensor([rules.key_range(min(m0 + BLOCK_M, M) - 1) for m0 in rows], device=device)
-    n0 = torch.arange(0, N, BLOCK_N, device=device)
+    m0 = torch.arange(0, problem.M, BLOCK_M, device=device)[:, None]
+    n0 = torch.arange(0, problem.N, BLOCK_N, device=device)
     n1 = n0 + BLOCK_N
-    seen = (n1 > first[:, :1]) & (n0 < last[:, 1:])
-    return seen, (last[:, :1] <= n0) & (n1 <= first[:, 1:])
+    first_start, first_stop = key_ranges(problem, m0)
+    last_start, last_stop = key_ranges(problem, (m0 + BLOCK_M).clamp(max=problem.M) - 1)
+    return (n1 > first_start) & (n0 < last_stop), (last_start <= n0) & (n1 <= first_stop)
+
+
+def key_ranges(problem: AttentionProblem, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The visible keys [start, stop) of `rows` by the mask rules, computed on the device: a graph
+    cannot capture a copy from the host.
+    """
+    p = rows + (problem.N - problem.M)
+    start, stop = torch.zeros_like(p), torch.full_like(p, problem.N)
+    for rule in problem.facts:
+        rule_start, rule_stop = rule.key_range(p, problem.N)
+        start, stop = start.maximum(rule_start), stop.minimum(rule_stop)
+    return start, stop
 
 
 def as_bits(partial: Tensor, BLOCK_M: int, BLOCK_N: int, by_keys: bool = False) -> Tensor:
