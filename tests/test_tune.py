@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashtile import cli
 from flashtile.backends.triton import plan
 from flashtile.cli import tune
 
@@ -58,3 +59,33 @@ def test_results_are_added_to_those_of_other_head_dims(
     assert plan.tiles_for("sm_90", torch.bfloat16, 64)[0] == (32, 32, 4, 2)
     after = plan.tiles_for("sm_90", torch.float16, 128)
     assert (after[0], after[1], after[2]) == (before[0], (32, 64, 4, 3), before[2])
+
+
+@pytest.mark.usefixtures("forgets_tiles")
+def test_all_candidates_are_compiled_before_the_first_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    done: list[tuple[str, tune.Candidate]] = []
+
+    def in_processes(function: object, candidates: list[tune.Candidate], processes: int):
+        assert processes == 3
+        for candidate in candidates:
+            done.append(("compiled", candidate))
+            yield candidate, None
+
+    def measure(candidates: list[tune.Candidate], *_: object) -> dict[tune.Candidate, float]:
+        done.extend(("measured", candidate) for candidate in candidates)
+        return {candidate: float(len(done)) for candidate in candidates}
+
+    monkeypatch.setattr(tune, "in_processes", in_processes)
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    flags = ["--head-dims", "64", "128", "--processes", "3", "--output", str(tmp_path)]
+    assert cli.main(["tune", *flags]) == 0
+    half = len(done) // 2
+    assert [what for what, _ in done] == ["compiled"] * half + ["measured"] * half
+    assert [x for _, x in done[:half]] == [x for _, x in done[half:]]
+    passes = {(x.head_dim, x.kernel) for _, x in done}
+    assert passes == {(dim, kernel) for dim in (64, 128) for kernel in plan.passes_of(dim)}

@@ -29,12 +29,20 @@ def in_processes(
     """
     workers = max(1, min(processes, len(items)))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(function, item): item for item in items}
+        futures = {pool.submit(_attempt, function, item): item for item in items}
         for future in as_completed(futures):
-            error = future.exception()
+            error = future.exception()  # of a process that ended
             if error is not None and not isinstance(error, Exception):
                 raise error
             yield futures[future], future.result() if error is None else error
+
+
+def _attempt(function: Callable[[Item], Result], item: Item) -> Result | Exception:
+    """The result, or an error with the same text: not every error survives the way back."""
+    try:
+        return function(item)
+    except Exception as error:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def with_progress(found: Iterator[Any], count: int, what: str) -> Iterator[Any]:

@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..backends.triton import plan
 from ..call.layouts import Dense
 from ..call.prepare import describe
 from ..problem import AttentionProblem
+from .in_processes import default_processes, in_processes, with_progress
 
 HEAD_DIMS = (64, 128, 256)
 TOKENS, HIDDEN = 16384, 2048  # size of the measured call: 32, 16 or 8 heads
@@ -67,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the measured calls (default: %(default)s)",
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        default=default_processes(),
+        metavar="N",
+        help="processes that compile the candidates (default: %(default)s)",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
@@ -80,23 +89,45 @@ def run(args: argparse.Namespace) -> int:
         print("flashtile tune: no CUDA device here; tiles are measured on the GPU that uses them")
         return 1
     name = plan.architecture(torch.cuda.get_device_capability())
+    dtype = getattr(torch, args.dtype)
     best: dict[str, dict[str, list[int]]] = {}
-    for head_dim in args.head_dims:
-        for kernel in plan.passes_of(head_dim):
-            now = in_use(name, head_dim, kernel)
-            candidates = list(dict.fromkeys([now, *grid(head_dim, kernel)]))
-            times = measure(candidates, args.length, getattr(torch, args.dtype))
-            if not times:
-                print(f"head dim {head_dim} {kernel}: no candidate fits")
-                continue
-            if now in times:
-                print(f"head dim {head_dim} {kernel}, so far: {now.tile}, {times[now]:.3f} ms")
-            winner = chosen(times, now)
-            best.setdefault(str(head_dim), {})[kernel] = list(winner.tile)
-            print(f"head dim {head_dim} {kernel}: {winner.tile}, {times[winner]:.3f} ms")
+    every = [in_use(name, dim, kernel) for dim in args.head_dims for kernel in plan.passes_of(dim)]
+    compete = {now: list(dict.fromkeys([now, *grid(*now[:2])])) for now in every}
+    compile_all([x for candidates in compete.values() for x in candidates], dtype, args)
+    for now, candidates in compete.items():
+        head_dim, kernel, tile = now
+        times = measure(candidates, args.length, dtype)
+        if not times:
+            print(f"head dim {head_dim} {kernel}: no candidate fits")
+            continue
+        if now in times:
+            print(f"head dim {head_dim} {kernel}, so far: {tile}, {times[now]:.3f} ms")
+        winner = chosen(times, now)
+        best.setdefault(str(head_dim), {})[kernel] = list(winner.tile)
+        print(f"head dim {head_dim} {kernel}: {winner.tile}, {times[winner]:.3f} ms")
     path = write(best, name, args.output or plan.tuned_folder())
     print(f"written: {path}")
     return 0
+
+
+def compile_all(candidates: list[Candidate], dtype: torch.dtype, args: argparse.Namespace) -> None:
+    """Compile the candidates in several processes, so that measuring finds them on disk; those
+    that do not fit fail again there.
+    """
+    started = time.monotonic()
+    done = in_processes(
+        partial(run_once, length=args.length, dtype=dtype), candidates, args.processes
+    )
+    for _ in with_progress(done, len(candidates), "compiled"):
+        pass
+    print(f"{len(candidates)} candidates compiled in {time.monotonic() - started:.0f} s")
+
+
+def run_once(candidate: Candidate, length: int, dtype: torch.dtype) -> None:
+    """Make the launches of a candidate, which compiles its kernels."""
+    for causal in (False, True):
+        for launch in launches_of(candidate, length, dtype, causal):
+            launch.run()
 
 
 def in_use(name: str, head_dim: int, kernel: str) -> Candidate:
