@@ -159,7 +159,10 @@ def test_two_streams_at_once():
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "deterministic": True}], ids=str)
-def test_training_inside_a_graph(options):
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "block mask"])
+def test_training_inside_a_graph(options, masked):
+    if masked:
+        options = {**options, **block_mask(0.7, True)}
     tensors = inputs(2, 300, 300, 8, 2, 128)
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
