@@ -18,7 +18,6 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from ..lru import memoised
@@ -27,6 +26,8 @@ from .repeat import Make, Maker, Numbers, Repeat, Tensors, is_descriptor, repeat
 
 TESTED = ("3.6.", "3.9.")
 IS_TESTED = triton.__version__.startswith(TESTED) and torch.version.hip is None
+if IS_TESTED:  # builds for ROCm may lack this module
+    from triton.backends.nvidia import driver as nvidia
 
 _STREAM = object()  # stands for the stream in the arguments that we write down
 
@@ -120,20 +121,18 @@ def _address_maker(number: int) -> Make:
 def _map_maker(descriptor: Any, layout: Any, numbers: Numbers) -> Make:
     """The maker of the tensor map that Triton makes of a descriptor."""
     number, fields = numbers.of(descriptor.base), {**vars(descriptor), "base": None}
+    # Later releases of Triton pass more arguments, which are not used.
+    ignored = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
 
     def encode(address: int) -> Any:
         base = SimpleNamespace(data_ptr=lambda: address)
         moved = SimpleNamespace(**{**fields, "base": base})
-        return nvidia.make_tensordesc_arg(moved, layout, *_IGNORED)[0]
+        return nvidia.make_tensordesc_arg(moved, layout, *ignored)[0]
 
     def make(tensors: Tensors) -> Any:
         return _tensor_map(tensors[number].data_ptr(), encode)  # type: ignore[union-attr]
 
     return make
-
-
-# Later releases of Triton pass more arguments, which are not used.
-_IGNORED = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
 
 
 # A map depends on nothing but the address and what `encode` holds (sizes, strides, the box and the

@@ -7,9 +7,11 @@ itself, with the same tensors, so nothing in a prepared call may come from an ea
 from __future__ import annotations
 
 import shutil
+import sys
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -322,6 +324,18 @@ def test_a_release_that_is_not_tested_launches_through_triton(
     for seed in range(4):
         run(dense(seed))
     assert passes.in_python == 4 * 4
+
+
+def test_rocm_lacks_the_module_of_nvidia(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia", None)
+    spec = spec_from_file_location("flashtile.gpu.on_rocm", direct_launch.__file__)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not module.IS_TESTED
+    nothing: Any = None
+    assert module.direct_repeat(nothing, nothing, nothing) is None
 
 
 def test_a_captured_call_has_its_own_counter(
