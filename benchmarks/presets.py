@@ -102,7 +102,7 @@ def _memory() -> list[Case]:
 
 def _sparse() -> list[Case]:
     full = plain_case(128, TOKENS)
-    blocks = [block_sparse_case(density) for density in (0.125, 0.25, 0.375, 0.5, 0.75)]
+    blocks = [block_sparse_case(density) for density in (0.05, 0.125, 0.25, 0.375, 0.5, 0.75)]
     windows = [
         replace(full, variant=f"window {width}", causal=True, window=(width - 1, 0))
         for width in (1024, 4096)
