@@ -166,9 +166,9 @@ class Descriptor:
 
     def __init__(self, described: Any) -> None:
         self.tensor = described.base.as_strided(described.shape, described.strides)
-        self.box, self.strides = list(described.block_shape), described.strides
+        self.block_shape, self.strides = list(described.block_shape), described.strides
         self.dtype, self.layout = described.base.dtype, None
-        size = torch.Size(self.box).numel() * described.base.element_size()
+        size = torch.Size(self.block_shape).numel() * described.base.element_size()
         self.block_type = SimpleNamespace(nbytes=size)
 
     def parts(self, coord: list[Any], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,12 +176,14 @@ class Descriptor:
         # TMA raises an illegal instruction for anything else.
         assert int(coord[-1]) * self.tensor.element_size() % 16 == 0
         inside, outside = [], []
-        for at, length, total in zip(map(int, coord), self.box, self.tensor.shape, strict=True):
+        for at, length, total in zip(
+            map(int, coord), self.block_shape, self.tensor.shape, strict=True
+        ):
             assert at >= 0
             stop = max(min(at + length, total), at)
             outside.append(slice(at, stop))
             inside.append(slice(0, stop - at))
-        return self.tensor[tuple(outside)], x.view(self.box)[tuple(inside)]
+        return self.tensor[tuple(outside)], x.view(self.block_shape)[tuple(inside)]
 
 
 def copy_to_shared(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Shared) -> None:

@@ -88,10 +88,11 @@ def launches_of(call: Call, parts: int = 1) -> list[Launch]:
 
 
 def dense(
-    head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, M: int = 300, N: int = 400,
-    **options: Any,
+    head_dim: int = 128, value_dim: int | None = None, dtype: torch.dtype = torch.bfloat16,
+    M: int = 300, N: int = 400, **options: Any,
 ) -> Call:  # fmt: skip
-    inputs = qkv(generator(0), B=2, M=M, N=N, Hq=4, Hk=2, D=head_dim, dtype=dtype)
+    sizes = {"M": M, "N": N, "D": head_dim, "Dv": value_dim or head_dim}
+    inputs = qkv(generator(0), B=2, Hq=4, Hk=2, **sizes, dtype=dtype)
     return describe(inputs, Dense(), options)
 
 
@@ -118,11 +119,14 @@ OPTIONS: dict[str, Any] = {
     "deterministic": lambda: dense(deterministic=True, causal=True),
     "float16": lambda: dense(dtype=torch.float16),
     "head dim 72": lambda: dense(72, causal=True),
+    "values of 128": lambda: dense(192, 128, causal=True),
 }
 BLOCK_MASKS: dict[str, Any] = {
     "64": lambda: dense(64, block_mask=half_visible()),
+    "80": lambda: dense(80, block_mask=half_visible()),
     "96": lambda: dense(96, block_mask=half_visible()),
     "128": lambda: dense(128, block_mask=half_visible()),
+    "144": lambda: dense(144, block_mask=half_visible()),
     "192": lambda: dense(192, block_mask=half_visible()),
     "256": lambda: dense(256, block_mask=half_visible()),
     "causal": lambda: dense(block_mask=half_visible(), causal=True),
@@ -147,7 +151,7 @@ def check(call: Call, spills: int, reloads: int = RELOADS["any"], parts: int = 1
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256] + ([80, 144, 160] if FULL else []))
 def test_head_dims_compile(head_dim: int, mask: str):
     check(dense(head_dim, causal=mask == "causal"), SPILLS.get(head_dim, SPILLS["plain"]))
 
@@ -168,7 +172,7 @@ def test_block_masks_compile(kind: str):
     check(BLOCK_MASKS[kind](), SPILLS["block mask"], reloads)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256] if FULL else [128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 144, 160, 256] if FULL else [128])
 def test_packed_compiles(head_dim: int):
     kind = f"packed {head_dim}"
     spills = SPILLS.get(kind, SPILLS["packed"])

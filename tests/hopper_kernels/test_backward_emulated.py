@@ -149,7 +149,7 @@ def packed(seed: int, used: bool = False, D: int = 128, parts: int = 1, **given:
     check(*describe(tensors, layout, given), given, layout, seed, parts)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 144, 160, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_dims(head_dim: int, causal: bool):
     dense(sizes={"D": head_dim}, causal=causal)
@@ -159,7 +159,7 @@ def test_head_dims(head_dim: int, causal: bool):
     "head_dims",
     [
         (40, 40), (72, 72), (80, 96), (96, 40), (40, 88), (96, 104),
-        (192, 192), (192, 128), (64, 200),
+        (152, 136), (192, 192), (192, 128), (192, 72), (256, 176), (64, 200),
     ],
 )  # fmt: skip
 def test_padded_head_dims(head_dims: tuple[int, int]):
@@ -247,11 +247,17 @@ def test_keys_past_the_end_weigh_nothing():
     check(*describe((q / 8 + 4, k / 8 - 4, v), Dense(), {}), {}, seed=6)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 144, 192, 256])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
+
+
+def test_packed_values_with_fewer_columns():
+    tensors, layout, given = packed_inputs(7, 192, [70, 0, 1, 129], [130, 40, 0, 65], {})
+    q, k, v = tensors
+    check(*describe((q, k, v[..., :128]), layout, given), given, layout, 7)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])
@@ -276,7 +282,8 @@ def test_meetings_in_any_order(seed: int, head_dim: int):
 
 @pytest.mark.parametrize("option", ["full", "causal", "causal window"])
 @pytest.mark.parametrize(
-    ("head_dim", "seed"), [(64, 0), (64, 1), (128, 2), (128, 3), (256, 4), (96, 5), (192, 6)]
+    ("head_dim", "seed"),
+    [(64, 0), (64, 1), (128, 2), (128, 3), (256, 4), (96, 5), (192, 6), (80, 7), (144, 8)],
 )
 def test_deterministic_adds_in_order(head_dim: int, seed: int, option: str):
     given = OPTIONS.get(option, {"causal": option == "causal"})
@@ -316,7 +323,9 @@ def test_parts_with_options(head_dim: int, parts: int, option: str):
     dense(1, sizes={"D": head_dim, "M": 170, "N": 300}, parts=parts, **OPTIONS[option])
 
 
-@pytest.mark.parametrize("head_dims", [(40, 128), (192, 128), (64, 200)])
+@pytest.mark.parametrize(
+    "head_dims", [(40, 128), (80, 80), (144, 144), (192, 128), (192, 80), (64, 200)]
+)
 def test_parts_of_padded_head_dims(head_dims: tuple[int, int]):
     dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, parts=2, causal=True)
 
@@ -347,7 +356,9 @@ def test_packed_parts(parts: int, used: bool, head_dim: int):
         (128, (256, 128), {"causal": True}),
         (64, (128, 256), {"window_size": (200, 30)}),
         (64, (128, 128), {"sink": normal(generator(0), 2)}),
+        (80, (128, 128), {"causal": True}),
         (96, (128, 128), {"alibi_slopes": alibi_slopes(generator(0), 2)}),
+        (144, (128, 64), {"softcap": 3.0}),
         (192, (128, 128), {"softcap": 3.0}),
         (256, (128, 64), {"attention_chunk": 100}),
     ],

@@ -1,4 +1,4 @@
-"""The order of tiles that the plan of the Hopper backward chooses."""
+"""The columns and the order of tiles that the plan of the Hopper backward chooses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from flashtile.problem import AttentionProblem
 from flashtile.testing import generator, qkv
 
 
-def problem(D: int = 128, **options: Any) -> AttentionProblem:
-    inputs = qkv(generator(0), B=1, M=1, N=1, Hq=1, Hk=1, D=D, dtype=torch.bfloat16)
+def problem(D: int = 128, Dv: int | None = None, **options: Any) -> AttentionProblem:
+    sizes = {"B": 1, "M": 1, "N": 1, "Hq": 1, "Hk": 1, "D": D, "Dv": Dv or D}
+    inputs = qkv(generator(0), **sizes, dtype=torch.bfloat16)
     return AttentionProblem.of(*describe(inputs, Dense(), options))
 
 
@@ -31,3 +32,30 @@ def test_directions():
         {"causal": True, "attention_chunk": 100},
     )
     assert not any(backward_plan(problem(**given)).IS_ASCENDING for given in options)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "columns"),
+    [
+        ((72, 72), (80, 80)), ((96, 40), (96, 96)), ((40, 104), (128, 128)),
+        ((136, 144), (144, 144)), ((160, 80), (160, 80)), ((80, 160), (160, 160)),
+        ((192, 128), (192, 128)), ((256, 136), (256, 144)),
+    ],
+)  # fmt: skip
+def test_values_have_fewer_columns_than_keys_above_128(
+    head_dims: tuple[int, int], columns: tuple[int, int]
+):
+    config = backward_plan(problem(*head_dims))
+    assert columns == (config.BLOCK_D + config.TAIL_D, config.BLOCK_DV + config.TAIL_DV)
+
+
+@pytest.mark.parametrize(
+    ("D", "in_registers"),
+    [
+        (64, (False, False)), (80, (False, True)), (96, (False, True)), (128, (False, False)),
+        (144, (True, True)), (160, (True, True)), (192, (False, False)), (256, (False, False)),
+    ],
+)  # fmt: skip
+def test_keys_and_values_in_registers(D: int, in_registers: tuple[bool, bool]):
+    config = backward_plan(problem(D))
+    assert in_registers == (config.HAS_K_IN_REGISTERS, config.HAS_V_IN_REGISTERS)

@@ -31,13 +31,17 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
 from .compile_ahead import launch_of, report, specialize
 
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256)]
-MIXED_HEAD_DIMS = [(96, 96), (192, 192), (192, 128), (192, 256), (256, 192), (64, 256)]
+MIXED_HEAD_DIMS = [
+    (80, 80), (96, 96), (144, 144), (160, 160), (192, 192), (192, 128), (192, 256), (256, 192),
+    (64, 256),
+]  # fmt: skip
 SHARED_LIMIT = 232448  # bytes a program
+NEWER = TRITON_VERSION > (3, 6)
 # Bytes a thread that may spill: softcap, in its polynomial; with lengths, numbers that are loaded
-# once a tile.
-SPILLS = {"softcap": 512, "lengths": 12}
-# What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128.
-SPILLS_OF_NEWER = 16 if TRITON_VERSION > (3, 6) else 0
+# once a tile. Triton 3.9 copies registers of Q at head dim 144.
+SPILLS = {"softcap": 512, "lengths": 12, 144: 112 if NEWER else 0}
+# What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128 too.
+SPILLS_OF_NEWER = 16 if NEWER else 0
 
 # Instructions of a block of keys in a consumer, a few more than counted, by head dim; most blocks
 # jump over those that rescale the output. The card is power-capped: whatever is added here is paid
@@ -96,7 +100,7 @@ def check(call: tuple[Operands, Options], spills: int) -> None:
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS + (MIXED_HEAD_DIMS if FULL else []))
 def test_head_dims_compile(head_dims: tuple[int, int], mask: str):
-    check(dense(*head_dims, causal=mask == "causal"), 0)
+    check(dense(*head_dims, causal=mask == "causal"), SPILLS.get(head_dims[0], 0))
 
 
 @pytest.mark.parametrize("option", OPTIONS if FULL else ["window", "packed", "block_mask"])

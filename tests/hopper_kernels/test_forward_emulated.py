@@ -172,13 +172,16 @@ def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
     check(operands, options, given, layout, seed)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 144, 160, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_dims(head_dim: int, causal: bool):
     dense(sizes={"D": head_dim}, causal=causal)
 
 
-@pytest.mark.parametrize("head_dims", [(40, 40), (96, 96), (192, 192), (192, 128), (64, 200)])
+@pytest.mark.parametrize(
+    "head_dims",
+    [(40, 40), (72, 80), (80, 96), (96, 96), (136, 152), (192, 192), (192, 128), (64, 200)],
+)
 def test_padded_head_dims(head_dims: tuple[int, int]):
     dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, causal=True)
 
@@ -247,7 +250,7 @@ def test_strides(style: str):
     dense(style=style, sizes={"B": 2, "Hq": 4, "Hk": 2, "M": 70, "N": 90}, causal=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 144, 160, 192, 256])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
@@ -345,6 +348,7 @@ def test_meetings_in_any_order(seed: int, head_dim: int):
         (64, (128, 256), {"window_size": (200, 30)}),
         (256, (128, 64), {"attention_chunk": 100}),
         (96, (128, 128), {"alibi_slopes": alibi_slopes(generator(0), 2)}),
+        (144, (128, 64), {}),
     ],
 )
 @pytest.mark.parametrize("shared", ["shared", "own"])

@@ -4,7 +4,7 @@ more columns the registers do not hold dK and dV of 64 keys; see `split_consumer
 A step processes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V dO^T, then
 dV += P^T dO, dK += dS^T Q and dQ = dS K. P^T and dS^T stay in the consumer's registers. dS^T also
 goes to shared memory, because dQ needs dS^T of both consumers. Each computes half of the rows or
-columns of dQ; with 96 columns, one computes those of the tile, the other those of the tail.
+columns of dQ; with a tail, one computes the columns of the tile, the other those of the tail.
 
 The exponentials of a step overlap with dP^T. S^T of the next step overlaps with the end of this
 step, and so does the load of its log-sum-exp if registers allow.
@@ -54,13 +54,13 @@ from .products import (
     issue_dq,
     issue_scores,
     keys_tile,
+    own_rows,
     probabilities,
     products_along,
     rows_tail,
     rows_tile,
     shared_half,
     statistic,
-    values_of,
     whole_tile,
 )
 from .schedule import (
@@ -157,11 +157,12 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     if cfg.IS_PACKED:
         clear_keys(ME, channels, work, cfg)
     sums = no_sums(work.n, cfg)
-    values = values_of(ME, whole_tile(channels.v, 0), cfg)
+    k = own_rows(ME, channels.k, 0, False, cfg)
+    v = own_rows(ME, channels.v, 0, cfg.HAS_V_IN_REGISTERS, cfg)
     total = work.stop_step - work.first_step
     gl.assume(total > 0)
     channels.q.acquire(0)
-    s = issue_scores(ME, whole_tile(channels.k, 0), 0, channels, cfg)
+    s = issue_scores(k, 0, channels, cfg)
     lse = statistic(channels.lse, 0, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     if cfg.STAGGER > 0 and ME == 1:
@@ -189,14 +190,14 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         if cfg.IS_ASCENDING or HAS_MASKED_END:
             for _ in range(before):
                 s, lse, sums, added = step(
-                    ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+                    ME, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
                     channels, work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m = next_block(m, cfg)
         for _ in range(full_begin, full_end):
             s, lse, sums, added = step(
-                ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+                ME, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
                 channels, work, score, False, cfg,
             )  # fmt: skip
             i += 1
@@ -204,7 +205,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         if (HAS_MASKED_END or not cfg.IS_ASCENDING) and not cfg.HAS_BLOCK_MASK:
             for _ in range(after):
                 s, lse, sums, added = step(
-                    ME, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+                    ME, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
                     channels, work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
@@ -218,21 +219,22 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
 
 @gluon.jit
 def step(
-    ME: gl.constexpr, s, lse, sums, added, i, total, m, base, slope, keys, values, outputs,
+    ME: gl.constexpr, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
     channels, work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: add to `sums` and dQ, and compute S^T of the next block."""
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
-    k = whole_tile(channels.k, zero)
+    all_keys = whole_tile(channels.k, zero)
+    k = own_rows(ME, channels.k, zero, False, cfg)
     bits = bits_of(m, keys, cfg)
     m = block_at(m, keys.entries, cfg)
     if IS_MASKED and cfg.IS_PACKED:
         clear_rows(ME, channels, i, work.M - m * cfg.BLOCK_M, cfg)
     channels.dout.acquire(i)
     if not cfg.HAS_V_IN_REGISTERS:
-        values = values_of(ME, whole_tile(channels.v, zero), cfg)
-    dp = issue_dp(values, i, channels, cfg)
+        v = own_rows(ME, channels.v, zero, False, cfg)
+    dp = issue_dp(v, i, channels, cfg)
     scale = score.scale
     if cfg.IS_DP_FIRST:
         scale = after_products(scale, i)
@@ -242,7 +244,7 @@ def step(
     p, factor = probabilities(s, lse, keys, bits, row, slope, scale, score.softcap, IS_MASKED, cfg)
     p = p.to(dtype)
     s, lse, sums = end_of_step(
-        ME, p, factor, dp, lse, sums, added, i, total, k, outputs, channels, cfg
+        ME, p, factor, dp, lse, sums, added, i, total, k, all_keys, outputs, channels, cfg
     )
     added = base + m
     return s, lse, sums, added
@@ -250,7 +252,7 @@ def step(
 
 @gluon.jit
 def end_of_step(
-    ME: gl.constexpr, p, factor, dp, lse, sums, added, i, total, k, outputs, channels,
+    ME: gl.constexpr, p, factor, dp, lse, sums, added, i, total, k, all_keys, outputs, channels,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """The part of a step after P, and dQ of the previous step."""
@@ -262,7 +264,7 @@ def end_of_step(
     dk, dk_tail = add_product(ds, channels.q, i, sums.dk, sums.dk_tail, cfg)
     if cfg.IS_DQ_FIRST:
         channels.ds.acquire(i)
-        dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
+        dq = issue_dq(ME, all_keys, i, channels.ds.tiles, cfg)
     await_empty(channels.ds, i + 1)
     shared_half(ME, channels.ds.tiles, i + 1, cfg).store(ds)
     fence_async_shared()
@@ -271,7 +273,7 @@ def end_of_step(
     sync_warps()
     arrive_alone(channels.ds.full.index((i + 1) % 2))
     if not cfg.IS_DQ_FIRST:
-        dq = issue_dq(ME, k, i, channels.ds.tiles, cfg)
+        dq = issue_dq(ME, all_keys, i, channels.ds.tiles, cfg)
     if PARTS == 1:
         dv = warpgroup_mma_wait(2, deps=[dv])
     else:
@@ -279,7 +281,7 @@ def end_of_step(
     channels.dout.release_operand(i)  # dP and dV have read it; delta went into dP
     # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
     acquire_if(channels.q, i + 1, i + 1 < total)
-    s = issue_scores(ME, k, i + 1, channels, cfg)
+    s = issue_scores(k, i + 1, channels, cfg)
     if PARTS == 1:
         dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
     else:
@@ -296,10 +298,11 @@ def end_of_step(
 @gluon.jit
 def add_product(left, rows, i, x, x_tail, cfg: gl.constexpr):
     """Start adding `left` (64, BLOCK_M), P^T or dS^T, times block `i` of dO or Q to dV or dK."""
-    operand = gl.convert_layout(left, left_operand(cfg.BLOCK_D), assert_trivial=True)
+    COLUMNS: gl.constexpr = rows.tiles.shape[4]
+    operand = gl.convert_layout(left, left_operand(COLUMNS), assert_trivial=True)
     x = warpgroup_mma(operand, rows_tile(rows, i, cfg), x, is_async=True)
-    if cfg.TAIL_D > 0:
-        operand = gl.convert_layout(left, left_operand(cfg.TAIL_D), assert_trivial=True)
+    if rows.TAIL > 0:
+        operand = gl.convert_layout(left, left_operand(rows.TAIL), assert_trivial=True)
         x_tail = warpgroup_mma(operand, rows_tail(rows, i, cfg), x_tail, is_async=True)
     return x, x_tail
 
@@ -405,8 +408,8 @@ def clear_past_end(x, count):
 def store_parts(ME: gl.constexpr, sums, outputs, work, sizes, at, cfg: gl.constexpr):
     """Store a program's sums for the kernel that adds them."""
     plain = outputs.plain
-    store_part(ME, sums.dv, sums.dv_tail, plain.dv, work, sizes, at, cfg)
-    store_part(ME, sums.dk, sums.dk_tail, plain.dk, work, sizes, at, cfg)
+    store_part(ME, sums.dv, sums.dv_tail, cfg.TAIL_DV, plain.dv, work, sizes, at, cfg)
+    store_part(ME, sums.dk, sums.dk_tail, cfg.TAIL_D, plain.dk, work, sizes, at, cfg)
 
 
 @gluon.jit

@@ -4,9 +4,9 @@ A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer
 to shared memory and the addition, a contiguous TMA transfer, run at full speed. The kernel that
 rounds restores the order of the elements.
 
-Up to 128 columns, a consumer computes one piece in each step. With 96 columns, the second consumer
-has the tail, so its piece is half as large. A slot of the staging ring holds the pieces of both
-consumers, and a writer adds them with one transfer or, with 96 columns, three. With
+Up to 128 columns, a consumer computes one piece in each step. With 80 or 96 columns, the second
+consumer has the tail, so its piece is smaller. A slot of the staging ring holds the pieces of both
+consumers, and a writer adds them with one transfer or, if there is a tail, with several. With
 cfg.HAS_DQ_IN_REGISTERS, each thread adds four neighbours at a time instead, without shared memory.
 Above 128 columns, the consumers add their pieces themselves; see `split_consumer.py`.
 """
@@ -31,9 +31,14 @@ from .schedule import (
 )
 
 PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
-HALF_ROWS = gl.constexpr(8)
 PAIRS = gl.constexpr(2)  # slots of the staging ring
 PIECE = tl.constexpr(4096)
+
+
+@gluon.constexpr_function
+def rows_of_piece(columns):
+    """Rows of the workspace that 64 queries by `columns` columns occupy."""
+    return columns // 4
 
 
 @gluon.constexpr_function
@@ -42,9 +47,9 @@ def piece_layout(columns):
     of a thread, then the thread, then the other registers. No two threads share a bank.
     """
     bases = [
-        [0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16],
+        [0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0],
     ]  # fmt: skip
-    return gl.SharedLinearLayout(bases + [[0, bit] for bit in (32, 64) if bit < columns])
+    return gl.SharedLinearLayout(bases + [[0, bit] for bit in (8, 16, 32, 64) if bit < columns])
 
 
 @gluon.jit
@@ -59,7 +64,8 @@ def make_staging(workspace, cfg: gl.constexpr):
         staging = gl.allocate_shared_memory(gl.float32, [PIECES, PIECE_ROWS, 256], workspace.layout)
     tails = staging
     if cfg.TAIL_D > 0 and not cfg.HAS_DQ_IN_REGISTERS:
-        tails = gl.allocate_shared_memory(gl.float32, [SLOTS, HALF_ROWS, 256], workspace.layout)
+        ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
+        tails = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS, 256], workspace.layout)
     if cfg.ADDERS == 1:
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -72,8 +78,8 @@ def make_staging(workspace, cfg: gl.constexpr):
 
 @gluon.jit
 def put_piece(ME: gl.constexpr, dq, staging, i, cfg: gl.constexpr):
-    """Pass `dq`, this consumer's piece of pair `i`, to the writer. It is (64, 64), or (64, 32) for
-    a tail.
+    """Pass `dq`, this consumer's piece of pair `i`, to the writer. It is (64, 64), or (64, TAIL_D)
+    for a tail.
     """
     COLUMNS: gl.constexpr = dq.shape[1]
     slot = i % staging.SLOTS
@@ -102,7 +108,7 @@ def in_register_order(x):
 @gluon.jit
 def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
     """Add `dq`, this consumer's piece of a block, from registers to the memory at `workspace`.
-    It is (64, 64), or (64, 32) for a tail.
+    It is (64, 64), or (64, TAIL_D) for a tail.
     """
     SIZE: gl.constexpr = 64 * dq.shape[1]
     BLOCK: gl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)
@@ -169,7 +175,7 @@ def add_pair(outputs, staging, i, index, block, turn, work, cfg: gl.constexpr):
 @gluon.jit
 def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
     """Start adding the pair of a slot to block `index`. TMA adds tiles whose number of rows is a
-    power of two, so a piece and half a piece are added as three halves.
+    power of two, so a piece and a smaller one are added in boxes as large as the smaller one.
     """
     SLOTS: gl.constexpr = staging.SLOTS
     LAYOUT: gl.constexpr = workspace.layout
@@ -177,11 +183,13 @@ def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
         pairs = recast(staging.tiles, gl.float32, [SLOTS, 2 * PIECE_ROWS, 256], LAYOUT)
         add_to_global(workspace, [index * (2 * PIECE_ROWS), 0], pairs.index(slot))
     else:
-        halves = recast(staging.tiles, gl.float32, [2 * SLOTS, HALF_ROWS, 256], LAYOUT)
-        row = index * (3 * HALF_ROWS)
-        add_to_global(workspace, [row, 0], halves.index(2 * slot))
-        add_to_global(workspace, [row + HALF_ROWS, 0], halves.index(2 * slot + 1))
-        add_to_global(workspace, [row + 2 * HALF_ROWS, 0], staging.tails.index(slot))
+        ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
+        COUNT: gl.constexpr = PIECE_ROWS // ROWS
+        boxes = recast(staging.tiles, gl.float32, [COUNT * SLOTS, ROWS, 256], LAYOUT)
+        row = index * (PIECE_ROWS + ROWS)
+        for box in gl.static_range(COUNT):
+            add_to_global(workspace, [row + box * ROWS, 0], boxes.index(COUNT * slot + box))
+        add_to_global(workspace, [row + PIECE_ROWS, 0], staging.tails.index(slot))
 
 
 # The dQ semaphores, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n - 1.

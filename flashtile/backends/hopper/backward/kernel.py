@@ -83,6 +83,7 @@ class Outputs(NamedTuple):
     dk: Any  # Described
     dv: Any  # Described
     workspace: Any  # a pointer if the consumers add from their registers, else a descriptor
+    workspace_tail: Any  # a descriptor in boxes of a narrow tail, for `split_consumer.py`, or None
     plain: Any  # KeyGradients
     semaphores: Any
 
@@ -115,15 +116,15 @@ class KeySizes(NamedTuple):
 @gluon.jit
 def make_tiles(
     dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, RELEASES: gl.constexpr,
-    cfg: gl.constexpr,
+    COLUMNS: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """A ring of ROWS rows of Q or dO, or of K or V."""
-    shape: gl.constexpr = [SLOTS, 1, ROWS, 1, cfg.BLOCK_D]
-    tiles = gl.allocate_shared_memory(dtype, shape, shared_rows(cfg.BLOCK_D))
+    shape: gl.constexpr = [SLOTS, 1, ROWS, 1, COLUMNS]
+    tiles = gl.allocate_shared_memory(dtype, shape, shared_rows(COLUMNS))
     tails = tiles
-    if cfg.TAIL_D > 0:
-        tail_shape: gl.constexpr = [SLOTS, 1, ROWS, 1, cfg.TAIL_D]
-        tails = gl.allocate_shared_memory(dtype, tail_shape, shared_rows(cfg.TAIL_D))
+    if TAIL > 0:
+        tail_shape: gl.constexpr = [SLOTS, 1, ROWS, 1, TAIL]
+        tails = gl.allocate_shared_memory(dtype, tail_shape, shared_rows(TAIL))
     return make_channel(tiles, tails, SLOTS, RELEASES)
 
 
@@ -162,12 +163,12 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
         p = ds
         staging = make_staging(workspace, cfg)
     channels = Channels(
-        make_tiles(dtype, cfg.Q_STAGES, cfg.BLOCK_M, 2, cfg),
-        make_tiles(dtype, cfg.DO_STAGES, cfg.BLOCK_M, 2, cfg),
+        make_tiles(dtype, cfg.Q_STAGES, cfg.BLOCK_M, 2, cfg.BLOCK_D, cfg.TAIL_D),
+        make_tiles(dtype, cfg.DO_STAGES, cfg.BLOCK_M, 2, cfg.BLOCK_DV, cfg.TAIL_DV),
         make_statistics(inputs.lse, cfg.Q_STAGES, cfg),
         make_statistics(inputs.delta, cfg.DO_STAGES, cfg),
-        make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg),
-        make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg),
+        make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg.BLOCK_D, cfg.TAIL_D),
+        make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg.BLOCK_DV, cfg.TAIL_DV),
         p,
         ds,
         staging,
@@ -192,8 +193,8 @@ def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
     i = 0  # blocks so far
     count = work.end - work.begin
     if count > 0:
-        load_tile(inputs.k, channels.k, 0, batch_k, row_k, work.kv_head, 0, cfg)
-        load_tile(inputs.v, channels.v, 0, batch_k, row_k, work.kv_head, 0, cfg)
+        load_tile(inputs.k, channels.k, 0, batch_k, row_k, work.kv_head, 0)
+        load_tile(inputs.v, channels.v, 0, batch_k, row_k, work.kv_head, 0)
     wait_for_earlier_kernels()
     if count > 0:
         first_head, stop_head = own_heads(work, sizes, cfg)
@@ -206,34 +207,36 @@ def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
                 row = work.start_q + block * cfg.BLOCK_M
                 index = h * sizes.blocks + work.first_block + block
                 BYTES: gl.constexpr = inputs.lse.block_type.nbytes
-                full = load_tile(inputs.q, channels.q, i, batch_q, row, h, BYTES, cfg)
+                full = load_tile(inputs.q, channels.q, i, batch_q, row, h, BYTES)
                 slot = i % cfg.Q_STAGES
                 copy_to_shared(inputs.lse, [index, 0], full, channels.lse.index(slot))
-                full = load_tile(inputs.dout, channels.dout, i, batch_q, row, h, BYTES, cfg)
+                full = load_tile(inputs.dout, channels.dout, i, batch_q, row, h, BYTES)
                 slot = i % cfg.DO_STAGES
                 copy_to_shared(inputs.delta, [index, 0], full, channels.delta.index(slot))
                 i += 1
 
 
 @gluon.jit
-def load_tile(x, channel, i, batch, row, head, MORE: gl.constexpr, cfg: gl.constexpr):
+def load_tile(x, channel, i, batch, row, head, MORE: gl.constexpr):
     """Start the copy of the rows from `row` into slot `i`; rows past the end of the tensor are
     zero. Return the slot's full barrier, which also waits for MORE bytes.
     """
-    BYTES: gl.constexpr = x.tiles.block_type.nbytes * (cfg.BLOCK_D + cfg.TAIL_D) // cfg.BLOCK_D
+    COLUMNS: gl.constexpr = channel.tiles.shape[4]
+    BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + channel.TAIL) // COLUMNS
     full = channel.acquire_empty(i, BYTES + MORE)
     copy_to_shared(x.tiles, [batch, row, head, 0], full, channel.tile(i))
-    if cfg.TAIL_D > 0:
-        copy_to_shared(x.tails, [batch, row, head, cfg.BLOCK_D], full, channel.tail(i))
+    if channel.TAIL > 0:
+        copy_to_shared(x.tails, [batch, row, head, COLUMNS], full, channel.tail(i))
     return full
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "blocks", "parts"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
-    dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace, plain,
-    semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle,
-    reciprocals, blocks, parts, left, right, chunk, lists, alibi_batch, scale, softcap,
+    dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace,
+    workspace_tail_desc, plain, semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k,
+    heads, group, swizzle, reciprocals, blocks, parts, left, right, chunk, lists, alibi_batch,
+    scale, softcap,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ; each program has one tile of keys, or a part of its steps."""
@@ -246,7 +249,7 @@ def backward_kernel(
     v, dout = Described(v_desc, v_tail_desc), Described(dout_desc, dout_tail_desc)
     dk, dv = Described(dk_desc, dk_tail_desc), Described(dv_desc, dv_tail_desc)
     inputs = Inputs(q, k, v, dout, lse_desc, delta_desc)
-    outputs = Outputs(dk, dv, workspace, plain, semaphores_ptr)
+    outputs = Outputs(dk, dv, workspace, workspace_tail_desc, plain, semaphores_ptr)
     let_next_kernel_start()
     if cfg.IS_ORDERED or cfg.IS_PACKED:  # the earlier kernel writes the counter and the list
         wait_for_earlier_kernels()

@@ -26,9 +26,9 @@ from ..shared.block_lists import BlockLists, lists_by_keys
 from ..shared.launch import descriptor, readable, sequences_of
 from ..shared.packing_order import most_tiles
 from ..shared.softmax import Pointers
-from .dq import PIECE, PIECE_ROWS
+from .dq import PIECE_ROWS, rows_of_piece
 from .kernel import KeyGradients, backward_kernel
-from .part_sums import add_parts_kernel
+from .part_sums import add_parts_kernel, pieces_of
 from .parts import parts_of
 from .plan import BackwardConfig, backward_plan, backward_swizzle, leaves_keys_unseen
 from .row_kernels import delta_kernel, round_kernel
@@ -144,7 +144,7 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
     if problem.layout != "dense" and operands.sink is not None:
         lse_log2 = filled(*of_rows, torch.inf, q.device)  # rows of no sequence have P = 0
         minus_delta = zeros(*of_rows)
-    semaphores = counter = tiles = parts = None
+    semaphores = counter = tiles = dk_parts = dv_parts = None
     if config.IS_ORDERED:
         semaphores = empty((rows * config.ADDERS,), torch.int32)
         counter = empty((1,), torch.int32)
@@ -153,8 +153,10 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
     if config.IS_PARTED:
         sums = problem.Hk * key_blocks(problem, operands, config)
         sums *= parts_of_tile(problem, operands)
-        size = config.BLOCK_N * (config.BLOCK_D + config.TAIL_D)
-        parts = empty((sums, size), torch.float32)
+        of_a_key = config.BLOCK_D + config.TAIL_D
+        of_a_value = config.BLOCK_DV + config.TAIL_DV
+        dk_parts = empty((sums, config.BLOCK_N * of_a_key), torch.float32)
+        dv_parts = empty((sums, config.BLOCK_N * of_a_value), torch.float32)
     new = (
         of_queries(q.shape, q.dtype),
         of_keys(k.shape, k.dtype),
@@ -165,8 +167,8 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
         semaphores,
         counter,
         tiles,
-        parts,
-        parts,
+        dk_parts,
+        dv_parts,
     )
     # Not None are those that `Buffers` always has.
     return lambda: Buffers(*[None if make is None else make() for make in new])  # type: ignore[arg-type]
@@ -278,7 +280,7 @@ def key_launch(
         **descriptors(operands, dout, made, config),
         "lse_desc": plain_descriptor(made.lse_log2, 1),
         "delta_desc": plain_descriptor(made.minus_delta, 1),
-        "workspace": made.workspace if config.HAS_DQ_IN_REGISTERS else staged_pieces(made, config),
+        **workspace_arguments(made.workspace, config),
         "plain": KeyGradients(*plain),
         "pointers": Pointers(at_boundary(slopes), None),
         "heads": problem.Hk,
@@ -304,17 +306,17 @@ def descriptors(
 ) -> dict[str, TensorDescriptor | None]:
     """Descriptors for tiles of the first columns and for tails; None if there is no tail."""
     found = {}
-    for name, x, rows, columns in (
-        ("q", readable(operands.q), config.BLOCK_M, config.BLOCK_D),
-        ("k", readable(operands.k), config.BLOCK_N, config.BLOCK_D),
-        ("v", readable(operands.v), config.BLOCK_N, config.BLOCK_D),
-        ("dout", dout, config.BLOCK_M, config.BLOCK_D),
-        ("dk", readable(made.dk), CONSUMER_ROWS, config.BLOCK_D),
-        ("dv", readable(made.dv), CONSUMER_ROWS, config.BLOCK_D),
+    of_keys, of_values = (config.BLOCK_D, config.TAIL_D), (config.BLOCK_DV, config.TAIL_DV)
+    for name, x, rows, (columns, tail) in (
+        ("q", readable(operands.q), config.BLOCK_M, of_keys),
+        ("k", readable(operands.k), config.BLOCK_N, of_keys),
+        ("v", readable(operands.v), config.BLOCK_N, of_values),
+        ("dout", dout, config.BLOCK_M, of_values),
+        ("dk", readable(made.dk), CONSUMER_ROWS, of_keys),
+        ("dv", readable(made.dv), CONSUMER_ROWS, of_values),
     ):
         found[f"{name}_desc"] = descriptor(x, rows, columns)
-        tail = descriptor(x, rows, config.TAIL_D) if config.TAIL_D else None
-        found[f"{name}_tail_desc"] = tail
+        found[f"{name}_tail_desc"] = descriptor(x, rows, tail) if tail else None
     return found
 
 
@@ -359,9 +361,9 @@ def add_parts_launch(
         "cfg": config,
     }
     tiles = -(-problem.N // config.BLOCK_N)
-    pieces = config.BLOCK_N * config.BLOCK_D // PIECE.value
-    pieces += config.BLOCK_N // CONSUMER_ROWS if config.TAIL_D else 0
-    return Launch(add_parts_kernel, (problem.B * problem.Hk, tiles, 2 * pieces), arguments)
+    pieces = pieces_of(config.BLOCK_N, config.BLOCK_D, config.TAIL_D)
+    pieces += pieces_of(config.BLOCK_N, config.BLOCK_DV, config.TAIL_DV)
+    return Launch(add_parts_kernel, (problem.B * problem.Hk, tiles, pieces), arguments)
 
 
 def row_grid(
@@ -379,10 +381,20 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
     return batch, x.stride(-3), x.stride(-2)
 
 
-def staged_pieces(made: Buffers, config: BackwardConfig) -> TensorDescriptor:
-    """The workspace in boxes of one TMA addition: a pair of pieces, one piece, or half a piece."""
-    halves = 2 if config.IS_SPLIT else 1 if config.TAIL_D else 4
-    return plain_descriptor(made.workspace, halves * PIECE_ROWS.value // 2)
+def workspace_arguments(workspace: Tensor, config: BackwardConfig) -> dict[str, Any]:
+    """The workspace as a pointer, or in boxes of one TMA addition: a pair of pieces, or one; with a
+    tail also that of the tail, alone if a writer adds everything in such boxes.
+    """
+    described: Any = workspace
+    tail = None
+    of_tail = rows_of_piece(config.TAIL_D)
+    if config.IS_SPLIT:
+        described = plain_descriptor(workspace, PIECE_ROWS.value)
+        if 0 < of_tail < PIECE_ROWS.value:
+            tail = plain_descriptor(workspace, of_tail)
+    elif not config.HAS_DQ_IN_REGISTERS:
+        described = plain_descriptor(workspace, of_tail or 2 * PIECE_ROWS.value)
+    return {"workspace": described, "workspace_tail_desc": tail}
 
 
 PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)

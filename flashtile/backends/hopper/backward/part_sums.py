@@ -1,8 +1,8 @@
 """The sums of dK and dV of each part of a tile of keys, if several programs share the tile.
 
 They are float32 in memory, (heads, tiles, parts, BLOCK_N * columns). A part consists of pieces in
-register order (`dq.py`): those of the first BLOCK_D columns, 64 rows at a time, then those of the
-tail. The consumers store them from their registers, and a kernel adds the parts of a tile.
+register order (`dq.py`): those of the first columns, 64 rows at a time, then those of the tail. The
+consumers store them from their registers, and a kernel adds the parts of a tile.
 """
 
 from __future__ import annotations
@@ -20,18 +20,29 @@ from .row_kernels import STRIDES, store_piece
 from .schedule import blocks_before
 
 
+@gluon.constexpr_function
+def pieces_of(rows, columns, tail):
+    """The number of pieces of a part of `rows` by `columns` and its tail."""
+    return rows // 64 * (columns // 64 + (1 if tail > 0 else 0))
+
+
 @gluon.jit
-def store_part(ME: gl.constexpr, x, tail, ptr, work, sizes, at, cfg: gl.constexpr):
-    """Store rows ME * 64 to ME * 64 + 63 of a part of dK / scale or dV, and their tail."""
-    SIZE: gl.constexpr = cfg.BLOCK_N * (cfg.BLOCK_D + cfg.TAIL_D)
+def store_part(
+    ME: gl.constexpr, x, tail, TAIL: gl.constexpr, ptr, work, sizes, at, cfg: gl.constexpr
+):  # fmt: skip
+    """Store rows ME * 64 to ME * 64 + 63 of a part of dK / scale or dV, and their tail, which has
+    TAIL columns.
+    """
+    COLUMNS: gl.constexpr = x.shape[1]
+    SIZE: gl.constexpr = cfg.BLOCK_N * (COLUMNS + TAIL)
     tiles = blocks_before(sizes.B, sizes.total_k, sizes.N, at.cu_seqlens_k, cfg.BLOCK_N)
     before = blocks_before(work.b, work.start_k, sizes.N, at.cu_seqlens_k, cfg.BLOCK_N)
     tile = (work.kv_head * tiles + before + work.n).to(gl.int64)
     start = ptr + (tile * sizes.parts + work.part) * SIZE
-    store_pieces(x, start + ME * (CONSUMER_ROWS * cfg.BLOCK_D))
-    if cfg.TAIL_D > 0:
-        start += cfg.BLOCK_N * cfg.BLOCK_D
-        store_pieces(tail, start + ME * (CONSUMER_ROWS * cfg.TAIL_D))
+    store_pieces(x, start + ME * (CONSUMER_ROWS * COLUMNS))
+    if TAIL > 0:
+        start += cfg.BLOCK_N * COLUMNS
+        store_pieces(tail, start + ME * (CONSUMER_ROWS * TAIL))
 
 
 @gluon.jit
@@ -47,8 +58,9 @@ def add_parts_kernel(
     dv_head, at, N, total_k, heads, blocks, parts, scale, cfg: tl.constexpr,
 ):  # fmt: skip
     """dk = scale * the sum of its parts, and dv = the sum of its parts, always in the same order;
-    a program adds one piece, of dk if program_id(2) is even, else of dv.
+    a program adds one piece. The pieces of dk come first.
     """
+    KEY_PIECES: tl.constexpr = pieces_of(cfg.BLOCK_N, cfg.BLOCK_D, cfg.TAIL_D)
     b = tl.program_id(0) // heads
     h = tl.program_id(0) % heads
     n = tl.program_id(1)
@@ -57,48 +69,52 @@ def add_parts_kernel(
     if at.cu_seqlens_k is not None:
         first_block = start // cfg.BLOCK_N + b
     if n * cfg.BLOCK_N < count:
-        SIZE: tl.constexpr = cfg.BLOCK_N * (cfg.BLOCK_D + cfg.TAIL_D)
         batch = b if at.cu_seqlens_k is None else b * 0
         batch = batch.to(tl.int64)
-        first = (h * blocks + first_block + n).to(tl.int64) * parts * SIZE
-        piece = tl.program_id(2) // 2
+        tile = (h * blocks + first_block + n).to(tl.int64) * parts
+        piece = tl.program_id(2)
         row = n * cfg.BLOCK_N
-        if tl.program_id(2) % 2 == 0:
+        if piece < KEY_PIECES:
             base = dk_ptr + batch * dk_batch + h.to(tl.int64) * dk_head
-            ptr = dk_parts_ptr + first
-            add_piece(ptr, piece, parts, scale, base, start, row, count, dk_row, cfg.D, cfg)
+            add_piece(
+                dk_parts_ptr, tile, piece, parts, scale, base, start, row, count, dk_row, cfg.D,
+                cfg.BLOCK_N, cfg.BLOCK_D, cfg.TAIL_D,
+            )  # fmt: skip
         else:
             base = dv_ptr + batch * dv_batch + h.to(tl.int64) * dv_head
-            ptr = dv_parts_ptr + first
-            add_piece(ptr, piece, parts, 1.0, base, start, row, count, dv_row, cfg.DV, cfg)
+            add_piece(
+                dv_parts_ptr, tile, piece - KEY_PIECES, parts, 1.0, base, start, row, count, dv_row,
+                cfg.DV, cfg.BLOCK_N, cfg.BLOCK_DV, cfg.TAIL_DV,
+            )  # fmt: skip
 
 
 @triton.jit
 def add_piece(
-    ptr, piece, parts, scale, base, start, row, count, row_stride, DIM: tl.constexpr,
-    cfg: tl.constexpr,
+    ptr, tile, piece, parts, scale, base, start, row, count, row_stride, DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
 ):  # fmt: skip
-    """Add one piece of all parts at `ptr`, scale it, and store its rows; `row` is the tile's
-    first row.
+    """Add one piece of all parts of a tile, scale it, and store its rows; `row` is the tile's
+    first row. BLOCK_D and TAIL_D are the columns of dk or of dv.
     """
-    PIECES: tl.constexpr = cfg.BLOCK_N * cfg.BLOCK_D // PIECE
-    ACROSS: tl.constexpr = cfg.BLOCK_D // 64
+    SIZE: tl.constexpr = BLOCK_N * (BLOCK_D + TAIL_D)
+    PIECES: tl.constexpr = BLOCK_N * BLOCK_D // PIECE
+    ACROSS: tl.constexpr = BLOCK_D // 64
+    ptr += tile * SIZE
     if piece < PIECES:
-        x = sum_of_parts(ptr + piece * PIECE, parts, PIECE, cfg) * scale
+        x = sum_of_parts(ptr + piece * PIECE, parts, PIECE, SIZE) * scale
         row += piece // ACROSS * 64
         store_piece(x, base, start, row, count, row_stride, piece % ACROSS * 64, 64, DIM)
-    elif cfg.TAIL_D > 0:
-        TAIL: tl.constexpr = 64 * cfg.TAIL_D
+    elif TAIL_D > 0:
+        TAIL: tl.constexpr = 64 * TAIL_D
         half = piece - PIECES
-        tail = sum_of_parts(ptr + PIECES * PIECE + half * TAIL, parts, TAIL, cfg) * scale
+        tail = sum_of_parts(ptr + PIECES * PIECE + half * TAIL, parts, TAIL, SIZE) * scale
         row += half * 64
-        store_piece(tail, base, start, row, count, row_stride, cfg.BLOCK_D, cfg.TAIL_D, DIM)
+        store_piece(tail, base, start, row, count, row_stride, BLOCK_D, TAIL_D, DIM)
 
 
 @triton.jit
-def sum_of_parts(ptr, parts, SIZE: tl.constexpr, cfg: tl.constexpr):
-    """The sum of one piece, SIZE numbers, over all parts, in their order."""
-    STRIDE: tl.constexpr = cfg.BLOCK_N * (cfg.BLOCK_D + cfg.TAIL_D)
+def sum_of_parts(ptr, parts, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """The sum of one piece, SIZE numbers, over all parts, which are STRIDE numbers apart."""
     ptrs = ptr + tl.arange(0, SIZE)
     x = tl.load(ptrs)
     for part in range(1, parts):

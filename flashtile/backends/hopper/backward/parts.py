@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from .plan import TILES, padded_columns
+from .plan import TILES, padded_columns, value_columns
 
-# Of a step with so many columns, on an H200: measured at 64 and 128, else from the predicted speed.
-STEP_US = {64: 2.6, 96: 1.8, 128: 2.3, 192: 2.2, 256: 2.8}
+# Of a step with so many columns, on an H200: measured at 64, 80, 128, 144 and 160, else from the
+# predicted speed.
+STEP_US = {64: 2.6, 80: 1.7, 96: 1.8, 128: 2.3, 144: 1.7, 160: 1.9, 192: 2.2, 256: 2.8}
 PROGRAM_US = 5.0  # of a program, without its steps
 KERNEL_US = 5.0  # of the kernel that adds the parts, without its memory traffic
 BYTES_PER_US = 3e6
@@ -67,7 +68,8 @@ def time_of(
     if times[-1] < times[0]:
         time += UNEVEN_END * times[0]
     if parts > 1:
-        sums = len(times) * copies * parts * TILES[columns].BLOCK_N * columns * 2 * 4
+        both = columns + value_columns(problem)
+        sums = len(times) * copies * parts * TILES[columns].BLOCK_N * both * 4
         time += KERNEL_US + 2 * sums / BYTES_PER_US  # written and read
     return time
 

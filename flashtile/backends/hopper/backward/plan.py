@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from ..forward.plan import CACHED_BYTES, HEAD_DIMS, WIDEST_SWIZZLE, has_tile
+from ..forward.plan import CACHED_BYTES, HEAD_DIMS, WIDEST_SWIZZLE, has_tile, padded
 
 
 class BackwardTile(NamedTuple):
@@ -23,13 +23,16 @@ class BackwardTile(NamedTuple):
     is_split: bool  # one consumer has dV and one dK of all keys; if False, each has half the keys
 
 
-# The tile by its number of columns; as in the forward, 96 are a tile of 64 and a tail of 32, 192
-# a tile of 128 and a tail of 64. Two accumulators of (64, columns) fit the registers up to 128
-# columns; with more columns, one consumer keeps dV and the other dK.
+# The tile by its number of columns, some of which may be a tail: see `HEAD_DIMS`. Two accumulators
+# of (64, columns) fit the registers up to 128 columns; with more columns, one consumer keeps dV and
+# the other dK.
 TILES = {
     64: BackwardTile(128, 128, 2, 2, False),
+    80: BackwardTile(64, 128, 2, 2, False),
     96: BackwardTile(64, 128, 2, 2, False),
     128: BackwardTile(64, 128, 2, 2, False),
+    144: BackwardTile(64, 64, 2, 2, True),
+    160: BackwardTile(64, 64, 2, 2, True),
     192: BackwardTile(64, 64, 2, 2, True),
     256: BackwardTile(64, 64, 2, 1, True),
 }
@@ -48,8 +51,10 @@ class BackwardConfig:
 
     BLOCK_M: int
     BLOCK_N: int
-    BLOCK_D: int  # columns of a tile; a second tile has the tail
+    BLOCK_D: int  # columns of a tile of keys; a second tile has the tail
     TAIL_D: int
+    BLOCK_DV: int
+    TAIL_DV: int
     Q_STAGES: int
     DO_STAGES: int
     IS_SPLIT: bool  # one consumer has dV and one dK of all keys
@@ -58,6 +63,7 @@ class BackwardConfig:
     HAS_DQ_IN_REGISTERS: bool  # consumers add dQ from their registers, not through shared memory
     HAS_CARRIED_LSE: bool  # a step loads the log-sum-exp of the next one, if registers allow
     IS_DQ_FIRST: bool  # issue the previous step's dQ before dS is stored, to overlap a barrier
+    HAS_K_IN_REGISTERS: bool  # K of the value consumer; the left operand of S^T
     HAS_V_IN_REGISTERS: bool  # V of a consumer's keys; the left operand of dP^T
     IS_DP_FIRST: bool  # issue all of dP^T before the exponentials, not between them
     D: int
@@ -82,12 +88,18 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
     columns = padded_columns(problem)
     tile = TILES[columns]
     BLOCK_D, TAIL_D = HEAD_DIMS[columns]
+    of_values = value_columns(problem)
+    BLOCK_DV, TAIL_DV = HEAD_DIMS[of_values]
+    # Beside dV or dK of 64 keys, the registers of a split tile's consumer hold no more than this.
+    fits_split = 128 < columns <= 160
     from_registers = adds_from_registers(problem, columns)
     return BackwardConfig(
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N,
         BLOCK_D=BLOCK_D,
         TAIL_D=TAIL_D,
+        BLOCK_DV=BLOCK_DV,
+        TAIL_DV=TAIL_DV,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         IS_SPLIT=tile.is_split,
@@ -96,8 +108,9 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         HAS_DQ_IN_REGISTERS=from_registers,
         HAS_CARRIED_LSE=64 < columns <= 128 and (problem.layout == "dense" or from_registers),
         IS_DQ_FIRST=64 < columns <= 128,
-        HAS_V_IN_REGISTERS=columns == 96,
-        IS_DP_FIRST=columns == 96,
+        HAS_K_IN_REGISTERS=fits_split,
+        HAS_V_IN_REGISTERS=64 < columns < 128 or fits_split,
+        IS_DP_FIRST=64 < columns < 128,
         D=problem.D,
         DV=problem.Dv,
         HAS_LEFT=options.window_left is not None,
@@ -138,9 +151,9 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
-    if columns not in (96, 128) or is_short:
+    if not 64 < columns <= 128 or is_short:
         return 0
-    if columns == 96:
+    if columns < 128:
         return 800
     if options.window_right is not None:
         return 0
@@ -148,11 +161,19 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
 
 
 def padded_columns(problem: AttentionProblem) -> int:
-    """Number of columns of the tiles. With 64 columns a step has 128 queries, which leaves no
-    registers for the derivative of softcap.
+    """Number of columns of the tiles of keys. With 64 columns a step has 128 queries, which leaves
+    no registers for the derivative of softcap.
     """
-    fewest = 96 if problem.options.softcap > 0 else 64
+    fewest = 65 if problem.options.softcap > 0 else 0
     return next(size for size in TILES if max(problem.D, problem.Dv, fewest) <= size)
+
+
+def value_columns(problem: AttentionProblem) -> int:
+    """Number of columns of the tiles of values: as many as those of keys or, if one consumer has dV
+    and one dK, as few as the values need.
+    """
+    columns = padded_columns(problem)
+    return padded(problem.Dv) if TILES[columns].is_split else columns
 
 
 def is_ascending(problem: AttentionProblem) -> bool:

@@ -25,7 +25,7 @@ from .schedule import ENTRY
 
 @gluon.constexpr_function
 def products_along(cfg):
-    """Number of products that cover all columns, each over a power of two of columns."""
+    """Number of products that cover all columns of K, each over a power of two of columns."""
     return 1 if cfg.TAIL_D == 0 else 2
 
 
@@ -35,8 +35,8 @@ def products_along(cfg):
 class Tile(NamedTuple):
     """A tile of K or V in shared memory."""
 
-    tile: Any  # (1, BLOCK_N, 1, BLOCK_D)
-    tail: Any  # (1, BLOCK_N, 1, TAIL_D), or `tile` again
+    tile: Any  # (1, BLOCK_N, 1, columns)
+    tail: Any  # (1, BLOCK_N, 1, columns of the tail), or `tile` again
 
 
 @gluon.jit
@@ -47,15 +47,16 @@ def whole_tile(channel, zero):
 
 @gluon.jit
 def rows_tile(channel, i, cfg: gl.constexpr):
-    """A block of Q or dO, (BLOCK_M, BLOCK_D)."""
+    """A block of Q or dO, (BLOCK_M, columns)."""
+    COLUMNS: gl.constexpr = channel.tiles.shape[4]
     slot = opaque_zero(i) if channel.SLOTS == 1 else i % channel.SLOTS
-    return channel.tiles.index(slot).reshape([cfg.BLOCK_M, cfg.BLOCK_D])
+    return channel.tiles.index(slot).reshape([cfg.BLOCK_M, COLUMNS])
 
 
 @gluon.jit
 def rows_tail(channel, i, cfg: gl.constexpr):
-    """The other columns of `rows_tile`, (BLOCK_M, TAIL_D)."""
-    return channel.tail(i).reshape([cfg.BLOCK_M, cfg.TAIL_D])
+    """The tail of `rows_tile`, (BLOCK_M, columns)."""
+    return channel.tail(i).reshape([cfg.BLOCK_M, channel.TAIL])
 
 
 @gluon.jit
@@ -89,33 +90,37 @@ def multiply_along(keys, channel, i, start, HAS_START: gl.constexpr, cfg: gl.con
     """
     rows = rows_tile(channel, i, cfg).permute((1, 0))
     x = warpgroup_mma(keys.tile, rows, start, use_acc=HAS_START, is_async=True)
-    if cfg.TAIL_D > 0:
+    if channel.TAIL > 0:
         rows = rows_tail(channel, i, cfg).permute((1, 0))
         x = warpgroup_mma(keys.tail, rows, x, is_async=True)
     return x
 
 
 @gluon.jit
-def issue_scores(ME: gl.constexpr, k, i, channels, cfg: gl.constexpr):
-    """Start S^T = K Q^T of block i."""
-    keys = Tile(keys_tile(ME, k.tile, cfg), keys_tile(ME, k.tail, cfg))
-    return multiply_along(keys, channels.q, i, empty_accumulator(cfg.BLOCK_M), False, cfg)
-
-
-@gluon.jit
-def values_of(ME: gl.constexpr, v, cfg: gl.constexpr):
-    """This consumer's rows of V and of its tail, in registers or in shared memory."""
-    tile = keys_tile(ME, v.tile, cfg)
-    tail = keys_tile(ME, v.tail, cfg)
-    if cfg.HAS_V_IN_REGISTERS:
+def own_rows(
+    ME: gl.constexpr, channel, zero, IS_LOADED: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """The rows of K or V and of its tail for this consumer's scores, in registers or in shared
+    memory; `zero` is as in `whole_tile`.
+    """
+    both = whole_tile(channel, zero)
+    tile = keys_tile(ME, both.tile, cfg)
+    tail = keys_tile(ME, both.tail, cfg)
+    if IS_LOADED:
         tile = tile.load(left_operand(cfg.BLOCK_M))
-        tail = tail.load(left_operand(cfg.BLOCK_M)) if cfg.TAIL_D > 0 else tile
+        tail = tail.load(left_operand(cfg.BLOCK_M)) if channel.TAIL > 0 else tile
     return Tile(tile, tail)
 
 
 @gluon.jit
+def issue_scores(k, i, channels, cfg: gl.constexpr):
+    """Start S^T = K Q^T of block i; `k` is from `own_rows`."""
+    return multiply_along(k, channels.q, i, empty_accumulator(cfg.BLOCK_M), False, cfg)
+
+
+@gluon.jit
 def issue_dp(v, i, channels, cfg: gl.constexpr):
-    """Start dP^T - delta = V dO^T - delta of block i; `v` is from `values_of`."""
+    """Start dP^T - delta = V dO^T - delta of block i; `v` is from `own_rows`."""
     minus_delta = statistic(channels.delta, i, cfg)
     start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, cfg.BLOCK_M])
     return multiply_along(v, channels.dout, i, start, True, cfg)

@@ -60,7 +60,7 @@ def delta_kernel(
     if (m >= 0) & (m * BLOCK < count):
         rows = m * BLOCK + tl.arange(0, BLOCK)
         real = rows < count
-        dims = tl.arange(0, BLOCK_D if TAIL_D == 0 else 2 * BLOCK_D)[None, :]
+        dims = tl.arange(0, cfg.BLOCK_DV if cfg.TAIL_DV == 0 else 2 * cfg.BLOCK_DV)[None, :]
         batch = b if at.cu_seqlens_q is None else b * 0
         row = (start + rows).to(tl.int64)[:, None]
         inside = real[:, None] & (dims < cfg.DV)

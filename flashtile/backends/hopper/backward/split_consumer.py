@@ -14,8 +14,8 @@ There is one slot for P and one for dS^T, and neither needs a barrier that says 
   its dQ of step i by then.
 
 The value consumer computes S^T of the next step while the key consumer computes dS. It computes the
-last 64 columns of dQ in the next step, during the exponentials, which also overlap with products of
-the key consumer.
+last columns of dQ, the tail or 64, in the next step, during the exponentials, which also overlap
+with products of the key consumer. Tiles of values have as few columns as the values need.
 """
 
 from typing import Any, NamedTuple
@@ -50,18 +50,19 @@ from .dq import (
     await_additions,
     piece_layout,
     release_semaphore,
+    rows_of_piece,
 )
 from .part_sums import store_part
 from .products import (
     bits_of,
     issue_dp,
     issue_scores,
+    own_rows,
     probabilities,
     products_along,
     rows_tail,
     rows_tile,
     statistic,
-    values_of,
     whole_tile,
 )
 from .schedule import block_at, key_work, listed_blocks, own_blocks, own_heads, turn_at
@@ -71,14 +72,20 @@ VALUES = gl.constexpr(0)
 KEYS = gl.constexpr(1)
 
 # Columns of dQ that the key consumer computes; the value consumer, which has less time because of
-# the exponentials, computes the other 64 or, in two pieces, 128.
+# the exponentials, computes the others: the tail or, in two pieces, 128.
 KEY_COLUMNS = gl.constexpr(128)
 
 
 @gluon.constexpr_function
 def last_columns(cfg):
-    """First of the last 64 columns of dQ, which the value consumer computes in the next step."""
-    return cfg.BLOCK_D + cfg.TAIL_D - 64
+    """The last columns of dQ, which the value consumer computes in the next step."""
+    return cfg.TAIL_D if cfg.TAIL_D > 0 else 64
+
+
+@gluon.constexpr_function
+def first_of_last(cfg):
+    """The first of the `last_columns`."""
+    return cfg.BLOCK_D + cfg.TAIL_D - last_columns(cfg)
 
 
 @gluon.constexpr_function
@@ -100,18 +107,18 @@ def exchanged(channels):
 
 
 @gluon.jit
-def no_sum(zero, cfg: gl.constexpr):
+def no_sum(zero, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr):
     """dK or dV before the first step, and its tail: a number if there is no tail."""
     tail = zero
-    if cfg.TAIL_D > 0:
-        tail = opaque_zeros(cfg.TAIL_D)
-    return opaque_zeros(cfg.BLOCK_D), tail
+    if TAIL_D > 0:
+        tail = opaque_zeros(TAIL_D)
+    return opaque_zeros(BLOCK_D), tail
 
 
 @gluon.jit
-def wait_for_sum(PENDING: gl.constexpr, x, tail, cfg: gl.constexpr):
+def wait_for_sum(PENDING: gl.constexpr, x, tail, TAIL_D: gl.constexpr):
     """Wait until at most PENDING products are in flight, and `x` and its tail are not."""
-    if cfg.TAIL_D > 0:
+    if TAIL_D > 0:
         x, tail = warpgroup_mma_wait(PENDING, deps=[x, tail])
     else:
         x = warpgroup_mma_wait(PENDING, deps=[x])
@@ -128,16 +135,16 @@ def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.cons
     if work.end > work.begin:
         dv, tail = value_loop(outputs, channels, work, sizes, mask, score, cfg)
         if cfg.IS_PARTED:
-            store_part(0, dv, tail, outputs.plain.dv, work, sizes, at, cfg)
+            store_part(0, dv, tail, cfg.TAIL_DV, outputs.plain.dv, work, sizes, at, cfg)
         else:
             # The key consumer read dO for the last time before the last dS^T, which is full.
             store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
-        dv, tail = no_sum(work.n, cfg)
-        store_part(0, dv, tail, outputs.plain.dv, work, sizes, at, cfg)
+        dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
+        store_part(0, dv, tail, cfg.TAIL_DV, outputs.plain.dv, work, sizes, at, cfg)
     elif cfg.HAS_BLOCK_MASK:  # no query sees the tile
-        dv, tail = no_sum(work.n, cfg)
+        dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
         store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
         tma.store_wait(0)
 
@@ -148,11 +155,12 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
     channels.k.acquire(0)
     if cfg.IS_PACKED:
         clear_rows(VALUES, channels.k, 0, work.N - work.n0, cfg)
-    dv, tail = no_sum(work.n, cfg)
+    dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
     total = work.stop_step - work.first_step
     gl.assume(total > 0)
     channels.q.acquire(0)
-    s = issue_scores(0, whole_tile(channels.k, 0), 0, channels, cfg)
+    k = own_rows(0, channels.k, 0, cfg.HAS_K_IN_REGISTERS, cfg)
+    s = issue_scores(k, 0, channels, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     i = 0
     added = 0  # block of the workspace in the previous step
@@ -168,14 +176,14 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
         if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_BLOCK_MASK:
             for _ in range(full_end, end):
                 s, dv, tail, added = value_step(
-                    s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
+                    s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work,
                     score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m -= 1
         for _ in range(full_begin, full_end):
             s, dv, tail, added = value_step(
-                s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
+                s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work,
                 score, False, cfg,
             )  # fmt: skip
             i += 1
@@ -183,13 +191,13 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
         if not cfg.HAS_BLOCK_MASK:
             for _ in range(begin, full_begin):
                 s, dv, tail, added = value_step(
-                    s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work,
+                    s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work,
                     score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m -= 1
-    LAST: gl.constexpr = last_columns(cfg)
-    dq = issue_dq(LAST, 64, whole_tile(channels.k, 0), channels, cfg)
+    LAST: gl.constexpr = first_of_last(cfg)
+    dq = issue_dq(LAST, last_columns(cfg), whole_tile(channels.k, 0), channels, cfg)
     dq = warpgroup_mma_wait(0, deps=[dq])
     add_pieces(dq, channels.staging.of_values, LAST, added, outputs, cfg)
     if cfg.IS_ORDERED:
@@ -199,17 +207,20 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
 
 @gluon.jit
 def value_step(
-    s, dv, tail, added, i, total, m, base, slope, keys, outputs, channels, work, score,
+    s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work, score,
     IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: pass P on, add to dV and dQ, compute S^T of the next block."""
     dtype: gl.constexpr = channels.q.tiles.dtype
-    k = whole_tile(channels.k, opaque_zero(i))
-    LAST: gl.constexpr = last_columns(cfg)
+    zero = opaque_zero(i)
+    all_keys = whole_tile(channels.k, zero)
+    if not cfg.HAS_K_IN_REGISTERS:
+        k = own_rows(0, channels.k, zero, False, cfg)
+    LAST: gl.constexpr = first_of_last(cfg)
     bits = bits_of(m, keys, cfg)
     turn = turn_at(m, keys.entries, work, cfg)
     m = block_at(m, keys.entries, cfg)
-    dq = issue_dq(LAST, 64, k, channels, cfg)  # of the previous step, if any
+    dq = issue_dq(LAST, last_columns(cfg), all_keys, channels, cfg)  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
     row = m * cfg.BLOCK_M
     p, factor = probabilities(
@@ -231,16 +242,16 @@ def value_step(
     dv, tail = add_product(p, channels.dout, i, dv, tail, cfg)
     # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
     acquire_if(channels.q, i + 1, i + 1 < total)
-    s = issue_scores(0, k, i + 1, channels, cfg)
+    s = issue_scores(k, i + 1, channels, cfg)
     if i > 0:
         add_pieces(dq, channels.staging.of_values, LAST, added, outputs, cfg)
-    dv, tail = wait_for_sum(products_along(cfg), dv, tail, cfg)
+    dv, tail = wait_for_sum(products_along(cfg), dv, tail, cfg.TAIL_DV)
     channels.dout.release_operand(i)
     if cfg.IS_ORDERED:
         acquire_own_semaphore(VALUES, added, i, base + m, m, turn, outputs, work, cfg)
     channels.ds.acquire(i)
     if LAST > KEY_COLUMNS:
-        dq = issue_dq(KEY_COLUMNS, 64, k, channels, cfg)
+        dq = issue_dq(KEY_COLUMNS, 64, all_keys, channels, cfg)
         s, dq = warpgroup_mma_wait(0, deps=[s, dq])
         add_pieces(dq, channels.staging.of_values, KEY_COLUMNS, base + m, outputs, cfg)
     else:
@@ -258,7 +269,7 @@ def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.conste
     if work.end > work.begin:
         dk, tail = key_loop(outputs, channels, work, sizes, mask, cfg)
         if cfg.IS_PARTED:
-            store_part(0, dk, tail, outputs.plain.dk, work, sizes, at, cfg)
+            store_part(0, dk, tail, cfg.TAIL_D, outputs.plain.dk, work, sizes, at, cfg)
         else:
             dk = dk * score.scale
             if cfg.TAIL_D > 0:
@@ -267,10 +278,10 @@ def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.conste
             store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:
-        dk, tail = no_sum(work.n, cfg)
-        store_part(0, dk, tail, outputs.plain.dk, work, sizes, at, cfg)
+        dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
+        store_part(0, dk, tail, cfg.TAIL_D, outputs.plain.dk, work, sizes, at, cfg)
     elif cfg.HAS_BLOCK_MASK:
-        dk, tail = no_sum(work.n, cfg)
+        dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
         store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
         tma.store_wait(0)
 
@@ -284,7 +295,8 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
     channels.v.acquire(0)
     if cfg.IS_PACKED:
         clear_rows(KEYS, channels.v, 0, work.N - work.n0, cfg)
-    dk, tail = no_sum(work.n, cfg)
+    dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
+    v = own_rows(0, channels.v, 0, cfg.HAS_V_IN_REGISTERS, cfg)
     i = 0
     added = 0  # block of the workspace in the previous step
     first_head, stop_head = own_heads(work, sizes, cfg)
@@ -295,13 +307,13 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
         m = end - 1
         if cfg.IS_PACKED:  # the sequence may end in this block
             dk, tail, added = key_step(
-                dk, tail, added, i, m, base, listed, outputs, channels, work, True, cfg
+                dk, tail, added, i, m, base, listed, v, outputs, channels, work, True, cfg
             )
             i += 1
             m -= 1
         for _ in range(begin, m + 1):
             dk, tail, added = key_step(
-                dk, tail, added, i, m, base, listed, outputs, channels, work, False, cfg
+                dk, tail, added, i, m, base, listed, v, outputs, channels, work, False, cfg
             )
             i += 1
             m -= 1
@@ -312,7 +324,7 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def key_step(
-    dk, tail, added, i, m, base, listed, outputs, channels, work, IS_LAST: gl.constexpr,
+    dk, tail, added, i, m, base, listed, v, outputs, channels, work, IS_LAST: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: compute dS from P of the other consumer; add to dK and dQ."""
@@ -323,8 +335,9 @@ def key_step(
     channels.dout.acquire(i)
     if IS_LAST:
         clear_rows(KEYS, channels.dout, i, work.M - m * cfg.BLOCK_M, cfg)
-    values = values_of(0, whole_tile(channels.v, zero), cfg)
-    dp = issue_dp(values, i, channels, cfg)
+    if not cfg.HAS_V_IN_REGISTERS:
+        v = own_rows(0, channels.v, zero, False, cfg)
+    dp = issue_dp(v, i, channels, cfg)
     channels.p.acquire(i)
     factor = exchanged(channels).load(accumulator(cfg.BLOCK_M))
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -341,7 +354,7 @@ def key_step(
     dq = issue_dq(0, KEY_COLUMNS, whole_tile(channels.k, zero), channels, cfg)
     if cfg.IS_ORDERED:
         acquire_own_semaphore(KEYS, added, i, base + m, m, turn, outputs, work, cfg)
-    dk, tail = wait_for_sum(1, dk, tail, cfg)
+    dk, tail = wait_for_sum(1, dk, tail, cfg.TAIL_D)
     channels.q.release_operand(i)
     dq = warpgroup_mma_wait(0, deps=[dq])
     add_pieces(dq, channels.staging.of_keys, 0, base + m, outputs, cfg)
@@ -360,10 +373,13 @@ class Staging(NamedTuple):
 
 @gluon.jit
 def make_split_staging(workspace, cfg: gl.constexpr):
-    """The staging tiles: one piece for the value consumer, two for the key consumer."""
+    """The staging tiles: a piece or a smaller one for the value consumer, two for the key
+    consumer.
+    """
     LAYOUT: gl.constexpr = workspace.layout
+    OF_VALUES: gl.constexpr = rows_of_piece(last_columns(cfg))
     return Staging(
-        gl.allocate_shared_memory(gl.float32, [1, PIECE_ROWS, 256], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [1, OF_VALUES, 256], LAYOUT),
         gl.allocate_shared_memory(gl.float32, [KEY_COLUMNS // 64, PIECE_ROWS, 256], LAYOUT),
     )
 
@@ -390,10 +406,12 @@ def add_pieces(dq, staging, FIRST: gl.constexpr, block, outputs, cfg: gl.constex
     tma.store_wait(0)
     recast(staging, gl.float32, [64, COLUMNS], piece_layout(COLUMNS)).store(dq)
     fence_async_shared()
-    PIECES: gl.constexpr = (cfg.BLOCK_D + cfg.TAIL_D) // 64
-    row = (block * PIECES + FIRST // 64) * PIECE_ROWS
-    for piece in gl.static_range(COLUMNS // 64):
-        add_to_global(outputs.workspace, [row + piece * PIECE_ROWS, 0], staging.index(piece))
+    row = block * rows_of_piece(cfg.BLOCK_D + cfg.TAIL_D) + rows_of_piece(FIRST)
+    if COLUMNS < 64:
+        add_to_global(outputs.workspace_tail, [row, 0], staging.index(0))
+    else:
+        for piece in gl.static_range(COLUMNS // 64):
+            add_to_global(outputs.workspace, [row + piece * PIECE_ROWS, 0], staging.index(piece))
 
 
 @gluon.jit
@@ -428,7 +446,7 @@ def clear_rows(ME: gl.constexpr, channel, i, count, cfg: gl.constexpr):
     """
     if count < CONSUMER_ROWS:
         clear_past_end(rows_tile(channel, i, cfg), count)
-        if cfg.TAIL_D > 0:
+        if channel.TAIL > 0:
             clear_past_end(rows_tail(channel, i, cfg), count)
         show_written(FIRST_BARRIER + 1 + ME)
 
@@ -441,6 +459,6 @@ def store_sum(x, tail, channel, described, ptr, DIM: gl.constexpr, work, cfg: gl
     """Store dK or dV through the first slot of `channel`."""
     row = work.n0
     store_rows(x, channel.tiles.index(0), row, 0, described.tiles, ptr, DIM, work, cfg)
-    if cfg.TAIL_D > 0:
+    if channel.TAIL > 0:
         slot = channel.tails.index(0)
-        store_rows(tail, slot, row, cfg.BLOCK_D, described.tails, ptr, DIM, work, cfg)
+        store_rows(tail, slot, row, x.shape[1], described.tails, ptr, DIM, work, cfg)

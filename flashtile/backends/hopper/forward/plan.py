@@ -5,6 +5,7 @@ Pure Python: nothing here imports Triton, so that `explain` works where Triton i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -78,18 +79,32 @@ Q_LOCATIONS = ("registers", "twice", "once", "held", "apart")
 WAITS = ("early", "late", "freely")
 
 # Native head dims: columns of a tile, a power of two, and of its tail.
-HEAD_DIMS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+HEAD_DIMS = {
+    64: (64, 0),
+    80: (64, 16),
+    96: (64, 32),
+    128: (128, 0),
+    144: (128, 16),
+    160: (128, 32),
+    192: (128, 64),
+    256: (256, 0),
+}
 
 # (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
 TILES = {
     (64, 64): Tile(3, 128, 4, True, "twice", "early"),
+    (80, 80): Tile(2, 128, 2, True, "registers"),
     (96, 96): Tile(2, 128, 2, True, "registers"),
     (128, 128): Tile(2, 128, 2, False, "registers"),
-    (192, 128): Tile(2, 64, 2, True, "apart"),
+    (144, 144): Tile(2, 128, 2, False, "registers"),
+    (160, 160): Tile(2, 128, 2, True, "once"),
+    (192, 128): Tile(2, 128, 2, False, "once"),
     (192, 192): Tile(2, 64, 3, True, "held", "late"),
     (256, 256): Tile(2, 64, 2, False, "once"),
 }
-UNLIKE = Tile(2, 64, 2, True, "apart")  # all other pairs; even the largest fits
+# All other pairs, rounded up to one of these: even the largest fits.
+UNLIKE = Tile(2, 64, 2, True, "apart")
+UNLIKE_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 # If every row sees all keys, the consumers stay in step. With masks Triton 3.9 spills registers.
 UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
@@ -104,8 +119,9 @@ SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 LONG_CAUSAL = 8192  # keys
 LONG_CAUSAL_TILES = {(128, 128): Tile(2, 128, 2, False, "registers", ascends=True)}
 
-# Tiles of 128 rows, of which the usual tiles of block masks are multiples.
-BLOCK_MASK_TILES = SHORT_CAUSAL_TILES
+# Tiles of 128 rows and above head dim 128 of 64 keys, of which the usual tiles of block masks are
+# multiples.
+BLOCK_MASK_TILES = SHORT_CAUSAL_TILES | dict.fromkeys([(144, 144), (160, 160), (192, 128)], UNLIKE)
 
 
 def has_tile(problem: AttentionProblem) -> bool:
@@ -115,7 +131,7 @@ def has_tile(problem: AttentionProblem) -> bool:
 
 def tile_of(problem: AttentionProblem) -> Tile:
     """The tile for a problem."""
-    options, head_dims = problem.options, (padded(problem.D), padded(problem.Dv))
+    options, head_dims = problem.options, padded_pair(problem)
     of_mask: dict[tuple[int, int], Tile] = {}
     if problem.block_tile is not None:
         of_mask = BLOCK_MASK_TILES
@@ -248,8 +264,7 @@ def _has_negative_side(problem: AttentionProblem) -> bool:
 def plan(problem: AttentionProblem) -> KernelConfig:
     """The compile-time constants for a problem."""
     options = problem.options
-    head_dims = padded(problem.D), padded(problem.Dv)
-    (BLOCK_D, TAIL_D), (BLOCK_DV, TAIL_DV) = (HEAD_DIMS[size] for size in head_dims)
+    (BLOCK_D, TAIL_D), (BLOCK_DV, TAIL_DV) = (HEAD_DIMS[size] for size in padded_pair(problem))
     tile = tile_of(problem)
     has_softcap, packed = options.softcap > 0, problem.layout != "dense"
     return KernelConfig(
@@ -297,9 +312,17 @@ def swizzle_of(problem: AttentionProblem) -> int:
     return -(-fitting // problem.group) * problem.group
 
 
-def padded(head_dim: int) -> int:
-    """The smallest native head dim that is at least `head_dim`."""
-    return next(size for size in HEAD_DIMS if head_dim <= size)
+def padded(head_dim: int, sizes: Iterable[int] = HEAD_DIMS) -> int:
+    """The smallest native head dim, of `sizes`, that is at least `head_dim`."""
+    return next(size for size in sizes if head_dim <= size)
+
+
+def padded_pair(problem: AttentionProblem) -> tuple[int, int]:
+    """The number of columns of the tiles of keys and of those of values."""
+    pair = padded(problem.D), padded(problem.Dv)
+    if pair in TILES:
+        return pair
+    return padded(problem.D, UNLIKE_HEAD_DIMS), padded(problem.Dv, UNLIKE_HEAD_DIMS)
 
 
 def describe_forward(problem: AttentionProblem) -> str:

@@ -41,6 +41,7 @@ class Channel:
     full: gl.shared_memory_descriptor  # (SLOTS, 1) mbarriers
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
+    TAIL: gl.constexpr  # columns of a tail, 0 if there is none
 
     @gluon.constexpr_function
     def __init__(self, tiles, tails, full, empty, SLOTS):
@@ -49,6 +50,7 @@ class Channel:
         self.full = full
         self.empty = empty
         self.SLOTS = gl.constexpr(SLOTS)
+        self.TAIL = gl.constexpr(0 if tails.shape == tiles.shape else tails.shape[-1])
 
     @gluon.jit
     def acquire_empty(self, i, BYTES: gl.constexpr):
