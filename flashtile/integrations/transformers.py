@@ -403,7 +403,7 @@ def _with_padding(call: _Call, mask: Tensor) -> Tensor:
     pack_queries = call.pattern.causal or call.pattern.has_positions
     # A chunk starts at the first real token.
     if call.q.device.type == "cpu" and not call.pattern.attention_chunk:
-        bias = once(mask, cheap_bias, M, call.q.shape[2], pack_queries)
+        bias = once(mask, cheap_bias, M, call.q.shape[2], pack_queries, call.pattern.causal)
         if bias is not None:
             return _dense(call, bias=bias)
     leftpad = once(mask, left_padding) if M < N and not _trains(call) else None

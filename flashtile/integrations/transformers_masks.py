@@ -468,19 +468,21 @@ def left_padding(mask: Tensor) -> Tensor | None:
 HIDDEN_SCORES = 8192
 
 
-def cheap_bias(mask: Tensor, q_length: int, heads: int, pack_queries: bool) -> Tensor | None:
+def cheap_bias(
+    mask: Tensor, q_length: int, heads: int, pack_queries: bool, causal: bool
+) -> Tensor | None:
     """A bias (batch, 1, 1, keys) that hides the padding of a (batch, keys) bool mask, if a CPU
     computes all scores faster than it serves each sequence by itself; else None.
 
     Args:
         q_length, pack_queries: as in `packing`. With `pack_queries` the result of a query at
-            padding is 0, so there is no bias if such a query sees a key before it.
+            padding is 0, so there is no bias if such a query sees a key (`causal`: no later one).
     """
     hidden = int((~mask).sum()) * q_length * heads
     if hidden > HIDDEN_SCORES * mask.shape[0]:
         return None
-    at_padding = ~mask[:, mask.shape[1] - q_length :]
-    if pack_queries and bool(at_padding.any()) and left_padding(mask) is None:
+    has_padding = bool((~mask[:, mask.shape[1] - q_length :]).any())
+    if pack_queries and has_padding and not (causal and left_padding(mask) is not None):
         return None
     return additive(mask[:, None, None])
 
