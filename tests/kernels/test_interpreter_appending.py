@@ -248,3 +248,12 @@ def test_other_calls_append_first(changes: dict[str, int], appended: list[bool],
     c, call = make_call(changes, torch.float32, seed)
     c.check("triton", **call)
     assert appended == [False]
+
+
+def test_caches_of_spread_features_are_appended_to_first(appended: list[bool], seed: int):
+    """The attention reads copies of them."""
+    c, call = make_call({"M": 2}, torch.float32, seed)
+    c.k_cache, c.v_cache = (x.mT.contiguous().mT for x in (c.k_cache, c.v_cache))
+    assert c.k_cache.clone().stride(-1) > 1
+    c.check("triton", **call)
+    assert appended == [False]

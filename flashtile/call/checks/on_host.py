@@ -49,8 +49,8 @@ def checking_values(given: Iterable[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
         return False
-    tensors = [x for x in given if x is not None and isinstance(x, Tensor)]
     devices = ("cpu", "cuda") if asked else ("cpu",)
+    tensors = (x for x in given if isinstance(x, Tensor))  # on a GPU the first one is enough
     return all(type(x) in _PLAIN and x.device.type in devices for x in tensors)
 
 
