@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile.backends.hopper.backward.parts import makespan, parts_of, tile_lengths
+from flashtile.backends.hopper.backward.parts import (
+    makespan,
+    parts_of,
+    sequences_of,
+    tile_lengths,
+)
 from flashtile.masks import Visibility
 from flashtile.problem import AttentionProblem, Operands, Options
 
@@ -51,7 +56,7 @@ def test_lengths_of_tiles(M: int, N: int, D: int, mask: dict[str, Any]):
         {i // BLOCK_M for i, (start, stop) in enumerate(rows) if start < n + BLOCK_N and stop > n}
         for n in range(0, N, BLOCK_N)
     ]
-    assert tile_lengths(problem) == sorted(map(len, seen), reverse=True)
+    assert tile_lengths(problem, M, N) == sorted(map(len, seen), reverse=True)
 
 
 @pytest.mark.parametrize("copies", [1, 3, 7, 40, 300])
@@ -63,7 +68,8 @@ def test_makespan_is_that_of_programs_in_order(tiles: int, kind: str, copies: in
     for time in times:
         for _ in range(copies):
             heapq.heappush(ends, heapq.heappop(ends) + time)
-    assert 0.85 * max(ends) <= makespan(times, copies, MULTIPROCESSORS) <= max(ends) + 1e-6
+    found = makespan([(time, copies) for time in times], MULTIPROCESSORS)
+    assert 0.85 * max(ends) <= found <= max(ends) + 1e-6
 
 
 def test_few_long_tiles_are_split():
@@ -94,6 +100,23 @@ def test_parts_have_whole_heads_with_ordered_additions():
 
 
 def test_packed_sequences_count_their_rows():
-    problem = problem_of((8, 2), 4096)._replace(layout="packed", B=1000)
+    problem = problem_of((8, 2), 4096)._replace(layout="packed", B=4)
     assert parts_of(problem, 4096, MULTIPROCESSORS) > 1
     assert parts_of(problem, 100 * 4096, MULTIPROCESSORS) == 1
+
+
+def test_sequences_of_a_packed_batch():
+    problem = problem_of((8, 2), 1000)._replace(layout="packed")
+    for B, keys in ((1, 1000), (3, 3000), (12, 4000), (100, 9000), (20, 1019)):
+        found = sequences_of(problem._replace(B=B), keys)
+        lengths = [N for N, _ in found]
+        assert lengths[0] == 1000 and lengths == sorted(lengths, reverse=True)
+        assert sum(count for _, count in found) == B
+        assert sum(N * count for N, count in found) == pytest.approx(keys, rel=0.02)
+    assert sequences_of(problem._replace(B=1), 700) == [(1000, 1)]  # the longest is a bound
+
+
+def test_the_longest_of_unlike_sequences_are_split():
+    problem = problem_of((18, 3), 1678, D=144, window_right=0)._replace(layout="packed")
+    assert parts_of(problem._replace(B=12), 6712, MULTIPROCESSORS) > 1
+    assert parts_of(problem._replace(B=4), 6712, MULTIPROCESSORS) == 1  # all as long

@@ -15,7 +15,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from flashtile.backends.hopper.forward.launch import forward_launch, lists_of, outputs
+from flashtile.backends.hopper.forward.launch import (
+    forward_launch,
+    lists_of,
+    outputs,
+    tile_list,
+)
 from flashtile.backends.hopper.forward.plan import plan
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -43,7 +48,8 @@ def launch_of(operands: Operands, options: Options) -> Launch:
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
     out, lse = outputs(operands, config)()
-    launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter)
+    tiles = tile_list(problem, config, operands)()
+    launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles)
     launch.arguments["blocks"] = lists_of(problem, config, operands)
     return launch
 

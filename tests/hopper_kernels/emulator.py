@@ -229,6 +229,7 @@ def store_wait(pending: int) -> None:
         context.bulk.pop(0)()
 
 
+shapes: list[tuple[int, ...]] = []  # the grid of each launch
 grids: list[dict[Any, Any]] = []  # the threads of the programs of each launch
 letting: set[Any] = set()  # programs that let the next launch start
 
@@ -354,6 +355,7 @@ LANGUAGE: dict[str, Any] = {
     "atomic_add": atomic_add,
     "atomic_xchg": lambda p, value, sem, scope: (store(p, value), scheduler.meet()),
     "program_id": lambda axis: tile(context.program[axis]),
+    "num_programs": lambda axis: tile(shapes[context.program[-1]][axis]),
     "allocate_shared_memory": allocate,
     "inline_asm_elementwise": inline_asm,
     "warp_specialize": warp_specialize,
@@ -470,7 +472,7 @@ def run_chain(launches: list[Any], seed: int) -> list[tuple[int, int]]:
     """Run a launch and those that start while the one before ends; the `additions`."""
     global scheduler, named_barriers
     scheduler, named_barriers = Scheduler(seed), NamedBarriers()
-    for record in (additions, tickets, grids, letting):
+    for record in (additions, tickets, shapes, grids, letting):
         record.clear()
     with emulated() as load_file:
         conditions = {}
@@ -479,6 +481,7 @@ def run_chain(launches: list[Any], seed: int) -> list[tuple[int, int]]:
             function = launch.kernel.fn
             kernel = getattr(load_file(function.__module__), function.__name__)
             run = partial(kernel, **{name: argument(x) for name, x in launch.arguments.items()})
+            shapes.append(launch.grid)
             ids = [(*program, number) for program in product(*map(range, launch.grid))]
             grids.append({program: scheduler.spawn(run, program) for program in ids})
             conditions |= dict.fromkeys(grids[-1].values(), partial(may_start, number))

@@ -66,8 +66,7 @@ def gradients(
     for sums in (found.dk_parts, found.dv_parts):
         if sums is not None:
             sums.fill_(torch.nan)
-    if problem.layout == "dense":
-        found.dq.fill_(torch.nan)
+    found.dq.fill_(torch.nan)
     if not leaves_keys_unseen(problem) or (parts > 1 and problem.layout == "dense"):
         found.dk.fill_(torch.nan)
         found.dv.fill_(torch.nan)

@@ -17,18 +17,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     # Triton decides at import; these tests read what its compiler makes.
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
-from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
+import triton
+
+from flashtile.backends.hopper.forward.launch import with_list
+from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION, plan
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
-from flashtile.problem import Operands, Options
+from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
 if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     # The backend refuses it too, with this reason.
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
-from .compile_ahead import launch_of, report, specialize
+from .compile_ahead import TARGET, launch_of, report, specialize
 
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256)]
 MIXED_HEAD_DIMS = [
@@ -151,3 +154,12 @@ def test_new_lengths_and_heads_compile_nothing_new():
         for M, N in ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001))
     }
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("option", ["packed", "lengths"])
+def test_the_list_of_tiles_compiles(option: str):
+    operands, options = OPTIONS[option]()
+    problem = AttentionProblem.of(operands, options)
+    first, _ = with_list(problem, plan(problem), launch_of(operands, options))
+    source, made_with = specialize(first)
+    assert "st.global" in triton.compile(source, target=TARGET, options=made_with).asm["ptx"]

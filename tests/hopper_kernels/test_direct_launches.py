@@ -184,7 +184,7 @@ def compared(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[AttentionP
             counter = shared_path.tile_counter(out.device)
             config = plan(problem)
             launch = forward_path.forward_launch(
-                problem, config, operands, out, lse, multiprocessors(out.device), counter
+                problem, config, operands, out, lse, multiprocessors(out.device), counter, None
             )
             with driver.launches() as wanted:
                 launch.run()

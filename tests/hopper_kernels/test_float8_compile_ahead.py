@@ -24,7 +24,7 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
 from flashtile.backends.hopper.float8.launch import config_of, float8_launch
-from flashtile.backends.hopper.forward.launch import outputs
+from flashtile.backends.hopper.forward.launch import outputs, tile_list
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.gpu.launch import Launch
@@ -46,7 +46,8 @@ def launch_of(call: tuple[Operands, Options]) -> Launch:
     config = config_of(problem, call[0])
     counter = torch.zeros(2, dtype=torch.int32)
     out, lse = outputs(call[0], config)()
-    return float8_launch(problem, config, call[0], out, lse, MULTIPROCESSORS, counter)
+    tiles = tile_list(problem, config, call[0])()
+    return float8_launch(problem, config, call[0], out, lse, MULTIPROCESSORS, counter, tiles)
 
 
 def scales_of(small: Quantized) -> dict[str, Any]:

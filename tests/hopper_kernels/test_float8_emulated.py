@@ -17,7 +17,7 @@ from flashtile.backends import hopper
 from flashtile.backends.hopper.float8 import launch as float8_path
 from flashtile.backends.hopper.float8.launch import config_of, float8_launch
 from flashtile.backends.hopper.forward import launch as forward_path
-from flashtile.backends.hopper.forward.launch import outputs
+from flashtile.backends.hopper.forward.launch import outputs, tile_list, with_list
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.gpu import relaunch
@@ -65,7 +65,6 @@ def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
         "int8": torch.int8,
         "to_tensor": emulator.tile,
         "max": torch.amax,
-        "num_programs": lambda axis: emulator.tile(PROGRAMS),
         "allocate_shared_memory": allocate,
         "inline_asm_elementwise": float8_asm,
     }
@@ -86,11 +85,11 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     counter = torch.zeros(2, dtype=torch.int32)
     config = config_of(problem, operands)
     out, lse = outputs(operands, config)()
-    launch = float8_launch(problem, config, operands, out, lse, PROGRAMS, counter)
-    if problem.layout == "dense":
-        out.fill_(torch.nan)
-        lse.fill_(torch.nan)
-    emulator.run(launch._replace(grid=(PROGRAMS,)), seed)
+    tiles = tile_list(problem, config, operands)()
+    launch = float8_launch(problem, config, operands, out, lse, PROGRAMS, counter, tiles)
+    out.fill_(torch.nan)
+    lse.fill_(torch.nan)
+    emulator.run_chain(with_list(problem, config, launch._replace(grid=(PROGRAMS,))), seed)
     assert counter.tolist() == [0, 0]
     return out, lse
 

@@ -15,8 +15,15 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends.hopper.forward import plan as forward_plan
-from flashtile.backends.hopper.forward.launch import forward_launch, lists_of, outputs
+from flashtile.backends.hopper.forward.launch import (
+    forward_launch,
+    lists_of,
+    outputs,
+    tile_list,
+    with_list,
+)
 from flashtile.backends.hopper.forward.plan import plan
+from flashtile.backends.hopper.shared.spare_rows import PARTS
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -36,7 +43,7 @@ from .inputs import dense_inputs, packed_inputs, random_mask
 PROGRAMS = 3
 CAUSAL = {"causal": True}
 SINK = normal(generator(0), 2)
-UNWRITTEN = -(2**30)  # a number in shared memory that nobody has put there
+UNWRITTEN = -(2**30)  # a number that nobody has put there
 
 
 class Bits:
@@ -106,7 +113,6 @@ def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
         "max": torch.amax,
         "split": lambda x: x.unbind(-1),
         "join": lambda x, y: torch.stack([x, y], -1),
-        "num_programs": lambda axis: emulator.tile(PROGRAMS),
         "allocate_shared_memory": allocate,
         "inline_asm_elementwise": inline_asm,
     }
@@ -121,12 +127,18 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
     out, lse = outputs(operands, config)()
-    launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter)
+    tiles = tile_list(problem, config, operands)()
+    if tiles is not None:
+        tiles.fill_(UNWRITTEN)
+    launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter, tiles)
     launch.arguments["blocks"] = lists_of(problem, config, operands)
-    if problem.layout == "dense" and not problem.has_lengths:
-        out.fill_(torch.nan)
-        lse.fill_(torch.nan)
-    emulator.run(launch._replace(grid=(PROGRAMS,)), seed)  # also more programs than tiles
+    out.fill_(torch.nan)
+    lse.fill_(torch.nan)
+    launch = launch._replace(grid=(PROGRAMS,))  # also more programs than tiles
+    *before, launch = with_list(problem, config, launch)
+    parts = (PARTS.value, 1)[seed % 2]
+    before = [one._replace(grid=(problem.B, parts)) for one in before]
+    emulator.run_chain([*before, launch], seed)
     assert counter.tolist() == [0, 0]  # as the next launch wants them
     return out, lse
 
@@ -328,6 +340,14 @@ def test_packed_lengths_of_many_tiles_and_of_none(seed: int):
     tensors, layout, counts = packed_inputs(seed, 128, lengths, lengths, {})
     operands, options = describe(tensors, layout, {"causal": True, **counts})
     check(operands, options, {"causal": True}, layout, seed)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])
+def test_the_list_of_tiles_is_awaited(seed: int):
+    """So few sequences that all programs of the kernel before run when the forward starts."""
+    tensors, layout, counts = packed_inputs(seed, 64, [70, 65], [65, 80], {})
+    operands, options = describe(tensors, layout, counts)
+    check(operands, options, {}, layout, seed)
 
 
 def test_packed_window():

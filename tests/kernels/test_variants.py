@@ -49,10 +49,12 @@ def hopper_launches(call: Call) -> list[Launch]:
     out, lse = hopper_forward.outputs(operands, config)()
     counter = torch.zeros(2, dtype=torch.int32)
     made = hopper_backward.buffers(problem, operands)()
+    tiles = hopper_forward.tile_list(problem, config, operands)()
+    forward = hopper_forward.forward_launch(
+        problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles
+    )
     return [
-        hopper_forward.forward_launch(
-            problem, config, operands, out, lse, MULTIPROCESSORS, counter
-        ),
+        *hopper_forward.with_list(problem, config, forward),
         *hopper_backward.backward_launches(
             problem, operands, out, lse, readable(torch.empty_like(out)), None, made, None
         ),

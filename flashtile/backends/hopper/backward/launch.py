@@ -134,8 +134,6 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
     q, k, v = operands[:3]
     empty = partial(uninitialised, device=q.device)
     zeros = partial(filled, value=0, device=q.device)
-    # Programs do not write rows that belong to no sequence.
-    of_queries = empty if problem.layout == "dense" else zeros
     of_keys = zeros if leaves_keys_unseen(problem) else empty
     rows = problem.Hq * workspace_blocks(problem, operands, config)
     lines = rows * config.BLOCK_M * (config.BLOCK_D + config.TAIL_D) // 256
@@ -158,7 +156,7 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
         dk_parts = empty((sums, config.BLOCK_N * of_a_key), torch.float32)
         dv_parts = empty((sums, config.BLOCK_N * of_a_value), torch.float32)
     new = (
-        of_queries(q.shape, q.dtype),
+        empty(q.shape, q.dtype),
         of_keys(k.shape, k.dtype),
         of_keys(v.shape, v.dtype),
         empty((lines, 256), torch.float32),
@@ -254,9 +252,13 @@ def delta_launch(
         "lse_log2_ptr": made.lse_log2,
         "minus_delta_ptr": made.minus_delta,
         "workspace_ptr": made.workspace,
+        "dq_ptr": made.dq,
+        "dk_ptr": made.dk,
+        "dv_ptr": made.dv,
         "entries": key_tiles(problem, operands, config),
         "together": max(backward_swizzle(problem) // problem.Hk, 1),
         "heads": problem.Hq,
+        "group": problem.group,
         **common,
     }
     return Launch(delta_kernel, row_grid(problem, operands, config), arguments)

@@ -9,6 +9,8 @@ Pure Python, like `forward/plan.py`.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ....lru import memoised
 from ....problem import AttentionProblem
 from .plan import TILES, padded_columns, value_columns
@@ -26,6 +28,7 @@ BYTES_PER_US = 3e6
 UNEVEN_END = 0.3
 
 MOST_PARTS = 16
+MOST_LENGTHS = 8  # of the sequences of a packed batch
 MOST_WAVES = 8  # with more tiles for each multiprocessor, little is lost at the end
 # Smaller gains are within the error of the model, or do not pay for another launch on the host.
 LEAST_GAIN = 0.05
@@ -34,65 +37,96 @@ LEAST_GAIN_US = 10.0
 
 @memoised(4096)
 def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> int:
-    """The number of programs for each tile of keys.
+    """The number of programs for each tile of keys; `keys` is the number of rows of a packed k.
 
-    `keys` is the number of rows of a packed k. The lengths of its sequences are not known here: the
-    model assumes as many sequences of the longest length as fit. Under a block mask, the lengths of
-    the loops are not known either, and tiles are not shared.
+    Under a block mask, the lengths of the loops are not known here, and tiles are not shared.
     """
     if problem.block_tile is not None:
         return 1
-    lengths = tile_lengths(problem)
-    copies = problem.Hk * (problem.B if problem.layout == "dense" else max(keys // problem.N, 1))
-    if len(lengths) * copies > MOST_WAVES * multiprocessors:
+    rows = problem.B * problem.N if problem.layout == "dense" else keys
+    if rows * problem.Hk > MOST_WAVES * multiprocessors * TILES[padded_columns(problem)].BLOCK_N:
         return 1
+    tiles = tiles_of(problem, keys)
     most = min(MOST_PARTS, problem.group) if problem.options.deterministic else MOST_PARTS
-    times = [
-        time_of(problem, lengths, copies, parts, multiprocessors) for parts in range(1, most + 1)
-    ]
+    times = [time_of(problem, tiles, parts, multiprocessors) for parts in range(1, most + 1)]
     gain = times[0] - min(times)
     return times.index(min(times)) + 1 if gain > max(LEAST_GAIN * times[0], LEAST_GAIN_US) else 1
 
 
 def time_of(
-    problem: AttentionProblem, lengths: list[int], copies: int, parts: int, multiprocessors: int
+    problem: AttentionProblem, tiles: list[tuple[int, int]], parts: int, multiprocessors: int
 ) -> float:
-    """Microseconds of the programs and of the addition of their parts, if `copies` heads and
-    sequences have tiles of these lengths.
-    """
+    """Microseconds of the programs of `tiles_of` and of the addition of their parts."""
     columns = padded_columns(problem)
-    times = [
-        -(-length * problem.group // parts) * STEP_US[columns] + PROGRAM_US for length in lengths
+    programs = [
+        (-(-length * problem.group // parts) * STEP_US[columns] + PROGRAM_US, count * parts)
+        for length, count in tiles
     ]
-    time = makespan(times, copies * parts, multiprocessors)
-    if times[-1] < times[0]:
-        time += UNEVEN_END * times[0]
+    time = makespan(programs, multiprocessors)
+    if len(programs) > 1:
+        time += UNEVEN_END * programs[0][0]
     if parts > 1:
         both = columns + value_columns(problem)
-        sums = len(times) * copies * parts * TILES[columns].BLOCK_N * both * 4
+        sums = sum(count for _, count in programs) * TILES[columns].BLOCK_N * both * 4
         time += KERNEL_US + 2 * sums / BYTES_PER_US  # written and read
     return time
 
 
-def makespan(times: list[float], copies: int, multiprocessors: int) -> float:
-    """The time of `copies` programs of each of `times`, the longest first (LPT order).
+def makespan(programs: list[tuple[float, int]], multiprocessors: int) -> float:
+    """The time of programs, (time, how many there are of it), the longest first (LPT order).
 
     It is at least: the mean over the multiprocessors; the longest program; and k + 1 times the
     program after the k * multiprocessors longest ones, because some multiprocessor has k + 1 of
     them. LPT order takes little more than the largest of these, if multiprocessors are equally
     fast.
     """
-    mean = sum(times) * copies / multiprocessors
-    waves = -(-len(times) * copies // multiprocessors)
-    bounds = ((k + 1) * times[k * multiprocessors // copies] for k in range(waves))
-    return max(mean, *bounds)
+    longest = sum(time * count for time, count in programs) / multiprocessors
+    total = 0
+    for time, count in programs:
+        before, total = total, total + count
+        k = (total - 1) // multiprocessors
+        if k * multiprocessors >= before:
+            longest = max(longest, (k + 1) * time)
+    return longest
 
 
-def tile_lengths(problem: AttentionProblem) -> list[int]:
-    """Blocks of queries of one head that see each tile of keys of the longest sequence, the longest
-    first.
+def tiles_of(problem: AttentionProblem, keys: int) -> list[tuple[int, int]]:
+    """(length, number of tiles of all heads), the longest first; see `tile_lengths`."""
+    found: Counter[int] = Counter()
+    for N, count in sequences_of(problem, keys):
+        M = -(-problem.M * N // problem.N)
+        for length in tile_lengths(problem, M, N):
+            found[length] += count * problem.Hk
+    return sorted(found.items(), reverse=True)
+
+
+def sequences_of(problem: AttentionProblem, keys: int) -> list[tuple[int, int]]:
+    """(length, how many sequences have it).
+
+    Only the device knows the lengths of a packed batch. The model has the rows, the number of
+    sequences and the longest one; it assumes that the others fall geometrically from it.
     """
-    tile, options, M, N = TILES[padded_columns(problem)], problem.options, problem.M, problem.N
+    if problem.layout == "dense":
+        return [(problem.N, problem.B)]
+    count = min(problem.B, MOST_LENGTHS)
+    copies = [1]  # one sequence is the longest
+    for n in range(1, count):
+        copies.append((problem.B - sum(copies)) // (count - n))
+
+    def lengths(ratio: float) -> list[int]:
+        return [max(round(problem.N * ratio**n), 1) for n in range(count)]
+
+    least, most = 0.0, 1.0
+    for _ in range(12):
+        ratio = (least + most) / 2
+        rows = sum(length * copy for length, copy in zip(lengths(ratio), copies, strict=True))
+        least, most = (ratio, most) if rows < keys else (least, ratio)
+    return list(zip(lengths(most), copies, strict=True))
+
+
+def tile_lengths(problem: AttentionProblem, M: int, N: int) -> list[int]:
+    """Blocks of queries of one head that see each tile of keys of a sequence, the longest first."""
+    tile, options = TILES[padded_columns(problem)], problem.options
     lengths = []
     for first in range(0, N, tile.BLOCK_N):
         # Rows [start, stop) see some key of [first, last]; shift is the position of row 0.

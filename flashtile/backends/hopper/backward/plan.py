@@ -211,8 +211,8 @@ def backward_swizzle(problem: AttentionProblem) -> int:
 
 
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:
-    """Whether there may be a tile of keys that no query sees, so that no program writes its
-    gradients.
+    """Whether a sequence with queries may have a tile of keys that no query sees, so that no kernel
+    writes its gradients.
 
     Queries are aligned with the last keys: if there are at most as many keys as queries, each key
     has a query at its own position, which sees it under every mask rule. Under a block mask,
@@ -221,7 +221,7 @@ def leaves_keys_unseen(problem: AttentionProblem) -> bool:
     options = problem.options
     bounded = options.window_left is not None or options.attention_chunk > 0
     bounded = bounded and problem.block_tile is None
-    return problem.layout != "dense" or (bounded and problem.N > problem.M)
+    return bounded and (problem.layout != "dense" or problem.N > problem.M)
 
 
 def backward_reasons(problem: AttentionProblem) -> list[str]:

@@ -13,6 +13,7 @@ import triton.language as tl
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
 from ..shared.packing_order import Side, list_tiles, rows_of
 from ..shared.schedule import NUMBERS
+from ..shared.spare_rows import PARTS, fill_spare_rows
 from .dq import PIECE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,8 +31,8 @@ STRIDES = [
 )
 def delta_kernel(
     out_ptr, dout_ptr, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_ptr, dlse_ptr,
-    lse_log2_ptr, minus_delta_ptr, workspace_ptr, semaphores_ptr, order, entries, together, at, B,
-    M, N, total_q, total_k, heads, blocks, cfg: tl.constexpr,
+    lse_log2_ptr, minus_delta_ptr, workspace_ptr, semaphores_ptr, dq_ptr, dk_ptr, dv_ptr, order,
+    entries, together, at, B, M, N, total_q, total_k, heads, group, blocks, cfg: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics of one block of rows of one head, and clear its part of the workspace.
     `entries` and `together` are for `list_tiles`.
@@ -48,11 +49,23 @@ def delta_kernel(
     if cfg.IS_ORDERED:
         tl.store(order.counter, 0, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
     if cfg.IS_PACKED:
-        listed = tl.program_id(0)  # there are at least as many programs as sequences
-        if listed < B:
-            keys = Side(at.cu_seqlens_k, at.seqused_k, total_k, N)
-            queries = Side(at.cu_seqlens_q, at.seqused_q, total_q, M)
+        # There are at least as many programs as sequences.
+        listed, part = tl.program_id(0) % B, tl.program_id(0) // B
+        parts = tl.minimum(tl.num_programs(0) // B, PARTS)
+        keys = Side(at.cu_seqlens_k, at.seqused_k, total_k, N)
+        queries = Side(at.cu_seqlens_q, at.seqused_q, total_q, M)
+        if part == 0:
             list_tiles(listed, order.tiles, entries, together, B, keys, queries, cfg.BLOCK_N)
+        if part < parts:
+            _, rows = rows_of(listed, queries)
+            _, seen = rows_of(listed, keys)
+            seen = tl.where(rows > 0, seen, 0)  # no query sees the others: see `leaves_keys_unseen`
+            width = heads // group
+            fill_spare_rows(
+                dq_ptr, 0.0, 1, 0, heads * cfg.D, listed, rows, part, parts, B, queries
+            )  # fmt: skip
+            fill_spare_rows(dk_ptr, 0.0, 1, 0, width * cfg.D, listed, seen, part, parts, B, keys)
+            fill_spare_rows(dv_ptr, 0.0, 1, 0, width * cfg.DV, listed, seen, part, parts, B, keys)
     block = (h * blocks + first_block + m).to(tl.int64)
     if cfg.IS_ORDERED:  # all of them: with a wrong `cu_seqlens`, any may be waited for
         adders = tl.arange(0, ADDERS)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..forward.consumer import Output
-from ..forward.kernel import OF_PRODUCER, OF_THREE, OF_TWO, Channels, load_tiles
+from ..forward.kernel import OF_OTHERS, OF_THREE, OF_TWO, Channels, load_tiles, scheduler
 from ..shared.channels import Described, make_channel, make_queue
 from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
 from ..shared.schedule import NUMBERS, WORK_NUMBERS, Mask, Sizes, batch_of
@@ -40,7 +40,7 @@ def make_channels(dtype: gl.constexpr, out_dtype: gl.constexpr, cfg: gl.constexp
         make_channel(v, v, cfg.STAGES, C),
         o,
         o,
-        make_queue(2, WORK_NUMBERS, C),
+        make_queue(2, WORK_NUMBERS, C + 1 if cfg.IS_RAGGED else C),
     )
     fence_async_shared()
     return channels
@@ -64,19 +64,15 @@ def producer(q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg: gl.co
 
 
 @gluon.jit
-def load_blocks(
-    keys, v_desc, i, begin, end, channels, work, start_k, sizes, at, mask, cfg: gl.constexpr
-):  # fmt: skip
-    """Load blocks [begin, end) of K and V, counted from the last block of the tile; return the
-    number of blocks so far.
-    """
+def load_blocks(keys, v_desc, i, channels, work, sizes, at, mask, cfg: gl.constexpr):
+    """Load K and V of the tile; return the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // sizes.group
-    first_group, first_key = work.b * keys.batch_groups, start_k
+    first_group, first_key = work.b * keys.batch_groups, work.start_k
     if at.cu_seqlens_k is not None:  # see `launch.grouped`
-        first_group = start_k // KEY_GROUP + work.b
+        first_group = work.start_k // KEY_GROUP + work.b
         first_key = first_group * KEY_GROUP
-    for j in range(begin, end):
+    for j in range(work.end - work.begin):
         row = (work.end - 1 - j) * cfg.BLOCK_N
         full = channels.k.acquire_empty(i, keys.groups.block_type.nbytes)
         coord = [first_group + row // KEY_GROUP, 0, 0, 0, head * keys.head_step]
@@ -107,9 +103,10 @@ def float8_kernel(
                 (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
                 (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
                 (producer, (q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg)),
+                (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
             ],
-            [4, 1],
-            [OF_TWO, OF_PRODUCER],
+            [4, 1, 1],
+            [OF_TWO, OF_OTHERS, OF_OTHERS],
         )
     else:
         gl.warp_specialize(
@@ -118,7 +115,8 @@ def float8_kernel(
                 (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
                 (consumer, (2, output, channels, scales, sizes, mask, score, cfg)),
                 (producer, (q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg)),
+                (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
             ],
-            [4, 4, 1],
-            [OF_THREE, OF_THREE, OF_PRODUCER],
+            [4, 4, 1, 1],
+            [OF_THREE, OF_THREE, OF_OTHERS, OF_OTHERS],
         )

@@ -41,8 +41,9 @@ def float8_launch(
     lse: Tensor,
     programs: int,
     counter: Tensor,
+    tiles: Tensor | None,
 ) -> Launch:
-    """The launch that fills `out` and `lse`; `counter` is two zeros."""
+    """The launch that fills `out` and `lse`; see `forward_launch`."""
     q, k, v = operands[:3]
     k = readable_keys(k, operands.cu_seqlens_k, config.BLOCK_D)
     v = readable_values(v, operands.cu_seqlens_k)
@@ -53,12 +54,13 @@ def float8_launch(
         "k_desc": groups,
         "v_desc": value_descriptor(v, config),
         "o_desc": descriptor(readable(out), CONSUMER_ROWS, config.BLOCK_DV),
-        **common_arguments(problem, config, operands, out, lse, counter),
+        **common_arguments(problem, config, operands, out, lse, counter, tiles),
         "scales": Scales(*(None if x is None else x.float().contiguous() for x in scales)),
         "batch_groups": batch_groups,
         "head_step": head_step,
     }
-    return Launch(float8_kernel, (min(programs, arguments["tiles"]),), arguments)
+    grid = (min(programs, arguments["tiles"]),)
+    return Launch(float8_kernel, grid, arguments, is_early=config.IS_RAGGED)
 
 
 def readable_keys(k: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:

@@ -136,18 +136,18 @@ def attend_tiles(
     math_of: gl.constexpr, ME: gl.constexpr, output, channels, scales, sizes, mask, score,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Process tiles until the producer has no more; `math_of` returns the arithmetic of a tile."""
+    """Process tiles until there are no more; `math_of` returns the arithmetic of a tile."""
     open_ping_pong(ME, cfg)
     count = 0  # tiles so far
     i = 0  # blocks so far
     channels.work.acquire(count)
-    work = read_work(channels.work, count, sizes, cfg)
+    work = read_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
     while work.begin < work.end:
         o, o_tail, done, math = attend(
             math_of, ME, count, i, channels, scales, sizes, work, mask, score, cfg
         )
         # Read again, because the KV loop has no registers left for it.
-        work = read_work(channels.work, count, sizes, cfg)
+        work = read_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
         scale, lse = math.normalisation(ME, done, work, score.sink_ptr, cfg)
         store_lse(ME, lse, output, work, sizes, cfg)
         o, o_tail = finished_output(o, o_tail, cfg)
@@ -165,7 +165,7 @@ def attend_tiles(
         channels.work.release(count)
         count += 1
         channels.work.acquire(count)
-        work = read_work(channels.work, count, sizes, cfg)
+        work = read_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
     tma.store_wait(0)
     close_ping_pong(ME, cfg)
 

@@ -1,8 +1,9 @@
-"""The forward kernel: shared memory, roles and the producer.
+"""The forward kernel: shared memory, roles, the scheduler and the producer.
 
-A persistent program has two kinds of roles: one producer warp copies, and consumer warpgroups
-multiply (warp specialisation, FlashAttention-3, Shah et al. 2024). The producer is in this file,
-the consumers are in `consumer.py`, and the ring buffers between them in `channels.py`.
+A persistent program has three kinds of roles: a producer warp copies, consumer warpgroups multiply
+(warp specialisation, FlashAttention-3, Shah et al. 2024), and for sequences of different lengths a
+scheduler warp looks up the tiles. The consumers are in `consumer.py`, the others in this file, and
+the ring buffers between them in `channels.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ....gpu.intrinsics import wait_for_earlier_kernels
 from ..shared.channels import Described, make_channel, make_queue
 from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
 from ..shared.schedule import (
@@ -25,18 +27,18 @@ from ..shared.schedule import (
     list_of,
     next_number,
     put_work,
+    read_work,
     retire,
-    start_cursor,
     visited_block,
     work_of,
 )
 from ..shared.softmax import Score
 from .consumer import Output, consumer
 
-# Registers per thread of one of two consumers, one of three consumers, and the producer.
+# Registers per thread of one of two consumers, one of three consumers, and the other roles.
 OF_TWO = gl.constexpr(240)
 OF_THREE = gl.constexpr(160)
-OF_PRODUCER = gl.constexpr(24)
+OF_OTHERS = gl.constexpr(24)
 
 
 class Channels(NamedTuple):
@@ -80,10 +82,39 @@ def make_channels(dtype: gl.constexpr, cfg: gl.constexpr):
         make_channel(v, v_tail, cfg.STAGES, C),
         o,
         o_tail,
-        make_queue(2, WORK_NUMBERS, C),
+        make_queue(2, WORK_NUMBERS, C + 1 if cfg.IS_RAGGED else C),
     )
     fence_async_shared()
     return channels
+
+
+# The scheduler
+
+
+@gluon.jit
+def scheduler(counter_ptr, channels, sizes, at, mask, cfg: gl.constexpr):
+    """If sequences can be shorter than the tensors, take tiles until there are no more, and send
+    them to the other roles: one tile ahead, so that no load waits for lengths. Otherwise the
+    producer takes tiles, as late as it can: long tiles should go to programs that are idle.
+    """
+    if cfg.IS_RAGGED:
+        wait_for_earlier_kernels()  # one of them writes the list
+        count = 0  # tiles so far
+        work = send_work(gl.program_id(0), count, channels, sizes, at, mask, cfg)
+        while work.begin < work.end:
+            count += 1
+            channels.work.await_empty(count)  # before, a tile would be taken two tiles ahead
+            number = next_number(counter_ptr)
+            work = send_work(number, count, channels, sizes, at, mask, cfg)
+        retire(counter_ptr)
+
+
+@gluon.jit
+def send_work(number, count, channels, sizes, at, mask, cfg: gl.constexpr):
+    """Send the tile of index `number`, the program's tile `count`, and return its work."""
+    work = work_of(number, sizes, at, mask, cfg)
+    put_work(channels.work, count, work)
+    return work
 
 
 # The producer
@@ -102,26 +133,26 @@ def load_tiles(
     """For each tile of this program, load the queries and, with `load_keys`, the blocks of keys and
     values.
     """
-    # Number of blocks to load after the search for the next tile. If the search is slow because it
-    # reads lengths, consumers still have a block to process; else the block would be late.
-    LEFT: gl.constexpr = 1 if cfg.IS_PACKED else 0
     count = 0  # tiles so far
     i = 0  # blocks so far
-    work, start_k, cursor = work_of(gl.program_id(0), start_cursor(), sizes, at, mask, cfg)
-    put_work(channels.work, count, work)
+    if cfg.IS_RAGGED:
+        channels.work.acquire(count)
+        work = read_work(channels.work, count, sizes, 1, cfg)
+    else:
+        work = send_work(gl.program_id(0), count, channels, sizes, at, mask, cfg)
     while work.begin < work.end:
         load_queries(q, count, channels, work, at, cfg)
-        blocks = work.end - work.begin
-        i = load_keys(k, v, i, 0, blocks - LEFT, channels, work, start_k, sizes, at, mask, cfg)
-        number = next_number(counter_ptr)
-        following, following_k, cursor = work_of(number, cursor, sizes, at, mask, cfg)
-        if LEFT > 0:
-            begin = blocks - LEFT
-            i = load_keys(k, v, i, begin, blocks, channels, work, start_k, sizes, at, mask, cfg)
+        i = load_keys(k, v, i, channels, work, sizes, at, mask, cfg)
         count += 1
-        work, start_k = following, following_k
-        put_work(channels.work, count, work)
-    retire(counter_ptr)
+        if cfg.IS_RAGGED:
+            channels.work.release(count - 1)
+            channels.work.acquire(count)
+            work = read_work(channels.work, count, sizes, 1, cfg)
+        else:
+            number = next_number(counter_ptr)
+            work = send_work(number, count, channels, sizes, at, mask, cfg)
+    if not cfg.IS_RAGGED:
+        retire(counter_ptr)
 
 
 @gluon.jit
@@ -136,19 +167,17 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(
-    k, v, i, begin, end, channels, work, start_k, sizes, at, mask, cfg: gl.constexpr
-):  # fmt: skip
-    """Load K and V of the steps [begin, end) of the KV loop; return the number of blocks so far."""
+def load_blocks(k, v, i, channels, work, sizes, at, mask, cfg: gl.constexpr):
+    """Load K and V of the tile; return the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
     head = work.h // sizes.group
-    for j in range(begin, end):
+    for j in range(work.end - work.begin):
         block = visited_block(j, work, cfg)
         if cfg.HAS_BLOCK_MASK:
             number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
             row = gl.load(first_entry(number, sizes, mask, cfg) + 2 * block)
         else:
-            row = start_k + block * cfg.BLOCK_N
+            row = work.start_k + block * cfg.BLOCK_N
         load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.TAIL_D)
         load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.TAIL_DV)
         i += 1
@@ -194,9 +223,10 @@ def forward_kernel(
                     (1, output, channels, sizes, mask, score, cfg),
                 ),
                 (producer, (q, k, v, counter_ptr, channels, sizes, at, mask, cfg)),
+                (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
             ],
-            [4, 1],
-            [OF_TWO, OF_PRODUCER],
+            [4, 1, 1],
+            [OF_TWO, OF_OTHERS, OF_OTHERS],
         )
     else:
         gl.warp_specialize(
@@ -214,7 +244,8 @@ def forward_kernel(
                     (2, output, channels, sizes, mask, score, cfg),
                 ),
                 (producer, (q, k, v, counter_ptr, channels, sizes, at, mask, cfg)),
+                (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
             ],
-            [4, 4, 1],
-            [OF_THREE, OF_THREE, OF_PRODUCER],
+            [4, 4, 1, 1],
+            [OF_THREE, OF_THREE, OF_OTHERS, OF_OTHERS],
         )

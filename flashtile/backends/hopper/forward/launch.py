@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
-from ....gpu.memory import filled, uninitialised
+from ....gpu.memory import uninitialised
 from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary
 from ....masks import as_kernel_number
@@ -19,9 +19,12 @@ from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ... import Run, Tensors
 from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
+from ..shared.packing_order import most_tiles
 from ..shared.softmax import Pointers
+from ..shared.spare_rows import PARTS
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
+from .tile_list import tile_list_kernel
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -36,7 +39,7 @@ def run_forward(
     launch_of: Callable[..., Launch],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) from the launch that `launch_of` describes, which is like `forward_launch`."""
-    if problem.M == 0 or 0 in operands.q.shape:
+    if 0 in operands.q.shape:
         with torch.cuda.device_of(operands.q):
             return outputs(operands, config)()
 
@@ -44,20 +47,21 @@ def run_forward(
 
     def allocator() -> Callable[[], Any]:
         new_outputs, device = outputs(operands, config), operands.q.device
-        return lambda: (*new_outputs(), tile_counter(device))
+        new_list = tile_list(problem, config, operands)
+        return lambda: (*new_outputs(), tile_counter(device), new_list())
 
     def describe(given: Any, made: Any) -> list[Launch]:
         tensors, listed = given[:OPERANDS], given[OPERANDS:]
-        out, lse, counter = made
-        programs = multiprocessors(out.device)
-        launch = launch_of(problem, config, Operands(*tensors), out, lse, programs, counter)
+        out, lse, counter, tiles = made
+        of_call, programs = Operands(*tensors), multiprocessors(out.device)
+        launch = launch_of(problem, config, of_call, out, lse, programs, counter, tiles)
         if lists is not None:
             launch.arguments["blocks"] = lists.with_tensors(*listed)
-        return [launch]
+        return with_list(problem, config, launch)
 
     given = operands if lists is None else (*operands, *lists.tensors)
     kind = config if lists is None else (config, lists.steps)
-    out, lse, _ = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: kind)
+    out, lse, *_ = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: kind)
     return out, lse
 
 
@@ -81,7 +85,7 @@ def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
         return None
 
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        out, lse, _ = prepared.run(tensors)
+        out, lse, *_ = prepared.run(tensors)
         return out, lse
 
     return run
@@ -90,13 +94,8 @@ def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
 def outputs(operands: Operands, config: KernelConfig) -> Callable[[], tuple[Tensor, Tensor]]:
     """A function that allocates (out, lse)."""
     q = operands.q
-    shape, dtype = (*q.shape[:-1], config.DV), output_dtype(q.dtype)
-    of_lse = lse_shape(operands), torch.float32
-    if config.IS_RAGGED:  # programs do not write rows that belong to no sequence
-        out = filled(shape, dtype, 0, q.device)
-        lse = filled(*of_lse, -torch.inf, q.device)
-    else:
-        out, lse = uninitialised(shape, dtype, q.device), uninitialised(*of_lse, q.device)
+    out = uninitialised((*q.shape[:-1], config.DV), output_dtype(q.dtype), q.device)
+    lse = uninitialised(lse_shape(operands), torch.float32, q.device)
     return lambda: (out(), lse())
 
 
@@ -108,19 +107,21 @@ def forward_launch(
     lse: Tensor,
     programs: int,
     counter: Tensor,
+    tiles: Tensor | None,
 ) -> Launch:
-    """The launch that fills `out` and `lse`; `counter` is two zeros."""
+    """The launch that fills `out` and `lse`; `counter` is two zeros, `tiles` of `tile_list`."""
     q, k, v = (readable(x) for x in operands[:3])
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(q, k, v, readable(out), config),
-        **common_arguments(problem, config, operands, out, lse, counter),
+        **common_arguments(problem, config, operands, out, lse, counter, tiles),
         "pointers": Pointers(at_boundary(slopes), at_boundary(operands.sink)),
         "blocks": None,
         "chunk": as_kernel_number(problem.options.attention_chunk),
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
     }
-    return Launch(forward_kernel, (min(programs, arguments["tiles"]),), arguments)
+    grid = (min(programs, arguments["tiles"]),)
+    return Launch(forward_kernel, grid, arguments, is_early=config.IS_RAGGED)
 
 
 def common_arguments(
@@ -130,6 +131,7 @@ def common_arguments(
     out: Tensor,
     lse: Tensor,
     counter: Tensor,
+    tiles: Tensor | None,
 ) -> dict[str, Any]:
     """The arguments that the 16-bit and the float8 kernel share."""
     options = problem.options
@@ -137,7 +139,7 @@ def common_arguments(
         "out_ptr": out,
         "lse_ptr": lse,
         "counter_ptr": counter,
-        "at": sequences_of(operands),
+        "at": sequences_of(operands)._replace(tiles=tiles),
         "B": problem.B,
         "M": problem.M,
         "N": problem.N,
@@ -146,13 +148,49 @@ def common_arguments(
         "heads": problem.Hq,
         "group": problem.group,
         "swizzle": swizzle_of(problem),
-        "tiles": -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq,
+        "tiles": entries(problem, config, operands) * problem.Hq,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
         "scale": options.softmax_scale,
         "softcap": options.softcap,
         "cfg": config,
     }
+
+
+def entries(problem: AttentionProblem, config: KernelConfig, operands: Operands) -> int:
+    """The most tiles of queries of one head."""
+    if not config.IS_RAGGED:
+        return problem.B * -(-problem.M // config.BLOCK_M)
+    rows = problem.B * problem.M if problem.layout == "dense" else operands.q.shape[0]
+    return most_tiles(rows, problem.B, problem.M, config.BLOCK_M)
+
+
+def tile_list(
+    problem: AttentionProblem, config: KernelConfig, operands: Operands
+) -> Callable[[], Tensor | None]:
+    """A function that allocates the list of the tiles, see `packing_order`, if there is one."""
+    if not config.IS_RAGGED:
+        return lambda: None
+    shape = entries(problem, config, operands), 2
+    return uninitialised(shape, torch.int32, operands.q.device)
+
+
+def with_list(problem: AttentionProblem, config: KernelConfig, launch: Launch) -> list[Launch]:
+    """A launch of the forward, after the one that lists its tiles if sequences can be shorter than
+    the tensors.
+    """
+    if not config.IS_RAGGED:
+        return [launch]
+    names = ("out_ptr", "lse_ptr", "at", "B", "M", "N", "total_q", "total_k", "heads")
+    arguments = {
+        **{name: launch.arguments[name] for name in names},
+        "entries": launch.arguments["tiles"] // problem.Hq,
+        "together": max(swizzle_of(problem) // problem.Hq, 1),
+        "BLOCK_M": config.BLOCK_M,
+        "DV": config.DV,
+        "IS_PACKED": config.IS_PACKED,
+    }
+    return [Launch(tile_list_kernel, (problem.B, PARTS.value), arguments), launch]
 
 
 def descriptors(

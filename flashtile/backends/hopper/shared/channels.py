@@ -1,4 +1,4 @@
-"""Ring buffers in shared memory, between the producer and the consumers.
+"""Ring buffers in shared memory, between the roles of a program.
 
 A slot holds a tile and, if the head dim is not a power of two, a second tile with its tail, the
 remaining columns. Each slot has two mbarriers: full and empty. Use `i` of a ring is in slot
@@ -53,6 +53,12 @@ class Channel:
         self.TAIL = gl.constexpr(0 if tails.shape == tiles.shape else tails.shape[-1])
 
     @gluon.jit
+    def await_empty(self, i):
+        """Wait until slot `i` is empty."""
+        slot = i % self.SLOTS
+        mbarrier.wait(self.empty.index(slot), ((i // self.SLOTS) & 1) ^ 1)
+
+    @gluon.jit
     def acquire_empty(self, i, BYTES: gl.constexpr):
         """Wait until slot `i` is empty, then expect BYTES; return its full barrier."""
         slot = i % self.SLOTS
@@ -104,7 +110,7 @@ def make_channel(tiles, tails, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
 
 @gluon.jit
 def put(queue, i, numbers):
-    """Send a tuple of numbers from the producer warp to the consumers, as use `i` of the ring."""
+    """Send a tuple of numbers from one warp to other roles, as use `i` of the ring."""
     COUNT: gl.constexpr = len(numbers)
     slot = i % queue.SLOTS
     mbarrier.wait(queue.empty.index(slot), ((i // queue.SLOTS) & 1) ^ 1)

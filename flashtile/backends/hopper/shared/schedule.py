@@ -1,8 +1,8 @@
 """The tile scheduler: which tile of queries is next, and which keys it sees.
 
-Programs are persistent, one for each multiprocessor. The producer of a program takes the index of
-its next tile from a counter that all programs share, and sends the tile to its consumers. A program
-that finishes early takes more tiles, which balances long and short tiles.
+Programs are persistent, one for each multiprocessor. The producer of a program, or its scheduler,
+takes the index of its next tile from a counter that all programs share, and sends the tile to the
+other roles. A program that finishes early takes more tiles, which balances long and short tiles.
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .channels import number_of, put
-from .intrinsics import CONSUMER_WARPS, aggregate
+from .intrinsics import aggregate
 
-WORK_NUMBERS = gl.constexpr(8)  # fields of `Work`
+WORK_NUMBERS = gl.constexpr(9)  # fields of `Work`
 
 
 # Arguments that change with lengths; Triton must not specialise them.
@@ -25,12 +25,13 @@ NUMBERS = (
 
 
 class Sequences(NamedTuple):
-    """Lengths of the sequences that are tensors; `Sizes` has the bounds."""
+    """What is known of the sequences in tensors; `Sizes` has the bounds."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seqused_q: Tensor | None
     seqused_k: Tensor | None
+    tiles: Tensor | None = None  # the list of `packing_order` with cfg.IS_RAGGED, in the forward
 
 
 class Sizes(NamedTuple):
@@ -44,7 +45,7 @@ class Sizes(NamedTuple):
     heads: Any
     group: Any  # query heads that share a key head
     swizzle: Any  # number of heads whose tiles run at the same time (head swizzle)
-    tiles: Any
+    tiles: Any  # with cfg.IS_RAGGED, that the list has room for
 
 
 class Mask(NamedTuple):
@@ -68,9 +69,10 @@ class Work:
     N: gl.tensor
     begin: gl.tensor  # first block of keys; at least one block is visited
     end: gl.tensor
+    start_k: gl.tensor  # first row of the sequence's keys
 
     @gluon.constexpr_function
-    def __init__(self, b, h, m0, start_q, M, N, begin, end):
+    def __init__(self, b, h, m0, start_q, M, N, begin, end, start_k):
         self.b = b
         self.h = h
         self.m0 = m0
@@ -79,19 +81,7 @@ class Work:
         self.N = N
         self.begin = begin
         self.end = end
-
-
-@aggregate
-class Cursor:
-    """A position of the search for tiles, for sequences of different lengths."""
-
-    b: gl.tensor  # index of a sequence
-    first: gl.tensor  # index of its first tile
-
-    @gluon.constexpr_function
-    def __init__(self, b, first):
-        self.b = b
-        self.first = first
+        self.start_k = start_k
 
 
 @gluon.jit
@@ -148,48 +138,23 @@ def visible_keys(p, N, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_cursor():
-    """The start of the search for tiles, for sequences of different lengths."""
-    return Cursor(gl.program_id(0) * 0, gl.program_id(0) * 0)
+def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
+    """The work of a tile index, without blocks of keys if there is no such tile.
 
-
-@gluon.jit
-def tiles_of(b, sizes, at, cfg: gl.constexpr):
-    """Number of tiles of a sequence, over all heads."""
-    _, M = sequence(
-        gl.minimum(b, sizes.B - 1), at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M
-    )
-    return gl.cdiv(M, cfg.BLOCK_M) * sizes.heads
-
-
-@gluon.jit
-def find_sequence(tile, cursor, sizes, at, cfg: gl.constexpr):
-    """The cursor at the sequence that contains `tile`, or past the last sequence.
-
-    The search continues from `cursor`, because the tile indices that a program takes only grow.
+    Entry (b, n) of the list of tiles stands for the n-th run of `heads` tiles of sequence b, in its
+    swizzled order.
     """
-    stop = cursor.first + tiles_of(cursor.b, sizes, at, cfg)
-    while (cursor.b < sizes.B) & (tile >= stop):
-        cursor = Cursor(cursor.b + 1, stop)
-        stop += tiles_of(cursor.b, sizes, at, cfg)
-    return cursor
-
-
-@gluon.jit
-def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a tile index (without blocks of keys if there is no such tile), the first row of
-    its keys, and the cursor for the next search.
-    """
+    exists = tile < sizes.tiles
     if cfg.IS_RAGGED:
-        cursor = find_sequence(tile, cursor, sizes, at, cfg)
-        exists = cursor.b < sizes.B
-        b = gl.minimum(cursor.b, sizes.B - 1)
+        tile = gl.where(exists, tile, 0)
+        entry = at.tiles + 2 * (tile // sizes.heads)
+        b, run = gl.load(entry), gl.load(entry + 1)
+        exists = exists & (run >= 0)
         start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
         m_tiles = gl.maximum(gl.cdiv(M, cfg.BLOCK_M), 1)
-        number = gl.where(exists, tile - cursor.first, 0)
+        number = gl.where(exists, run * sizes.heads + tile % sizes.heads, 0)
         m, h = swizzled_order(number, m_tiles, sizes.heads, sizes.swizzle)
     else:
-        exists = tile < sizes.tiles
         m_tiles = gl.cdiv(sizes.M, cfg.BLOCK_M)
         number = gl.where(exists, tile, 0)
         m, bh = swizzled_order(number, m_tiles, sizes.B * sizes.heads, sizes.swizzle)
@@ -208,7 +173,7 @@ def work_of(tile, cursor, sizes, at, mask, cfg: gl.constexpr):
     else:
         begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
     end = gl.where(exists, end, begin)
-    return Work(b, h, m0, start_q, M, N, begin, end), start_k, cursor
+    return Work(b, h, m0, start_q, M, N, begin, end, start_k)
 
 
 @gluon.jit
@@ -235,25 +200,30 @@ def first_key(block, listed, cfg: gl.constexpr):
 
 @gluon.jit
 def put_work(queue, i, work):
-    """Send the next tile from the producer to the consumers, which saves them the divisions."""
-    numbers = (work.b, work.h, work.m0, work.start_q, work.M, work.N, work.begin, work.end)
-    put(queue, i, numbers)
+    """Send the next tile to the other roles, which saves them the divisions."""
+    put(queue, i, (
+        work.b, work.h, work.m0, work.start_q, work.M, work.N, work.begin, work.end, work.start_k,
+    ))  # fmt: skip
 
 
 @gluon.jit
-def read_work(queue, i, sizes, cfg: gl.constexpr):
-    """Read the work of `put_work`; numbers that the compiler knows need no registers."""
-    W: gl.constexpr = CONSUMER_WARPS
-    begin, start_q, M, N = 0 * sizes.M, 0 * sizes.M, sizes.M, sizes.N
+def read_work(queue, i, sizes, WARPS: gl.constexpr, cfg: gl.constexpr):
+    """Read the work of `put_work` in a role of WARPS warps; numbers that the compiler knows need no
+    registers.
+    """
+    W: gl.constexpr = WARPS
+    begin, M, N = 0 * sizes.M, sizes.M, sizes.N
+    start_q, start_k = begin, begin
     if cfg.IS_RAGGED:
         start_q = number_of(queue, i, 3, W)
         M = number_of(queue, i, 4, W)
         N = number_of(queue, i, 5, W)
+        start_k = number_of(queue, i, 8, W)
     if cfg.HAS_LEFT or cfg.HAS_CHUNK:
         begin = number_of(queue, i, 6, W)
     b, h = number_of(queue, i, 0, W), number_of(queue, i, 1, W)
     m0, end = number_of(queue, i, 2, W), number_of(queue, i, 7, W)
-    return Work(b, h, m0, start_q, M, N, begin, end)
+    return Work(b, h, m0, start_q, M, N, begin, end, start_k)
 
 
 @gluon.jit
