@@ -95,7 +95,7 @@ def test_few_programs_have_no_tile():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "parts_of_tile", lambda *_: 1)
         made = buffers(problem, operands)()
-        launches = backward_launches(problem, operands, v, lse, v, None, made)
+        launches = backward_launches(problem, operands, v, lse, v, None, made, None)
     blocks = sum(-(-n // 128) for n in lengths)
     heads = (q.shape[1], k.shape[1], q.shape[1])
     for one, count in zip(launches, heads, strict=True):
