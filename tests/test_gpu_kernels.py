@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
 from kernels.cases import CASES
 from kernels.compare import assert_case
 from kernels.decoding import CASES as DECODING

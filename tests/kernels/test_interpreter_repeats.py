@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flashtile.ops.append.op  # noqa: F401  (defines the ops)
-from flashtile.gpu import relaunch
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import generator, normal, rotary_tables
 
@@ -24,7 +22,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+import flashtile.ops.append.op  # noqa: F401  (defines the ops)
 from flashtile.backends import triton as backend
+from flashtile.gpu import relaunch
 from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import rotate_and_append
 
