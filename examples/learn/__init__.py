@@ -1,0 +1,1 @@
+"""The code of the lessons in docs/learn: small, complete and tested."""
