@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import flashtile
 from flashtile.bert_padding import index_first_axis, index_put_first_axis, pad_input
+from flashtile.call import memo, prepare
 from flashtile.flash_blocksparse_attn_interface import flash_blocksparse_attn_func
 from flashtile.layers.rotary import (
     apply_rotary_emb,
@@ -246,6 +247,28 @@ class TestCompile:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
+
+    @pytest.mark.parametrize("name", ["attention", "attention_with_kvcache"])
+    def test_a_graph_for_a_gpu_prepares_no_launches(self, name, monkeypatch):
+        """What can be prepared is found by `id`, which PyTorch 2.11 does not trace for numbers."""
+        decide = prepare.decide
+
+        def as_on_a_gpu(problem, *call):
+            return decide(problem, *call)._replace(device_type="cuda")
+
+        def are_arguments(*call):
+            raise AssertionError("called")
+
+        monkeypatch.setattr(prepare, "decide", as_on_a_gpu)
+        monkeypatch.setattr(prepare, "_are_arguments", are_arguments)
+        monkeypatch.setattr(memo, "_decisions", {})
+        function = getattr(flashtile, name)
+        call = cache_call(5, "contiguous")
+        if function is flashtile.attention:
+            call = dict(zip("qkv", heads_and_lengths(11), strict=True)) | {"causal": True}
+        torch.compile(function, backend="aot_eager", fullgraph=True)(**call)
+        with pytest.raises(AssertionError, match="called"):
+            function(**call)
 
     @pytest.mark.slow
     @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler, g++")

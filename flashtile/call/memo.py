@@ -119,5 +119,4 @@ def get(key: Any) -> Decision | None:
 
 def put(key: Any, decision: Decision) -> None:
     """Keep a decision for `get`."""
-    if key is not None:
-        _decisions[key] = decision
+    _decisions[key] = decision

@@ -107,12 +107,13 @@ def prepare(
     if explains:
         raise Description(problem, operands, layout, given, backend)
     problem = decide(problem, operands, layout, backend)
-    has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
-    prepares = problem.device_type == "cuda" and _are_arguments(operands, qkv, layout, given)
-    if isinstance(layout, Cached):
-        prepares = prepares and decoding.is_one_call(problem, layout)
-    forward = PreparedForward(problem) if prepares else None
-    memo.put(key, memo.Decision(problem, has_extras, forward))
+    if key is not None:  # a tracer, for which there is none, cannot follow `_are_arguments`
+        has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
+        prepares = problem.device_type == "cuda" and _are_arguments(operands, qkv, layout, given)
+        if isinstance(layout, Cached):
+            prepares = prepares and decoding.is_one_call(problem, layout)
+        forward = PreparedForward(problem) if prepares else None
+        memo.put(key, memo.Decision(problem, has_extras, forward))
     if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
