@@ -79,9 +79,10 @@ def test_flash_attention_1_hides_padding_and_tiles():
     Q, K, V = inputs(48, 64)
     B_r, B_c = flash_attention_1.block_sizes(1024, 16)
     assert (B_r, B_c) == (16, 16)
-    padding = torch.arange(64) < 13  # whole tiles of padding, too
-    found = flash_attention_1.attention(Q, K, V, 1024, visible=padding)
-    torch.testing.assert_close(found, standard(Q, K, V, padding.expand(48, 64))[0])
+    n = torch.arange(64)
+    for padding in (n < 13, (n > 17) & (n < 40)):  # whole tiles, the first or the last
+        found = flash_attention_1.attention(Q, K, V, 1024, visible=padding)
+        torch.testing.assert_close(found, standard(Q, K, V, padding.expand(48, 64))[0])
     kept = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], dtype=torch.bool)
     found = flash_attention_1.attention(Q, K, V, 1024, is_kept=lambda i, j: bool(kept[i, j]))
     visible = kept.repeat_interleave(16, 0).repeat_interleave(16, 1)
