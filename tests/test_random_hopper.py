@@ -122,7 +122,7 @@ def block_mask(g: torch.Generator, s: Sizes) -> Masked:
 
 
 @pytest.fixture
-def watched(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[str], None]]:
+def named_if_it_hangs(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[str], None]]:
     """Name what is about to run; the process ends if nothing else is named in time."""
     with capfd.disabled():
         terminal = os.dup(2)
@@ -164,7 +164,7 @@ def test_random_problems(
     head_dim: int,
     part: int,
     hopper: str,
-    watched: Callable[[str], None],
+    named_if_it_hangs: Callable[[str], None],
     data: st.DataObject,
 ) -> None:
     Hk, group = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 3)), "heads")
@@ -180,12 +180,12 @@ def test_random_problems(
     if not packed:
         B, M, N = data.draw(st.integers(1, 3)), data.draw(queries, "M"), data.draw(keys, "N")
         s = Sizes(B, M, N, Hk * group, Hk, D, Dv)
-        watched(f"{s} {dtype} {chosen.__name__} {layout} seed {seed}")
+        named_if_it_hangs(f"{s} {dtype} {chosen.__name__} {layout} seed {seed}")
         check_dense(s, chosen, dtype, hopper, seed, layout)
         return
     lengths = data.draw(st.lists(sequences, min_size=1, max_size=4), "lengths")
     lengths_q, lengths_k = (list(x) for x in zip(*lengths, strict=True))
     M, N = max(SHORTEST, *lengths_q), max(1, *lengths_k)  # upper bounds, not always reached
     s = Sizes(len(lengths), M, N, Hk * group, Hk, D, Dv)
-    watched(f"{s} {lengths} {dtype} {chosen.__name__} {layout} seed {seed}")
+    named_if_it_hangs(f"{s} {lengths} {dtype} {chosen.__name__} {layout} seed {seed}")
     check_varlen(lengths_q, lengths_k, s, chosen, dtype, hopper, seed, layout)

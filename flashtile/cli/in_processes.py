@@ -41,7 +41,7 @@ def _attempt(function: Callable[[Item], Result], item: Item) -> Result | Excepti
     """The result, or an error with the same text: not every error survives the way back."""
     try:
         return function(item)
-    except Exception as error:
+    except Exception as error:  # the parent process reports whatever a task raises
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 

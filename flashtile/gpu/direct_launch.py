@@ -130,6 +130,7 @@ def _map_maker(descriptor: Any, layout: Any, numbers: Numbers) -> Make:
         return nvidia.make_tensordesc_arg(moved, layout, *ignored)[0]
 
     def make(tensors: Tensors) -> Any:
+        # Only tensors that are present have descriptors.
         return _tensor_map(tensors[number].data_ptr(), encode)  # type: ignore[union-attr]
 
     return make

@@ -169,6 +169,7 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
         dv_parts,
     )
     # Not None are those that `Buffers` always has.
+    # Which buffers may be None is a fact of each field, which mypy loses in a list.
     return lambda: Buffers(*[None if make is None else make() for make in new])  # type: ignore[arg-type]
 
 
