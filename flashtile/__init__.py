@@ -18,6 +18,7 @@ from .flash_attn_interface import (
 from .lru import clear_caches
 from .masks import BlockMask
 from .quantize import Quantized, attention_fp8, quantize_qkv
+from .spans import Spans
 
 # Type checkers read __init__.pyi instead of this file.
 _SUBMODULES = (
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
     "Quantized",
+    "Spans",
     "attention",
     "attention_fp8",
     "attention_varlen",

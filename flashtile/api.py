@@ -16,7 +16,7 @@ from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
 from .call.layouts import Cached, Dense, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
-from .call.packing import as_batch, as_packed, tokens
+from .call.packing import as_batch, as_packed, packed_mask, tokens
 from .call.prepare import QKV, Given, prepare
 from .gpu import workspace
 
@@ -74,6 +74,8 @@ def attention(
         sink: (heads,), the logit of one additional key per head whose value is 0: it only adds to
             the softmax's denominator. Has a gradient.
         block_mask: `BlockMask`, or FlexAttention's; its empty tiles are skipped.
+        mask: `Spans`, one or two intervals of visible keys for each query, in memory that grows
+            with the number of queries.
         attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
             where a query sees a key; the call converts it to a block mask, for which the host waits
             for the GPU. Floating: added to the scores like `bias`, with a gradient.
@@ -174,6 +176,8 @@ def attention_varlen(
     qkv, qv, layout, padded = as_packed(q, k, v, options.get("qv"), *lengths, page_table)
     if padded is not None and qv is not None:
         options = {**options, "qv": qv}
+    if padded is not None and options.get("mask") is not None:
+        options = {**options, "mask": packed_mask(options["mask"], q)}
     outputs = (return_lse, return_attn_probs, out)
     return _run(qkv, layout, options, backend, *outputs, padded)
 

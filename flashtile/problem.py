@@ -49,6 +49,9 @@ class Operands(NamedTuple):
     k_runs: Tensor | None = None  # (B, runs, 2) int32
     # (B, 2) int32: the index of the sequence in the whole call, and its keys minus its queries.
     sequences: Tensor | None = None
+    # Intervals of keys of each query, (B or 1, Hq or 1, M, R) or (1, Hq or 1, total_q, R) int32.
+    span_starts: Tensor | None = None
+    span_stops: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -125,6 +128,7 @@ class AttentionProblem(NamedTuple):
     has_block_descale: bool = False  # per-block instead of per-head scales of float8
     runs: int = 0  # of positions, at most, in a sequence; 0 where the tensors hold whole sequences
     has_sequences: bool = False  # dropout counts by `sequences` and `first_head`
+    spans: int = 0  # intervals of keys of each query (`Spans`); 0 without such a mask
     # The result is one part of several: `out` and the gradients keep the dtype of their sums.
     is_partial: bool = False
     # The backend appends new tokens to the cache while it attends; None: the cache has them.
@@ -191,6 +195,7 @@ class AttentionProblem(NamedTuple):
             if operands.q_runs is None or operands.k_runs is None
             else max(operands.q_runs.shape[1], operands.k_runs.shape[1]),
             has_sequences=operands.sequences is not None,
+            spans=0 if operands.span_starts is None else operands.span_starts.shape[-1],
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import BlockMask
+from flashtile import BlockMask, Spans
 from flashtile.bert_padding import (
     index_first_axis_residual,
     pad_input,
@@ -40,6 +40,7 @@ Entry = Callable[..., Any]
 
 CU = torch.tensor([0, 13, 13, 40], dtype=torch.int32)
 ALIBI = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SPAN_STARTS = torch.arange(-4, 36, dtype=torch.int32).view(1, 1, 40, 1)
 TILES = torch.tensor([[1, 0], [1, 1], [0, 1]])
 
 
@@ -99,6 +100,7 @@ ATTENTION: dict[str, tuple[Entry, tuple[tuple[int, ...], ...]]] = {
     "sink": (dense(sink=torch.tensor([0.1, -1.0, 2.0, 0.0]), attention_chunk=16), BATCH),
     "dropout": (dense(dropout_p=0.3), BATCH),
     "block mask": (dense(block_mask=BlockMask.from_tiles(TILES, (16, 32))), BATCH),
+    "spans": (dense(mask=Spans(SPAN_STARTS, SPAN_STARTS + 9)), BATCH),
     "float attn_mask": (dense(attn_mask=torch.linspace(-2, 2, 2000).view(40, 50)), BATCH),
     "bool attn_mask": (dense(attn_mask=torch.ones(40, 50, dtype=torch.bool).tril(3)), BATCH),
     "key_padding_mask": (

@@ -12,7 +12,13 @@ from bad_calls import cache, dense, packed, refuse, tensor, zeros
 
 import flashtile
 from flashtile.masks import BlockMask
+from flashtile.spans import Spans
 from flashtile.testing import cu_seqlens, generator, qkv, rotary_tables
+
+
+def spans(*shape, dtype=torch.int32):
+    return Spans(zeros(*shape, dtype=dtype), zeros(*shape, dtype=dtype) + 7)
+
 
 # The argument that the message names, and the change of a valid call.
 DENSE = {
@@ -85,6 +91,24 @@ DENSE = {
         "block_mask",
         {"block_mask": BlockMask.from_tiles(torch.ones(5, 1, 2, 2).bool(), (4, 4))},
     ),
+    "mask is a dense mask": ("mask", {"mask": torch.ones(5, 7).bool()}),
+    "mask is a block mask": ("mask", {"mask": BlockMask.from_tiles(torch.ones(2, 2), (4, 4))}),
+    "mask is a pair": ("mask", {"mask": tuple(spans(1, 1, 5, 1))}),
+    "mask of lists": ("mask.starts", {"mask": Spans([[0]], [[3]])}),
+    "mask of int64": ("mask.starts", {"mask": spans(1, 1, 5, 1, dtype=torch.int64)}),
+    "mask for 6 queries": ("mask.starts", {"mask": spans(1, 1, 6, 1)}),
+    "mask for 3 batches": ("mask.starts", {"mask": spans(3, 1, 5, 1)}),
+    "mask for the key heads": ("mask.starts", {"mask": spans(1, 2, 5, 1)}),
+    "mask of three intervals": ("mask.starts", {"mask": spans(1, 1, 5, 3)}),
+    "mask of rank 3": ("mask.starts", {"mask": spans(1, 5, 1)}),
+    "mask with two shapes": (
+        "mask",
+        {"mask": Spans(zeros(2, 1, 5, 1).int(), zeros(1, 1, 5, 1).int())},
+    ),
+    "mask on another device": (
+        "mask.stops",
+        {"mask": Spans(spans(1, 1, 5, 1).starts, spans(1, 1, 5, 1).stops.to("meta"))},
+    ),
     "q_descale without float8": ("q_descale", {"q_descale": torch.ones(2, 2)}),
     "k_descale of another shape": ("k_descale", {"k_descale": torch.ones(4)}),
     "an unknown backend": ("backend", {"backend": "abacus"}),
@@ -119,6 +143,8 @@ def test_unknown_arguments_are_not_swallowed():
 
 
 PACKED = {
+    "mask for each sequence": ("mask.starts", {"mask": spans(2, 1, 5, 1)}),
+    "mask for 6 tokens": ("mask.starts", {"mask": spans(1, 4, 6, 2)}),
     "q of rank 4": ("q", {"q": zeros(1, 5, 4, 8)}),
     "k of rank 4 without pages": ("k", {"k": zeros(1, 7, 2, 8)}),
     "totals of k and v differ": ("v", {"v": zeros(6, 2, 8)}),

@@ -55,7 +55,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("gpu",),
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
-    ("masks", "dropout", "flops", "lazy", "lru", "native_kernels"),
+    ("masks", "spans", "dropout", "flops", "lazy", "lru", "native_kernels"),
     ("autocast", "positions"),
 )
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from flashtile.layers.rotary import (
     apply_rotary_emb_qkv_,
 )
 from flashtile.masks import BlockMask
+from flashtile.spans import Spans
 from flashtile.testing import cu_seqlens, generator, normal, qkv, rotary_tables
 
 
@@ -236,6 +238,24 @@ class TestCompile:
         call = dict(zip("qkv", heads_and_lengths(11), strict=True))
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         assert_same(outputs_and_gradients(compiled, call), outputs_and_gradients(function, call))
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_spans_made_inside_and_outside(self, dynamic):
+        def inside(q, k, v):
+            stops = torch.arange(q.shape[1], dtype=torch.int32).view(1, 1, -1, 1) + 1
+            return flashtile.attention(q, k, v, mask=Spans(stops - 4, stops))
+
+        compiled = torch.compile(inside, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        attend = torch.compile(
+            flashtile.attention, backend="aot_eager", fullgraph=True, dynamic=dynamic
+        )
+        for n in (11, 14):
+            call = dict(zip("qkv", heads_and_lengths(n), strict=True))
+            wanted = outputs_and_gradients(inside, call)
+            assert_same(outputs_and_gradients(compiled, call), wanted)
+            stops = torch.arange(n, dtype=torch.int32).view(1, 1, -1, 1) + 1
+            given = partial(attend, mask=Spans(stops - 4, stops))
+            assert_same(outputs_and_gradients(given, call), wanted)
 
     def test_the_first_call_of_a_process_may_be_a_compiled_one(self):
         code = (

@@ -102,6 +102,7 @@ def options(draw, dropout=True, lengths_used=True):
             [name for name in OPTIONS if name.startswith("bias")],
             ("sink",),
             ("seqused",) if lengths_used else (),
+            [name for name in OPTIONS if name.startswith("span")],
         )
     ]
     tile = draw(st.one_of(st.none(), st.tuples(st.integers(3, 33), st.integers(3, 33))))

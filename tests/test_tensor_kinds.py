@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import flashtile
-from flashtile import BlockMask
+from flashtile import BlockMask, Spans
 from flashtile.integrations import sdpa
 from flashtile.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_qkv_
 from flashtile.modules.mha import MHA
@@ -37,6 +37,7 @@ def calls(g: torch.Generator, device: str) -> dict[str, Call]:
     packed, cu = make(7, 4, 16), integers(0, 3, 7)
     tables = make(16, 8), make(16, 8)
     visible = torch.ones(7, 9, dtype=torch.bool, device="cpu").tril(1).to(device)
+    spans = [integers(*range(n, n + 7)).view(1, 1, 7, 1) for n in (-2, 3)]
     tiles = torch.ones(1, 1, dtype=torch.bool, device="cpu").to(device)
 
     def cached(**options: Any) -> Any:
@@ -62,6 +63,7 @@ def calls(g: torch.Generator, device: str) -> dict[str, Call]:
         "block mask": lambda: flashtile.attention(
             q, k, v, block_mask=BlockMask.from_tiles(tiles, (16, 16))
         ),
+        "spans": lambda: flashtile.attention(q, k, v, mask=Spans(*spans)),
         "gradients": gradients,
         "varlen": lambda: flashtile.attention_varlen(packed, packed, packed, cu, cu, 4, 4),
         "cache": cached,

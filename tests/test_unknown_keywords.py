@@ -54,7 +54,7 @@ def test_the_error_names_the_function_that_was_called(name, keyword):
     [
         ("is_causal", "causal"),
         ("scale", "softmax_scale"),
-        ("mask", "bias or block_mask"),
+        ("attention_mask", "bias or block_mask"),
         ("score_mod", "softcap or alibi_slopes or bias"),
         ("dropout", "dropout_p"),
         ("sinks", "sink"),
@@ -99,7 +99,7 @@ def test_only_arguments_that_the_function_has_are_suggested():
 )
 def test_masks_of_other_libraries(name, masks, padding):
     """Every function suggests its own argument for masks of other names."""
-    wants = {"mask": f"{masks} or {padding}", "attention_mask": f"{masks} or {padding}"}
+    wants = {"attention_mask": f"{masks} or {padding}"}
     wants["padding_mask"] = padding
     if name not in ("attention", "explain"):
         wants |= {"attn_mask": masks, "key_padding_mask": padding}

@@ -49,6 +49,12 @@ def shard_reasons(problem: AttentionProblem) -> list[str]:
     return found
 
 
+def spans_reasons(problem: AttentionProblem) -> list[str]:
+    """For a backend without `Spans`."""
+    masks = "causal, window_size, attention_chunk and block_mask"
+    return [f"a mask of spans (this backend: {masks})"] if problem.spans else []
+
+
 def dotted(numbers: tuple[int, int] | None) -> str:
     """A version or a compute capability as text, such as 9.0."""
     return "unknown" if numbers is None else f"{numbers[0]}.{numbers[1]}"

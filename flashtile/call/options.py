@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict, Typ
 
 from torch import Tensor
 
+from ..spans import Spans
 from . import checks
 
 
@@ -44,7 +45,7 @@ def number(default: Any, check: Callable[[str, Any], Any]) -> Option:
 
 
 TENSOR = Option("tensor")  # becomes a field of `Operands`
-MASK = Option("mask")  # becomes a window, a bias or tiles
+MASK = Option("mask")  # becomes a window, a bias, tiles or spans
 HINT = Option("hint")  # changes no result
 
 
@@ -66,6 +67,7 @@ class NewerOptions(TypedDict, total=False):
     bias: Annotated[Tensor | None, TENSOR]
     sink: Annotated[Tensor | None, TENSOR]
     block_mask: Annotated[Any, MASK]
+    mask: Annotated[Spans | None, MASK]
     q_descale: Annotated[Tensor | None, TENSOR]
     k_descale: Annotated[Tensor | None, TENSOR]
     v_descale: Annotated[Tensor | None, TENSOR]

@@ -31,6 +31,7 @@ def packed_problem(
     if (
         problem.M * problem.group < FEWEST_QUERIES
         or operands.seqused_k is None
+        or problem.spans > 0
         or operands.leftpad_k is not None
         or operands.cache_batch_idx is not None
         or (copied > LARGEST_COPY if problem.page_size else not side_by_side)

@@ -17,6 +17,7 @@ from ..autocast import cast_input, is_autocasting
 from ..backends import PreparedForward
 from ..masks import BlockMask
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
+from ..spans import Spans
 from . import checks, decoding, dispatch, memo, prefill
 from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks
@@ -144,6 +145,7 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     checks.hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
     M, N = layout.longest(q, k)
     block_mask = _block_mask(given.get("block_mask"))
+    checks.spans(given.get("mask"), q)
     if block_mask is not None:
         checks.block_mask_lengths(block_mask, M, N)
         given = {**given, "block_mask": block_mask}
@@ -218,6 +220,9 @@ def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
     if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
         values = {**given, "block_mask": None}.values()
         asked += (*_tiles(mask).values(), mask.lengths)
+    if isinstance(given.get("mask"), Spans):
+        values = {**given, "block_mask": None, "mask": None}.values()
+        asked += tuple(given["mask"])
     names, arguments = (type(layout), *given), (*qkv, *layout, *values, *asked)
     return memo.key_of(names, arguments)
 
@@ -243,6 +248,9 @@ def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
     mask = given.get("block_mask")
     if mask is not None:
         tensors |= _tiles(mask)
+    spans = given.get("mask")
+    if spans is not None:
+        tensors |= {"span_starts": spans.starts, "span_stops": spans.stops}
     if not tensors:
         return operands
     if "bias" in tensors:

@@ -31,7 +31,7 @@ from .judge import Leaves, Run, call_failures, output_failures
 from .reference import Reference, attention_reference
 from .tolerance import allowed_error, assert_close, plain_dtype
 from .varlen_reference import attention_varlen_reference
-from .visibility import dense_block_mask, visible_keys
+from .visibility import dense_block_mask, dense_spans, visible_keys
 
 __all__ = [
     "DTYPES",
@@ -55,6 +55,7 @@ __all__ = [
     "cu_seqlens",
     "dense_block_mask",
     "dense_from_tiles",
+    "dense_spans",
     "drawn_keep",
     "floor_of",
     "generator",

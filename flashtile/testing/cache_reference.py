@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..problem import FLOAT8
+from ..spans import Spans
 from .reference import attention_reference
-from .varlen_reference import padded, resize, sequences
+from .varlen_reference import padded, resize, sequences, unpacked_spans
 from .visibility import window_sides
 
 
@@ -43,6 +44,7 @@ def attention_with_kvcache_reference(
     cu_seqlens_k_new: Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = True,
+    mask: Spans | None = None,
     compute_dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> CacheReference:
@@ -93,6 +95,7 @@ def attention_with_kvcache_reference(
         gather(k_cache),
         gather(v_cache),
         qv=None if qv_rows is None else padded(qv_rows, M),
+        mask=unpacked_spans(mask, cu_seqlens_q, M),
         seqused_q=torch.tensor([len(x) for x in q_rows]),
         seqused_k=(new - leftpad).clamp(min=0),
         compute_dtype=compute_dtype,

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
-from .visibility import WindowSize, dense_block_mask, visible_keys
+from ..spans import Spans
+from .visibility import WindowSize, dense_block_mask, dense_spans, visible_keys
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def attention_reference(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     block_mask: Any = None,
+    mask: Spans | None = None,
     dropout_p: float = 0.0,
     keep: Tensor | None = None,
     seqused_q: Tensor | None = None,
@@ -136,6 +138,8 @@ def attention_reference(
     visible = visible_keys(m_used, n_used, M, N, causal, window_size, attention_chunk)[:, None]
     if block_mask is not None:
         visible = visible & dense_block_mask(block_mask, M, N)
+    if mask is not None:
+        visible = visible & dense_spans(mask, N)
     if sink is not None:
         sink = sink.to(compute_dtype)[None, :, None, None].expand(B, Hq, M, 1)
         sink = sink.masked_fill(~live_q[:, None, :, None], -torch.inf)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..spans import Spans
 from .reference import Reference, attention_reference
 
 
@@ -25,6 +26,7 @@ def attention_varlen_reference(
     page_table: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    mask: Spans | None = None,
     **options: Any,
 ) -> Reference:
     """Packed attention: unpack to padded batches, attend, pack again.
@@ -44,6 +46,7 @@ def attention_varlen_reference(
         _unpack(k, cu_seqlens_k, max_seqlen_k),
         _unpack(v, cu_seqlens_k, max_seqlen_k),
         qv=None if qv is None else _unpack(qv, cu_seqlens_q, max_seqlen_q),
+        mask=unpacked_spans(mask, cu_seqlens_q, max_seqlen_q),
         seqused_q=lengths_q if seqused_q is None else torch.minimum(lengths_q, seqused_q.long()),
         seqused_k=lengths_k if seqused_k is None else torch.minimum(lengths_k, seqused_k.long()),
         **options,
@@ -54,6 +57,14 @@ def attention_varlen_reference(
     out = torch.cat([result.out[b, : lengths_q[b]] for b in rows])
     lse = torch.cat([result.lse[b, :, : lengths_q[b]] for b in rows], dim=-1)
     return Reference(out, lse, result.probs)
+
+
+def unpacked_spans(mask: Spans | None, cu_seqlens_q: Tensor | None, longest: int) -> Spans | None:
+    """A mask of packed queries for the padded batch that `sequences` and `padded` make of them."""
+    if mask is None or cu_seqlens_q is None:
+        return mask
+    rows = (sequences(x[0].transpose(0, 1), cu_seqlens_q) for x in mask)
+    return Spans(*(padded(x, longest).transpose(1, 2) for x in rows))
 
 
 def sequences(x: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:

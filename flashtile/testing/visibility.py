@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Window
+from ..spans import Spans
 
 WindowSize = Window | tuple[int | None, int | None]
 
@@ -54,6 +55,13 @@ def window_sides(causal: bool, window_size: WindowSize) -> tuple[int | None, int
     if left is not None and right is not None and left + right < 0:
         return None, 0 if causal else None
     return left, right
+
+
+def dense_spans(mask: Spans, N: int) -> Tensor:
+    """A mask of spans as bool (B | 1, Hq | 1, M, N): True where some interval has the key."""
+    keys = torch.arange(N)
+    visible = (keys >= mask.starts[..., None]) & (keys < mask.stops[..., None])
+    return visible.any(-2)
 
 
 def dense_block_mask(block_mask: Any, M: int, N: int) -> Tensor:

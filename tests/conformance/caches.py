@@ -19,7 +19,7 @@ from flashtile.testing import (
     plain_dtype,
 )
 
-from .harness import Options, Sizes, judge_outputs, resolve, split_options
+from .harness import Options, Sizes, judge_outputs, packed_spans, resolve, split_options
 
 B, CAPACITY = 3, 32
 
@@ -85,7 +85,10 @@ class Cache:
         call.setdefault("cache_seqlens", self.seqlens)
         names: Options = call.pop("options", "nothing")
         s = Sizes(B=B, M=call.get("max_seqlen_q", self.M), N=CAPACITY, Hq=self.Hq, Hk=self.Hk)
-        options, for_reference, leaves = split_options(resolve(names, self.g, s, self.dtype))
+        made = resolve(names, self.g, s, self.dtype)
+        if "mask" in made and "cu_seqlens_q" in call:
+            made["mask"] = packed_spans(made["mask"], call["cu_seqlens_q"].diff().tolist())
+        options, for_reference, leaves = split_options(made)
         args = (self.q, self.k_cache, self.v_cache)
         q, k_cache, v_cache = (x.clone() for x in args)
         out, lse = flashtile.attention_with_kvcache(

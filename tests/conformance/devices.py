@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 import flashtile
 from flashtile.masks import BlockMask
+from flashtile.spans import Spans
 
 FUNCTIONS = ("attention", "attention_varlen", "attention_with_kvcache")
 WRITTEN = ("out", "k_cache", "v_cache")  # arguments that a call may write to
@@ -88,6 +89,8 @@ def _moved(value: Any, device: torch.device, memory: Memory) -> Any:
     if isinstance(value, BlockMask):
         tensors = value.kinds, value.partial_index, value.partial_tiles
         return BlockMask(*(x.to(device) for x in tensors), value.lengths)
+    if isinstance(value, Spans):
+        return Spans(*(x.to(device) for x in value))
     return _Carry.apply(value, device, memory) if isinstance(value, Tensor) else value
 
 

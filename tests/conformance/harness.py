@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.masks import BlockMask
+from flashtile.spans import Spans
 from flashtile.testing import (
     Leaves,
     Run,
@@ -72,6 +73,22 @@ def partial_tiles(g: torch.Generator, s: Sizes) -> Masked:
     return Masked(BlockMask.from_dense(dense, (8, 8)), dense)
 
 
+def random_spans(g: torch.Generator, s: Sizes, intervals: int, lead: tuple[int, int]) -> Spans:
+    """Intervals of every kind: empty, overlapping, beyond either end, of all keys."""
+    shape = (*lead, s.M, intervals)
+    starts = torch.randint(-3, s.N + 4, shape, generator=g, dtype=torch.int32)
+    stops = starts + torch.randint(-4, s.N + 5, shape, generator=g, dtype=torch.int32)
+    everything = torch.rand(shape, generator=g) < 0.1
+    return Spans(starts.masked_fill(everything, -(2**31)), stops.masked_fill(everything, 2**31 - 1))
+
+
+def packed_spans(mask: Spans, lengths: list[int]) -> Spans:
+    """A mask of padded sequences for the same sequences packed, of these lengths."""
+    rows = (x.expand(len(lengths), *x.shape[1:]).unbind(0) for x in mask)
+    cut = ([x[:, :n] for x, n in zip(part, lengths, strict=True)] for part in rows)
+    return Spans(*(torch.cat(part, dim=1)[None] for part in cut))
+
+
 def bias_with_infinities(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> Tensor:
     """An additive mask: -inf at some positions and over the whole second row."""
     bias = normal(g, s.B, 1, s.M, s.N, dtype=dtype)
@@ -128,6 +145,9 @@ OPTIONS: dict[str, Make] = {
     "block mask": lambda g, s, t: {"block_mask": whole_tiles(g, s, heads=False)},
     "block mask for each head": lambda g, s, t: {"block_mask": whole_tiles(g, s, heads=True)},
     "block mask with partial tiles": lambda g, s, t: {"block_mask": partial_tiles(g, s)},
+    "span": lambda g, s, t: {"mask": random_spans(g, s, 1, (1, 1))},
+    "spans for each batch": lambda g, s, t: {"mask": random_spans(g, s, 2, (s.B, 1))},
+    "spans for each batch and head": lambda g, s, t: {"mask": random_spans(g, s, 2, (s.B, s.Hq))},
     "deterministic": lambda g, s, t: {"deterministic": True},
 }
 
@@ -230,6 +250,8 @@ def resolve_packed(
     for name, lengths in (("seqused_q", lengths_q), ("seqused_k", lengths_k)):
         if name in given:
             given[name] = torch.minimum(given[name], torch.tensor(lengths, dtype=torch.int32))
+    if "mask" in given:
+        given["mask"] = packed_spans(given["mask"], lengths_q)
     return given
 
 

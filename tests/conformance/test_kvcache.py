@@ -60,6 +60,9 @@ OPTIONS = (
     "sink",
     "block mask",
     "block mask with partial tiles",
+    "span",
+    "spans for each batch",
+    "causal + spans for each batch and head",
     "causal window + softcap + alibi + bias + sink + block mask",
 )
 

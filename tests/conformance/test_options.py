@@ -48,6 +48,11 @@ COMBINATIONS = (
     "dropout + seqused",
     "dropout + block mask with partial tiles",
     "seqused + block mask with partial tiles",
+    "causal + span",
+    "chunk + spans for each batch",
+    "spans for each batch and head + block mask with partial tiles",
+    "spans for each batch + dropout + sink",
+    "spans for each batch and head + alibi + bias + seqused",
     "causal window + softcap + alibi + bias + sink + dropout + seqused + block mask",
 )
 

@@ -19,6 +19,7 @@ from ...lru import memoised
 from ...masks import FULL, PARTIAL, Visibility
 from ...positions import Positions, Run
 from ...problem import AttentionProblem, Operands
+from .span_rows import SpanRows
 
 # Batch rows times heads of one segment: bounds the tiles' memory when the batch is large.
 MAX_BATCH_HEADS = 64
@@ -31,7 +32,7 @@ class KeyRun(NamedTuple):
 
     start: int
     stop: int
-    visible: Tensor | None  # bool (rows, stop - start)
+    visible: Tensor | None  # bool (..., rows, stop - start), with spans for batches and heads
 
 
 class BlockLayout(NamedTuple):
@@ -43,10 +44,11 @@ class BlockLayout(NamedTuple):
 
 
 class SegmentMask(NamedTuple):
-    """Mask rules and block layout for the queries and keys of a segment."""
+    """Mask rules, block layout and spans for the queries and keys of a segment."""
 
     visibility: Visibility
     layout: BlockLayout | None
+    spans: SpanRows | None = None
 
     def query_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
         """Query tiles ``[m0, m1)`` of at most `rows`, cut at the block mask's tiles as well."""
@@ -65,7 +67,7 @@ class SegmentMask(NamedTuple):
         """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`."""
         start, full_stop = self.visibility.key_range(m0)
         full_start, stop = self.visibility.key_range(m1 - 1)
-        for span_start, span_stop, tile in self._spans(m0, start, stop):
+        for span_start, span_stop, tile in self._seen_spans(m0, m1, start, stop):
             cuts = sorted({span_start, span_stop, full_start, full_stop})
             cuts = [c for c in cuts if span_start <= c <= span_stop]
             for cut_start, cut_stop in pairwise(cuts):
@@ -73,6 +75,14 @@ class SegmentMask(NamedTuple):
                 for n0 in range(cut_start, cut_stop, columns):
                     n1 = min(n0 + columns, cut_stop)
                     yield KeyRun(n0, n1, self._visible(m0, m1, n0, n1, inside, tile))
+
+    def _seen_spans(
+        self, m0: int, m1: int, start: int, stop: int
+    ) -> Iterator[tuple[int, int, int | None]]:
+        """The parts of `_spans` between which the tile's rows have intervals of keys."""
+        seen = [(start, stop)] if self.spans is None else self.spans.hulls(m0, m1, start, stop)
+        for seen_start, seen_stop in seen:
+            yield from self._spans(m0, seen_start, seen_stop)
 
     def _spans(self, m0: int, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
         """Spans of keys, each with the partial tile that covers it (None if the block mask hides
@@ -102,6 +112,12 @@ class SegmentMask(NamedTuple):
         self, m0: int, m1: int, n0: int, n1: int, inside: bool, tile: int | None
     ) -> Tensor | None:
         structural = None if inside else self.visibility.dense((m0, m1), (n0, n1))
+        if self.spans is not None:
+            seen = self.spans.visible(m0, m1, n0, n1)
+            if structural is None or seen is None:
+                structural = seen if structural is None else structural
+            else:
+                structural = structural & seen
         if tile is None or self.layout is None:
             return structural
         BM, BN = self.layout.partial_tiles.shape[1:]
@@ -223,11 +239,14 @@ def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[
     layouts = _Layouts.of(operands)
     sequences = _ragged_sequences(problem, operands)
     elsewhere = (operands.page_table, operands.cache_batch_idx, operands.tile_kinds)
-    if problem.layout == "dense" and all(x is None for x in elsewhere):
+    is_shared = operands.span_starts is None or operands.span_starts.shape[0] == 1
+    if problem.layout == "dense" and is_shared and all(x is None for x in elsewhere):
         sequences = _with_equal_lengths(sequences, _batch_step(problem))
     for sequence in sequences:
         for heads, kv_heads, layout in _head_groups(problem, layouts, sequence.batch.start):
-            yield sequence.segment(problem, heads, kv_heads, layout)
+            where = sequence.batch, heads, sequence.query_rows
+            spans = SpanRows.of(operands, *where, is_packed=problem.layout != "dense")
+            yield sequence.segment(problem, heads, kv_heads, layout, spans)
 
 
 class _Sequence(NamedTuple):
@@ -241,7 +260,12 @@ class _Sequence(NamedTuple):
     positions: tuple[Positions, Positions] | None = None  # of queries and of keys
 
     def segment(
-        self, problem: AttentionProblem, heads: slice, kv_heads: slice, layout: BlockLayout | None
+        self,
+        problem: AttentionProblem,
+        heads: slice,
+        kv_heads: slice,
+        layout: BlockLayout | None,
+        spans: SpanRows | None = None,
     ) -> Segment:
         M = self.query_rows.stop - self.query_rows.start
         N = self.key_rows.stop - self.key_rows.start
@@ -257,7 +281,9 @@ class _Sequence(NamedTuple):
             pages=self.pages,
             packed_queries=problem.layout != "dense",
             packed_keys=problem.layout == "packed",
-            mask=SegmentMask(Visibility(problem.facts, M, N, *(self.positions or ())), layout),
+            mask=SegmentMask(
+                Visibility(problem.facts, M, N, *(self.positions or ())), layout, spans
+            ),
             has_all_queries=whole_batch and problem.layout == "dense" and M == problem.M,
             has_all_keys=whole_batch and problem.layout != "packed" and all_keys,
         )
@@ -279,7 +305,8 @@ def _with_equal_lengths(sequences: Iterable[_Sequence], step: int) -> Iterator[_
 
 def _ragged(problem: AttentionProblem) -> bool:
     """Whether sequences may differ in length, offset or mask, so that each one is a segment."""
-    return problem.has_lengths or problem.page_size > 0 or problem.block_tile is not None
+    has_own_mask = problem.block_tile is not None or problem.spans > 0
+    return problem.has_lengths or problem.page_size > 0 or has_own_mask
 
 
 def _ragged_sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:

@@ -20,7 +20,7 @@ from ...gpu import hardware
 from ...gpu.rows import ALIGNMENT, ROW_STEP
 from ...lru import clear_caches, memoised
 from ...problem import Appending, AttentionProblem
-from ..reasons import dotted, dtype_reasons, head_dim_reasons, shard_reasons
+from ..reasons import dotted, dtype_reasons, head_dim_reasons, shard_reasons, spans_reasons
 
 MAX_HEAD_DIM = 512
 # Largest head dim of queries and keys without gradients: the latent keys of DeepSeek's MLA, whose
@@ -219,6 +219,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append(f"float8 keys and values on {_device(problem)} (NVIDIA from {oldest} on)")
     reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
     reasons += shard_reasons(problem)
+    reasons += spans_reasons(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):

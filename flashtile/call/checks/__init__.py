@@ -28,6 +28,7 @@ from .optional_tensors import (
 )
 from .results import output, workspace
 from .scalars import chunk, flag, integer, length, number, probability, scale, softcap, splits
+from .spans import spans
 from .tensors import (
     index_tensor,
     is_readable,

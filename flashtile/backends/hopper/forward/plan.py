@@ -20,6 +20,7 @@ from ...reasons import (
     head_dim_reasons,
     head_dim_step_reasons,
     shard_reasons,
+    spans_reasons,
 )
 
 CAPABILITY = (9, 0)
@@ -199,6 +200,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
     reasons += shard_reasons(problem)
+    reasons += spans_reasons(problem)
     if problem.M < FEWEST_QUERIES:
         reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
     if problem.N == 0:
