@@ -16,6 +16,7 @@ sys.path.insert(0, str(DOCS))  # for the modules beside this file
 import figures  # noqa: E402
 import notebooks  # noqa: E402  # needs the path above
 import snippets  # noqa: E402
+import span_figures  # noqa: E402
 
 import flashtile  # noqa: E402
 
@@ -110,4 +111,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", readable)
     app.connect("autodoc-skip-member", skip_unexplained)
     figures.draw_all(DOCS / "figures")
+    figures.draw_all(DOCS / "figures", span_figures.FIGURES)
     notebooks.write_all(DOCS / "examples")

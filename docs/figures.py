@@ -7,7 +7,7 @@ not do.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -471,10 +471,10 @@ FIGURES = (
 )
 
 
-def draw_all(folder: Path) -> None:
+def draw_all(folder: Path, drawings: Sequence[Callable[[], Figure]] = FIGURES) -> None:
     """Write every picture into `folder`, named after its function."""
     folder.mkdir(exist_ok=True)
-    for draw in FIGURES:
+    for draw in drawings:
         figure = draw()
         path = folder / f"{draw.__name__}.png"
         figure.savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.15)

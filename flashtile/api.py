@@ -74,7 +74,7 @@ def attention(
         sink: (heads,), the logit of one additional key per head whose value is 0: it only adds to
             the softmax's denominator. Has a gradient.
         block_mask: `BlockMask`, or FlexAttention's; its empty tiles are skipped.
-        mask: `Spans`, one or two intervals of visible keys for each query, in memory that grows
+        mask: `Spans`, one to eight intervals of visible keys for each query, in memory that grows
             with the number of queries.
         attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
             where a query sees a key; the call converts it to a block mask, for which the host waits

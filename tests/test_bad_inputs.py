@@ -99,7 +99,7 @@ DENSE = {
     "mask for 6 queries": ("mask.starts", {"mask": spans(1, 1, 6, 1)}),
     "mask for 3 batches": ("mask.starts", {"mask": spans(3, 1, 5, 1)}),
     "mask for the key heads": ("mask.starts", {"mask": spans(1, 2, 5, 1)}),
-    "mask of three intervals": ("mask.starts", {"mask": spans(1, 1, 5, 3)}),
+    "mask of nine intervals": ("mask.starts", {"mask": spans(1, 1, 5, 9)}),
     "mask of rank 3": ("mask.starts", {"mask": spans(1, 5, 1)}),
     "mask with two shapes": (
         "mask",

@@ -147,7 +147,7 @@ OPTIONS: dict[str, Make] = {
     "block mask with partial tiles": lambda g, s, t: {"block_mask": partial_tiles(g, s)},
     "span": lambda g, s, t: {"mask": random_spans(g, s, 1, (1, 1))},
     "spans for each batch": lambda g, s, t: {"mask": random_spans(g, s, 2, (s.B, 1))},
-    "spans for each batch and head": lambda g, s, t: {"mask": random_spans(g, s, 2, (s.B, s.Hq))},
+    "spans for each batch and head": lambda g, s, t: {"mask": random_spans(g, s, 3, (s.B, s.Hq))},
     "deterministic": lambda g, s, t: {"deterministic": True},
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...masks import BlockMask
-from ...spans import Spans
+from ...spans import MAX_INTERVALS, Spans
 from .tensors import same_device, shape_of, tensor
 
 # Masks of other kinds, and the arguments that take them.
@@ -39,7 +39,7 @@ def spans(mask: Any, q: Tensor) -> None:
 
 
 def _shape(name: str, x: Tensor, q: Tensor) -> None:
-    """Raise unless `x` has a row for each query, and one or two intervals in each row."""
+    """Raise unless `x` has a row for each query, and one to eight intervals in each row."""
     is_packed = q.dim() == 3
     heads, rows = q.shape[-2], q.shape[-3]
     batch = 1 if is_packed else q.shape[0]
@@ -48,11 +48,11 @@ def _shape(name: str, x: Tensor, q: Tensor) -> None:
         or x.shape[0] not in (1, batch)
         or x.shape[1] not in (1, heads)
         or x.shape[2] != rows
-        or x.shape[3] not in (1, 2)
+        or not 1 <= x.shape[3] <= MAX_INTERVALS
     ):
         first = "1" if is_packed else f"1 or {batch}"
         names = "1, heads or 1, total_q" if is_packed else "batch or 1, heads or 1, seq_q"
         raise ValueError(
-            f"{name}: got shape {shape_of(x)}, want ({first}, 1 or {heads}, {rows}, 1 or 2): "
-            f"({names}, intervals)"
+            f"{name}: got shape {shape_of(x)}, want ({first}, 1 or {heads}, {rows}, 1 to "
+            f"{MAX_INTERVALS}): ({names}, intervals)"
         )
