@@ -18,12 +18,12 @@ def run(script: str, world: int, rendezvous: Path) -> None:
     paths = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(
-            [sys.executable, str(TESTS / script), str(rank), str(world), str(rendezvous)],
+            [sys.executable, str(TESTS / "one_rank.py"), str(TESTS / script), *arguments],
             env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(world)
+        for arguments in ([str(rank), str(world), str(rendezvous)] for rank in range(world))
     ]
     errors = []
     for process in processes:
