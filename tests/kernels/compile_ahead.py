@@ -19,7 +19,7 @@ from flashtile.backends.triton.kernel_launches import (
     probabilities_launch,
 )
 from flashtile.backends.triton.launch import backward_buffers, forward_buffers
-from flashtile.backends.triton.plan import unsupported_reasons
+from flashtile.backends.triton.support import unsupported_reasons
 from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import Appended, RotaryOptions, append_launch
 from flashtile.ops.gather.kernel import gather_launch

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile.backends.hopper.forward import plan as hopper_plan
-from flashtile.backends.triton import plan
+from flashtile.backends.triton import plan, support
 from flashtile.gpu import hardware
 from flashtile.problem import AttentionProblem, Operands, Options
 
@@ -77,7 +77,7 @@ def test_latent_keys_are_for_the_forward_alone(
     q = torch.empty(1, 128, 4, 576, dtype=torch.bfloat16, device="meta")
     problem = AttentionProblem.of(Operands(q, q, q[..., :512]), Options(128, 128, 0.1))
     problem = problem._replace(device_type="cuda", capability=(9, 0), **change)
-    reasons = plan.unsupported_reasons(problem)
+    reasons = support.unsupported_reasons(problem)
     assert [x[: len(y)] for x, y in zip(reasons, wanted, strict=True)] == wanted
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...gpu.hardware import multiprocessors
 from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands
 from .. import Gradients, Run, Tensors
-from . import float8, plan
+from . import float8, plan, support
 from .splits import one_program_has_all_queries, splits_of
 
 __all__ = [
@@ -34,7 +34,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why this backend cannot run `problem`; empty when it can."""
     if problem.dtype in FLOAT8:
         return float8.unsupported_reasons(problem)
-    return plan.unsupported_reasons(problem)
+    return support.unsupported_reasons(problem)
 
 
 def describe_plan(problem: AttentionProblem) -> str:

@@ -7,7 +7,7 @@ bits, whereas Hopper's float8 kernel rounds them to float8.
 from __future__ import annotations
 
 from ...problem import AttentionProblem, Operands, output_dtype
-from . import plan
+from . import support
 
 
 def over_float8_keys(problem: AttentionProblem) -> AttentionProblem:
@@ -22,7 +22,7 @@ def with_wide_queries(operands: Operands) -> Operands:
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why the Triton backend cannot run a problem of float8 queries, keys and values."""
-    reasons = plan.unsupported_reasons(over_float8_keys(problem))
+    reasons = support.unsupported_reasons(over_float8_keys(problem))
     not_here = {
         "gradients": problem.needs_grad,
         "probabilities": problem.wants_probabilities,

@@ -1,0 +1,73 @@
+"""What the Triton backend cannot run, and why.
+
+Pure Python, as `plan.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...gpu import hardware
+from ...problem import AttentionProblem
+from ..reasons import dotted, dtype_reasons, head_dim_reasons, shard_reasons, spans_reasons
+from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
+
+OLDEST_FLOAT8_CAPABILITY = (8, 9)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the Triton backend cannot run `problem`; empty when it can."""
+    reasons = []
+    if problem.device_type != "cuda":
+        reasons.append(f"tensors are on {problem.device_type} (this backend: cuda)")
+    elif _is_too_old(problem.capability):
+        oldest = dotted(hardware.OLDEST_CAPABILITY)
+        reasons.append(f"compute capability {dotted(problem.capability)} (at least {oldest})")
+    if not hardware.TRITON_IS_INSTALLED:
+        reasons.append("the package triton is not installed (pip install triton)")
+    reasons += dtype_reasons(problem, DTYPES)
+    if problem.has_float8_keys and _lacks_float8(problem.capability):
+        oldest = dotted(OLDEST_FLOAT8_CAPABILITY)
+        reasons.append(
+            f"float8 keys and values on {device_name(problem)} (NVIDIA from {oldest} on)"
+        )
+    reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
+    reasons += shard_reasons(problem)
+    reasons += spans_reasons(problem)
+    if problem.D > MAX_HEAD_DIM:
+        reasons += _forward_only_reasons(problem)
+    if _is_too_wide_to_train(problem):
+        reasons.append(
+            f"gradients in float32 at head_dim={max(problem.D, problem.Dv)} (at most 256 with the "
+            f"99 KiB of shared memory of {device_name(problem)})"
+        )
+    return reasons
+
+
+def _forward_only_reasons(problem: AttentionProblem) -> list[str]:
+    """What keys wider than MAX_HEAD_DIM do not support."""
+    facts = (
+        (problem.needs_grad, "gradients"),
+        (problem.wants_probabilities, "probabilities"),
+        (problem.has_float8_keys, "float8 keys and values"),
+    )
+    where = f"at head_dim={problem.D} (forward only, in 16 bits or float32, above {MAX_HEAD_DIM})"
+    return [f"{what} {where}" for fact, what in facts if fact]
+
+
+def _is_too_old(capability: tuple[int, int] | None) -> bool:
+    is_old = capability is not None and capability < hardware.OLDEST_CAPABILITY
+    return is_old and not hardware.is_rocm()
+
+
+def _lacks_float8(capability: tuple[int, int] | None) -> bool:
+    return hardware.is_rocm() or (capability is not None and capability < OLDEST_FLOAT8_CAPABILITY)
+
+
+def _is_too_wide_to_train(problem: AttentionProblem) -> bool:
+    """Whether the backward does not fit shared memory: above head dim 256, the smallest float32
+    tiles of q, k, v and dO take 128 KiB.
+    """
+    wide = problem.dtype == torch.float32 and max(problem.D, problem.Dv) > 256
+    return wide and problem.needs_grad and architecture(problem.capability) == "sm_86"
