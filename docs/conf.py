@@ -14,6 +14,7 @@ sys.path.insert(0, str(DOCS))  # for the modules beside this file
 
 # E402: these can only be found after the path has been set.
 import figures  # noqa: E402
+import gpu_figures  # noqa: E402  # needs the path above
 import notebooks  # noqa: E402  # needs the path above
 import snippets  # noqa: E402
 import span_figures  # noqa: E402
@@ -111,5 +112,6 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", readable)
     app.connect("autodoc-skip-member", skip_unexplained)
     figures.draw_all(DOCS / "figures")
-    figures.draw_all(DOCS / "figures", span_figures.FIGURES)
+    for page in (span_figures, gpu_figures):
+        figures.draw_all(DOCS / "figures", page.FIGURES)
     notebooks.write_all(DOCS / "examples")

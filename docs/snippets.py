@@ -1,8 +1,11 @@
 """Runs the examples of the documentation, and puts what they print below them.
 
 The Python blocks of a page run in order and share their names. A block that raises ends the build,
-so a page cannot show a call that does not work, nor a result that is out of date. Blocks marked
-`no-run` in the line before need what a documentation build does not have.
+so a page cannot show a call that does not work, nor a result that is out of date.
+
+Some blocks need what a documentation build does not have, and are marked in the line before: those
+with `no-run`, and those with `interpreter`, which need Triton. A test runs the latter in Triton's
+interpreter and compares what they print with the block of text that the page has below them.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import re
 from contextlib import redirect_stdout
 from typing import Any
 
-BLOCK = re.compile(r"(?P<mark><!-- no-run -->\n)?^```python\n(?P<code>.*?)^```\n", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>no-run|interpreter) -->\n)?^```python\n(?P<code>.*?)^```\n", re.M | re.S
+)
 
 
 def with_output(text: str, page: str) -> str:
