@@ -44,7 +44,7 @@ class Operands(NamedTuple):
     v_descale: Tensor | None = None
     workspace: Tensor | None = None  # (bytes,) uint8, scratch for partial results of a forward
     # Packed sequences of which the tensors hold parts only (see `positions`). Runs are pairs of
-    # first row and position; unused ones begin at row NO_RUN.
+    # first row, 0 first, and position; unused ones begin at row NO_RUN. Both have as many runs.
     q_runs: Tensor | None = None  # (B, runs, 2) int32
     k_runs: Tensor | None = None  # (B, runs, 2) int32
     # (B, 2) int32: the index of the sequence in the whole call, and its keys minus its queries.
@@ -191,9 +191,7 @@ class AttentionProblem(NamedTuple):
             has_float8_keys=k.dtype in FLOAT8 and q.dtype not in FLOAT8,
             has_cache_rows=operands.cache_batch_idx is not None or operands.leftpad_k is not None,
             has_block_descale=operands.k_descale is not None and operands.k_descale.dim() == 3,
-            runs=0
-            if operands.q_runs is None or operands.k_runs is None
-            else max(operands.q_runs.shape[1], operands.k_runs.shape[1]),
+            runs=0 if operands.q_runs is None else operands.q_runs.shape[1],
             has_sequences=operands.sequences is not None,
             spans=0 if operands.span_starts is None else operands.span_starts.shape[-1],
         )

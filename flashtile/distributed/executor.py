@@ -262,7 +262,9 @@ def _operands(
     if bias is not None:
         bias = bias[:, heads] if bias.shape[1] > 1 else bias
         bias = bias if bias.shape[3] == 1 else bias[..., _columns(step, device)]
-    with_positions = _needs_positions(plan, operands, stage)
+    q_runs, k_runs = None, None
+    if _needs_positions(plan, operands, stage):
+        q_runs, k_runs = _runs(schedule.queries, stage.keys, device)
     sequences = None
     if operands.rng_state is not None:
         pairs = list(zip(schedule.documents, schedule.shifts, strict=True))
@@ -276,8 +278,8 @@ def _operands(
         alibi_slopes=None if slopes is None else slopes[..., heads],
         cu_seqlens_q=_int32(starts(schedule.queries), device),
         cu_seqlens_k=_int32(starts(stage.keys), device),
-        q_runs=_runs(schedule.queries, device) if with_positions else None,
-        k_runs=_runs(stage.keys, device) if with_positions else None,
+        q_runs=q_runs,
+        k_runs=k_runs,
         sequences=sequences,
     )
 
@@ -305,14 +307,23 @@ def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
     )
 
 
-def _runs(sides: Sequence[Positions], device: torch.device) -> Tensor:
-    """(sequences, runs, 2) int32; see `Operands.q_runs`."""
-    most = max((len(positions.runs) for positions in sides), default=0)
-    rows = []
-    for positions in sides:
-        used = [(run.row, run.position) for run in positions.runs]
-        rows.append(used + [(NO_RUN, 0)] * (most - len(used)))
-    return torch.tensor(rows, dtype=torch.int32, device=device).view(len(sides), most, 2)
+def _runs(
+    queries: Sequence[Positions], keys: Sequence[Positions], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`Operands.q_runs` and `k_runs`, (sequences, runs, 2) int32. The number of runs is a power of
+    two, so that GPUs need few kernels.
+    """
+    most = max((len(positions.runs) for side in (queries, keys) for positions in side), default=0)
+    width = max(2, 1 << (most - 1).bit_length())
+
+    def side(sequences: Sequence[Positions]) -> Tensor:
+        rows = []
+        for positions in sequences:
+            used = [(run.row, run.position) for run in positions.runs]
+            rows.append(used + [(NO_RUN, 0)] * (width - len(used)))
+        return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, width, 2)
+
+    return side(queries), side(keys)
 
 
 def _int32(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -30,15 +30,18 @@ def everything(
     dout: Tensor,
     dlse: Tensor,
     capability: tuple[int, int] | None = None,
+    is_partial: bool = False,
 ) -> Run:
     """Outputs and gradients by name, on the CPU."""
     problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(bias_needs_grad=problem.has_bias)
+    problem = problem._replace(bias_needs_grad=problem.has_bias, is_partial=is_partial)
     if capability is not None:
         problem = problem._replace(capability=capability)
     out, lse = backend.forward(problem, operands)
     dlse = dlse.masked_fill(lse.cpu() == -torch.inf, 0.0).to(lse)
-    gradients = backend.backward(problem, operands, out, lse, dout.to(out), dlse)
+    gradients = backend.backward(
+        problem, operands, out.to(dout.dtype), lse, dout.to(out.device), dlse
+    )
     results = {"out": out, "lse": lse} | gradients._asdict()
     return {name: x.cpu() for name, x in results.items() if x is not None}
 

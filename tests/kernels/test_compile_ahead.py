@@ -48,6 +48,7 @@ from .compile_ahead import (
     step_launches,
 )
 from .decoding import make_decoding
+from .parts import make_parts
 from .spills import ALLOWED, ALLOWED_IN_DECODING
 from .test_compile_quantize import launch_of as quantize_launch
 from .unusual_layouts import PLACES, SIZES, dense_call
@@ -177,11 +178,19 @@ def tiles() -> Call:
     return describe((q, k, v), Dense(), {"block_mask": mask, "causal": True, **used})
 
 
+def parts() -> Call:
+    """Parts of sequences with all that depends on positions."""
+    operands, options, *_ = make_parts("alibi", torch.bfloat16, 0)
+    operands = operands._replace(rng_state=torch.zeros(2, dtype=torch.int64))
+    return operands, options._replace(window_left=40, attention_chunk=50, dropout_p=0.1)
+
+
 # One call for each option, or for several options of one kernel.
 OPTIONS = {
     "scores": lambda device: launches(*scores(), device),
     "tiles": lambda device: launches(*tiles(), device),
     "packed": lambda device: launches(*make_call("packed dropout", torch.bfloat16), device),
+    "parts": lambda device: launches(*parts(), device),
     "few queries": lambda device: launches(
         *make_call("few queries of grouped heads", torch.bfloat16), device
     ),

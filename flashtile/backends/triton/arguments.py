@@ -36,6 +36,12 @@ class Sequences(NamedTuple):
     leftpad_k: Tensor | None
     cache_batch_idx: Tensor | None
     page_table: Tensor | None
+    q_runs: Tensor | None = None  # (B, RUNS, 2), see `positions.py`
+    k_runs: Tensor | None = None
+    # What dropout counts by: (B, 2), the number of each sequence and its keys minus its queries in
+    # the whole call, and the number of the first head there.
+    numbers: Tensor | None = None
+    first_head: int | None = None
 
 
 class ScoreData(NamedTuple):
@@ -114,6 +120,14 @@ class Lengths(NamedTuple):
     at: Any  # Sequences
 
 
+class Places(NamedTuple):
+    """Where the rows of a sequence stand: see `positions.py`."""
+
+    shift: Any  # keys minus queries
+    at: Any  # Sequences
+    b: Any  # the sequence
+
+
 class Mask(NamedTuple):
     """The numbers of the mask rules; flags of `KernelConfig` select the rules."""
 
@@ -183,7 +197,7 @@ def numbers_of(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
 def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
     """The arguments that every kernel over scores takes."""
     return numbers_of(problem, operands) | {
-        "at": sequences_of(operands),
+        "at": sequences_of(problem, operands),
         "score_data": score_of(problem, operands),
         "bias": NO_BIAS if operands.bias is None else bias_of(operands.bias),
         "block_data": blocks_of(operands),
@@ -191,8 +205,9 @@ def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
     }
 
 
-def sequences_of(operands: Operands) -> Sequences:
+def sequences_of(problem: AttentionProblem, operands: Operands) -> Sequences:
     """`Sequences` of a call."""
+    has_numbers = problem.has_sequences and problem.options.dropout_p > 0
     return Sequences(
         at_boundary(operands.cu_seqlens_q),
         at_boundary(operands.cu_seqlens_k),
@@ -201,6 +216,10 @@ def sequences_of(operands: Operands) -> Sequences:
         at_boundary(operands.leftpad_k),
         at_boundary(operands.cache_batch_idx),
         at_boundary(operands.page_table),
+        at_boundary(operands.q_runs),
+        at_boundary(operands.k_runs),
+        at_boundary(operands.sequences) if has_numbers else None,
+        problem.options.first_head if has_numbers else None,
     )
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import LOG2E, rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Score, unspecialised
+from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .tiles import (
     between,
     dropout_key,
@@ -87,7 +87,7 @@ def recompute_p(
     rows,
     keys,
     visible,
-    shift,
+    places,
     b,
     h,
     score,
@@ -97,7 +97,7 @@ def recompute_p(
     cfg: tl.constexpr,
 ):
     """P = exp(S - lse) of a tile or of a transposed tile."""
-    s_log2 = scores_log2(qk, rows, keys, (rows < M) & (keys < N), shift, b, h, score, cfg)
+    s_log2 = scores_log2(qk, rows, keys, (rows < M) & (keys < N), places, b, h, score, cfg)
     p = tl.math.exp2(s_log2 * linear_scale(score, cfg) - lse_log2)
     if IS_MASKED:
         p = tl.where(visible, p, 0.0)
@@ -115,7 +115,7 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 @triton.jit
 def add_queries(
     dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_ptr, delta_ptr, n0,
-    keys, M, N, b, h, mask,
+    keys, M, N, places, b, h, mask,
     score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,6 @@ def add_queries(
     """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    shift = N - M
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[None, :]
     # (BLOCK_M, BLOCK_D)
@@ -136,15 +135,15 @@ def add_queries(
     lse_log2, delta = load_stats(lse_ptr, delta_ptr, offs_m, M, IS_MASKED)
     visible = keys < N
     if IS_MASKED:
-        start, stop = visible_keys(rows + shift, N, mask, cfg)
+        start, stop = visible_keys(rows, N, places, mask, cfg)
         visible = between(keys, start, stop, cfg)
         if cfg.MASK_TILE_M > 0:
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, BLOCK_M, BLOCK_N))
+        keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, places, cfg))
     p = recompute_p(
-        qk, lse_log2[None, :], rows, keys, visible, shift, b, h, score, M, N, IS_MASKED, cfg
+        qk, lse_log2[None, :], rows, keys, visible, places, b, h, score, M, N, IS_MASKED, cfg
     )
     # (BLOCK_M, BLOCK_DV)
     do_tile = load_tile(
@@ -213,8 +212,9 @@ def key_gradient_kernel(
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Rows that see the first key of the tile, and the last.
     last_key = tl.minimum(n0 + BLOCK_N, N) - 1
-    first_start, first_stop = seeing_rows(n0, M, N, mask, cfg)
-    last_start, last_stop = seeing_rows(last_key, M, N, mask, cfg)
+    places = Places(N - M, at, b)
+    first_start, first_stop = seeing_rows(n0, M, places, mask, cfg)
+    last_start, last_stop = seeing_rows(last_key, M, places, mask, cfg)
     begin, full_begin, full_end, end = tile_phases(
         first_start, first_stop, last_start, last_stop, BLOCK_M
     )
@@ -243,8 +243,8 @@ def key_gradient_kernel(
                 m0 = (full_begin + i) * BLOCK_M
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
-                delta_row, n0, keys, M, N, b, h, mask, score, blocks, drop_threshold, drop_key,
-                False, HAS_DK, HAS_DV, cfg,
+                delta_row, n0, keys, M, N, places, b, h, mask, score, blocks, drop_threshold,
+                drop_key, False, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
         for i in range(0, masked_count):
             if cfg.MASK_TILE_M > 0:
@@ -253,8 +253,8 @@ def key_gradient_kernel(
                 m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
-                delta_row, n0, keys, M, N, b, h, mask, score, blocks, drop_threshold, drop_key,
-                True, HAS_DK, HAS_DV, cfg,
+                delta_row, n0, keys, M, N, places, b, h, mask, score, blocks, drop_threshold,
+                drop_key, True, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
 
     if HAS_DK:
@@ -273,7 +273,7 @@ def key_gradient_kernel(
 @triton.jit
 def add_keys(
     dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start, stop, M,
-    N, b, h, score, blocks,
+    N, places, b, h, score, blocks,
     drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dQ: the keys [n0, n0 + BLOCK_N)."""
@@ -297,9 +297,9 @@ def add_keys(
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N)
+        keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
     p = recompute_p(
-        qk, lse_log2[:, None], rows, keys, visible, N - M, b, h, score, M, N, IS_MASKED, cfg
+        qk, lse_log2[:, None], rows, keys, visible, places, b, h, score, M, N, IS_MASKED, cfg
     )
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
     if cfg.HAS_SOFTCAP:
@@ -338,7 +338,7 @@ def query_gradient_kernel(
     kv_head = h // cfg.GROUP
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
-    shift = N - M
+    places = Places(N - M, at, b)
     m0 = tile * BLOCK_M
     if m0 >= M:
         return
@@ -364,7 +364,7 @@ def query_gradient_kernel(
     lse_log2, delta = load_stats(lse_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
-    start, stop = visible_keys(rows + shift, N, mask, cfg)
+    start, stop = visible_keys(rows, N, places, mask, cfg)
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     if cfg.MASK_TILE_M > 0:
@@ -374,8 +374,8 @@ def query_gradient_kernel(
         masked_count = tl.load(counts + 1)
     else:
         last = tl.minimum(m0 + BLOCK_M, M) - 1
-        first_start, first_stop = visible_keys(m0 + shift, N, mask, cfg)
-        last_start, last_stop = visible_keys(last + shift, N, mask, cfg)
+        first_start, first_stop = visible_keys(m0, N, places, mask, cfg)
+        last_start, last_stop = visible_keys(last, N, places, mask, cfg)
         begin, full_begin, full_end, end = tile_phases(
             first_start, first_stop, last_start, last_stop, BLOCK_N
         )
@@ -388,7 +388,7 @@ def query_gradient_kernel(
             n0 = (full_begin + i) * BLOCK_N
         dq_acc = add_keys(
             dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
-            stop, M, N, b, h, score, blocks, drop_threshold, drop_key, False, cfg,
+            stop, M, N, places, b, h, score, blocks, drop_threshold, drop_key, False, cfg,
         )  # fmt: skip
     for i in range(0, masked_count):
         if cfg.MASK_TILE_M > 0:
@@ -397,7 +397,7 @@ def query_gradient_kernel(
             n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
         dq_acc = add_keys(
             dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
-            stop, M, N, b, h, score, blocks, drop_threshold, drop_key, True, cfg,
+            stop, M, N, places, b, h, score, blocks, drop_threshold, drop_key, True, cfg,
         )  # fmt: skip
 
     store_rows(

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Score, unspecialised
+from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .backward_pass import drop, load_stats, recompute_p
 from .tiles import (
     between,
@@ -41,7 +41,8 @@ def bias_gradient_tile(
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
-    start, stop = visible_keys(rows + (N - M), N, mask, cfg)
+    places = Places(N - M, lengths.at, b)
+    start, stop = visible_keys(rows, N, places, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
@@ -68,8 +69,10 @@ def bias_gradient_tile(
     lse_log2, delta = load_stats(lse_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N)
-    p = recompute_p(qk, lse_log2[:, None], rows, keys, visible, N - M, b, h, score, M, N, True, cfg)
+        keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
+    p = recompute_p(
+        qk, lse_log2[:, None], rows, keys, visible, places, b, h, score, M, N, True, cfg
+    )
     return p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
 
 

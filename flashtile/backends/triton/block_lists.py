@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import NUMBERS, Blocks, Lengths, Mask
+from .arguments import NUMBERS, Blocks, Lengths, Mask, Places
 from .tiles import block_mask_start, key_span, query_span, visible_keys
 
 
@@ -60,7 +60,7 @@ def list_tiles_kernel(
     b = tl.program_id(0) // list_heads
     _, M = query_span(lengths, b)
     _, N = key_span(lengths, b)
-    shift = N - M
+    places = Places(N - M, at, b)
     kind_offs = block_mask_start(blocks, b, h)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + own_tile
     full_count = own_tile * 0
@@ -77,8 +77,8 @@ def list_tiles_kernel(
         m1 = tl.minimum(m0 + BLOCK_M, M)
         n1 = tl.minimum(n0 + BLOCK_N, N)
         exists = (m0 < M) & (n0 < N)
-        first_start, first_stop = visible_keys(m0 + shift, N, mask, cfg)
-        last_start, last_stop = visible_keys(m1 - 1 + shift, N, mask, cfg)
+        first_start, first_stop = visible_keys(m0, N, places, mask, cfg)
+        last_start, last_stop = visible_keys(m1 - 1, N, places, mask, cfg)
         any_seen, all_seen = block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg)
         visited = exists & any_seen & (n1 > first_start) & (n0 < last_stop)
         whole = (m0 + BLOCK_M <= M) & (n0 + BLOCK_N <= N)

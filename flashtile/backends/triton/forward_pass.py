@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Score, unspecialised
+from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
@@ -47,7 +47,7 @@ from .tiles import (
 @triton.jit
 def attend_keys(
     acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-    start, stop, b, h, h_mask, shift, qk_scale, scale_block,
+    start, stop, b, h, h_mask, places, qk_scale, scale_block,
     lengths, score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the KV loop: update the running maximum, sum and output with the keys
@@ -79,7 +79,7 @@ def attend_keys(
         k_scale = key_block_scale(score.data.k_block_descale, scale_block, n0, BLOCK_N)
         if k_scale is not None:
             qk *= k_scale
-    s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), shift, b, h, score, cfg)
+    s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), places, b, h, score, cfg)
     if IS_MASKED:
         visible = between(keys, start, stop, cfg)
         if cfg.MASK_TILE_M > 0:
@@ -94,7 +94,7 @@ def attend_keys(
     rescale = tl.math.exp2(row_max - pivot)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
-        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, 0.0)
+        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg), p, 0.0)
     # (BLOCK_N, BLOCK_DV / PAIR)
     v_tile = load_keys(
         v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
@@ -195,7 +195,7 @@ def forward_kernel(
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b, added if cfg.APPENDING is not None else 0)
     written = M if at.cu_seqlens_q is not None else lengths.M
-    shift = N - M
+    places = Places(N - M, at, b)
 
     # (BLOCK_M, 1)
     flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -241,7 +241,7 @@ def forward_kernel(
         v_source = tile_source(v, v_base, N, cfg, cfg.DV // PAIR, BLOCK_N, BLOCK_DV // PAIR)
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
-    start, stop = visible_keys(rows + shift, N, mask, cfg)
+    start, stop = visible_keys(rows, N, places, mask, cfg)
 
     if cfg.MASK_TILE_M > 0:
         capacity = tl.cdiv(lengths.N, BLOCK_N)
@@ -249,8 +249,8 @@ def forward_kernel(
         full_count = tl.load(counts)
         masked_count = tl.load(counts + 1)
     else:
-        first_start, first_stop = visible_keys(first + shift, N, mask, cfg)
-        last_start, last_stop = visible_keys(last + shift, N, mask, cfg)
+        first_start, first_stop = visible_keys(first, N, places, mask, cfg)
+        last_start, last_stop = visible_keys(last, N, places, mask, cfg)
         last_stop = tl.where(first < M, last_stop, 0)
         begin, full_begin, full_end, end = tile_phases(
             first_start, first_stop, last_start, last_stop, BLOCK_N
@@ -281,7 +281,7 @@ def forward_kernel(
             n0 = (full_begin + i) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, b, h, h_mask, shift, qk_scale, scale_block, lengths, score, blocks,
+            rows, start, stop, b, h, h_mask, places, qk_scale, scale_block, lengths, score, blocks,
             drop_threshold, drop_key, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
@@ -291,7 +291,7 @@ def forward_kernel(
             n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, b, h, h_mask, shift, qk_scale, scale_block, lengths, score, blocks,
+            rows, start, stop, b, h, h_mask, places, qk_scale, scale_block, lengths, score, blocks,
             drop_threshold, drop_key, True, cfg,
         )  # fmt: skip
 

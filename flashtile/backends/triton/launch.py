@@ -72,7 +72,8 @@ def backward(
     """Gradients of a problem; every one is summed in float32 in one fixed order."""
     if operands.page_table is not None or operands.cache_batch_idx is not None:
         return _backward_of_cache(problem, operands, out, lse, dout, dlse)
-    return _backward(problem, operands, out, lse.contiguous(), dout, dlse, operands.k.dtype)
+    key_dtype = torch.float32 if problem.is_partial else operands.k.dtype
+    return _backward(problem, operands, out, lse.contiguous(), dout, dlse, key_dtype)
 
 
 def _backward(
@@ -128,11 +129,12 @@ def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> NewT
     no sequence are written by no program."""
     q = operands.q
     shape, lse_sizes = (*q.shape[:-1], problem.Dv), lse_shape(operands)
+    dtype = torch.float32 if problem.is_partial else q.dtype
     if problem.layout == "dense" or splits > 1:
-        new_out = uninitialised(shape, q.dtype, q.device)
+        new_out = uninitialised(shape, dtype, q.device)
         new_lse = uninitialised(lse_sizes, torch.float32, q.device)
     else:
-        new_out = filled(shape, q.dtype, 0.0, q.device)
+        new_out = filled(shape, dtype, 0.0, q.device)
         new_lse = filled(lse_sizes, torch.float32, -torch.inf, q.device)
     return lambda: (new_out(), new_lse())
 
@@ -167,7 +169,7 @@ def backward_buffers(
     if bias is not None and problem.bias_needs_grad:
         dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=q.device)
     return BackwardBuffers(
-        make(q.shape, dtype=q.dtype, device=q.device),
+        make(q.shape, dtype=torch.float32 if problem.is_partial else q.dtype, device=q.device),
         make(k.shape, dtype=key_dtype, device=q.device),
         make(v.shape, dtype=key_dtype, device=q.device),
         dbias,

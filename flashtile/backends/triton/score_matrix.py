@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Score, unspecialised
+from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .backward_pass import load_stats
 from .pages import load_keys, page_list
 from .tiles import (
@@ -53,7 +53,8 @@ def probabilities_kernel(
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
-    start, stop = visible_keys(rows + (N - M), N, mask, cfg)
+    places = Places(N - M, at, b)
+    start, stop = visible_keys(rows, N, places, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
@@ -71,13 +72,13 @@ def probabilities_kernel(
     )
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    s_log2 = scores_log2(qk, rows, keys, visible, N - M, b, h, score, cfg)
+    s_log2 = scores_log2(qk, rows, keys, visible, places, b, h, score, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     lse_log2, _ = load_stats(lse_ptr + stats_row, lse_ptr + stats_row, offs_m, M, True)
     p = tl.math.exp2(s_log2 * linear_scale(score, cfg) - lse_log2[:, None])
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)
-        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, BLOCK_M, BLOCK_N), p, -p)
+        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg), p, -p)
     row = (b * heads + h).to(tl.int64) * lengths.M + rows
     offs = row * lengths.N + keys
     tl.store(probs_ptr + offs, p.to(probs_ptr.dtype.element_ty), mask=visible)

@@ -14,6 +14,7 @@ from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
 
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_RUNS = 16  # of positions; a tile reads those of its sequence one after the other
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -34,6 +35,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         )
     reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
     reasons += shard_reasons(problem)
+    if problem.runs > MAX_RUNS:
+        reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
     reasons += spans_reasons(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)

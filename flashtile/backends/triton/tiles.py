@@ -15,6 +15,13 @@ import triton
 import triton.language as tl
 
 from ...gpu.intrinsics import LOG2E
+from .positions import (
+    dropout_counters,
+    key_positions,
+    keys_before,
+    queries_before,
+    query_positions,
+)
 
 # The interpreter cannot run assembly.
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -115,18 +122,19 @@ def floor_to(x, size):
 
 
 @triton.jit
-def visible_keys(p, N, mask, cfg: tl.constexpr):
-    """Keys [start, stop) that a query at position `p` sees: `masks.Visibility.key_range`."""
+def visible_keys(rows, N, places, mask, cfg: tl.constexpr):
+    """Keys [start, stop) that the queries `rows` see: `masks.Visibility.key_range`."""
+    p = query_positions(rows, places, cfg)
     start = p * 0
     stop = start + N
     if cfg.HAS_LEFT:
-        start = tl.maximum(start, p - mask.left)
+        start = tl.maximum(start, keys_before(p - mask.left, places, N, cfg))
     if cfg.HAS_RIGHT:
-        stop = tl.minimum(stop, p + mask.right + 1)
+        stop = tl.minimum(stop, keys_before(p + mask.right + 1, places, N, cfg))
     if cfg.HAS_CHUNK:
         chunk = floor_to(p, mask.chunk)
-        start = tl.maximum(start, chunk)
-        stop = tl.minimum(stop, chunk + mask.chunk)
+        start = tl.maximum(start, keys_before(chunk, places, N, cfg))
+        stop = tl.minimum(stop, keys_before(chunk + mask.chunk, places, N, cfg))
     return start, stop
 
 
@@ -140,19 +148,19 @@ def between(keys, start, stop, cfg: tl.constexpr):
 
 
 @triton.jit
-def seeing_rows(j, M, N, mask, cfg: tl.constexpr):
-    """Rows [start, stop) that see key `j`: the inverse of `visible_keys`."""
-    shift = N - M
+def seeing_rows(key, M, places, mask, cfg: tl.constexpr):
+    """Rows [start, stop) that see `key`: the inverse of `visible_keys`."""
+    j = key_positions(key, places, cfg)
     start = j * 0
     stop = start + M
     if cfg.HAS_RIGHT:
-        start = tl.maximum(start, j - mask.right - shift)
+        start = tl.maximum(start, queries_before(j - mask.right, places, M, cfg))
     if cfg.HAS_LEFT:
-        stop = tl.minimum(stop, j + mask.left + 1 - shift)
+        stop = tl.minimum(stop, queries_before(j + mask.left + 1, places, M, cfg))
     if cfg.HAS_CHUNK:
-        chunk = floor_to(j, mask.chunk) - shift
-        start = tl.maximum(start, chunk)
-        stop = tl.minimum(stop, chunk + mask.chunk)
+        chunk = floor_to(j, mask.chunk)
+        start = tl.maximum(start, queries_before(chunk, places, M, cfg))
+        stop = tl.minimum(stop, queries_before(chunk + mask.chunk, places, M, cfg))
     return start, stop
 
 
@@ -235,7 +243,7 @@ def score_slope(qk, score, cfg: tl.constexpr):
 
 
 @triton.jit
-def scores_log2(qk, rows, keys, inside, shift, b, h, score, cfg: tl.constexpr):
+def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
     """Scores in base 2 from q k^T: scale, then softcap, then ALiBi, then bias.
 
     If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `qk`, and the
@@ -252,7 +260,8 @@ def scores_log2(qk, rows, keys, inside, shift, b, h, score, cfg: tl.constexpr):
             )
         if score.data.alibi_ptr is not None:
             slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h)
-            s_log2 -= slope * LOG2E * tl.abs(rows + shift - keys).to(tl.float32)
+            distance = query_positions(rows, places, cfg) - key_positions(keys, places, cfg)
+            s_log2 -= slope * LOG2E * tl.abs(distance).to(tl.float32)
         if score.bias.ptr is not None:
             s_log2 += load_bias(score.bias, b, h, rows, keys, inside).to(tl.float32) * LOG2E
     return s_log2
@@ -331,24 +340,48 @@ def dropout_key(rng_ptr):
 
 
 @triton.jit
-def kept(key, threshold, b, h, rows, n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def kept(key, threshold, b, h, rows, n0, places, cfg: tl.constexpr):
     """Which scores of a tile dropout keeps, bool (BLOCK_M, BLOCK_N).
 
     `b` and `rows` are (BLOCK_M, 1), `h` is a scalar or (BLOCK_M, 1); `n0` is a multiple of four.
     """
-    # (BLOCK_M, BLOCK_N / 4): one Philox block yields the words of four neighbouring keys.
-    groups = n0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
-    zero = rows * 0 + groups * 0
-    w0, w1, w2, w3 = tl.philox(
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    b, h, queries = dropout_counters(b, h, rows, places, cfg)
+    if cfg.RUNS > 0:
+        keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], places, cfg)
+        words = words_of_positions(key, b, h, queries, keys)
+    else:
+        # (BLOCK_M, BLOCK_N / 4): one Philox block yields the words of four neighbouring keys.
+        groups = n0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+        w0, w1, w2, w3 = philox_block(key, b, h, queries, groups)
+        # (BLOCK_M, BLOCK_N / 4, 2, 2): lanes 0 1 2 3
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        words = tl.reshape(words, [BLOCK_M, BLOCK_N])
+    return words.to(tl.int64) < threshold
+
+
+@triton.jit
+def philox_block(key, b, h, queries, groups):
+    """The words of four neighbouring keys, the group of four `groups`."""
+    zero = queries * 0 + groups * 0
+    return tl.philox(
         key,
         (zero + groups).to(tl.uint32),
-        (zero + rows).to(tl.uint32),
+        (zero + queries).to(tl.uint32),
         (zero + h).to(tl.uint32),
         (zero + b).to(tl.uint32),
     )
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK_M, BLOCK_N / 4, 2, 2): lanes 0 1 2 3
-    words = tl.reshape(words, [BLOCK_M, BLOCK_N])
-    return words.to(tl.int64) < threshold
+
+
+@triton.jit
+def words_of_positions(key, b, h, queries, keys):
+    """The word of each score where four neighbouring keys may stand anywhere: a Philox block for
+    each score.
+    """
+    w0, w1, w2, w3 = philox_block(key, b, h, queries, keys // 4)
+    lane = keys % 4
+    return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
 
 
 # Tiles of rows from memory

@@ -1,0 +1,98 @@
+"""Where queries and keys stand in their sequence, when the tensors hold only parts of it.
+
+The rules of `flashtile.positions`, on the GPU: a few runs describe the positions of a sequence's
+rows, which increase from row to row. What a query sees is therefore an interval of rows of k, and
+kernels compute it once for each tile; their loops over tiles know rows only. Without runs
+(`cfg.RUNS` is 0) query i stands at i + N - M and key j at j, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def query_positions(rows, places, cfg: tl.constexpr):
+    """The positions of the queries `rows`, of any shape."""
+    if cfg.RUNS > 0:
+        p = positions_of(rows, runs_of(places.at.q_runs, places.b, cfg), cfg)
+    else:
+        p = rows + places.shift
+    return p
+
+
+@triton.jit
+def key_positions(keys, places, cfg: tl.constexpr):
+    """The positions of `keys`, of any shape."""
+    if cfg.RUNS > 0:
+        j = positions_of(keys, runs_of(places.at.k_runs, places.b, cfg), cfg)
+    else:
+        j = keys
+    return j
+
+
+@triton.jit
+def queries_before(p, places, M, cfg: tl.constexpr):
+    """The first query row at position `p` or later. May be outside of [0, M] without runs."""
+    if cfg.RUNS > 0:
+        row = rows_before(p, runs_of(places.at.q_runs, places.b, cfg), M, cfg)
+    else:
+        row = p - places.shift
+    return row
+
+
+@triton.jit
+def keys_before(p, places, N, cfg: tl.constexpr):
+    """The first key at position `p` or later. May be outside of [0, N] without runs."""
+    if cfg.RUNS > 0:
+        key = rows_before(p, runs_of(places.at.k_runs, places.b, cfg), N, cfg)
+    else:
+        key = p
+    return key
+
+
+@triton.jit
+def dropout_counters(b, h, rows, places, cfg: tl.constexpr):
+    """What dropout counts of a sequence, heads and queries: their numbers in the whole call."""
+    if places.at.numbers is not None:
+        shift = tl.load(places.at.numbers + 2 * b + 1)
+        queries = query_positions(rows, places, cfg) - shift
+        b = tl.load(places.at.numbers + 2 * b)
+        h = h + places.at.first_head
+    elif cfg.RUNS > 0:
+        queries = query_positions(rows, places, cfg) - places.shift
+    else:
+        queries = rows
+    return b, h, queries
+
+
+@triton.jit
+def runs_of(runs_ptr, b, cfg: tl.constexpr):
+    """The runs of sequence `b`: `cfg.RUNS` pairs of first row and position."""
+    return runs_ptr + b.to(tl.int64) * (2 * cfg.RUNS)
+
+
+@triton.jit
+def positions_of(rows, runs_ptr, cfg: tl.constexpr):
+    """`Positions.at`; the first run begins at row 0, and unused ones behind every row."""
+    RUNS: tl.constexpr = cfg.RUNS
+    p = rows + tl.load(runs_ptr + 1)
+    for run in tl.static_range(1, RUNS):
+        first = tl.load(runs_ptr + 2 * run)
+        p = tl.where(rows >= first, rows - first + tl.load(runs_ptr + 2 * run + 1), p)
+    return p
+
+
+@triton.jit
+def rows_before(p, runs_ptr, count, cfg: tl.constexpr):
+    """`Positions.below`, for a sequence of `count` rows."""
+    RUNS: tl.constexpr = cfg.RUNS
+    total = p * 0
+    for run in tl.static_range(RUNS):
+        stop = count
+        if run + 1 < RUNS:
+            stop = tl.minimum(tl.load(runs_ptr + 2 * run + 2), count)
+        length = tl.maximum(stop - tl.load(runs_ptr + 2 * run), 0)
+        total += tl.minimum(tl.maximum(p - tl.load(runs_ptr + 2 * run + 1), 0), length)
+    return total
