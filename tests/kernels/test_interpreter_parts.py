@@ -76,7 +76,7 @@ def test_parts_of_sequences(name: str, dtype: torch.dtype, seed: int):
 
 @pytest.mark.parametrize("name", ["causal", "softcap and sink", "dropout of few queries"])
 def test_a_part_of_the_heads_in_float32(name: str, seed: int):
-    """Results of a shard keep the dtype of their sums, and dropout counts the heads of the whole."""
+    """Results keep the dtype of their sums, and dropout counts the heads of the whole call."""
     dtype = torch.float16
     parts = make_parts(name, dtype, seed, Hk=2)
     operands, options = parts.operands, parts.options

@@ -123,7 +123,6 @@ def add_queries(
     (BLOCK_N, BLOCK_M).
     """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    BLOCK_N: tl.constexpr = cfg.BLOCK_N
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[None, :]
     # (BLOCK_M, BLOCK_D)
@@ -277,7 +276,6 @@ def add_keys(
     drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dQ: the keys [n0, n0 + BLOCK_N)."""
-    BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)

@@ -52,7 +52,6 @@ def attend_keys(
 ):  # fmt: skip
     """One step of the KV loop: update the running maximum, sum and output with the keys
     [n0, n0 + BLOCK_N) (online softmax)."""
-    BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
     # (BLOCK_N, BLOCK_D / PAIR)
