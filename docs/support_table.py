@@ -63,6 +63,7 @@ ROWS: dict[str, dict[str, object]] = {
     "chunked attention": options(attention_chunk=256),
     "grouped and multi-query heads": {"Hk": 2},
     "packed sequences (varlen)": {"layout": "packed"},
+    "parts of sequences (context parallelism)": {"layout": "packed", "runs": 2, "is_partial": True},
     "seqused": {"has_lengths": True},
     "left padding": {"has_lengths": True, "has_cache_rows": True, "needs_grad": False},
     "paged key-value cache": {

@@ -27,6 +27,7 @@ from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
 from .layout import Layout
 from .ownership import Ownership, first_documents
 from .schedule import schedule
+from .sequence_tensors import indices
 from .wire import ProcessWire, Wire
 from .work import Facts, Work
 
@@ -237,9 +238,9 @@ class ContextParallel:
             )
         if slopes is not None:
             given["alibi_slopes"] = slopes[0] if slopes.dim() == 2 else slopes
-        ends_q, ends_k = (
-            torch.tensor([0, x.shape[0]], dtype=torch.int32, device=q.device) for x in (q, k)
-        )
+        # Not from numbers on the host, for whose copy it would wait.
+        both_ends = torch.arange(2, dtype=torch.int32, device=q.device)
+        ends_q, ends_k = both_ends * q.shape[0], both_ends * k.shape[0]
         packed = Packed(ends_q, ends_k, q.shape[0], k.shape[0])
         operands, numbers = describe((q, k, v), packed, given)
         bias = _checked_bias(options.get("bias"), q, layout)
@@ -288,7 +289,8 @@ class ContextParallel:
         made = schedule(queries, keys, options.facts, outer, self.stages)
         slopes = operands.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
-            operands = operands._replace(alibi_slopes=slopes[list(made.documents)])
+            rows = indices(made.documents, slopes.device)
+            operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
         first_head = call.shares[inner].queries.start
         plan = Plan(made, call.head_groups, options, call.backend, first_head)
         wire = SubWire(self.wire, [group[inner] for group in self._groups])

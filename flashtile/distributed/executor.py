@@ -21,9 +21,10 @@ from .. import backends
 from ..autocast import autocast_off
 from ..call import dispatch
 from ..ops.merge.formula import merge
-from ..positions import Positions, Span
-from ..problem import NO_RUN, AttentionProblem, Operands, Options, lse_dtype
-from .schedule import Schedule, Stage, starts
+from ..positions import Span
+from ..problem import AttentionProblem, Operands, Options, lse_dtype
+from .schedule import Schedule, Stage
+from .sequence_tensors import sequence_tensors
 from .wire import Pending, Wire
 
 
@@ -262,13 +263,11 @@ def _operands(
     if bias is not None:
         bias = bias[:, heads] if bias.shape[1] > 1 else bias
         bias = bias if bias.shape[3] == 1 else bias[..., _columns(step, device)]
-    q_runs, k_runs = None, None
-    if _needs_positions(plan, operands, stage):
-        q_runs, k_runs = _runs(schedule.queries, stage.keys, device)
-    sequences = None
+    with_positions = _needs_positions(plan, operands, stage)
+    numbers = None
     if operands.rng_state is not None:
-        pairs = list(zip(schedule.documents, schedule.shifts, strict=True))
-        sequences = torch.tensor(pairs, dtype=torch.int32, device=device)
+        numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
+    sequences = sequence_tensors(schedule.queries, stage.keys, with_positions, numbers, device)
     return operands._replace(
         q=operands.q[:, heads],
         k=keys,
@@ -276,11 +275,7 @@ def _operands(
         bias=bias,
         sink=operands.sink[heads] if operands.sink is not None and step.is_first else None,
         alibi_slopes=None if slopes is None else slopes[..., heads],
-        cu_seqlens_q=_int32(starts(schedule.queries), device),
-        cu_seqlens_k=_int32(starts(stage.keys), device),
-        q_runs=q_runs,
-        k_runs=k_runs,
-        sequences=sequences,
+        **sequences._asdict(),
     )
 
 
@@ -307,33 +302,11 @@ def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
     )
 
 
-def _runs(
-    queries: Sequence[Positions], keys: Sequence[Positions], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """`Operands.q_runs` and `k_runs`, (sequences, runs, 2) int32. The number of runs is a power of
-    two, so that GPUs need few kernels.
-    """
-    most = max((len(positions.runs) for side in (queries, keys) for positions in side), default=0)
-    width = max(2, 1 << (most - 1).bit_length())
-
-    def side(sequences: Sequence[Positions]) -> Tensor:
-        rows = []
-        for positions in sequences:
-            used = [(run.row, run.position) for run in positions.runs]
-            rows.append(used + [(NO_RUN, 0)] * (width - len(used)))
-        return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, width, 2)
-
-    return side(queries), side(keys)
-
-
-def _int32(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
 def _columns(step: _Step, device: torch.device) -> Tensor:
     """The keys of the buffer by their positions: all sequences of a dense batch have the same."""
     spans = step.stage.keys[0].spans
-    return torch.cat([torch.arange(*span, device=device) for span in spans] or [torch.arange(0)])
+    parts = [torch.arange(*span, device=device) for span in spans]
+    return torch.cat([*parts, torch.arange(0, device=device)])
 
 
 def _add_bias_gradient(dbias: Tensor, part: Tensor, step: _Step) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed import ContextParallel, Layout
+from flashtile.distributed import ContextParallel, Layout, context
+from flashtile.dropout import draw_rng_state
 
 WAYS = ("contiguous", "zigzag", "documents")
 
@@ -72,9 +74,10 @@ class Case:
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.g, dtype=torch.float64)
 
-    def whole(self) -> dict[str, Tensor]:
-        """out, lse and gradients of one process."""
-        leaves = {name: x.clone().requires_grad_() for name, x in self.leaves.items()}
+    def whole(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        """out, lse and gradients of one process, computed in `dtype`."""
+        leaves = {name: x.to(dtype, copy=True) for name, x in self.leaves.items()}
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
         torch.manual_seed(self.seed)
         if self.batch:
             out, lse = flashtile.attention(**leaves, **self.options, return_lse=True)
@@ -85,7 +88,7 @@ class Case:
                 q, k, v, *self.cu, *self.longest, **extra, return_lse=True
             )
             leaves |= {"q": q, "k": k, "v": v}
-        loss(out, lse, self.dout, self.dlse).backward()
+        loss(out, lse, self.dout.to(out), self.dlse.to(lse)).backward()
         gradients = {name: x.grad for name, x in leaves.items()}
         return {"out": out, "lse": lse, **gradients}
 
@@ -93,12 +96,23 @@ class Case:
         """Whether the gradient of a tensor is the sum over the ranks, as that of a weight."""
         return name == "sink" or (name == "bias" and self.leaves["bias"].shape[2] == 1)
 
-    def on_rank(self, context: ContextParallel) -> dict[str, Tensor]:
-        """What a rank computes, put together again where it is of tokens."""
-        wire = context.wire
-        layout = context.layout(**self.layout_options)
+    def rounded(self, dtype: torch.dtype) -> Case:
+        """The case with numbers that `dtype` has."""
+        self.leaves = {name: x.to(dtype).double() for name, x in self.leaves.items()}
+        self.dout = self.dout.to(dtype).double()
+        return self
+
+    def on_rank(
+        self,
+        parallel: ContextParallel,
+        dtype: torch.dtype = torch.float64,
+        device: str = "cpu",
+    ) -> dict[str, Tensor]:
+        """What a rank computes in `dtype`, put together again where it is of tokens."""
+        wire = parallel.wire
+        layout = parallel.layout(**self.layout_options)
         keys = Layout(
-            context, wire, layout.keys, layout.keys, layout.batch, (layout.local_keys,) * 2
+            parallel, wire, layout.keys, layout.keys, layout.batch, (layout.local_keys,) * 2
         )
         places = {"q": layout, "k": keys, "v": keys}
         leaves = {}
@@ -106,19 +120,31 @@ class Case:
             shard = places[name].shard(x) if name in places else x
             if name == "bias" and x.shape[2] > 1:
                 shard = layout.shard(x, dim=2)
-            leaves[name] = shard.clone().requires_grad_()
+            leaves[name] = shard.to(device, dtype, copy=True).requires_grad_()
         # A generator of its own: threads share the default one.
-        context.generator = torch.Generator().manual_seed(self.seed)
-        out, lse = context.attention(**leaves, layout=layout, **self.options, return_lse=True)
+        parallel.generator = torch.Generator().manual_seed(self.seed)
+        options = dict(self.options, return_lse=True)
+        if "alibi_slopes" in options:
+            options["alibi_slopes"] = options["alibi_slopes"].to(device)
+        out, lse = parallel.attention(**leaves, layout=layout, **options)
         dlse = layout.shard(self.dlse, dim=self.dlse.dim() - 1)
-        loss(out, lse, layout.shard(self.dout), dlse).backward()
+        loss(out, lse, layout.shard(self.dout).to(out), dlse.to(lse)).backward()
         got = {"out": layout.unshard(out), "lse": layout.unshard(lse, dim=lse.dim() - 1)}
         for name, x in leaves.items():
             gradient = x.grad if x.grad is not None else torch.zeros_like(x)
             got[name] = places[name].unshard(gradient) if name in places else gradient
             if name == "bias" and x.shape[2] == layout.local_tokens > 1:
                 got[name] = layout.unshard(gradient, dim=2)
-        return got
+        return {name: x.cpu() for name, x in got.items()}
+
+
+def on_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the seeds of dropout on the CPU, as one process on a CPU does."""
+
+    def draw(device: torch.device, generator: torch.Generator | None) -> Tensor:
+        return draw_rng_state(torch.device("cpu"), generator).to(device)
+
+    monkeypatch.setattr(context, "draw_rng_state", draw)
 
 
 def loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ...gpu import hardware
 from ...problem import AttentionProblem
-from ..reasons import dotted, dtype_reasons, head_dim_reasons, shard_reasons, spans_reasons
+from ..reasons import dotted, dtype_reasons, head_dim_reasons, spans_reasons
 from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
 
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
@@ -34,7 +34,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
             f"float8 keys and values on {device_name(problem)} (NVIDIA from {oldest} on)"
         )
     reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
-    reasons += shard_reasons(problem)
     if problem.runs > MAX_RUNS:
         reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
     reasons += spans_reasons(problem)

@@ -1,0 +1,52 @@
+"""One process of `test_gpu_context`: the random cases of `cases` over NCCL, a GPU for each rank.
+
+Run as ``python nccl_worker.py rank world_size rendezvous-file``.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, on_one_generator
+
+from flashtile.distributed import ContextParallel
+from flashtile.testing import assert_close
+
+CASES = 40
+
+
+def random_cases(world: int) -> None:
+    """Every rank sees that the ranks together compute what one process does."""
+    dtype = torch.bfloat16
+    for seed in range(100 * world, 100 * world + CASES):
+        case = Case(seed, world).rounded(dtype)
+        context = ContextParallel(ulysses=case.ulysses, stages=case.stages, timeout=60)
+        mine = case.on_rank(context, dtype, "cuda")
+        results: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
+        dist.all_gather_object(results, mine)
+        plain = case.whole(dtype)
+        for name, truth in case.whole().items():
+            got = [result[name] for result in results]
+            total = torch.stack(got).sum(0) if case.is_shared(name) else got[0]
+            assert_close(name, total, truth, plain[name], dtype=dtype, seed=seed)
+
+
+if __name__ == "__main__":
+    rank, world = int(sys.argv[1]), int(sys.argv[2])
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{sys.argv[3]}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+        device_id=torch.device("cuda", rank),
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        on_one_generator(monkeypatch)
+        random_cases(world)
+    dist.destroy_process_group()

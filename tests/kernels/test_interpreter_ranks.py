@@ -1,0 +1,72 @@
+"""Context parallelism on the Triton backend: ranks as threads in Triton's interpreter, against one
+process in float64.
+
+Runs in a separate process, because Triton decides at import whether it interprets:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_ranks.py
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from configurations import FULL
+
+from flashtile.backends import triton as backend
+from flashtile.distributed import ContextParallel, executor
+from flashtile.testing import assert_close
+from flashtile.testing.wires import run_ranks
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from distributed.cases import Case
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+one_at_a_time = threading.Lock()  # the interpreter is not made for threads
+
+
+def select(problem, name):
+    """The backend of a call, which is what an A100 would run."""
+    on_gpu = problem._replace(device_type="cuda", capability=(8, 0))
+    reasons = backend.unsupported_reasons(on_gpu)
+    assert not reasons, reasons
+    return "triton"
+
+
+def forward(problem, operands):
+    with one_at_a_time:
+        return backend.forward(problem, operands)
+
+
+def backward(*call):
+    with one_at_a_time:
+        return backend.backward(*call)
+
+
+# Dense and packed, gathered, in stages and exchanged for heads; every option occurs.
+SEEDS = range(40) if FULL else (4, 6, 12, 17, 21, 23, 24, 30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch):
+    here = SimpleNamespace(forward=forward, backward=backward)
+    monkeypatch.setattr(executor, "dispatch", SimpleNamespace(select=select))
+    monkeypatch.setattr(executor, "backends", SimpleNamespace(load=lambda name: here))
+    dtype = torch.float16
+    case = Case(seed).rounded(dtype)
+    ways = {"ulysses": case.ulysses, "stages": case.stages}
+    results = run_ranks(
+        case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype)
+    )
+    plain = case.whole(dtype)
+    for name, truth in case.whole().items():
+        got = [result[name] for result in results]
+        total = torch.stack(got).sum(0) if case.is_shared(name) else got[0]
+        assert_close(name, total, truth, plain[name], dtype=dtype, seed=seed)

@@ -1,0 +1,66 @@
+"""Context parallelism on GPUs: ranks as threads that share one GPU, and processes that NCCL
+connects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+from distributed.cases import Case, on_one_generator
+
+from flashtile.distributed import ContextParallel
+from flashtile.testing import assert_close
+from flashtile.testing.wires import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_one_generator(monkeypatch)
+    dtype = torch.bfloat16
+    case = Case(seed).rounded(dtype)
+    ways = {"ulysses": case.ulysses, "stages": case.stages}
+    results = run_ranks(
+        case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype, "cuda")
+    )
+    plain = case.whole(dtype)
+    for name, truth in case.whole().items():
+        got = [result[name] for result in results]
+        total = torch.stack(got).sum(0) if case.is_shared(name) else got[0]
+        assert_close(name, total, truth, plain[name], dtype=dtype, seed=seed)
+
+
+def test_a_call_like_an_earlier_one_does_not_wait_for_the_gpu() -> None:
+    """Neither forward nor backward, with options that need tensors of the layout."""
+
+    def one_rank(wire):
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout([0, 1000, 1500], masks=())
+        q, k, v = (
+            torch.randn(layout.local_tokens, 4, 64, device="cuda", dtype=torch.bfloat16)
+            for _ in range(3)
+        )
+        slopes = torch.rand(2, 4, device="cuda")
+        given = {"causal": True, "dropout_p": 0.1, "alibi_slopes": slopes}
+        for mode in ("default", "default", "error"):
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            out = parallel.attention(*leaves, layout, **given)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    try:
+        run_ranks(1, one_rank)  # the mode is one for all threads
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes(world: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    processes.run("distributed/nccl_worker.py", world, tmp_path / "rendezvous")
