@@ -86,6 +86,7 @@ ROWS: dict[str, dict[str, object]] = {
     "sink with gradient": {"has_sink": True},
     "block masks, FlexAttention's too": {"block_tile": (128, 128)},
     "masks as spans": {"spans": 2},
+    "score functions": options(score_mod="return s"),
     "value head dim other than the key's": {"Dv": 128},
     "head dim 1": {"D": 1, "Dv": 1},
     "head dim 256": {"D": 256, "Dv": 256},

@@ -4,6 +4,7 @@ and return `(out, lse)`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +42,10 @@ def attention(
     """Exact attention, ``softmax(scale * q k^T + ...) v``, without the (seq_q, seq_k) matrix in
     memory.
 
-    A score is ``s = softmax_scale * q_i . k_j``, then ``softcap * tanh(s / softcap)``, then ALiBi,
-    then bias; the softmax leaves out masked scores. Masks are aligned to the bottom-right corner.
-    Query head ``h`` reads key head ``h // (heads / kv_heads)``. A query that sees no key has out 0
-    and lse -inf (with `sink`: the sink's logit).
+    A score is ``s = softmax_scale * q_i . k_j``, then ``softcap * tanh(s / softcap)``, then
+    `score_mod`, then ALiBi, then bias; the softmax leaves out masked scores. Masks are aligned to
+    the bottom-right corner. Query head ``h`` reads key head ``h // (heads / kv_heads)``. A query
+    that sees no key has out 0 and lse -inf (with `sink`: the sink's logit).
 
     Args:
         q: (batch, seq_q, heads, head_dim); float16, bfloat16, float32, float64, or float8_e4m3fn
@@ -76,6 +77,11 @@ def attention(
         block_mask: `BlockMask`, or FlexAttention's; its empty tiles are skipped.
         mask: `Spans`, one to eight intervals of visible keys for each query, in memory that grows
             with the number of queries.
+        score_mod: function (score, b, h, i, j) -> score, as in FlexAttention, of the scaled and
+            capped score and the indices of its sequence, query head, query and key, each a tensor
+            without dimensions. It may read captured tensors, which have gradients. Queries and keys
+            count from 0 in their own sequence, whatever the lengths, as for `bias`. On a CPU only.
+            A graph of torch.compile ends before the call, so ``fullgraph=True`` raises an error.
         attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
             where a query sees a key; the call converts it to a block mask, for which the host waits
             for the GPU. Floating: added to the scores like `bias`, with a gradient.
@@ -275,9 +281,23 @@ def attention_with_kvcache(
         rotary_interleaved,
         rotary_seqlens,
     )
+    return _run_cached((q, k_cache, v_cache), layout, options, backend, return_lse, out)
+
+
+def _run_cached(
+    qkv: QKV,
+    layout: Cached,
+    options: Given,
+    backend: str | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Result:
+    """Prepare a call over caches and run it."""
+    if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
+        return _outside_of_graphs(_run_cached)(qkv, layout, options, backend, return_lse, out)
     return_lse = checks.flag("return_lse", return_lse)
     with torch.no_grad():
-        call = prepare((q, k_cache, v_cache), layout, options, backend, out)
+        call = prepare(qkv, layout, options, backend, out)
         result, lse = append_and_attend(call)
         if out is not None:
             result = out.copy_(result)
@@ -372,6 +392,9 @@ def _run(
     Args:
         padded: (batch, seq_q) of the caller's queries and results, if they are padded.
     """
+    if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
+        given = (qkv, layout, options, backend, return_lse, return_attn_probs, out, padded)
+        return _outside_of_graphs(_run)(*given)
     return_lse = checks.flag("return_lse", return_lse)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
     wanted = out if padded is None else tokens("out", out)
@@ -390,3 +413,11 @@ def _run(
     if probs is not None:
         return result, lse.contiguous(), probs
     return (result, lse.contiguous()) if return_lse else result
+
+
+def _outside_of_graphs(function: Callable[..., Result]) -> Callable[..., Result]:
+    """`function` without the tracer of torch.compile, whose graph ends before the call; with
+    ``fullgraph=True`` this raises an error.
+    """
+    torch._dynamo.graph_break(msg="flashtile: a call with score_mod runs outside of the graph")
+    return torch.compiler.disable(function)

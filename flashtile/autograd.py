@@ -21,6 +21,7 @@ from .problem import (
     Operands,
     Options,
     batch_size,
+    captured_needs_grad,
     lse_dtype,
     lse_shape,
     output_dtype,
@@ -50,7 +51,7 @@ _WRITING = _TENSORS.replace("Tensor? workspace", "Tensor(a!) workspace")
 _library.define(f"attention_forward_in_workspace({_WRITING}, {_NUMBERS}) -> (Tensor, Tensor)")
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_needs_grad, "
-    f"{_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"{_TENSORS}, {_NUMBERS}) -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")"
 )
 
 _library.define(f"attention_probabilities({_TENSORS}, Tensor lse, {_NUMBERS}) -> Tensor")
@@ -223,8 +224,11 @@ def _fake_backward(
     *args: Any,
 ) -> Any:
     operands = Operands(*args[:_INPUTS])
+    options = Options(*args[_INPUTS:])
     if not bias_needs_grad:
         operands = operands._replace(bias=None)
+    if not captured_needs_grad(options):
+        operands = operands._replace(captured=None)
     return tuple(
         dout.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for x in operands[:DIFFERENTIABLE]
@@ -250,7 +254,8 @@ torch.library.register_fake("flashtile::attention_probabilities", _fake_probabil
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(operands, options) -> (out, lse), with gradients for q, k, v, bias and sink."""
+    """(operands, options) -> (out, lse), with gradients for q, k, v, bias, sink and captured
+    values."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -356,7 +356,7 @@ def gradients(
             gradient if target is None else target.copy_(gradient)
             for target, gradient in zip(targets, found, strict=False)
         ]
-        return operands, [*written, *found[3:]]
+        return operands, [*written, *found[3:5]]
 
 
 def layout_of(

@@ -387,8 +387,8 @@ def _check_metadata(given: Any) -> None:
 _WHY = {
     "gather_kv_indices": "top-k keys are not supported; pass them as a block_mask to "
     "flashtile.attention",
-    "score_mod": "functions of the scores are not supported; flashtile.attention has softcap, "
-    "alibi_slopes and bias",
+    "score_mod": "functions of CuTe are not supported; flashtile.attention takes a score_mod of "
+    "PyTorch, as FlexAttention does",
     "mask_mod": "functions of the mask are not supported; flashtile.attention takes a block_mask",
     "block_sparse_tensors": "not supported; flashtile.attention takes a block_mask",
     "seqlen_k_per_split": "splits of a given size are not supported; with num_splits=1 the result "

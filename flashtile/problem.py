@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 from .masks import Chunk, Window, structure
+from .score_mod import parsed
 
 
 class Operands(NamedTuple):
-    """The tensors of a call. The first five can have gradients."""
+    """The tensors of a call. The first six can have gradients."""
 
     q: Tensor  # (B, M, Hq, D) or (total_q, Hq, D)
     k: Tensor  # (B, N, Hk, D) or (total_k, Hk, D) or (pages, page_size, Hk, D)
     v: Tensor  # as k, with Dv
     bias: Tensor | None = None  # (B or 1, Hq or 1, M or 1, N or 1)
     sink: Tensor | None = None  # (Hq,)
+    captured: Tensor | None = None  # (n,) float32 or float64, what `score_mod` reads
     alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq) float32
     cu_seqlens_q: Tensor | None = None  # (B + 1,) int32
     cu_seqlens_k: Tensor | None = None  # (B + 1,) int32
@@ -52,6 +54,7 @@ class Operands(NamedTuple):
     # Intervals of keys of each query, (B or 1, Hq or 1, M, R) or (1, Hq or 1, total_q, R) int32.
     span_starts: Tensor | None = None
     span_stops: Tensor | None = None
+    captured_integers: Tensor | None = None  # (n,) int64, what `score_mod` reads
 
 
 class Options(NamedTuple):
@@ -70,6 +73,8 @@ class Options(NamedTuple):
     num_splits: int = 0
     deterministic: bool = False
     first_head: int = 0  # the number of the first query head in the whole call
+    score_mod: str = ""  # the program of a score function (see `score_mod.program`); "": none
+    score_mod_gradient: str = ""  # the program of its derivative, if gradients are recorded
     backend: str = ""
 
     @property
@@ -198,7 +203,7 @@ class AttentionProblem(NamedTuple):
 
 
 NO_RUN = 2**31 - 1  # the first row of a run that is not used
-DIFFERENTIABLE = 5  # q, k, v, bias, sink lead `Operands`
+DIFFERENTIABLE = 6  # q, k, v, bias, sink, captured lead `Operands`
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Rows of float8 queries, and of float8 keys and values, that share a per-block scale.
 FLOAT8_QUERY_BLOCK, FLOAT8_KEY_BLOCK = 64, 128
@@ -209,6 +214,11 @@ def batch_size(operands: Operands) -> int:
     if operands.cu_seqlens_q is not None:
         return operands.cu_seqlens_q.shape[0] - 1
     return operands.q.shape[0]
+
+
+def captured_needs_grad(options: Options) -> bool:
+    """Whether the derivative of the score function includes those of captured values."""
+    return bool(options.score_mod_gradient) and bool(parsed(options.score_mod_gradient).captured)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -100,6 +100,7 @@ ATTENTION: dict[str, tuple[Entry, tuple[tuple[int, ...], ...]]] = {
     "sink": (dense(sink=torch.tensor([0.1, -1.0, 2.0, 0.0]), attention_chunk=16), BATCH),
     "dropout": (dense(dropout_p=0.3), BATCH),
     "block mask": (dense(block_mask=BlockMask.from_tiles(TILES, (16, 32))), BATCH),
+    "score function": (dense(score_mod=lambda s, b, h, i, j: s + ALIBI[h] * (i - j)), BATCH),
     "spans": (dense(mask=Spans(SPAN_STARTS, SPAN_STARTS + 9)), BATCH),
     "float attn_mask": (dense(attn_mask=torch.linspace(-2, 2, 2000).view(40, 50)), BATCH),
     "bool attn_mask": (dense(attn_mask=torch.ones(40, 50, dtype=torch.bool).tril(3)), BATCH),

@@ -109,6 +109,27 @@ DENSE = {
         "mask.stops",
         {"mask": Spans(spans(1, 1, 5, 1).starts, spans(1, 1, 5, 1).stops.to("meta"))},
     ),
+    "score_mod is a tensor": ("score_mod", {"score_mod": zeros(5, 7)}),
+    "score_mod is a name": ("score_mod", {"score_mod": "causal"}),
+    "score_mod of a matrix": ("score_mod", {"score_mod": lambda s, b, h, i, j: s + zeros(5)}),
+    "score_mod of another dtype": ("score_mod", {"score_mod": lambda s, b, h, i, j: i}),
+    "score_mod of a number": ("score_mod", {"score_mod": lambda s, b, h, i, j: 1.0}),
+    "score_mod of a vector in between": (
+        "score_mod",
+        {"score_mod": lambda s, b, h, i, j: (s + zeros(5)).sum()},
+    ),
+    "score_mod with too few indices": (
+        "score_mod",
+        {"score_mod": lambda s, b, h, i, j: zeros(4, 5)[h]},
+    ),
+    "score_mod captures another device": (
+        "score_mod",
+        {"score_mod": lambda s, b, h, i, j: s + zeros(4).to("meta")[h]},
+    ),
+    "score_mod captures complex numbers": (
+        "score_mod",
+        {"score_mod": lambda s, b, h, i, j: s + zeros(4, dtype=torch.complex64)[h].real},
+    ),
     "q_descale without float8": ("q_descale", {"q_descale": torch.ones(2, 2)}),
     "k_descale of another shape": ("k_descale", {"k_descale": torch.ones(4)}),
     "an unknown backend": ("backend", {"backend": "abacus"}),

@@ -55,6 +55,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("gpu",),
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
+    ("score_mod",),
     ("masks", "spans", "dropout", "flops", "lazy", "lru", "native_kernels"),
     ("autocast", "positions"),
 )

@@ -257,6 +257,34 @@ class TestCompile:
             given = partial(attend, mask=Spans(stops - 4, stops))
             assert_same(outputs_and_gradients(given, call), wanted)
 
+    def test_score_functions_end_the_graph(self):
+        """Also one that is made inside and captures what is computed inside."""
+
+        def layer(q, k, v, slopes):
+            slopes = slopes.exp()
+
+            def far(score, b, h, i, j):
+                return score - slopes[h] * (i - j).abs()
+
+            return flashtile.attention(2 * q, k, v, score_mod=far, return_lse=True)
+
+        call = dict(zip("qkv", heads_and_lengths(11), strict=True))
+        call["slopes"] = torch.randn(call["q"].shape[2]).requires_grad_()
+        compiled = torch.compile(layer, backend="aot_eager")
+        assert_same(outputs_and_gradients(compiled, call), outputs_and_gradients(layer, call))
+        whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        with pytest.raises(RuntimeError, match="score_mod runs outside of the graph"):
+            whole(**call)
+
+        def cached(q, cache):
+            return flashtile.attention_with_kvcache(
+                2 * q, cache, cache, cache_seqlens=5, score_mod=lambda s, b, h, i, j: s * (h + j)
+            )
+
+        given = call["q"].detach(), torch.randn(call["q"].shape[0], 8, *call["q"].shape[2:])
+        compiled = torch.compile(cached, backend="aot_eager")
+        torch.testing.assert_close(compiled(*given), cached(*given))
+
     def test_the_first_call_of_a_process_may_be_a_compiled_one(self):
         code = (
             "import torch, flashtile\n"

@@ -63,6 +63,9 @@ def calls(g: torch.Generator, device: str) -> dict[str, Call]:
         "block mask": lambda: flashtile.attention(
             q, k, v, block_mask=BlockMask.from_tiles(tiles, (16, 16))
         ),
+        "score function": lambda: flashtile.attention(
+            q, k, v, score_mod=lambda s, b, h, i, j: s + tables[0][h, 0] * (i - j)
+        ),
         "spans": lambda: flashtile.attention(q, k, v, mask=Spans(*spans)),
         "gradients": gradients,
         "varlen": lambda: flashtile.attention_varlen(packed, packed, packed, cu, cu, 4, 4),

@@ -55,7 +55,6 @@ def test_the_error_names_the_function_that_was_called(name, keyword):
         ("is_causal", "causal"),
         ("scale", "softmax_scale"),
         ("attention_mask", "bias or block_mask"),
-        ("score_mod", "softcap or alibi_slopes or bias"),
         ("dropout", "dropout_p"),
         ("sinks", "sink"),
         ("windows_size", "window_size"),  # a typo
@@ -64,6 +63,11 @@ def test_the_error_names_the_function_that_was_called(name, keyword):
 )
 def test_the_error_suggests_the_right_argument(keyword, meant):
     assert meant in error("flash_attn_varlen_func", **{keyword: 1})
+
+
+def test_a_score_function_where_none_is_taken():
+    message = error("attention_fp8", score_mod=lambda score, b, h, i, j: score)
+    assert "'score_mod' (want softcap; only attention, attention_varlen, " in message
 
 
 @pytest.mark.parametrize("name", ["attention_fp8", "quantize_qkv"])

@@ -35,6 +35,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None  # also None if it is not needed (`problem.bias_needs_grad`)
     dsink: Tensor | None
+    dcaptured: Tensor | None = None  # also None if it is not needed (`score_mod_gradient`)
 
 
 Tensors = tuple[Tensor | None, ...]

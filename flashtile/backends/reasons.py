@@ -55,6 +55,12 @@ def spans_reasons(problem: AttentionProblem) -> list[str]:
     return [f"a mask of spans (this backend: {masks})"] if problem.spans else []
 
 
+def score_mod_reasons(problem: AttentionProblem) -> list[str]:
+    """For a backend without score functions."""
+    options = "softcap, alibi_slopes, bias and masks; on a CPU every score_mod runs"
+    return [f"a score_mod (this backend: {options})"] if problem.options.score_mod else []
+
+
 def dotted(numbers: tuple[int, int] | None) -> str:
     """A version or a compute capability as text, such as 9.0."""
     return "unknown" if numbers is None else f"{numbers[0]}.{numbers[1]}"

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..problem import AttentionProblem, dtype_name
+from ..problem import AttentionProblem, Options, dtype_name
+from ..score_mod import parsed, times_traced
 from . import dispatch
 from .layouts import Cached, Layout
 from .options import OPTIONS
@@ -35,6 +36,7 @@ class Explanation(NamedTuple):
     chosen: str | None
     hints: tuple[str, ...] = ()  # the performance hints of the call: honoured or ignored
     steps: tuple[str, ...] = ()  # steps on a cache before the backend runs
+    score_mod: str = ""  # the traced score function, and how often it has been traced
 
     def __str__(self) -> str:
         p = self.problem
@@ -44,6 +46,7 @@ class Explanation(NamedTuple):
             + (f" (values {p.Dv})" if p.Dv != p.D else "")
         ]
         lines.extend(f"first: {step}" for step in self.steps)
+        lines.extend(self.score_mod.splitlines())
         for verdict in self.verdicts:
             mark = "->" if verdict.backend == self.chosen else "  "
             if verdict.reasons:
@@ -116,7 +119,17 @@ def _explanation(call: Description) -> Explanation:
         chosen,
         hints=_hints(call.given, chosen),
         steps=_steps(call.problem, problem, call.layout),
+        score_mod=_score_mod(problem.options),
     )
+
+
+def _score_mod(options: Options) -> str:
+    """The program of a score function, with a line about it."""
+    if not options.score_mod:
+        return ""
+    count, times = parsed(options.score_mod).operations, times_traced(options.score_mod)
+    shown = "\n".join(f"      {line}" for line in options.score_mod.splitlines())
+    return f"score_mod: {count} operations, traced {times} times\n{shown}"
 
 
 def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict, Typ
 
 from torch import Tensor
 
+from ..score_mod import ScoreFunction
 from ..spans import Spans
 from . import checks
 
@@ -34,7 +35,7 @@ WindowSize = Sequence[int | None] | HasToList | None
 class Option(NamedTuple):
     """The kind of an option, its default, and the check that returns its normalised value."""
 
-    kind: Literal["number", "tensor", "mask", "query", "hint"]
+    kind: Literal["number", "tensor", "mask", "query", "function", "hint"]
     default: Any = None
     check: Callable[[str, Any], Any] | None = None
 
@@ -68,6 +69,7 @@ class NewerOptions(TypedDict, total=False):
     sink: Annotated[Tensor | None, TENSOR]
     block_mask: Annotated[Any, MASK]
     mask: Annotated[Spans | None, MASK]
+    score_mod: Annotated[ScoreFunction | None, Option("function")]
     q_descale: Annotated[Tensor | None, TENSOR]
     k_descale: Annotated[Tensor | None, TENSOR]
     v_descale: Annotated[Tensor | None, TENSOR]

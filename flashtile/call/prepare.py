@@ -23,6 +23,7 @@ from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks
 from .layouts import Cached, Dense, Layout, Packed
 from .options import NUMBERS, TENSORS
+from .score_function import CAPTURED, with_derivative, with_score_mod
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Given = Mapping[str, Any]  # options that the caller passed, by the names in `options`
@@ -155,7 +156,7 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     options = _numbers(given, operands.q.shape[-1], M, N)
     checks.extras(operands, M, N)
     checks.float8_forward_only(operands)
-    return operands, options
+    return operands, with_derivative(options, operands)
 
 
 def decide(
@@ -174,7 +175,7 @@ def decide(
 
 def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     """Cast the arguments as autocast requires, make numbers plain so that a memo can use them in a
-    key, and combine the mask tensors.
+    key, combine the mask tensors and trace the score function.
     """
     if is_autocasting(qkv[0]):
         qkv, layout, given = _cast(qkv, layout, given)
@@ -187,6 +188,8 @@ def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
             layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
     elif "attn_mask" in given or "key_padding_mask" in given:
         given = with_masks(*qkv[:2], given)
+    if "score_mod" in given:
+        given = with_score_mod(*qkv[:2], given)
     return qkv, layout, given
 
 
@@ -251,6 +254,7 @@ def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
     spans = given.get("mask")
     if spans is not None:
         tensors |= {"span_starts": spans.starts, "span_stops": spans.stops}
+    tensors |= {name: given[name] for name in CAPTURED if given.get(name) is not None}
     if not tensors:
         return operands
     if "bias" in tensors:
@@ -273,6 +277,7 @@ def _numbers(given: Given, head_dim: int, M: int, N: int) -> Options:
         numbers["deterministic"] = True
     causal = checks.flag("causal", given.get("causal", False))
     left, right = checks.window(given.get("window_size")).under(causal)
+    numbers["score_mod"] = given.get("score_mod") or ""
     return Options(M, N, window_left=left, window_right=right, **numbers)
 
 

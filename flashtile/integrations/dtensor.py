@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from ..problem import DIFFERENTIABLE, Operands
+from ..problem import DIFFERENTIABLE, Operands, Options
 
 _INPUTS = len(Operands._fields)
 _Sharding = tuple[list[Placement | None], list[Placement | None]]
@@ -46,7 +46,7 @@ def _forward(*args: Any) -> list[_Sharding]:
     """Placements of (out, lse), and of the arguments."""
     operands, numbers = args[:_INPUTS], args[_INPUTS:]
     shardings = [_replicated(2, args)]
-    for dim, lse_dim, inputs in _placements(Operands(*operands)):
+    for dim, lse_dim, inputs in _placements(Operands(*operands), numbers):
         shardings.append(([Shard(dim), Shard(lse_dim)], [*inputs, *[None] * len(numbers)]))
     return shardings
 
@@ -56,7 +56,7 @@ def _backward(*args: Any) -> list[_Sharding]:
     dlse, bias_needs_grad = args[1], args[4]
     operands, numbers = Operands(*args[5 : 5 + _INPUTS]), args[5 + _INPUTS :]
     shardings = [_replicated(DIFFERENTIABLE, args)]
-    for dim, lse_dim, inputs in _placements(operands):
+    for dim, lse_dim, inputs in _placements(operands, numbers):
         gradients: list[Placement | None] = []
         for name, x, placement in zip(Operands._fields, operands, inputs, strict=True):
             if name in Operands._fields[:DIFFERENTIABLE]:
@@ -76,9 +76,13 @@ def _replicated(outputs: int, args: tuple[Any, ...]) -> _Sharding:
     return results, inputs
 
 
-def _placements(operands: Operands) -> list[tuple[int, int, list[Placement | None]]]:
+def _placements(
+    operands: Operands, numbers: tuple[Any, ...]
+) -> list[tuple[int, int, list[Placement | None]]]:
     """(sharded dimension of out, of lse, placements of the operands) for each possible sharding."""
-    found = []
+    found: list[tuple[int, int, list[Placement | None]]] = []
+    if Options(*numbers).score_mod:  # it counts the sequences and heads of the whole call
+        return found
     for dim, lse_dim, dims in ((0, 0, _batch_dims(operands)), (2, 1, _head_dims(operands))):
         if dims is not None:
             placements = [

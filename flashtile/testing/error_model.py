@@ -26,6 +26,7 @@ magnitudes (Higham 2002, Accuracy and Stability of Numerical Algorithms, section
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -222,6 +223,12 @@ def _scores(
         S, slope = rule.softcap * bent, 1 - bent.square()
         slope_variance = 4 * (u**2 + variance * torch.square(slope / rule.softcap))
         variance = variance * slope.square() + (u * rule.softcap) ** 2
+    if rule.function is not None:
+        of, first, second = _derivatives(rule.function, S)
+        slope_variance = slope_variance * first.square() + variance * torch.square(slope * second)
+        slope_variance = slope_variance + torch.square(u * slope * first)
+        variance = variance * first.square() + 2 * u**2 * (S.square() + of.square())
+        S, slope = of, slope * first
     for term in (rule.alibi, bias):
         if term is not None:
             variance = variance + (u * term).square()
@@ -230,6 +237,19 @@ def _scores(
     S = _with_sink(S, sink, sink)
     variance = _with_sink(variance, sink, 0.0) + (u * S).square()
     return _Scores(S, variance.masked_fill(torch.isneginf(S), 0), slope, slope_variance)
+
+
+def _derivatives(function: Callable[[Tensor], Tensor], S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A function of every score, and its first and second derivative."""
+    with torch.enable_grad():
+        S = S.detach().requires_grad_()
+        of = function(S)
+        first, second = torch.zeros_like(S), torch.zeros_like(S)
+        if of.requires_grad:
+            (first,) = torch.autograd.grad(of.sum(), S, create_graph=True)
+        if first.requires_grad:
+            (second,) = torch.autograd.grad(first.sum(), S)
+    return of.detach(), first.detach(), second
 
 
 def _with_sink(x: Tensor, sink: Tensor | None, column: Tensor | float | None) -> Tensor:

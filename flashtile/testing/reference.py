@@ -45,6 +45,7 @@ class ScoreRule(NamedTuple):
     hidden: Tensor  # bool
     sink: Tensor | None  # the score of one more key, whose value is zero
     factor: Tensor  # of dropout: 0, or 1 / (1 - p)
+    function: Callable[[Tensor], Tensor] | None = None  # of the scores, after the softcap
 
 
 # A function from q (B, M, Hq, D), k (B, N, Hq, D) and v (B, N, Hq, Dv), already descaled and
@@ -69,6 +70,8 @@ def softmax_weights(q: Tensor, k: Tensor, rule: ScoreRule) -> tuple[Tensor, Tens
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * rule.scale
     if rule.softcap > 0:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if rule.function is not None:
+        scores = rule.function(scores)
     if rule.alibi is not None:
         scores = scores - rule.alibi.to(scores.dtype)
     if rule.bias is not None:
@@ -100,6 +103,7 @@ def attention_reference(
     sink: Tensor | None = None,
     block_mask: Any = None,
     mask: Spans | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
     dropout_p: float = 0.0,
     keep: Tensor | None = None,
     seqused_q: Tensor | None = None,
@@ -114,6 +118,7 @@ def attention_reference(
 
     Args:
         keep: bool (B, Hq, M, N), the dropout mask to apply with `dropout_p`.
+        score_mod: called once, with all scores (B, Hq, M, N) and indices that broadcast to them.
         attend: function that computes attention itself; `error_model.py` passes others than the
             definition.
 
@@ -157,8 +162,18 @@ def attention_reference(
         hidden=~visible,
         sink=sink,
         factor=factor,
+        function=None if score_mod is None else _of_scores(score_mod, B, Hq, M, N),
     )
     return Reference(*attend(q, k, v, rule))
+
+
+def _of_scores(
+    score_mod: Callable[..., Tensor], B: int, Hq: int, M: int, N: int
+) -> Callable[[Tensor], Tensor]:
+    """The function of all scores at once, in their dtype."""
+    i, j = torch.arange(M)[:, None], torch.arange(N)
+    b, h = torch.arange(B)[:, None, None, None], torch.arange(Hq)[:, None, None]
+    return lambda scores: score_mod(scores, b, h, i, j).to(scores.dtype).expand(scores.shape)
 
 
 def _alibi(slopes: Tensor, m_used: Tensor, n_used: Tensor, M: int, N: int) -> Tensor:

@@ -91,6 +91,8 @@ def _moved(value: Any, device: torch.device, memory: Memory) -> Any:
         return BlockMask(*(x.to(device) for x in tensors), value.lengths)
     if isinstance(value, Spans):
         return Spans(*(x.to(device) for x in value))
+    if isinstance(value, functools.partial):  # a score function, after the tensors that it captures
+        return functools.partial(value.func, *(x.to(device) for x in value.args))
     return _Carry.apply(value, device, memory) if isinstance(value, Tensor) else value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.masks import BlockMask
+from flashtile.score_mod import ScoreFunction
 from flashtile.spans import Spans
 from flashtile.testing import (
     Leaves,
@@ -89,6 +91,38 @@ def packed_spans(mask: Spans, lengths: list[int]) -> Spans:
     return Spans(*(torch.cat(part, dim=1)[None] for part in cut))
 
 
+def relative_table(g: torch.Generator, s: Sizes) -> ScoreFunction:
+    """Add a number for each head and distance."""
+
+    def add(table: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + table[h, j - i + s.M]
+
+    return partial(add, normal(g, s.Hq, s.M + s.N + 1))
+
+
+def curved(g: torch.Generator, s: Sizes) -> ScoreFunction:
+    """Bend half of the scores, and scale the others by a number for each sequence and query."""
+
+    def bend(scale: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where((i + j) % 2 == 0, score * scale[b, i], 2 * torch.tanh(score / 2) - h)
+
+    return partial(bend, normal(g, s.B, max(s.M, 1)))
+
+
+def same_document(g: torch.Generator, s: Sizes) -> ScoreFunction:
+    """Hide the keys of other documents."""
+
+    def hide(
+        query_ids: Tensor, key_ids: Tensor,
+        score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return torch.where(query_ids[b, i] == key_ids[b, j], score, -float("inf"))
+
+    query_ids = torch.randint(0, 3, (s.B, max(s.M, 1)), generator=g)
+    key_ids = torch.randint(0, 3, (s.B, max(s.N, 1)), generator=g, dtype=torch.int32)
+    return partial(hide, query_ids, key_ids)
+
+
 def bias_with_infinities(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> Tensor:
     """An additive mask: -inf at some positions and over the whole second row."""
     bias = normal(g, s.B, 1, s.M, s.N, dtype=dtype)
@@ -148,6 +182,9 @@ OPTIONS: dict[str, Make] = {
     "span": lambda g, s, t: {"mask": random_spans(g, s, 1, (1, 1))},
     "spans for each batch": lambda g, s, t: {"mask": random_spans(g, s, 2, (s.B, 1))},
     "spans for each batch and head": lambda g, s, t: {"mask": random_spans(g, s, 3, (s.B, s.Hq))},
+    "score function": lambda g, s, t: {"score_mod": relative_table(g, s)},
+    "curved score function": lambda g, s, t: {"score_mod": curved(g, s)},
+    "score function that hides": lambda g, s, t: {"score_mod": same_document(g, s)},
     "deterministic": lambda g, s, t: {"deterministic": True},
 }
 

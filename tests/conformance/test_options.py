@@ -53,6 +53,10 @@ COMBINATIONS = (
     "spans for each batch and head + block mask with partial tiles",
     "spans for each batch + dropout + sink",
     "spans for each batch and head + alibi + bias + seqused",
+    "score function + causal window + dropout + sink",
+    "curved score function + softcap + alibi + bias + seqused",
+    "curved score function + spans for each batch and head + block mask with partial tiles",
+    "score function that hides + softcap + chunk + sink",
     "causal window + softcap + alibi + bias + sink + dropout + seqused + block mask",
 )
 

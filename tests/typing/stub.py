@@ -114,6 +114,7 @@ def stub() -> str:
             *imported,
             "from .call.dispatch import BackendName",
             "from .call.options import WindowSize",
+            "from .score_mod import ScoreFunction",
         ]
     )
     names = "".join(f'    "{name}",\n' for name in flashtile.__all__)

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, Operands, lse_dtype, lse_shape, output_dtype
+from ...problem import (
+    AttentionProblem,
+    Operands,
+    captured_needs_grad,
+    lse_dtype,
+    lse_shape,
+    output_dtype,
+)
 from .. import Gradients
 from . import float8, native, tiles
 from .plan import Plan, plan_backward, plan_forward
+from .score_function import TileFunction
 from .segments import Segment, segments
+
+
+class Sums(NamedTuple):
+    """Gradients of tensors that all segments share, to which each one adds its part; None where
+    they are not needed.
+    """
+
+    dbias: Tensor | None
+    dsink: Tensor | None
+    dcaptured: Tensor | None  # float64, because single values can have as many terms as scores
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -46,20 +66,30 @@ def backward(
     results = (out, lse, dout, dlse)
     dbias = _zeros_like(operands.bias if problem.bias_needs_grad else None, lse.dtype)
     dsink = _zeros_like(operands.sink, lse.dtype)
+    with_captured = captured_needs_grad(problem.options)
+    dcaptured = _zeros_like(operands.captured if with_captured else None, torch.float64)
+    sums = Sums(dbias, dsink, dcaptured)
     parts = tuple(segments(problem, operands))
     if len(parts) == 1 and parts[0].is_whole:  # no copy into larger tensors needed
-        grads = _segment_backward(problem, operands, parts[0], plan, results, dbias, dsink)
+        grads = _segment_backward(problem, operands, parts[0], plan, results, sums)
         dq, dk, dv = (_as_call(g, x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     else:
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
         for segment in parts:
-            grads = _segment_backward(problem, operands, segment, plan, results, dbias, dsink)
+            grads = _segment_backward(problem, operands, segment, plan, results, sums)
             segment.queries(dq).copy_(grads[0])
             segment.add_to_keys(dk, grads[1])
             segment.add_to_keys(dv, grads[2])
         if not problem.is_partial:
             dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    return Gradients(dq, dk, dv, _like(dbias, operands.bias), _like(dsink, operands.sink))
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        _like(dbias, operands.bias),
+        _like(dsink, operands.sink),
+        _like(dcaptured, operands.captured),
+    )
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -107,14 +137,13 @@ def _segment_backward(
     segment: Segment,
     plan: Plan,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    dbias: Tensor | None,
-    dsink: Tensor | None,
+    sums: Sums,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a segment; adds to `dbias` and `dsink`."""
+    """dq, dk, dv of a segment; adds to `sums`."""
     if _runs_native(segment, plan):
         out, lse, dout, _ = results
-        return _native_backward(problem, operands, segment, plan, out, lse, dout, dsink)
-    return _plain_backward(problem, operands, segment, plan, results, dbias, dsink)
+        return _native_backward(problem, operands, segment, plan, out, lse, dout, sums.dsink)
+    return _plain_backward(problem, operands, segment, plan, results, sums)
 
 
 def _native_forward(
@@ -172,8 +201,7 @@ def _plain_backward(
     segment: Segment,
     plan: Plan,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    dbias: Tensor | None,
-    dsink: Tensor | None,
+    sums: Sums,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, dout, dlse = results
     dtype = plan.compute_dtype
@@ -186,11 +214,12 @@ def _plain_backward(
         segment.rows(lse).to(dtype),
         dO,
         delta,
-        None if dbias is None else segment.per_score(dbias),
+        None if sums.dbias is None else segment.per_score(sums.dbias),
+        sums.dcaptured,
     )
-    if dsink is not None:
+    if sums.dsink is not None:
         assert grads.dsink is not None
-        dsink[segment.heads] += grads.dsink
+        sums.dsink[segment.heads] += grads.dsink
     return grads.dQ, grads.dK, grads.dV
 
 
@@ -229,6 +258,7 @@ def _tile_problem(
             softcap=options.softcap,
             alibi_slopes=slopes,
             bias=None if bias is None else segment.per_score(bias),
+            function=TileFunction.of(operands, options, segment),
         ),
         dropout=drop,
         sink=None if operands.sink is None else operands.sink[heads].to(dtype),

@@ -123,6 +123,7 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
         (options.dropout_p > 0, "dropout"),
         (problem.has_alibi, "ALiBi"),
         (problem.spans > 0, "a mask of spans"),
+        (options.score_mod != "", "a score function"),
         (problem.bias_needs_grad, "gradient of the bias"),
         (lse_has_grad, "gradient of the log-sum-exp"),
     )

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ... import dropout
 from ...masks import Visibility
+from .score_function import TileFunction
 from .segments import KeyRun, SegmentMask
 
 INFINITY = float("inf")
@@ -31,12 +32,20 @@ LOG2_E = math.log2(math.e)
 
 
 class ScoreRule(NamedTuple):
-    """The rule that turns q.k into a score: scale, then softcap, then ALiBi, then bias."""
+    """The rule that turns q.k into a score: scale, softcap, score function, ALiBi, bias."""
 
     scale: float
     softcap: float  # 0: off
     alibi_slopes: Tensor | None  # (batch or 1, heads, 1, 1)
     bias: Tensor | None  # (batch or 1, heads or 1, M or 1, N or 1)
+    function: TileFunction | None = None
+
+
+class ScoreSlope(NamedTuple):
+    """What the backward needs of the rule: the slope of the softcap, and its results."""
+
+    softcap: Tensor | None
+    capped: Tensor | None  # None without a score function
 
 
 class DropoutRule(NamedTuple):
@@ -72,7 +81,7 @@ class TileProblem(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """Gradients of a segment. The gradient of the bias is added in place instead."""
+    """Gradients of a segment. Those of bias and captured values are added in place instead."""
 
     dQ: Tensor
     dK: Tensor
@@ -110,7 +119,12 @@ def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    tp: TileProblem, L: Tensor, dO: Tensor, delta: Tensor, dbias: Tensor | None
+    tp: TileProblem,
+    L: Tensor,
+    dO: Tensor,
+    delta: Tensor,
+    dbias: Tensor | None,
+    dcaptured: Tensor | None = None,
 ) -> TileGradients:
     """Gradients from the stored log-sum-exp.
 
@@ -119,6 +133,7 @@ def backward(
         dO: (batch, heads, M, Dv).
         delta: (batch, heads, M), ``rowsum(dO * O)`` minus the gradient of L.
         dbias: tensor of the bias's shape to which its gradient is added; None if not needed.
+        dcaptured: likewise for the values that the score function captures.
     """
     dQ, dK, dV = torch.zeros_like(tp.Q), torch.zeros_like(tp.K), torch.zeros_like(tp.V)
     L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that see no key: P = exp(S - inf) = 0
@@ -131,6 +146,7 @@ def backward(
             keys = slice(run.start, run.stop)
             K, V = tp.K[:, :, keys], tp.V[:, :, keys]
             S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
+            assert slope is not None
             P = exp_(S.sub_(L_tile))
             dP = unfold(dO_tile @ V.mT, tp.Q)
             P_kept = P
@@ -142,8 +158,10 @@ def backward(
             dS = dP.sub_(delta_tile).mul_(P)
             if dbias is not None:
                 add_reduced(dbias, dS, m0, m1, run)
-            if slope is not None:
-                dS.mul_(slope)
+            if slope.capped is not None and tp.score.function is not None:
+                dS = tp.score.function.gradient(slope.capped, dS, (m0, m1), run, dcaptured)
+            if slope.softcap is not None:
+                dS.mul_(slope.softcap)
             dS_rows = fold(dS, tp.K)
             dQ_tile += dS_rows @ K
             dK[:, :, keys] += dS_rows.mT @ Q  # Q carries the scale
@@ -166,18 +184,21 @@ def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
 
 def scores(
     tp: TileProblem, QK: Tensor, m0: int, m1: int, run: KeyRun, want_slope: bool = False
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, ScoreSlope | None]:
     """S (batch, heads, rows, keys) of a tile from scaled Q K^T, -inf where masked; overwrites `QK`.
 
-    With `want_slope` and a softcap, also returns the derivative dS/d(QK), ``1 - tanh(QK /
-    cap)^2``.
+    With `want_slope`, also returns what the backward needs. The slope of a softcap is ``1 - tanh(QK
+    / cap)^2``.
     """
     S = unfold(QK, tp.Q)
-    rule, slope = tp.score, None
+    rule, slope, capped = tp.score, None, None
     if rule.softcap > 0:
         S.div_(rule.softcap).tanh_()
         slope = 1.0 - S * S if want_slope else None
         S.mul_(rule.softcap)
+    if rule.function is not None:
+        capped = S if want_slope else None
+        S = rule.function.scores(S, (m0, m1), run)
     if rule.alibi_slopes is not None:
         visibility = tp.mask.visibility
         p = visibility.row_positions(m0, m1)[:, None]
@@ -185,9 +206,11 @@ def scores(
         S.addcmul_(rule.alibi_slopes, distance, value=-1.0)
     if rule.bias is not None:
         S.add_(bias_tile(rule.bias, m0, m1, run))
-    if run.visible is not None:  # adding a small tile is faster than masked_fill_ with a broadcast
+    if run.visible is not None and rule.function is not None:
+        S.masked_fill_(~run.visible, -INFINITY)  # the function may give NaN there
+    elif run.visible is not None:  # adding is faster than masked_fill_ with a broadcast
         S.add_(torch.zeros_like(run.visible, dtype=S.dtype).masked_fill_(~run.visible, -INFINITY))
-    return S, slope
+    return S, ScoreSlope(slope, capped) if want_slope else None
 
 
 def exp_(x: Tensor) -> Tensor:

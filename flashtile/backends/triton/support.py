@@ -9,7 +9,13 @@ import torch
 
 from ...gpu import hardware
 from ...problem import AttentionProblem
-from ..reasons import dotted, dtype_reasons, head_dim_reasons, spans_reasons
+from ..reasons import (
+    dotted,
+    dtype_reasons,
+    head_dim_reasons,
+    score_mod_reasons,
+    spans_reasons,
+)
 from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
 
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
@@ -37,6 +43,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.runs > MAX_RUNS:
         reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
     reasons += spans_reasons(problem)
+    reasons += score_mod_reasons(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):

@@ -52,7 +52,8 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 REMARKS = {
     "enable_gqa": "not needed; it follows from the numbers of heads",
     "is_causal": "it aligns to the bottom-right corner, PyTorch's to the top-left corner",
-    "score_mod": "functions of the scores are not supported",
+    "score_mod": "only attention, attention_varlen, attention_with_kvcache and the functions of "
+    "flash_attn take one",
     "sliding_window": "(sliding_window - 1, 0)",
 }
 

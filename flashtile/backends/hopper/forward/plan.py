@@ -19,6 +19,7 @@ from ...reasons import (
     dtype_reasons,
     head_dim_reasons,
     head_dim_step_reasons,
+    score_mod_reasons,
     shard_reasons,
     spans_reasons,
 )
@@ -201,6 +202,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
     reasons += shard_reasons(problem)
     reasons += spans_reasons(problem)
+    reasons += score_mod_reasons(problem)
     if problem.M < FEWEST_QUERIES:
         reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
     if problem.N == 0:

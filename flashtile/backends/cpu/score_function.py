@@ -1,0 +1,75 @@
+"""A score function on the tiles of a segment, and its derivative."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import Operands, Options
+from ...score_mod.evaluate import add_to_captured, evaluate
+from ...score_mod.program import INDICES, Program, parsed
+from .segments import KeyRun, Segment
+
+
+class TileFunction(NamedTuple):
+    """The program of a score function, for the sequences and query heads of a segment."""
+
+    program: Program
+    derivative: Program | None  # None if no gradients are recorded
+    values: Tensor | None
+    integers: Tensor | None
+    batch: Tensor  # (batch, 1, 1, 1) indices of sequences
+    heads: Tensor  # (1, heads, 1, 1) indices of query heads
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options, segment: Segment) -> TileFunction | None:
+        """The score function of a call, if it has one."""
+        if not options.score_mod:
+            return None
+        batch = torch.arange(segment.batch.start, segment.batch.stop)
+        heads = torch.arange(segment.heads.start, segment.heads.stop)
+        gradient = options.score_mod_gradient
+        return cls(
+            parsed(options.score_mod),
+            parsed(gradient) if gradient else None,
+            operands.captured,
+            operands.captured_integers,
+            batch.view(-1, 1, 1, 1),
+            heads.view(1, -1, 1, 1),
+        )
+
+    def scores(self, S: Tensor, rows: tuple[int, int], run: KeyRun) -> Tensor:
+        """The function of the scores S (batch, heads, rows, keys), in a tensor of its own."""
+        found = evaluate(self.program, self._inputs(S, rows, run), self.values, self.integers)
+        result = found[self.program.result]
+        return result.clone() if result is S else result.expand(S.shape).contiguous()
+
+    def gradient(
+        self, S: Tensor, dS: Tensor, rows: tuple[int, int], run: KeyRun, dcaptured: Tensor | None
+    ) -> Tensor:
+        """The gradient of S, from that of `scores(S)`; adds those of captured values to
+        `dcaptured`.
+        """
+        assert self.derivative is not None
+        inputs = self._inputs(S, rows, run) | {"g": dS}
+        found = evaluate(self.derivative, inputs, self.values, self.integers)
+        lines = {line.name: line for line in self.derivative.lines}
+        for name, gradient in self.derivative.captured:
+            if dcaptured is not None:
+                add_to_captured(dcaptured, lines[name], _seen(found[gradient], dS, run), found)
+        return _seen(found[self.derivative.result], dS, run).contiguous()
+
+    def _inputs(self, S: Tensor, rows: tuple[int, int], run: KeyRun) -> dict[str, Tensor]:
+        i = torch.arange(*rows).view(1, 1, -1, 1)
+        j = torch.arange(run.start, run.stop).view(1, 1, 1, -1)
+        return {"s": S, **dict(zip(INDICES, (self.batch, self.heads, i, j), strict=True))}
+
+
+def _seen(gradient: Tensor, dS: Tensor, run: KeyRun) -> Tensor:
+    """A gradient of the shape of `dS`, 0 where the mask hides the score: the derivative may be NaN
+    there.
+    """
+    gradient = gradient.expand(dS.shape)
+    return gradient if run.visible is None else gradient.masked_fill(~run.visible, 0.0)

@@ -1,0 +1,53 @@
+"""Convert `score_mod` to a program and the tensors that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import Operands, Options, lse_dtype
+from ..score_mod import derivative, described
+
+CAPTURED = ("captured", "captured_integers")  # operands that the caller does not name
+
+
+def with_score_mod(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a call, with the program of its score function and the operands in `CAPTURED`.
+
+    Raises:
+        TypeError, ValueError: it is no function, or its result is not one score.
+        NotImplementedError: it cannot be traced; the message names the operation.
+    """
+    options = dict(given)
+    function = options.pop("score_mod")
+    if function is None:
+        return options
+    if not callable(function):
+        raise TypeError(
+            f"score_mod: got {type(function).__name__}, want a function (score, b, h, i, j) -> "
+            "score"
+        )
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor):  # which are refused later
+        return options
+    if q.numel() == 0 or k.numel() == 0:  # there are no scores
+        return options
+    found = described(function, lse_dtype(q.dtype), q.device)
+    captured = dict(zip(CAPTURED, found[1:], strict=True))
+    return {**options, "score_mod": found.program, **captured}
+
+
+def with_derivative(options: Options, operands: Operands) -> Options:
+    """The options of a call with the derivative of its score function, if it records gradients."""
+    transforms = torch._C._are_functorch_transforms_active()
+
+    def records(x: Tensor | None) -> bool:
+        return x is not None and (transforms or x.requires_grad)
+
+    if not (options.score_mod and torch.is_grad_enabled() and any(map(records, operands))):
+        return options
+    dtype = lse_dtype(operands.q.dtype)
+    found = derivative(options.score_mod, dtype, records(operands.captured))
+    return options._replace(score_mod_gradient=found)

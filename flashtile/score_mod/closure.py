@@ -1,0 +1,101 @@
+"""What a Python function depends on besides its arguments, so that a trace of it can be reused.
+
+The same function may compute something else in a later call: a variable that it uses may have
+another value by then. A trace is reused only if everything that the function can reach is of a kind
+that can be compared: numbers, tensors, modules, other such functions, and tuples, lists and
+dictionaries of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Packages whose modules, classes and functions do not change.
+_FIXED = ("builtins", "functools", "math", "operator", "torch", "_operator")
+
+
+class _CannotBeCompared(Exception):
+    """Something of another kind."""
+
+
+def dependencies(function: Any) -> tuple[Any, tuple[Tensor, ...]] | None:
+    """A hashable description of all that `function` can reach, and the tensors among it in the
+    order of the description, which has only their metadata; None if it cannot be described.
+    """
+    tensors: list[Tensor] = []
+    seen: dict[int, int] = {}
+    try:
+        facts = tuple(_facts(function, tensors, seen))
+        hash(facts)
+    except (_CannotBeCompared, TypeError):
+        return None
+    return facts, tuple(tensors)
+
+
+def _facts(x: Any, tensors: list[Tensor], seen: dict[int, int]) -> Iterator[Any]:
+    """The description of one object, flat."""
+    yield type(x)
+    if isinstance(x, _PLAIN):
+        yield repr(x) if isinstance(x, float) else x  # 0.0 equals -0.0, and nan not itself
+    elif _is_fixed(x):
+        yield x
+    elif id(x) in seen:  # a function that calls itself, a tensor that is used twice
+        yield seen[id(x)]
+    else:
+        seen[id(x)] = len(seen)
+        yield from _new_facts(x, tensors, seen)
+
+
+def _is_fixed(x: Any) -> bool:
+    """Whether `x` is a part of Python or PyTorch."""
+    if isinstance(x, ModuleType):
+        name = x.__name__
+    elif isinstance(x, (BuiltinFunctionType, FunctionType, type)):
+        name = x.__module__ or "torch"  # PyTorch's built-in functions do not say where they are
+    else:
+        return False
+    return name.partition(".")[0] in _FIXED
+
+
+def _new_facts(x: Any, tensors: list[Tensor], seen: dict[int, int]) -> Iterator[Any]:
+    if type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_nested:
+        tensors.append(x)
+        yield from (tuple(x.shape), x.dtype, x.device)
+    elif type(x) is FunctionType:
+        yield x.__code__
+        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        names = sorted(_global_names(x.__code__) & x.__globals__.keys())
+        yield from (*names, len(cells))
+        for value in (*cells, *(x.__globals__[name] for name in names), x.__defaults__):
+            yield from _facts(value, tensors, seen)
+        yield from _facts(x.__kwdefaults__, tensors, seen)
+    elif type(x) is functools.partial:
+        for value in (x.func, x.args, x.keywords):
+            yield from _facts(value, tensors, seen)
+    elif type(x) in (tuple, list):
+        yield len(x)
+        for value in x:
+            yield from _facts(value, tensors, seen)
+    elif type(x) is dict:
+        yield len(x)
+        for key, value in x.items():
+            yield from _facts(key, tensors, seen)
+            yield from _facts(value, tensors, seen)
+    else:
+        raise _CannotBeCompared
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Names of global variables, and others, that the code and the functions inside it use."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _global_names(constant)
+    return names
