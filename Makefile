@@ -109,7 +109,7 @@ wheel: $(VENV)/.wheel  ## build dist/, look into it, install the wheel into an e
 	cd $(VENV)/empty && bin/python -c "$$ONE_CALL" && bin/flashtile check --quick --device cpu
 
 clean:  ## remove the environment, the data and everything built
-	rm -rf $(VENV) $(DATA) dist docs/_build docs/examples docs/figures
+	rm -rf $(VENV) $(DATA) dist docs/_build docs/examples docs/figures docs/traces
 
 # What the commands stand on.
 # A stamp is touched last: an interrupted install starts again, a finished one is not repeated.

@@ -18,6 +18,7 @@ import gpu_figures  # noqa: E402  # needs the path above
 import notebooks  # noqa: E402  # needs the path above
 import snippets  # noqa: E402
 import span_figures  # noqa: E402
+import traces  # noqa: E402  # needs the path above
 
 import flashtile  # noqa: E402
 
@@ -59,7 +60,7 @@ default_role = "code"
 
 html_theme = "furo"
 html_title = f"flashtile {release}"
-html_static_path = ["_static"]
+html_static_path = ["_static", "traces"]
 html_css_files = ["pages.css"]
 html_show_sphinx = False
 pygments_style = "friendly"
@@ -107,7 +108,7 @@ def skip_unexplained(
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the functions above, draw the pictures and write the examples' pages."""
+    """Connect the functions above; write the pictures, the examples' pages and the traces."""
     app.connect("source-read", run_examples)
     app.connect("autodoc-process-signature", readable)
     app.connect("autodoc-skip-member", skip_unexplained)
@@ -115,3 +116,4 @@ def setup(app: Sphinx) -> None:
     for page in (span_figures, gpu_figures):
         figures.draw_all(DOCS / "figures", page.FIGURES)
     notebooks.write_all(DOCS / "examples")
+    traces.write_all(DOCS / "traces")

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.learn import backward, flash_attention_1, flash_attention_2, softmax, traffic
+from examples.learn import (
+    backward,
+    flash_attention_1,
+    flash_attention_2,
+    merging,
+    softmax,
+    traffic,
+)
+from examples.learn import standard as lesson_1
 from flashtile.testing import generator
 
 ROWS = [
@@ -110,6 +118,39 @@ def test_gradients(M: int, N: int, causal: bool):
     torch.testing.assert_close(found, torch.autograd.grad(expected, qkv, dO))
     by_autograd = torch.autograd.grad(backward.FlashAttention.apply(*qkv, causal), qkv, dO)
     torch.testing.assert_close(by_autograd, found)
+
+
+def masked(M: int, N: int) -> Tensor:
+    """A mask with a row, a column and a tile of 16 x 8 that are hidden."""
+    visible = torch.rand(M, N, generator=generator(2)) < 0.5
+    visible[M // 2], visible[:, N // 2], visible[:16, 8:16] = False, False, False
+    return visible
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_any_mask(M: int, N: int):
+    qkv = [x.requires_grad_() for x in inputs(M, N)]
+    visible = masked(M, N)
+    expected = standard(*qkv, visible)
+    dO = torch.randn(M, 24, generator=generator(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(expected[0], qkv, dO)
+    with torch.no_grad():
+        torch.testing.assert_close(lesson_1.attention(*qkv, visible), expected[0])
+        first = flash_attention_1.attention(*qkv, 1024, visible=visible)
+        torch.testing.assert_close(first, expected[0])
+        O, L = flash_attention_2.forward(*qkv, B_r=16, B_c=8, visible=visible)
+        torch.testing.assert_close((O, L), expected)
+        found = backward.backward(*qkv, O, L, dO, B_r=16, B_c=8, visible=visible)
+        torch.testing.assert_close(found, tuple(gradients))
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_results_over_different_keys_merge(M: int, N: int):
+    Q, K, V = inputs(M, N)
+    visible = masked(M, N)
+    expected = standard(Q, K, V, visible)
+    torch.testing.assert_close(merging.split_kv(Q, K, V, visible, keys=7), expected)
+    torch.testing.assert_close(merging.ring(Q, K, V, visible), expected)
 
 
 def test_traffic_counts_what_the_loops_move():

@@ -17,7 +17,7 @@ from .flash_attention_2 import INFINITY, forward
 
 def backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, L: Tensor, dO: Tensor,
-    causal: bool = False, B_r: int = 64, B_c: int = 64,
+    causal: bool = False, B_r: int = 64, B_c: int = 64, visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dQ, dK, dV) of one head; the arguments are those and the results of `forward`."""
     (M, D), N = Q.shape, len(K)
@@ -30,10 +30,14 @@ def backward(
         start = max(0, j + M - N) // B_r * B_r if causal else 0  # no tile above the diagonal
         for i in range(start, M, B_r):
             rows = torch.arange(i, min(i + B_r, M))
+            if visible is not None and not visible[rows][:, cols].any():
+                continue
             Q_i, dO_i = Q[rows], dO[rows]
             S = Q_i @ K_j.T / sqrt(D)
             if causal:
                 S = S.masked_fill(cols > rows[:, None] + N - M, -INFINITY)
+            if visible is not None:
+                S = S.masked_fill(~visible[rows][:, cols], -INFINITY)
             P = torch.exp(S - L[rows, None])
             dV[cols] += P.T @ dO_i
             dP = dO_i @ V_j.T

@@ -36,11 +36,12 @@ def attention(
     Args:
         Q: (M, D); K: (N, D); V: (N, Dv).
         fast_memory: numbers that fit the on-chip memory; 32,768 of float32 are 128 KiB.
-        visible: (N,), False for padding.
+        visible: (N,), False for padding, or (M, N), False where a mask hides.
         is_kept: whether the mask keeps tile (i, j); others are skipped (algorithm 5, block-sparse).
     """
     (M, D), N = Q.shape, len(K)
     B_r, B_c = block_sizes(fast_memory, D)
+    visible = None if visible is None else visible.expand(M, N)
     O = Q.new_zeros(M, V.shape[1])  # these three are in slow memory
     l = Q.new_zeros(M, 1)
     m = Q.new_full((M, 1), -INFINITY)
@@ -53,7 +54,7 @@ def attention(
             rows = slice(i * B_r, (i + 1) * B_r)
             S = Q[rows] @ K_j.T / sqrt(D)
             if visible is not None:
-                S = S.masked_fill(~visible[cols], -INFINITY)
+                S = S.masked_fill(~visible[rows, cols], -INFINITY)
             m_tile = S.amax(1, keepdim=True)
             m_new = torch.maximum(m[rows], m_tile)
             pivot = m_new.masked_fill(m_new == -INFINITY, 0.0)  # a row that has seen no key yet

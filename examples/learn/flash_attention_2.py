@@ -15,8 +15,9 @@ INFINITY = float("inf")
 
 
 def forward(
-    Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, B_r: int = 64, B_c: int = 64
-) -> tuple[Tensor, Tensor]:
+    Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, B_r: int = 64, B_c: int = 64,
+    visible: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(O, L) of one head.
 
     Args:
@@ -24,6 +25,7 @@ def forward(
         causal: query i sees the keys up to i + N - M: the last query sees all keys.
         B_r: queries of a tile.
         B_c: keys of a tile.
+        visible: (M, N), False where another mask hides.
     """
     (M, D), N = Q.shape, len(K)
     O, L = Q.new_empty(M, V.shape[1]), Q.new_empty(M)
@@ -36,9 +38,13 @@ def forward(
         stop = min(N, int(rows[-1]) + N - M + 1) if causal else N  # no tile beyond the diagonal
         for j in range(0, stop, B_c):
             cols = torch.arange(j, min(j + B_c, N))
+            if visible is not None and not visible[rows][:, cols].any():
+                continue
             S = Q_i @ K[cols].T / sqrt(D)
             if causal:
                 S = S.masked_fill(cols > rows[:, None] + N - M, -INFINITY)
+            if visible is not None:
+                S = S.masked_fill(~visible[rows][:, cols], -INFINITY)
             m_new = torch.maximum(m, S.amax(1, keepdim=True))
             pivot = m_new.masked_fill(m_new == -INFINITY, 0.0)  # a row that has seen no key yet
             P = torch.exp(S - pivot)

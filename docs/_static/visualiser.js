@@ -1,0 +1,384 @@
+// Plays the traces that docs/traces.py writes: this file only draws, every number is Python's.
+
+(() => {
+  "use strict";
+
+  const folder = document.currentScript.src.replace(/[^/]*$/, "");
+  const root = document.getElementById("visualiser");
+  const find = (selector) => root.querySelector(selector);
+  const form = find("form");
+  const CHOICES = ["algorithm", "mask", "lengths", "tiles"];
+  const CELL = 10; // units of the drawing
+  const BYTES = 4; // of a number, as if in float32
+  const KINDS = ["empty", "full", "partial"];
+
+  let trace; // of an algorithm: its code, its fields, its runs
+  let run; // one of them: its tiles, its steps
+  let state; // what the steps so far have left
+  let drawing; // elements of the score matrix
+  let selected = 0; // row
+  let timer = null;
+
+  // Traces
+
+  const loading = {};
+
+  function load(algorithm) {
+    loading[algorithm] ??= new Promise((resolve, reject) => {
+      const script = document.createElement("script");
+      script.src = `${folder}trace-${algorithm}.js`;
+      script.onload = () => resolve(window.attentionTraces[algorithm]);
+      script.onerror = () => reject(new Error(`cannot load ${script.src}`));
+      document.head.append(script);
+    });
+    return loading[algorithm];
+  }
+
+  // The state after a step
+
+  function empty() {
+    return { step: -1, scored: new Set(), values: run.visible.map(() => ({})) };
+  }
+
+  function stepOf(number) {
+    const [line, i, j, moved, memory, isScore, shown] = run.steps[number];
+    return { line, i, j, moved, memory: run.memories[memory], isScore, shown };
+  }
+
+  function advance() {
+    state.step += 1;
+    const { i, j, isScore, shown } = stepOf(state.step);
+    if (isScore) state.scored.add(i < 0 ? "all" : `${i},${j}`);
+    for (const [row, field, value] of shown) state.values[row][trace.fields[field]] = value;
+  }
+
+  function goTo(number) {
+    if (number < state.step) state = empty();
+    while (state.step < number) advance();
+  }
+
+  // The largest difference between the result so far and the definition's.
+  function difference() {
+    let largest = 0;
+    run.reference.forEach((numbers, row) => {
+      const found = state.values[row][trace.result] ?? [];
+      numbers.forEach((x, n) => {
+        const apart = Math.abs(x - found[n]);
+        largest = Math.max(largest, Number.isNaN(apart) ? Infinity : apart);
+      });
+    });
+    return largest;
+  }
+
+  // Text
+
+  const SYMBOLS = { delta: "δ", l: "ℓ" };
+
+  function named(name) {
+    const [symbol, index] = name.split("_");
+    const element = document.createElement("var");
+    element.textContent = SYMBOLS[symbol] ?? symbol;
+    if (index) element.append(Object.assign(document.createElement("sub"), { textContent: index }));
+    return element;
+  }
+
+  function written(x) {
+    if (x === undefined) return "–";
+    if (Array.isArray(x)) return x.map(written).join("  ");
+    if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x < 0 ? "−∞" : "∞";
+    return x.toFixed(3).replace("-", "−");
+  }
+
+  const counted = (n) => n.toLocaleString("en-US");
+
+  // Drawing
+
+  function svg(name, attributes, parent) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    parent?.append(element);
+    return element;
+  }
+
+  function drawScores() {
+    const picture = find(".v-scores svg");
+    picture.replaceChildren();
+    const M = run.visible.length;
+    const N = run.visible[0].length;
+    picture.setAttribute("viewBox", `-14 -14 ${N * CELL + 19} ${M * CELL + 16}`);
+    const hatch = svg("pattern", { id: "v-hatch", width: 4, height: 4, patternUnits: "userSpaceOnUse" });
+    svg("path", { d: "M0,4 L4,0", class: "v-hatch" }, hatch);
+    picture.append(hatch);
+    svg("text", { x: 0, y: -5, class: "v-axis" }, picture).textContent = "keys →";
+    svg("text", { x: -M * CELL, y: -5, class: "v-axis", transform: "rotate(-90)" }, picture)
+      .textContent = "← queries";
+    const cells = [];
+    for (let m = 0; m < M; m++) {
+      cells.push([]);
+      const heaviest = Math.max(...run.weights[m]);
+      for (let n = 0; n < N; n++) {
+        const hidden = run.visible[m][n] === "0";
+        const cell = svg("rect", { x: n * CELL, y: m * CELL, width: CELL, height: CELL }, picture);
+        cell.setAttribute("class", hidden ? "v-cell v-hidden" : "v-cell");
+        cell.style.setProperty("--weight", 0.15 + 0.85 * (run.weights[m][n] / heaviest));
+        cell.addEventListener("click", () => select(m));
+        cells[m].push(cell);
+      }
+    }
+    const tiles = {};
+    run.rows.slice(0, -1).forEach((i, r) => {
+      run.cols.slice(0, -1).forEach((j, c) => {
+        tiles[`${i},${j}`] = svg("rect", {
+          x: j * CELL, y: i * CELL,
+          width: (run.cols[c + 1] - j) * CELL, height: (run.rows[r + 1] - i) * CELL,
+          class: `v-tile v-${KINDS[run.kinds[r][c]]}`,
+        }, picture);
+      });
+    });
+    const row = svg("rect", { x: -3, width: N * CELL + 6, height: CELL, class: "v-selected" }, picture);
+    const active = svg("rect", { class: "v-active" }, picture);
+    drawing = { cells, tiles, row, active };
+  }
+
+  function renderScores(step) {
+    for (const [place, tile] of Object.entries(drawing.tiles)) {
+      const scored = state.scored.has(place) || state.scored.has("all");
+      tile.classList.toggle("v-scored", scored);
+    }
+    const done = (m, n) => {
+      const i = run.rows.findLast((start) => start <= m);
+      const j = run.cols.findLast((start) => start <= n);
+      return state.scored.has("all") || state.scored.has(`${i},${j}`);
+    };
+    drawing.cells.forEach((line, m) => {
+      line.forEach((cell, n) => cell.classList.toggle("v-done", done(m, n)));
+    });
+    drawing.row.setAttribute("y", selected * CELL);
+    const tile = drawing.tiles[`${step.i},${step.j}`];
+    drawing.active.style.display = tile ? "" : "none";
+    for (const name of tile ? ["x", "y", "width", "height"] : []) {
+      drawing.active.setAttribute(name, tile.getAttribute(name));
+    }
+  }
+
+  function renderMemory(step) {
+    const blocks = step.memory.map(([name, height, width]) => {
+      const block = document.createElement("figure");
+      const area = document.createElement("div");
+      area.style.width = `${0.45 * width}rem`;
+      area.style.height = `${0.45 * height}rem`;
+      const caption = document.createElement("figcaption");
+      caption.append(named(name), ` ${height} × ${width}`);
+      block.append(area, caption);
+      return block;
+    });
+    find(".v-blocks").replaceChildren(...blocks);
+    const held = step.memory.reduce((sum, [, height, width]) => sum + height * width, 0);
+    find(".v-held").textContent = blocks.length
+      ? `${counted(held)} numbers`
+      : "nothing: what is needed later is in slow memory";
+  }
+
+  function renderMoved(step) {
+    const total = stepOf(run.steps.length - 1).moved;
+    const most = Math.max(total, run.standard);
+    const show = (part, moved) => {
+      find(`.v-${part} .v-bar`).style.width = `${(100 * moved) / most}%`;
+      find(`.v-${part} .v-count`).textContent = `${counted(BYTES * moved)} bytes`;
+    };
+    show("own", step.moved);
+    show("standard", run.standard);
+  }
+
+  function renderRow() {
+    const rows = trace.fields.map((name) => {
+      const line = document.createElement("tr");
+      const head = document.createElement("th");
+      head.scope = "row";
+      head.append(named(name));
+      const cell = document.createElement("td");
+      cell.textContent = written(state.values[selected][name]);
+      line.append(head, cell);
+      return line;
+    });
+    find(".v-row tbody").replaceChildren(...rows);
+    form.elements.row.value = selected;
+  }
+
+  function renderCode(step) {
+    const listing = find(".v-code pre");
+    listing.querySelector(".v-current")?.classList.remove("v-current");
+    const line = listing.querySelector(`[data-line="${step.line}"]`);
+    line.classList.add("v-current");
+    const middle = line.offsetTop - listing.offsetTop - listing.clientHeight / 2;
+    listing.scrollTop = Math.max(0, middle);
+  }
+
+  function render() {
+    const step = stepOf(state.step);
+    const last = run.steps.length - 1;
+    renderScores(step);
+    renderMemory(step);
+    renderMoved(step);
+    renderRow();
+    renderCode(step);
+    form.elements.step.value = state.step;
+    find(".v-position").textContent = `step ${counted(state.step + 1)} of ${counted(last + 1)}`;
+    const verdict = find(".v-verdict");
+    const apart = state.step === last ? difference() : null;
+    verdict.textContent = apart === null
+      ? ""
+      : `Finished. Largest difference from the definition, in float64: ${apart.toExponential(0)}.`;
+    root.dataset.finished = apart === null ? "" : String(apart);
+  }
+
+  // Choosing and playing
+
+  async function choose(choice) {
+    pause();
+    for (const name of CHOICES) {
+      const known = [...form.elements[name].options].some((x) => x.value === choice[name]);
+      if (known) form.elements[name].value = choice[name]; // an address may hold anything
+    }
+    trace = await load(form.elements.algorithm.value);
+    const [mask, lengths] = [form.elements.mask.value, form.elements.lengths.value];
+    const key = (tiles) => `${mask} ${lengths} ${tiles}`;
+    const tiles = form.elements.tiles;
+    const possible = [...tiles.options].map((x) => x.value).filter((x) => key(x) in trace.runs);
+    tiles.disabled = possible.length === 1;
+    run = trace.runs[key(possible.includes(tiles.value) ? tiles.value : possible[0])];
+    selected = within(choice.row ?? selected, run.visible.length);
+    state = empty();
+    const rows = run.visible.map((_, row) => new Option(String(row), row));
+    form.elements.row.replaceChildren(...rows);
+    form.elements.step.max = run.steps.length - 1;
+    find(".v-file").textContent = trace.file;
+    find(".v-own .v-what").textContent = trace.title;
+    const lines = trace.code.map((text, number) => {
+      const line = document.createElement("span");
+      line.dataset.line = number;
+      line.textContent = `${text}\n`;
+      return line;
+    });
+    find(".v-code pre").replaceChildren(...lines.filter((line) => line.textContent.trim()));
+    drawScores();
+    show(choice.step ?? 0);
+  }
+
+  const within = (x, count) => Math.max(0, Math.min(Math.trunc(x) || 0, count - 1));
+
+  function show(number) {
+    goTo(within(number, run.steps.length));
+    render();
+  }
+
+  function select(row) {
+    selected = within(row, run.visible.length);
+    render();
+  }
+
+  function nextTile(direction) {
+    const place = (n) => `${stepOf(n).i},${stepOf(n).j}`;
+    let number = state.step;
+    const inside = (n) => n > 0 && n < run.steps.length - 1;
+    do number += direction; while (inside(number) && (
+      place(number) === place(state.step) || stepOf(number).i < 0
+    ));
+    show(number);
+  }
+
+  function pause() {
+    clearTimeout(timer);
+    timer = null;
+    find("[data-do=play]").textContent = "Play";
+  }
+
+  function play() {
+    if (state.step === run.steps.length - 1) show(0);
+    find("[data-do=play]").textContent = "Pause";
+    const tick = () => {
+      show(state.step + 1);
+      if (state.step === run.steps.length - 1) pause();
+      else timer = setTimeout(tick, 1000 / Number(form.elements.speed.value));
+    };
+    timer = setTimeout(tick, 0);
+  }
+
+  const COMMANDS = {
+    first: () => show(0),
+    back: () => show(state.step - 1),
+    play: () => (timer === null ? play() : pause()),
+    step: () => show(state.step + 1),
+    tile: () => nextTile(1),
+  };
+  const KEYS = {
+    " ": COMMANDS.play,
+    ArrowLeft: COMMANDS.back,
+    ArrowRight: COMMANDS.step,
+    ArrowUp: () => select(selected - 1),
+    ArrowDown: () => select(selected + 1),
+    PageUp: () => nextTile(-1),
+    PageDown: COMMANDS.tile,
+    Home: COMMANDS.first,
+    End: () => show(run.steps.length - 1),
+  };
+
+  function fromAddress() {
+    const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+    const speeds = [...form.elements.speed.options].map((x) => x.value);
+    if (speeds.includes(given.speed)) form.elements.speed.value = given.speed;
+    return given;
+  }
+
+  async function open(given) {
+    await choose(given);
+    if (given.play) play();
+  }
+
+  function remember() {
+    const chosen = CHOICES.map((name) => `${name}=${form.elements[name].value}`);
+    history.replaceState(null, "", `#${chosen.join("&")}&step=${state.step}&row=${selected}`);
+  }
+
+  for (const name of CHOICES) {
+    form.elements[name].addEventListener("change", () => choose({}).then(remember));
+  }
+  form.elements.row.addEventListener("change", (event) => select(Number(event.target.value)));
+  form.elements.step.addEventListener("input", (event) => {
+    pause();
+    show(Number(event.target.value));
+  });
+  form.addEventListener("submit", (event) => event.preventDefault());
+  for (const button of root.querySelectorAll("[data-do]")) {
+    button.addEventListener("click", () => {
+      if (button.dataset.do !== "play") pause();
+      COMMANDS[button.dataset.do]();
+      if (timer === null) remember();
+    });
+  }
+  root.addEventListener("keydown", (event) => {
+    const command = KEYS[event.key];
+    const isOthers = event.target.matches("select, input, button") && event.key === " ";
+    const isChoice = event.target.matches("select");
+    if (!command || isOthers || isChoice || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    if (event.key !== " ") pause();
+    command();
+  });
+  window.addEventListener("hashchange", () => {
+    const given = fromAddress();
+    if (CHOICES.some((name) => name in given)) open(given);
+  });
+
+  // For the tests.
+  window.attentionVisualiser = {
+    choose,
+    show,
+    difference,
+    steps: () => run.steps.length,
+    options: () => Object.fromEntries(
+      CHOICES.map((name) => [name, [...form.elements[name].options].map((x) => x.value)]),
+    ),
+  };
+  window.attentionVisualiser.ready = open(fromAddress());
+})();
