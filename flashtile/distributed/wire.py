@@ -105,11 +105,17 @@ class ProcessWire:
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Wire`."""
-        device = torch.device("cpu") if dist.get_backend(self.group) == "gloo" else None
-        here = x.to(device or torch.device("cuda", torch.cuda.current_device()))
+        here = x.to(self._device)
         gathered = [torch.empty_like(here) for _ in range(self.ranks)]
         dist.all_gather(gathered, here, group=self.group)
         return [part.cpu() for part in gathered]
+
+    @property
+    def _device(self) -> torch.device:
+        """The CPU, unless the group connects only GPUs."""
+        if "cpu:" in dist.get_backend_config(self.group):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def random_cases(world: int) -> None:
     dtype = torch.bfloat16
     for seed in range(100 * world, 100 * world + CASES):
         case = Case(seed, world).rounded(dtype)
-        context = ContextParallel(ulysses=case.ulysses, stages=case.stages, timeout=60)
+        context = ContextParallel(ulysses=case.ulysses, stages=case.stages)
         mine = case.on_rank(context, dtype, "cuda")
         results: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
         dist.all_gather_object(results, mine)

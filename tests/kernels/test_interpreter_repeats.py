@@ -32,6 +32,7 @@ from .cases import make_call
 from .compare import everything
 from .decoding import make_decoding
 from .interpreted_repeats import repeat_interpreted
+from .parts import make_parts
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -171,3 +172,28 @@ def test_repeated_training(name: str, launches: int, repeats: list[Launch], seed
     wanted = results(2)
     for field, x in again[2].items():
         assert torch.equal(x, wanted[field]), field
+
+
+def test_parts_of_sequences_are_kernels_of_their_own(repeats: list[Launch], seed: int):
+    """Other runs are not: a call that is prepared reads those of each step."""
+
+    def results(operands: Operands, is_partial: bool = False) -> dict[str, Tensor]:
+        dout, dlse = torch.ones_like(operands.q), torch.ones(operands.q.shape[1::-1])
+        return everything(backend, operands, parts.options, dout, dlse, is_partial=is_partial)
+
+    parts = make_parts("causal", torch.float16, seed)
+    operands = parts.operands
+    whole = operands._replace(q_runs=None, k_runs=None)
+    for _ in range(3):
+        results(operands)
+        results(whole)
+        results(operands, is_partial=True)
+    assert len(repeats) == 3 * 4
+    moved = operands.q_runs.clone()
+    moved[:, 0, 1] = 0  # the first run of queries stands further to the left
+    again = results(operands._replace(q_runs=moved))
+    assert len(repeats) == 3 * 4
+    relaunch._prepared.clear()
+    relaunch._compiled.clear()
+    for field, x in results(operands._replace(q_runs=moved)).items():
+        assert torch.equal(again[field], x), field
