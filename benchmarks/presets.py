@@ -59,6 +59,21 @@ def _dense() -> list[Case]:
     ]
 
 
+def _readme() -> list[Case]:
+    """The grid of the plots in flash-attention's README."""
+    return [replace(case, dtype="float16") for case in _dense()]
+
+
+def _lecture() -> list[Case]:
+    """The grid of Triton's tutorial on attention, with more lengths."""
+    return [
+        plain_case(128, length, batch=32, heads_q=4, heads_kv=4, causal=causal, dtype=dtype)
+        for dtype in ("float32", "float16")
+        for causal in (False, True)
+        for length in range(512, 8193, 512)
+    ]
+
+
 def _hopper() -> list[Case]:
     """What `_dense` lacks: other head dims, grouped heads, a window, unlike lengths packed."""
     plain: list[tuple[int, int, dict[str, Any]]]
@@ -218,6 +233,26 @@ PRESETS = {
         _dense(),
         replace(
             _settings("flashtile flashtile-triton fa2 cudnn fa3 fa4", (*BOTH_PASSES, "both"), 0.1),
+            memory=False,
+        ),
+    ),
+    "fa-readme": Preset(
+        "flash-attention's own plots: float16, 16,384 tokens, hidden size 2,048, three head dims",
+        _readme(),
+        replace(
+            _settings(
+                "flashtile flashtile-triton fa2 cudnn fa3 fa4 standard",
+                (*BOTH_PASSES, "both"),
+                0.1,
+            ),
+            memory=False,
+        ),
+    ),
+    "lecture": Preset(
+        "batch 32, 4 heads of 128, 512 to 8,192 tokens in steps of 512, float32 and float16",
+        _lecture(),
+        replace(
+            _settings("flashtile flashtile-triton fa2 sdpa-efficient standard", BOTH_PASSES, 0.1),
             memory=False,
         ),
     ),

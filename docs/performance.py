@@ -25,6 +25,7 @@ NAMES = {
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN",
     "sdpa": "PyTorch SDPA",
+    "flex": "FlexAttention",
     "standard": "standard attention",
 }
 PEERS = ("flashtile", "flashtile-triton", "fa2", "fa3", "fa4", "cudnn")
@@ -221,6 +222,46 @@ def summary_table() -> str:
     return markdown_table(["H200, bfloat16", "median speed", "range"], lines)
 
 
+def choices_table() -> str:
+    """Milliseconds of some calls next to what one would do otherwise."""
+    dense = ("gpu-dense", "dense", "16384", "True")
+    window = ("gpu-hopper", "window 1024", "16384", "True")
+    sparse = ("gpu-sparse", "block-sparse 12.5%", "16384", "False")
+    rows = h200("dense-128", "hopper-128", "field/sparse")
+    keys = ("preset", "variant", "seqlen_q", "causal", "pass")
+    cases = by_case(rows, "median_ms", *keys)
+    lines = []
+    for title, key, peers in (
+        ("causal, 16,384 tokens", dense, ("fa2", "cudnn")),
+        ("window of 1,024, 16,384 tokens", window, ("cudnn", "fa4")),
+        ("block mask with 12.5 % of the tiles", sparse, ("flex",)),
+    ):
+        for direction in ("forward", "backward"):
+            case = cases[(*key, direction)]
+            lines += [choice(f"{title}, {direction}", case, "flashtile", peer) for peer in peers]
+    keys = ("variant", "batch", "heads_kv", "seqlen_k")
+    decoding = by_case(h200("decode"), "median_ms", *keys)
+    plain, float8 = (decoding[name, "64", "8", "4096"] for name in ("decode", "decode, float8"))
+    title = "one token for each of 64 sequences of 4,096 keys"
+    lines.append(choice(title, plain, "flashtile", "fa2"))
+    both = {"flashtile": plain["flashtile"], "float8": float8["flashtile"]}
+    lines.append(choice(f"{title}, float8 cache", both, "float8", "flashtile"))
+    case = by_case(h200("float8"), "median_ms", "head_dim", "causal", "seqlen_q")
+    title = "float8, causal, 16,384 tokens, head dim 256, forward"
+    lines.append(choice(title, case["256", "True", "16384"], "flashtile-float8", "flashtile"))
+    host = by_case(h200("host"), "host_us", "pass", "seqlen_q")["forward", "512"]
+    host = {peer: microseconds / 1000 for peer, microseconds in host.items()}
+    lines.append(choice("the host's time of a call with 512 tokens", host, "flashtile", "sdpa"))
+    return markdown_table(["call", "flashtile", "instead", "time", "speed"], lines)
+
+
+def choice(title: str, case: dict[str, float], ours: str, other: str) -> list[str]:
+    """A line of the table above."""
+    name = NAMES[other] + (" in bfloat16" if other == "flashtile" else "")
+    times = [number(case[x]) for x in (ours, other)]
+    return [title, times[0], name, times[1], f"{case[other] / case[ours]:.2f}×"]
+
+
 def main() -> int:
     return update(
         {
@@ -237,6 +278,7 @@ def main() -> int:
                 "host": host_table(),
                 "cpu": cpu_table(),
             },
+            REPOSITORY / "docs" / "which-attention.md": {"choices": choices_table()},
         }
     )
 

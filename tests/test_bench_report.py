@@ -334,8 +334,12 @@ def test_a_preset_names_its_cases(name: str) -> None:
     assert set(settings.peers) <= set(peers.PEERS)
     assert set(settings.directions) <= set(prepared.DIFFERENTIATED) | {"forward"}
     assert settings.device == "cuda"
-    others = {"float16", "float32"} if name == "gpu-options" else set()
-    assert {case.dtype for case in cases} == {"bfloat16"} | others
+    dtypes = {
+        "gpu-options": {"bfloat16", "float16", "float32"},
+        "fa-readme": {"float16"},
+        "lecture": {"float16", "float32"},
+    }
+    assert {case.dtype for case in cases} == dtypes.get(name, {"bfloat16"})
 
 
 def test_dense_cases_hold_as_many_tokens_each() -> None:
@@ -343,6 +347,21 @@ def test_dense_cases_hold_as_many_tokens_each() -> None:
     assert {case.batch * case.seqlen_k for case in cases} == {16384}
     assert {(case.head_dim, case.heads_q) for case in cases} == {(64, 32), (128, 16), (256, 8)}
     assert len(cases) == 3 * 2 * 6
+
+
+def test_the_readme_of_flash_attention_has_the_dense_cases_in_float16() -> None:
+    cases, dense = (presets.preset_cases(name) for name in ("fa-readme", "gpu-dense"))
+    assert [replace(case, dtype="bfloat16", preset="gpu-dense") for case in cases] == dense
+
+
+def test_the_lecture_has_a_picture_for_each_pass_and_dtype() -> None:
+    cases = presets.preset_cases("lecture")
+    assert {(case.batch, case.heads_q, case.heads_kv, case.head_dim) for case in cases} == {
+        (32, 4, 4, 128)
+    }
+    lengths = [case.seqlen_q for case in cases if case.causal and case.dtype == "float32"]
+    assert lengths == list(range(512, 8193, 512))
+    assert presets.PRESETS["lecture"].settings.directions == ("forward", "backward")
 
 
 def test_packed_cases_have_the_lengths_that_were_drawn() -> None:
