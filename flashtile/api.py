@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import autograd, dropout
-from .call import checks
+from .call import checks, shared_prefix
 from .call.append import append_and_attend
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
@@ -207,6 +207,7 @@ def attention_with_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = True,
+    shared_prefix_len: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: BackendName | None = None,
@@ -243,6 +244,11 @@ def attention_with_kvcache(
             without rotary tables it has no effect.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves
             (GPT-NeoX).
+        shared_prefix_len: the number of tokens with which all sequences of the batch begin. Their
+            keys and values are read once for the whole batch, where the first sequence has them.
+            All queries come after the prefix; with `page_table` it fills whole pages. Not for
+            windows with a left side, chunks, ALiBi, bias, masks, score functions, left pads or a
+            workspace.
         qv: shaped as q with the value head dim; read after the append, not rotated. The call copies
             both caches, unless they are views of one latent buffer.
         scheduler_metadata: int32, a performance hint of FlashAttention-3 that changes no result.
@@ -281,7 +287,8 @@ def attention_with_kvcache(
         rotary_interleaved,
         rotary_seqlens,
     )
-    return _run_cached((q, k_cache, v_cache), layout, options, backend, return_lse, out)
+    qkv = (q, k_cache, v_cache)
+    return _run_cached(qkv, layout, options, backend, return_lse, out, shared_prefix_len)
 
 
 def _run_cached(
@@ -291,14 +298,19 @@ def _run_cached(
     backend: str | None,
     return_lse: bool,
     out: Tensor | None,
+    shared_prefix_len: int | None,
 ) -> Result:
     """Prepare a call over caches and run it."""
     if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
-        return _outside_of_graphs(_run_cached)(qkv, layout, options, backend, return_lse, out)
+        given = (qkv, layout, options, backend, return_lse, out, shared_prefix_len)
+        return _outside_of_graphs(_run_cached)(*given)
     return_lse = checks.flag("return_lse", return_lse)
     with torch.no_grad():
         call = prepare(qkv, layout, options, backend, out)
-        result, lse = append_and_attend(call)
+        if shared_prefix_len is None:
+            result, lse = append_and_attend(call)
+        else:
+            result, lse = shared_prefix.append_and_attend(call, shared_prefix_len, backend)
         if out is not None:
             result = out.copy_(result)
         return (result, lse.contiguous()) if return_lse else result

@@ -41,6 +41,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ),
     ("combine",),
     ("api",),
+    ("call.shared_prefix",),
     ("call.append", "call.explain"),
     ("call.prepare",),
     ("call.options", "call.prefill", "call.decoding", "call.attn_mask"),

@@ -68,6 +68,12 @@ class Cache:
         self.v_cache, _ = paged(generator(seed), self.v_cache, page_size, shared=shared)
         self.call["page_table"] = table
 
+    def share_prefix(self, length: int) -> None:
+        """All rows begin with the tokens of the last one, which are real."""
+        for cache in (self.k_cache, self.v_cache):
+            cache[:, :length] = cache[-1:, :length].clone()
+        self.call["shared_prefix_len"] = length
+
     def to_float8(self, factors: bool = True) -> None:
         """Both caches in float8, with a factor for each sequence and head. Powers of two: dividing
         by them is exact."""
@@ -94,7 +100,8 @@ class Cache:
         out, lse = flashtile.attention_with_kvcache(
             q, k_cache, v_cache, **call, **options, **leaves, return_lse=True, backend=backend
         )
-        call.pop("num_splits", None)
+        for changes_no_result in ("num_splits", "shared_prefix_len"):
+            call.pop(changes_no_result, None)
         assert torch.equal(q, self.q)
         assert out.dtype == self.dtype
         reference = partial(

@@ -1,0 +1,159 @@
+"""Cached calls of sequences that begin with the same tokens: their keys are read once for all.
+
+The queries of the whole batch attend to the prefix as if they belonged to one sequence. The queries
+of each sequence attend to its own keys behind the prefix. The two results are merged by their
+log-sum-exp (Hydragen: Juravsky et al. 2024, section 3; cascade inference: Ye et al. 2024).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.merge.op import merge_parts
+from ..problem import Operands
+from . import append, checks
+from .layouts import Cached
+from .prepare import Prepared, prepare
+
+# Options that would need the positions of the queries relative to the prefix, or parts of a tensor.
+_REFUSED = ("alibi_slopes", "block_mask", "mask", "bias", "score_mod", "q_descale", "workspace")
+_LEFT_TO_THE_PREFIX = ("sink",)  # counts once
+_LEFT_TO_THE_REST = ("causal", "window_size")  # all queries come after the prefix
+
+
+def append_and_attend(
+    call: Prepared, prefix_len: Any, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a cached call whose sequences share their first `prefix_len` keys.
+
+    Raises:
+        ValueError: the prefix is longer than the cache or than a sequence, or ends inside a page.
+        NotImplementedError: an option of the call cannot be used with a prefix.
+    """
+    layout = call.layout
+    assert isinstance(layout, Cached)
+    prefix_len = checks.length("shared_prefix_len", prefix_len)
+    if prefix_len > 0:
+        _check(call, layout, prefix_len)
+    if prefix_len == 0 or layout.batch(call.operands.q) < 2:
+        return append.append_and_attend(call)
+    operands = append.rotate_and_append(call)
+    parts = (
+        _attend_to_prefix(operands, call, prefix_len, backend),
+        _attend_to_rest(operands, call, layout, prefix_len, backend),
+    )
+    outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
+    out, lse = merge_parts(outs, lses, outs.dtype)
+    if layout.cu_seqlens_q is not None:
+        return out, lse.T
+    batch, seq_q = operands.q.shape[:2]
+    return out.unflatten(0, (batch, seq_q)), lse.unflatten(0, (batch, seq_q)).transpose(1, 2)
+
+
+def _attend_to_prefix(
+    operands: Operands, call: Prepared, prefix_len: int, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """out (total_q, heads, head_dim) and lse (total_q, heads) of all queries over the prefix, which
+    is read where the first sequence has it.
+    """
+    q, k, v = operands[:3]
+    table, rows = operands.page_table, operands.cache_batch_idx
+    if table is not None:
+        table = table[:1, : prefix_len // k.shape[1]]
+    else:
+        k, v = k[:, :prefix_len], v[:, :prefix_len]
+    layout = Cached(prefix_len, table, rows if rows is None else rows[:1])
+    if table is None and rows is None:
+        k, v = k[:1], v[:1]
+    given = {name: x for name, x in call.given.items() if name not in _LEFT_TO_THE_REST}
+    for name in ("k_descale", "v_descale"):
+        if given.get(name) is not None:
+            given[name] = given[name][:1]
+    if given.get("qv") is not None:
+        given["qv"] = _as_one_sequence(given["qv"])
+    out, lse = append.append_and_attend(
+        prepare((_as_one_sequence(q), k, v), layout, given, backend)
+    )
+    return out[0], lse[0].T
+
+
+def _attend_to_rest(
+    operands: Operands, call: Prepared, layout: Cached, prefix_len: int, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """The same of each sequence's queries over its own keys behind the prefix."""
+    q, k, v = operands[:3]
+    table, lengths = operands.page_table, operands.seqused_k
+    if table is not None:
+        table = table[:, prefix_len // k.shape[1] :]
+    else:
+        k, v = k[:, prefix_len:], v[:, prefix_len:]
+    rest = Cached(
+        lengths if lengths is None else lengths - prefix_len,
+        table,
+        operands.cache_batch_idx,
+        cu_seqlens_q=layout.cu_seqlens_q,
+        max_seqlen_q=layout.max_seqlen_q,
+    )
+    given = {name: x for name, x in call.given.items() if name not in _LEFT_TO_THE_PREFIX}
+    out, lse = append.append_and_attend(prepare((q, k, v), rest, given, backend))
+    if layout.cu_seqlens_q is not None:
+        return out, lse.T
+    return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+
+
+def _as_one_sequence(x: Tensor) -> Tensor:
+    """(1, total_q, heads, head_dim), from packed or padded queries."""
+    return x.reshape(1, -1, *x.shape[-2:])
+
+
+def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
+    """Raise unless the call can be made in two parts; nothing has been written yet."""
+    operands, options, given = call.operands, call.problem.options, call.given
+    for name in _REFUSED:
+        if given.get(name) is not None:
+            raise _refusal(name)
+    if options.attention_chunk > 0:
+        raise _refusal("attention_chunk")
+    if options.window_left is not None:
+        raise _refusal("a window_size with a left side")
+    for name in ("k_descale", "v_descale"):
+        if given.get(name) is not None and given[name].dim() > 2:
+            raise _refusal(f"{name} for each block of keys")
+    if layout.cache_leftpad is not None:
+        raise _refusal("cache_leftpad")
+    capacity = layout.capacity(operands.k)
+    if prefix_len > capacity:
+        raise ValueError(
+            f"shared_prefix_len: got {prefix_len}, want at most {capacity}, the capacity of the "
+            "cache"
+        )
+    page_size = operands.k.shape[1]
+    if layout.page_table is not None and prefix_len % page_size != 0:
+        raise ValueError(
+            f"shared_prefix_len: got {prefix_len}, want a multiple of {page_size}, the page size"
+        )
+    if checks.checking_values((*operands, *layout)):
+        _check_lengths(operands, layout, prefix_len, bool(options.facts))
+
+
+def _check_lengths(operands: Operands, layout: Cached, prefix_len: int, is_causal: bool) -> None:
+    """Raise unless all queries of all sequences see the whole prefix."""
+    q, lengths = operands.q, operands.seqused_k
+    after = layout.capacity(operands.k) if lengths is None else lengths + layout.added
+    queries: Any = 1
+    if is_causal:
+        starts = layout.cu_seqlens_q
+        queries = q.shape[1] if starts is None else starts.diff().clamp(min=1)
+    shortest = int(torch.as_tensor(after - queries + 1).min())
+    if shortest < prefix_len:
+        raise ValueError(
+            f"shared_prefix_len: got {prefix_len}, but the first query of a sequence sees "
+            f"{max(shortest, 0)} keys; all queries have to see the whole prefix"
+        )
+
+
+def _refusal(name: str) -> NotImplementedError:
+    return NotImplementedError(f"shared_prefix_len: cannot be used together with {name}")
