@@ -8,10 +8,9 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from distributed.cases import Case, on_one_generator
+from distributed.cases import Case, compare_rounded, on_one_generator
 
 from flashtile.distributed import ContextParallel
-from flashtile.testing import assert_close
 from flashtile.testing.wires import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -26,11 +25,7 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
     results = run_ranks(
         case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype, "cuda")
     )
-    plain = case.whole(dtype)
-    for name, truth in case.whole().items():
-        got = [result[name] for result in results]
-        total = torch.stack(got).sum(0) if case.is_shared(name) else got[0]
-        assert_close(name, total, truth, plain[name], dtype=dtype, seed=seed)
+    compare_rounded(case, results, dtype)
 
 
 def test_a_call_like_an_earlier_one_does_not_wait_for_the_gpu() -> None:

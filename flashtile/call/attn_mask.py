@@ -39,17 +39,7 @@ def _combined(
     checks.rank("q", q, "batch, seq_q, heads, head_dim")
     checks.rank("k", k, "batch, seq_k, kv_heads, head_dim")
     (B, M, Hq), N = q.shape[:3], k.shape[1]
-    visible = None
-    if attn_mask is not None:
-        attn_mask = checks.attn_mask(attn_mask, q, (B, Hq, M, N))
-        if attn_mask.dtype == torch.bool:
-            visible = attn_mask
-        else:
-            bias = _sum(bias, attn_mask, q, (B, Hq, M, N))
-    if key_padding_mask is not None:
-        checks.key_padding_mask(key_padding_mask, q, (B, N))
-        kept = key_padding_mask[:, None, None]
-        visible = kept if visible is None else visible & kept
+    visible, bias = _visible(q, (B, Hq, M, N), attn_mask, key_padding_mask, bias)
     if visible is None:
         return bias, block_mask
     if block_mask is not None:  # a call can have only one block mask
@@ -58,6 +48,47 @@ def _combined(
     if "bias" in options:
         return _sum(bias, options["bias"], q, (B, Hq, M, N)), None
     return bias, options["block_mask"]
+
+
+def as_bias(
+    q: Tensor,
+    sizes: tuple[int, int, int, int],
+    attn_mask: Any = None,
+    key_padding_mask: Any = None,
+    bias: Any = None,
+) -> Tensor:
+    """A bias of four dimensions that applies at least one mask.
+
+    Args:
+        sizes: (batch, heads, seq_q, seq_k), to which the bias broadcasts.
+
+    Raises:
+        ValueError, TypeError: a mask does not fit.
+    """
+    if bias is not None:
+        checks.broadcastable("bias", bias, q, sizes)
+    visible, bias = _visible(q, sizes, attn_mask, key_padding_mask, bias)
+    if visible is not None:
+        bias = _sum(bias, additive(visible), q, sizes)
+    return bias[(None,) * (4 - bias.dim())]
+
+
+def _visible(
+    q: Any, sizes: tuple[int, int, int, int], attn_mask: Any, key_padding_mask: Any, bias: Any
+) -> tuple[Tensor | None, Any]:
+    """Where a bool mask shows a key, None if everywhere; and the bias with a floating mask."""
+    visible = None
+    if attn_mask is not None:
+        attn_mask = checks.attn_mask(attn_mask, q, sizes)
+        if attn_mask.dtype == torch.bool:
+            visible = attn_mask
+        else:
+            bias = _sum(bias, attn_mask, q, sizes)
+    if key_padding_mask is not None:
+        checks.key_padding_mask(key_padding_mask, q, (sizes[0], sizes[3]))
+        kept = key_padding_mask[:, None, None]
+        visible = kept if visible is None else visible & kept
+    return visible, bias
 
 
 def _sum(bias: Any, other: Tensor, q: Tensor, sizes: tuple[int, ...]) -> Tensor:

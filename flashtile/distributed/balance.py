@@ -34,15 +34,6 @@ def zigzag(lengths: Lengths, ranks: int, grain: int) -> Ownership:
     return Ownership.of(lengths, [parts[r] + parts[2 * ranks - 1 - r] for r in range(ranks)])
 
 
-def zigzag_documents(lengths: Lengths, ranks: int, grain: int) -> Ownership:
-    """Zigzag over every document by itself."""
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    for document, length in enumerate(lengths):
-        for rank, piece in _zigzag_pieces(document, length, range(ranks), grain):
-            pieces[rank].append(piece)
-    return Ownership.of(lengths, pieces)
-
-
 def carve(work: Work, ranks: int) -> Ownership:
     """Long documents go zigzag over as few ranks as can carry them, short ones stay whole.
 

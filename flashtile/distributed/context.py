@@ -19,8 +19,20 @@ from ..call.prepare import describe
 from ..dropout import draw_rng_state
 from ..masks import structure
 from ..problem import FLOAT8, Operands, Options
+from ..spans import Spans
 from . import balance
 from .agreement import agreed
+from .arguments import (
+    OPTIONS,
+    SCORE_MASKS,
+    USED,
+    UsedTokens,
+    kind,
+    packed_spans,
+    score_bias,
+    shapes,
+    used_tokens,
+)
 from .executor import Plan
 from .function import Route, attend
 from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
@@ -185,7 +197,11 @@ class ContextParallel:
                 documents, in the layout's order.
             k, v: likewise.
             layout: made by this object.
-            bias: of dense batches; rows sharded like q, all keys.
+            bias, attn_mask: of dense batches; rows sharded like q, all keys.
+            key_padding_mask: (batch, seq_k), the whole mask on every rank; of dense batches.
+            mask: `Spans`; rows sharded like q, keys counted in the whole document.
+            seqused_q, seqused_k: (documents,), the used tokens of every whole document; the host
+                reads them.
             options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
                 `alibi_slopes`, `sink`, `dropout_p` and `deterministic`, as in `attention`. With
                 dropout the generators of all ranks must be in the same state.
@@ -198,7 +214,8 @@ class ContextParallel:
             ValueError, TypeError, NotImplementedError: an argument does not fit, or the ranks
                 disagree; every rank raises the same error.
         """
-        key = (return_lse, backend, *(_kind(x) for x in (q, k, v, *sorted(options.items()))))
+        named = ("q", q), ("k", k), ("v", v), *sorted(options.items())
+        key = (return_lse, backend, *((name, kind(name, x)) for name, x in named))
         if key in layout.agreed:
             call, _ = self._prepared((q, k, v), layout, backend, options, return_lse)
         else:
@@ -220,16 +237,26 @@ class ContextParallel:
         """A checked call, and the facts that have to be equal on all ranks."""
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
-        unknown = [name for name in options if name not in _OPTIONS]
+        unknown = [name for name in options if name not in OPTIONS]
         if unknown:
             raise checks.unexpected_keywords(unknown, ContextParallel.attention)
         q, k, v = cast_inputs(*qkv)
         if any(x.dtype in FLOAT8 for x in (q, k, v)):
             raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
+        padded = q
         q = layout.without_padding("q", q, layout.queries, layout.local_tokens)
         k = layout.without_padding("k", k, layout.keys, layout.local_keys)
         v = layout.without_padding("v", v, layout.keys, layout.local_keys)
-        given = {name: x for name, x in options.items() if name not in ("bias", "alibi_slopes")}
+        bias = score_bias(options, padded, layout)
+        spans = packed_spans(options.get("mask"), padded, layout)
+        used = used_tokens(options, q, layout)
+        if used.query_rows is not None:
+            q = q.index_select(0, used.query_rows)
+            spans = spans and Spans(*(x.index_select(2, used.query_rows) for x in spans))
+        if used.key_rows is not None:
+            k, v = (x.index_select(0, used.key_rows) for x in (k, v))
+        given = {n: x for n, x in options.items() if n not in (*SCORE_MASKS, *USED, "alibi_slopes")}
+        given["mask"] = spans
         slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
         if slopes is not None and slopes.dim() == 2 and slopes.shape[0] != documents:
             raise ValueError(
@@ -243,12 +270,11 @@ class ContextParallel:
         ends_q, ends_k = both_ends * q.shape[0], both_ends * k.shape[0]
         packed = Packed(ends_q, ends_k, q.shape[0], k.shape[0])
         operands, numbers = describe((q, k, v), packed, given)
-        bias = _checked_bias(options.get("bias"), q, layout)
         operands = operands._replace(
             cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
         )
         shares = share_heads(q.shape[1], k.shape[1], self.ulysses)
-        call = _Call(operands, numbers, backend, shares, self._groups_of(shares))
+        call = _Call(operands, numbers, backend, shares, self._groups_of(shares), used)
         facts = {
             "documents": documents,
             "tokens": sum(layout.queries.lengths),
@@ -258,7 +284,8 @@ class ContextParallel:
             "heads": (q.shape[1], k.shape[1]),
             "head dims": (q.shape[2], v.shape[2]),
             "options": numbers._replace(max_seqlen_q=0, max_seqlen_k=0, backend=backend or ""),
-            "optional tensors": [n for n in _OPTIONS if isinstance(options.get(n), Tensor)],
+            "numbers of tokens in use": (used.queries.lengths[:8], used.keys.lengths[:8]),
+            "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,
             "ulysses, stages, head groups": (self.ulysses, self.stages, call.head_groups),
         }
@@ -285,7 +312,7 @@ class ContextParallel:
         if options.dropout_p > 0:
             state = draw_rng_state(operands.q.device, self.generator)
             operands = operands._replace(rng_state=state)
-        queries, keys = (merged(x, self._groups) for x in (layout.queries, layout.keys))
+        queries, keys = (merged(x, self._groups) for x in (call.used.queries, call.used.keys))
         made = schedule(queries, keys, options.facts, outer, self.stages)
         slopes = operands.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
@@ -295,7 +322,9 @@ class ContextParallel:
         plan = Plan(made, call.head_groups, options, call.backend, first_head)
         wire = SubWire(self.wire, [group[inner] for group in self._groups])
         ulysses = self._ulysses(call, layout) if self.ulysses > 1 else None
-        return layout.with_padding(*attend(Route(ulysses, plan, wire, wants_lse), operands))
+        out, lse = attend(Route(ulysses, plan, wire, wants_lse), operands)
+        tokens = layout.queries.tokens(self.wire.rank)
+        return layout.with_padding(*call.used.with_unused(out, lse, tokens))
 
     def _ulysses(self, call: _Call, layout: Layout) -> Ulysses:
         """How this rank and its neighbours exchange tokens for heads."""
@@ -307,8 +336,8 @@ class ContextParallel:
             rows = Exchange.of(wire, first_documents(layout.queries, bias.shape[0]), members)
         return Ulysses(
             tuple(call.shares),
-            Exchange.of(wire, layout.queries, members),
-            Exchange.of(wire, layout.keys, members),
+            Exchange.of(wire, call.used.queries, members),
+            Exchange.of(wire, call.used.keys, members),
             rows,
             (call.operands.q.shape[1], call.operands.k.shape[1]),
         )
@@ -322,42 +351,7 @@ class _Call(NamedTuple):
     backend: str | None
     shares: list[HeadShare]  # of the ranks that exchange tokens for heads
     head_groups: int
-
-
-_OPTIONS = (
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "attention_chunk",
-    "softcap",
-    "alibi_slopes",
-    "bias",
-    "sink",
-    "dropout_p",
-    "deterministic",
-)
-
-
-def _checked_bias(bias: Tensor | None, q: Tensor, layout: Layout) -> Tensor | None:
-    """The bias with four dimensions, without the rows of padding."""
-    if bias is None:
-        return None
-    if not layout.batch:
-        raise NotImplementedError("bias: got packed documents, want a dense batch")
-    bias = bias[(None,) * (4 - bias.dim())]
-    want = (layout.batch, q.shape[1], layout.local_tokens, layout.keys.lengths[0])
-    if bias.dim() != 4 or any(n not in (1, w) for n, w in zip(bias.shape, want, strict=True)):
-        raise ValueError(f"bias: got shape {tuple(bias.shape)}, want one that broadcasts to {want}")
-    return bias[:, :, : q.shape[0] // layout.batch] if bias.shape[2] > 1 else bias
-
-
-def _kind(x: Any) -> Any:
-    """What decides whether two arguments need one agreement or two."""
-    if isinstance(x, Tensor):
-        return tuple(x.shape), x.dtype, x.device, x.requires_grad
-    if isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], Tensor):
-        return x[0], _kind(x[1])
-    return repr(x)
+    used: UsedTokens
 
 
 def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:

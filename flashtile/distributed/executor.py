@@ -23,6 +23,7 @@ from ..call import dispatch
 from ..ops.merge.formula import merge
 from ..positions import Span
 from ..problem import AttentionProblem, Operands, Options, lse_dtype
+from .buffer_masks import rows_before
 from .schedule import Schedule, Stage
 from .sequence_tensors import sequence_tensors
 from .wire import Pending, Wire
@@ -261,8 +262,12 @@ def _operands(
     device = operands.q.device
     slopes, bias = operands.alibi_slopes, operands.bias
     if bias is not None:
-        bias = bias[:, heads] if bias.shape[1] > 1 else bias
+        bias = _of_heads(bias, heads)
         bias = bias if bias.shape[3] == 1 else bias[..., _columns(step, device)]
+    spans = [
+        x if x is None else rows_before(_of_heads(x, heads), schedule.queries, stage.keys)
+        for x in (operands.span_starts, operands.span_stops)
+    ]
     with_positions = _needs_positions(plan, operands, stage)
     numbers = None
     if operands.rng_state is not None:
@@ -275,8 +280,15 @@ def _operands(
         bias=bias,
         sink=operands.sink[heads] if operands.sink is not None and step.is_first else None,
         alibi_slopes=None if slopes is None else slopes[..., heads],
+        span_starts=spans[0],
+        span_stops=spans[1],
         **sequences._asdict(),
     )
+
+
+def _of_heads(x: Tensor, heads: slice) -> Tensor:
+    """Some heads of (batch, heads or 1, rows, ...)."""
+    return x[:, heads] if x.shape[1] > 1 else x
 
 
 def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> AttentionProblem:
@@ -310,7 +322,7 @@ def _columns(step: _Step, device: torch.device) -> Tensor:
 
 
 def _add_bias_gradient(dbias: Tensor, part: Tensor, step: _Step) -> None:
-    target = dbias[:, step.query_heads] if dbias.shape[1] > 1 else dbias
+    target = _of_heads(dbias, step.query_heads)
     if target.shape[3] == 1:
         target += part
     else:

@@ -133,7 +133,7 @@ class Ulysses(NamedTuple):
         if bias is not None and self.bias is None:
             bias = bias[:, heads] if bias.shape[1] > 1 else bias
         elif bias is not None and self.bias is not None:
-            rows = self.bias.spread(_rows_first(bias), self._bias_heads(bias))
+            rows = self.bias.spread(_rows_first(bias), self._own_heads(bias))
             bias = _heads_first(rows, bias.shape[0])
         return operands._replace(
             q=self.queries.spread(operands.q, self._query_heads),
@@ -141,8 +141,15 @@ class Ulysses(NamedTuple):
             v=self.keys.spread(operands.v, self._key_heads),
             bias=bias,
             sink=None if sink is None else sink[heads],
+            span_starts=self._spread_spans(operands.span_starts),
+            span_stops=self._spread_spans(operands.span_stops),
             alibi_slopes=None if slopes is None else slopes[..., heads],
         )
+
+    def _spread_spans(self, ends: Tensor | None) -> Tensor | None:
+        if ends is None:
+            return None
+        return _heads_first(self.queries.spread(_rows_first(ends), self._own_heads(ends)), 1)
 
     def spread_results(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Results or their gradients, (tokens, heads, head_dim) and (heads, tokens), likewise."""
@@ -176,7 +183,7 @@ class Ulysses(NamedTuple):
 
     def _collect_bias(self, dbias: Tensor, bias: Tensor) -> Tensor:
         if self.bias is not None:
-            rows = self.bias.collect(_rows_first(dbias), self._bias_heads(bias), bias.shape[1])
+            rows = self.bias.collect(_rows_first(dbias), self._own_heads(bias), bias.shape[1])
             return _heads_first(rows, bias.shape[0])
         if bias.shape[1] == 1:
             return dbias
@@ -192,13 +199,14 @@ class Ulysses(NamedTuple):
     def _key_heads(self) -> list[slice]:
         return [share.keys for share in self.shares]
 
-    def _bias_heads(self, bias: Tensor) -> list[slice]:
-        return self._query_heads if bias.shape[1] > 1 else [slice(0, 1)] * len(self.shares)
+    def _own_heads(self, x: Tensor) -> list[slice]:
+        """The heads of every rank in a tensor whose second dimension has all heads or one."""
+        return self._query_heads if x.shape[1] > 1 else [slice(0, 1)] * len(self.shares)
 
 
-def _rows_first(bias: Tensor) -> Tensor:
+def _rows_first(x: Tensor) -> Tensor:
     """(batch, heads, rows, keys) as (batch * rows, heads, keys)."""
-    return bias.transpose(1, 2).flatten(0, 1)
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def _heads_first(rows: Tensor, batch: int) -> Tensor:

@@ -66,6 +66,23 @@ class Ownership(NamedTuple):
         """The positions of a rank's rows of a document."""
         return Positions.of(self.spans(rank, document))
 
+    def first_tokens(self, lengths: Sequence[int]) -> Ownership:
+        """Who owns which of the first ``lengths[d]`` tokens of every document d."""
+        pieces = [
+            [p._replace(stop=min(p.stop, lengths[p.document])) for p in mine]
+            for mine in self.pieces
+        ]
+        return Ownership.of(lengths, [[p for p in mine if p.tokens > 0] for mine in pieces])
+
+    def rows_of_first(self, lengths: Sequence[int], rank: int) -> list[int]:
+        """The rows of a rank's tensor that hold these tokens."""
+        rows: list[int] = []
+        row = 0
+        for document, start, stop in self.pieces[rank]:
+            rows += range(row, row + min(stop, lengths[document]) - start)
+            row += stop - start
+        return rows
+
     def digest(self) -> str:
         """64 hexadecimal digits that differ when ownerships differ."""
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()

@@ -10,33 +10,49 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile import Spans
 from flashtile.distributed import ContextParallel, Layout, context
 from flashtile.dropout import draw_rng_state
+from flashtile.testing.tolerance import assert_close
 
 WAYS = ("contiguous", "zigzag", "documents")
+SCORES = ("bias", "attn_mask")  # added to the scores, with a row for each query or for all
 
 
 class Case:
-    """Random inputs and options, and the call of one process."""
+    """Random inputs and options, and the call of one process.
 
-    def __init__(self, seed: int, ranks: int | None = None) -> None:
+    Args:
+        wanted: the name of an option to use; None draws all of them.
+    """
+
+    def __init__(self, seed: int, ranks: int | None = None, wanted: str | None = None) -> None:
         rng = random.Random(seed)
+
+        def has(name: str, probability: float) -> bool:
+            return rng.random() < probability if wanted is None else name == wanted
+
+        def drawn(name: str, unused: Any, *used: Any) -> Any:
+            choices = [unused, *used] if wanted is None else used
+            return rng.choice(choices) if wanted in (None, name) else unused
+
         self.g = torch.Generator().manual_seed(seed)
         self.seed = seed
         self.ranks = rng.choice([1, 2, 2, 3, 4, 4, 6]) if ranks is None else ranks
         self.ulysses = rng.choice([u for u in range(1, self.ranks + 1) if self.ranks % u == 0])
         self.stages = rng.randint(1, self.ranks // self.ulysses)
         Hk, group, D, Dv = rng.choice([(1, 7, 8, 8), (2, 1, 16, 16), (2, 3, 8, 12), (4, 2, 8, 8)])
-        self.batch = rng.choice([0, 0, 1, 2])
+        self.batch = rng.choice([1, 2] if wanted in (*SCORES, "key_padding_mask") else [0, 0, 1, 2])
         Hq = Hk * group
         self.options: dict[str, Any] = {
-            "causal": rng.random() < 0.6,
-            "window_size": rng.choice([(-1, -1), (20, -1), (9, 4)]),
-            "attention_chunk": rng.choice([0, 0, 16]),
-            "softcap": rng.choice([0.0, 3.0]),
-            "dropout_p": rng.choice([0.0, 0.0, 0.3]),
+            "causal": has("causal", 0.6),
+            "window_size": drawn("window_size", (-1, -1), (20, -1), (9, 4)),
+            "attention_chunk": drawn("attention_chunk", 0, 16),
+            "softcap": drawn("softcap", 0.0, 3.0),
+            "dropout_p": drawn("dropout_p", 0.0, 0.3),
         }
         self.leaves: dict[str, Tensor] = {}
+        self.masks: dict[str, Tensor] = {}  # without gradients
         if self.batch:
             M = rng.choice([1, 17, 64, 130])
             N = rng.choice([M, M, 40])
@@ -46,9 +62,17 @@ class Case:
                 "seq_len_k": N,
             }
             q_shape, k_shape, documents = (self.batch, M), (self.batch, N), self.batch
-            if rng.random() < 0.4:
-                shape = [rng.choice([1, n]) for n in (self.batch, Hq, M, N)]
-                self.leaves["bias"] = self.draw(*shape)
+            sizes = (self.batch, Hq, M, N)
+            for name in ("bias", "attn_mask"):
+                if has(name, 0.3):
+                    self.leaves[name] = self.draw(*(rng.choice([1, n]) for n in sizes))
+            if has("attn_mask", 0.2) and rng.random() < 0.5:
+                self.leaves.pop("attn_mask", None)
+                shape = [rng.choice([1, n]) for n in sizes]
+                self.masks["attn_mask"] = self.draw(*shape) > -0.5
+            if has("key_padding_mask", 0.2):
+                self.masks["key_padding_mask"] = self.draw(self.batch, N) > -0.5
+            counts = ([M] * self.batch, [N] * self.batch)
         else:
             lengths = [rng.choice([0, 1, 7, 33, 64, 129]) for _ in range(rng.randint(1, 4))]
             keys = lengths if rng.random() < 0.7 else [rng.choice([0, 5, 40]) for _ in lengths]
@@ -56,17 +80,28 @@ class Case:
             self.longest = [max(lengths), max(keys)]
             self.layout_options = {"cu_seqlens": self.cu[0], "cu_seqlens_k": self.cu[1]}
             q_shape, k_shape, documents = (sum(lengths),), (sum(keys),), len(lengths)
+            counts = (lengths, keys)
         self.layout_options |= {"way": rng.choice(WAYS), "grain": rng.choice([4, 16, 128])}
         self.leaves |= {
             "q": self.draw(*q_shape, Hq, D),
             "k": self.draw(*k_shape, Hk, D),
             "v": self.draw(*k_shape, Hk, Dv),
         }
-        if rng.random() < 0.3:
+        if has("sink", 0.3):
             self.leaves["sink"] = self.draw(Hq)
-        if rng.random() < 0.3:
+        if has("alibi_slopes", 0.3):
             rows = () if rng.random() < 0.5 else (documents,)
             self.options["alibi_slopes"] = self.draw(*rows, Hq).abs().float()
+        has_score_mask = {"bias", "attn_mask", "key_padding_mask"} & {*self.leaves, *self.masks}
+        for name, limits in zip(("seqused_q", "seqused_k"), counts, strict=True):
+            if not has_score_mask and has(name, 0.25):
+                used = [rng.randint(0, limit) for limit in limits]
+                self.masks[name] = torch.tensor(used, dtype=torch.int32)
+        self.spans: Spans | None = None
+        if has("mask", 0.3):
+            shape = (rng.choice([1, max(self.batch, 1)]), rng.choice([1, Hq]), q_shape[-1])
+            starts = (self.draw(*shape, rng.randint(1, 3)) * 40).int()
+            self.spans = Spans(starts, starts + (self.draw(*starts.shape) * 40).int())
         self.dout = self.draw(*q_shape, Hq, Dv)
         heads_first = (self.batch, Hq, q_shape[-1]) if self.batch else (Hq, q_shape[-1])
         self.dlse = self.draw(*heads_first)
@@ -79,11 +114,12 @@ class Case:
         leaves = {name: x.to(dtype, copy=True) for name, x in self.leaves.items()}
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
         torch.manual_seed(self.seed)
+        options = {**self.options, **self.masks, "mask": self.spans}
         if self.batch:
-            out, lse = flashtile.attention(**leaves, **self.options, return_lse=True)
+            out, lse = flashtile.attention(**leaves, **options, return_lse=True)
         else:
             q, k, v = (leaves.pop(name) for name in "qkv")
-            extra = {**leaves, **self.options}
+            extra = {**leaves, **options}
             out, lse = flashtile.attention_varlen(
                 q, k, v, *self.cu, *self.longest, **extra, return_lse=True
             )
@@ -94,10 +130,11 @@ class Case:
 
     def is_shared(self, name: str) -> bool:
         """Whether the gradient of a tensor is the sum over the ranks, as that of a weight."""
-        return name == "sink" or (name == "bias" and self.leaves["bias"].shape[2] == 1)
+        return name == "sink" or (name in SCORES and self.leaves[name].shape[2] == 1)
 
     def rounded(self, dtype: torch.dtype) -> Case:
-        """The case with numbers that `dtype` has."""
+        """The case with numbers that `dtype` has, for backends of GPUs, which have no spans."""
+        self.spans = None
         self.leaves = {name: x.to(dtype).double() for name, x in self.leaves.items()}
         self.dout = self.dout.to(dtype).double()
         return self
@@ -118,14 +155,19 @@ class Case:
         leaves = {}
         for name, x in self.leaves.items():
             shard = places[name].shard(x) if name in places else x
-            if name == "bias" and x.shape[2] > 1:
+            if name in SCORES and x.shape[2] > 1:
                 shard = layout.shard(x, dim=2)
             leaves[name] = shard.to(device, dtype, copy=True).requires_grad_()
         # A generator of its own: threads share the default one.
         parallel.generator = torch.Generator().manual_seed(self.seed)
-        options = dict(self.options, return_lse=True)
-        if "alibi_slopes" in options:
-            options["alibi_slopes"] = options["alibi_slopes"].to(device)
+        masks = dict(self.masks)
+        if "attn_mask" in masks and masks["attn_mask"].shape[2] > 1:
+            masks["attn_mask"] = layout.shard(masks["attn_mask"], dim=2)
+        options: dict[str, Any] = {**self.options, **masks}
+        options = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
+        options["return_lse"] = True
+        if self.spans is not None:
+            options["mask"] = Spans(*(layout.shard(x, dim=2).to(device) for x in self.spans))
         out, lse = parallel.attention(**leaves, layout=layout, **options)
         dlse = layout.shard(self.dlse, dim=self.dlse.dim() - 1)
         loss(out, lse, layout.shard(self.dout).to(out), dlse.to(lse)).backward()
@@ -133,7 +175,7 @@ class Case:
         for name, x in leaves.items():
             gradient = x.grad if x.grad is not None else torch.zeros_like(x)
             got[name] = places[name].unshard(gradient) if name in places else gradient
-            if name == "bias" and x.shape[2] == layout.local_tokens > 1:
+            if name in SCORES and x.shape[2] == layout.local_tokens > 1:
                 got[name] = layout.unshard(gradient, dim=2)
         return {name: x.cpu() for name, x in got.items()}
 
@@ -159,3 +201,18 @@ def compare(case: Case, results: list[dict[str, Tensor]]) -> None:
         torch.testing.assert_close(
             total, want, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def compare_rounded(case: Case, results: list[dict[str, Tensor]], dtype: torch.dtype) -> None:
+    """Compare what the ranks have computed in `dtype` with one process in float64."""
+    plain = case.whole(dtype)
+    for name, truth in case.whole().items():
+        parts = torch.stack([result[name] for result in results])
+        if not case.is_shared(name):
+            assert_close(name, parts[0], truth, plain[name], dtype=dtype, seed=case.seed)
+            continue
+        # Every rank rounds its part of a sum whose parts may cancel.
+        parts = parts.double()
+        floor = torch.finfo(dtype).eps / 2 * parts.abs().sum(0)
+        total = parts.sum(0)
+        assert_close(name, total, truth, plain[name], floor=floor, dtype=dtype, seed=case.seed)

@@ -11,10 +11,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, on_one_generator
+from cases import Case, compare_rounded, on_one_generator
 
 from flashtile.distributed import ContextParallel
-from flashtile.testing import assert_close
 
 CASES = 40
 
@@ -28,11 +27,7 @@ def random_cases(world: int) -> None:
         mine = case.on_rank(context, dtype, "cuda")
         results: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
         dist.all_gather_object(results, mine)
-        plain = case.whole(dtype)
-        for name, truth in case.whole().items():
-            got = [result[name] for result in results]
-            total = torch.stack(got).sum(0) if case.is_shared(name) else got[0]
-            assert_close(name, total, truth, plain[name], dtype=dtype, seed=seed)
+        compare_rounded(case, results, dtype)
 
 
 if __name__ == "__main__":

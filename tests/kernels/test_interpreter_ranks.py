@@ -18,14 +18,13 @@ from configurations import FULL
 
 from flashtile.backends import triton as backend
 from flashtile.distributed import ContextParallel, executor
-from flashtile.testing import assert_close
 from flashtile.testing.wires import run_ranks
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from distributed.cases import Case
+from distributed.cases import Case, compare_rounded
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -65,8 +64,4 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
     results = run_ranks(
         case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype)
     )
-    plain = case.whole(dtype)
-    for name, truth in case.whole().items():
-        got = [result[name] for result in results]
-        total = torch.stack(got).sum(0) if case.is_shared(name) else got[0]
-        assert_close(name, total, truth, plain[name], dtype=dtype, seed=seed)
+    compare_rounded(case, results, dtype)
