@@ -6,11 +6,12 @@ A backend module has
 - ``unsupported_reasons(problem) -> list[str]``: plain sentences with the value and the limit; empty
   if the backend can run the problem;
 - ``describe_plan(problem) -> str``: what it would run, for `explain`;
-- ``forward(problem, operands) -> (out, lse)``;
+- ``forward(problem, operands, into=None) -> (out, lse)``, written to the tensors `into` if given;
 - ``prepared_forward(problem, tensors) -> run``: ``run(tensors)`` is the forward of calls like one
   that has been made with the operands `tensors`, followed by `NewTokens` if the problem is
   `appending`; None if the backend cannot prepare it;
-- ``backward(problem, operands, out, lse, dout, dlse) -> Gradients``;
+- ``backward(problem, operands, out, lse, dout, dlse, into=None) -> Gradients``, of which `dq` is
+  written to `into` if given;
 - ``probabilities(problem, operands, lse) -> probs``.
 
 A backend whose attention can also append new tokens to a cache has the functions of `Appender`.
@@ -39,6 +40,7 @@ class Gradients(NamedTuple):
 
 
 Tensors = tuple[Tensor | None, ...]
+Results = tuple[Tensor, Tensor]  # (out, lse)
 Run = Callable[[Tensors], tuple[Tensor, Tensor]]
 
 
@@ -53,8 +55,15 @@ class Backend(Protocol):
     def describe_plan(self, problem: AttentionProblem) -> str:
         """What this backend would run."""
 
-    def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+    def forward(
+        self, problem: AttentionProblem, operands: Operands, into: Results | None = None
+    ) -> Results:
+        """(out, lse).
+
+        Args:
+            into: tensors to write them to, with any strides, in the results' dtypes. They hold 0
+                and -inf, which rows of no sequence may keep.
+        """
 
     def prepared_forward(self, problem: AttentionProblem, tensors: Tensors) -> Run | None:
         """The forward of calls whose tensors have the metadata of `tensors`."""
@@ -67,8 +76,14 @@ class Backend(Protocol):
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None,
+        into: Tensor | None = None,
     ) -> Gradients:
-        """Gradients of (out, lse) with cotangents `dout`, `dlse`."""
+        """Gradients of (out, lse) with cotangents `dout`, `dlse`.
+
+        Args:
+            into: a tensor to write dq to, with any strides, in the dtype of `lse`, for a problem
+                that `is_partial`. It holds zeros, which rows of no sequence may keep.
+        """
 
     def probabilities(self, problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
         """Softmax probabilities, negative where dropped."""

@@ -87,14 +87,16 @@ def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tup
         given = _operands(plan, operands, step, keys, values)
         problem = _problem(plan, given, step, is_partial or wants_grad)
         problem = problem._replace(is_partial=is_partial)
-        with autocast_off(q):
-            part_out, part_lse = backends.load(problem.options.backend).forward(problem, given)
         rows, statistics = out[:, step.query_heads], lse[step.query_heads]
-        if not step.is_first:
-            part_out, merged = merge(rows, statistics.mT, part_out, part_lse.mT)
-            part_lse = merged.mT
-        rows.copy_(part_out)
-        statistics.copy_(part_lse)
+        backend = backends.load(problem.options.backend)
+        with autocast_off(q):
+            if step.is_first:
+                backend.forward(problem, given, (rows, statistics))
+                continue
+            part_out, part_lse = backend.forward(problem, given)
+        merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
+        rows.copy_(merged_out)
+        statistics.copy_(merged_lse.mT)
     return out.to(q.dtype), lse
 
 
@@ -126,9 +128,14 @@ def backward(
             results = (out[:, heads], lse[heads], dout[:, heads])
             with autocast_off(q):
                 part = backends.load(problem.options.backend).backward(
-                    problem, given, *results, None if dlse is None else dlse[heads]
+                    problem,
+                    given,
+                    *results,
+                    None if dlse is None else dlse[heads],
+                    dq[:, heads] if step.is_first else None,
                 )
-            dq[:, heads] += part.dq
+            if not step.is_first:
+                dq[:, heads] += part.dq
             dk_part, dv_part = part.dk, part.dv
             if dbias is not None and part.dbias is not None:
                 _add_bias_gradient(dbias, part.dbias, step)

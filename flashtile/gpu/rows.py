@@ -69,13 +69,17 @@ def with_adjacent_elements(x: Tensor) -> Tensor:
 
 
 def with_aligned_rows(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy, whose rows are aligned if they have multiples of `ROW_STEP`
-    elements.
+    """`x`, or a contiguous copy, if `is_in_place` does not hold."""
+    return x if is_in_place(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_in_place(x: Tensor) -> bool:
+    """Whether kernels can read or write the rows where they are: elements are adjacent, and rows
+    are aligned if they have multiples of `ROW_STEP` elements.
     """
-    if x.shape[-1] % ROW_STEP:
-        return with_adjacent_elements(x)
-    is_readable = x.stride(-1) == 1 and has_aligned_rows(x)
-    return x if is_readable else x.clone(memory_format=torch.contiguous_format)
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return False
+    return x.shape[-1] % ROW_STEP > 0 or has_aligned_rows(x)
 
 
 def has_aligned_rows(*tensors: Tensor) -> bool:

@@ -8,6 +8,7 @@ Runs in a separate process, because Triton decides at import whether it interpre
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.backends.triton import plan
+from flashtile.backends.triton import launch, plan
+from flashtile.gpu import relaunch
 
 from .compare import Run, everything, expected
 from .parts import PARTS, Parts, make_parts
@@ -96,6 +98,43 @@ def test_a_part_of_the_heads_in_float32(name: str, seed: int):
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
     """`x` with zeros for the first head."""
     return torch.cat([torch.zeros_like(x), x], dim)
+
+
+@pytest.mark.parametrize(("moved", "splits"), [(0, 1), (1, 1), (0, 3)])
+def test_results_in_given_tensors(
+    moved: int, splits: int, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the kernels cannot write to them: rows that are not aligned, parts to merge."""
+    passes = []
+
+    def run_all(name: str, *call: Any) -> None:
+        passes.append(name)
+        relaunch.run_all(name, *call)
+
+    monkeypatch.setattr(launch, "run_all", run_all)
+    parts = make_parts("one run", torch.float16, seed)
+    operands, options = parts.operands, parts.options._replace(num_splits=splits)
+    problem = AttentionProblem.of(operands, options)._replace(is_partial=True)
+    q = operands.q
+    tokens, heads, head_dim = q.shape
+
+    def view(within: torch.Tensor) -> torch.Tensor:
+        return within[:, 2 : 2 + heads, moved : moved + head_dim]
+
+    all_out, all_dq = torch.zeros(2, tokens, heads + 3, head_dim + moved)
+    all_lse = torch.full((heads + 3, tokens), -torch.inf)
+    out, dq, lse = view(all_out), view(all_dq), all_lse[2 : 2 + heads]
+    want_out, want_lse = backend.forward(problem, operands)
+    assert backend.forward(problem, operands, (out, lse))[0] is out
+    assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
+    call = problem, operands, want_out.half(), want_lse, torch.ones_like(q), None
+    want, got = backend.backward(*call), backend.backward(*call, dq)
+    assert got.dq is dq
+    assert all(torch.equal(*pair) for pair in zip(got[:3], want[:3], strict=True))
+    for whole, mine in ((all_out, out), (all_dq, dq)):  # nothing is written beside it
+        assert whole.count_nonzero() == mine.count_nonzero()
+    assert all_lse.isfinite().sum() == lse.isfinite().sum()
+    assert ("triton forward into given tensors" in passes) == (moved == 0 and splits == 1)
 
 
 def test_dense_parts(seed: int):

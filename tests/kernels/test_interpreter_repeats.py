@@ -181,7 +181,7 @@ def test_parts_of_sequences_are_kernels_of_their_own(repeats: list[Launch], seed
         dout, dlse = torch.ones_like(operands.q), torch.ones(operands.q.shape[1::-1])
         return everything(backend, operands, parts.options, dout, dlse, is_partial=is_partial)
 
-    parts = make_parts("causal", torch.float16, seed)
+    parts = make_parts("one run", torch.float16, seed)
     operands = parts.operands
     whole = operands._replace(q_runs=None, k_runs=None)
     for _ in range(3):
@@ -197,3 +197,19 @@ def test_parts_of_sequences_are_kernels_of_their_own(repeats: list[Launch], seed
     relaunch._compiled.clear()
     for field, x in results(operands._replace(q_runs=moved)).items():
         assert torch.equal(again[field], x), field
+
+
+def test_given_tensors_of_other_strides(repeats: list[Launch], seed: int):
+    """Each layout of the tensors to write to has launches of its own."""
+    operands, options, *_ = make_parts("one run", torch.float32, seed)
+    problem = AttentionProblem.of(operands, options)._replace(is_partial=True)
+    out, lse = backend.forward(problem, operands)
+    dq = backend.backward(problem, operands, out, lse, torch.ones_like(out), None).dq
+    tokens, heads, head_dim = operands.q.shape
+    for step in range(6):
+        views = torch.zeros(2, tokens, heads + step % 2, head_dim)[:, :, :heads].unbind(0)
+        found = torch.full_like(lse, -torch.inf)
+        backend.forward(problem, operands, (views[0], found))
+        assert torch.equal(views[0], out) and torch.equal(found, lse)
+        backend.backward(problem, operands, out, lse, torch.ones_like(out), None, views[1])
+        assert torch.equal(views[1], dq)

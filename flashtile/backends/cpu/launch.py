@@ -15,7 +15,7 @@ from ...problem import (
     lse_shape,
     output_dtype,
 )
-from .. import Gradients
+from .. import Gradients, Results
 from . import float8, native, tiles
 from .plan import Plan, plan_backward, plan_forward
 from .score_function import TileFunction
@@ -32,19 +32,23 @@ class Sums(NamedTuple):
     dcaptured: Tensor | None  # float64, because single values can have as many terms as scores
 
 
-def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
     """(out, lse) of a problem; the strides of the lse may be any."""
     plan = plan_forward(problem)
     q, v = operands.q, operands.v
     statistics = lse_dtype(q.dtype)
     dtype = statistics if problem.is_partial else output_dtype(q.dtype)
     parts = tuple(segments(problem, operands))
-    if len(parts) == 1 and parts[0].has_all_queries:  # no copy into larger tensors needed
+    if (
+        into is None and len(parts) == 1 and parts[0].has_all_queries
+    ):  # no copy into larger tensors needed
         O, L = _segment_forward(problem, operands, parts[0], plan)
         return _as_call(O, dtype), L.to(statistics)
-    # Rows that belong to no segment (padding) keep these values.
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
-    lse = torch.full(lse_shape(operands), -torch.inf, dtype=statistics)
+    if into is None:  # rows that belong to no segment (padding) keep these values
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
+        lse = torch.full(lse_shape(operands), -torch.inf, dtype=statistics)
+    else:
+        out, lse = into
     for segment in parts:
         O, L = _segment_forward(problem, operands, segment, plan)
         segment.queries(out).copy_(O)
@@ -59,6 +63,7 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    into: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a problem, added up in the dtype of `lse`, returned in the operands' dtypes."""
     plan = plan_backward(problem, dlse is not None)
@@ -70,11 +75,12 @@ def backward(
     dcaptured = _zeros_like(operands.captured if with_captured else None, torch.float64)
     sums = Sums(dbias, dsink, dcaptured)
     parts = tuple(segments(problem, operands))
-    if len(parts) == 1 and parts[0].is_whole:  # no copy into larger tensors needed
+    if into is None and len(parts) == 1 and parts[0].is_whole:  # no copy into larger tensors needed
         grads = _segment_backward(problem, operands, parts[0], plan, results, sums)
         dq, dk, dv = (_as_call(g, x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     else:
-        dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
+        dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (k, v))
+        dq = torch.zeros(q.shape, dtype=lse.dtype) if into is None else into
         for segment in parts:
             grads = _segment_backward(problem, operands, segment, plan, results, sums)
             segment.queries(dq).copy_(grads[0])

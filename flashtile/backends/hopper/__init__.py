@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...problem import AttentionProblem, Operands
-from .. import Gradients, Run, Tensors
+from .. import Gradients, Results, Run, Tensors
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
@@ -42,8 +42,12 @@ def describe_plan(problem: AttentionProblem) -> str:
     return f"{plan.describe_forward(problem)}\n{describe_backward(problem)}"
 
 
-def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
     """(out, lse) of a problem."""
+    if into is not None:  # TMA stores would need tensor maps of the views
+        for target, x in zip(into, forward(problem, operands), strict=True):
+            target.copy_(x)
+        return into
     if problem.dtype == float8.DTYPE:
         from .float8 import launch as float8_launch
 
@@ -67,8 +71,9 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    into: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a problem."""
+    """Gradients of a problem; never of a partial one, so `into` is None."""
     from .backward import launch
 
     return launch.backward(problem, operands, out, lse, dout, dlse)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...gpu.hardware import multiprocessors
 from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands
-from .. import Gradients, Run, Tensors
+from .. import Gradients, Results, Run, Tensors
 from . import float8, plan, support
 from .splits import one_program_has_all_queries, splits_of
 
@@ -48,12 +48,14 @@ def describe_plan(problem: AttentionProblem) -> str:
     return plan.describe_plan(problem, splits)
 
 
-def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
     """(out, lse) of a problem."""
     from . import launch
 
     if problem.dtype in FLOAT8:
         problem, operands = float8.over_float8_keys(problem), float8.with_wide_queries(operands)
+    if into is not None:
+        return launch.forward_into(problem, operands, into)
     return launch.forward(problem, operands)
 
 
@@ -101,11 +103,12 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    into: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a problem."""
     from . import launch
 
-    return launch.backward(problem, operands, out, lse, dout, dlse)
+    return launch.backward(problem, operands, out, lse, dout, dlse, into)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from ...gpu.hardware import multiprocessors
 from ...gpu.launch import run
 from ...gpu.memory import filled, uninitialised
 from ...gpu.relaunch import Tensors, allocate_and_run_all, prepared_call, run_all
-from ...gpu.rows import ALIGNMENT, is_aligned
+from ...gpu.rows import ALIGNMENT, is_aligned, is_in_place
 from ...lru import memoised
 from ...problem import AttentionProblem, NewTokens, Operands, lse_shape
-from .. import Gradients, Run
+from .. import Gradients, Results, Run
 from .kernel_launches import (
     BackwardBuffers,
     backward_launches,
@@ -47,6 +47,19 @@ def forward(
     return made[0], made[1]
 
 
+def forward_into(problem: AttentionProblem, operands: Operands, into: Results) -> Results:
+    """`forward`, written to the tensors `into`; a copy where the kernel cannot write to them."""
+    out, lse = into
+    if _splits_of(problem, operands) > 1 or not (is_in_place(out) and lse.is_contiguous()):
+        for target, x in zip(into, forward(problem, operands), strict=True):
+            target.copy_(x)
+        return into
+    call = problem, out.stride(), *(x.data_ptr() % ALIGNMENT for x in into)
+    describe = partial(forward_launches, problem)
+    run_all(f"{PASS} into given tensors", call, tuple(operands), into, describe)
+    return into
+
+
 def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """`forward` of calls like one that has been made with the operands and new tokens `tensors`;
     None if that one was not prepared, as in a workspace."""
@@ -68,12 +81,15 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    into: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a problem; every one is summed in float32 in one fixed order."""
     if operands.page_table is not None or operands.cache_batch_idx is not None:
         return _backward_of_cache(problem, operands, out, lse, dout, dlse)
     key_dtype = torch.float32 if problem.is_partial else operands.k.dtype
-    return _backward(problem, operands, out, lse.contiguous(), dout, dlse, key_dtype)
+    dq = into if into is not None and is_in_place(into) else None
+    found = _backward(problem, operands, out, lse.contiguous(), dout, dlse, key_dtype, dq)
+    return found if into is None or dq is not None else found._replace(dq=into.copy_(found.dq))
 
 
 def _backward(
@@ -84,11 +100,13 @@ def _backward(
     dout: Tensor,
     dlse: Tensor | None,
     key_dtype: torch.dtype,
+    dq: Tensor | None = None,
 ) -> Gradients:
-    made = backward_buffers(problem, operands, lse, key_dtype)
+    made = backward_buffers(problem, operands, lse, key_dtype, dq)
     given = (*operands, out, lse, dout, dlse)
     describe = partial(backward_launches, problem)
-    run_all("triton backward", (problem, key_dtype), given, made, describe)
+    where = None if dq is None else (dq.stride(), dq.data_ptr() % ALIGNMENT)
+    run_all("triton backward", (problem, key_dtype, where), given, made, describe)
     sink = operands.sink
     dsink = None if sink is None else _sink_gradient(sink, lse, made.delta)
     return Gradients(made.dq, made.dk, made.dv, made.dbias, dsink)
@@ -110,13 +128,17 @@ def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tens
 
 def _allocator(problem: AttentionProblem, operands: Operands) -> Callable[[], tuple[Tensor, ...]]:
     """The function that makes `forward_buffers`, for all calls of this kind without a workspace."""
-    aligned, tokens = is_aligned(operands.k, operands.v), operands.q.shape[:-2].numel()
-    splits = _splits(problem, aligned, operands.q.device, tokens)
+    splits = _splits_of(problem, operands)
     new_outputs = _outputs(problem, operands, splits)
     if splits == 1:
         return new_outputs
     new_parts = _parts(problem, operands, splits)
     return lambda: (*new_outputs(), *new_parts())
+
+
+def _splits_of(problem: AttentionProblem, operands: Operands) -> int:
+    aligned, tokens = is_aligned(operands.k, operands.v), operands.q.shape[:-2].numel()
+    return _splits(problem, aligned, operands.q.device, tokens)
 
 
 @memoised(4096)
@@ -158,9 +180,10 @@ def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> NewTen
 
 
 def backward_buffers(
-    problem: AttentionProblem, operands: Operands, lse: Tensor, key_dtype: torch.dtype
-) -> BackwardBuffers:
-    """Memory for the gradients, dk and dv in `key_dtype`, and for delta."""
+    problem: AttentionProblem, operands: Operands, lse: Tensor, key_dtype: torch.dtype,
+    dq: Tensor | None = None,
+) -> BackwardBuffers:  # fmt: skip
+    """Memory for the gradients, dk and dv in `key_dtype`, and for delta; `dq` may be given."""
     q, k, v, bias = operands[:4]
     # Rows that belong to no sequence, or are past a used length, are written by no program.
     partial = problem.layout != "dense" or problem.has_lengths
@@ -168,8 +191,11 @@ def backward_buffers(
     dbias = None
     if bias is not None and problem.bias_needs_grad:
         dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=q.device)
+    if dq is None:
+        dtype = torch.float32 if problem.is_partial else q.dtype
+        dq = make(q.shape, dtype=dtype, device=q.device)
     return BackwardBuffers(
-        make(q.shape, dtype=torch.float32 if problem.is_partial else q.dtype, device=q.device),
+        dq,
         make(k.shape, dtype=key_dtype, device=q.device),
         make(v.shape, dtype=key_dtype, device=q.device),
         dbias,
