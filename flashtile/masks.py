@@ -316,8 +316,9 @@ def _mark(kinds: Tensor, counts: Tensor, indices: Tensor, kind: int) -> None:
     """Write `kind` at the first `counts` of the key-tile `indices` of every query-tile row."""
     slots = torch.arange(indices.shape[-1], device=indices.device)
     used = slots < counts[..., None]
-    # Unused slots hold arbitrary indices; adding their 0 keeps the mark of a used slot.
-    marks = torch.zeros_like(kinds).scatter_add_(-1, indices.long(), used.to(kinds.dtype))
+    # Unused slots hold arbitrary indices, -1 too; adding their 0 keeps the mark of a used slot.
+    tiles = torch.where(used, indices, 0).long()
+    marks = torch.zeros_like(kinds).scatter_add_(-1, tiles, used.to(kinds.dtype))
     kinds[marks > 0] = kind
 
 

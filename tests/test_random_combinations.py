@@ -103,6 +103,7 @@ def options(draw, dropout=True, lengths_used=True):
             ("sink",),
             ("seqused",) if lengths_used else (),
             [name for name in OPTIONS if name.startswith("span")],
+            [name for name in OPTIONS if "score function" in name],
         )
     ]
     tile = draw(st.one_of(st.none(), st.tuples(st.integers(3, 33), st.integers(3, 33))))

@@ -55,7 +55,7 @@ def described(function: ScoreFunction, dtype: torch.dtype, device: torch.device)
         found = _traced(function, dtype, device)
         return _described(found, found.captured, device)
     facts, tensors = known
-    key = (facts, dtype, device, torch.get_default_dtype())
+    key = (facts, dtype, device, torch.get_default_dtype(), torch.get_default_device())
     memo = _traces.get(key)
     if memo is None:
         found = _traced(function, dtype, device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -70,12 +70,13 @@ def _new_facts(x: Any, tensors: list[Tensor], seen: dict[int, int]) -> Iterator[
         yield from (tuple(x.shape), x.dtype, x.device)
     elif type(x) is FunctionType:
         yield x.__code__
-        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        cells = [_content(cell) for cell in x.__closure__ or ()]
         names = sorted(_global_names(x.__code__) & x.__globals__.keys())
         yield from (*names, len(cells))
         for value in (*cells, *(x.__globals__[name] for name in names), x.__defaults__):
             yield from _facts(value, tensors, seen)
         yield from _facts(x.__kwdefaults__, tensors, seen)
+        yield from _facts(x.__dict__, tensors, seen)
     elif type(x) is functools.partial:
         for value in (x.func, x.args, x.keywords):
             yield from _facts(value, tensors, seen)
@@ -90,6 +91,14 @@ def _new_facts(x: Any, tensors: list[Tensor], seen: dict[int, int]) -> Iterator[
             yield from _facts(value, tensors, seen)
     else:
         raise _CannotBeCompared
+
+
+def _content(cell: CellType) -> Any:
+    """The value of a variable of an enclosing function."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        raise _CannotBeCompared from None
 
 
 def _global_names(code: CodeType) -> set[str]:

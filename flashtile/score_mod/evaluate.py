@@ -74,7 +74,7 @@ def _read(line: Line, buffer: Tensor, found: dict[str, Tensor]) -> Tensor:
     """The captured numbers of a line."""
     offset, sizes, *indices = line.arguments
     if not sizes:
-        return buffer[offset].to(line.dtype).view(_ONE)
+        return buffer[offset].to(line.dtype, copy=True).view(_ONE)  # which may be written to
     count = torch.Size(sizes).numel()
     captured = buffer[offset : offset + count].view(sizes)
     try:

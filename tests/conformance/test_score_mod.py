@@ -156,6 +156,17 @@ def test_a_function_of_nothing_but_captured_numbers(seed) -> None:
     torch.testing.assert_close(constant, v.mean(1, keepdim=True).expand_as(out))
 
 
+def test_captured_tensors_are_only_read(seed) -> None:
+    """Even if one is the whole result of a single score, to which a bias is added in place."""
+    q, number = torch.zeros(1, 1, 1, 4), torch.tensor(2.0)
+    bias = torch.ones(1, 1)
+    out, lse = flashtile.attention(
+        q, q, q, bias=bias, score_mod=lambda score, b, h, i, j: number, return_lse=True
+    )
+    assert number == 2
+    assert lse == 3
+
+
 def test_heads_and_sequences_are_counted(seed) -> None:
     """Query heads, not key heads, and sequences of the whole batch, even in large ones."""
     q, k, v = qkv(generator(seed), B=40, M=3, N=4, Hq=6, Hk=2)
@@ -379,11 +390,14 @@ class TestTraces:
         def item(score, b, h, i, j):
             return score * numbers["factor"]
 
+        def own(score, b, h, i, j):
+            return score * own.factor
+
         for new in (2.0, 3.0, 3, True, torch.tensor(0.5), torch.ones(2)[0]):
-            factor = _factor = holder.factor = numbers["factor"] = new
+            factor = _factor = holder.factor = own.factor = numbers["factor"] = new
             default.__defaults__ = (new,)
             wanted = flashtile.attention(self.q * new, self.k, self.v)
-            for function in (enclosing, of_module, default, attribute, item):
+            for function in (enclosing, of_module, default, attribute, item, own):
                 for _ in range(2):
                     out = flashtile.attention(self.q, self.k, self.v, score_mod=function)
                     torch.testing.assert_close(out, wanted, msg=f"{function} {new}")

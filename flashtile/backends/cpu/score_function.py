@@ -41,10 +41,10 @@ class TileFunction(NamedTuple):
         )
 
     def scores(self, S: Tensor, rows: tuple[int, int], run: KeyRun) -> Tensor:
-        """The function of the scores S (batch, heads, rows, keys), in a tensor of its own."""
+        """The function of the scores S (batch, heads, rows, keys)."""
         found = evaluate(self.program, self._inputs(S, rows, run), self.values, self.integers)
         result = found[self.program.result]
-        return result.clone() if result is S else result.expand(S.shape).contiguous()
+        return result.expand(S.shape).contiguous()
 
     def gradient(
         self, S: Tensor, dS: Tensor, rows: tuple[int, int], run: KeyRun, dcaptured: Tensor | None
