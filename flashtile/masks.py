@@ -19,9 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .block_tiles import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Where,
+    classified,
+    drawing,
+    function_of_tiles,
+    groups,
+    rows_and_keys,
+)
 from .positions import Positions
-
-EMPTY, FULL, PARTIAL = 0, 1, 2
 
 
 class Window(NamedTuple):
@@ -175,6 +184,9 @@ class BlockMask:
     of the mask. A call with more is refused. A mask with batch or head size 1 is shared over that
     dimension. It is combined (AND) with every other mask option of the call.
 
+    Masks of equal lengths and tile sizes can be combined with ``&`` and ``|``, and ``~`` inverts
+    one; their batch and head sizes broadcast. ``print(mask)`` draws the tiles.
+
     Attributes:
         kinds: uint8 (batch or 1, heads or 1, ceil(M / BM), ceil(N / BN)); 0 empty, 1 full, 2
             partial.
@@ -266,23 +278,139 @@ class BlockMask:
         if flex_mask.full_kv_num_blocks is not None:
             _mark(kinds, flex_mask.full_kv_num_blocks, flex_mask.full_kv_indices, FULL)
 
-        # mask_mod is a function of four scalars; three nested vmaps evaluate it on (P, BM, BN).
-        over_keys = torch.vmap(flex_mask.mask_mod, in_dims=(None, None, None, 0))
-        over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
-        over_tiles = torch.vmap(over_rows, in_dims=(0, 0, 0, 0), chunk_size=64)
+        evaluate = function_of_tiles(flex_mask.mask_mod, (M, N), (BM, BN))
+        tiles = [torch.zeros(0, BM, BN, dtype=torch.bool, device=kinds.device)]
+        tiles += [evaluate(where).bool() for where in groups(kinds == PARTIAL, (BM, BN))]
+        return _with_partial_tiles(kinds, lambda _: torch.cat(tiles), (M, N))
 
-        def evaluate(where: tuple[Tensor, ...]) -> Tensor:
-            b, h, m, n = where
-            device = kinds.device
-            # Rows and keys past the end are never used. They are clamped because `mask_mod` may
-            # index a captured tensor with them.
-            rows = (m[:, None] * BM + torch.arange(BM, device=device)).clamp(max=M - 1)
-            keys = (n[:, None] * BN + torch.arange(BN, device=device)).clamp(max=N - 1)
-            if b.numel() == 0:
-                return torch.zeros(0, BM, BN, dtype=torch.bool, device=device)
-            return over_tiles(b, h, rows, keys).expand(-1, BM, BN).bool()
+    @staticmethod
+    def from_function(
+        mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+        lengths: tuple[int, int],
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        tile_size: tuple[int, int] = (128, 128),
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
+        """Evaluate a function on every tile, a few tiles at a time.
 
-        return _with_partial_tiles(kinds, evaluate, (M, N))
+        Args:
+            mask_mod: ``mask_mod(b, h, i, j)``, whether query i sees key j, as in FlexAttention. It
+                gets scalar int64 tensors, returns a scalar bool tensor, and runs under
+                `torch.vmap`; it may index tensors on `device`.
+            lengths: (M, N), the queries and keys that the mask is for.
+            batch, heads: 1 for a mask that all sequences, or all heads, share.
+            tile_size: (BM, BN), rows and keys of a tile.
+            device: where to evaluate and keep the mask; PyTorch's default device by default.
+
+        The host waits for a GPU. Memory holds the partial tiles and a bounded number of others. Use
+        it outside of ``torch.compile``, and reuse the result.
+
+        Raises:
+            TypeError: `mask_mod` does not return a bool tensor.
+            ValueError: `mask_mod` returns a tensor that is not a scalar, or a size is not a
+                positive int.
+        """
+        BM, BN = tile_size = _checked_tile_size(tile_size)
+        M, N = lengths = _checked_pair("lengths", lengths, "(queries, keys)")
+        for name, size in (("batch", batch), ("heads", heads)):
+            if not isinstance(size, int) or size <= 0:
+                raise ValueError(f"{name}: got {size!r}, want a positive integer")
+
+        def checked(*numbers: Tensor) -> Tensor:
+            visible = mask_mod(*numbers)
+            if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+                got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
+                raise TypeError(f"mask_mod: got a result of {got}, want a tensor of torch.bool")
+            if visible.dim():
+                raise ValueError(
+                    f"mask_mod: got a result of shape {tuple(visible.shape)}, want a scalar: "
+                    "whether one query sees one key"
+                )
+            return visible
+
+        device = torch.get_default_device() if device is None else device
+        kinds = torch.zeros(
+            batch, heads, -(-M // BM), -(-N // BN), dtype=torch.uint8, device=device
+        )
+        evaluate = function_of_tiles(checked, lengths, tile_size)
+        undecided = torch.ones_like(kinds, dtype=torch.bool)
+        return BlockMask(*classified(kinds, undecided, evaluate, tile_size), lengths)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        return self._combined(other, torch.logical_and)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        return self._combined(other, torch.logical_or)
+
+    def __invert__(self) -> BlockMask:
+        kinds = torch.where(self.kinds == PARTIAL, PARTIAL, (self.kinds == EMPTY).to(torch.uint8))
+        return BlockMask(kinds, self.partial_index, ~self.partial_tiles, self.lengths)
+
+    def _combined(
+        self, other: BlockMask, operator: Callable[[Tensor, Tensor], Tensor]
+    ) -> BlockMask:
+        """`operator` element by element; tiles that are partial in neither mask are not read."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if (self.lengths, self.tile_size) != (other.lengths, other.tile_size):
+            raise ValueError(
+                f"block masks: got lengths {self.lengths} and {other.lengths} with tiles of "
+                f"{self.tile_size} and {other.tile_size}, want equal ones"
+            )
+        masks = self._expanded(other), other._expanded(self)
+        kinds = operator(*(mask.kinds == FULL for mask in masks)).to(torch.uint8)
+        undecided = (masks[0].kinds == PARTIAL) | (masks[1].kinds == PARTIAL)
+
+        def evaluate(where: Where) -> Tensor:
+            return operator(*(mask._elements(where) for mask in masks))
+
+        return BlockMask(*classified(kinds, undecided, evaluate, self.tile_size), self.lengths)
+
+    def _expanded(self, other: BlockMask) -> BlockMask:
+        """The same mask with batch and head sizes broadcast to those of `other`."""
+        sizes = torch.broadcast_shapes(self.kinds.shape, other.kinds.shape)
+        index = self.partial_index.expand(sizes)
+        return BlockMask(self.kinds.expand(sizes), index, self.partial_tiles, self.lengths)
+
+    def _elements(self, where: Where) -> Tensor:
+        """Tiles by their numbers, bool (P, BM, BN), with the last row and key repeated."""
+        kinds, tile = self.kinds[where], self.partial_index[where].long().clamp(min=0)
+        whole = (kinds == FULL)[:, None, None].expand(-1, *self.tile_size)
+        if not len(self.partial_tiles):
+            return whole
+        BM, BN = self.tile_size
+        rows, keys = rows_and_keys(where, self.lengths, self.tile_size)
+        index = tile[:, None, None], (rows % BM)[:, :, None], (keys % BN)[:, None, :]
+        return torch.where((kinds == PARTIAL)[:, None, None], self.partial_tiles[index], whole)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask on another device."""
+        return BlockMask(
+            self.kinds.to(device),
+            self.partial_index.to(device),
+            self.partial_tiles.to(device),
+            self.lengths,
+        )
+
+    def sparsity(self) -> float:
+        """Percentage of tiles that are empty and skipped, as FlexAttention counts it. The host
+        waits for a GPU.
+        """
+        return 100 * (self.kinds == EMPTY).double().mean().item()
+
+    def __repr__(self) -> str:
+        batch, heads = self.kinds.shape[:2]
+        return (
+            f"BlockMask(batch={batch}, heads={heads}, lengths={self.lengths}, "
+            f"tile_size={self.tile_size}, device={str(self.kinds.device)!r})"
+        )
+
+    def __str__(self) -> str:
+        """The mask of the first sequence and head: full tiles are blocks, partial ones shaded."""
+        head = f"{self!r}, {self.sparsity():.1f} % of the tiles are empty"
+        return f"{head}\n{drawing(self.kinds[0, 0])}"
 
     def to_dense(self, M: int, N: int) -> Tensor:
         """The mask, element by element: bool (batch or 1, heads or 1, M, N), True where visible.
@@ -306,9 +434,13 @@ def _four_dimensional(x: Tensor, name: str) -> Tensor:
 
 
 def _checked_tile_size(tile_size: tuple[int, int]) -> tuple[int, int]:
-    pair = tuple(tile_size) if isinstance(tile_size, (tuple, list)) else ()
+    return _checked_pair("tile_size", tile_size, "(rows, keys)")
+
+
+def _checked_pair(name: str, sizes: tuple[int, int], meaning: str) -> tuple[int, int]:
+    pair = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(size, int) and size > 0 for size in pair):
-        raise ValueError(f"tile_size: got {tile_size!r}, want two positive integers (rows, keys)")
+        raise ValueError(f"{name}: got {sizes!r}, want two positive integers {meaning}")
     return pair[0], pair[1]
 
 
