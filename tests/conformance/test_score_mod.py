@@ -160,7 +160,7 @@ def test_captured_tensors_are_only_read(seed) -> None:
     """Even if one is the whole result of a single score, to which a bias is added in place."""
     q, number = torch.zeros(1, 1, 1, 4), torch.tensor(2.0)
     bias = torch.ones(1, 1)
-    out, lse = flashtile.attention(
+    _, lse = flashtile.attention(
         q, q, q, bias=bias, score_mod=lambda score, b, h, i, j: number, return_lse=True
     )
     assert number == 2
