@@ -248,6 +248,7 @@ class Step(NamedTuple):
     tile: tuple[int, int] | None  # its first query and its first key
     moved: int  # numbers, since the start
     memory: dict[str, tuple[int, int]]  # what fast memory holds, and its shape
+    loops: str  # the variables that count
     is_score: bool
     shown: list[tuple[int, str, Any]]  # row, field, value
 
@@ -333,7 +334,9 @@ def steps(algorithm: Algorithm, problem: Problem) -> Iterator[Step]:
                     shown += [(row, name, x) for row, x in zip(numbers, values, strict=True)]
         is_placed = tile.keys() >= ({"rows", "cols"} if algorithm.outer else {"cols"})
         place = (rows[0], cols[0]) if is_placed else None
-        yield Step(line, place, moved, dict(memory), is_score, shown)
+        counters = {x: variables.get(x) for x in ("step", "rank", "i", "j")}
+        loops = ", ".join(f"{x} = {n}" for x, n in counters.items() if isinstance(n, int))
+        yield Step(line, place, moved, dict(memory), loops, is_score, shown)
 
 
 def _positions(indices: slice | Tensor, length: int) -> list[int]:
@@ -382,12 +385,15 @@ def run(name: str, problem: Problem) -> dict[str, Any]:
     M, N = problem.visible.shape
     fields = list(algorithm.fields)
     memories: list[list[Any]] = []
+    loops: list[str] = []
     latest: dict[tuple[int, str], Any] = {}
     played = []
     for step in steps(algorithm, problem):
         memory = [[name, *shape] for name, shape in step.memory.items()]
         if memory not in memories:
             memories.append(memory)
+        if step.loops not in loops:
+            loops.append(step.loops)
         changed = []
         for row, field, value in step.shown:
             value = rounded(value)
@@ -395,9 +401,8 @@ def run(name: str, problem: Problem) -> dict[str, Any]:
                 latest[row, field] = value
                 changed.append([row, fields.index(field), value])
         place = step.tile or (-1, -1)
-        played.append(
-            [step.line, *place, step.moved, memories.index(memory), int(step.is_score), changed]
-        )
+        held, counted = memories.index(memory), loops.index(step.loops)
+        played.append([step.line, *place, step.moved, held, counted, int(step.is_score), changed])
     return {
         "rows": rows,
         "cols": cols,
@@ -407,6 +412,7 @@ def run(name: str, problem: Problem) -> dict[str, Any]:
         "reference": rounded(known[algorithm.result].tolist()),
         "standard": standard_traffic(name, M, N),
         "memories": memories,
+        "loops": loops,
         "steps": played,
     }
 

@@ -18,7 +18,8 @@ import torch
 from examples.learn import flash_attention_1, traffic
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 NAMES = ("standard", "fa1", "fa2", "split", "backward", "ring")
 
 
@@ -103,7 +104,8 @@ def opened(page: Path, fragment: str = "") -> tuple[str, list[str]]:
         pytest.skip("no Chromium on the path")
     run = subprocess.run(
         [
-            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            "--enable-logging=stderr",
             f"--user-data-dir={page.parent}/profile", "--virtual-time-budget=60000", "--dump-dom",
             f"{page.as_uri()}{fragment}",
         ],
@@ -163,6 +165,49 @@ def test_an_address_plays_by_itself(page: Path):
     assert finished and float(finished[1]) < 1e-5
     assert "Largest difference from the definition" in document
     assert len(re.findall(r'class="v-tile [^"]*v-scored', document)) == 3  # of four, one is hidden
+
+
+KEYS = """
+<script>
+(async () => {
+  const player = window.attentionVisualiser;
+  await player.ready;
+  await player.choose({ algorithm: "fa2", mask: "causal", lengths: "8x8", tiles: "4x4" });
+  const root = document.getElementById("visualiser");
+  const form = root.querySelector("form");
+  const where = () => `${form.elements.step.value}/${form.elements.row.value}`;
+  const seen = [where()];
+  for (const key of ["ArrowRight", "ArrowRight", "ArrowLeft", "ArrowDown", "End", "Home"]) {
+    root.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+    seen.push(where());
+  }
+  root.querySelectorAll(".v-cell")[8 * 6 + 2].dispatchEvent(new MouseEvent("click"));
+  seen.push(where());
+  root.querySelector("[data-do=tile]").click();
+  seen.push(root.querySelector(".v-active").style.display === "" ? "tile" : "no tile");
+  form.elements.mask.value = "full";
+  form.elements.mask.dispatchEvent(new Event("change"));
+  await new Promise((resolve) => setTimeout(resolve, 100));
+  seen.push(location.hash);
+  const shown = Object.assign(document.createElement("pre"), { id: "report" });
+  shown.textContent = JSON.stringify(seen);
+  document.body.append(shown);
+})();
+</script>
+"""
+
+
+def test_keys_touch_and_buttons(page: Path):
+    pressed = page.with_name("keys.html")
+    pressed.write_text(page.read_text(encoding="utf-8") + KEYS, encoding="utf-8")
+    document, console = opened(pressed)
+    assert console == []
+    seen = json.loads(html.unescape(re.search(r'<pre id="report">(.*?)</pre>', document)[1]))
+    *steps, tile, address = seen
+    assert steps[:5] == ["0/0", "1/0", "2/0", "1/0", "1/1"]
+    assert int(steps[5].split("/")[0]) > 30 and steps[6:] == ["0/1", "0/6"]
+    assert tile == "tile"
+    assert address.startswith("#algorithm=fa2&mask=full&lengths=8x8&tiles=4x4&step=0")
 
 
 def test_an_address_may_hold_anything(page: Path):

@@ -41,8 +41,10 @@
   }
 
   function stepOf(number) {
-    const [line, i, j, moved, memory, isScore, shown] = run.steps[number];
-    return { line, i, j, moved, memory: run.memories[memory], isScore, shown };
+    const [line, i, j, moved, memory, loops, isScore, shown] = run.steps[number];
+    return {
+      line, i, j, moved, memory: run.memories[memory], loops: run.loops[loops], isScore, shown,
+    };
   }
 
   function advance() {
@@ -223,7 +225,8 @@
     renderRow();
     renderCode(step);
     form.elements.step.value = state.step;
-    find(".v-position").textContent = `step ${counted(state.step + 1)} of ${counted(last + 1)}`;
+    const position = `step ${counted(state.step + 1)} of ${counted(last + 1)}`;
+    find(".v-position").textContent = step.loops ? `${position}; ${step.loops}` : position;
     const verdict = find(".v-verdict");
     const apart = state.step === last ? difference() : null;
     verdict.textContent = apart === null

@@ -5,28 +5,20 @@ from __future__ import annotations
 import importlib
 import io
 import os
-from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lessons import LENGTHS, assert_both_passes
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from examples.learn import first_kernels, triton_attention
-from flashtile.testing import (
-    assert_close,
-    attention_reference,
-    floor_of,
-    generator,
-    rounding_variance,
-)
+from flashtile.testing import generator
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("gpu-programming", "triton-kernels")
@@ -72,31 +64,11 @@ def test_matmul():
     torch.testing.assert_close(found, a @ b)
 
 
-def run(attend: Callable[..., Tensor], inputs: Sequence[Tensor], dO: Tensor) -> list[Tensor]:
-    """O, dQ, dK and dV."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    O = attend(*leaves)
-    return [O.detach(), *torch.autograd.grad(O, leaves, dO.to(O))]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize(("M", "N"), [(70, 70), (40, 100), (100, 40), (1, 65)])
+@pytest.mark.parametrize(("M", "N"), LENGTHS)
 def test_attention(M: int, N: int, dtype: torch.dtype, causal: bool, seed: int):
-    inputs = [torch.randn(2, length, 16).to(dtype) for length in (M, N, N)]
-    dO = torch.randn(2, M, 16).to(dtype)
-    attend = triton_attention.TritonAttention.apply
-    found = run(lambda *qkv: attend(*qkv, causal), inputs, dO)
-
-    def reference(*qkv: Tensor, **how: Any) -> Tensor:  # the lesson's heads are its batch
-        return attention_reference(*(x[:, :, None] for x in qkv), causal=causal, **how).out[:, :, 0]
-
-    wide = [x.double() for x in inputs]
-    truth = run(reference, wide, dO)
-    plain = run(partial(reference, compute_dtype=dtype), inputs, dO)
-    variance = run(partial(reference, attend=rounding_variance(dtype)), wide, dO)
-    for name, *results in zip(("O", "dQ", "dK", "dV"), found, truth, plain, variance, strict=True):
-        assert_close(name, *results[:3], floor=floor_of(results[3]), dtype=dtype, seed=seed)
+    assert_both_passes("cpu", M, N, dtype, causal, seed)
 
 
 def test_attention_refuses_other_shapes():
