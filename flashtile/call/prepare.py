@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import current_layout
 from ..autocast import cast_input, is_autocasting
 from ..backends import PreparedForward
 from ..masks import BlockMask
@@ -82,7 +83,9 @@ def prepare(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
         NotImplementedError: no backend can run the call; the message lists each with its reasons.
+        RuntimeError: a layout of context parallelism is in force.
     """
+    current_layout.refuse_local_attention()
     qkv, layout, given = _read(qkv, layout, given)
     compiling = torch.compiler.is_compiling()
     explains = not compiling and this_thread.explains

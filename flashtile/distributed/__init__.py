@@ -11,6 +11,7 @@
 """
 
 from .context import ContextParallel, Mask
-from .layout import Layout, shift_labels
+from .layout import Layout
+from .model_inputs import shift_labels
 
 __all__ = ["ContextParallel", "Layout", "Mask", "shift_labels"]

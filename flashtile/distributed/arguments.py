@@ -96,7 +96,7 @@ def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor 
     masks = {name: options[name] for name in SCORE_MASKS if options.get(name) is not None}
     if not masks:
         return None
-    if not layout.batch:
+    if not layout.sequences:
         raise NotImplementedError(f"{next(iter(masks))}: got packed documents, want a dense batch")
     for name in USED:
         if options.get(name) is not None:
@@ -104,9 +104,9 @@ def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor 
                 f"{name}: got it together with {next(iter(masks))}, which context parallelism does "
                 "not combine; hide the padding in the mask"
             )
-    sizes = (layout.batch, q.shape[-2], layout.local_tokens, layout.keys.lengths[0])
+    sizes = (layout.sequences, q.shape[-2], layout.local_tokens, layout.keys.lengths[0])
     bias = as_bias(q, sizes, **masks)
-    rows = layout.queries.tokens(layout.rank) // layout.batch
+    rows = layout.queries.tokens(layout.rank) // layout.sequences
     return bias[:, :, :rows] if bias.shape[2] > 1 else bias
 
 
@@ -122,9 +122,9 @@ def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:
     checks.spans(mask, q)
     if mask is None:
         return None
-    rows = layout.queries.tokens(layout.rank) // max(layout.batch, 1)
+    rows = layout.queries.tokens(layout.rank) // max(layout.sequences, 1)
     mine = Spans(*(x[:, :, :rows] for x in mask))
-    return mine.pack(layout.batch) if layout.batch else mine
+    return mine.pack(layout.sequences) if layout.sequences else mine
 
 
 def kind(name: str, x: Any) -> Any:

@@ -223,6 +223,7 @@ class ContextParallel:
                 self.wire, lambda: self._prepared((q, k, v), layout, backend, options, return_lse)
             )
             layout.agreed.add(key)
+        layout.calls += 1
         out, lse = self._run(call, layout, return_lse)
         return (out, lse) if return_lse else out
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import current_layout
+from .agreement import agreed
+from .model_inputs import local_inputs
 from .ownership import Ownership
 from .wire import Wire
 
@@ -18,10 +23,14 @@ class Layout:
     A shard is padded at its end to the length of the longest one, so that all ranks have shards of
     one shape. Attention ignores the padding and returns zeros for it.
 
+    Inside `with layout:` the attention of flashtile's own modules and models, and of transformers
+    models that use flashtile, is attention over all ranks. Any other call of flashtile's attention
+    raises there, and so does a block that ends without a call over all ranks.
+
     Attributes:
         context: the `ContextParallel` that made it, which imports this module.
         queries, keys: the ownership of queries and keys; the same one for self-attention.
-        batch: sequences of a dense batch; 0 for packed documents.
+        sequences: of a dense batch; 0 for packed documents.
         local_tokens: rows of a shard, padding included: of each sequence of a dense batch, or of
             all packed documents together.
         positions: (local_tokens,) int64, the position of each row in its document, for rotary
@@ -36,10 +45,10 @@ class Layout:
         wire: Wire,
         queries: Ownership,
         keys: Ownership,
-        batch: int,
+        sequences: int,
         local_tokens: tuple[int, int],
     ) -> None:
-        self.context, self.wire, self.batch = context, wire, batch
+        self.context, self.wire, self.sequences = context, wire, sequences
         self.queries, self.keys = queries, keys
         self.local_tokens, self.local_keys = local_tokens
         self.rank = wire.rank
@@ -48,9 +57,15 @@ class Layout:
         counts = [queries.positions(self.rank, d).length for d in documents]
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
         self.agreed: set[Any] = set()  # the kinds of calls that all ranks have compared
+        self.calls = 0  # of attention over all ranks
+        self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
 
     def __repr__(self) -> str:
-        what = f"{self.batch} sequences" if self.batch else f"{len(self.queries.lengths)} documents"
+        what = (
+            f"{self.sequences} sequences"
+            if self.sequences
+            else f"{len(self.queries.lengths)} documents"
+        )
         return (
             f"Layout({what}, {sum(self.queries.lengths)} tokens on {self.queries.ranks} ranks, "
             f"{self.local_tokens} rows on each)"
@@ -94,41 +109,110 @@ class Layout:
             )
         return _Unshard.apply(x, self, dim)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole batch of tokens; packed documents are one row."""
+        return max(self.sequences, 1), self._whole()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, over all ranks."""
+        return max(self.queries.lengths, default=0)
+
+    def batch(self, **tensors: Tensor) -> dict[str, Any]:
+        """This rank's keyword arguments of a transformers model, from those of the whole batch.
+
+        Args:
+            tensors: `input_ids`, `labels` (not shifted) and others that have a token in dimension
+                1, such as `inputs_embeds`: (batch, seq, ...), or (1, tokens, ...) for packed
+                documents. An `attention_mask` without padding may be among them.
+
+        Returns:
+            The shards, and `position_ids`. With `labels` also
+
+            - `shift_labels`: for each of this rank's tokens the label of the next token, which may
+              be on another rank; -100 at the end of a document and at padding;
+            - `num_items_in_batch`: the number of labels of the whole batch, so that the losses of
+              all ranks, and their gradients, sum up to those of one process;
+            - `labels`: without elements. They ask a model for its loss, which then reads
+              `shift_labels`; a loss that does not know `shift_labels` fails on them.
+
+        Raises:
+            ValueError: a tensor has another number of tokens, or the layout makes it.
+            NotImplementedError: the `attention_mask` has padding.
+        """
+        ends = None if self.sequences else [0, *accumulate(self.queries.lengths)]
+        return local_inputs(self, ends, tensors)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`ContextParallel.attention` in this layout, without the log-sum-exp."""
+        out: Tensor = self.context.attention(q, k, v, self, **options)
+        return out
+
+    def together(self, what: str, check: Callable[[], None]) -> None:
+        """Run `check`. When all ranks do this for the first time, they compare whether it raises,
+        and raise the same error."""
+        if what in self.agreed:
+            check()
+            return
+
+        def prepare() -> tuple[None, dict[str, Any]]:
+            check()
+            return None, {}
+
+        agreed(self.wire, prepare)
+        self.agreed.add(what)
+
+    def __enter__(self) -> Layout:
+        block = current_layout.in_force(self)
+        block.__enter__()
+        self._blocks.append((block, self.calls))
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        block, calls = self._blocks.pop()
+        block.__exit__(None, None, None)
+        if error is None and self.calls == calls:
+            raise RuntimeError(
+                "with layout: no attention over all ranks was called inside the block; does the "
+                "model use flashtile? Other attention sees only the tokens of this rank"
+            )
+
     def without_padding(self, name: str, x: Tensor, holders: Ownership, rows: int) -> Tensor:
         """A shard (batch, rows, heads, head_dim) or (rows, heads, head_dim) as packed tokens.
 
         Raises:
             ValueError: it has another shape.
         """
-        want = (self.batch, rows) if self.batch else (rows,)
+        want = (self.sequences, rows) if self.sequences else (rows,)
         if x.dim() != len(want) + 2 or tuple(x.shape[: len(want)]) != want:
             shape = ", ".join(map(str, (*want, "heads", "head_dim")))
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({shape}) in this layout")
         tokens = holders.tokens(self.rank)
-        return x[:, : tokens // self.batch].flatten(0, 1) if self.batch else x[:tokens]
+        return x[:, : tokens // self.sequences].flatten(0, 1) if self.sequences else x[:tokens]
 
     def with_padding(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Results for packed tokens, (tokens, heads, head_dim) and (heads, tokens), as a shard."""
-        if self.batch:
-            sizes = (self.batch, out.shape[0] // self.batch)
+        if self.sequences:
+            sizes = (self.sequences, out.shape[0] // self.sequences)
             out = out.unflatten(0, sizes).transpose(0, 1)
             lse = lse.unflatten(1, sizes).transpose(0, 1)
         missing = self.local_tokens - out.shape[0]
         if missing:
             out = torch.cat([out, out.new_zeros(missing, *out.shape[1:])])
             lse = torch.cat([lse, lse.new_full((*lse.shape[:-1], missing), -torch.inf)], -1)
-        return (out.transpose(0, 1), lse) if self.batch else (out, lse)
+        return (out.transpose(0, 1), lse) if self.sequences else (out, lse)
 
     def _token_dim(self) -> int:
-        return 1 if self.batch else 0
+        return 1 if self.sequences else 0
 
     def _whole(self) -> int:
-        return self.queries.lengths[0] if self.batch else sum(self.queries.lengths)
+        return self.queries.lengths[0] if self.sequences else sum(self.queries.lengths)
 
     def _rows(self, rank: int) -> Tensor:
         """A rank's rows without padding, as indices into the token dimension of the whole."""
         pieces = self.queries.pieces[rank]
-        if self.batch:  # every sequence is cut alike
+        if self.sequences:  # every sequence is cut alike
             pieces = tuple(piece for piece in pieces if piece.document == 0)
         starts = torch.tensor([0, *self.queries.lengths]).cumsum(0).tolist()
         parts = [torch.arange(p.start, p.stop) + starts[p.document] for p in pieces]
@@ -137,7 +221,7 @@ class Layout:
     def _positions(self) -> Tensor:
         """The position of every row in its document, without padding."""
         pieces = self.queries.pieces[self.rank]
-        if self.batch:
+        if self.sequences:
             pieces = tuple(piece for piece in pieces if piece.document == 0)
         return torch.cat([*(torch.arange(p.start, p.stop) for p in pieces), torch.arange(0)])
 
@@ -165,23 +249,3 @@ class _Unshard(torch.autograd.Function):
 
 def _padded(x: Tensor, length: int, fill: int) -> Tensor:
     return torch.cat([x, x.new_full((length - x.shape[0],), fill)])
-
-
-def shift_labels(
-    labels: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None, ignore_index: int = -100
-) -> Tensor:
-    """Each token's label becomes that of the next token: what a causal language model predicts.
-
-    Do this to whole sequences, before they are sharded: the next token may be on another rank.
-
-    Args:
-        labels: (batch, seq), or (tokens,) or (1, tokens) with `cu_seqlens`.
-        cu_seqlens: where packed documents begin; the last token of each is ignored.
-        ignore_index: the label of tokens without a next one.
-    """
-    shifted = torch.full_like(labels, ignore_index)
-    shifted[..., :-1] = labels[..., 1:]
-    if cu_seqlens is not None:
-        ends = torch.as_tensor(cu_seqlens, device=labels.device).long()[1:] - 1
-        shifted[..., ends[ends >= 0]] = ignore_index
-    return shifted

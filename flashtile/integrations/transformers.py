@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen, attention_with_kvcache
 from ..call.attn_mask import options_of
+from ..current_layout import get as current_layout
 from .transformers_version import requirement, too_old
 
 try:
@@ -34,6 +35,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.utils import logging
 
+    from . import transformers_layouts
     from .transformers_loader import LoaderChangedError, patch_loader
     from .transformers_masks import (
         Packing,
@@ -49,7 +51,6 @@ try:
         restarting_positions,
         short_form,
     )
-    from .transformers_masks import attention_mask as mask_function
 except ImportError as error:
     raise requirement() or error from error
 
@@ -126,7 +127,7 @@ def _register(name: str) -> str:
             return _register(public)
         _register_paged(name)
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, mask_function)
+    AttentionMaskInterface.register(name, transformers_layouts.attention_mask)
     _registered.add(name)
     return name
 
@@ -221,23 +222,27 @@ def attention_forward(
     # Transformers counts the query itself as part of the window.
     side = -1 if sliding_window is None else sliding_window - 1
     q, k, v = _inputs(query, key, value)
-    call = _Call(
-        q,
-        k,
-        v,
-        pattern=Pattern(causal=bool(causal), window_size=(side, side)),
-        bias=position_bias,
-        chosen=chosen_keys(module, q, k, indices, block_indices),
-        sinks=sinks,
-        numbers={
-            "softmax_scale": scaling,
-            "softcap": softcap or 0.0,
-            "sink": s_aux,
-            "dropout_p": dropout,
-            "deterministic": _deterministic(options.get("deterministic")),
-        },
-    )
-    return _attend(call, attention_mask, lengths, options.get("position_ids")), None
+    pattern = Pattern(causal=bool(causal), window_size=(side, side))
+    position_ids = options.get("position_ids")
+    numbers = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sink": s_aux,
+        "dropout_p": dropout,
+        "deterministic": _deterministic(options.get("deterministic")),
+    }
+    layout = current_layout()
+    if layout is not None:
+        refused = {"position_bias": position_bias, "sinks": sinks, "indices": indices}
+        refused |= {"block_indices": block_indices, "cu_seq_lens_q": options.get("cu_seq_lens_q")}
+        out = transformers_layouts.attend(
+            layout, (q, k, v), attention_mask, pattern, numbers, position_ids, refused
+        )
+        return out, None
+    transformers_layouts.refuse_forgotten_layout(position_ids)
+    chosen = chosen_keys(module, q, k, indices, block_indices)
+    call = _Call(q, k, v, pattern, position_bias, chosen, sinks, numbers)
+    return _attend(call, attention_mask, lengths, position_ids), None
 
 
 def _eager_ignores(module: torch.nn.Module, keyword: str) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from .. import current_layout
 from ..call.attn_mask import additive
 
 MaskFunction = Callable[..., Any]
@@ -108,7 +109,8 @@ def _packed_positions(mask_function: MaskFunction, position_ids: Tensor) -> Patt
     # Within a packed sequence positions increase by one, so distances are unchanged; the start of a
     # chunk may differ.
     inner = recognise(mask_function)
-    return None if inner is None or inner.attention_chunk else inner
+    is_local = current_layout.get() is None  # a layout counts chunks from a document's start
+    return None if inner is None or (inner.attention_chunk and is_local) else inner
 
 
 def _reader_table() -> dict[Any, Callable[..., Pattern | None]]:
@@ -142,20 +144,13 @@ _READERS = _reader_table()
 
 
 # Model types whose layers read the mask. Some of them do not set `allow_is_causal_skip` to False.
-_READERS_OF_MASKS = {
-    "axk2",
-    "deepseek_v32",
-    "doge",
-    "dots3_note",
-    "dots3_note_text",
-    "glm_moe_dsa",
-    "hy_v4",
-    "mistral_large4",
-    "siglip2_vision_model",
+READERS_OF_MASKS = {
+    *("axk2", "deepseek_v32", "doge", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+    *("mistral_large4", "siglip2_vision_model"),
 }
 # Model types with layers that add the mask to their own scores, as eager attention does; the class
 # of the configuration where it has no model type.
-_ADDERS_OF_MASKS = {
+ADDERS_OF_MASKS = {
     "PPDocLayoutV2ReadingOrderConfig",
     "bigbird_pegasus",
     "gemma4_audio",
@@ -163,6 +158,11 @@ _ADDERS_OF_MASKS = {
     "informer",
     "pix2struct_text_model",
 }
+
+
+def model_type_of(config: Any) -> str:
+    """The model type of a configuration; its class where it has none."""
+    return getattr(config, "model_type", None) or type(config).__name__
 
 
 def attention_mask(
@@ -218,10 +218,9 @@ def attention_mask(
     # For packed sequences transformers never allows the skip, but their 4-D mask would take
     # quadratic memory.
     is_read = not allowed and pattern.segments is None
-    config = options.get("config")
-    model_type = getattr(config, "model_type", None) or type(config).__name__
-    is_read = is_read or model_type in _READERS_OF_MASKS
-    is_4d = is_read or model_type in _ADDERS_OF_MASKS
+    model_type = model_type_of(options.get("config"))
+    is_read = is_read or model_type in READERS_OF_MASKS
+    is_4d = is_read or model_type in ADDERS_OF_MASKS
     if is_4d and tracing:
         return exact()
     keys = kv_length
@@ -270,7 +269,7 @@ def _exact(
         **{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
     )
     mask = cast(Tensor, visible)
-    if getattr(options.get("config"), "model_type", None) in _ADDERS_OF_MASKS:
+    if getattr(options.get("config"), "model_type", None) in ADDERS_OF_MASKS:
         dtype = options.get("dtype", torch.float32)
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     return mask

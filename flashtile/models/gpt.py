@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .. import current_layout
 from ..losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from ..modules.attend import Attend, flash_attend
 from ..modules.block import Block, ParallelBlock
@@ -112,7 +113,7 @@ class GPTModel(nn.Module):
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
         for layer in self.layers:
             if recompute:
-                x = checkpoint(layer, x, arguments, use_reentrant=False)
+                x = checkpoint(current_layout.kept(layer), x, arguments, use_reentrant=False)
             else:
                 x = layer(x, arguments)
         return self.ln_f(x)
@@ -128,9 +129,14 @@ class GPTModel(nn.Module):
         if self.config.position != "learned":
             return None
         limit = self.config.max_position_embeddings
+        layout = current_layout.get()
         longest = max_seqlen if inference_params is None else inference_params.max_seqlen
+        if layout is not None:
+            longest = layout.longest
         if longest is not None and longest > limit:
             raise ValueError(f"max_seqlen: {longest} exceeds max_position_embeddings {limit}")
+        if layout is not None:
+            return layout.positions.to(input_ids.device)
         if inference_params is not None:
             return inference_params.positions(input_ids.shape[1], input_ids.device)
         if cu_seqlens is None or longest is None:
@@ -201,7 +207,8 @@ class GPTLMHeadModel(nn.Module):
 
         Args:
             input_ids: (batch, seq) integers, or (total,) with cu_seqlens. Padding must be on the
-                right: a token sees all tokens before it.
+                right: a token sees all tokens before it. Inside `with layout:` of
+                `flashtile.distributed` this rank's shard; the layout has its positions.
             targets: input_ids' shape, int64: the token that follows each token, or the loss's
                 ignore_index. With targets, the logits of all tokens are never in memory at once.
             loss: the loss function; ``CrossEntropyLoss()`` by default.
@@ -225,10 +232,17 @@ class GPTLMHeadModel(nn.Module):
             inference_params=inference_params,
         )
         if targets is not None:
+            if current_layout.get() is not None and (loss is None or loss.reduction == "mean"):
+                raise ValueError(
+                    "loss: got the mean over this rank's tokens inside `with layout:`; want "
+                    "reduction='sum', divided by the number of targets of all ranks"
+                )
             return CausalLMOutput(
                 None, linear_cross_entropy(hidden, self.lm_head.weight, targets, loss)
             )
         if num_last_tokens > 0:
+            if current_layout.get() is not None:
+                raise NotImplementedError("num_last_tokens: not supported inside `with layout:`")
             hidden = hidden[..., -num_last_tokens:, :]
         return CausalLMOutput(self.lm_head(hidden), None)
 
@@ -327,6 +341,19 @@ def _initialize(module: nn.Module, std: float) -> None:
 def _check_tokens(input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
     if (cu_seqlens is None) != (max_seqlen is None):
         raise ValueError("cu_seqlens, max_seqlen: pass both or none")
+    layout = current_layout.get()
+    if layout is not None:
+        _check_shard(input_ids, layout)
+        return
     dims, wanted = (2, "(batch, seq)") if cu_seqlens is None else (1, "(total,) with cu_seqlens")
     if input_ids.dim() != dims:
         raise ValueError(f"input_ids: expected {wanted}, got shape {tuple(input_ids.shape)}")
+
+
+def _check_shard(input_ids: Tensor, layout: current_layout.Layout) -> None:
+    rows = (layout.sequences,) if layout.sequences else ()
+    if tuple(input_ids.shape) != (*rows, layout.local_tokens):
+        raise ValueError(
+            f"input_ids: got shape {tuple(input_ids.shape)}, want {(*rows, layout.local_tokens)} "
+            "in this layout; see Layout.shard"
+        )

@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
+from .. import current_layout
 from ..api import attention, attention_varlen
 
 WindowSize = tuple[int, int]
@@ -47,7 +48,7 @@ def flash_attend(
     max_seqlen_k: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """`Attend` with flashtile.
+    """`Attend` with flashtile; inside `with layout:` of `flashtile.distributed` over all ranks.
 
     Args:
         q, k, v: dense or packed, as in `flashtile.attention` and `flashtile.attention_varlen`.
@@ -60,12 +61,18 @@ def flash_attend(
         The shape of q with the head dim of v.
 
     Raises:
-        ValueError: only one of cu_seqlens and max_seqlen is given; also what attention raises.
+        ValueError: only one of cu_seqlens and max_seqlen is given, or any of them inside `with
+            layout:`; also what attention raises.
     """
+    layout = current_layout.get()
     if cu_seqlens_k is None and max_seqlen_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     lengths: tuple[Any, ...] = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
     given = [length is not None for length in lengths]
+    if layout is not None:
+        if any(given):
+            raise ValueError("cu_seqlens: want None inside `with layout:`, which has documents")
+        return layout.attend(q, k, v, **options)
     if not any(given):
         return cast(Tensor, attention(q, k, v, **options))
     if not all(given):

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .. import current_layout
 from ..api import attention_with_kvcache
 from ..layers.rotary import RotaryEmbedding, apply_rotary_emb
 from .alibi import alibi_slopes, get_alibi_slopes
@@ -228,7 +229,8 @@ class MHA(nn.Module):
         """Attend.
 
         Args:
-            x: (batch, seq, embed_dim), or (total, embed_dim) with cu_seqlens.
+            x: (batch, seq, embed_dim), or (total, embed_dim) with cu_seqlens, or inside `with
+                layout:` of packed documents, which takes the place of cu_seqlens.
             x_kv: the tokens that cross-attention attends to, shaped like x.
             cu_seqlens, max_seqlen: of packed sequences, as in `flashtile.attention_varlen`.
                 Positions count from the start of each sequence.
@@ -241,10 +243,15 @@ class MHA(nn.Module):
 
         Raises:
             ValueError: the arguments do not fit together.
+            NotImplementedError: cross-attention or a cache inside `with layout:`.
         """
         if (x_kv is not None) != self.cross_attn:
             got, wanted = ("None", "a tensor") if self.cross_attn else ("a tensor", "None")
             raise ValueError(f"x_kv: got {got}, want {wanted} with cross_attn={self.cross_attn}")
+        layout = current_layout.get()
+        if layout is not None and (x_kv is not None or inference_params is not None):
+            name = "inference_params" if x_kv is None else "x_kv"
+            raise NotImplementedError(f"{name}: not supported inside `with layout:`")
         q, k, v = self._project(x, x_kv)
         packing = _packing(q, cu_seqlens, max_seqlen)
         if inference_params is not None:
@@ -291,12 +298,27 @@ class MHA(nn.Module):
         """Apply RoPE to q and k for the positions in their sequences."""
         if self.rotary_emb is None:
             return q, k
+        layout = current_layout.get()
+        if layout is not None:
+            return self._rotate_rows(q, k, layout.positions.to(q.device), layout.longest)
         longest = max(
             x.shape[1] if lengths["max_seqlen"] is None else lengths["max_seqlen"]
             for x, lengths in ((q, packing), (k, packing_k))
         )
         of_q, of_k = self._angles(q, longest)
         return apply_rotary_emb(q, *of_q, **packing), apply_rotary_emb(k, *of_k, **packing_k)
+
+    def _rotate_rows(
+        self, q: Tensor, k: Tensor, positions: Tensor, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Apply RoPE to rows that stand at any `positions` (rows,) below `longest`."""
+
+        def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+            batch = x if x.dim() == 4 else x.unsqueeze(0)
+            return apply_rotary_emb(batch, cos[positions], sin[positions], interleaved).view_as(x)
+
+        of_q, of_k = self._angles(q, longest)
+        return rotated(q, *of_q), rotated(k, *of_k)
 
     def _angles(self, q: Tensor, length: int) -> tuple[Angles, Angles]:
         """(cos, sin, interleaved) for queries and for keys, of positions below `length`."""
@@ -348,6 +370,9 @@ def _packing(
     packed = cu_seqlens is not None
     if packed != (max_seqlen is not None):
         raise ValueError(f"cu_seqlens{of_keys}, max_seqlen{of_keys}: pass both or none")
+    layout = current_layout.get()
+    if layout is not None and not packed:
+        packed = not layout.sequences
     if x.dim() != (3 if packed else 4):
         wanted = "(total, embed_dim)" if packed else "(batch, seq, embed_dim)"
         raise ValueError(

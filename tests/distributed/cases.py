@@ -149,7 +149,7 @@ class Case:
         wire = parallel.wire
         layout = parallel.layout(**self.layout_options)
         keys = Layout(
-            parallel, wire, layout.keys, layout.keys, layout.batch, (layout.local_keys,) * 2
+            parallel, wire, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
         )
         places = {"q": layout, "k": keys, "v": keys}
         leaves = {}
