@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile.backends.hopper.forward import plan as hopper_plan
 from flashtile.backends.triton import plan, support
+from flashtile.call import dispatch
 from flashtile.gpu import hardware
+from flashtile.lru import clear_caches
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
@@ -131,3 +134,30 @@ def test_float8_runs_by_one_kernel_or_the_other(
         report = str(flashtile.explain(q, k, k, **given))
     assert f"-> {chosen}: yes" in report
     assert "16-bit queries and weights with float8 keys and values" in report
+
+
+@pytest.mark.parametrize(
+    ("change", "refuses", "reason"),
+    [
+        ({"runs": 16}, "hopper", "parts of sequences in 16 runs (this backend: whole sequences)"),
+        ({"is_partial": True}, "hopper", "gradients of a shard in float32 (this backend: the"),
+        ({"runs": 32}, "triton", "parts of sequences in 32 runs (at most 16)"),
+    ],
+    ids=str,
+)
+def test_parts_of_sequences_run_on_triton(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], refuses: str, reason: str
+):
+    """On a Hopper GPU, too."""
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", hopper_plan.OLDEST_TRITON)
+    clear_caches()
+    q = torch.empty(2, 128, 4, 64, dtype=torch.bfloat16, device="meta")
+    whole = AttentionProblem.of(Operands(q, q, q), Options(128, 128, 0.1))
+    whole = whole._replace(device_type="cuda", capability=(9, 0))
+    assert dispatch.select(whole) == "hopper"
+    problem = whole._replace(**change)
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        dispatch.select(problem, refuses)
+    if refuses == "hopper":
+        assert dispatch.select(problem) == "triton"

@@ -206,7 +206,7 @@ def test_given_tensors_of_other_strides(repeats: list[Launch], seed: int):
     out, lse = backend.forward(problem, operands)
     dq = backend.backward(problem, operands, out, lse, torch.ones_like(out), None).dq
     tokens, heads, head_dim = operands.q.shape
-    for step in range(6):
+    for step in range(3):
         views = torch.zeros(2, tokens, heads + step % 2, head_dim)[:, :, :heads].unbind(0)
         found = torch.full_like(lse, -torch.inf)
         backend.forward(problem, operands, (views[0], found))
