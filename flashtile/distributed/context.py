@@ -33,10 +33,14 @@ from .arguments import (
     shapes,
     used_tokens,
 )
+from .choice import Number, Wanted, choose
+from .cost import Pricing, Shape, Way
 from .executor import Plan
 from .function import Route, attend
 from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
 from .layout import Layout
+from .machine import Machine, machine_of
+from .mesh import of_mesh
 from .ownership import Ownership, first_documents
 from .schedule import schedule
 from .sequence_tensors import indices
@@ -66,12 +70,18 @@ class ContextParallel:
     """Attention over the ranks of a group, each of which holds a part of the tokens.
 
     Args:
-        group: a process group, or a 1-D `DeviceMesh`; None is the default group.
+        group: a process group, or a `DeviceMesh`; None is the default group. The second dimension
+            of a 2-D mesh exchanges tokens for heads: the ranks of a node, say.
         ulysses: how many neighbouring ranks exchange tokens for heads (DeepSpeed Ulysses); 1 for
-            none, the number of ranks for nothing else. It divides the number of ranks.
-        stages: 1 gathers all keys that a rank needs at once; more stages take less memory.
+            none, the number of ranks for nothing else. It divides the number of ranks. "auto" is
+            the second dimension of a 2-D mesh, or what the cost model says is fastest.
+        stages: 1 gathers all keys that a rank needs at once; more stages take less memory; "auto"
+            is what the cost model says is fastest.
         head_groups: groups of key heads, which take turns, so that keys travel while a rank
-            computes; None chooses. It divides the key heads of a rank.
+            computes; None leaves it to the cost model. It divides the key heads of a rank.
+        stage_tokens: the most keys of other ranks, with all heads, that a rank fetches at once;
+            None is any number.
+        machine: what the cost model takes the ranks to run on; None goes by the name of the GPU.
         timeout: seconds to wait for an exchange; None leaves it to the group.
 
     Attributes:
@@ -86,39 +96,38 @@ class ContextParallel:
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
-        ulysses: int = 1,
-        stages: int = 1,
+        ulysses: Number = "auto",
+        stages: Number = "auto",
         head_groups: int | None = None,
+        stage_tokens: int | None = None,
+        machine: Machine | None = None,
         timeout: float | None = None,
     ) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
-            if group.ndim != 1:
-                raise ValueError(f"group: got a mesh of {group.ndim} dimensions, want one")
-            group = group.get_group()
-        self._set(ProcessWire(group, timeout), ulysses, stages, head_groups)
+            group, ulysses = of_mesh(group, ulysses)
+        wanted = Wanted(ulysses, stages, head_groups, stage_tokens)
+        self._set(ProcessWire(group, timeout), wanted, machine)
 
     @classmethod
     def over(
-        cls, wire: Wire, *, ulysses: int = 1, stages: int = 1, head_groups: int | None = None
+        cls,
+        wire: Wire,
+        *,
+        ulysses: Number = "auto",
+        stages: Number = "auto",
+        head_groups: int | None = None,
+        stage_tokens: int | None = None,
+        machine: Machine | None = None,
     ) -> ContextParallel:
         """The same over ranks that something else than torch.distributed connects."""
         context = cls.__new__(cls)
-        context._set(wire, ulysses, stages, head_groups)
+        context._set(wire, Wanted(ulysses, stages, head_groups, stage_tokens), machine)
         return context
 
-    def _set(self, wire: Wire, ulysses: int, stages: int, head_groups: int | None) -> None:
-        ranks = wire.ranks
-        if ulysses < 1 or ranks % ulysses:
-            raise ValueError(f"ulysses: got {ulysses}, want a divisor of {ranks} ranks")
-        if not 1 <= stages <= ranks // ulysses:
-            raise ValueError(f"stages: got {stages}, want 1 to {ranks // ulysses}")
-        if head_groups is not None and head_groups < 1:
-            raise ValueError(f"head_groups: got {head_groups}, want at least 1")
-        self.wire, self.ulysses, self.stages = wire, ulysses, stages
-        self.head_groups = head_groups
+    def _set(self, wire: Wire, wanted: Wanted, machine: Machine | None) -> None:
+        self.wire, self.wanted = wire, wanted.checked(wire.ranks)
+        self.machine = machine
         self.generator: torch.Generator | None = None
-        # Neighbours exchange heads; those with the same place among their neighbours, keys.
-        self._groups = [range(first, first + ulysses) for first in range(0, ranks, ulysses)]
 
     def layout(
         self,
@@ -274,8 +283,8 @@ class ContextParallel:
         operands = operands._replace(
             cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
         )
-        shares = share_heads(q.shape[1], k.shape[1], self.ulysses)
-        call = _Call(operands, numbers, backend, shares, self._groups_of(shares), used)
+        way = self._way(layout, operands, numbers)
+        call = _Call(operands, numbers, backend, way, used)
         facts = {
             "documents": documents,
             "tokens": sum(layout.queries.lengths),
@@ -288,55 +297,58 @@ class ContextParallel:
             "numbers of tokens in use": (used.queries.lengths[:8], used.keys.lengths[:8]),
             "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,
-            "ulysses, stages, head groups": (self.ulysses, self.stages, call.head_groups),
+            "ulysses, stages, head groups": tuple(way),
         }
         return call, facts
 
-    def _groups_of(self, shares: Sequence[HeadShare]) -> int:
-        """How many groups of key heads take turns."""
-        counts = [share.keys.stop - share.keys.start for share in shares]
-        counts = [count for count in counts if count]
-        if self.head_groups is not None:
-            if any(count % self.head_groups for count in counts):
-                raise ValueError(
-                    f"head_groups: got {self.head_groups}, want a divisor of the key heads of "
-                    f"every rank, {sorted(set(counts))}"
-                )
-            return self.head_groups
-        overlaps = self.wire.ranks > self.ulysses and all(count % 2 == 0 for count in counts)
-        return 2 if overlaps else 1
+    def _way(self, layout: Layout, operands: Operands, options: Options) -> Way:
+        """How the ranks run a call: the same way for all calls of its kind in a layout."""
+        q, k, v = operands[:3]
+        shape = Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
+        machine = self.machine or machine_of(q.device)
+        kind = shape, options.facts, machine
+        if kind not in layout.ways:
+            pricing = Pricing(machine, shape, layout.queries, layout.keys, options.facts)
+            layout.ways[kind] = choose(self.wanted, pricing)
+        return layout.ways[kind]
 
     def _run(self, call: _Call, layout: Layout, wants_lse: bool) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's rows, padding included."""
         operands, options = call.operands, call.options
-        outer, inner = divmod(self.wire.rank, self.ulysses)
+        ulysses, stages, head_groups = call.way
+        outer, inner = divmod(self.wire.rank, ulysses)
+        shares = share_heads(operands.q.shape[1], operands.k.shape[1], ulysses)
+        # Neighbours exchange heads; those with the same place among their neighbours, keys.
+        ranks = self.wire.ranks
+        groups = [range(first, first + ulysses) for first in range(0, ranks, ulysses)]
         if options.dropout_p > 0:
             state = draw_rng_state(operands.q.device, self.generator)
             operands = operands._replace(rng_state=state)
-        queries, keys = (merged(x, self._groups) for x in (call.used.queries, call.used.keys))
-        made = schedule(queries, keys, options.facts, outer, self.stages)
+        queries, keys = (merged(x, groups) for x in (call.used.queries, call.used.keys))
+        made = schedule(queries, keys, options.facts, outer, stages)
         slopes = operands.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             rows = indices(made.documents, slopes.device)
             operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
-        first_head = call.shares[inner].queries.start
-        plan = Plan(made, call.head_groups, options, call.backend, first_head)
-        wire = SubWire(self.wire, [group[inner] for group in self._groups])
-        ulysses = self._ulysses(call, layout) if self.ulysses > 1 else None
-        out, lse = attend(Route(ulysses, plan, wire, wants_lse), operands)
+        first_head = shares[inner].queries.start
+        plan = Plan(made, head_groups, options, call.backend, first_head)
+        wire = SubWire(self.wire, [group[inner] for group in groups])
+        neighbours = self._neighbours(call, layout, groups[outer], shares) if ulysses > 1 else None
+        out, lse = attend(Route(neighbours, plan, wire, wants_lse), operands)
         tokens = layout.queries.tokens(self.wire.rank)
         return layout.with_padding(*call.used.with_unused(out, lse, tokens))
 
-    def _ulysses(self, call: _Call, layout: Layout) -> Ulysses:
+    def _neighbours(
+        self, call: _Call, layout: Layout, members: range, shares: list[HeadShare]
+    ) -> Ulysses:
         """How this rank and its neighbours exchange tokens for heads."""
-        members = self._groups[self.wire.rank // self.ulysses]
         wire = SubWire(self.wire, members)
         bias, rows = call.operands.bias, None
         if bias is not None and bias.shape[2] > 1:
             # Where the bias has no batch, the rows of one sequence stand for all.
             rows = Exchange.of(wire, first_documents(layout.queries, bias.shape[0]), members)
         return Ulysses(
-            tuple(call.shares),
+            tuple(shares),
             Exchange.of(wire, call.used.queries, members),
             Exchange.of(wire, call.used.keys, members),
             rows,
@@ -350,8 +362,7 @@ class _Call(NamedTuple):
     operands: Operands  # packed, without padding, without lengths
     options: Options
     backend: str | None
-    shares: list[HeadShare]  # of the ranks that exchange tokens for heads
-    head_groups: int
+    way: Way
     used: UsedTokens
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import current_layout
 from .agreement import agreed
+from .cost import Way
 from .model_inputs import local_inputs
 from .ownership import Ownership
 from .wire import Wire
@@ -59,6 +60,7 @@ class Layout:
         self.agreed: set[Any] = set()  # the kinds of calls that all ranks have compared
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
+        self.ways: dict[Any, Way] = {}  # how the ranks run calls, by their kind
 
     def __repr__(self) -> str:
         what = (

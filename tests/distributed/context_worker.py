@@ -53,6 +53,22 @@ def a_mesh(rank: int, world: int) -> None:
     compare(case, results)
 
 
+def a_mesh_of_two_dimensions(rank: int, world: int) -> None:
+    """Its second dimension exchanges tokens for heads."""
+    if world % 2:
+        return
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("keys", "heads"))
+    case = Case(13, world)
+    context = ContextParallel(mesh)
+    mine = case.on_rank(context)
+    assert context.wanted.ulysses == 2
+    results: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
+    dist.all_gather_object(results, mine)
+    compare(case, results)
+    with pytest.raises(ValueError, match="ulysses: got 1, want 2, as in the mesh, or 'auto'"):
+        ContextParallel(mesh, ulysses=1)
+
+
 def disagreement(rank: int, world: int) -> None:
     """All ranks raise the same error."""
     context = ContextParallel()
@@ -89,5 +105,12 @@ if __name__ == "__main__":
         world_size=world,
         timeout=timedelta(seconds=120),
     )
-    for step in (random_cases, a_smaller_group, a_mesh, disagreement, a_silent_rank):
+    for step in (
+        random_cases,
+        a_smaller_group,
+        a_mesh,
+        a_mesh_of_two_dimensions,
+        disagreement,
+        a_silent_rank,
+    ):
         step(rank, world)

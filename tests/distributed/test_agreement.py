@@ -108,9 +108,9 @@ def test_an_equal_call_sends_no_notes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ulysses": 3}, "ulysses: got 3, want a divisor of 4 ranks"),
-        ({"stages": 5}, "stages: got 5, want 1 to 4"),
-        ({"ulysses": 2, "stages": 3}, "stages: got 3, want 1 to 2"),
+        ({"ulysses": 3}, "ulysses: got 3, want a divisor of 4 ranks or 'auto'"),
+        ({"stages": 5}, "stages: got 5, want 1 to 4 or 'auto'"),
+        ({"ulysses": 2, "stages": 3}, "stages: got 3, want 1 to 2 or 'auto'"),
         ({"head_groups": 0}, "head_groups: got 0, want at least 1"),
     ],
 )

@@ -1,0 +1,309 @@
+"""Seconds that a way to run attention over ranks would take: a model, not a measurement.
+
+A way says how many ranks exchange tokens for heads, in how many stages keys travel, and how many
+groups of heads take turns. The model prices the schedules that the executor would run:
+
+- a call takes its operations at the machine's rate, plus the launch and what is lost when the last
+  tiles end at different times;
+- an exchange takes its latency, plus the bytes over the bandwidth; buffers are copied in memory;
+- the exchange of a step runs while the step before computes, so the longer one counts; the first
+  fetch, the last return of gradients and exchanges for heads are waited for;
+- merging partial results takes 12 bytes of memory for each element.
+
+It knows neither stragglers nor congestion, and of the mask only windows and chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..masks import Visibility
+from .heads import HeadShare, merged, share_heads
+from .machine import Machine
+from .ownership import Ownership
+from .schedule import Schedule, distances, schedule
+from .work import Facts
+
+MOST_RANKS = 8  # of which schedules are priced: evenly spread over more ranks
+TILE_ROWS = 128
+SAMPLES = 8  # intervals of a piece, over each of which the keys change linearly
+FLOAT32 = 4
+
+
+class Way(NamedTuple):
+    """How the ranks run a call."""
+
+    ulysses: int  # neighbours that exchange tokens for heads
+    stages: int  # exchanges in which the keys of the other ranks arrive
+    head_groups: int  # groups of key heads, which take turns
+
+    def __str__(self) -> str:
+        """In the words of the arguments of `ContextParallel`."""
+        return f"ulysses={self.ulysses}, stages={self.stages}, head_groups={self.head_groups}"
+
+
+class Shape(NamedTuple):
+    """Heads of a call, and the size of its numbers."""
+
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    value_head_dim: int
+    element_size: int  # bytes of q, k, v and out
+    gradient_size: int = FLOAT32  # bytes of dK and dV on the wire
+
+
+class Price(NamedTuple):
+    """What a rank does in one call, and the seconds it takes by the model."""
+
+    scores: float  # visible ones, of one head
+    received: float  # keys of other ranks in the forward, in units of a key with all heads
+    buffered: float  # the most of them in one exchange
+    calls: int  # of the backend in the forward
+    forward: float  # seconds
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both passes."""
+        return self.forward + self.backward
+
+
+class _Hop(NamedTuple):
+    """What a rank and the rank at one distance do for each other."""
+
+    received: int  # keys
+    sent: int
+    source: int  # ranks among those that hold other tokens
+    target: int
+    scores: float
+
+
+class Pricing:
+    """Prices of the ways to run calls of one kind.
+
+    Args:
+        machine: what the ranks run on.
+        shape: of the call.
+        queries, keys: who holds which tokens.
+        facts: the mask rules.
+    """
+
+    def __init__(
+        self, machine: Machine, shape: Shape, queries: Ownership, keys: Ownership, facts: Facts
+    ) -> None:
+        self.machine, self.shape = machine, shape
+        self.queries, self.keys, self.facts = queries, keys, facts
+        self.ranks = queries.ranks
+        self._merged: dict[int, tuple[Ownership, Ownership]] = {}
+        self._hops: dict[tuple[int, int], list[_Hop]] = {}
+
+    def shares(self, ulysses: int) -> list[HeadShare]:
+        """The heads of every member of a group of neighbours."""
+        return share_heads(self.shape.query_heads, self.shape.key_heads, ulysses)
+
+    def slowest(self, way: Way) -> Price:
+        """The largest of all numbers over the ranks, or over `MOST_RANKS` of them."""
+        prices = [self.price(way, rank) for rank in self._sampled(way.ulysses)]
+        return Price(*(max(column) for column in zip(*prices, strict=True)))
+
+    def price(self, way: Way, rank: int) -> Price:
+        """What one rank does and takes."""
+        outer, inner = divmod(rank, way.ulysses)
+        share = self.shares(way.ulysses)[inner]
+        query_heads = _count(share.queries) / way.head_groups
+        key_heads = _count(share.keys) / way.head_groups
+        hops = self._hops_of(way.ulysses, outer)
+        stages = [[hops[d] for d in away] for away in distances(len(hops), way.stages)]
+        rows = self._holders(way.ulysses)[0].tokens(outer)
+        per_key = key_heads * (self.shape.head_dim + self.shape.value_head_dim)
+        steps = [
+            self._step(way, rank, stage, rows, query_heads, per_key, is_first=number == 0)
+            for _ in range(way.head_groups)
+            for number, stage in enumerate(stages)
+        ]
+        share_of_keys = key_heads / self.shape.key_heads
+        received = [sum(hop.received for hop in stage) * share_of_keys for stage in stages]
+        spread, collected = self._exchanges_of_heads(way.ulysses, rank)
+        return Price(
+            sum(hop.scores for hop in hops),
+            sum(received) * way.head_groups,
+            max(received),
+            sum(step.calls for step in steps),
+            spread + _forward_seconds(steps),
+            collected + _backward_seconds(steps),
+        )
+
+    def _step(
+        self,
+        way: Way,
+        rank: int,
+        stage: list[_Hop],
+        rows: int,
+        query_heads: float,
+        per_key: float,
+        *,
+        is_first: bool,
+    ) -> _Step:
+        """One exchange and the call on what it brings."""
+        machine, shape = self.machine, self.shape
+        D, Dv = shape.head_dim, shape.value_head_dim
+        scores = sum(hop.scores for hop in stage) * query_heads
+        has_call = rows > 0 and query_heads > 0 and (is_first or scores > 0)
+        tiles = max(1.0, rows / TILE_ROWS * query_heads)
+        # Two matrix products in the forward, five in the backward.
+        forward = backward = 0.0
+        if has_call:
+            forward = self._call(2 * (D + Dv) * scores / machine.forward, tiles)
+            backward = self._call(2 * (3 * D + 2 * Dv) * scores / machine.backward, tiles)
+        if has_call and way.stages > 1:
+            forward += 12 * rows * query_heads * Dv / machine.memory
+        buffer = sum(hop.received for hop in stage) * per_key
+        copied = 4 * buffer / machine.memory  # written and read, once on arrival and once in order
+        forward += copied * shape.element_size
+        backward += copied * (shape.element_size + FLOAT32)
+        fetch = self._exchange(way, rank, stage, per_key * shape.element_size)
+        back = self._exchange(way, rank, stage, per_key * shape.gradient_size)
+        return _Step(forward, backward, fetch, back, int(has_call))
+
+    def _call(self, seconds: float, tiles: float) -> float:
+        """Seconds of a kernel: while the last tiles run, a quarter of a tile is idle on average."""
+        tile = seconds * self.machine.processors / tiles
+        return max(seconds, tile) + tile / 4 + self.machine.launch
+
+    def _exchange(self, way: Way, rank: int, stage: list[_Hop], size: float) -> float:
+        """Seconds of the exchange of a stage; `size` is that of a key in bytes."""
+        inner = rank % way.ulysses
+        received = {hop.source * way.ulysses + inner: hop.received * size for hop in stage}
+        sent = {hop.target * way.ulysses + inner: hop.sent * size for hop in stage}
+        return self._seconds(rank, received, sent)
+
+    def _seconds(
+        self, rank: int, received: Mapping[int, float], sent: Mapping[int, float]
+    ) -> float:
+        """Seconds of one exchange, from the bytes by peer: both links work at the same time, and
+        so do both directions."""
+        slowest = 0.0
+        for link in (self.machine.inside, self.machine.across):
+            for sizes in (received, sent):
+                total = sum(
+                    size
+                    for peer, size in sizes.items()
+                    if peer != rank and self.machine.link(rank, peer) == link
+                )
+                slowest = max(slowest, link.seconds(total))
+        return slowest
+
+    def _exchanges_of_heads(self, ulysses: int, rank: int) -> tuple[float, float]:
+        """Seconds of the exchanges of tokens for heads in the forward and in the backward."""
+        if ulysses == 1:
+            return 0.0, 0.0
+        shape, shares, inner = self.shape, self.shares(ulysses), rank % ulysses
+        members = range(rank - inner, rank - inner + ulysses)
+
+        def seconds(holders: Ownership, heads: list[int], size: int) -> float:
+            """Of one tensor of `size` bytes for each token and head, in either direction."""
+            mine = holders.tokens(rank) * size
+            away = {peer: mine * n for peer, n in zip(members, heads, strict=True)}
+            here = {peer: holders.tokens(peer) * size * heads[inner] for peer in members}
+            return self._seconds(rank, here, away)
+
+        query_heads = [_count(share.queries) for share in shares]
+        key_heads = [_count(share.keys) for share in shares]
+        D, Dv, element = shape.head_dim, shape.value_head_dim, shape.element_size
+        q = seconds(self.queries, query_heads, D * element)
+        out = seconds(self.queries, query_heads, Dv * element)  # and dout
+        k = seconds(self.keys, key_heads, D * element)
+        v = seconds(self.keys, key_heads, Dv * element)
+        dq = seconds(self.queries, query_heads, D * FLOAT32)
+        dk = seconds(self.keys, key_heads, D * FLOAT32)
+        dv = seconds(self.keys, key_heads, Dv * FLOAT32)
+        return q + k + v + out, out + dq + dk + dv
+
+    def _sampled(self, ulysses: int) -> list[int]:
+        """Ranks that stand for all: with every number of heads, of groups that are far apart."""
+        members = {share_size(share): inner for inner, share in enumerate(self.shares(ulysses))}
+        groups = self.ranks // ulysses
+        count = min(groups, MOST_RANKS)
+        chosen = sorted({i * (groups - 1) // max(count - 1, 1) for i in range(count)})
+        return [group * ulysses + inner for group in chosen for inner in sorted(members.values())]
+
+    def _holders(self, ulysses: int) -> tuple[Ownership, Ownership]:
+        """Who owns which queries and keys, when neighbours hold theirs together."""
+        if ulysses not in self._merged:
+            groups = [range(a, a + ulysses) for a in range(0, self.ranks, ulysses)]
+            queries = merged(self.queries, groups)
+            same = self.keys == self.queries
+            self._merged[ulysses] = queries, queries if same else merged(self.keys, groups)
+        return self._merged[ulysses]
+
+    def _hops_of(self, ulysses: int, outer: int) -> list[_Hop]:
+        """By distance, from the schedule with a stage for every distance."""
+        if (ulysses, outer) not in self._hops:
+            queries, keys = self._holders(ulysses)
+            ranks = queries.ranks
+            made = schedule(queries, keys, self.facts, outer, ranks)
+            scores = self._scores(queries, keys, outer, made)
+            self._hops[ulysses, outer] = [
+                _Hop(
+                    sum(message.rows for message in stage.receives),
+                    sum(message.rows for message in stage.sends),
+                    (outer - distance) % ranks,
+                    (outer + distance) % ranks,
+                    seen,
+                )
+                for distance, (stage, seen) in enumerate(zip(made.stages, scores, strict=True))
+            ]
+        return self._hops[ulysses, outer]
+
+    def _scores(
+        self, queries: Ownership, keys: Ownership, outer: int, made: Schedule
+    ) -> list[float]:
+        """Visible scores of every stage."""
+        totals = [0.0] * len(made.stages)
+        for number, document in enumerate(made.documents):
+            visibility = Visibility(self.facts, queries.lengths[document], keys.lengths[document])
+            stages = [(i, s.keys[number]) for i, s in enumerate(made.stages) if s.keys[number].runs]
+            for start, stop in queries.spans(outer, document):
+                width = max(1, -(-(stop - start) // SAMPLES))
+                for first in range(start, stop, width):
+                    last = min(first + width, stop) - 1
+                    ends = visibility.key_range(first), visibility.key_range(last)
+                    for stage, held in stages:
+                        seen = sum(max(0, held.below(b) - held.below(a)) for a, b in ends)
+                        totals[stage] += (last + 1 - first) * seen / 2
+        return totals
+
+
+class _Step(NamedTuple):
+    """Seconds of an exchange and of the call on what it brings."""
+
+    forward: float
+    backward: float
+    fetch: float
+    back: float  # of the gradients to the owners of the keys
+    calls: int
+
+
+def _forward_seconds(steps: list[_Step]) -> float:
+    ahead = [step.fetch for step in steps[1:]] + [0.0]
+    pairs = zip(steps, ahead, strict=True)
+    return steps[0].fetch + sum(max(step.forward, fetch) for step, fetch in pairs)
+
+
+def _backward_seconds(steps: list[_Step]) -> float:
+    ahead = [step.fetch for step in steps[1:]] + [0.0]
+    behind = [0.0] + [step.back for step in steps[:-1]]
+    triples = zip(steps, ahead, behind, strict=True)
+    between = sum(max(step.backward, fetch + back) for step, fetch, back in triples)
+    return steps[0].fetch + between + steps[-1].back
+
+
+def share_size(share: HeadShare) -> tuple[int, int]:
+    """Query heads and key heads of a rank."""
+    return _count(share.queries), _count(share.keys)
+
+
+def _count(heads: slice) -> int:
+    return int(heads.stop - heads.start)

@@ -1,0 +1,65 @@
+"""How fast machines compute and exchange, for the cost model.
+
+The numbers of GPUs are round ones: rates that attention kernels are known to reach in bfloat16 at
+head dim 128, memory and links at what programs usually get of the data sheet. They say which way is
+likely to be fastest, not how fast it is. `ContextParallel.measure` replaces the links by measured
+ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Link(NamedTuple):
+    """A connection between two ranks."""
+
+    bandwidth: float  # bytes per second that a rank sends, and as many that it receives meanwhile
+    latency: float  # seconds of an exchange of nothing
+
+    def seconds(self, size: float) -> float:
+        """Seconds of one exchange of `size` bytes; none for nothing."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+
+class Machine(NamedTuple):
+    """A rank's processor, and the links between ranks."""
+
+    name: str
+    forward: float  # operations per second of attention
+    backward: float
+    memory: float  # bytes per second
+    processors: int  # tiles that are computed at the same time
+    launch: float  # seconds that a call of a kernel costs besides its work
+    inside: Link  # between ranks of a node
+    across: Link  # between nodes
+    node: int = 8  # ranks of a node
+
+    def link(self, rank: int, peer: int) -> Link:
+        """The connection between two ranks."""
+        return self.inside if rank // self.node == peer // self.node else self.across
+
+
+NVLINK = Link(360e9, 20e-6)
+INFINIBAND = Link(45e9, 40e-6)  # 400 Gbit/s for each GPU
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("H200", 650e12, 560e12, 4.2e12, 132, 12e-6, NVLINK, INFINIBAND),
+        Machine("H100", 620e12, 530e12, 2.8e12, 132, 12e-6, NVLINK, INFINIBAND),
+        Machine("A100", 190e12, 170e12, 1.7e12, 108, 12e-6, Link(230e9, 20e-6), Link(22e9, 40e-6)),
+        Machine("CPU", 40e9, 30e9, 10e9, 1, 50e-6, Link(1.5e9, 200e-6), Link(1e9, 400e-6), 1 << 30),
+    )
+}
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The machine of the table that a GPU's name contains, such as "NVIDIA H100 80GB HBM3"; an H100
+    for other GPUs."""
+    if device.type == "cpu":
+        return MACHINES["CPU"]
+    name = torch.cuda.get_device_name(device)
+    return next((machine for part, machine in MACHINES.items() if part in name), MACHINES["H100"])
