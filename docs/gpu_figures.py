@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/learn/gpu-programming.md; strides come from PyTorch."""
+"""Draws the pictures of the lessons on GPU programming and Triton; strides come from PyTorch."""
 
 from __future__ import annotations
 
@@ -137,4 +137,37 @@ def matmul_tiles() -> Figure:
     return figure
 
 
-FIGURES = (gpu_levels, vector_add, strides, matmul_tiles)
+def schedule(stages: int, tiles: int, latency: int, work: int) -> list[tuple[int, int]]:
+    """When the load and the computation of each tile start, with buffers for `stages` tiles."""
+    starts: list[tuple[int, int]] = []
+    for tile in range(tiles):
+        buffer_is_free = starts[tile - stages][1] + work if tile >= stages else 0
+        load = max(buffer_is_free, starts[-1][0] + 1 if starts else 0)
+        earlier = starts[-1][1] + work if starts else 0
+        starts.append((load, max(load + latency, earlier)))
+    return starts
+
+
+def pipelining() -> Figure:
+    """Six steps of a loop with one, two and four stages."""
+    latency, work, tiles = 6, 2, 6
+    colors = ((BLUE, SKY), (ORANGE, SAND), (GREEN, MINT))
+    figure, axes = plt.subplots(figsize=(8.2, 3.3))
+    blank(axes, 58, 23.6)
+    for panel, stages in enumerate((1, 2, 4)):
+        top = 0.5 + 7.6 * panel
+        write(axes, 0, top + 1.9, f"num_stages={stages}", ha="left", fontsize=9)
+        for tile, (load, compute) in enumerate(schedule(stages, tiles, latency, work)):
+            strong, soft = colors[tile % 3]
+            lane = top + 1.2 * (tile % stages)
+            box(axes, 9 + load, lane, latency, 1.1, facecolor=soft)
+            write(axes, 9 + load + latency / 2, lane + 0.55, f"load {tile}", fontsize=6)
+            box(axes, 9 + compute, top + 4.9, work, 1.2, facecolor=strong)
+            write(axes, 9 + compute + work / 2, top + 5.6, f"{tile}", color="white", fontsize=7)
+        write(axes, 8.5, top + 5.6, "compute", ha="right", fontsize=7, color=SLATE)
+    arrow(axes, 9, 23.2, 58, 23.2)
+    write(axes, 8.5, 23.2, "time", ha="right", fontsize=8, color=SLATE)
+    return figure
+
+
+FIGURES = (gpu_levels, vector_add, strides, matmul_tiles, pipelining)

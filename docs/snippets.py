@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from contextlib import redirect_stdout
-from typing import Any
+from types import ModuleType
 
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>no-run|interpreter) -->\n)?^```python\n(?P<code>.*?)^```\n", re.M | re.S
@@ -25,7 +26,9 @@ def with_output(text: str, page: str) -> str:
 
     An error's traceback names the `page` and its line.
     """
-    names: dict[str, Any] = {"__name__": page}
+    module = ModuleType(f"page {page}")
+    sys.modules[module.__name__] = module  # Dynamo looks for the globals of a function there
+    names = vars(module)
 
     def run(block: re.Match[str]) -> str:
         if block["mark"]:
