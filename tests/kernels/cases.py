@@ -14,6 +14,7 @@ from flashtile.call.prepare import describe
 from flashtile.dropout import draw_rng_state
 from flashtile.masks import BlockMask
 from flashtile.problem import Operands, Options
+from flashtile.spans import Spans
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, paged, qkv
 
 Call = tuple[Operands, Options]
@@ -106,7 +107,62 @@ def dropped(make: Make, p: float = 0.3) -> Make:
     return with_dropout
 
 
-CASES: dict[str, Make] = {
+def random_spans(g: torch.Generator, shape: tuple[int, ...], N: int) -> Spans:
+    """Intervals of every kind: empty, overlapping, beyond either end, of all keys."""
+    starts = torch.randint(-N // 2, N + 4, shape, generator=g, dtype=torch.int32)
+    stops = starts + torch.randint(-4, N, shape, generator=g, dtype=torch.int32)
+    everything = torch.rand(shape, generator=g) < 0.1
+    return Spans(starts.masked_fill(everything, -(2**31)), stops.masked_fill(everything, 2**31 - 1))
+
+
+def spanned(make: Make, intervals: int, batch: int = 1, heads: int = 1) -> Make:
+    """The call with a mask of random spans."""
+
+    def with_spans(g: torch.Generator, dtype: torch.dtype) -> Call:
+        operands, options = make(g, dtype)
+        shape = (batch, heads, operands.q.shape[-3], intervals)
+        mask = random_spans(g, shape, options.max_seqlen_k)
+        return operands._replace(span_starts=mask.starts, span_stops=mask.stops), options
+
+    return with_spans
+
+
+SELF = {"B": 2, "M": 140, "N": 140, "Hq": 2, "Hk": 1, "D": 16}
+TREE = {"B": 2, "M": 6, "N": 70, "Hq": 4, "Hk": 1, "D": 16}
+PREFIXES, ANSWERS = lengths(50, 7), torch.tensor([[40, 0, 45], [90, 43, 0]])
+IMAGES = torch.full((2, 140), -1)
+IMAGES[:, 30:110], IMAGES[0, 120:130] = 0, 1
+
+
+def masked(sizes: dict[str, int], mask: Spans, **options: Any) -> Make:
+    """A dense call with a mask."""
+    return dense(**sizes)(lambda g, t: {"mask": mask, **options})
+
+
+SPAN_CASES: dict[str, Make] = {
+    "prefix of spans": masked(SELF, Spans.prefix_lm(PREFIXES, 140)),
+    "documents of spans": masked(SELF, Spans.documents_of_lengths(ANSWERS, 140), softcap=2.0),
+    "shared prefix": masked(SELF, Spans.shared_prefix(PREFIXES, ANSWERS, 140)),
+    "images": masked(SELF, Spans.image_blocks(IMAGES), window_size=(70, 20)),
+    "block diffusion": masked(SELF, Spans.block_diffusion(70, 16)),
+    "tree": masked(TREE, Spans.tree([-1, 0, 1, 1, 0, 4]).shifted(lengths(64, 30))),
+    "one span": spanned(dense(**(SMALL | {"M": 90, "N": 100}))(), 1, batch=2),
+    "spans of heads": spanned(
+        dense(**(SMALL | {"M": 90, "N": 100}))(
+            lambda g, t: {"causal": True, "sink": normal(g, 4), "alibi_slopes": alibi_slopes(g, 4)}
+        ),
+        2,
+        heads=4,
+    ),
+    "eight spans": spanned(dense(**SMALL)(), 8, batch=2, heads=4),
+    "spans of few queries": spanned(dense(**FEW)(), 2, heads=4),
+    "spans and a bias": spanned(dropped(dense(**SMALL)(bias(2, 4, 37, 45))), 2, batch=2),
+    "spans and a block mask": spanned(block_mask((32, 64), causal=True), 2, batch=2),
+    "packed spans": spanned(dropped(packed), 2, heads=4),
+    "spans of cache rows": spanned(cached, 2, batch=2),
+    "spans of pages": spanned(pages, 3, batch=2),
+}
+CASES: dict[str, Make] = SPAN_CASES | {
     "full": dense(**SMALL)(),
     "causal": dense(**SMALL)(lambda g, t: {"causal": True}),
     "causal, dead rows": dense(**(SMALL | {"M": 50}))(lambda g, t: {"causal": True}),

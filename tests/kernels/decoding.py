@@ -26,6 +26,7 @@ from flashtile.testing import (
     rounding_variance,
 )
 
+from .cases import random_spans
 from .reference import reference
 
 LENGTHS = (0, 1, 128, 177)
@@ -37,7 +38,7 @@ QUERIES = (1, 2, 0, 3)  # of each sequence where they are packed
 PLAIN: dict[str, Any] = {
     "M": 1, "Hq": 4, "Hk": 2, "D": 16, "Dv": 16, "page_size": 0, "leftpad": False, "rows": False,
     "packed": False, "block_mask": False, "sink": False, "alibi": False, "bias": False,
-    "float8": False, "latent": False,
+    "float8": False, "latent": False, "spans": 0,
 }  # fmt: skip
 
 # DeepSeek's MLA: one key head, whose values are the first columns of its keys.
@@ -60,6 +61,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bias": {"bias": True},
     "sink": {"sink": True, "M": 5, "causal": True},
     "block mask": {"M": 40, "Hq": 1, "Hk": 1, "block_mask": True},
+    "spans": {"spans": 2, "M": 3},
+    "a span of many tiles": {"spans": 1, "M": 70, "Hq": 1, "Hk": 1, "causal": True},
+    "spans, pages of 16, packed queries": {"spans": 3, "page_size": 16, "packed": True},
+    "spans, pages of 16, left pads": {"spans": 2, "page_size": 16, "leftpad": True, "M": 2},
     "left pads": {"leftpad": True, "M": 2, "causal": True},
     "cache rows": {"rows": True},
     "packed queries": {"packed": True, "causal": True},
@@ -135,6 +140,10 @@ def make_decoding(
     else:
         q = normal(g, B, M, Hq, sizes["D"], dtype=dtype)
         operands, options = describe((q, k[:B], v[:B]), Dense(), given)
+    if sizes["spans"]:
+        lead = 1 if sizes["packed"] else B
+        mask = random_spans(g, (lead, Hq, operands.q.shape[-3], sizes["spans"]), CAPACITY)
+        operands = operands._replace(span_starts=mask.starts, span_stops=mask.stops)
     if sizes["page_size"]:
         state = g.get_state()
         k, where["page_table"] = paged(g, k, sizes["page_size"])

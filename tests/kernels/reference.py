@@ -11,6 +11,7 @@ from torch import Tensor
 from flashtile.dropout import keep_mask
 from flashtile.masks import BlockMask, Window
 from flashtile.problem import Operands, Options, batch_size
+from flashtile.spans import Spans
 from flashtile.testing import Reference, attention_varlen_reference
 
 
@@ -35,6 +36,7 @@ def reference(operands: Operands, options: Options, **how: Any) -> Reference:
         bias=operands.bias,
         sink=operands.sink,
         block_mask=_tiles(operands, M, N),
+        mask=_spans(operands),
         dropout_p=options.dropout_p,
         keep=_keep(operands, options),
         q_descale=operands.q_descale,
@@ -72,6 +74,11 @@ def _tiles(operands: Operands, M: int, N: int) -> Tensor | None:
     assert operands.partial_index is not None and operands.partial_tiles is not None
     tensors = operands.tile_kinds, operands.partial_index, operands.partial_tiles
     return BlockMask(*tensors, lengths=(M, N)).to_dense(M, N)
+
+
+def _spans(operands: Operands) -> Spans | None:
+    starts, stops = operands.span_starts, operands.span_stops
+    return None if starts is None or stops is None else Spans(starts, stops)
 
 
 def _keep(operands: Operands, options: Options) -> Tensor | None:

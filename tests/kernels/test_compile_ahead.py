@@ -34,7 +34,7 @@ from flashtile.masks import BlockMask
 from flashtile.quantize import quantize_qkv
 from flashtile.testing import alibi_slopes, generator, normal, qkv
 
-from .cases import Call, lengths, make_call
+from .cases import Call, lengths, make_call, spanned
 from .compile_ahead import (
     DEVICES,
     append_launches,
@@ -189,6 +189,13 @@ def parts() -> Call:
 OPTIONS = {
     "scores": lambda device: launches(*scores(), device),
     "tiles": lambda device: launches(*tiles(), device),
+    "spans": lambda device: launches(
+        *spanned(lambda g, t: scores(), 2)(generator(0), torch.bfloat16), device
+    ),
+    "eight spans": lambda device: launches(*make_call("eight spans", torch.bfloat16), device),
+    "spans and tiles": lambda device: launches(
+        *make_call("spans and a block mask", torch.bfloat16), device
+    ),
     "packed": lambda device: launches(*make_call("packed dropout", torch.bfloat16), device),
     "parts": lambda device: launches(*parts(), device),
     "few queries": lambda device: launches(

@@ -77,6 +77,7 @@ def appends(problem: AttentionProblem) -> bool:
         or problem.dtype in FLOAT8
         or problem.D > plan.MAX_HEAD_DIM
         or problem.block_tile is not None
+        or problem.spans
         or problem.has_block_descale
     ):
         return False

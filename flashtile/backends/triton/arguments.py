@@ -81,16 +81,28 @@ class NewData(NamedTuple):
     base: Tensor | None  # (B,), the rotary position of each sequence's first new token
 
 
-class BlockMaskData(NamedTuple):
-    """A block mask: see `masks.BlockMask`. `has_batch` and `has_heads` are 0 if the mask is shared
-    over that dimension, else 1.
+class MaskData(NamedTuple):
+    """The tensors of masks.
+
+    A block mask (see `masks.BlockMask`): `has_batch` and `has_heads` are 0 if it is shared over
+    that dimension, else 1. Spans (see `spans.py`), with their strides: 0 in shared dimensions.
     """
 
-    kinds: Tensor | None
-    partial_index: Tensor | None
-    partial_tiles: Tensor | None
-    has_batch: int
-    has_heads: int
+    kinds: Tensor | None = None
+    partial_index: Tensor | None = None
+    partial_tiles: Tensor | None = None
+    has_batch: int = 0
+    has_heads: int = 0
+    starts: Tensor | None = None
+    starts_batch: int | None = None
+    starts_head: int | None = None
+    starts_row: int | None = None
+    starts_interval: int | None = None
+    stops: Tensor | None = None
+    stops_batch: int | None = None
+    stops_head: int | None = None
+    stops_row: int | None = None
+    stops_interval: int | None = None
 
 
 class Lists(NamedTuple):
@@ -129,11 +141,12 @@ class Places(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The numbers of the mask rules; flags of `KernelConfig` select the rules."""
+    """The mask rules, which flags of `KernelConfig` select."""
 
     left: Any
     right: Any
     chunk: Any
+    data: Any  # MaskData
 
 
 class Score(NamedTuple):
@@ -146,14 +159,13 @@ class Score(NamedTuple):
 class Blocks(NamedTuple):
     """A block mask, its numbers of tile rows and columns, and the number of heads."""
 
-    data: Any  # BlockMaskData
+    data: Any  # MaskData
     rows: Any
     columns: Any
     heads: Any
 
 
 NO_LISTS = Lists(None, None, 0, 0)
-NO_BLOCKS = BlockMaskData(None, None, None, 0, 0)
 NO_BIAS = Bias(None, 0, 0, 0, 0)
 NO_NEW = {"new": None, "added": 0, "table_rows": 0}
 
@@ -200,7 +212,7 @@ def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
         "at": sequences_of(problem, operands),
         "score_data": score_of(problem, operands),
         "bias": NO_BIAS if operands.bias is None else bias_of(operands.bias),
-        "block_data": blocks_of(operands),
+        "mask_data": masks_of(operands),
         "rng_ptr": operands.rng_state if problem.options.dropout_p > 0 else None,
     }
 
@@ -252,21 +264,28 @@ def new_of(new: NewTokens, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
 
 def bias_of(bias: Tensor) -> Bias:
     """`bias` (B or 1, Hq or 1, M or 1, N or 1)."""
-    strides = (
-        0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
-    )
-    return Bias(bias, *strides)
+    return Bias(bias, *_shared_strides(bias))
 
 
-def blocks_of(operands: Operands) -> BlockMaskData:
-    """The block mask."""
+def _shared_strides(x: Tensor) -> list[int]:
+    """Strides, 0 for sizes of 1, which are shared."""
+    return [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+
+
+def masks_of(operands: Operands) -> MaskData:
+    """The tensors of the masks of a call."""
     kinds, index, tiles = operands.tile_kinds, operands.partial_index, operands.partial_tiles
-    if kinds is None or index is None or tiles is None:
-        return NO_BLOCKS
-    return BlockMaskData(
-        kinds=kinds.contiguous(),
-        partial_index=index.contiguous(),
-        partial_tiles=tiles.contiguous().view(torch.uint8),
-        has_batch=int(kinds.shape[0] > 1),
-        has_heads=int(kinds.shape[1] > 1),
-    )
+    starts, stops = operands.span_starts, operands.span_stops
+    data = MaskData()
+    if kinds is not None and index is not None and tiles is not None:
+        data = MaskData(
+            kinds=kinds.contiguous(),
+            partial_index=index.contiguous(),
+            partial_tiles=tiles.contiguous().view(torch.uint8),
+            has_batch=int(kinds.shape[0] > 1),
+            has_heads=int(kinds.shape[1] > 1),
+        )
+    if starts is not None and stops is not None:
+        spans = (starts, *_shared_strides(starts), stops, *_shared_strides(stops))
+        data = MaskData._make((*data[:5], *spans))
+    return data

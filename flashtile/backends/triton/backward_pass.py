@@ -14,6 +14,14 @@ import triton.language as tl
 from ...gpu.intrinsics import LOG2E, rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
+from .spans import (
+    full_tile_of,
+    in_spans,
+    key_ranges,
+    load_intervals,
+    masked_tile_of,
+    step_counts,
+)
 from .tiles import (
     between,
     dropout_key,
@@ -115,7 +123,7 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 @triton.jit
 def add_queries(
     dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_ptr, delta_ptr, n0,
-    keys, M, N, places, b, h, mask,
+    keys, start_q, M, N, places, b, h, mask,
     score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +143,8 @@ def add_queries(
     visible = keys < N
     if IS_MASKED:
         start, stop = visible_keys(rows, N, places, mask, cfg)
-        visible = between(keys, start, stop, cfg)
+        intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
+        visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
@@ -165,8 +174,8 @@ def add_queries(
 def key_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dk_ptr, dk_batch, dk_row, dk_head, dv_ptr, dv_batch,
-    dv_row, dv_head, lse_ptr, delta_ptr, at, score_data, bias, block_data, lists, rng_ptr, B, M, N,
-    total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
+    dv_row, dv_head, lse_ptr, delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B,
+    M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
     drop_threshold, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys of one key head, summed over the query heads of its group.
@@ -180,13 +189,14 @@ def key_gradient_kernel(
     dk = HeadRows(dk_ptr, dk_batch, dk_row, dk_head)
     dv = HeadRows(dv_ptr, dv_batch, dv_row, dv_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk)
+    mask = Mask(left, right, chunk, mask_data)
     score = Score(score_data, bias)
-    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    HAS_LISTS: tl.constexpr = cfg.MASK_TILE_M > 0 or cfg.SPANS > 0
     kv_heads = heads // cfg.GROUP
     n_tiles = tl.cdiv(lengths.N, BLOCK_N)
     # Under a causal mask most queries see the first keys, so ascending order is already LPT order.
@@ -227,7 +237,7 @@ def key_gradient_kernel(
         stats_row = stats_start(lengths, b, h, heads) + start_q
         lse_row = lse_ptr + stats_row
         delta_row = delta_ptr + stats_row
-        if cfg.MASK_TILE_M > 0:
+        if HAS_LISTS:
             capacity = tl.cdiv(lengths.M, BLOCK_M)
             counts, tiles = list_row(lists, b, h, heads, tile, n_tiles, capacity)
             full_count = tl.load(counts)
@@ -236,24 +246,24 @@ def key_gradient_kernel(
             full_count = full_end - full_begin
             masked_count = end - begin - full_count
         for i in range(0, full_count):
-            if cfg.MASK_TILE_M > 0:
+            if HAS_LISTS:
                 m0 = tl.load(tiles + i) * BLOCK_M
             else:
                 m0 = (full_begin + i) * BLOCK_M
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
-                delta_row, n0, keys, M, N, places, b, h, mask, score, blocks, drop_threshold,
-                drop_key, False, HAS_DK, HAS_DV, cfg,
+                delta_row, n0, keys, start_q, M, N, places, b, h, mask, score, blocks,
+                drop_threshold, drop_key, False, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
         for i in range(0, masked_count):
-            if cfg.MASK_TILE_M > 0:
+            if HAS_LISTS:
                 m0 = tl.load(tiles + capacity - 1 - i) * BLOCK_M
             else:
                 m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
-                delta_row, n0, keys, M, N, places, b, h, mask, score, blocks, drop_threshold,
-                drop_key, True, HAS_DK, HAS_DV, cfg,
+                delta_row, n0, keys, start_q, M, N, places, b, h, mask, score, blocks,
+                drop_threshold, drop_key, True, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
 
     if HAS_DK:
@@ -271,8 +281,8 @@ def key_gradient_kernel(
 
 @triton.jit
 def add_keys(
-    dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start, stop, M,
-    N, places, b, h, score, blocks,
+    dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start, stop,
+    intervals, M, N, places, b, h, score, blocks,
     drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dQ: the keys [n0, n0 + BLOCK_N)."""
@@ -290,7 +300,7 @@ def add_keys(
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
     visible = keys < N
     if IS_MASKED:
-        visible = between(keys, start, stop, cfg)
+        visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
@@ -309,7 +319,7 @@ def add_keys(
 def query_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, lse_ptr,
-    delta_ptr, at, score_data, bias, block_data, lists, rng_ptr, B, M, N, total_q, total_k,
+    delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B, M, N, total_q, total_k,
     page_columns, left, right, chunk, heads, mask_rows, mask_columns, drop_threshold,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -320,16 +330,16 @@ def query_gradient_kernel(
     dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
     dq = HeadRows(dq_ptr, dq_batch, dq_row, dq_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk)
+    mask = Mask(left, right, chunk, mask_data)
     score = Score(score_data, bias)
-    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     m_tiles = tl.cdiv(lengths.M, BLOCK_M)
     tile, bh = head_swizzle(tl.program_id(0), m_tiles, lengths.B * heads, cfg.HEAD_SWIZZLE)
-    if cfg.HAS_RIGHT:
+    if cfg.HAS_RIGHT or cfg.SPANS > 0:
         tile = m_tiles - 1 - tile  # LPT order: the longest KV loops first
     b = bh // heads
     h = bh % heads
@@ -363,6 +373,7 @@ def query_gradient_kernel(
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
     start, stop = visible_keys(rows, N, places, mask, cfg)
+    intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     if cfg.MASK_TILE_M > 0:
@@ -374,28 +385,29 @@ def query_gradient_kernel(
         last = tl.minimum(m0 + BLOCK_M, M) - 1
         first_start, first_stop = visible_keys(m0, N, places, mask, cfg)
         last_start, last_stop = visible_keys(last, N, places, mask, cfg)
-        begin, full_begin, full_end, end = tile_phases(
-            first_start, first_stop, last_start, last_stop, BLOCK_N
+        ranges = key_ranges(
+            first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
         )
-        full_count = full_end - full_begin
-        masked_count = end - begin - full_count
+        full_count, masked_count = step_counts(ranges, cfg)
     for i in range(0, full_count):
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + i) * BLOCK_N
         else:
-            n0 = (full_begin + i) * BLOCK_N
+            n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
             dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
-            stop, M, N, places, b, h, score, blocks, drop_threshold, drop_key, False, cfg,
+            stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key, False,
+            cfg,
         )  # fmt: skip
     for i in range(0, masked_count):
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
         else:
-            n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
+            n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
             dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
-            stop, M, N, places, b, h, score, blocks, drop_threshold, drop_key, True, cfg,
+            stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key, True,
+            cfg,
         )  # fmt: skip
 
     store_rows(

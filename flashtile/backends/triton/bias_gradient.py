@@ -13,6 +13,7 @@ from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .backward_pass import drop, load_stats, recompute_p
+from .spans import in_spans, load_intervals
 from .tiles import (
     between,
     dropout_key,
@@ -44,6 +45,8 @@ def bias_gradient_tile(
     places = Places(N - M, lengths.at, b)
     start, stop = visible_keys(rows, N, places, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
+    intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
+    visible = in_spans(keys, visible, intervals, cfg)
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D), (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_DV)
@@ -80,7 +83,7 @@ def bias_gradient_tile(
 def bias_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dbias, lse_ptr, delta_ptr, at, score_data, bias,
-    block_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
+    mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
     mask_rows, mask_columns, drop_threshold, IS_BATCH_SHARED: tl.constexpr,
     IS_HEAD_SHARED: tl.constexpr, IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr,
     cfg: tl.constexpr,
@@ -93,9 +96,9 @@ def bias_gradient_kernel(
     v = HeadRows(v_ptr, v_batch, v_row, v_head)
     dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk)
+    mask = Mask(left, right, chunk, mask_data)
     score = Score(score_data, bias)
-    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     dbias_heads = 1 if IS_HEAD_SHARED else heads
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     BLOCK_M: tl.constexpr = cfg.BLOCK_M

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .arguments import NUMBERS, Blocks, Lengths, Mask, Places
+from .spans import span_kind
 from .tiles import block_mask_start, key_span, query_span, visible_keys
 
 
@@ -38,16 +39,16 @@ def block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def list_tiles_kernel(
-    lists, at, block_data, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr, IS_BY_KEYS: tl.constexpr,
+    lists, at, mask_data, B, M, N, total_q, total_k, page_columns, left, right, chunk,
+    heads, mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr, IS_BY_KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write one row of `lists`: the tiles that one tile of queries (IS_BY_KEYS: of keys) visits, in
     ascending order.
     """
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk)
-    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    mask = Mask(left, right, chunk, mask_data)
+    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     list_heads = 1 + lists.has_heads * (heads - 1)
     if IS_BY_KEYS:
         capacity = tl.cdiv(M, cfg.BLOCK_M)
@@ -58,7 +59,7 @@ def list_tiles_kernel(
     own_tile = tl.program_id(1)
     h = tl.program_id(0) % list_heads
     b = tl.program_id(0) // list_heads
-    _, M = query_span(lengths, b)
+    start_q, M = query_span(lengths, b)
     _, N = key_span(lengths, b)
     places = Places(N - M, at, b)
     kind_offs = block_mask_start(blocks, b, h)
@@ -79,7 +80,13 @@ def list_tiles_kernel(
         exists = (m0 < M) & (n0 < N)
         first_start, first_stop = visible_keys(m0, N, places, mask, cfg)
         last_start, last_stop = visible_keys(m1 - 1, N, places, mask, cfg)
-        any_seen, all_seen = block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg)
+        if cfg.MASK_TILE_M > 0:
+            any_seen, all_seen = block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg)
+        else:
+            any_seen, all_seen = exists, exists
+        if cfg.SPANS > 0:
+            any_in_spans, all_in_spans = span_kind(m0, m1, n0, n1, mask_data, b, h, start_q, N, cfg)
+            any_seen, all_seen = any_seen & any_in_spans, all_seen & all_in_spans
         visited = exists & any_seen & (n1 > first_start) & (n0 < last_stop)
         whole = (m0 + BLOCK_M <= M) & (n0 + BLOCK_N <= N)
         full = visited & all_seen & whole & (last_start <= n0) & (n1 <= first_stop)

@@ -20,6 +20,14 @@ from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
+from .spans import (
+    full_tile_of,
+    in_spans,
+    key_ranges,
+    load_intervals,
+    masked_tile_of,
+    step_counts,
+)
 from .tiles import (
     as_float16,
     between,
@@ -32,12 +40,10 @@ from .tiles import (
     linear_scale,
     list_row,
     load_columns,
-    masked_tile,
     query_span,
     scores_log2,
     stats_count,
     stats_start,
-    tile_phases,
     tile_source,
     unpack_pairs,
     visible_keys,
@@ -47,7 +53,7 @@ from .tiles import (
 @triton.jit
 def attend_keys(
     acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-    start, stop, b, h, h_mask, places, qk_scale, scale_block,
+    start, stop, intervals, b, h, h_mask, places, qk_scale, scale_block,
     lengths, score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the KV loop: update the running maximum, sum and output with the keys
@@ -80,7 +86,7 @@ def attend_keys(
             qk *= k_scale
     s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), places, b, h, score, cfg)
     if IS_MASKED:
-        visible = between(keys, start, stop, cfg)
+        visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
             visible = in_block_mask(rows, keys, visible, b, h_mask, blocks, cfg)
         s_log2 = tl.where(visible, s_log2, -float("inf"))
@@ -156,7 +162,7 @@ def split_range(full_count, masked_count):
 @triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "out"), "added", "table_rows"])
 def forward_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, at, score_data, bias, block_data,
+    out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, at, score_data, bias, mask_data,
     lists, rng_ptr, new, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
     mask_rows, mask_columns, drop_threshold, added, table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -174,9 +180,9 @@ def forward_kernel(
         let_next_kernel_start()
         wait_for_earlier_kernels()
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk)
+    mask = Mask(left, right, chunk, mask_data)
     score = Score(score_data, bias)
-    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
@@ -188,7 +194,7 @@ def forward_kernel(
     program_heads = heads // ROWS_PER_QUERY
     m_tiles = tl.cdiv(lengths.M * ROWS_PER_QUERY, BLOCK_M)
     tile, bh = head_swizzle(tl.program_id(0), m_tiles, lengths.B * program_heads, cfg.HEAD_SWIZZLE)
-    if cfg.HAS_RIGHT:
+    if cfg.HAS_RIGHT or cfg.SPANS > 0:
         tile = m_tiles - 1 - tile  # LPT order: the longest KV loops first
     b = bh // program_heads
     start_q, M = query_span(lengths, b)
@@ -241,6 +247,7 @@ def forward_kernel(
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     start, stop = visible_keys(rows, N, places, mask, cfg)
+    intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
 
     if cfg.MASK_TILE_M > 0:
         capacity = tl.cdiv(lengths.N, BLOCK_N)
@@ -251,12 +258,12 @@ def forward_kernel(
         first_start, first_stop = visible_keys(first, N, places, mask, cfg)
         last_start, last_stop = visible_keys(last, N, places, mask, cfg)
         last_stop = tl.where(first < M, last_stop, 0)
-        begin, full_begin, full_end, end = tile_phases(
-            first_start, first_stop, last_start, last_stop, BLOCK_N
+        ranges = key_ranges(
+            first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
         )
-        full_count = full_end - full_begin
-        masked_count = end - begin - full_count
+        full_count, masked_count = step_counts(ranges, cfg)
         if cfg.APPENDING is not None:
+            begin, full_begin, full_end, end = ranges[0]
             append_tokens(
                 k, v, new, added, table_rows, b, kv_head, heads, start_k, pages, begin, full_begin,
                 full_end, end, lengths, score, cfg,
@@ -277,21 +284,21 @@ def forward_kernel(
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + i) * BLOCK_N
         else:
-            n0 = (full_begin + i) * BLOCK_N
+            n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, b, h, h_mask, places, qk_scale, scale_block, lengths, score, blocks,
-            drop_threshold, drop_key, False, cfg,
+            rows, start, stop, intervals, b, h, h_mask, places, qk_scale, scale_block, lengths,
+            score, blocks, drop_threshold, drop_key, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
         else:
-            n0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_N
+            n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, b, h, h_mask, places, qk_scale, scale_block, lengths, score, blocks,
-            drop_threshold, drop_key, True, cfg,
+            rows, start, stop, intervals, b, h, h_mask, places, qk_scale, scale_block, lengths,
+            score, blocks, drop_threshold, drop_key, True, cfg,
         )  # fmt: skip
 
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.

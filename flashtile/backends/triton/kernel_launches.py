@@ -30,6 +30,7 @@ from .score_matrix import probabilities_kernel
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
+SPAN_LIST_CHUNK = 32  # of which it reads the intervals of all rows
 OPERANDS = len(Operands._fields)
 
 
@@ -114,7 +115,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     for kernel, kernel_plan, own in passes:
         config, by_keys = kernel_plan.config, kernel is key_gradient_kernel
         own["lists"] = NO_LISTS
-        if problem.block_tile is not None:
+        if problem.block_tile is not None or (problem.spans and by_keys):
             own["lists"], launch = lists_launch(problem, operands, common, kernel_plan, by_keys)
             launches.append(launch)
         if by_keys:
@@ -166,9 +167,9 @@ def lists_launch(
     by_keys: bool,
 ) -> tuple[Lists, Launch]:
     """The lists of tiles that a kernel of `kernel_plan` visits."""
-    assert operands.tile_kinds is not None
     config = kernel_plan.config
-    batch, heads = operands.tile_kinds.shape[:2]
+    masks = [x.shape for x in (operands.tile_kinds, operands.span_starts) if x is not None]
+    batch, heads = max(x[0] for x in masks), max(x[1] for x in masks)
     if problem.layout != "dense" or problem.has_lengths:
         batch = problem.B
     m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
@@ -182,11 +183,11 @@ def lists_launch(
         has_heads=int(heads > 1),
     )
     arguments = {
-        **{name: common[name] for name in ("at", "block_data", *NUMBERS)},
+        **{name: common[name] for name in ("at", "mask_data", *NUMBERS)},
         "lists": lists,
         "cfg": config,
         "IS_BY_KEYS": by_keys,
-        "CHUNK": LIST_CHUNK,
+        "CHUNK": SPAN_LIST_CHUNK if problem.spans else LIST_CHUNK,
     }
     return lists, Launch(list_tiles_kernel, (batch * heads, own), arguments, 4, 1)
 

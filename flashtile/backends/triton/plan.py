@@ -179,6 +179,7 @@ class KernelConfig:
     IS_SPLIT: bool  # several programs share the KV loop
     IS_CHAINED: bool  # launched early after an append, and the merge early after this kernel
     APPENDING: Appending | None  # new tokens that the kernel appends
+    SPANS: int = 0  # intervals of keys of each query; 0 without such a mask
     RUNS: int = 0  # of positions, of each sequence; 0: the tensors hold whole sequences
 
 
@@ -390,6 +391,7 @@ def _kernel_plan(
         IS_CHAINED=is_split and hardware.has_tma(problem.capability),
         APPENDING=problem.appending,
         RUNS=problem.runs,
+        SPANS=problem.spans,
     )
     return KernelPlan(config, tile.warps, tile.stages)
 

@@ -10,6 +10,7 @@ from ...gpu.rows import HeadRows
 from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .backward_pass import load_stats
 from .pages import load_keys, page_list
+from .spans import in_spans, load_intervals
 from .tiles import (
     between,
     dropout_key,
@@ -29,8 +30,8 @@ from .tiles import (
 @triton.jit(do_not_specialize=unspecialised("q", "k"))
 def probabilities_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, probs_ptr, lse_ptr, at,
-    score_data, bias, block_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right,
-    chunk, heads, mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr,
+    score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left,
+    right, chunk, heads, mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr,
 ):  # fmt: skip
     """P = exp(S - lse) of one tile, negative where dropped; elements that are not visible are not
     written.
@@ -38,9 +39,9 @@ def probabilities_kernel(
     q = HeadRows(q_ptr, q_batch, q_row, q_head)
     k = HeadRows(k_ptr, k_batch, k_row, k_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk)
+    mask = Mask(left, right, chunk, mask_data)
     score = Score(score_data, bias)
-    blocks = Blocks(block_data, mask_rows, mask_columns, heads)
+    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     n0 = tl.program_id(2) * BLOCK_N
@@ -56,6 +57,8 @@ def probabilities_kernel(
     places = Places(N - M, at, b)
     start, stop = visible_keys(rows, N, places, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
+    intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
+    visible = in_spans(keys, visible, intervals, cfg)
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D)

@@ -14,7 +14,6 @@ from ..reasons import (
     dtype_reasons,
     head_dim_reasons,
     score_mod_reasons,
-    spans_reasons,
 )
 from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
 
@@ -42,7 +41,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
     if problem.runs > MAX_RUNS:
         reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
-    reasons += spans_reasons(problem)
     reasons += score_mod_reasons(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
