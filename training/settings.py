@@ -71,6 +71,7 @@ class TrainerSettings:
     accelerator: str = "auto"  # one of ACCELERATORS
     devices: int = 1  # on each node
     num_nodes: int = 1
+    context_parallel: int = 1  # devices that divide the tokens of each window; attn=flashtile
     strategy: str = "auto"  # one of STRATEGIES; auto: ddp when there are several devices
     precision: str = "32-true"  # one of PRECISIONS
     steps: int = MISSING  # of the optimizer
@@ -120,6 +121,7 @@ FREE_ON_RESUME = {
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.peak_tflops"),
     "trainer.tensorboard",
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes"),
+    "trainer.context_parallel",
 }
 
 
@@ -139,12 +141,15 @@ def check(settings: Settings) -> None:
     _check_choices(settings)
     _check_ranges(settings)
     _check_model(settings)
+    _check_context_parallel(settings)
     trainer = settings.trainer
-    together = trainer.micro_batch_size * trainer.devices * trainer.num_nodes
+    replicas = trainer.devices * trainer.num_nodes // trainer.context_parallel
+    together = trainer.micro_batch_size * replicas
+    divided = " / trainer.context_parallel" if trainer.context_parallel > 1 else ""
     if trainer.batch_size % together:
         raise ValueError(
             f"trainer.batch_size: {trainer.batch_size} is not a multiple of {together}, that is "
-            "trainer.micro_batch_size x trainer.devices x trainer.num_nodes"
+            f"trainer.micro_batch_size x trainer.devices x trainer.num_nodes{divided}"
         )
     if trainer.validation_windows < together:
         raise ValueError(
@@ -188,7 +193,7 @@ def _check_ranges(settings: Settings) -> None:
     trainer, sample = settings.trainer, settings.sample
     at_least_1 = [
         *("devices", "num_nodes", "steps", "batch_size", "micro_batch_size", "log_every"),
-        *("validate_every", "keep_checkpoints"),
+        *("validate_every", "keep_checkpoints", "context_parallel"),
     ]
     wanted: list[tuple[str, object, bool, str]] = [
         (f"trainer.{name}", getattr(trainer, name), getattr(trainer, name) >= 1, "at least 1")
@@ -220,6 +225,30 @@ def _check_ranges(settings: Settings) -> None:
     for key, value, fits, what in wanted:
         if not fits:
             raise ValueError(f"{key}: {value!r}; wanted: {what}")
+
+
+def _check_context_parallel(settings: Settings) -> None:
+    trainer, ranks = settings.trainer, settings.trainer.context_parallel
+    devices = trainer.devices * trainer.num_nodes
+    if devices % ranks:
+        raise ValueError(
+            f"trainer.context_parallel: {ranks} does not divide {devices}, that is trainer.devices "
+            "x trainer.num_nodes"
+        )
+    if ranks == 1:
+        return
+    if settings.attn != "flashtile":
+        raise ValueError(
+            f"attn: {settings.attn} sees only the tokens of its own device; "
+            f"trainer.context_parallel is {ranks}"
+        )
+    if trainer.compile:
+        raise ValueError(f"trainer.compile: true; trainer.context_parallel is {ranks}")
+    if settings.data.context < ranks:
+        raise ValueError(
+            f"data.context: {settings.data.context} tokens are fewer than "
+            f"trainer.context_parallel, {ranks}"
+        )
 
 
 def _check_model(settings: Settings) -> None:

@@ -2,7 +2,8 @@
 
 All randomness is a function of the seed, the step and the index in the step's batch: the order of
 the data, and the state of PyTorch's generators before each forward pass (and with it flashtile's
-dropout offsets). So a resumed run, or one on more devices, repeats the same numbers.
+dropout offsets). So a resumed run, or one on more devices, repeats the same numbers; with context
+parallelism up to rounding.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from .metrics import (
 )
 from .optimization import learning_rate, make_optimizer
 from .sample import write_sample
+from .sequences import IGNORED, Sequences
 from .settings import Settings, differences, model_config, read_settings
 
 CONFIG = Path(__file__).parent / "config"
@@ -70,13 +72,17 @@ class Run:
         self.settings = settings
         self.folder = Path(settings.run_dir)
         self.fabric = launch(settings.trainer)
+        context_parallel = settings.trainer.context_parallel
+        self.sequences = Sequences(
+            self.fabric, context_parallel, model_config(settings, settings.data.vocab_size)
+        )
         with self.fabric.rank_zero_first():
             self.corpus: Corpus = prepare(settings.data)
         self.held_out = validation_windows(
             self.corpus.validation,
             settings.data.context,
             settings.trainer.validation_windows,
-            together=settings.trainer.micro_batch_size * self.fabric.world_size,
+            together=settings.trainer.micro_batch_size * self.sequences.replicas,
         )
         self.bytes_per_token = self.fabric.to_device(
             torch.from_numpy(self.corpus.tokenizer.bytes_per_token())
@@ -145,10 +151,10 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()
-        passes = trainer.batch_size // (trainer.micro_batch_size * fabric.world_size)
+        passes = trainer.batch_size // (trainer.micro_batch_size * self.sequences.replicas)
         total, flops = torch.zeros((), device=fabric.device), 0.0
         for i in range(passes):
-            index = fabric.global_rank * passes + i
+            index = self.sequences.replica * passes + i
             torch.manual_seed(derived_seed(settings.seed, self.step, index))
             batch = self.training_batch(index)
             with fabric.no_backward_sync(self.model, enabled=i < passes - 1):
@@ -165,7 +171,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return over_processes(fabric, total, "mean"), whole(norm), flops * fabric.world_size
+        return over_processes(fabric, total, "mean"), whole(norm), flops * self.sequences.replicas
 
     def training_batch(self, index: int) -> Batch:
         """Micro-batch number `index` of this step's batch, on the device."""
@@ -177,12 +183,21 @@ class Run:
         batch = read_batch(self.corpus.train, starts, data.context, data.packed)
         return batch.to(self.fabric.device)
 
-    def loss(self, batch: Batch, reduction: str = "mean") -> Tensor:
-        """The cross-entropy of the next tokens, in nats."""
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean cross-entropy of the next tokens, in nats; with context parallelism this
+        process's share of it."""
+        if self.sequences.ranks == 1:
+            return self.loss_of(batch, "mean")
+        part, block = self.sequences.own_part(batch)
+        with block:
+            return self.sequences.share_of_mean(self.loss_of(part, "sum"), batch)
+
+    def loss_of(self, batch: Batch, reduction: str) -> Tensor:
+        """The mean or the sum of the cross-entropy over the tokens of `batch`."""
         return self.model(
             batch.input_ids,
             targets=batch.targets,
-            loss=CrossEntropyLoss(reduction=reduction),
+            loss=CrossEntropyLoss(ignore_index=IGNORED, reduction=reduction),
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
         ).loss
@@ -192,16 +207,19 @@ class Run:
         """(nats a token, bits a byte) of the held-out text, each window read once."""
         data, trainer, fabric = self.settings.data, self.settings.trainer, self.fabric
         stream, starts = self.corpus.validation, self.held_out
-        together = trainer.micro_batch_size * fabric.world_size
+        together = trainer.micro_batch_size * self.sequences.replicas
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)  # nats, tokens, bytes
         for first in range(0, len(starts), together):
-            mine = first + fabric.global_rank * trainer.micro_batch_size
+            mine = first + self.sequences.replica * trainer.micro_batch_size
             chosen = starts[mine : mine + trainer.micro_batch_size]
             batch = read_batch(stream, chosen, data.context, data.packed).to(fabric.device)
-            sums[0] += self.loss(batch, reduction="sum")
-            sums[1] += batch.targets.numel()
-            sums[2] += self.bytes_per_token[batch.targets].sum()
+            part, block = self.sequences.own_part(batch)
+            with block:
+                sums[0] += self.loss_of(part, "sum")
+            targets = part.targets[part.targets != IGNORED]
+            sums[1] += targets.numel()
+            sums[2] += self.bytes_per_token[targets].sum()
         nats, tokens, text_bytes = over_processes(fabric, sums, "sum").tolist()
         return nats / tokens, nats / np.log(2) / text_bytes
 

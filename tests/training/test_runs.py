@@ -162,6 +162,23 @@ def test_sharded_parameters_follow_the_curve_of_one_process_and_are_resumed(tmp_
     assert np.abs(sharded - expected).max() < 64 * np.finfo(np.float32).eps * expected[:, 2].max()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "change"), [("ddp", "data.packed=true"), ("fsdp2", "data.packed=false")]
+)
+def test_processes_that_divide_windows_follow_the_curve_of_one(tmp_path, strategy, change):
+    changes = ("model.attention_dropout=0", "model.residual_dropout=0", change)
+    Run(settings(tmp_path / "one", *changes)).train()
+    divided = ("trainer.devices=2", f"trainer.strategy={strategy}", "trainer.context_parallel=2")
+    result = command(tmp_path / "two", *changes, *divided)
+    assert result.returncode == 0, result.stderr
+    one, two = (
+        np.array(rows_without_speed(tmp_path / name / "run")[2::3]) for name in ("one", "two")
+    )
+    assert np.abs(two - one).max() < 64 * np.finfo(np.float32).eps * one[:, 2].max()
+    names = [path.name for path in (tmp_path / "two" / "run" / "checkpoints").iterdir()]
+    assert sorted(names) == ["step-00000004", "step-00000006"]
+
+
 KILLED_WHILE_WRITING = """
 import os, signal
 from pathlib import Path

@@ -69,6 +69,31 @@ def test_a_wrong_value_is_refused_by_key(tmp_path, change, message):
         settings(tmp_path, change)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("trainer.context_parallel=0",), "trainer.context_parallel: 0; wanted: at least 1"),
+        (("trainer.devices=3",), "trainer.context_parallel: 2 does not divide 3"),
+        (("attn=sdpa",), "attn: sdpa sees only the tokens of its own device"),
+        (("trainer.compile=true",), "trainer.compile: true; trainer.context_parallel is 2"),
+        (
+            ("trainer.devices=8", "trainer.context_parallel=8", "data.context=7"),
+            "data.context: 7 tokens are fewer than trainer.context_parallel, 8",
+        ),
+        (
+            ("trainer.devices=12", "trainer.context_parallel=4"),
+            "trainer.batch_size: 4 is not a multiple of 6, that is trainer.micro_batch_size x "
+            "trainer.devices x trainer.num_nodes / trainer.context_parallel",
+        ),
+    ],
+)
+def test_context_parallelism_is_refused_by_key(tmp_path, changes, message):
+    together = ("trainer.devices=2", "trainer.context_parallel=2")
+    settings(tmp_path, *together)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        settings(tmp_path, *together, *changes)
+
+
 def test_a_learned_table_must_reach_the_context(tmp_path):
     changes = ["model.position=learned", "+model.max_position_embeddings=8"]
     with pytest.raises(ValueError, match=r"^model\.max_position_embeddings: 8 is less than"):
