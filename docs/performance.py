@@ -156,15 +156,26 @@ def memory_table() -> str:
     return markdown_table(["length", *(NAMES[peer] for peer in peers)], lines)
 
 
+def host_times() -> dict[Key, dict[str, float]]:
+    """Microseconds for which a call keeps the host, by library."""
+    return by_case(
+        h200("short/host"), "host_us", "variant", "pass", "head_dim", "seqlen_q", "batch"
+    )
+
+
 def host_table() -> str:
-    """Microseconds for which a call keeps the host."""
-    cases = by_case(h200("host"), "host_us", "pass", "seqlen_q")
-    peers = ("flashtile", "flashtile-triton", "sdpa", "fa3")
+    """The same as a table: prompts with 32 heads of 64, decoding with 32:8 heads of 128."""
     titles = {"forward": "forward", "both": "forward and backward"}
-    lines = [
-        [f"{titles[direction]}, {length} tokens"] + [number(case.get(peer)) for peer in peers]
-        for (direction, length), case in cases.items()
-    ]
+    peers = ("flashtile", "flashtile-triton", "sdpa", "fa3", "fa4")
+    lines = []
+    for (variant, direction, head_dim, length, batch), case in host_times().items():
+        if variant == "dense" and head_dim == "64":
+            title = f"{titles[direction]}, {int(length):,} tokens"
+        elif direction == "decode":
+            title = f"{variant}, batch {batch}"
+        else:
+            continue
+        lines.append([title] + [number(case.get(peer)) for peer in peers])
     return markdown_table(["call", *(NAMES[peer] for peer in peers)], lines)
 
 
@@ -249,7 +260,7 @@ def choices_table() -> str:
     case = by_case(h200("float8"), "median_ms", "head_dim", "causal", "seqlen_q")
     title = "float8, causal, 16,384 tokens, head dim 256, forward"
     lines.append(choice(title, case["256", "True", "16384"], "flashtile-float8", "flashtile"))
-    host = by_case(h200("host"), "host_us", "pass", "seqlen_q")["forward", "512"]
+    host = host_times()["dense", "forward", "64", "512", "1"]
     host = {peer: microseconds / 1000 for peer, microseconds in host.items()}
     lines.append(choice("the host's time of a call with 512 tokens", host, "flashtile", "sdpa"))
     return markdown_table(["call", "flashtile", "instead", "time", "speed"], lines)
