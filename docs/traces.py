@@ -435,6 +435,7 @@ def everything(name: str) -> dict[str, Any]:
         "code": source_of(algorithm.function),
         "fields": list(algorithm.fields),
         "result": algorithm.result,
+        "compared": "standard backward pass" if name == "backward" else "standard attention",
         "runs": runs,
     }
 

@@ -82,6 +82,18 @@ def test_hidden_tiles_are_not_computed(traces: ModuleType):
         assert {step.tile for step in steps if step.is_score} == visible
 
 
+def test_the_player_offers_what_was_traced(traces: ModuleType):
+    player = (DOCS / "learn" / "visualiser.html").read_text(encoding="utf-8")
+    offered = {
+        name: set(re.findall(r'<option value="([^"]*)"', options))
+        for name, options in re.findall(r'<select name="(\w+)">(.*?)</select>', player, re.S)
+    }
+    assert offered["algorithm"] == set(traces.ALGORITHMS) == set(NAMES)
+    assert offered["mask"] == set(traces.MASKS)
+    assert offered["lengths"] == {f"{M}x{N}" for M, N in traces.LENGTHS}
+    assert offered["tiles"] == {f"{B_r}x{B_c}" for B_r, B_c in traces.TILES}
+
+
 # In a browser
 
 
@@ -163,7 +175,7 @@ def test_an_address_plays_by_itself(page: Path):
     assert console == []
     finished = re.search(r'data-finished="([^"]*)"', document)
     assert finished and float(finished[1]) < 1e-5
-    assert "Largest difference from the definition" in document
+    assert "The result is that of the definition" in document
     assert len(re.findall(r'class="v-tile [^"]*v-scored', document)) == 3  # of four, one is hidden
 
 

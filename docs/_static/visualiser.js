@@ -231,7 +231,8 @@
     const apart = state.step === last ? difference() : null;
     verdict.textContent = apart === null
       ? ""
-      : `Finished. Largest difference from the definition, in float64: ${apart.toExponential(0)}.`;
+      : "Finished. The result is that of the definition, up to the six digits that are kept here: "
+        + `the largest difference is ${apart.toExponential(0)}.`;
     root.dataset.finished = apart === null ? "" : String(apart);
   }
 
@@ -257,6 +258,7 @@
     form.elements.step.max = run.steps.length - 1;
     find(".v-file").textContent = trace.file;
     find(".v-own .v-what").textContent = trace.title;
+    find(".v-standard .v-what").textContent = `${trace.compared}, in all`;
     const lines = trace.code.map((text, number) => {
       const line = document.createElement("span");
       line.dataset.line = number;
