@@ -82,6 +82,9 @@ ROWS: dict[str, dict[str, object]] = {
     "ALiBi": {"has_alibi": True},
     "dropout": options(dropout_p=0.1),
     "dropout with softcap": options(dropout_p=0.1, softcap=20.0),
+    "learned ALiBi slopes": options(alibi_needs_grad=True) | {"has_alibi": True},
+    "relative bias with gradient": options(relative_bias_needs_grad=True)
+    | {"relative_distance": 128},
     "bias with gradient": {"has_bias": True, "bias_needs_grad": True},
     "sink with gradient": {"has_sink": True},
     "block masks, FlexAttention's too": {"block_tile": (128, 128)},

@@ -68,10 +68,13 @@ def attention(
         attention_chunk: chunk size in positions; a query sees only the keys of its own chunk (Llama
             4). 0 is off.
         softcap: bound on the scores' magnitude; 0 is off.
-        alibi_slopes: (heads,) or (batch, heads); adds ``-slope * |i + seq_k - seq_q - j|``. No
+        alibi_slopes: (heads,) or (batch, heads); adds ``-slope * |i + seq_k - seq_q - j|``. Has a
             gradient.
         bias: broadcasts to (batch, heads, seq_q, seq_k), added to the scores; its gradient is
             summed over broadcast dimensions.
+        relative_bias: (heads, 2 R + 1), added by the distance of key and query: ``relative_bias[h,
+            clamp(j - p, -R, R) + R]`` at ``p = i + seq_k - seq_q``. Has a gradient; no matrix is
+            made.
         sink: (heads,), the logit of one additional key per head whose value is 0: it only adds to
             the softmax's denominator. Has a gradient.
         block_mask: `BlockMask`, or FlexAttention's; its empty tiles are skipped.

@@ -229,6 +229,10 @@ def _fake_backward(
         operands = operands._replace(bias=None)
     if not captured_needs_grad(options):
         operands = operands._replace(captured=None)
+    if not options.alibi_needs_grad:
+        operands = operands._replace(alibi_slopes=None)
+    if not options.relative_bias_needs_grad:
+        operands = operands._replace(relative_bias=None)
     return tuple(
         dout.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for x in operands[:DIFFERENTIABLE]
@@ -254,8 +258,7 @@ torch.library.register_fake("flashtile::attention_probabilities", _fake_probabil
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(operands, options) -> (out, lse), with gradients for q, k, v, bias, sink and captured
-    values."""
+    """(operands, options) -> (out, lse), with gradients for the first `DIFFERENTIABLE` operands."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from .score_mod import parsed
 
 
 class Operands(NamedTuple):
-    """The tensors of a call. The first six can have gradients."""
+    """The tensors of a call. The first eight can have gradients."""
 
     q: Tensor  # (B, M, Hq, D) or (total_q, Hq, D)
     k: Tensor  # (B, N, Hk, D) or (total_k, Hk, D) or (pages, page_size, Hk, D)
@@ -27,7 +27,8 @@ class Operands(NamedTuple):
     bias: Tensor | None = None  # (B or 1, Hq or 1, M or 1, N or 1)
     sink: Tensor | None = None  # (Hq,)
     captured: Tensor | None = None  # (n,) float32 or float64, what `score_mod` reads
-    alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq) float32
+    alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq)
+    relative_bias: Tensor | None = None  # (Hq, 2 R + 1), a number for each distance from -R to R
     cu_seqlens_q: Tensor | None = None  # (B + 1,) int32
     cu_seqlens_k: Tensor | None = None  # (B + 1,) int32
     seqused_q: Tensor | None = None  # (B,) int32
@@ -75,6 +76,8 @@ class Options(NamedTuple):
     first_head: int = 0  # the number of the first query head in the whole call
     score_mod: str = ""  # the program of a score function (see `score_mod.program`); "": none
     score_mod_gradient: str = ""  # the program of its derivative, if gradients are recorded
+    alibi_needs_grad: bool = False
+    relative_bias_needs_grad: bool = False
     backend: str = ""
 
     @property
@@ -134,6 +137,7 @@ class AttentionProblem(NamedTuple):
     runs: int = 0  # of positions, at most, in a sequence; 0 where the tensors hold whole sequences
     has_sequences: bool = False  # dropout counts by `sequences` and `first_head`
     spans: int = 0  # intervals of keys of each query (`Spans`); 0 without such a mask
+    relative_distance: int | None = None  # R of `relative_bias`; None without one
     # The result is one part of several: `out` and the gradients keep the dtype of their sums.
     is_partial: bool = False
     # The backend appends new tokens to the cache while it attends; None: the cache has them.
@@ -199,11 +203,15 @@ class AttentionProblem(NamedTuple):
             runs=0 if operands.q_runs is None else operands.q_runs.shape[1],
             has_sequences=operands.sequences is not None,
             spans=0 if operands.span_starts is None else operands.span_starts.shape[-1],
+            relative_distance=None
+            if operands.relative_bias is None
+            else operands.relative_bias.shape[1] // 2,
         )
 
 
 NO_RUN = 2**31 - 1  # the first row of a run that is not used
-DIFFERENTIABLE = 6  # q, k, v, bias, sink, captured lead `Operands`
+# q, k, v, bias, sink, captured, alibi_slopes and relative_bias lead `Operands`
+DIFFERENTIABLE = 8
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Rows of float8 queries, and of float8 keys and values, that share a per-block scale.
 FLOAT8_QUERY_BLOCK, FLOAT8_KEY_BLOCK = 64, 128

@@ -72,15 +72,16 @@ def main(rank, world, rendezvous):
         options = {
             "sink": torch.randn(4, dtype=torch.float64),
             "bias": torch.randn(2, 4, 9, 11, dtype=torch.float64),
-            "alibi_slopes": torch.rand(4),
+            "alibi_slopes": torch.rand(4, dtype=torch.float64),
+            "relative_bias": torch.randn(4, 5, dtype=torch.float64),
             "seqused_k": torch.tensor([11, 6], dtype=torch.int32),
         }
         placements = {"bias": Shard(dim)}
         if placement == HEADS:
-            placements |= {"sink": Shard(0), "alibi_slopes": Shard(0)}
+            placements |= {"sink": Shard(0), "alibi_slopes": Shard(0), "relative_bias": Shard(0)}
         else:
             placements |= {"seqused_k": Shard(0)}
-        for option in ("sink", "bias"):
+        for option in ("sink", "bias", "relative_bias", "alibi_slopes"):
             one = {option: options[option]}
             compare(f"{option} {placement}", mesh, (4, 2), placement, one, placements)
         rest = {o: options[o] for o in ("alibi_slopes", "seqused_k")}

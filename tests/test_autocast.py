@@ -94,6 +94,7 @@ HEADS_FIRST = ((2, 4, 40, 24), (2, 4, 50, 24), (2, 4, 50, 24))
 ATTENTION: dict[str, tuple[Entry, tuple[tuple[int, ...], ...]]] = {
     "dense": (dense(causal=True), BATCH),
     "alibi": (dense(alibi_slopes=ALIBI), BATCH),
+    "relative bias": (dense(relative_bias=torch.linspace(-2, 2, 28).view(4, 7)), BATCH),
     "softcap": (dense(softcap=1.0, window_size=(9, 3)), BATCH),
     "value head dim": (dense(causal=True), WIDE_VALUES),
     "bias": (dense(bias=torch.linspace(-2, 2, 2000).view(40, 50)), BATCH),

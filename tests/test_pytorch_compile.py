@@ -257,6 +257,19 @@ class TestCompile:
             given = partial(attend, mask=Spans(stops - 4, stops))
             assert_same(outputs_and_gradients(given, call), wanted)
 
+    def test_gradients_by_distance(self):
+        def function(q, k, v, relative_bias, alibi_slopes):
+            return flashtile.attention(
+                q, k, v, relative_bias=2 * relative_bias, alibi_slopes=alibi_slopes.exp()
+            )
+
+        call = dict(zip("qkv", heads_and_lengths(11), strict=True))
+        heads = call["q"].shape[2]
+        call["relative_bias"] = torch.randn(heads, 7, requires_grad=True)
+        call["alibi_slopes"] = torch.randn(heads, requires_grad=True)
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        assert_same(outputs_and_gradients(compiled, call), outputs_and_gradients(function, call))
+
     def test_score_functions_end_the_graph(self):
         """Also one that is made inside and captures what is computed inside."""
 

@@ -98,7 +98,8 @@ def options(draw, dropout=True, lengths_used=True):
     named = [
         draw(st.sampled_from(("nothing", *group)))
         for group in (
-            ("alibi", "alibi for each batch"),
+            [name for name in OPTIONS if "alibi" in name],
+            [name for name in OPTIONS if name.startswith("relative")],
             [name for name in OPTIONS if name.startswith("bias")],
             ("sink",),
             ("seqused",) if lengths_used else (),

@@ -67,6 +67,7 @@ def calls(g: torch.Generator, device: str) -> dict[str, Call]:
             q, k, v, score_mod=lambda s, b, h, i, j: s + tables[0][h, 0] * (i - j)
         ),
         "spans": lambda: flashtile.attention(q, k, v, mask=Spans(*spans)),
+        "relative bias": lambda: flashtile.attention(q, k, v, relative_bias=tables[0][:4, :7]),
         "gradients": gradients,
         "varlen": lambda: flashtile.attention_varlen(packed, packed, packed, cu, cu, 4, 4),
         "cache": cached,

@@ -36,7 +36,10 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None  # also None if it is not needed (`problem.bias_needs_grad`)
     dsink: Tensor | None
-    dcaptured: Tensor | None = None  # also None if it is not needed (`score_mod_gradient`)
+    # Also None if they are not needed, as `Options` says.
+    dcaptured: Tensor | None = None
+    dalibi_slopes: Tensor | None = None
+    drelative_bias: Tensor | None = None
 
 
 Tensors = tuple[Tensor | None, ...]

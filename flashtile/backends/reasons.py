@@ -61,6 +61,16 @@ def score_mod_reasons(problem: AttentionProblem) -> list[str]:
     return [f"a score_mod (this backend: {options})"] if problem.options.score_mod else []
 
 
+def distance_reasons(problem: AttentionProblem) -> list[str]:
+    """For a backend without `relative_bias` and gradients of ALiBi's slopes."""
+    found = []
+    if problem.relative_distance is not None:
+        found.append("a relative_bias (this backend: bias)")
+    if problem.options.alibi_needs_grad:
+        found.append("gradients of alibi_slopes (this backend: detached slopes)")
+    return found
+
+
 def dotted(numbers: tuple[int, int] | None) -> str:
     """A version or a compute capability as text, such as 9.0."""
     return "unknown" if numbers is None else f"{numbers[0]}.{numbers[1]}"

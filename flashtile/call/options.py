@@ -66,6 +66,7 @@ class NewerOptions(TypedDict, total=False):
     qv: Annotated[Tensor | None, Option("query")]
     attention_chunk: Annotated[int, number(0, checks.chunk)]
     bias: Annotated[Tensor | None, TENSOR]
+    relative_bias: Annotated[Tensor | None, TENSOR]
     sink: Annotated[Tensor | None, TENSOR]
     block_mask: Annotated[Any, MASK]
     mask: Annotated[Spans | None, MASK]

@@ -40,13 +40,21 @@ def with_score_mod(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def with_derivative(options: Options, operands: Operands) -> Options:
-    """The options of a call with the derivative of its score function, if it records gradients."""
+    """The options of a call with the gradients that it records of its scores: those of tables by
+    distance, and the derivative of the score function.
+    """
     transforms = torch._C._are_functorch_transforms_active()
 
     def records(x: Tensor | None) -> bool:
         return x is not None and (transforms or x.requires_grad)
 
-    if not (options.score_mod and torch.is_grad_enabled() and any(map(records, operands))):
+    if not torch.is_grad_enabled():
+        return options
+    options = options._replace(
+        alibi_needs_grad=records(operands.alibi_slopes),
+        relative_bias_needs_grad=records(operands.relative_bias),
+    )
+    if not (options.score_mod and any(map(records, operands))):
         return options
     dtype = lse_dtype(operands.q.dtype)
     found = derivative(options.score_mod, dtype, records(operands.captured))

@@ -19,7 +19,16 @@ from .layouts import Cached
 from .prepare import Prepared, prepare
 
 # Options that would need the positions of the queries relative to the prefix, or parts of a tensor.
-_REFUSED = ("alibi_slopes", "block_mask", "mask", "bias", "score_mod", "q_descale", "workspace")
+_REFUSED = (
+    "alibi_slopes",
+    "block_mask",
+    "mask",
+    "bias",
+    "relative_bias",
+    "score_mod",
+    "q_descale",
+    "workspace",
+)
 _LEFT_TO_THE_PREFIX = ("sink",)  # counts once
 _LEFT_TO_THE_REST = ("causal", "window_size")  # all queries come after the prefix
 

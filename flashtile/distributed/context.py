@@ -273,6 +273,11 @@ class ContextParallel:
                 f"alibi_slopes: got shape {tuple(slopes.shape)}, want {documents} rows or one "
                 "dimension"
             )
+        if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "alibi_slopes: requires grad, but has no gradient under context parallelism; "
+                "detach() it"
+            )
         if slopes is not None:
             given["alibi_slopes"] = slopes[0] if slopes.dim() == 2 else slopes
         # Not from numbers on the host, for whose copy it would wait.

@@ -65,8 +65,8 @@ class ContextAttention(torch.autograd.Function):
         gradients = executor.backward(plan, wire, operands, out, lse, dout, dlse, bias_needs_grad)
         if ulysses is not None:
             gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
-        # No call has captured values here.
-        found = zip((*gradients, None), operands[:DIFFERENTIABLE], needed, strict=True)
+        # No call has captured values here, slopes with a gradient or a relative bias.
+        found = zip((*gradients, None, None, None), operands[:DIFFERENTIABLE], needed, strict=True)
         return None, None, *(_like(g, x) if wanted else None for g, x, wanted in found)
 
 

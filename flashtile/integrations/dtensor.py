@@ -29,7 +29,7 @@ _Sharding = tuple[list[Placement | None], list[Placement | None]]
 # The batch dimension and the head dimension of each operand of a dense call. A call with an operand
 # that is not listed cannot be sharded; a dimension of size 1 is replicated.
 _BATCH = {"q": 0, "k": 0, "v": 0, "bias": 0, "seqused_q": 0, "seqused_k": 0}
-_HEADS = {"q": 2, "k": 2, "v": 2, "bias": 1, "sink": 0}
+_HEADS = {"q": 2, "k": 2, "v": 2, "bias": 1, "sink": 0, "relative_bias": 0}
 
 
 def register() -> None:
@@ -56,11 +56,17 @@ def _backward(*args: Any) -> list[_Sharding]:
     dlse, bias_needs_grad = args[1], args[4]
     operands, numbers = Operands(*args[5 : 5 + _INPUTS]), args[5 + _INPUTS :]
     shardings = [_replicated(DIFFERENTIABLE, args)]
+    options = Options(*numbers)
+    needed = {
+        "bias": bias_needs_grad,
+        "alibi_slopes": options.alibi_needs_grad,
+        "relative_bias": options.relative_bias_needs_grad,
+    }
     for dim, lse_dim, inputs in _placements(operands, numbers):
         gradients: list[Placement | None] = []
         for name, x, placement in zip(Operands._fields, operands, inputs, strict=True):
             if name in Operands._fields[:DIFFERENTIABLE]:
-                absent = x is None or (name == "bias" and not bias_needs_grad)
+                absent = x is None or not needed.get(name, True)
                 shared = placement == Replicate() and not absent
                 gradients.append(Replicate() if absent else Partial() if shared else placement)
         leading: list[Placement | None] = [Shard(dim), None, Shard(dim), Shard(lse_dim), None]
@@ -101,7 +107,8 @@ def _batch_dims(operands: Operands) -> dict[str, int | None] | None:
     """The batch dimension of each operand, or None if the call cannot be sharded over it."""
     slopes = operands.alibi_slopes
     per_sequence = slopes is not None and len(slopes.shape) == 2
-    dims = {**_BATCH, "sink": None, "alibi_slopes": 0 if per_sequence else None}
+    shared = {"sink": None, "relative_bias": None}
+    dims = {**_BATCH, **shared, "alibi_slopes": 0 if per_sequence else None}
     return dims if _is_dense(operands) and operands.q.shape[0] > 1 else None
 
 

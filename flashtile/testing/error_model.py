@@ -10,7 +10,7 @@ up to, if each is independent of the others. `u` is the largest rounding error o
 float32; of float64 for float64 inputs), `e` is `EXPONENTIAL` and `l` is `LOGARITHM`. With P the
 probabilities, L the log-sum-exp and [x] the variance of x:
 
-    [S]      (u/2 |scale| |q||k|)^2 + u^2 (S^2 + alibi^2 + bias^2)
+    [S]      (u/2 |scale| |q||k|)^2 + u^2 (S^2 + alibi^2 + bias^2 + relative bias^2)
     [L]      P^2 @ [S] + u^2 (2 L^2 + m^2 + 4 + l (L - m)^2), m the largest score of the row;
              2 L^2 because L is multiplied by ln 2 when stored and by log2 e when read
     [P]      P^2 ([S] + u^2 (2 + e + (S - L)^2)), and P^2 [L] of the whole row
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .reference import Attend, ScoreRule, softmax_weights
+from .reference import Alibi, Attend, RelativeBias, ScoreRule, softmax_weights
 
 # The floor in standard deviations. A single rounding error is at most 1.7 standard deviations.
 DEVIATIONS = 6.0
@@ -65,7 +65,9 @@ def rounding_variance(dtype: torch.dtype) -> Attend:
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
-        found = _Variance.apply(q, k, v, rule.bias, rule.sink, rule, dtype)
+        slopes = None if rule.alibi is None else rule.alibi.slopes
+        table = None if rule.relative_bias is None else rule.relative_bias.table
+        found = _Variance.apply(q, k, v, rule.bias, rule.sink, slopes, table, rule, dtype)
         return found[0], found[1], found[2]
 
     return attend
@@ -125,6 +127,8 @@ class _Variance(torch.autograd.Function):
         v: Tensor,
         bias: Tensor | None,
         sink: Tensor | None,
+        slopes: Tensor | None,
+        table: Tensor | None,
         rule: ScoreRule,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,6 +155,7 @@ class _Variance(torch.autograd.Function):
         )
         ctx.save_for_backward(q, k, v, P, P_var, L_var, factor, out, out_var, slope, slope_var)
         ctx.u, ctx.scale, ctx.bias, ctx.sink = u, rule.scale, bias, sink
+        ctx.alibi, ctx.relative_bias = rule.alibi, rule.relative_bias
         ctx.stored = torch.finfo(dtype).eps / 12**0.5 if dtype.itemsize == 2 else 0.0  # on average
         return out_var, L_var[..., 0], (P_var + P.square() * L_var)[..., :N]
 
@@ -178,6 +183,8 @@ class _Variance(torch.autograd.Function):
         dsink = (dS_var + row_var)[..., N:].sum(-1, keepdim=True)
         dS, dS_var, row_var, P_seen = (x[..., :N] for x in (dS, dS_var, row_var, P))
         dbias = _bias_variance(ctx.bias, dS, dS_var, P_seen, delta_var, L_var, u)
+        dslopes = _slopes_variance(ctx.alibi, dS, dS_var, P_seen, delta_var, L_var, u)
+        dtable = _table_variance(ctx.relative_bias, dS, dS_var, P_seen, delta_var, L_var, u)
 
         product = dS * slope
         product_var = dS_var * slope.square() + dS.square() * slope_var
@@ -206,6 +213,8 @@ class _Variance(torch.autograd.Function):
             dv,
             dbias,
             dsink if ctx.sink is not None else None,
+            dslopes,
+            dtable,
             None,
             None,
         )
@@ -229,11 +238,12 @@ def _scores(
         slope_variance = slope_variance + torch.square(u * slope * first)
         variance = variance * first.square() + 2 * u**2 * (S.square() + of.square())
         S, slope = of, slope * first
-    for term in (rule.alibi, bias):
+    by_distance = [x.term() for x in (rule.alibi, rule.relative_bias) if x is not None]
+    for term in (*by_distance, bias):
         if term is not None:
             variance = variance + (u * term).square()
-    S = S if rule.alibi is None else S - rule.alibi
-    S = (S if bias is None else S + bias).masked_fill(rule.hidden, -torch.inf)
+            S = S + term
+    S = S.masked_fill(rule.hidden, -torch.inf)
     S = _with_sink(S, sink, sink)
     variance = _with_sink(variance, sink, 0.0) + (u * S).square()
     return _Scores(S, variance.masked_fill(torch.isneginf(S), 0), slope, slope_variance)
@@ -303,3 +313,44 @@ def _bias_variance(
         + by_row.sum_to_size(shape)
         + (u * dS.abs().sum_to_size(shape)).square()
     )
+
+
+def _slopes_variance(
+    alibi: Alibi | None,
+    dS: Tensor,
+    dS_var: Tensor,
+    P: Tensor,
+    delta_var: Tensor,
+    L_var: Tensor,
+    u: float,
+) -> Tensor | None:
+    """The variance of the slopes' gradient: that of a bias whose dS is multiplied by distances."""
+    if alibi is None:
+        return None
+    d = alibi.distance
+    return _bias_variance(alibi.slopes, d * dS, d * d * dS_var, d * P, delta_var, L_var, u)
+
+
+def _table_variance(
+    relative_bias: RelativeBias | None,
+    dS: Tensor,
+    dS_var: Tensor,
+    P: Tensor,
+    delta_var: Tensor,
+    L_var: Tensor,
+    u: float,
+) -> Tensor | None:
+    """The variance of the gradient of a relative bias: dS, summed over equal columns of its table.
+    The errors of delta and L are shared by whole rows.
+    """
+    if relative_bias is None:
+        return None
+    width = relative_bias.table.shape[1]
+
+    def by_column(x: Tensor) -> Tensor:
+        column = relative_bias.column.expand(x.shape)
+        return x.new_zeros(*x.shape[:3], width).scatter_add(-1, column, x)
+
+    of_rows = by_column(P).square() * delta_var + by_column(dS).square() * L_var
+    rounding = (u * by_column(dS.abs()).sum((0, 2))).square()
+    return (by_column(dS_var) + of_rows).sum((0, 2)) + rounding

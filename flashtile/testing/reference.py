@@ -32,6 +32,28 @@ class Reference:
     probs: Tensor
 
 
+class Alibi(NamedTuple):
+    """Slopes (B or 1, Hq, 1, 1) and the distances (B or 1, 1, M, N) that they multiply."""
+
+    slopes: Tensor
+    distance: Tensor
+
+    def term(self) -> Tensor:
+        """What is added to the scores, (B or 1, Hq, M, N)."""
+        return -self.slopes * self.distance
+
+
+class RelativeBias(NamedTuple):
+    """A table (Hq, 2 R + 1) and the column that each score adds, int64 (B or 1, 1, M, N)."""
+
+    table: Tensor
+    column: Tensor
+
+    def term(self) -> Tensor:
+        """What is added to the scores, (B or 1, Hq, M, N)."""
+        return self.table[:, self.column[:, 0]].transpose(0, 1)
+
+
 class ScoreRule(NamedTuple):
     """The rule that turns q k into scores, and the softmax of the scores into weights of v.
 
@@ -40,12 +62,13 @@ class ScoreRule(NamedTuple):
 
     scale: float
     softcap: float  # 0: none
-    alibi: Tensor | None  # slope * distance, which is subtracted
+    alibi: Alibi | None
     bias: Tensor | None
     hidden: Tensor  # bool
     sink: Tensor | None  # the score of one more key, whose value is zero
     factor: Tensor  # of dropout: 0, or 1 / (1 - p)
     function: Callable[[Tensor], Tensor] | None = None  # of the scores, after the softcap
+    relative_bias: RelativeBias | None = None
 
 
 # A function from q (B, M, Hq, D), k (B, N, Hq, D) and v (B, N, Hq, Dv), already descaled and
@@ -72,8 +95,9 @@ def softmax_weights(q: Tensor, k: Tensor, rule: ScoreRule) -> tuple[Tensor, Tens
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     if rule.function is not None:
         scores = rule.function(scores)
-    if rule.alibi is not None:
-        scores = scores - rule.alibi.to(scores.dtype)
+    for by_distance in (rule.alibi, rule.relative_bias):
+        if by_distance is not None:
+            scores = scores + by_distance.term().to(scores.dtype)
     if rule.bias is not None:
         scores = scores + rule.bias
     scores = scores.masked_fill(rule.hidden, -torch.inf)
@@ -100,6 +124,7 @@ def attention_reference(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     sink: Tensor | None = None,
     block_mask: Any = None,
     mask: Spans | None = None,
@@ -154,15 +179,18 @@ def attention_reference(
         assert keep is not None, "the reference takes the dropout mask, it does not draw one"
         factor = keep.to(compute_dtype) / (1 - dropout_p)
 
+    p = torch.arange(M)[None, :, None] + (n_used - m_used)[:, None, None]
+    distance = (torch.arange(N) - p)[:, None]  # (B, 1, M, N)
     rule = ScoreRule(
         scale=D**-0.5 if softmax_scale is None else softmax_scale,
         softcap=softcap,
-        alibi=None if alibi_slopes is None else _alibi(alibi_slopes, m_used, n_used, M, N),
+        alibi=None if alibi_slopes is None else _alibi(alibi_slopes, distance),
         bias=None if bias is None else bias.to(compute_dtype),
         hidden=~visible,
         sink=sink,
         factor=factor,
         function=None if score_mod is None else _of_scores(score_mod, B, Hq, M, N),
+        relative_bias=None if relative_bias is None else _relative_bias(relative_bias, distance),
     )
     return Reference(*attend(q, k, v, rule))
 
@@ -176,12 +204,14 @@ def _of_scores(
     return lambda scores: score_mod(scores, b, h, i, j).to(scores.dtype).expand(scores.shape)
 
 
-def _alibi(slopes: Tensor, m_used: Tensor, n_used: Tensor, M: int, N: int) -> Tensor:
-    """slope * distance, float64 (B | 1, Hq, M, N)."""
-    p = torch.arange(M)[None, :, None] + (n_used - m_used)[:, None, None]
-    distance = (p - torch.arange(N)[None, None, :]).abs()[:, None]
+def _alibi(slopes: Tensor, distance: Tensor) -> Alibi:
     slopes = slopes.double() if slopes.ndim == 2 else slopes.double()[None]
-    return slopes[:, :, None, None] * distance
+    return Alibi(slopes[:, :, None, None], distance.abs())
+
+
+def _relative_bias(table: Tensor, distance: Tensor) -> RelativeBias:
+    R = table.shape[1] // 2
+    return RelativeBias(table.double(), distance.clamp(-R, R) + R)
 
 
 def _descaled(x: Tensor, descale: Tensor | None, block: int) -> Tensor:

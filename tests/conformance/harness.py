@@ -32,7 +32,7 @@ from flashtile.testing import (
 
 from .devices import device_of
 
-DIFFERENTIABLE = ("q", "k", "v", "qv", "bias", "sink")
+DIFFERENTIABLE = ("q", "k", "v", "qv", "bias", "sink", "relative_bias")
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,11 @@ def sink_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def learned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number for each head as a leaf, which calls of `dtype` differentiate."""
+    return x.to(sink_dtype(dtype)).requires_grad_()
+
+
 Make = Callable[[torch.Generator, Sizes, torch.dtype], dict[str, Any]]
 
 # Every option of a call, by the name in the ids of the test cases.
@@ -164,6 +169,17 @@ OPTIONS: dict[str, Make] = {
     "softcap": lambda g, s, t: {"softcap": 1.5},
     "alibi": lambda g, s, t: {"alibi_slopes": alibi_slopes(g, s.Hq)},
     "alibi for each batch": lambda g, s, t: {"alibi_slopes": alibi_slopes(g, s.Hq, s.B)},
+    "learned alibi": lambda g, s, t: {"alibi_slopes": learned(alibi_slopes(g, s.Hq), t)},
+    "learned alibi for each batch": lambda g, s, t: {
+        "alibi_slopes": learned(alibi_slopes(g, s.Hq, s.B), t)
+    },
+    "relative bias": lambda g, s, t: {"relative_bias": normal(g, s.Hq, 17, dtype=sink_dtype(t))},
+    "relative bias of all distances": lambda g, s, t: {
+        "relative_bias": normal(g, s.Hq, 2 * max(s.M, s.N) + 3, dtype=t)
+    },
+    "relative bias of one number": lambda g, s, t: {
+        "relative_bias": normal(g, s.Hq, 1, dtype=sink_dtype(t))
+    },
     "bias": lambda g, s, t: {"bias": normal(g, s.B, s.Hq, s.M, s.N, dtype=t)},
     "bias shared by heads": lambda g, s, t: {"bias": normal(g, s.B, 1, s.M, s.N, dtype=t)},
     "bias for each key": lambda g, s, t: {"bias": normal(g, s.B, 1, 1, s.N, dtype=t)},
@@ -205,8 +221,12 @@ def resolve(options: Options, g: torch.Generator, s: Sizes, dtype: torch.dtype) 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Leaves]:
     """Options for the backend, options for the reference, and the differentiable ones."""
-    leaves = {n: x for n, x in options.items() if n in DIFFERENTIABLE}
-    plain = {n: x for n, x in options.items() if n not in DIFFERENTIABLE}
+
+    def is_leaf(name: str) -> bool:
+        return name in DIFFERENTIABLE or getattr(options[name], "requires_grad", False)
+
+    leaves = {n: x for n, x in options.items() if is_leaf(n)}
+    plain = {n: x for n, x in options.items() if not is_leaf(n)}
     reference = {n: x for n, x in plain.items() if n != "deterministic"}
     if isinstance(plain.get("block_mask"), Masked):
         masked = plain["block_mask"]

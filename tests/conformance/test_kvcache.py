@@ -57,6 +57,8 @@ OPTIONS = (
     "alibi for each batch",
     "bias",
     "bias for each key",
+    "causal + relative bias",
+    "relative bias of all distances",
     "sink",
     "block mask",
     "block mask with partial tiles",

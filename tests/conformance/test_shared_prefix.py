@@ -152,6 +152,7 @@ BAD = {
     "chunk": ({"attention_chunk": 4}, NotImplementedError, "attention_chunk"),
     "ALiBi": ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes"),
     "bias": ({"bias": torch.zeros(3, CAPACITY)}, NotImplementedError, "bias"),
+    "relative bias": ({"relative_bias": torch.zeros(4, 3)}, NotImplementedError, "relative_bias"),
     "score function": (
         {"score_mod": lambda score, b, h, i, j: score - j},
         NotImplementedError,

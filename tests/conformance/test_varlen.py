@@ -56,6 +56,8 @@ def test_dtypes(options, dtype, backend, seed):
         "causal + sink",
         "causal + dropout + alibi",
         "window + bias",
+        "causal + relative bias + learned alibi",
+        "relative bias of all distances + learned alibi for each batch + seqused",
         "seqused + causal + bias shared by heads",
         "block mask with partial tiles + seqused",
         "causal window + softcap + alibi + bias + sink + dropout + seqused + block mask",

@@ -66,6 +66,18 @@ def test_packed_documents_have_no_masks_of_a_batch(
     assert all(message in found for found in run_ranks(2, run))
 
 
+def test_slopes_have_no_gradient() -> None:
+    def run(wire: ThreadWire) -> str:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout([0, 8])
+        x, slopes = torch.randn(layout.local_tokens, 2, 8), torch.rand(2, requires_grad=True)
+        with pytest.raises(NotImplementedError, match="alibi_slopes: requires grad") as caught:
+            parallel.attention(x, x, x, layout, alibi_slopes=slopes)
+        return str(caught.value)
+
+    assert len(run_ranks(2, run)) == 2
+
+
 def test_used_lengths_are_not_combined_with_a_bias() -> None:
     def run(wire: ThreadWire) -> str:
         parallel = ContextParallel.over(wire)

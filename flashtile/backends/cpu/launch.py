@@ -17,6 +17,7 @@ from ...problem import (
 )
 from .. import Gradients, Results
 from . import float8, native, tiles
+from .distances import DistanceGradients
 from .plan import Plan, plan_backward, plan_forward
 from .score_function import TileFunction
 from .segments import Segment, segments
@@ -29,7 +30,10 @@ class Sums(NamedTuple):
 
     dbias: Tensor | None
     dsink: Tensor | None
-    dcaptured: Tensor | None  # float64, because single values can have as many terms as scores
+    # Float64, because single numbers can have as many terms as there are scores.
+    dcaptured: Tensor | None
+    dalibi_slopes: Tensor | None
+    drelative_bias: Tensor | None
 
 
 def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
@@ -73,7 +77,10 @@ def backward(
     dsink = _zeros_like(operands.sink, lse.dtype)
     with_captured = captured_needs_grad(problem.options)
     dcaptured = _zeros_like(operands.captured if with_captured else None, torch.float64)
-    sums = Sums(dbias, dsink, dcaptured)
+    options, slopes, table = problem.options, operands.alibi_slopes, operands.relative_bias
+    dslopes = _zeros_like(slopes if options.alibi_needs_grad else None, torch.float64)
+    dtable = _zeros_like(table if options.relative_bias_needs_grad else None, torch.float64)
+    sums = Sums(dbias, dsink, dcaptured, dslopes, dtable)
     parts = tuple(segments(problem, operands))
     if into is None and len(parts) == 1 and parts[0].is_whole:  # no copy into larger tensors needed
         grads = _segment_backward(problem, operands, parts[0], plan, results, sums)
@@ -95,6 +102,8 @@ def backward(
         _like(dbias, operands.bias),
         _like(dsink, operands.sink),
         _like(dcaptured, operands.captured),
+        _like(dslopes, slopes),
+        _like(dtable, table),
     )
 
 
@@ -222,11 +231,30 @@ def _plain_backward(
         delta,
         None if sums.dbias is None else segment.per_score(sums.dbias),
         sums.dcaptured,
+        _distance_gradients(sums, segment),
     )
     if sums.dsink is not None:
         assert grads.dsink is not None
         sums.dsink[segment.heads] += grads.dsink
     return grads.dQ, grads.dK, grads.dV
+
+
+def _distance_gradients(sums: Sums, segment: Segment) -> DistanceGradients | None:
+    """The parts of the sums for a segment's sequences and heads; None if they are not needed."""
+    dslopes, dtable = sums.dalibi_slopes, sums.drelative_bias
+    if dslopes is None and dtable is None:
+        return None
+    return DistanceGradients(
+        None if dslopes is None else _slopes(dslopes, segment),
+        None if dtable is None else dtable[segment.heads],
+    )
+
+
+def _slopes(slopes: Tensor, segment: Segment) -> Tensor:
+    """ALiBi's slopes, or their gradients, of a segment: (batch or 1, heads)."""
+    if slopes.dim() == 1:
+        return slopes[None, segment.heads]
+    return slopes[segment.batch, segment.heads]
 
 
 def _tile_problem(
@@ -235,10 +263,9 @@ def _tile_problem(
     """A segment for the plain tiles: contiguous, in the compute dtype, float8 scales applied."""
     dtype, options = plan.compute_dtype, problem.options
     batch, heads = segment.batch, segment.heads
-    slopes = operands.alibi_slopes
+    slopes, table = operands.alibi_slopes, operands.relative_bias
     if slopes is not None:
-        slopes = slopes[None, heads] if slopes.dim() == 1 else slopes[batch, heads]
-        slopes = slopes.to(dtype)[:, :, None, None]
+        slopes = _slopes(slopes, segment).to(dtype)[:, :, None, None]
     drop = None
     if options.dropout_p > 0:
         assert operands.rng_state is not None
@@ -264,6 +291,7 @@ def _tile_problem(
             softcap=options.softcap,
             alibi_slopes=slopes,
             bias=None if bias is None else segment.per_score(bias),
+            relative_bias=None if table is None else table[heads].to(dtype),
             function=TileFunction.of(operands, options, segment),
         ),
         dropout=drop,

@@ -124,6 +124,7 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
         (problem.has_alibi, "ALiBi"),
         (problem.spans > 0, "a mask of spans"),
         (options.score_mod != "", "a score function"),
+        (problem.relative_distance is not None, "a relative bias"),
         (problem.bias_needs_grad, "gradient of the bias"),
         (lse_has_grad, "gradient of the log-sum-exp"),
     )

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from ... import dropout
 from ...masks import Visibility
+from .distances import DistanceGradients, distances
+from .distances import bias_tile as relative_tile
 from .score_function import TileFunction
 from .segments import KeyRun, SegmentMask
 
@@ -32,12 +34,13 @@ LOG2_E = math.log2(math.e)
 
 
 class ScoreRule(NamedTuple):
-    """The rule that turns q.k into a score: scale, softcap, score function, ALiBi, bias."""
+    """The rule that turns q.k into a score: scale, softcap, score function, ALiBi, biases."""
 
     scale: float
     softcap: float  # 0: off
     alibi_slopes: Tensor | None  # (batch or 1, heads, 1, 1)
     bias: Tensor | None  # (batch or 1, heads or 1, M or 1, N or 1)
+    relative_bias: Tensor | None = None  # (heads, 2 R + 1)
     function: TileFunction | None = None
 
 
@@ -81,7 +84,7 @@ class TileProblem(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """Gradients of a segment. Those of bias and captured values are added in place instead."""
+    """Gradients of a segment. Those of what segments share are added in place instead."""
 
     dQ: Tensor
     dK: Tensor
@@ -125,6 +128,7 @@ def backward(
     delta: Tensor,
     dbias: Tensor | None,
     dcaptured: Tensor | None = None,
+    of_distances: DistanceGradients | None = None,
 ) -> TileGradients:
     """Gradients from the stored log-sum-exp.
 
@@ -134,6 +138,7 @@ def backward(
         delta: (batch, heads, M), ``rowsum(dO * O)`` minus the gradient of L.
         dbias: tensor of the bias's shape to which its gradient is added; None if not needed.
         dcaptured: likewise for the values that the score function captures.
+        of_distances: likewise for ALiBi's slopes and the relative bias.
     """
     dQ, dK, dV = torch.zeros_like(tp.Q), torch.zeros_like(tp.K), torch.zeros_like(tp.V)
     L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that see no key: P = exp(S - inf) = 0
@@ -158,6 +163,8 @@ def backward(
             dS = dP.sub_(delta_tile).mul_(P)
             if dbias is not None:
                 add_reduced(dbias, dS, m0, m1, run)
+            if of_distances is not None:
+                of_distances.add(dS, distances(tp.mask.visibility, m1, run, m1 - m0))
             if slope.capped is not None and tp.score.function is not None:
                 dS = tp.score.function.gradient(slope.capped, dS, (m0, m1), run, dcaptured)
             if slope.softcap is not None:
@@ -206,6 +213,9 @@ def scores(
         S.addcmul_(rule.alibi_slopes, distance, value=-1.0)
     if rule.bias is not None:
         S.add_(bias_tile(rule.bias, m0, m1, run))
+    if rule.relative_bias is not None:
+        distance = distances(tp.mask.visibility, m1, run, m1 - m0)
+        S.add_(relative_tile(rule.relative_bias, distance, m1 - m0))
     if run.visible is not None and rule.function is not None:
         S.masked_fill_(~run.visible, -INFINITY)  # the function may give NaN there
     elif run.visible is not None:  # adding is faster than masked_fill_ with a broadcast

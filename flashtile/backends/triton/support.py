@@ -10,6 +10,7 @@ import torch
 from ...gpu import hardware
 from ...problem import AttentionProblem
 from ..reasons import (
+    distance_reasons,
     dotted,
     dtype_reasons,
     head_dim_reasons,
@@ -42,6 +43,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.runs > MAX_RUNS:
         reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
     reasons += score_mod_reasons(problem)
+    reasons += distance_reasons(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from ...masks import BlockMask
-from ...problem import FLOAT8, FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands, batch_size
+from ...problem import (
+    DIFFERENTIABLE,
+    FLOAT8,
+    FLOAT8_KEY_BLOCK,
+    FLOAT8_QUERY_BLOCK,
+    Operands,
+    batch_size,
+)
 from .tensors import floating, per_sequence, same_device, shape, shape_of, tensor
 
 
@@ -24,6 +31,8 @@ def extras(operands: Operands, M: int, N: int) -> None:
         shape("sink", operands.sink, (Hq,), "one logit for each query head")
     if operands.alibi_slopes is not None:
         _alibi(operands.alibi_slopes, B, Hq)
+    if operands.relative_bias is not None:
+        _relative_bias(operands.relative_bias, q)
     if operands.bias is not None:
         broadcastable("bias", operands.bias, q, (B, Hq, M, N))
     if operands.tile_kinds is not None:
@@ -95,10 +104,15 @@ def _alibi(slopes: Tensor, B: int, Hq: int) -> None:
             f"alibi_slopes: got shape {shape_of(slopes)}, want ({Hq},) or ({B}, {Hq}): a slope for "
             "each query head, or for each batch and query head"
         )
-    if slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes: requires grad, but has no gradient; detach() it, or pass the same "
-            "numbers as `bias`, which has one"
+
+
+def _relative_bias(table: Tensor, q: Tensor) -> None:
+    floating("relative_bias", table, q)
+    heads = q.shape[-2]
+    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] % 2 == 0:
+        raise ValueError(
+            f"relative_bias: got shape {shape_of(table)}, want ({heads}, 2 R + 1): for each query "
+            "head, a number for each distance from -R to R"
         )
 
 
@@ -194,6 +208,6 @@ def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: 
 def float8_forward_only(operands: Operands) -> None:
     """Raise if float8 inputs would need a backward, which they do not have."""
     if operands.q.dtype in FLOAT8 and any(
-        x is not None and x.requires_grad for x in (operands.bias, operands.sink)
+        x is not None and x.requires_grad for x in operands[3:DIFFERENTIABLE]
     ):
         raise NotImplementedError("q: float8 attention has no backward; use bfloat16 to train")

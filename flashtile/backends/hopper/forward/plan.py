@@ -15,6 +15,7 @@ import torch
 from ....lru import memoised
 from ....problem import AttentionProblem
 from ...reasons import (
+    distance_reasons,
     dotted,
     dtype_reasons,
     head_dim_reasons,
@@ -203,6 +204,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += shard_reasons(problem)
     reasons += spans_reasons(problem)
     reasons += score_mod_reasons(problem)
+    reasons += distance_reasons(problem)
     if problem.M < FEWEST_QUERIES:
         reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
     if problem.N == 0:
