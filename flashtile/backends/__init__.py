@@ -10,8 +10,8 @@ A backend module has
 - ``prepared_forward(problem, tensors) -> run``: ``run(tensors)`` is the forward of calls like one
   that has been made with the operands `tensors`, followed by `NewTokens` if the problem is
   `appending`; None if the backend cannot prepare it;
-- ``backward(problem, operands, out, lse, dout, dlse, into=None) -> Gradients``, of which `dq` is
-  written to `into` if given;
+- ``backward(problem, operands, out, lse, dout, dlse, add_to=None) -> Gradients``, of which `dq` is
+  added to `add_to` if given;
 - ``probabilities(problem, operands, lse) -> probs``.
 
 A backend whose attention can also append new tokens to a cache has the functions of `Appender`.
@@ -79,13 +79,13 @@ class Backend(Protocol):
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None,
-        into: Tensor | None = None,
+        add_to: Tensor | None = None,
     ) -> Gradients:
         """Gradients of (out, lse) with cotangents `dout`, `dlse`.
 
         Args:
-            into: a tensor to write dq to, with any strides, in the dtype of `lse`, for a problem
-                that `is_partial`. It holds zeros, which rows of no sequence may keep.
+            add_to: a tensor to add dq to, with any strides, in the dtype of `lse`, for a problem
+                that `is_partial`; it is the `dq` of the result.
         """
 
     def probabilities(self, problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

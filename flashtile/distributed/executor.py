@@ -132,10 +132,8 @@ def backward(
                     given,
                     *results,
                     None if dlse is None else dlse[heads],
-                    dq[:, heads] if step.is_first else None,
+                    add_to=dq[:, heads],
                 )
-            if not step.is_first:
-                dq[:, heads] += part.dq
             dk_part, dv_part = part.dk, part.dv
             if dbias is not None and part.dbias is not None:
                 _add_bias_gradient(dbias, part.dbias, step)

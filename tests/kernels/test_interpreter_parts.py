@@ -131,6 +131,8 @@ def test_results_in_given_tensors(
     want, got = backend.backward(*call), backend.backward(*call, dq)
     assert got.dq is dq
     assert all(torch.equal(*pair) for pair in zip(got[:3], want[:3], strict=True))
+    backend.backward(*call, dq)  # adds to it
+    assert torch.equal(dq, want.dq + want.dq)
     for whole, mine in ((all_out, out), (all_dq, dq)):  # nothing is written beside it
         assert whole.count_nonzero() == mine.count_nonzero()
     assert all_lse.isfinite().sum() == lse.isfinite().sum()

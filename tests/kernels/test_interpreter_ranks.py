@@ -44,9 +44,9 @@ def forward(*call):
         return backend.forward(*call)
 
 
-def backward(*call):
+def backward(*call, **more):
     with one_at_a_time:
-        return backend.backward(*call)
+        return backend.backward(*call, **more)
 
 
 # Dense and packed, gathered, in stages and exchanged for heads; every option occurs.

@@ -67,7 +67,7 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    into: Tensor | None = None,
+    add_to: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a problem, added up in the dtype of `lse`, returned in the operands' dtypes."""
     plan = plan_backward(problem, dlse is not None)
@@ -82,15 +82,17 @@ def backward(
     dtable = _zeros_like(table if options.relative_bias_needs_grad else None, torch.float64)
     sums = Sums(dbias, dsink, dcaptured, dslopes, dtable)
     parts = tuple(segments(problem, operands))
-    if into is None and len(parts) == 1 and parts[0].is_whole:  # no copy into larger tensors needed
+    if (
+        add_to is None and len(parts) == 1 and parts[0].is_whole
+    ):  # no copy into larger tensors needed
         grads = _segment_backward(problem, operands, parts[0], plan, results, sums)
         dq, dk, dv = (_as_call(g, x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     else:
         dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (k, v))
-        dq = torch.zeros(q.shape, dtype=lse.dtype) if into is None else into
+        dq = torch.zeros(q.shape, dtype=lse.dtype) if add_to is None else add_to
         for segment in parts:
             grads = _segment_backward(problem, operands, segment, plan, results, sums)
-            segment.queries(dq).copy_(grads[0])
+            segment.queries(dq).add_(grads[0])
             segment.add_to_keys(dk, grads[1])
             segment.add_to_keys(dv, grads[2])
         if not problem.is_partial:

@@ -71,9 +71,9 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    into: Tensor | None = None,
+    add_to: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a problem; never of a partial one, so `into` is None."""
+    """Gradients of a problem; never of a partial one, so `add_to` is None."""
     from .backward import launch
 
     return launch.backward(problem, operands, out, lse, dout, dlse)

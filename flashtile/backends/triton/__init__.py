@@ -104,12 +104,12 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    into: Tensor | None = None,
+    add_to: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a problem."""
     from . import launch
 
-    return launch.backward(problem, operands, out, lse, dout, dlse, into)
+    return launch.backward(problem, operands, out, lse, dout, dlse, add_to)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

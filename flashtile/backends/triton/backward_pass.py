@@ -321,9 +321,12 @@ def query_gradient_kernel(
     dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, lse_ptr,
     delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B, M, N, total_q, total_k,
     page_columns, left, right, chunk, heads, mask_rows, mask_columns, drop_threshold,
-    cfg: tl.constexpr,
+    IS_ADDED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries."""
+    """dQ of one tile of queries.
+
+    IS_ADDED: add it to `dq`, which has that of other keys.
+    """
     q = HeadRows(q_ptr, q_batch, q_row, q_head)
     k = HeadRows(k_ptr, k_batch, k_row, k_head)
     v = HeadRows(v_ptr, v_batch, v_row, v_head)
@@ -410,7 +413,8 @@ def query_gradient_kernel(
             cfg,
         )  # fmt: skip
 
-    store_rows(
-        dq, rows_base(dq, b, start_q, h), m0, M, dq_acc * score.data.scale, cfg.D, BLOCK_M,
-        BLOCK_D, cfg.OUT_ALIGNMENT,
-    )  # fmt: skip
+    dq_acc = dq_acc * score.data.scale
+    dq_base = rows_base(dq, b, start_q, h)
+    if IS_ADDED:
+        dq_acc += load_rows(dq, dq_base, m0, M, True, cfg.D, BLOCK_M, BLOCK_D, cfg.OUT_ALIGNMENT)
+    store_rows(dq, dq_base, m0, M, dq_acc, cfg.D, BLOCK_M, BLOCK_D, cfg.OUT_ALIGNMENT)

@@ -81,15 +81,17 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    into: Tensor | None = None,
+    add_to: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a problem; every one is summed in float32 in one fixed order."""
     if operands.page_table is not None or operands.cache_batch_idx is not None:
         return _backward_of_cache(problem, operands, out, lse, dout, dlse)
     key_dtype = torch.float32 if problem.is_partial else operands.k.dtype
-    dq = into if into is not None and is_in_place(into) else None
+    dq = add_to if add_to is not None and is_in_place(add_to) else None
     found = _backward(problem, operands, out, lse.contiguous(), dout, dlse, key_dtype, dq)
-    return found if into is None or dq is not None else found._replace(dq=into.copy_(found.dq))
+    if add_to is None or add_to is dq:
+        return found
+    return found._replace(dq=add_to.add_(found.dq))
 
 
 def _backward(
@@ -183,7 +185,8 @@ def backward_buffers(
     problem: AttentionProblem, operands: Operands, lse: Tensor, key_dtype: torch.dtype,
     dq: Tensor | None = None,
 ) -> BackwardBuffers:  # fmt: skip
-    """Memory for the gradients, dk and dv in `key_dtype`, and for delta; `dq` may be given."""
+    """Memory for the gradients, dk and dv in `key_dtype`, and for delta; `dq` may be given. That of
+    a partial problem is added to."""
     q, k, v, bias = operands[:4]
     # Rows that belong to no sequence, or are past a used length, are written by no program.
     partial = problem.layout != "dense" or problem.has_lengths
@@ -191,9 +194,10 @@ def backward_buffers(
     dbias = None
     if bias is not None and problem.bias_needs_grad:
         dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=q.device)
-    if dq is None:
-        dtype = torch.float32 if problem.is_partial else q.dtype
-        dq = make(q.shape, dtype=dtype, device=q.device)
+    if dq is None and problem.is_partial:
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    elif dq is None:
+        dq = make(q.shape, dtype=q.dtype, device=q.device)
     return BackwardBuffers(
         dq,
         make(k.shape, dtype=key_dtype, device=q.device),
