@@ -6,17 +6,24 @@ position in it. The other options mean what they mean in one process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..autocast import cast_inputs
 from ..call import checks
 from ..call.attn_mask import as_bias
+from ..call.layouts import Packed
+from ..call.options import AttentionOptions, VarlenOptions
+from ..call.prepare import describe
+from ..masks import BlockMask
+from ..problem import FLOAT8, Operands, Options
 from ..spans import Spans
 from .layout import Layout
 from .ownership import Ownership
+from .tile_map import TileMap
 
 OPTIONS = (
     "softmax_scale",
@@ -28,12 +35,16 @@ OPTIONS = (
     "bias",
     "attn_mask",
     "key_padding_mask",
+    "block_mask",
     "mask",
     "sink",
     "seqused_q",
     "seqused_k",
     "dropout_p",
     "deterministic",
+    "num_splits",
+    "pack_gqa",
+    "sm_margin",
 )
 # Those that are added to the scores, of dense batches only.
 SCORE_MASKS = ("bias", "attn_mask", "key_padding_mask")
@@ -58,6 +69,88 @@ class UsedTokens(NamedTuple):
             out.new_zeros(tokens, *out.shape[1:]).index_copy(0, rows, out),
             lse.new_full((lse.shape[0], tokens), -torch.inf).index_copy(1, rows, lse),
         )
+
+
+class PackedCall(NamedTuple):
+    """A checked call over a rank's own tokens that take part."""
+
+    operands: Operands  # packed, without padding, without lengths
+    options: Options
+    used: UsedTokens
+    tiles: TileMap | None
+
+
+def refuse_unknown(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise for an option that `function`, attention over ranks, does not have.
+
+    Raises:
+        NotImplementedError: attention in one process has it.
+        TypeError: it does not exist.
+    """
+    for name in options:
+        if name in AttentionOptions.__optional_keys__ | VarlenOptions.__optional_keys__:
+            if name not in OPTIONS:
+                raise NotImplementedError(f"{name}: context parallelism does not have this option")
+        else:
+            raise checks.unexpected_keywords([name], function)
+
+
+def packed_call(
+    qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, options: Mapping[str, Any]
+) -> PackedCall:
+    """Check the tensors and options of a rank.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument does not fit.
+    """
+    q, k, v = cast_inputs(*qkv)
+    if any(x.dtype in FLOAT8 for x in (q, k, v)):
+        raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
+    padded = q
+    q = layout.without_padding("q", q, layout.queries, layout.local_tokens)
+    k = layout.without_padding("k", k, layout.keys, layout.local_keys)
+    v = layout.without_padding("v", v, layout.keys, layout.local_keys)
+    bias = score_bias(options, padded, layout)
+    spans = packed_spans(options.get("mask"), padded, layout)
+    used = used_tokens(options, q, layout)
+    tiles = tile_map(options.get("block_mask"), q, used)
+    if used.query_rows is not None:
+        q = q.index_select(0, used.query_rows)
+        spans = spans and Spans(*(x.index_select(2, used.query_rows) for x in spans))
+    if used.key_rows is not None:
+        k, v = (x.index_select(0, used.key_rows) for x in (k, v))
+    described = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes"}
+    given = {n: x for n, x in options.items() if n not in described}
+    given["mask"] = spans
+    slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
+    if slopes is not None and slopes.dim() == 2 and slopes.shape[0] != documents:
+        raise ValueError(
+            f"alibi_slopes: got shape {tuple(slopes.shape)}, want {documents} rows or one dimension"
+        )
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes: requires grad, but has no gradient under context parallelism; detach() it"
+        )
+    if slopes is not None:
+        given["alibi_slopes"] = slopes[0] if slopes.dim() == 2 else slopes
+    # Not from numbers on the host, for whose copy it would wait.
+    both_ends = torch.arange(2, dtype=torch.int32, device=q.device)
+    ends_q, ends_k = both_ends * q.shape[0], both_ends * k.shape[0]
+    packed = Packed(ends_q, ends_k, q.shape[0], k.shape[0])
+    operands, numbers = describe((q, k, v), packed, given)
+    operands = operands._replace(
+        cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
+    )
+    if tiles is not None:
+        if bias is not None:  # whose columns are those of all sequences
+            tiles = tiles.shared()
+        mask = options["block_mask"]
+        operands = operands._replace(
+            tile_kinds=mask.kinds,
+            partial_index=mask.partial_index,
+            partial_tiles=mask.partial_tiles,
+        )
+    return PackedCall(operands, numbers, used, tiles)
 
 
 def used_tokens(options: Mapping[str, Any], q: Tensor, layout: Layout) -> UsedTokens:
@@ -127,11 +220,39 @@ def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:
     return mine.pack(layout.sequences) if layout.sequences else mine
 
 
+def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap | None:
+    """The plan of a block mask, whose tiles all pieces of documents have to begin at.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: the mask does not fit.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, BlockMask):
+        checks.flex_mask(mask)
+        raise NotImplementedError(
+            "block_mask: got a mask of FlexAttention, want BlockMask.from_flex(mask), made once"
+        )
+    queries, keys = used.queries, used.keys
+    checks.block_mask_kinds(mask.kinds, q, len(queries.lengths))
+    checks.block_mask_lengths(mask, max(queries.lengths, default=0), max(keys.lengths, default=0))
+    for holders, size in zip((queries, keys), mask.tile_size, strict=True):
+        starts = [piece.start for mine in holders.pieces for piece in mine if piece.start % size]
+        if starts:
+            raise ValueError(
+                f"block_mask: got tiles of {mask.tile_size} and a layout with a piece that begins "
+                f"at token {starts[0]}; pass the mask in `masks` of the layout"
+            )
+    return TileMap.of(mask)
+
+
 def kind(name: str, x: Any) -> Any:
     """What decides whether two values of an argument need one agreement of the ranks or two."""
     if isinstance(x, Tensor):
         facts = tuple(x.shape), x.dtype, x.device, x.requires_grad
         return (*facts, tuple(x.tolist())) if name in USED else facts
+    if isinstance(x, BlockMask):
+        return x.lengths, x.tile_size, TileMap.of(x).digest
     if isinstance(x, tuple):
         return tuple(kind(name, part) for part in x)
     return repr(x)

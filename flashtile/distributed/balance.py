@@ -151,6 +151,8 @@ def _best_exchange(
                 continue
             tokens = int(most * want / dearer) // work.grain * work.grain
             tokens = min(max(tokens, work.grain), most)
+            if not _is_allowed(dear, cheap, tokens, work.unit):
+                continue
             gain = _gain(dear, cheap, tokens, work)
             if not 0 < gain <= 1.6 * want:
                 continue
@@ -159,6 +161,13 @@ def _best_exchange(
             if best is None or score < best.score:
                 best = _Exchange(score, dear, cheap, tokens, gain)
     return best
+
+
+def _is_allowed(dear: Piece, cheap: Piece, tokens: int, unit: int) -> bool:
+    """Whether all pieces begin at multiples of `unit` after the exchange."""
+    return (tokens == dear.tokens or (dear.stop - tokens) % unit == 0) and (
+        tokens == cheap.tokens or (cheap.start + tokens) % unit == 0
+    )
 
 
 def _gain(dear: Piece, cheap: Piece, tokens: int, work: Work) -> float:

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..autocast import cast_inputs
 from ..call import checks
 from ..call.dispatch import BackendName
-from ..call.layouts import Packed
 from ..call.options import WindowSize
-from ..call.prepare import describe
 from ..dropout import draw_rng_state
-from ..masks import structure
-from ..problem import FLOAT8, Operands, Options
-from ..spans import Spans
+from ..masks import BlockMask, structure
+from ..problem import Operands, Options
 from . import balance
 from .agreement import agreed
 from .arguments import (
-    OPTIONS,
-    SCORE_MASKS,
-    USED,
     UsedTokens,
     kind,
-    packed_spans,
-    score_bias,
+    packed_call,
+    refuse_unknown,
     shapes,
-    used_tokens,
 )
 from .choice import Number, Wanted, choose
 from .cost import Pricing, Shape, Way
@@ -44,8 +37,9 @@ from .mesh import of_mesh
 from .ownership import Ownership, first_documents
 from .schedule import schedule
 from .sequence_tensors import indices
+from .tile_map import TileMap
 from .wire import ProcessWire, Wire
-from .work import Facts, Work
+from .work import Layers, Work
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,13 +51,16 @@ class Mask(NamedTuple):
     causal: bool = False
     window_size: WindowSize = (-1, -1)
     attention_chunk: int = 0
+    block_mask: BlockMask | None = None
     layers: int = 1
 
     @property
-    def facts(self) -> Facts:
-        """Its mask rules."""
+    def work(self) -> Layers:
+        """What the layers show."""
         window = checks.window(self.window_size).under(self.causal)
-        return structure(window.left, window.right, self.attention_chunk)
+        facts = structure(window.left, window.right, self.attention_chunk)
+        tiles = None if self.block_mask is None else TileMap.of(self.block_mask)
+        return facts, tiles, self.layers
 
 
 class ContextParallel:
@@ -151,7 +148,8 @@ class ContextParallel:
             masks: the layers of the model; the ranks are balanced for their sum.
             way: "contiguous", "zigzag", "documents" (long ones divided, short ones whole), or
                 "auto", which is "documents" for packed documents and "zigzag" otherwise.
-            grain: pieces begin at multiples of this many tokens, or of fewer in short documents.
+            grain: pieces begin at multiples of this many tokens, or of fewer in short documents;
+                always at multiples of the tiles of block masks.
 
         Raises:
             ValueError: an argument does not fit.
@@ -172,14 +170,15 @@ class ContextParallel:
             checks.length("seq_len", seq_len)
             lengths = (seq_len,)
             keys = (seq_len if seq_len_k is None else checks.length("seq_len_k", seq_len_k),)
-        facts = [(mask.facts, mask.layers) for mask in masks]
-        ranks = self.wire.ranks
+        ranks, layers = self.wire.ranks, [mask.work for mask in masks]
+        unit = lcm(*(size for _, tiles, _ in layers if tiles for size in (tiles.BM, tiles.BN)))
         if way == "auto":
             way = "zigzag" if batch else "documents"
-        queries = _divided(way, Work(facts, lengths, keys, _grain(lengths, ranks, grain)), ranks)
+        work = Work(layers, lengths, keys, _grain(lengths, ranks, grain, unit), unit)
+        queries = _divided(way, work, ranks)
         key_holders = queries
         if keys != lengths:
-            key_holders = balance.contiguous(keys, ranks, _grain(keys, ranks, grain))
+            key_holders = balance.contiguous(keys, ranks, _grain(keys, ranks, grain, unit))
         rows = [
             max(holders.tokens(rank) for rank in range(ranks)) for holders in (queries, key_holders)
         ]
@@ -208,6 +207,8 @@ class ContextParallel:
             layout: made by this object.
             bias, attn_mask: of dense batches; rows sharded like q, all keys.
             key_padding_mask: (batch, seq_k), the whole mask on every rank; of dense batches.
+            block_mask: `BlockMask`, of whole documents, the same on every rank; the host reads it
+                once. Its tiles have to divide the pieces of the layout (see `Mask`).
             mask: `Spans`; rows sharded like q, keys counted in the whole document.
             seqused_q, seqused_k: (documents,), the used tokens of every whole document; the host
                 reads them.
@@ -247,49 +248,12 @@ class ContextParallel:
         """A checked call, and the facts that have to be equal on all ranks."""
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
-        unknown = [name for name in options if name not in OPTIONS]
-        if unknown:
-            raise checks.unexpected_keywords(unknown, ContextParallel.attention)
-        q, k, v = cast_inputs(*qkv)
-        if any(x.dtype in FLOAT8 for x in (q, k, v)):
-            raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
-        padded = q
-        q = layout.without_padding("q", q, layout.queries, layout.local_tokens)
-        k = layout.without_padding("k", k, layout.keys, layout.local_keys)
-        v = layout.without_padding("v", v, layout.keys, layout.local_keys)
-        bias = score_bias(options, padded, layout)
-        spans = packed_spans(options.get("mask"), padded, layout)
-        used = used_tokens(options, q, layout)
-        if used.query_rows is not None:
-            q = q.index_select(0, used.query_rows)
-            spans = spans and Spans(*(x.index_select(2, used.query_rows) for x in spans))
-        if used.key_rows is not None:
-            k, v = (x.index_select(0, used.key_rows) for x in (k, v))
-        given = {n: x for n, x in options.items() if n not in (*SCORE_MASKS, *USED, "alibi_slopes")}
-        given["mask"] = spans
-        slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
-        if slopes is not None and slopes.dim() == 2 and slopes.shape[0] != documents:
-            raise ValueError(
-                f"alibi_slopes: got shape {tuple(slopes.shape)}, want {documents} rows or one "
-                "dimension"
-            )
-        if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "alibi_slopes: requires grad, but has no gradient under context parallelism; "
-                "detach() it"
-            )
-        if slopes is not None:
-            given["alibi_slopes"] = slopes[0] if slopes.dim() == 2 else slopes
-        # Not from numbers on the host, for whose copy it would wait.
-        both_ends = torch.arange(2, dtype=torch.int32, device=q.device)
-        ends_q, ends_k = both_ends * q.shape[0], both_ends * k.shape[0]
-        packed = Packed(ends_q, ends_k, q.shape[0], k.shape[0])
-        operands, numbers = describe((q, k, v), packed, given)
-        operands = operands._replace(
-            cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
-        )
+        refuse_unknown(options, ContextParallel.attention)
+        operands, numbers, used, tiles = packed_call(qkv, layout, options)
+        q, k, v = operands[:3]
+        documents = len(layout.queries.lengths)
         way = self._way(layout, operands, numbers)
-        call = _Call(operands, numbers, backend, way, used)
+        call = _Call(operands, numbers, backend, way, used, tiles)
         facts = {
             "documents": documents,
             "tokens": sum(layout.queries.lengths),
@@ -300,6 +264,7 @@ class ContextParallel:
             "head dims": (q.shape[2], v.shape[2]),
             "options": numbers._replace(max_seqlen_q=0, max_seqlen_k=0, backend=backend or ""),
             "numbers of tokens in use": (used.queries.lengths[:8], used.keys.lengths[:8]),
+            "the block mask": tiles and tiles.digest,
             "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,
             "ulysses, stages, head groups": tuple(way),
@@ -330,7 +295,7 @@ class ContextParallel:
             state = draw_rng_state(operands.q.device, self.generator)
             operands = operands._replace(rng_state=state)
         queries, keys = (merged(x, groups) for x in (call.used.queries, call.used.keys))
-        made = schedule(queries, keys, options.facts, outer, stages)
+        made = schedule(queries, keys, options.facts, outer, stages, call.tiles)
         slopes = operands.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             rows = indices(made.documents, slopes.device)
@@ -369,6 +334,7 @@ class _Call(NamedTuple):
     backend: str | None
     way: Way
     used: UsedTokens
+    tiles: TileMap | None
 
 
 def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -380,10 +346,11 @@ def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     return lengths
 
 
-def _grain(lengths: Sequence[int], ranks: int, grain: int) -> int:
-    """The largest power of two up to `grain` of which zigzag gives every rank some tokens."""
+def _grain(lengths: Sequence[int], ranks: int, grain: int, unit: int) -> int:
+    """The largest power of two up to `grain` of which zigzag gives every rank some tokens, made a
+    multiple of `unit`."""
     most = min(grain, max(4, max(lengths, default=0) // (2 * ranks)))
-    return 1 << (most.bit_length() - 1)
+    return -(-(1 << (most.bit_length() - 1)) // unit) * unit
 
 
 def _divided(way: str, work: Work, ranks: int) -> Ownership:

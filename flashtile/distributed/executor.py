@@ -23,7 +23,7 @@ from ..call import dispatch
 from ..ops.merge.formula import merge
 from ..positions import Span
 from ..problem import AttentionProblem, Operands, Options, lse_dtype
-from .buffer_masks import rows_before
+from .buffer_masks import of_heads, rows_before, tiles_of_buffer
 from .schedule import Schedule, Stage
 from .sequence_tensors import sequence_tensors
 from .wire import Pending, Wire
@@ -267,10 +267,10 @@ def _operands(
     device = operands.q.device
     slopes, bias = operands.alibi_slopes, operands.bias
     if bias is not None:
-        bias = _of_heads(bias, heads)
+        bias = of_heads(bias, heads)
         bias = bias if bias.shape[3] == 1 else bias[..., _columns(step, device)]
     spans = [
-        x if x is None else rows_before(_of_heads(x, heads), schedule.queries, stage.keys)
+        x if x is None else rows_before(of_heads(x, heads), schedule.queries, stage.keys)
         for x in (operands.span_starts, operands.span_stops)
     ]
     with_positions = _needs_positions(plan, operands, stage)
@@ -278,22 +278,20 @@ def _operands(
     if operands.rng_state is not None:
         numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
     sequences = sequence_tensors(schedule.queries, stage.keys, with_positions, numbers, device)
-    return operands._replace(
+    local = operands._replace(
         q=operands.q[:, heads],
         k=keys,
         v=values,
         bias=bias,
         sink=operands.sink[heads] if operands.sink is not None and step.is_first else None,
         alibi_slopes=None if slopes is None else slopes[..., heads],
+        tile_kinds=of_heads(operands.tile_kinds, heads),
+        partial_index=of_heads(operands.partial_index, heads),
         span_starts=spans[0],
         span_stops=spans[1],
         **sequences._asdict(),
     )
-
-
-def _of_heads(x: Tensor, heads: slice) -> Tensor:
-    """Some heads of (batch, heads or 1, rows, ...)."""
-    return x[:, heads] if x.shape[1] > 1 else x
+    return tiles_of_buffer(local, schedule, stage)
 
 
 def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> AttentionProblem:
@@ -327,7 +325,7 @@ def _columns(step: _Step, device: torch.device) -> Tensor:
 
 
 def _add_bias_gradient(dbias: Tensor, part: Tensor, step: _Step) -> None:
-    target = _of_heads(dbias, step.query_heads)
+    target = of_heads(dbias, step.query_heads)
     if target.shape[3] == 1:
         target += part
     else:

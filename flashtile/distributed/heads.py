@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..positions import Span
 from ..problem import Operands
+from .buffer_masks import of_heads
 from .executor import Gradients
 from .ownership import Ownership, Piece
 from .wire import Wire
@@ -131,7 +132,7 @@ class Ulysses(NamedTuple):
         bias, sink, slopes = operands.bias, operands.sink, operands.alibi_slopes
         heads = self.share.queries
         if bias is not None and self.bias is None:
-            bias = bias[:, heads] if bias.shape[1] > 1 else bias
+            bias = of_heads(bias, heads)
         elif bias is not None and self.bias is not None:
             rows = self.bias.spread(_rows_first(bias), self._own_heads(bias))
             bias = _heads_first(rows, bias.shape[0])
@@ -141,6 +142,8 @@ class Ulysses(NamedTuple):
             v=self.keys.spread(operands.v, self._key_heads),
             bias=bias,
             sink=None if sink is None else sink[heads],
+            tile_kinds=of_heads(operands.tile_kinds, heads),
+            partial_index=of_heads(operands.partial_index, heads),
             span_starts=self._spread_spans(operands.span_starts),
             span_stops=self._spread_spans(operands.span_stops),
             alibi_slopes=None if slopes is None else slopes[..., heads],

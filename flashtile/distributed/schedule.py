@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ..masks import Visibility
 from ..positions import Positions, Span
 from .ownership import Ownership
+from .tile_map import TileMap
 from .work import Facts
 
 
@@ -65,13 +66,19 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    queries: Ownership, keys: Ownership, facts: Facts, rank: int, stages: int = 1
+    queries: Ownership,
+    keys: Ownership,
+    facts: Facts,
+    rank: int,
+    stages: int = 1,
+    tiles: TileMap | None = None,
 ) -> Schedule:
     """The schedule of `rank`.
 
     Args:
         queries, keys: who holds which queries and which keys; the same for self-attention.
         facts: the mask rules of the call.
+        tiles: its block mask; pieces begin at multiples of the tile.
         stages: 1 to have all keys at once, or the rank's own keys in the first stage and those of
             the others in ``stages - 1`` further ones.
 
@@ -91,7 +98,9 @@ def schedule(
             for document, shift in zip(documents, shifts, strict=True)
         ),
         shifts,
-        tuple(_stage(queries, keys, facts, rank, away) for away in distances(ranks, stages)),
+        tuple(
+            _stage(queries, keys, (facts, tiles), rank, away) for away in distances(ranks, stages)
+        ),
     )
 
 
@@ -106,16 +115,15 @@ def distances(ranks: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def _stage(
-    queries: Ownership, keys: Ownership, facts: Facts, rank: int, away: tuple[int, ...]
+    queries: Ownership, keys: Ownership, mask: Mask, rank: int, away: tuple[int, ...]
 ) -> Stage:
     ranks = queries.ranks
     sources = [(rank - distance) % ranks for distance in away]  # the rank itself comes first
-    needs = {source: _needed(queries, keys, facts, rank, source) for source in sources}
+    needs = {source: _needed(queries, keys, mask, rank, source) for source in sources}
     receives = [Message(source, _rows(keys, source, needs[source])) for source in sources]
     peers = [(rank + distance) % ranks for distance in away]
     sends = [
-        Message(peer, _rows(keys, rank, _needed(queries, keys, facts, peer, rank)))
-        for peer in peers
+        Message(peer, _rows(keys, rank, _needed(queries, keys, mask, peer, rank))) for peer in peers
     ]
     documents = queries.documents(rank)
     return Stage(
@@ -130,21 +138,24 @@ def _stage(
     )
 
 
+Mask = tuple[Facts, TileMap | None]
 Needs = dict[int, tuple[Span, ...]]  # positions of keys, by document
 
 
-def _needed(queries: Ownership, keys: Ownership, facts: Facts, rank: int, source: int) -> Needs:
-    """The keys of `source` that some query of `rank` sees."""
+def _needed(queries: Ownership, keys: Ownership, mask: Mask, rank: int, source: int) -> Needs:
+    """The keys of `source` that some query of `rank` sees; whole tiles of a block mask."""
+    facts, tiles = mask
     held = set(keys.documents(source))
     needs: Needs = {}
     for document in queries.documents(rank):
         if document not in held:
             continue
         visibility = Visibility(facts, queries.lengths[document], keys.lengths[document])
-        seen = []
+        seen: list[Span] = []
         for start, stop in queries.spans(rank, document):
             # Neither end of the visible keys moves left from one query to the next.
-            seen.append((visibility.key_range(start)[0], visibility.key_range(stop - 1)[1]))
+            hull = (visibility.key_range(start)[0], visibility.key_range(stop - 1)[1])
+            seen += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
         spans = _intersection(keys.spans(source, document), seen)
         if spans:
             needs[document] = spans

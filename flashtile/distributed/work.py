@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ..masks import Chunk, Visibility, Window
+from .tile_map import TileMap
 
 Facts = tuple[Window | Chunk, ...]
+Layers = tuple[Facts, TileMap | None, int]  # what a kind of layer shows, and how many there are
 
 
 class Work:
@@ -17,21 +19,25 @@ class Work:
     linearly. That is exact for a causal mask, and close enough for balancing others.
 
     Args:
-        masks: the mask rules of a kind of layer, and how many layers have them.
+        masks: the mask rules and the block mask of a kind of layer, and how many layers have them.
         keys: the number of keys of every document, when it is not the number of its queries.
-        grain: pieces begin at multiples of this many tokens.
+        grain: pieces begin at multiples of this many tokens, unless that prevents equal shares.
+        unit: a divisor of the grain at whose multiples all pieces begin.
     """
 
     def __init__(
         self,
-        masks: Sequence[tuple[Facts, int]],
+        masks: Sequence[Layers],
         lengths: Sequence[int],
         keys: Sequence[int] | None = None,
         grain: int = 128,
+        unit: int = 1,
     ) -> None:
-        self.masks, self.grain = tuple(masks), grain
+        self.masks, self.grain, self.unit = tuple(masks), grain, unit
+        # Documents of equal lengths have equal work, unless each has a block mask of its own.
+        self._is_own = any(tiles and len(tiles.columns) > 1 for _, tiles, _ in self.masks)
         self.lengths, self.keys = tuple(lengths), tuple(lengths if keys is None else keys)
-        self._prefixes: dict[tuple[int, int], list[float]] = {}
+        self._prefixes: dict[tuple[int, int, int], list[float]] = {}
 
     def scores(self, document: int, start: int, stop: int) -> float:
         """Visible scores of the queries ``[start, stop)`` of a document."""
@@ -43,26 +49,36 @@ class Work:
 
     def _before(self, document: int, position: int) -> float:
         M, N = self.lengths[document], self.keys[document]
-        if (M, N) not in self._prefixes:
-            self._prefixes[M, N] = self._prefix(M, N)
-        prefix = self._prefixes[M, N]
+        kind = (M, N, document if self._is_own else 0)
+        if kind not in self._prefixes:
+            self._prefixes[kind] = self._prefix(*kind)
+        prefix = self._prefixes[kind]
         block, inside = divmod(position, self.grain)
         if not inside:
             return prefix[block]
         width = min(self.grain, M - block * self.grain)
         return prefix[block] + (prefix[block + 1] - prefix[block]) * inside / width
 
-    def _prefix(self, M: int, N: int) -> list[float]:
+    def _prefix(self, M: int, N: int, document: int) -> list[float]:
         """Scores before every multiple of the grain, and before the end."""
-        blocks = [(m0, min(m0 + self.grain, M)) for m0 in range(0, M, self.grain)]
-        seen = [self._seen(M, N, m0) + self._seen(M, N, m1 - 1) for m0, m1 in blocks]
-        areas = [(m1 - m0) * both / 2 for (m0, m1), both in zip(blocks, seen, strict=True)]
-        return list(accumulate(areas, initial=0.0))
+        areas = [0.0]
+        for m0 in range(0, M, self.grain):
+            m1 = min(m0 + self.grain, M)
+            areas.append(0.0)
+            for facts, tiles, layers in self.masks:
+                visibility = Visibility(facts, M, N)
+                areas[-1] += layers * _area(visibility, tiles, document, m0, m1)
+        return list(accumulate(areas))
 
-    def _seen(self, M: int, N: int, row: int) -> float:
-        """Keys that a row sees, over all layers."""
-        total = 0.0
-        for facts, layers in self.masks:
-            start, stop = Visibility(facts, M, N).key_range(row)
-            total += layers * max(0, stop - start)
-        return total
+
+def _area(visibility: Visibility, tiles: TileMap | None, document: int, m0: int, m1: int) -> float:
+    """Visible scores of the rows ``[m0, m1)`` in one layer; all scores of partial tiles."""
+    area = 0.0
+    step = m1 - m0 if tiles is None else tiles.BM
+    for a in range(m0, m1, step):
+        b = min(a + step, m1)
+        for row in (a, b - 1):
+            start, stop = visibility.key_range(row)
+            seen = stop - start if tiles is None else tiles.keys_of(document, row, (start, stop))
+            area += (b - a) * max(0, seen) / 2
+    return area

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import Spans
-from flashtile.distributed import ContextParallel, Layout, context
+from flashtile import BlockMask, Spans
+from flashtile.distributed import ContextParallel, Layout, Mask, context
 from flashtile.dropout import draw_rng_state
 from flashtile.testing.tolerance import assert_close
 
@@ -92,6 +92,12 @@ class Case:
         if has("alibi_slopes", 0.3):
             rows = () if rng.random() < 0.5 else (documents,)
             self.options["alibi_slopes"] = self.draw(*rows, Hq).abs().float()
+        self.block_mask: BlockMask | None = None
+        if has("block_mask", 0.25):
+            shape = (rng.choice([1, documents]), rng.choice([1, Hq]), *map(max, counts))
+            self.block_mask = self.draw_block_mask(shape, rng.choice([(16, 16), (8, 16), (24, 8)]))
+            causal = self.options["causal"]
+            self.layout_options["masks"] = [Mask(causal=causal, block_mask=self.block_mask)]
         has_score_mask = {"bias", "attn_mask", "key_padding_mask"} & {*self.leaves, *self.masks}
         for name, limits in zip(("seqused_q", "seqused_k"), counts, strict=True):
             if not has_score_mask and has(name, 0.25):
@@ -109,12 +115,20 @@ class Case:
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.g, dtype=torch.float64)
 
+    def draw_block_mask(self, shape: tuple[int, ...], tile: tuple[int, int]) -> BlockMask:
+        """A mask of mostly empty and full tiles; of a few, some scores are visible."""
+        *outer, M, N = shape
+        tiles = torch.rand(*outer, -(-M // tile[0]), -(-N // tile[1]), generator=self.g)
+        each = tiles.repeat_interleave(tile[0], 2).repeat_interleave(tile[1], 3)[:, :, :M, :N]
+        visible = torch.rand(*shape, generator=self.g) < torch.where(each < 0.5, 0.0, 1.0)
+        return BlockMask.from_dense(visible & ((each < 0.8) | (self.draw(*shape) > 0)), tile)
+
     def whole(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """out, lse and gradients of one process, computed in `dtype`."""
         leaves = {name: x.to(dtype, copy=True) for name, x in self.leaves.items()}
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
         torch.manual_seed(self.seed)
-        options = {**self.options, **self.masks, "mask": self.spans}
+        options = {**self.options, **self.masks, "mask": self.spans, "block_mask": self.block_mask}
         if self.batch:
             out, lse = flashtile.attention(**leaves, **options, return_lse=True)
         else:
@@ -165,7 +179,7 @@ class Case:
             masks["attn_mask"] = layout.shard(masks["attn_mask"], dim=2)
         options: dict[str, Any] = {**self.options, **masks}
         options = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
-        options["return_lse"] = True
+        options |= {"return_lse": True, "block_mask": self.block_mask}
         if self.spans is not None:
             options["mask"] = Spans(*(layout.shard(x, dim=2).to(device) for x in self.spans))
         out, lse = parallel.attention(**leaves, layout=layout, **options)

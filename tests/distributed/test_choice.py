@@ -25,7 +25,7 @@ def random_pricing(rng: random.Random) -> Pricing:
     ranks = rng.choice([1, 2, 3, 4, 6, 8])
     lengths = [rng.randint(0, 3000) for _ in range(rng.randint(1, 5))]
     facts = random_facts(rng)
-    holders = balance.carve(Work([(facts, 1)], lengths, grain=16), ranks)
+    holders = balance.carve(Work([(facts, None, 1)], lengths, grain=16), ranks)
     shape = Shape(*rng.choice(HEADS), 64, rng.choice([64, 128]), 2)
     machine = MACHINES[rng.choice(list(MACHINES))]._replace(node=rng.choice([2, 4, 8]))
     return Pricing(machine, shape, holders, holders, facts)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases import Case, compare
+from torch.nn.attention.flex_attention import create_block_mask
 
+from flashtile import BlockMask
 from flashtile.distributed import ContextParallel
 from flashtile.distributed.arguments import OPTIONS
+from flashtile.distributed.tile_map import TileMap
 from flashtile.testing.wires import ThreadWire, run_ranks
 
 
@@ -24,12 +29,13 @@ def test_ranks_compute_what_one_process_does(seed: int) -> None:
 
 
 WAYS = {  # ranks, and how they exchange keys
-    "gather": (3, {}),
-    "stages": (3, {"stages": 3}),
-    "ulysses": (3, {"ulysses": 3}),
+    "gather": (3, {"ulysses": 1, "stages": 1}),
+    "stages": (3, {"ulysses": 1, "stages": 3}),
+    "ulysses": (3, {"ulysses": 3, "stages": 1}),
     "2d": (4, {"ulysses": 2, "stages": 2}),
 }
-TAKEN = [name for name in OPTIONS if name not in ("softmax_scale", "deterministic")]
+SCALARS = ("softmax_scale", "deterministic", "num_splits", "pack_gqa", "sm_margin")
+TAKEN = [name for name in OPTIONS if name not in SCALARS]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -66,27 +72,52 @@ def test_packed_documents_have_no_masks_of_a_batch(
     assert all(message in found for found in run_ranks(2, run))
 
 
-def test_slopes_have_no_gradient() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"seqused_k": torch.tensor([5]), "key_padding_mask": torch.ones(1, 64) > 0},
+            "NotImplementedError: seqused_k: got it together with key_padding_mask",
+        ),
+        (
+            {"block_mask": BlockMask.from_tiles(torch.ones(2, 2), (32, 32))},
+            "ValueError: block_mask: got tiles of (32, 32) and a layout with a piece that begins "
+            "at token 48; pass the mask in `masks` of the layout",
+        ),
+        (
+            {"block_mask": BlockMask.from_tiles(torch.ones(2, 2), (16, 16))},
+            "ValueError: block_mask: got a mask for 32 queries and 32 keys, want at least 64",
+        ),
+        (
+            {"block_mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 64, 64, "cpu")},
+            "NotImplementedError: block_mask: got a mask of FlexAttention, want BlockMask.from",
+        ),
+        (
+            {"alibi_slopes": torch.rand(2, requires_grad=True)},
+            "NotImplementedError: alibi_slopes: requires grad, but has no gradient under context",
+        ),
+        (
+            {"q_descale": torch.ones(1, 2)},
+            "NotImplementedError: q_descale: context parallelism does not have this option",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(options: dict[str, Any], message: str) -> None:
     def run(wire: ThreadWire) -> str:
         parallel = ContextParallel.over(wire)
-        layout = parallel.layout([0, 8])
-        x, slopes = torch.randn(layout.local_tokens, 2, 8), torch.rand(2, requires_grad=True)
-        with pytest.raises(NotImplementedError, match="alibi_slopes: requires grad") as caught:
-            parallel.attention(x, x, x, layout, alibi_slopes=slopes)
-        return str(caught.value)
-
-    assert len(run_ranks(2, run)) == 2
-
-
-def test_used_lengths_are_not_combined_with_a_bias() -> None:
-    def run(wire: ThreadWire) -> str:
-        parallel = ContextParallel.over(wire)
-        layout = parallel.layout(seq_len=8)
+        layout = parallel.layout(seq_len=64, grain=16)
         x = torch.randn(1, layout.local_tokens, 2, 8)
-        masks = {"seqused_k": torch.tensor([5]), "key_padding_mask": torch.ones(1, 8) > 0}
-        with pytest.raises(NotImplementedError, match="got") as caught:
-            parallel.attention(x, x, x, layout, **masks)
-        return str(caught.value)
+        with pytest.raises((NotImplementedError, ValueError)) as caught:
+            parallel.attention(x, x, x, layout, **options)
+        return f"{type(caught.value).__name__}: {caught.value}"
 
     for found in run_ranks(2, run):
-        assert "seqused_k: got it together with key_padding_mask" in found
+        assert message in found.replace("context parallel: rank 0: ", "")
+
+
+def test_a_changed_block_mask_is_read_again() -> None:
+    mask = BlockMask.from_tiles(torch.eye(4), (8, 8))
+    before = TileMap.of(mask)
+    assert TileMap.of(mask) is before
+    mask.kinds[0, 0, 3, 0] = 1
+    assert TileMap.of(mask).columns[0][3] == (0, 3)

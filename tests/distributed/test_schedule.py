@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from flashtile.distributed import balance
 from flashtile.distributed.ownership import Ownership, Piece
 from flashtile.distributed.schedule import Schedule, schedule
+from flashtile.distributed.tile_map import TileMap
 from flashtile.distributed.work import Facts, Work
-from flashtile.masks import Chunk, Visibility, Window
+from flashtile.masks import BlockMask, Chunk, Visibility, Window
 from flashtile.positions import Positions
 
 Score = tuple[int, int, int]  # document, query, key
@@ -71,7 +73,7 @@ def test_every_visible_score_is_computed_once(way: str) -> None:
         keys = [rng.randint(0, 23) for _ in queries] if rng.random() < 0.4 else queries
         facts = random_facts(rng)
         grain = rng.choice([1, 2, 4])
-        holders = WAYS[way](Work([(facts, 1)], queries, keys, grain), ranks)
+        holders = WAYS[way](Work([(facts, None, 1)], queries, keys, grain), ranks)
         key_holders = holders if keys is queries else balance.contiguous(keys, ranks, grain)
         shifts = [n - m for m, n in zip(queries, keys, strict=True)]
         stages = rng.randint(1, ranks)
@@ -88,7 +90,7 @@ def test_what_one_rank_sends_the_other_receives() -> None:
         ranks = rng.randint(1, 6)
         lengths = [rng.randint(0, 40) for _ in range(rng.randint(1, 6))]
         facts = random_facts(rng)
-        holders = balance.carve(Work([(facts, 1)], lengths, grain=4), ranks)
+        holders = balance.carve(Work([(facts, None, 1)], lengths, grain=4), ranks)
         stages = rng.randint(1, ranks)
         made = [schedule(holders, holders, facts, rank, stages) for rank in range(ranks)]
         for number in range(len(made[0].stages)):
@@ -139,7 +141,7 @@ def test_a_window_fetches_its_halo_only() -> None:
 
 def test_whole_documents_do_not_travel() -> None:
     lengths = [256] * 8
-    holders = balance.carve(Work([(CAUSAL, 1)], lengths), 4)
+    holders = balance.carve(Work([(CAUSAL, None, 1)], lengths), 4)
     for rank in range(4):
         made = schedule(holders, holders, CAUSAL, rank)
         assert made.stages[0].sends == made.stages[0].receives == ()
@@ -149,7 +151,7 @@ def test_whole_documents_do_not_travel() -> None:
 def test_refined_ranks_have_equal_work_and_receive_less(ranks: int) -> None:
     rng = random.Random(ranks)
     lengths = [max(1, int(rng.lognormvariate(6.4, 1.2))) for _ in range(ranks * 8)]
-    work = Work([(CAUSAL, 1)], lengths)
+    work = Work([(CAUSAL, None, 1)], lengths)
     refined = balance.refine(balance.carve(work, ranks), work)
     load = [sum(work.scores(*piece) for piece in mine) for mine in refined.pieces]
     assert max(load) <= 1.05 * sum(load) / ranks
@@ -189,7 +191,39 @@ def test_positions_map_rows_to_positions_and_back() -> None:
 
 def test_work_counts_visible_scores() -> None:
     for facts in ((), CAUSAL, (Window(30, 0),), (Window(None, 0), Chunk(16))):
-        work = Work([(facts, 2)], [100], [130], grain=4)
+        work = Work([(facts, None, 2)], [100], [130], grain=4)
         whole = int(Visibility(facts, 100, 130).dense().sum())
         assert work.total() == pytest.approx(2 * whole, rel=0.02)
         assert work.scores(0, 0, 37) + work.scores(0, 37, 100) == pytest.approx(work.total())
+
+
+def test_work_counts_the_tiles_of_block_masks() -> None:
+    kinds = torch.tensor([[1, 0, 2, 0], [0, 1, 1, 1]])
+    mask = BlockMask.from_tiles(kinds[None, None], (16, 8))
+    tiles = TileMap.of(mask)
+    work = Work([((), tiles, 3)], [30], [29], grain=16, unit=16)
+    assert work.scores(0, 0, 16) == 3 * 16 * 16
+    assert work.scores(0, 16, 30) == 3 * 14 * (8 + 8 + 5)
+    causal = Work([(CAUSAL, tiles, 1)], [32], [32], grain=16, unit=16)
+    assert causal.scores(0, 0, 16) < 16 * 16
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pieces_begin_at_multiples_of_the_unit(way: str) -> None:
+    rng = random.Random(2)
+    for _ in range(30):
+        lengths = [rng.randint(0, 300) for _ in range(rng.randint(1, 9))]
+        work = Work([(CAUSAL, None, 1)], lengths, grain=48, unit=24)
+        holders = WAYS[way](work, rng.randint(1, 5))
+        assert all(piece.start % 24 == 0 for mine in holders.pieces for piece in mine)
+
+
+def test_tiles_that_nobody_sees_do_not_travel() -> None:
+    """A rank sees its own diagonal of tiles, and the first tile of all."""
+    kinds = torch.eye(8, dtype=torch.bool)
+    kinds[:, 0] = True
+    tiles = TileMap.of(BlockMask.from_tiles(kinds, (16, 16)))
+    holders = balance.contiguous([128], 4, 16)
+    for rank in range(1, 4):
+        received = schedule(holders, holders, (), rank, tiles=tiles).stages[0].receives
+        assert [(message.peer, message.rows) for message in received] == [(0, 16)]

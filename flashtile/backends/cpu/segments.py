@@ -52,16 +52,15 @@ class SegmentMask(NamedTuple):
 
     def query_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
         """Query tiles ``[m0, m1)`` of at most `rows`, cut at the block mask's tiles as well."""
-        M = self.visibility.M
-        if self.visibility.rows is not None:  # rows of one tile stand next to each other
-            for run in self.visibility.rows.runs:
-                for m0 in range(run.row, run.row + run.length, rows):
-                    yield m0, min(m0 + rows, run.row + run.length)
-            return
+        # Rows of one tile stand next to each other.
+        runs = [(0, self.visibility.M)]
+        if self.visibility.rows is not None:
+            runs = [(run.row, run.row + run.length) for run in self.visibility.rows.runs]
         step = rows if self.layout is None else self.layout.partial_tiles.shape[1]
-        for block in range(0, M, step):
-            for m0 in range(block, min(block + step, M), rows):
-                yield m0, min(m0 + rows, block + step, M)
+        for first, last in runs:
+            for block in range(first, last, step):
+                for m0 in range(block, min(block + step, last), rows):
+                    yield m0, min(m0 + rows, block + step, last)
 
     def key_runs(self, m0: int, m1: int, columns: int) -> Iterator[KeyRun]:
         """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`."""

@@ -18,6 +18,7 @@ from .on_host import (
 from .optional_tensors import (
     absorbed,
     attn_mask,
+    block_mask_kinds,
     block_mask_lengths,
     broadcastable,
     extras,

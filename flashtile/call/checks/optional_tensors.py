@@ -36,7 +36,7 @@ def extras(operands: Operands, M: int, N: int) -> None:
     if operands.bias is not None:
         broadcastable("bias", operands.bias, q, (B, Hq, M, N))
     if operands.tile_kinds is not None:
-        _block_mask(operands, B, Hq)
+        block_mask_kinds(operands.tile_kinds, q, B)
     _descales(operands, B, Hk, M, N)
 
 
@@ -116,10 +116,11 @@ def _relative_bias(table: Tensor, q: Tensor) -> None:
         )
 
 
-def _block_mask(operands: Operands, B: int, Hq: int) -> None:
-    kinds = operands.tile_kinds
-    assert kinds is not None
-    same_device("block_mask", kinds, operands.q)
+def block_mask_kinds(kinds: Tensor, q: Tensor, B: int) -> None:
+    """Check the kinds of tiles, (batch or 1, heads or 1, ...), of a mask for `B` sequences of `q`
+    (..., heads, head_dim)."""
+    Hq = q.shape[-2]
+    same_device("block_mask", kinds, q)
     batch, heads = kinds.shape[:2]
     if batch not in (1, B) or heads not in (1, Hq):
         raise ValueError(
