@@ -38,7 +38,7 @@ def agreed(wire: Wire, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]) 
     except tuple(_ERRORS.values()) as error:
         kind = next(name for name, known in _ERRORS.items() if isinstance(error, known))
         note = {"kind": kind, "error": str(error)}
-    notes = [_read(x.numpy().tobytes()) for x in wire.all_gather(_written(note))]
+    notes = told(wire, note)
     for rank, other in enumerate(notes):
         if "error" in other:
             raise _ERRORS[other["kind"]](f"context parallel: rank {rank}: {other['error']}")
@@ -50,6 +50,11 @@ def agreed(wire: Wire, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]) 
             found = "; ".join(f"{_ranks(ranks)} {fact}" for fact, ranks in holders.items())
             raise ValueError(f"context parallel: the ranks disagree on {name}: {found}")
     return result
+
+
+def told(wire: Wire, note: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The notes of all ranks, on all ranks; each fits into `NOTE_BYTES` as JSON."""
+    return [_read(x.numpy().tobytes()) for x in wire.all_gather(_written(note))]
 
 
 def _ranks(ranks: list[int]) -> str:

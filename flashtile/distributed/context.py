@@ -29,10 +29,12 @@ from .arguments import (
 from .choice import Number, Wanted, choose
 from .cost import Pricing, Shape, Way
 from .executor import Plan
+from .explain import explained
 from .function import Route, attend
 from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
 from .layout import Layout
 from .machine import Machine, machine_of
+from .measure import measured
 from .mesh import of_mesh
 from .ownership import Ownership, first_documents
 from .schedule import schedule
@@ -237,6 +239,52 @@ class ContextParallel:
         out, lse = self._run(call, layout, return_lse)
         return (out, lse) if return_lse else out
 
+    def explain(
+        self,
+        layout: Layout,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        backend: BackendName | None = None,
+        **options: Any,
+    ) -> str:
+        """A table of what each rank would do in this call: its tokens, share of the scores, keys
+        received from others, calls and predicted milliseconds; and the way, with what it was chosen
+        from. The times are those of a model. It computes nothing and does not communicate.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: an argument does not fit.
+        """
+        call, _ = self._prepared((q, k, v), layout, backend, options, return_lse=False)
+        return explained(self._pricing(layout, call.operands, call.options), self.wanted, call.way)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
+        """Compare the output and all gradients of a call with the definition of attention in
+        float64, which rank 0 evaluates on the whole: for a few thousand tokens, since it holds all
+        scores. All ranks call it, with the arguments of `attention`.
+
+        Returns:
+            The largest error of each tensor.
+
+        Raises:
+            AssertionError: the error of a tensor is larger than the rule of `flashtile.testing`
+                allows; it names the tensor and the rank that has these tokens.
+            NotImplementedError: the call has dropout.
+        """
+        from .check import checked  # not loaded otherwise: it needs the tools of tests
+
+        return checked(layout, q, k, v, options)
+
+    def measure(self, device: torch.device | str = "cpu") -> Machine:
+        """The machine of this group, with the bandwidth and latency that its links have between
+        tensors on `device`. All ranks call it, and get the same.
+
+        ``parallel.machine = parallel.measure()`` then chooses by what was measured.
+        """
+        device = torch.device(device)
+        return measured(self.wire, self.machine or machine_of(device), device)
+
     def _prepared(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
@@ -273,14 +321,17 @@ class ContextParallel:
 
     def _way(self, layout: Layout, operands: Operands, options: Options) -> Way:
         """How the ranks run a call: the same way for all calls of its kind in a layout."""
+        pricing = self._pricing(layout, operands, options)
+        kind = pricing.shape, pricing.facts, pricing.machine
+        if kind not in layout.ways:
+            layout.ways[kind] = choose(self.wanted, pricing)
+        return layout.ways[kind]
+
+    def _pricing(self, layout: Layout, operands: Operands, options: Options) -> Pricing:
         q, k, v = operands[:3]
         shape = Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
         machine = self.machine or machine_of(q.device)
-        kind = shape, options.facts, machine
-        if kind not in layout.ways:
-            pricing = Pricing(machine, shape, layout.queries, layout.keys, options.facts)
-            layout.ways[kind] = choose(self.wanted, pricing)
-        return layout.ways[kind]
+        return Pricing(machine, shape, layout.queries, layout.keys, options.facts)
 
     def _run(self, call: _Call, layout: Layout, wants_lse: bool) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's rows, padding included."""

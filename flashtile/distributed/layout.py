@@ -88,7 +88,7 @@ class Layout:
         whole = self._whole()
         if x.shape[dim] != whole:
             raise ValueError(f"x: got {x.shape[dim]} tokens in dimension {dim}, want {whole}")
-        rows = self._rows(self.rank).to(x.device)
+        rows = self.rows_of(self.rank).to(x.device)
         shard = x.index_select(dim, rows)
         missing = self.local_tokens - rows.numel()
         if not missing:
@@ -211,7 +211,7 @@ class Layout:
     def _whole(self) -> int:
         return self.queries.lengths[0] if self.sequences else sum(self.queries.lengths)
 
-    def _rows(self, rank: int) -> Tensor:
+    def rows_of(self, rank: int) -> Tensor:
         """A rank's rows without padding, as indices into the token dimension of the whole."""
         pieces = self.queries.pieces[rank]
         if self.sequences:  # every sequence is cut alike
@@ -240,7 +240,7 @@ class _Unshard(torch.autograd.Function):
         parts[wire.rank] = shard
         whole = x.new_empty([*x.shape[:dim], layout._whole(), *x.shape[dim + 1 :]])
         for rank, part in parts.items():
-            rows = layout._rows(rank).to(x.device)
+            rows = layout.rows_of(rank).to(x.device)
             whole.index_copy_(dim, rows, part.narrow(dim, 0, rows.numel()))
         return whole
 

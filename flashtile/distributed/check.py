@@ -1,0 +1,169 @@
+"""Compare a call over ranks with the definition of attention, evaluated in one process.
+
+The tools for it are those that test every backend: `flashtile.testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.attn_mask import as_bias
+from ..spans import Spans
+from ..testing import attention_reference, attention_varlen_reference
+from ..testing.error_model import floor_of, rounding_variance
+from ..testing.tolerance import allowed_error, assert_close, plain_dtype
+from .agreement import told
+from .arguments import SCORE_MASKS
+from .layout import Layout
+
+Results = dict[str, Tensor]
+MOST_TEXT = 900  # characters of a report, or of a problem
+
+
+class _Leaf(NamedTuple):
+    """A tensor that has a gradient."""
+
+    shard: Tensor
+    layout: Layout | None  # of its tokens; None for one that all ranks have
+
+
+def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str:
+    """A report of the largest errors of a call over all ranks.
+
+    Raises:
+        AssertionError: an output or a gradient is wrong. All ranks raise it.
+        NotImplementedError: the call has dropout.
+    """
+    if options.get("dropout_p", 0.0):
+        raise NotImplementedError("dropout_p: check compares calls without dropout")
+    context, wire = layout.context, layout.wire
+    keys = Layout(
+        context, wire, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
+    )
+    leaves = {"q": _Leaf(q, layout), "k": _Leaf(k, keys), "v": _Leaf(v, keys)}
+    if options.get("sink") is not None:
+        leaves["sink"] = _Leaf(options["sink"], None)
+    mine = {n: leaf.shard.detach().clone().requires_grad_() for n, leaf in leaves.items()}
+    with torch.enable_grad():
+        out, lse = context.attention(**{**options, **mine}, layout=layout, return_lse=True)
+        g = torch.Generator().manual_seed(wire.rank)
+        dout, dlse = (torch.randn(x.shape, generator=g).to(x) for x in (out, lse))
+        gradients = torch.autograd.grad((out, lse), tuple(mine.values()), (dout, dlse))
+    last = lse.dim() - 1
+    whole = {name: _whole(leaf) for name, leaf in leaves.items()}
+    cotangents = layout.unshard(dout), layout.unshard(dlse, last)
+    got = {"out": layout.unshard(out.detach()), "lse": layout.unshard(lse.detach(), last)}
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        if leaf.layout is None:  # the ranks have parts of a sum
+            gradient = torch.stack(wire.all_gather(gradient)).sum(0).to(gradient)
+        got[f"d{name}"] = _whole(leaf._replace(shard=gradient))
+    others = _whole_options(layout, q, options)
+    problem, report = "", ""
+    if wire.rank == 0:  # the others wait for what it finds
+        try:
+            report = _compared(leaves, whole, others, got, cotangents)
+        except AssertionError as error:
+            problem = str(error)
+    found = told(wire, {"problem": problem[:MOST_TEXT], "report": report[:MOST_TEXT]})[0]
+    if found["problem"]:
+        raise AssertionError(f"context parallel: {found['problem']}")
+    return str(found["report"])
+
+
+def _whole(leaf: _Leaf) -> Tensor:
+    """The tensor of all ranks."""
+    shard = leaf.shard.detach()
+    return shard if leaf.layout is None else leaf.layout.unshard(shard)
+
+
+def _whole_options(layout: Layout, q: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the call in one process, as the reference takes them."""
+    left = ("sink", "deterministic", "backend", *SCORE_MASKS)
+    found = {name: x for name, x in options.items() if name not in left and x is not None}
+    if isinstance(options.get("mask"), Spans):
+        found["mask"] = Spans(*(layout.unshard(x, 2) for x in options["mask"]))
+    masks = {name: options[name] for name in SCORE_MASKS if options.get(name) is not None}
+    if masks:
+        sizes = layout.sequences, q.shape[2], layout.local_tokens, layout.keys.lengths[0]
+        bias = as_bias(q, sizes, **masks)
+        found["bias"] = layout.unshard(bias, 2) if bias.shape[2] > 1 else bias
+    return found
+
+
+def _compared(
+    leaves: dict[str, _Leaf],
+    whole: Results,
+    options: dict[str, Any],
+    got: Results,
+    cotangents: tuple[Tensor, Tensor],
+) -> str:
+    """A line for each tensor.
+
+    Raises:
+        AssertionError: one is wrong.
+    """
+    dtype, layout = whole["q"].dtype, leaves["q"].layout
+    assert layout is not None
+
+    def reference(compute_dtype: torch.dtype, **how: Any) -> Results:
+        results = _reference(layout, whole, options, cotangents, compute_dtype, **how)
+        return {name: x.to(got[name].device) for name, x in results.items()}
+
+    truth, plain = reference(torch.float64), reference(plain_dtype(dtype))
+    variance = reference(torch.float64, attend=rounding_variance(dtype))
+    ranks = layout.queries.ranks
+    lines = [f"{ranks} ranks give what one process gives, by float64:"]
+    for name, x in got.items():
+        allowed = allowed_error(dtype, truth[name], plain[name])
+        floor = floor_of(variance[name]).clamp(min=allowed)  # the rule for the whole tensor
+        leaf = leaves.get(name[1:]) if name.startswith("d") else leaves["q"]
+        assert leaf is not None
+        of_tokens = leaf.layout
+        if of_tokens is None:
+            assert_close(name, x, truth[name], plain[name], floor=floor, dtype=dtype)
+        else:
+            dim = x.dim() - 1 if name == "lse" else x.dim() - 3
+            for rank in range(ranks):
+                rows = of_tokens.rows_of(rank).to(x.device)
+                mine, want, simple, least = (
+                    y.index_select(dim, rows) for y in (x, truth[name], plain[name], floor)
+                )
+                what = f"{name} of rank {rank}"
+                assert_close(what, mine, want, simple, floor=least, dtype=dtype)
+        error = (x.double() - truth[name]).nan_to_num(nan=0.0).abs()
+        largest = error.max().item() if error.numel() else 0.0
+        lines.append(f"{name:>6}: largest error {largest:.1e}, at least {allowed:.1e} is allowed")
+    return "\n".join(lines)
+
+
+def _reference(
+    layout: Layout,
+    whole: Results,
+    options: dict[str, Any],
+    cotangents: tuple[Tensor, Tensor],
+    compute_dtype: torch.dtype,
+    **how: Any,
+) -> Results:
+    """out, lse and gradients by the definition."""
+    leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in whole.items()}
+    call: dict[str, Any] = {**leaves, **options, **how, "compute_dtype": compute_dtype}
+    with torch.enable_grad():
+        if layout.sequences:
+            result = attention_reference(**call)
+        else:
+            sides = layout.queries.lengths, layout.keys.lengths
+            for side, lengths in zip("qk", sides, strict=True):
+                ends = list(accumulate(lengths, initial=0))
+                call[f"cu_seqlens_{side}"] = torch.tensor(ends, device=whole["q"].device)
+                call[f"max_seqlen_{side}"] = max(lengths, default=0)
+            result = attention_varlen_reference(**call)
+        found = {"out": result.out, "lse": result.lse}
+        outputs = tuple(found.values())
+        given = tuple(c.to(x.dtype) for c, x in zip(cotangents, outputs, strict=True))
+        gradients = torch.autograd.grad(outputs, tuple(leaves.values()), given)
+    return found | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}

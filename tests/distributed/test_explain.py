@@ -1,0 +1,152 @@
+"""`explain`, `check` and `measure`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtile.distributed import ContextParallel, executor
+from flashtile.distributed.machine import MACHINES
+from flashtile.spans import Spans
+from flashtile.testing.wires import ThreadWire, run_ranks
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def explanation(ranks: int, tokens: int, **given: Any) -> str:
+    """That of rank 0."""
+
+    def one_rank(wire: ThreadWire) -> str:
+        parallel = ContextParallel.over(wire, **given)
+        layout = parallel.layout(seq_len=ranks * tokens)
+        q = torch.zeros(1, layout.local_tokens, 8, 64)
+        k = q[:, :, :2]
+        text = parallel.explain(layout, q, k, k, causal=True)
+        assert wire.notes == wire.messages == 0
+        return text
+
+    texts = run_ranks(ranks, one_rank)
+    assert len(set(texts)) == 1
+    return texts[0]
+
+
+def test_explain_prints_a_row_for_every_rank() -> None:
+    text = explanation(4, 256, machine=MACHINES["H200"])
+    assert "1,024 tokens on 4 ranks, 8:2 heads, head dim 64" in text
+    assert "a model of H200, not measured" in text
+    rows = re.findall(r"^ +(\d) +256 +([\d.]+)% +[\d,]+ +\d", text, flags=re.MULTILINE)
+    assert [int(rank) for rank, _ in rows] == [0, 1, 2, 3]
+    assert sum(float(share) for _, share in rows) == pytest.approx(100, abs=1)
+    assert re.search(r"way: ulysses=\d, stages=\d, head_groups=\d: the fastest of \d+", text)
+
+
+def test_explain_says_what_was_given() -> None:
+    assert "way: ulysses=2, stages=2, head_groups=1: given" in explanation(
+        4, 64, ulysses=2, stages=2, head_groups=1
+    )
+    assert "given ulysses=1, stage_tokens=200" in explanation(4, 64, ulysses=1, stage_tokens=200)
+    assert "there is no other" in explanation(1, 64)
+
+
+def test_explain_refuses_what_attention_refuses() -> None:
+    parallel = ContextParallel.over(run_ranks(1, lambda wire: wire)[0])
+    layout = parallel.layout(seq_len=8)
+    x = torch.zeros(1, 8, 2, 8)
+    with pytest.raises(ValueError, match="window_size"):
+        parallel.explain(layout, x, x, x, window_size=3)
+
+
+def run_check(ranks: int, dtype: torch.dtype, packed: bool, **options: Any) -> list[str]:
+    def one_rank(wire: ThreadWire) -> str:
+        parallel = ContextParallel.over(wire)
+        if packed:
+            layout = parallel.layout([0, 7, 7, 40], grain=4)
+            q, k, v = drawn(40, 4, 8), drawn(40, 2, 8), drawn(40, 2, 12)
+        else:
+            layout = parallel.layout(batch=2, seq_len=40, grain=4)
+            q, k, v = drawn(2, 40, 4, 8), drawn(2, 40, 2, 8), drawn(2, 40, 2, 12)
+        mine = dict(options)
+        if "bias" in mine:
+            mine["bias"] = layout.shard(mine["bias"], dim=2)
+        if "mask" in mine:
+            mine["mask"] = Spans(*(layout.shard(x, dim=2) for x in mine["mask"]))
+        shards = (layout.shard(x.to(dtype)) for x in (q, k, v))
+        return parallel.check(*shards, layout, **mine)
+
+    return run_ranks(ranks, one_rank)
+
+
+def spans() -> Spans:
+    stops = torch.arange(1, 41, dtype=torch.int32).view(1, 1, 40, 1)
+    return Spans(stops.sub(9).clamp(min=0), stops)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("packed", "options"),
+    [
+        (False, {"causal": True, "sink": drawn(4)}),
+        (False, {"bias": drawn(1, 4, 40, 40), "key_padding_mask": drawn(2, 40) > -1}),
+        (False, {"mask": spans(), "softcap": 2.0}),
+        (True, {"window_size": (9, 0), "deterministic": True}),
+        (True, {"causal": True, "seqused_k": torch.tensor([4, 0, 30], dtype=torch.int32)}),
+    ],
+)
+def test_check_accepts_right_results(
+    dtype: torch.dtype, packed: bool, options: dict[str, Any]
+) -> None:
+    given = {name: x.to(dtype) if name in ("sink", "bias") else x for name, x in options.items()}
+    for text in run_check(3, dtype, packed, **given):
+        assert text.startswith("3 ranks give what one process gives")
+        names = ["out", "lse", "dq", "dk", "dv", *(["dsink"] if "sink" in options else [])]
+        assert re.findall(r"^ +(\w+): largest error", text, flags=re.MULTILINE) == names
+
+
+def test_check_names_the_rank_and_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = executor.backward
+
+    def wrong(plan: Any, wire: Any, *rest: Any) -> Any:
+        gradients = right(plan, wire, *rest)
+        if wire.rank == 1:
+            gradients.dv[2] += 0.1
+        return gradients
+
+    monkeypatch.setattr(executor, "backward", wrong)
+
+    def one_rank(wire: ThreadWire) -> str:
+        parallel = ContextParallel.over(wire, ulysses=1)
+        layout = parallel.layout(seq_len=40, grain=4)
+        x = layout.shard(drawn(1, 40, 2, 8))
+        with pytest.raises(AssertionError) as caught:
+            parallel.check(x, x, x, layout, causal=True)
+        return str(caught.value)
+
+    for text in run_ranks(3, one_rank):
+        assert text.startswith("context parallel: dv of rank 1: 16 of")
+
+
+def test_check_refuses_dropout() -> None:
+    with pytest.raises(NotImplementedError, match="dropout_p: check compares calls without"):
+        run_check(2, torch.float32, packed=True, dropout_p=0.1)
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(1, 8), (2, 8), (5, 2)])
+def test_measure_gives_all_ranks_the_same_machine(ranks: int, node: int) -> None:
+    machine = MACHINES["CPU"]._replace(node=node)
+
+    def one_rank(wire: ThreadWire) -> Any:
+        return ContextParallel.over(wire, machine=machine).measure()
+
+    (found,) = set(run_ranks(ranks, one_rank))
+    assert found.name == "CPU, links measured"
+    assert (found.inside == machine.inside) == (ranks == 1)
+    assert (found.across == machine.across) == (ranks <= node)
+    for link in (found.inside, found.across):
+        assert link.bandwidth > 0
+        assert link.latency > 0
