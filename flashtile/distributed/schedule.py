@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from ..lru import memoised
 from ..masks import Visibility
 from ..positions import Positions, Span
 from .ownership import Ownership
@@ -65,6 +66,7 @@ class Schedule(NamedTuple):
         return max((len(positions.runs) for side in sides for positions in side), default=0)
 
 
+@memoised(256)
 def schedule(
     queries: Ownership,
     keys: Ownership,
@@ -73,7 +75,8 @@ def schedule(
     stages: int = 1,
     tiles: TileMap | None = None,
 ) -> Schedule:
-    """The schedule of `rank`.
+    """The schedule of `rank`. The layers of a model and the steps of a layout share it: between two
+    calls of a kernel there is no time to make it again.
 
     Args:
         queries, keys: who holds which queries and which keys; the same for self-attention.
