@@ -33,13 +33,6 @@ LENGTHS = ((8, 8), (16, 16), (6, 14))  # queries, keys
 TILES = ((4, 4), (2, 2), (4, 8))  # queries, keys of a tile
 MASKS = ("full", "causal", "window", "documents", "blocks")
 RANKS = 4
-# Shapes of the variables, in (r)ows and (c)olumns of a tile, all (M) queries, all (N) keys, and D.
-SHAPES = {
-    "Q": "MD", "K": "ND", "V": "ND", "O": "MD", "S": "MN", "P": "MN", "dO": "MD", "delta": "M1",
-    "Q_i": "rD", "O_i": "rD", "dO_i": "rD", "dQ_i": "rD", "m_i": "r1", "l_i": "r1", "L_i": "r1",
-    "delta_i": "r1", "K_j": "cD", "V_j": "cD", "dK_j": "cD", "dV_j": "cD", "S_ij": "rc",
-    "P_ij": "rc", "dP_ij": "rc", "dS_ij": "rc", "O_j": "MD", "L_j": "M1",
-}  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -75,6 +68,7 @@ class Algorithm(NamedTuple):
     function: Callable[..., Any]
     arguments: Callable[[Problem], tuple[Any, ...]]
     lines: dict[str, str]
+    blocks: dict[str, str]  # what may be in fast memory, as an expression of the variables
     fields: dict[str, tuple[str, str]]
     result: str  # the field that has the result in the end
     outer: str = ""  # the variable of the outer loop over tiles
@@ -122,6 +116,7 @@ ALGORITHMS = {
             "P = P / l": "make P, store P, free",
             "O = P @ V": "load P V, make O, store O, free, show O",
         },
+        {x: x for x in ("Q", "K", "V", "S", "P", "O")},
         {"m": ("m[:, 0]", "all"), "l": ("l[:, 0]", "all"), "O": ("O", "all")},
         "O",
     ),
@@ -132,11 +127,16 @@ ALGORITHMS = {
         {
             "K_j, V_j = K[cols], V[cols]": "free, load K_j V_j",
             "S = Q[rows] @ K_j.T": "free Q_i O_i m_i l_i, load Q_i, make S_ij, score",
+            "S = S.masked_fill": "make S_ij",
             "m_new = torch.maximum": "load m_i",
             "P = torch.exp": "free S_ij, make P_ij",
             "l_new = rescale": "load l_i",
             "O[rows] = (l[rows]": "load O_i, store O_i, free P_ij, show O",
-            "l[rows], m[rows] = l_new, m_new": "store l_i m_i, show m l",
+            "l[rows], m[rows] = l_new, m_new": "make l_i m_i, store l_i m_i, show m l",
+        },
+        {
+            "K_j": "K_j", "V_j": "V_j", "Q_i": "Q[rows]", "S_ij": "S", "P_ij": "P",
+            "m_i": "m[rows]", "l_i": "l[rows]", "O_i": "O[rows]",
         },
         {"m": ("m[rows, 0]", "tile"), "l": ("l[rows, 0]", "tile"), "O": ("O[rows]", "tile")},
         "O",
@@ -151,13 +151,19 @@ ALGORITHMS = {
             "O_i = Q.new_zeros": "make O_i, show O_i",
             "l = Q.new_zeros": "make l_i, show l",
             "m = Q.new_full": "make m_i, show m",
-            "S = Q_i @ K[cols].T": "free K_j V_j P_ij, load K_j, make S_ij, score",
+            "S = Q_i @ K[cols].T": "load K_j, make S_ij, score",
+            "S = S.masked_fill(cols": "make S_ij",
+            "S = S.masked_fill(~visible": "make S_ij",
             "P = torch.exp": "free S_ij, make P_ij",
-            "l = rescale * l": "show l",
-            "O_i = rescale * O_i": "load V_j, show O_i",
-            "m = m_new": "free K_j V_j P_ij, show m",
+            "l = rescale * l": "make l_i, show l",
+            "O_i = rescale * O_i": "load V_j, make O_i, show O_i",
+            "m = m_new": "make m_i, free K_j V_j P_ij, show m",
             "O[rows] = O_i": "store O_i, show O",
             "L[rows] =": "make L_i, store L_i, free, show L",
+        },
+        {
+            "Q_i": "Q_i", "K_j": "K[cols]", "V_j": "V[cols]", "S_ij": "S", "P_ij": "P",
+            "O_i": "O_i", "l_i": "l", "m_i": "m", "L_i": "L[rows]",
         },
         {
             "m": ("m[:, 0]", "tile"), "l": ("l[:, 0]", "tile"), "O_i": ("O_i", "tile"),
@@ -174,9 +180,13 @@ ALGORITHMS = {
             "O_j, L_j = forward": (
                 "free, load Q K_j V_j, make O_j L_j, store O_j L_j, score, show O_j L_j"
             ),
-            "O, L = parts[0]": "free, load O_j L_j, show O L",
-            "O, L = merge": "load O_j L_j, show O L",
-            "return O, L": "make O, store O, free",
+            "O, L = parts[0]": "free, load O L, show O L",
+            "O, L = merge": "load O_j L_j, make O L, show O L",
+            "return O, L": "store O, free",
+        },
+        {
+            "Q": "Q", "K_j": "K[cols]", "V_j": "V[cols]", "O_j": "O_j", "L_j": "L_j", "O": "O",
+            "L": "L",
         },
         {
             "L_j": ("L_j", "all"), "O_j": ("O_j", "all"), "L": ("L", "all"), "O": ("O", "all"),
@@ -192,6 +202,8 @@ ALGORITHMS = {
             "K_j, V_j = K[cols], V[cols]": "store dK_j dV_j, free, load K_j V_j",
             "Q_i, dO_i = Q[rows], dO[rows]": "load Q_i dO_i",
             "S = Q_i @ K_j.T": "make S_ij, score",
+            "S = S.masked_fill(cols": "make S_ij",
+            "S = S.masked_fill(~visible": "make S_ij",
             "P = torch.exp(S - L[rows, None])": "load L_i, free S_ij, make P_ij, show L",
             "dV[cols] += P.T @ dO_i": "make dV_j",
             "dP = dO_i @ V_j.T": "make dP_ij",
@@ -199,6 +211,12 @@ ALGORITHMS = {
             "dQ[rows] += dS @ K_j": "load dQ_i, store dQ_i, show dQ",
             "dK[cols] += dS.T @ Q_i": "make dK_j, free Q_i dO_i dS_ij L_i delta_i dQ_i",
             "return dQ, dK, dV": "store dK_j dV_j, free",
+        },
+        {
+            "dO": "dO", "O": "O", "delta": "delta", "K_j": "K_j", "V_j": "V_j", "Q_i": "Q_i",
+            "dO_i": "dO_i", "S_ij": "S", "L_i": "L[rows]", "P_ij": "P", "dP_ij": "dP",
+            "delta_i": "delta[rows]", "dS_ij": "dS", "dQ_i": "dQ[rows]", "dK_j": "dK[cols]",
+            "dV_j": "dV[cols]",
         },
         {
             "L": ("L[rows]", "tile"), "delta": ("delta", "all"), "dQ": ("dQ[rows]", "tile"),
@@ -216,6 +234,7 @@ ALGORITHMS = {
             "O_j, L_j = forward": "load Q_i, score",
             "O[rows], L[rows] = merge": "load O_i L_i, store O_i L_i, show L O",
         },
+        {"Q_i": "Q[rows]", "K_j": "K_j", "V_j": "V_j", "O_i": "O[rows]", "L_i": "L[rows]"},
         {"L": ("L[rows]", "tile"), "O": ("O[rows]", "tile")},
         "O",
     ),
@@ -247,7 +266,7 @@ class Step(NamedTuple):
     line: int  # from the first line of the function
     tile: tuple[int, int] | None  # its first query and its first key
     moved: int  # numbers, since the start
-    memory: dict[str, tuple[int, int]]  # what fast memory holds, and its shape
+    memory: dict[str, Tensor]  # what fast memory holds
     loops: str  # the variables that count
     is_score: bool
     shown: list[tuple[int, str, Any]]  # row, field, value
@@ -302,7 +321,7 @@ def steps(algorithm: Algorithm, problem: Problem) -> Iterator[Step]:
         if text in line
     }
     tile: dict[str, list[int]] = {}
-    memory: dict[str, tuple[int, int]] = {}
+    memory: dict[str, Tensor] = {}
     moved = 0
     for absolute, variables in executed(algorithm.function, *algorithm.arguments(problem)):
         line, shown, is_score = absolute - first, [], False
@@ -313,7 +332,6 @@ def steps(algorithm: Algorithm, problem: Problem) -> Iterator[Step]:
                     tile.clear()
                 tile[name] = _positions(variables[name], length)
         rows, cols = tile.get("rows", range(M)), tile.get("cols", range(N))
-        sizes = {"M": M, "N": N, "D": D, "r": len(rows), "c": len(cols), "1": 1}
         for action in filter(None, actions.get(line, "").split(", ")):
             verb, *names = action.split(" ")
             if verb == "free" and not names:
@@ -321,10 +339,9 @@ def steps(algorithm: Algorithm, problem: Problem) -> Iterator[Step]:
             is_score |= verb == "score"
             for name in names:
                 if verb in ("load", "make"):
-                    height, width = SHAPES[name]
-                    memory[name] = sizes[height], sizes[width]
+                    memory[name] = eval(algorithm.blocks[name], {}, variables)
                 if verb in ("load", "store") and name in memory:
-                    moved += memory[name][0] * memory[name][1]
+                    moved += memory[name].numel()
                 elif verb == "free":
                     memory.pop(name, None)
                 elif verb == "show":
@@ -384,12 +401,18 @@ def run(name: str, problem: Problem) -> dict[str, Any]:
     rows, cols = edges(name, problem)
     M, N = problem.visible.shape
     fields = list(algorithm.fields)
-    memories: list[list[Any]] = []
+    blocks: list[list[Any]] = []
+    memories: list[list[int]] = []
     loops: list[str] = []
     latest: dict[tuple[int, str], Any] = {}
     played = []
     for step in steps(algorithm, problem):
-        memory = [[name, *shape] for name, shape in step.memory.items()]
+        memory = []
+        for block, x in step.memory.items():
+            described = [block, rounded(x.reshape(len(x), -1).tolist(), 3)]
+            if described not in blocks:
+                blocks.append(described)
+            memory.append(blocks.index(described))
         if memory not in memories:
             memories.append(memory)
         if step.loops not in loops:
@@ -411,6 +434,7 @@ def run(name: str, problem: Problem) -> dict[str, Any]:
         "weights": rounded(known["P"].tolist(), 3),
         "reference": rounded(known[algorithm.result].tolist()),
         "standard": standard_traffic(name, M, N),
+        "blocks": blocks,
         "memories": memories,
         "loops": loops,
         "steps": played,

@@ -43,7 +43,8 @@
   function stepOf(number) {
     const [line, i, j, moved, memory, loops, isScore, shown] = run.steps[number];
     return {
-      line, i, j, moved, memory: run.memories[memory], loops: run.loops[loops], isScore, shown,
+      line, i, j, moved, memory: run.memories[memory].map((n) => run.blocks[n]),
+      loops: run.loops[loops], isScore, shown,
     };
   }
 
@@ -163,19 +164,31 @@
     }
   }
 
+  // A square for each number: its colour is the sign, its strength the size.
+  function drawNumbers(rows) {
+    const [height, width] = [rows.length, rows[0].length];
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}` });
+    picture.style.width = `${0.7 * width}rem`;
+    const largest = Math.max(...rows.flat().filter(Number.isFinite).map(Math.abs), 1e-9);
+    rows.forEach((numbers, y) => numbers.forEach((x, n) => {
+      const sign = Number.isFinite(x) ? (x < 0 ? "v-negative" : "v-positive") : "v-infinite";
+      const square = svg("rect", { x: n, y, width: 1, height: 1, class: sign }, picture);
+      if (Number.isFinite(x)) square.style.fillOpacity = Math.abs(x) / largest;
+    }));
+    return picture;
+  }
+
   function renderMemory(step) {
-    const blocks = step.memory.map(([name, height, width]) => {
+    const blocks = step.memory.map(([name, rows]) => {
       const block = document.createElement("figure");
-      const area = document.createElement("div");
-      area.style.width = `${0.45 * width}rem`;
-      area.style.height = `${0.45 * height}rem`;
       const caption = document.createElement("figcaption");
-      caption.append(named(name), ` ${height} × ${width}`);
-      block.append(area, caption);
+      caption.append(named(name), ` ${rows.length} × ${rows[0].length}`);
+      block.append(drawNumbers(rows), caption);
+      block.title = rows.map(written).join("\n");
       return block;
     });
     find(".v-blocks").replaceChildren(...blocks);
-    const held = step.memory.reduce((sum, [, height, width]) => sum + height * width, 0);
+    const held = step.memory.reduce((sum, [, rows]) => sum + rows.flat().length, 0);
     find(".v-held").textContent = blocks.length
       ? `${counted(held)} numbers`
       : "nothing: what is needed later is in slow memory";
@@ -232,7 +245,7 @@
     verdict.textContent = apart === null
       ? ""
       : "Finished. The result is that of the definition, up to the six digits that are kept here: "
-        + `the largest difference is ${apart.toExponential(0)}.`;
+        + `the largest difference is ${apart ? apart.toExponential(0) : 0}.`;
     root.dataset.finished = apart === null ? "" : String(apart);
   }
 
