@@ -9,7 +9,7 @@ of `masks` shows to a query, is an interval of rows, too.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Span = tuple[int, int]  # [start, stop)
 
@@ -63,3 +63,36 @@ class Positions(NamedTuple):
     def shifted(self, by: int) -> Positions:
         """The same rows `by` positions further to the right."""
         return Positions(tuple(run._replace(position=run.position + by) for run in self.runs))
+
+
+class Dealt(NamedTuple):
+    """The positions of one rank's rows when tokens are dealt out in blocks, like cards: token t of
+    a sequence is on rank ``t // block % ranks``.
+
+    A sequence that grows fills the ranks evenly, and the rows that a rank has stay where they are.
+    Positions may be ints or tensors of integers.
+    """
+
+    block: int
+    ranks: int
+    rank: int
+
+    def owner(self, position: Any) -> Any:
+        """The rank that holds a token."""
+        return position // self.block % self.ranks
+
+    def row(self, position: Any) -> Any:
+        """The row of a token on the rank that holds it."""
+        return position // (self.block * self.ranks) * self.block + position % self.block
+
+    def at(self, row: Any) -> Any:
+        """The position of one of this rank's rows."""
+        turn, inside = row // self.block, row % self.block
+        return (turn * self.ranks + self.rank) * self.block + inside
+
+    def below(self, position: Any) -> Any:
+        """How many of this rank's rows stand before `position`: its rows of a sequence of that
+        many tokens."""
+        owner, whole_turns = self.owner(position), position // (self.block * self.ranks)
+        started = (owner > self.rank) * self.block + (owner == self.rank) * (position % self.block)
+        return whole_turns * self.block + started

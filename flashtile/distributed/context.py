@@ -26,6 +26,7 @@ from .arguments import (
     refuse_unknown,
     shapes,
 )
+from .cache import Decoder
 from .choice import Number, Wanted, choose
 from .cost import Pricing, Shape, Way
 from .executor import Plan
@@ -65,7 +66,7 @@ class Mask(NamedTuple):
         return facts, tiles, self.layers
 
 
-class ContextParallel:
+class ContextParallel(Decoder):
     """Attention over the ranks of a group, each of which holds a part of the tokens.
 
     Args:
@@ -127,6 +128,7 @@ class ContextParallel:
         self.wire, self.wanted = wire, wanted.checked(wire.ranks)
         self.machine = machine
         self.generator: torch.Generator | None = None
+        self._agreed = set()
 
     def layout(
         self,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 
+import caches
 import pytest
 import torch
 import torch.distributed as dist
+from caches import CacheCase
 from cases import Case, compare
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -69,6 +71,16 @@ def a_mesh_of_two_dimensions(rank: int, world: int) -> None:
         ContextParallel(mesh, ulysses=1)
 
 
+def a_cache(rank: int, world: int) -> None:
+    """A cache that is dealt out to the ranks."""
+    for seed in range(200 * world, 200 * world + 3):
+        case = CacheCase(seed, world)
+        mine = case.on_rank(ContextParallel())
+        results: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(world)]
+        dist.all_gather_object(results, mine)
+        caches.compare(case, results)
+
+
 def disagreement(rank: int, world: int) -> None:
     """All ranks raise the same error."""
     context = ContextParallel()
@@ -109,6 +121,7 @@ if __name__ == "__main__":
         random_cases,
         a_smaller_group,
         a_mesh,
+        a_cache,
         a_mesh_of_two_dimensions,
         disagreement,
         a_silent_rank,

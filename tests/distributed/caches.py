@@ -1,0 +1,106 @@
+"""Random cases of decoding with a cache over ranks, the same on every rank, and one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.distributed import ContextParallel
+from flashtile.positions import Dealt
+
+
+class CacheCase:
+    """Sequences of odd lengths that grow by a few tokens at a time."""
+
+    def __init__(self, seed: int, ranks: int) -> None:
+        rng = random.Random(seed)
+        self.g = torch.Generator().manual_seed(seed)
+        self.ranks, self.block = ranks, rng.choice([1, 4, 7, 16])
+        self.Hk, group, self.D, self.Dv = rng.choice([(1, 7, 8, 8), (2, 2, 16, 16), (4, 2, 8, 12)])
+        self.Hq = self.Hk * group
+        self.dtype = rng.choice([torch.float64, torch.float32])
+        self.batch = rng.choice([1, 3])
+        self.before = [rng.choice([0, 1, 5, 33, 64, 129]) for _ in range(self.batch)]
+        # New tokens and queries of every step: also none, and fewer queries than tokens.
+        self.steps = [(t, rng.choice([t, t, 1])) for t in rng.choices([0, 1, 3, 9], k=3)]
+        self.options: dict[str, Any] = {
+            "causal": rng.random() < 0.7,
+            "window_size": rng.choice([(-1, -1), (20, -1), (9, 4)]),
+            "attention_chunk": rng.choice([0, 0, 16]),
+            "softcap": rng.choice([0.0, 3.0]),
+        }
+        if rng.random() < 0.4:
+            rows = () if rng.random() < 0.5 else (self.batch,)
+            self.options["alibi_slopes"] = self.draw(*rows, self.Hq).abs().float()
+        if rng.random() < 0.4:
+            self.options["sink"] = self.draw(self.Hq)
+        self.capacity = max(self.before) + sum(t for t, _ in self.steps)
+        self.k_cache = self.draw(self.batch, self.capacity, self.Hk, self.D)
+        self.v_cache = self.draw(self.batch, self.capacity, self.Hk, self.Dv)
+        self.tensors = [
+            (
+                self.draw(self.batch, queries, self.Hq, self.D),
+                self.draw(self.batch, new, self.Hk, self.D),
+                self.draw(self.batch, new, self.Hk, self.Dv),
+            )
+            for new, queries in self.steps
+        ]
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.g, dtype=torch.float64).to(self.dtype)
+
+    def whole(self) -> list[tuple[Tensor, Tensor]]:
+        """(out, lse) of every step in one process, float64."""
+        k_cache, v_cache = self.k_cache.double(), self.v_cache.double()
+        lengths = torch.tensor(self.before, dtype=torch.int32)
+        options = {n: x.double() if n == "sink" else x for n, x in self.options.items()}
+        results = []
+        for q, k, v in self.tensors:
+            tensors = (q.double(), k_cache, v_cache, k.double(), v.double())
+            results.append(
+                flashtile.attention_with_kvcache(
+                    *tensors, cache_seqlens=lengths, return_lse=True, **options
+                )
+            )
+            lengths = lengths + k.shape[1]
+        return results
+
+    def on_rank(self, parallel: ContextParallel) -> list[tuple[Tensor, Tensor]]:
+        """The same on a rank that has its part of the cache."""
+        dealt = Dealt(self.block, self.ranks, parallel.wire.rank)
+        rows = int(dealt._replace(rank=0).below(self.capacity))
+        own = [p for p in range(self.capacity) if dealt.owner(p) == dealt.rank]
+        caches = []
+        for x in (self.k_cache, self.v_cache):
+            part = x.new_full((self.batch, rows, *x.shape[2:]), float("nan"))  # nobody reads these
+            part[:, : len(own)] = x[:, own]
+            caches.append(part)
+        lengths = torch.tensor(self.before, dtype=torch.int32)
+        results = []
+        for q, k, v in self.tensors:
+            out, lse = parallel.decode(
+                q,
+                *caches,
+                *((k, v) if k.shape[1] else ()),
+                cache_seqlens=lengths,
+                block=self.block,
+                return_lse=True,
+                **self.options,
+            )
+            results.append((out, lse))
+            lengths = lengths + k.shape[1]
+        return results
+
+
+def compare(case: CacheCase, results: list[list[tuple[Tensor, Tensor]]]) -> None:
+    """Compare what the ranks have computed with one process, and with each other bit for bit."""
+    exact = 1e-10 if case.dtype == torch.float64 else 2e-5
+    for step, want in enumerate(case.whole()):
+        for rank, result in enumerate(results):
+            for got, expected, first in zip(result[step], want, results[0][step], strict=True):
+                torch.testing.assert_close(got.double(), expected, rtol=exact, atol=exact)
+                assert torch.equal(got, first), f"rank {rank} has other bits than rank 0"
