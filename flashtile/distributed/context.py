@@ -16,7 +16,7 @@ from ..call.dispatch import BackendName
 from ..call.options import WindowSize
 from ..dropout import draw_rng_state
 from ..masks import BlockMask, structure
-from ..problem import Operands, Options
+from ..problem import Operands, Options, lse_dtype
 from . import balance
 from .agreement import agreed
 from .arguments import (
@@ -81,6 +81,8 @@ class ContextParallel(Decoder):
             computes; None leaves it to the cost model. It divides the key heads of a rank.
         stage_tokens: the most keys of other ranks, with all heads, that a rank fetches at once;
             None is any number.
+        gradient_dtype: what the gradients of keys and values travel in. torch.float32 sends them as
+            they are added up, in float64 for float64 inputs; torch.bfloat16 halves the bytes.
         machine: what the cost model takes the ranks to run on; None goes by the name of the GPU.
         timeout: seconds to wait for an exchange; None leaves it to the group.
 
@@ -100,13 +102,14 @@ class ContextParallel(Decoder):
         stages: Number = "auto",
         head_groups: int | None = None,
         stage_tokens: int | None = None,
+        gradient_dtype: torch.dtype = torch.float32,
         machine: Machine | None = None,
         timeout: float | None = None,
     ) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
             group, ulysses = of_mesh(group, ulysses)
         wanted = Wanted(ulysses, stages, head_groups, stage_tokens)
-        self._set(ProcessWire(group, timeout), wanted, machine)
+        self._set(ProcessWire(group, timeout), wanted, gradient_dtype, machine)
 
     @classmethod
     def over(
@@ -117,14 +120,23 @@ class ContextParallel(Decoder):
         stages: Number = "auto",
         head_groups: int | None = None,
         stage_tokens: int | None = None,
+        gradient_dtype: torch.dtype = torch.float32,
         machine: Machine | None = None,
     ) -> ContextParallel:
         """The same over ranks that something else than torch.distributed connects."""
         context = cls.__new__(cls)
-        context._set(wire, Wanted(ulysses, stages, head_groups, stage_tokens), machine)
+        wanted = Wanted(ulysses, stages, head_groups, stage_tokens)
+        context._set(wire, wanted, gradient_dtype, machine)
         return context
 
-    def _set(self, wire: Wire, wanted: Wanted, machine: Machine | None) -> None:
+    def _set(
+        self, wire: Wire, wanted: Wanted, gradient_dtype: torch.dtype, machine: Machine | None
+    ) -> None:
+        if gradient_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"gradient_dtype: got {gradient_dtype!r}, want torch.float32 or torch.bfloat16"
+            )
+        self._gradient_dtype = None if gradient_dtype == torch.float32 else gradient_dtype
         self.wire, self.wanted = wire, wanted.checked(wire.ranks)
         self.machine = machine
         self.generator: torch.Generator | None = None
@@ -318,6 +330,7 @@ class ContextParallel(Decoder):
             "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,
             "ulysses, stages, head groups": tuple(way),
+            "gradient_dtype": self._gradient_dtype,
         }
         return call, facts
 
@@ -331,7 +344,8 @@ class ContextParallel(Decoder):
 
     def _pricing(self, layout: Layout, operands: Operands, options: Options) -> Pricing:
         q, k, v = operands[:3]
-        shape = Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
+        gradient = (self._gradient_dtype or lse_dtype(q.dtype)).itemsize
+        shape = Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size(), gradient)
         machine = self.machine or machine_of(q.device)
         return Pricing(machine, shape, layout.queries, layout.keys, options.facts)
 
@@ -354,7 +368,7 @@ class ContextParallel(Decoder):
             rows = indices(made.documents, slopes.device)
             operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
         first_head = shares[inner].queries.start
-        plan = Plan(made, head_groups, options, call.backend, first_head)
+        plan = Plan(made, head_groups, options, call.backend, first_head, self._gradient_dtype)
         wire = SubWire(self.wire, [group[inner] for group in groups])
         neighbours = self._neighbours(call, layout, groups[outer], shares) if ulysses > 1 else None
         out, lse = attend(Route(neighbours, plan, wire, wants_lse), operands)
@@ -376,6 +390,7 @@ class ContextParallel(Decoder):
             Exchange.of(wire, call.used.keys, members),
             rows,
             (call.operands.q.shape[1], call.operands.k.shape[1]),
+            self._gradient_dtype,
         )
 
 

@@ -217,8 +217,8 @@ class Pricing:
         k = seconds(self.keys, key_heads, D * element)
         v = seconds(self.keys, key_heads, Dv * element)
         dq = seconds(self.queries, query_heads, D * FLOAT32)
-        dk = seconds(self.keys, key_heads, D * FLOAT32)
-        dv = seconds(self.keys, key_heads, Dv * FLOAT32)
+        dk = seconds(self.keys, key_heads, D * shape.gradient_size)
+        dv = seconds(self.keys, key_heads, Dv * shape.gradient_size)
         return q + k + v + out, out + dq + dk + dv
 
     def _sampled(self, ulysses: int) -> list[int]:

@@ -24,6 +24,7 @@ from ..ops.merge.formula import merge
 from ..positions import Span
 from ..problem import AttentionProblem, Operands, Options, lse_dtype
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
+from .rounded_wire import rounded
 from .schedule import Schedule, Stage
 from .sequence_tensors import sequence_tensors
 from .wire import Pending, Wire
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     options: Options  # of the whole call; the lengths are replaced
     backend: str | None  # forced by the caller
     first_head: int  # the number of the first query head here in the whole call
+    gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
 
 
 class Gradients(NamedTuple):
@@ -116,6 +118,7 @@ def backward(
     dbias = _zeros(operands.bias if bias_needs_grad else None, lse.dtype)
     dsink = _zeros(operands.sink, lse.dtype)
     returning: list[_Return] = []
+    back = rounded(wire, plan.gradient_dtype)
     for step, keys, values in _fetched(plan, wire, operands):
         heads = step.query_heads
         dk_part, dv_part = (
@@ -139,7 +142,7 @@ def backward(
                 _add_bias_gradient(dbias, part.dbias, step)
             if dsink is not None and part.dsink is not None:
                 dsink[heads] += part.dsink
-        returning.append(_Return(wire, step, dk_part, dv_part))
+        returning.append(_Return(back, step, dk_part, dv_part))
         if len(returning) > 1:
             returning.pop(0).add_to(dk, dv)
     for last in returning:

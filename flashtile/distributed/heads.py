@@ -19,6 +19,7 @@ from ..problem import Operands
 from .buffer_masks import of_heads
 from .executor import Gradients
 from .ownership import Ownership, Piece
+from .rounded_wire import rounded
 from .wire import Wire
 
 
@@ -121,6 +122,7 @@ class Ulysses(NamedTuple):
     keys: Exchange
     bias: Exchange | None  # None where the bias has no rows
     heads: tuple[int, int]  # of queries and of keys, in all
+    gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
 
     @property
     def share(self) -> HeadShare:
@@ -176,10 +178,11 @@ class Ulysses(NamedTuple):
             whole = dsink.new_zeros(self.heads[0])
             whole[self.share.queries] = dsink
             dsink = whole
+        keys = self.keys._replace(wire=rounded(self.keys.wire, self.gradient_dtype))
         return Gradients(
             self.queries.collect(gradients.dq, self._query_heads, self.heads[0]),
-            self.keys.collect(gradients.dk, self._key_heads, self.heads[1]),
-            self.keys.collect(gradients.dv, self._key_heads, self.heads[1]),
+            keys.collect(gradients.dk, self._key_heads, self.heads[1]),
+            keys.collect(gradients.dv, self._key_heads, self.heads[1]),
             dbias,
             dsink,
         )

@@ -157,3 +157,21 @@ def test_empty_ranks_have_a_price() -> None:
     holders = Ownership.of([3], [[Piece(0, 0, 3)], []])
     pricing = Pricing(MACHINES["CPU"], Shape(2, 1, 8, 8, 4), holders, holders, CAUSAL)
     assert pricing.slowest(choose(ANY, pricing)).seconds > 0
+
+
+def test_the_longer_of_computing_and_exchanging_counts() -> None:
+    """With one of both free, the other one adds up."""
+    way, base = Way(1, 4, 1), zigzag(4, 4096, 8, 2)
+    free = base.machine._replace(forward=1e30, backward=1e30, memory=1e30, launch=0.0)
+    wire = base.machine._replace(inside=Link(1e30, 0.0), across=Link(1e30, 0.0))
+    size = 2 * 128 * 2  # numbers of a key and its value, with two heads
+    keys = base.slowest(way).received
+    base.machine = free._replace(inside=Link(1e9, 0.0))
+    price = base.slowest(way)
+    assert price.forward == pytest.approx(keys * size * 2 / 1e9)
+    assert price.backward == pytest.approx(keys * size * (2 + 4) / 1e9)
+    base.machine = wire
+    alone = base.slowest(way)
+    for machine in (wire._replace(inside=Link(1e15, 0.0)), wire):
+        base.machine = machine  # exchanges that hide behind the computing cost next to nothing
+        assert base.slowest(way).seconds == pytest.approx(alone.seconds, rel=1e-3)

@@ -1,0 +1,72 @@
+"""Gradients of keys and values that travel in bfloat16: half the bytes, sums in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtile.distributed import ContextParallel
+from flashtile.testing.wires import ThreadWire, run_ranks
+
+EPS = torch.finfo(torch.bfloat16).eps
+
+
+def gradients(ways: dict[str, int], **given: Any) -> tuple[dict[str, Tensor], int]:
+    """dq, dk and dv of the whole, and the bytes that all ranks sent in the backward."""
+    g = torch.Generator().manual_seed(5)
+    whole = [torch.randn(1, 64, heads, 8, generator=g) for heads in (4, 2, 2)]
+    dout = torch.randn(1, 64, 4, 8, generator=g)
+
+    def one_rank(wire: ThreadWire) -> tuple[dict[str, Tensor], int]:
+        parallel = ContextParallel.over(wire, **ways, **given)
+        layout = parallel.layout(seq_len=64, grain=4)
+        q, k, v = (layout.shard(x).requires_grad_() for x in whole)
+        out = parallel.attention(q, k, v, layout)
+        before = wire.sent_bytes
+        out.backward(layout.shard(dout))
+        sent = wire.sent_bytes - before
+        named = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+        return {n: layout.unshard(x) for n, x in named.items() if x is not None}, sent
+
+    results = run_ranks(4, one_rank)
+    return results[0][0], sum(sent for _, sent in results)
+
+
+@pytest.mark.parametrize(
+    "ways", [{"ulysses": 1}, {"ulysses": 1, "stages": 3}, {"ulysses": 2}, {"ulysses": 4}], ids=str
+)
+def test_half_the_bytes_and_sums_in_float32(ways: dict[str, int]) -> None:
+    want, sent = gradients(ways)
+    got, sent_rounded = gradients(ways, gradient_dtype=torch.bfloat16)
+    assert sent_rounded < sent
+    if ways == {"ulysses": 1}:  # K and V travel again in float32, dK and dV as many back
+        assert sent_rounded == sent * 3 // 4
+    assert torch.equal(got["dq"], want["dq"])
+    for name in ("dk", "dv"):
+        assert got[name].dtype == torch.float32
+        assert not torch.equal(got[name], want[name])
+        # One rounding of each of the three parts that came from other ranks, and of none of sums.
+        scale = want[name].abs().max()
+        assert (got[name] - want[name]).abs().max() <= 3 * EPS / 2 * scale
+    owned = (got["dv"].bfloat16().float() != got["dv"]).any()
+    assert owned  # the sums themselves are not rounded
+
+
+def test_ranks_that_disagree() -> None:
+    def one_rank(wire: ThreadWire) -> None:
+        dtype = torch.float32 if wire.rank else torch.bfloat16
+        parallel = ContextParallel.over(wire, gradient_dtype=dtype)
+        layout = parallel.layout(seq_len=64)
+        x = torch.zeros(1, layout.local_tokens, 2, 8)
+        with pytest.raises(ValueError, match="the ranks disagree on gradient_dtype"):
+            parallel.attention(x, x, x, layout)
+
+    run_ranks(2, one_rank)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gradient_dtype: got torch\.float16, want"):
+        run_ranks(1, lambda wire: ContextParallel.over(wire, gradient_dtype=torch.float16))
