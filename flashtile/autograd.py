@@ -8,7 +8,7 @@ instead of silently being zero.
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
@@ -81,10 +81,10 @@ def attend(
         operands = _dealiased(operands)
     else:
         flops.register_when_counting()
-    transforms = _is_transformed()
+    transforms = is_transformed()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if forward_mode:
-        _refuse_forward_mode(operands)
+        refuse_forward_mode(operands)
     if transforms:  # which wants nothing written in place
         operands = operands._replace(workspace=None)
     # Of a meta tensor the op makes sizes and dtypes.
@@ -102,12 +102,12 @@ def attend(
     return _run_forward(problem, operands, forward)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether a transform of torch.func is at work."""
     return torch._C._are_functorch_transforms_active()
 
 
-def _is_batched(x: Tensor | None) -> bool:
+def is_batched(x: Tensor | None) -> bool:
     """Whether `x` is many gradients at once, as ``is_grads_batched=True`` makes them."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
@@ -331,9 +331,9 @@ class DirectAttention(torch.autograd.Function):
         problem, operands = ctx.problem, Operands(*saved)
         if (
             torch.is_grad_enabled()  # the derivative will be differentiated
-            or _is_transformed()
-            or _is_batched(dout)
-            or _is_batched(dlse)
+            or is_transformed()
+            or is_batched(dout)
+            or is_batched(dlse)
             or is_traced((dout, dlse, *saved))
         ):
             given = (dout, dlse, out, lse, problem.bias_needs_grad, *operands, *problem.options)
@@ -354,11 +354,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            "flashtile: the second derivative of attention is not implemented; for double "
-            "backward use torch.nn.functional.scaled_dot_product_attention under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
+        refuse_second_derivative()
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -377,7 +373,17 @@ def _one_by_one(function: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[
     return tuple(torch.stack(results) for results in zip(*calls, strict=True))
 
 
-def _refuse_forward_mode(operands: Operands) -> None:
+def refuse_second_derivative() -> NoReturn:
+    """Raise for what would differentiate a first derivative."""
+    raise NotImplementedError(
+        "flashtile: the second derivative of attention is not implemented; for double "
+        "backward use torch.nn.functional.scaled_dot_product_attention under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
+def refuse_forward_mode(operands: Operands) -> None:
+    """Raise for a tensor with a tangent."""
     for name, x in zip(Operands._fields, operands[:DIFFERENTIABLE], strict=False):
         if x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(

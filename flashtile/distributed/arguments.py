@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..autocast import cast_inputs
+from ..autograd import is_transformed, refuse_forward_mode
 from ..call import checks
 from ..call.attn_mask import as_bias
 from ..call.layouts import Packed
@@ -95,6 +97,22 @@ def refuse_unknown(options: Mapping[str, Any], function: Callable[..., Any]) -> 
             raise checks.unexpected_keywords([name], function)
 
 
+def refuse_transforms(qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]) -> None:
+    """Raise under transforms of torch.func, and for tensors with tangents: they would need other
+    exchanges.
+
+    Raises:
+        NotImplementedError: there is one.
+    """
+    if is_transformed():
+        raise NotImplementedError(
+            "context parallelism: got a transform of torch.func, such as vmap; want a plain call, "
+            "with gradients by backward() or torch.autograd.grad"
+        )
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(Operands(*qkv, options.get("bias"), options.get("sink")))
+
+
 def packed_call(
     qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, options: Mapping[str, Any]
 ) -> PackedCall:
@@ -129,7 +147,8 @@ def packed_call(
         )
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "alibi_slopes: requires grad, but has no gradient under context parallelism; detach() it"
+            "alibi_slopes: requires grad, but has no gradient under context parallelism; detach() "
+            "it"
         )
     if slopes is not None:
         given["alibi_slopes"] = slopes[0] if slopes.dim() == 2 else slopes

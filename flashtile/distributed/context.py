@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from ..autograd import is_transformed
 from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.options import WindowSize
@@ -23,6 +25,7 @@ from .arguments import (
     UsedTokens,
     kind,
     packed_call,
+    refuse_transforms,
     refuse_unknown,
     shapes,
 )
@@ -31,7 +34,7 @@ from .choice import Number, Wanted, choose
 from .cost import Pricing, Shape, Way
 from .executor import Plan
 from .explain import explained
-from .function import Route, attend
+from .function import Route, attend, is_recomputing
 from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
 from .layout import Layout
 from .machine import Machine, machine_of
@@ -241,7 +244,8 @@ class ContextParallel(Decoder):
                 disagree; every rank raises the same error.
         """
         named = ("q", q), ("k", k), ("v", v), *sorted(options.items())
-        key = (return_lse, backend, *((name, kind(name, x)) for name, x in named))
+        transforms = is_transformed(), forward_ad._current_level >= 0  # which no rank agrees to
+        key = (return_lse, backend, *transforms, *((name, kind(name, x)) for name, x in named))
         if key in layout.agreed:
             call, _ = self._prepared((q, k, v), layout, backend, options, return_lse)
         else:
@@ -311,6 +315,7 @@ class ContextParallel(Decoder):
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
         refuse_unknown(options, ContextParallel.attention)
+        refuse_transforms(qkv, options)
         operands, numbers, used, tiles = packed_call(qkv, layout, options)
         q, k, v = operands[:3]
         documents = len(layout.queries.lengths)
@@ -359,6 +364,11 @@ class ContextParallel(Decoder):
         ranks = self.wire.ranks
         groups = [range(first, first + ulysses) for first in range(0, ranks, ulysses)]
         if options.dropout_p > 0:
+            if self.generator is not None and is_recomputing():
+                raise NotImplementedError(
+                    "generator: got one of its own in a checkpoint that computes again, which does "
+                    "not restore its state; want None, for PyTorch's generator"
+                )
             state = draw_rng_state(operands.q.device, self.generator)
             operands = operands._replace(rng_state=state)
         queries, keys = (merged(x, groups) for x in (call.used.queries, call.used.keys))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..autograd import is_batched, refuse_second_derivative
 from ..problem import DIFFERENTIABLE, Operands
 from . import executor
 from .executor import Plan
@@ -47,8 +48,20 @@ class ContextAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        if is_batched(dout) or is_batched(dlse):
+            raise NotImplementedError("is_grads_batched: context parallelism takes one gradient")
+        # Of a derivative that will be differentiated, every use requires a gradient.
+        differentiated = torch.ones((), requires_grad=torch.is_grad_enabled())
+        gradients = _FirstDerivative.apply(ctx, dout, dlse, differentiated)
+        return None, None, *gradients
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """The gradients of `ContextAttention`; their own derivative raises NotImplementedError."""
+
+    @staticmethod
+    def forward(_: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None, __: Tensor) -> Any:
         ulysses, plan, wire, wants_lse = ctx.route
         out, lse, *saved = ctx.saved_tensors
         operands = Operands(*saved)
@@ -67,7 +80,11 @@ class ContextAttention(torch.autograd.Function):
             gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
         # No call has captured values here, slopes with a gradient or a relative bias.
         found = zip((*gradients, None, None, None), operands[:DIFFERENTIABLE], needed, strict=True)
-        return None, None, *(_like(g, x) if wanted else None for g, x, wanted in found)
+        return tuple(_like(g, x) if wanted else None for g, x, wanted in found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivative()
 
 
 def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
@@ -77,3 +94,8 @@ def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
 def attend(route: Route, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of a rank's own queries, recorded for gradients."""
     return ContextAttention.apply(route, operands, *operands[:DIFFERENTIABLE])
+
+
+def is_recomputing() -> bool:
+    """Whether a backward is under way, which computes a checkpoint's forward again."""
+    return torch._C._current_graph_task_id() != -1

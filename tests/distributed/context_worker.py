@@ -90,6 +90,16 @@ def disagreement(rank: int, world: int) -> None:
         context.attention(x, x, x, layout, causal=rank == 0)
 
 
+def vmap(rank: int, world: int) -> None:
+    """No rank waits for one that maps its call."""
+    context = ContextParallel()
+    layout = context.layout(seq_len=64)
+    x = torch.randn(2, 1, layout.local_tokens, 2, 8)
+    with pytest.raises(NotImplementedError, match=r"rank 0: .* got a transform"):
+        torch.func.vmap(lambda x: context.attention(x, x, x, layout))(x)
+    context.attention(*x[:1].expand(3, -1, -1, -1, -1), layout)
+
+
 def a_silent_rank(rank: int, world: int) -> None:
     """The others stop waiting for the last rank, and say for what they waited."""
     context = ContextParallel(timeout=2)
@@ -124,6 +134,7 @@ if __name__ == "__main__":
         a_cache,
         a_mesh_of_two_dimensions,
         disagreement,
+        vmap,
         a_silent_rank,
     ):
         step(rank, world)
