@@ -7,16 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conformance.harness import Sizes, check_dense
+from conformance.harness import Sizes, check_dense, random_spans
 
 import flashtile
 from flashtile import flash_attn_2_cuda
 from flashtile.backends.cpu import float8, launch, native, plan
 from flashtile.backends.cpu.segments import BlockLayout, SegmentMask
+from flashtile.backends.cpu.span_rows import SpanRows
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense
 from flashtile.masks import FULL, PARTIAL, Chunk, Visibility, Window
-from flashtile.testing import generator
+from flashtile.spans import Spans
+from flashtile.testing import dense_spans, generator
 
 CAUSAL = Window(None, 0)
 FACTS = [
@@ -31,9 +33,15 @@ FACTS = [
 LENGTHS = [*product((1, 2, 5, 8), repeat=2), (0, 3), (3, 0)]
 BM, BN = 2, 3
 
+masks_with = pytest.mark.parametrize(
+    ("has_tiles", "has_spans"),
+    [(False, False), (True, False), (False, True)],
+    ids=["rules", "tiles", "spans"],
+)
 
-def masks(M: int, N: int, has_tiles: bool) -> list[SegmentMask]:
-    """One for each of `FACTS`, with random tiles of 2 x 3."""
+
+def masks(M: int, N: int, has_tiles: bool, has_spans: bool = False) -> list[SegmentMask]:
+    """One for each of `FACTS`, with random tiles of 2 x 3, or random spans."""
     g, found = generator(5), []
     for facts in FACTS:
         layout = None
@@ -42,13 +50,17 @@ def masks(M: int, N: int, has_tiles: bool) -> list[SegmentMask]:
             index = (kinds == PARTIAL).flatten().cumsum(0).view(kinds.shape) - 1
             tiles = torch.rand(int((kinds == PARTIAL).sum()), BM, BN, generator=g) < 0.5
             layout = BlockLayout(kinds.tolist(), index.tolist(), tiles)
-        found.append(SegmentMask(Visibility(facts, M, N), layout))
+        spans = random_spans(g, Sizes(M=M, N=N), 2, (1, 1)) if has_spans else None
+        rows = None if spans is None else SpanRows(*spans)
+        found.append(SegmentMask(Visibility(facts, M, N), layout, rows))
     return found
 
 
 def shown(mask: SegmentMask) -> torch.Tensor:
     """int (M, N): 1 where a query sees a key."""
     visible = mask.visibility.dense()
+    if mask.spans is not None:
+        visible = visible & dense_spans(Spans(*mask.spans), mask.visibility.N)[0, 0]
     if mask.layout is not None:
         tiles = [(m, n) for m, row in enumerate(mask.layout.kinds) for n in range(len(row))]
         for m, n in tiles:
@@ -61,12 +73,17 @@ def shown(mask: SegmentMask) -> torch.Tensor:
     return visible.int()
 
 
-@pytest.mark.parametrize("has_tiles", [False, True], ids=["rules", "tiles"])
+def two_dimensional(visible: torch.Tensor) -> torch.Tensor:
+    """int (rows, keys) of a mask that may have a batch and heads."""
+    return visible.view(visible.shape[-2:]).int()
+
+
+@masks_with
 @pytest.mark.parametrize("kernel_keys", [0, 3, 512])
-def test_pieces_of_the_native_kernel(has_tiles, kernel_keys, monkeypatch):
+def test_pieces_of_the_native_kernel(has_tiles, has_spans, kernel_keys, monkeypatch):
     monkeypatch.setattr(native, "KERNEL_KEYS", kernel_keys)
     for (M, N), rows in product(LENGTHS, (1, 3, 8)):
-        for mask in masks(M, N, has_tiles):
+        for mask in masks(M, N, has_tiles, has_spans):
             count = torch.zeros(M, N, dtype=torch.int)
             for piece in native.pieces(mask, rows):
                 keys = torch.cat([torch.arange(n0, n1) for n0, n1 in piece.spans])
@@ -75,31 +92,31 @@ def test_pieces_of_the_native_kernel(has_tiles, kernel_keys, monkeypatch):
                     assert block.shape[0] == block.shape[1] and piece.visible is None
                     block = block.tril()
                 count[piece.m0 : piece.m1, keys] += (
-                    block if piece.visible is None else piece.visible.int()
+                    block if piece.visible is None else two_dimensional(piece.visible)
                 )
             assert torch.equal(count, shown(mask)), (mask, rows)
 
 
-@pytest.mark.parametrize("has_tiles", [False, True], ids=["rules", "tiles"])
+@masks_with
 @pytest.mark.parametrize("columns", [1, 2, 4, 16])
-def test_runs_of_the_plain_tiles(has_tiles, columns):
+def test_runs_of_the_plain_tiles(has_tiles, has_spans, columns):
     for (M, N), rows in product(LENGTHS, (1, 3, 8)):
-        for mask in masks(M, N, has_tiles):
+        for mask in masks(M, N, has_tiles, has_spans):
             count = torch.zeros(M, N, dtype=torch.int)
             for m0, m1 in mask.query_tiles(rows):
                 assert 0 < m1 - m0 <= rows
                 for run in mask.key_runs(m0, m1, columns):
                     assert 0 < run.stop - run.start <= columns
-                    visible = 1 if run.visible is None else run.visible.int()
+                    visible = 1 if run.visible is None else two_dimensional(run.visible)
                     count[m0:m1, run.start : run.stop] += visible
             assert torch.equal(count, shown(mask)), (mask, rows)
 
 
-@pytest.mark.parametrize("has_tiles", [False, True], ids=["rules", "tiles"])
+@masks_with
 @pytest.mark.parametrize("columns", [2, 4])
-def test_blocks_of_float8_start_at_multiples_and_go_backwards(has_tiles, columns):
+def test_blocks_of_float8_start_at_multiples_and_go_backwards(has_tiles, has_spans, columns):
     for (M, N), rows in product(LENGTHS, (1, 3, 8)):
-        for mask in masks(M, N, has_tiles):
+        for mask in masks(M, N, has_tiles, has_spans):
             count, problem = torch.zeros(M, N, dtype=torch.int), SimpleNamespace(mask=mask)
             problem.BLOCK_N = columns
             for m0, m1 in mask.query_tiles(rows):
@@ -107,9 +124,9 @@ def test_blocks_of_float8_start_at_multiples_and_go_backwards(has_tiles, columns
                 for run in float8.blocks(problem, m0, m1):
                     assert run.start < run.stop <= before
                     assert run.start // columns == (run.stop - 1) // columns
-                    assert has_tiles or run.start % columns == 0
+                    assert has_tiles or has_spans or run.start % columns == 0
                     before = run.start
-                    visible = 1 if run.visible is None else run.visible.int()
+                    visible = 1 if run.visible is None else two_dimensional(run.visible)
                     count[m0:m1, run.start : run.stop] += visible
             assert torch.equal(count, shown(mask)), (mask, rows)
 

@@ -94,6 +94,19 @@ def test_a_gpu_that_ran(monkeypatch: pytest.MonkeyPatch):
     assert "never run" not in explained(monkeypatch, (9, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_spans_go_to_triton(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", hopper_plan.OLDEST_TRITON)
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(1, 300, 4, 64, dtype=dtype, device="cuda")
+        bounds = torch.empty(1, 1, 300, 2, dtype=torch.int32, device="cuda")
+        report = str(flashtile.explain(q, q, q, mask=flashtile.Spans(bounds, bounds)))
+    assert "-> triton: yes" in report
+    assert "a mask of spans (this backend: causal, window_size" in report
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_float8_goes_to_hopper(monkeypatch: pytest.MonkeyPatch, head_dim: int):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -127,10 +127,10 @@ def rows_of(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
 def blocks(tp: TileProblem, m0: int, m1: int) -> Iterator[KeyRun]:
     """The blocks of keys that some row of ``[m0, m1)`` sees, the last first.
 
-    They start at multiples of the block size, as in the kernel. With a block mask, which the kernel
-    does not support, they also start where a tile of the mask starts.
+    They start at multiples of the block size, as in the kernel. With a block mask or
+    spans, which the kernel does not support, they also start where a tile or a span starts.
     """
-    if tp.mask.layout is not None:
+    if tp.mask.layout is not None or tp.mask.spans is not None:
         for run in reversed(list(tp.mask.key_runs(m0, m1, tp.BLOCK_N))):
             yield from cut(run, tp.BLOCK_N)
         return

@@ -3,8 +3,8 @@ log-sum-exp.
 
 The kernel supports full and square causal attention with a bias and returns the log-sum-exp. A mask
 that can be cut into such pieces runs at the kernel's speed: bottom-right causal, windows, chunks,
-packed sequences, block masks, sinks. The kernel's backward takes the output and log-sum-exp of the
-whole row, so pieces need no correction; a sink only makes the log-sum-exp larger. It has no
+packed sequences, block masks, spans, sinks. The kernel's backward takes the output and log-sum-exp
+of the whole row, so pieces need no correction; a sink only makes the log-sum-exp larger. It has no
 gradient of the bias.
 
 In 16 bits the kernel's backward rounds the gradients of K and V after every block of query rows
@@ -38,7 +38,8 @@ class Piece(NamedTuple):
     m1: int
     spans: tuple[tuple[int, int], ...]
     causal: bool  # square lower triangle
-    visible: Tensor | None  # bool (rows, keys of all spans), True where visible
+    # bool (rows, keys of all spans), with leading (batch or 1, heads or 1) under a mask as spans
+    visible: Tensor | None
 
     def rows(self, x: Tensor) -> Tensor:
         """The piece's rows of q, out, or their gradients."""
@@ -75,11 +76,15 @@ class Piece(NamedTuple):
 def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
     """The kernel calls that cover all visible scores. Rows that see no key may be in no piece."""
     for m0, m1 in mask.query_tiles(BLOCK_M):
-        if mask.layout is not None:
+        if mask.layout is not None or mask.spans is not None:
             runs = list(mask.key_runs(m0, m1, mask.visibility.N))
-            if runs:
-                spans = tuple((run.start, run.stop) for run in runs)
-                yield Piece(m0, m1, spans, False, _joined(runs, m1 - m0))
+            parts = [runs]
+            if mask.spans is not None:  # whose masks take longer to make than parts to merge
+                unmasked = [run for run in runs if run.visible is None]
+                parts = [unmasked, [run for run in runs if run.visible is not None]]
+            for part in filter(None, parts):
+                spans = tuple((run.start, run.stop) for run in part)
+                yield Piece(m0, m1, spans, False, _joined(part))
             continue
         start, full_stop = mask.visibility.key_range(m0)
         full_start, stop = mask.visibility.key_range(m1 - 1)
@@ -97,18 +102,16 @@ def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
             yield Piece(m0, m1, ((start, stop),), False, visible)
 
 
-def _joined(runs: list[KeyRun], rows: int) -> Tensor | None:
+def _joined(runs: list[KeyRun]) -> Tensor | None:
     """Concatenate the masks of neighbouring runs; None if nothing is masked."""
-    if all(run.visible is None for run in runs):
+    masks = [run.visible for run in runs if run.visible is not None]
+    if not masks:
         return None
-    everything = torch.ones(rows, 1, dtype=torch.bool)
-    return torch.cat(
-        [
-            everything.expand(rows, run.stop - run.start) if run.visible is None else run.visible
-            for run in runs
-        ],
-        dim=1,
-    )
+    rows = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks))
+    everything = torch.ones(1, dtype=torch.bool)
+    parts = (everything if run.visible is None else run.visible for run in runs)
+    sizes = (run.stop - run.start for run in runs)
+    return torch.cat([x.expand(*rows, n) for x, n in zip(parts, sizes, strict=True)], dim=-1)
 
 
 def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
@@ -136,6 +139,8 @@ def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
 
 def single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     """The piece that covers the whole segment, if one unmasked kernel call does; else None."""
+    if mask.spans is not None:
+        return None
     if mask.layout is None:
         return _single_piece_by_rules(mask.visibility, BLOCK_M)
     return _single_piece(mask, BLOCK_M)

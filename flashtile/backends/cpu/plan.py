@@ -17,6 +17,8 @@ MAX_HEAD_DIM = 576
 PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 256
 # Rows of a native tile if the mask has a left edge; smaller tiles compute fewer masked scores.
 NATIVE_WINDOW_BLOCK_M = 64
+# Rows of a native tile under a mask as spans, which is made tile by tile.
+NATIVE_SPANS_BLOCK_M = 256
 # Rows of a native tile if the bias has to be converted or masked, which copies it tile by tile.
 NATIVE_BIAS_BLOCK_M = 256
 # With at least this many rows, the native kernel works in blocks of 256 rows; else in smaller ones.
@@ -102,6 +104,8 @@ def _native_rows(problem: AttentionProblem, is_rounding: bool) -> int:
         return max(-(-problem.M // tiles), 1)
     if options.window_left is not None:
         return NATIVE_WINDOW_BLOCK_M
+    if problem.spans > 0:
+        return NATIVE_SPANS_BLOCK_M
     if problem.has_bias and (problem.dtype.itemsize == 2 or not _is_square(problem)):
         return NATIVE_BIAS_BLOCK_M
     if options.attention_chunk > 0:  # each chunk is one tile, full or a causal square
@@ -122,7 +126,6 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
         (options.softcap > 0, "softcap"),
         (options.dropout_p > 0, "dropout"),
         (problem.has_alibi, "ALiBi"),
-        (problem.spans > 0, "a mask of spans"),
         (options.score_mod != "", "a score function"),
         (problem.relative_distance is not None, "a relative bias"),
         (problem.bias_needs_grad, "gradient of the bias"),
@@ -146,6 +149,7 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
         and not problem.has_sink
         and problem.page_size == 0
         and problem.block_tile is None
+        and problem.spans == 0
         and _is_square(problem)
     )
     if not (native and one_piece and problem.dtype == torch.bfloat16):

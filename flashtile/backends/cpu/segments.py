@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +66,9 @@ class SegmentMask(NamedTuple):
         """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`."""
         start, full_stop = self.visibility.key_range(m0)
         full_start, stop = self.visibility.key_range(m1 - 1)
+        full = [] if self.spans is None else self.spans.full_ranges(m0, m1)
         for span_start, span_stop, tile in self._seen_spans(m0, m1, start, stop):
-            cuts = sorted({span_start, span_stop, full_start, full_stop})
+            cuts = sorted({span_start, span_stop, full_start, full_stop, *chain(*full)})
             cuts = [c for c in cuts if span_start <= c <= span_stop]
             for cut_start, cut_stop in pairwise(cuts):
                 inside = full_start <= cut_start and cut_stop <= full_stop

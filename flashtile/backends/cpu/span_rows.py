@@ -52,8 +52,16 @@ class SpanRows(NamedTuple):
                 found.append((a, b))
         return found
 
+    def full_ranges(self, m0: int, m1: int) -> list[tuple[int, int]]:
+        """The keys ``[start, stop)`` that all rows of ``[m0, m1)`` see by the same interval."""
+        starts = self.starts[:, :, m0:m1].amax((0, 1, 2)).tolist()
+        stops = self.stops[:, :, m0:m1].amin((0, 1, 2)).tolist()
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
     def visible(self, m0: int, m1: int, n0: int, n1: int) -> Tensor | None:
         """Bool (batch or 1, heads or 1, rows, keys); None if every row sees all of the keys."""
+        if any(start <= n0 and n1 <= stop for start, stop in self.full_ranges(m0, m1)):
+            return None
         keys = torch.arange(n0, n1)
         starts, stops = self.starts[:, :, m0:m1, :, None], self.stops[:, :, m0:m1, :, None]
         seen = ((keys >= starts) & (keys < stops)).any(-2)
