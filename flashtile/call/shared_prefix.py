@@ -18,17 +18,11 @@ from . import append, checks
 from .layouts import Cached
 from .prepare import Prepared, prepare
 
-# Options that would need the positions of the queries relative to the prefix, or parts of a tensor.
-_REFUSED = (
-    "alibi_slopes",
-    "block_mask",
-    "mask",
-    "bias",
-    "relative_bias",
-    "score_mod",
-    "q_descale",
-    "workspace",
-)
+# Options that do not depend on the positions of keys. All others are refused.
+_ALLOWED = {
+    "causal", "window_size", "softmax_scale", "softcap", "attention_chunk", "sink", "qv",
+    "k_descale", "v_descale", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata",
+}  # fmt: skip
 _LEFT_TO_THE_PREFIX = ("sink",)  # counts once
 _LEFT_TO_THE_REST = ("causal", "window_size")  # all queries come after the prefix
 
@@ -121,8 +115,8 @@ def _as_one_sequence(x: Tensor) -> Tensor:
 def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
     """Raise unless the call can be made in two parts; nothing has been written yet."""
     operands, options, given = call.operands, call.problem.options, call.given
-    for name in _REFUSED:
-        if given.get(name) is not None:
+    for name, value in given.items():
+        if value is not None and name not in _ALLOWED:
             raise _refusal(name)
     if options.attention_chunk > 0:
         raise _refusal("attention_chunk")

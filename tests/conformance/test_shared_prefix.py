@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.call import shared_prefix
+from flashtile.call.options import CacheOptions, options_of
 from flashtile.testing import DTYPES, cu_seqlens, normal, rotary_tables
 
 from .caches import CAPACITY, B, Cache
@@ -174,6 +176,15 @@ def test_bad_input_writes_nothing(call, error, message, seed):
     with pytest.raises(error, match=message):
         flashtile.attention_with_kvcache(c.q, c.k_cache, c.v_cache, **c.new_tokens(), **call)
     assert torch.equal(c.k_cache.nan_to_num(), before.nan_to_num())
+
+
+def test_every_option_is_allowed_or_refused():
+    """A new option does not reach the parts of a call unless somebody has thought about it."""
+    known = shared_prefix._ALLOWED | {
+        "alibi_slopes", "bias", "relative_bias", "block_mask", "mask", "score_mod", "q_descale",
+        "workspace",
+    }  # fmt: skip
+    assert known == set(options_of(CacheOptions))
 
 
 def test_a_prefix_fills_whole_pages(seed):
