@@ -9,9 +9,8 @@ holds; everything else is local. The losses of both runs are equal up to roundin
 # Annotations are not evaluated, so that the file runs on Python 3.10.
 from __future__ import annotations
 
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from torch.nn.functional import cross_entropy
 
 from flashtile.distributed import ContextParallel, Layout, shift_labels
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
-from flashtile.modules.attend import flash_attend
 
 TOKENS, STEPS = 2048, 8
 
@@ -32,39 +30,27 @@ def document() -> Tensor:
     return torch.tensor([list(text[:TOKENS])])
 
 
-def sharded_attend(
-    parallel: ContextParallel,
-    layout: Layout,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    **options: Any,
-) -> Any:
-    """The self-attention of a layer (see `flashtile.modules.attend`) over all processes."""
-    return parallel.attention(q, k, v, layout, **options)
-
-
-def train(attend: Any, tokens: Tensor, labels: Tensor, is_shared: bool) -> list[float]:
-    """The loss of every step. `tokens` and `labels` are those of this process."""
+def train(tokens: Tensor, labels: Tensor, layout: Layout | None) -> list[float]:
+    """The loss of every step, of all processes together, or of this one alone without a layout."""
+    if layout is not None:
+        tokens, labels = layout.shard(tokens), layout.shard(labels, fill=-100)
     torch.manual_seed(0)  # the same weights in all processes
-    # ALiBi needs no positions outside of attention; for rotary embedding, pass layout.positions.
     config = GPTConfig.gpt2(
-        vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, position="alibi"
+        vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, position="rotary"
     )
-    model = GPTLMHeadModel(config, attend=attend)
+    model = GPTLMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(STEPS):
-        logits = model(tokens).logits
+        with layout or nullcontext():  # attention over all processes
+            logits = model(tokens).logits
         # Every process divides by the number of labels of the whole document, so that sums over the
         # processes are the loss and its gradients.
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (TOKENS - 1)
         optimizer.zero_grad()
         loss.backward()
         shared = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-        if is_shared:
+        if layout is not None:
             for x in shared:
                 dist.all_reduce(x)
         optimizer.step()
@@ -77,13 +63,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     tokens = document()
     labels = shift_labels(tokens)  # before sharding: the next token may be in another process
-    parallel = ContextParallel()
-    layout = parallel.layout(seq_len=TOKENS)
-    mine = (layout.shard(tokens), layout.shard(labels, fill=-100))
-    together = train(partial(sharded_attend, parallel, layout), *mine, is_shared=True)
+    layout = ContextParallel().layout(seq_len=TOKENS)
+    together = train(tokens, labels, layout)
     if dist.get_rank() == 0:
         print(layout)
-        alone = train(flash_attend, tokens, labels, is_shared=False)
+        alone = train(tokens, labels, None)
         print("step  one process  together")
         for step, (a, b) in enumerate(zip(alone, together, strict=True)):
             print(f"{step:4}  {a:11.6f}  {b:8.6f}")

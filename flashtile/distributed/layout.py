@@ -63,11 +63,8 @@ class Layout:
         self.ways: dict[Any, Way] = {}  # how the ranks run calls, by their kind
 
     def __repr__(self) -> str:
-        what = (
-            f"{self.sequences} sequences"
-            if self.sequences
-            else f"{len(self.queries.lengths)} documents"
-        )
+        count = self.sequences or len(self.queries.lengths)
+        what = f"{count} {'sequence' if self.sequences else 'document'}{'s' if count != 1 else ''}"
         return (
             f"Layout({what}, {sum(self.queries.lengths)} tokens on {self.queries.ranks} ranks, "
             f"{self.local_tokens} rows on each)"
