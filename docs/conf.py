@@ -15,11 +15,12 @@ sys.path.insert(0, str(DOCS))  # for the modules beside this file
 # E402: these can only be found after the path has been set.
 import context_figures  # noqa: E402
 import figures  # noqa: E402
-import gpu_figures  # noqa: E402  # needs the path above
-import notebooks  # noqa: E402  # needs the path above
+import gallery  # noqa: E402
+import gpu_figures  # noqa: E402
+import notebooks  # noqa: E402
 import snippets  # noqa: E402
 import span_figures  # noqa: E402
-import traces  # noqa: E402  # needs the path above
+import traces  # noqa: E402
 
 import flashtile  # noqa: E402
 
@@ -114,7 +115,7 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", readable)
     app.connect("autodoc-skip-member", skip_unexplained)
     figures.draw_all(DOCS / "figures")
-    for page in (span_figures, gpu_figures, context_figures):
+    for page in (span_figures, gpu_figures, context_figures, gallery):
         figures.draw_all(DOCS / "figures", page.FIGURES)
     notebooks.write_all(DOCS / "examples")
     traces.write_all(DOCS / "traces")

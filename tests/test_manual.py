@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashtile.cli import COMMANDS
 
@@ -30,3 +32,19 @@ def test_every_page_is_in_the_navigation():
 def test_every_command_is_explained():
     page = (DOCS / "command-line.md").read_text()
     assert [name for name in COMMANDS if f"| `flashtile {name}`" not in page] == []
+
+
+def test_the_masks_are_drawn_from_the_calls_beside_them(monkeypatch: pytest.MonkeyPatch):
+    """A row of the tables that the drawing does not read would have no picture."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(DOCS))
+    found = dict(importlib.import_module("gallery").weights())
+    page = (DOCS / "masks-and-scores.md").read_text()
+    assert list(found) == re.findall(r"figures/(\w+)\.png", page)
+    for name, weights in found.items():
+        total = weights.sum(-1)
+        assert torch.where(total > 0, total, 1).allclose(torch.ones_like(total)), name
+    causal = torch.ones(12, 12).tril()
+    torch.testing.assert_close(found["seen_causal"], causal / causal.sum(-1, keepdim=True))
+    shown = (found["seen_combined"] > 0).nonzero().tolist()
+    assert shown == [[i, j] for i in range(12) for j in range(12) if i - 4 <= j <= i and j > 2]
