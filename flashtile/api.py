@@ -43,9 +43,9 @@ def attention(
     memory.
 
     A score is ``s = softmax_scale * q_i . k_j``, then ``softcap * tanh(s / softcap)``, then
-    `score_mod`, then ALiBi, then bias; the softmax leaves out masked scores. Masks are aligned to
-    the bottom-right corner. Query head ``h`` reads key head ``h // (heads / kv_heads)``. A query
-    that sees no key has out 0 and lse -inf (with `sink`: the sink's logit).
+    `score_mod`, then ALiBi, then the biases; the softmax leaves out masked scores. Masks are
+    aligned to the bottom-right corner. Query head ``h`` reads key head ``h // (heads / kv_heads)``.
+    A query that sees no key has out 0 and lse -inf (with `sink`: the sink's logit).
 
     Args:
         q: (batch, seq_q, heads, head_dim); float16, bfloat16, float32, float64, or float8_e4m3fn
@@ -83,8 +83,9 @@ def attention(
         score_mod: function (score, b, h, i, j) -> score, as in FlexAttention, of the scaled and
             capped score and the indices of its sequence, query head, query and key, each a tensor
             without dimensions. It may read captured tensors, which have gradients. Queries and keys
-            count from 0 in their own sequence, whatever the lengths, as for `bias`. On a CPU only.
-            A graph of torch.compile ends before the call, so ``fullgraph=True`` raises an error.
+            count from 0 in their own sequence, whatever the lengths, as for `bias`. On a GPU,
+            captured tensors have no gradients yet. A graph of torch.compile ends before the call,
+            so ``fullgraph=True`` raises an error.
         attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
             where a query sees a key; the call converts it to a block mask, for which the host waits
             for the GPU. Floating: added to the scores like `bias`, with a gradient.

@@ -57,7 +57,7 @@ def spans_reasons(problem: AttentionProblem) -> list[str]:
 
 def score_mod_reasons(problem: AttentionProblem) -> list[str]:
     """For a backend without score functions."""
-    options = "softcap, alibi_slopes, bias and masks; on a CPU every score_mod runs"
+    options = "softcap, alibi_slopes, bias and masks"
     return [f"a score_mod (this backend: {options})"] if problem.options.score_mod else []
 
 

@@ -14,6 +14,7 @@ from flashtile.call.prepare import describe
 from flashtile.dropout import draw_rng_state
 from flashtile.masks import BlockMask
 from flashtile.problem import Operands, Options
+from flashtile.score_mod import ScoreFunction, derivative, described
 from flashtile.spans import Spans
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, paged, qkv
 
@@ -162,50 +163,120 @@ SPAN_CASES: dict[str, Make] = {
     "spans of cache rows": spanned(cached, 2, batch=2),
     "spans of pages": spanned(pages, 3, batch=2),
 }
-CASES: dict[str, Make] = SPAN_CASES | {
-    "full": dense(**SMALL)(),
-    "causal": dense(**SMALL)(lambda g, t: {"causal": True}),
-    "causal, dead rows": dense(**(SMALL | {"M": 50}))(lambda g, t: {"causal": True}),
-    "window": dense(**(SMALL | {"M": 90, "N": 100}))(lambda g, t: {"window_size": (20, 7)}),
-    "left window": dense(**(SMALL | {"M": 90}))(lambda g, t: {"window_size": (33, -1)}),
-    "window after the query": dense(**(SMALL | {"M": 90, "N": 100}))(
-        lambda g, t: {"window_size": (-9, 40)}
+
+
+def scored(make: Make, function: Callable[..., ScoreFunction]) -> Make:
+    """The call with a score function, `function(g)`, and its derivative."""
+
+    def with_function(g: torch.Generator, dtype: torch.dtype) -> Call:
+        operands, options = make(g, dtype)
+        found = described(function(g), torch.float32, torch.device("cpu"))
+        gradient = derivative(found.program, torch.float32, of_captured=False)
+        operands = operands._replace(captured=found.values, captured_integers=found.integers)
+        return operands, options._replace(score_mod=found.program, score_mod_gradient=gradient)
+
+    return with_function
+
+
+def table_of_distances(g: torch.Generator) -> ScoreFunction:
+    """A captured table, read at negative indices, too."""
+    table = normal(g, 4, 90)
+    return lambda score, b, h, i, j: score * 0.5 + table[h, i - j]
+
+
+def many_operations(g: torch.Generator) -> ScoreFunction:
+    """Integers with signs, bools, constants, 16-bit numbers, nonlinear functions."""
+    ids, scale = torch.randint(0, 3, (4, 200), generator=g), normal(g, 3, dtype=torch.bfloat16)
+
+    def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = ((i - j) % 5 != 3) & ~((i - j) // 4 == -2) | (ids[b, i] == ids[b, j])
+        bent = 3 * torch.tanh(score / 3) + torch.sigmoid(score) * (i - j).abs() / 40
+        bent = torch.maximum(bent, -score).clamp(-2.5, 4.0) + near.float() * scale[ids[b, j]]
+        return torch.where(near, bent, score.square() - (score.abs() + 1).sqrt().exp() * 0.1)
+
+    return function
+
+
+def only_captured(g: torch.Generator) -> ScoreFunction:
+    """A bias of heads, -inf for one of the keys; nothing of the score."""
+    bias, first = normal(g, 4), torch.tensor(2)
+    return lambda score, b, h, i, j: torch.where(j == first, -float("inf"), bias[h])
+
+
+SCORE_CASES: dict[str, Make] = {
+    "score function": scored(
+        dense(**SMALL)(lambda g, t: {"window_size": (9, 7)}), table_of_distances
     ),
-    "window before the query": dense(**(SMALL | {"M": 90, "N": 100}))(
-        lambda g, t: {"window_size": (None, -20)}
+    "score function of many operations": scored(dense(**SMALL)(), many_operations),
+    "score function, few queries of grouped heads": scored(
+        dense(**FEW)(lambda g, t: {"causal": True, "softcap": 2.0}), many_operations
     ),
-    "chunk": dense(**(SMALL | {"M": 90}))(lambda g, t: {"attention_chunk": 13, "causal": True}),
-    "few queries of grouped heads": dense(**FEW)(lambda g, t: {"causal": True}),
-    "one query, one key": dense(**(SMALL | {"M": 1, "N": 1}))(),
-    "no keys": dense(**(SMALL | {"N": 0}))(lambda g, t: {"sink": normal(g, 4)}),
-    "odd head dims": dense(**(SMALL | {"D": 20, "Dv": 33}))(),
-    "head dim 1": dense(**(SMALL | {"D": 1, "Dv": 3}))(),
-    "softcap": dense(**SMALL)(lambda g, t: {"softcap": 2.0}),
-    "alibi": dense(**SMALL)(lambda g, t: {"alibi_slopes": alibi_slopes(g, 4), "causal": True}),
-    "alibi of a batch": dense(**FEW)(lambda g, t: {"alibi_slopes": alibi_slopes(g, 4, 2)}),
-    "bias": dense(**SMALL)(bias(2, 4, 37, 45)),
-    "bias of heads": dense(**SMALL)(bias(1, 4, 37, 45)),
-    "bias of keys": dense(**SMALL)(bias(2, 1, 1, 45)),
-    "bias of rows": dense(**SMALL)(bias(1, 4, 37, 1)),
-    "sink": dense(**(SMALL | {"M": 50}))(lambda g, t: {"sink": normal(g, 4), "causal": True}),
-    "negative scale": dense(**SMALL)(lambda g, t: {"softmax_scale": -0.3, "causal": True}),
-    "lengths": dense(**SMALL)(
-        lambda g, t: {
-            "seqused_q": lengths(30, 0),
-            "seqused_k": lengths(45, 13),
-            "sink": normal(g, 4),
-        }
+    "score function, packed and dropout": scored(dropped(packed), many_operations),
+    "score function, pages": scored(pages, table_of_distances),
+    "score function with all other rules": scored(
+        dense(**SMALL)(
+            lambda g, t: {
+                "softcap": 2.0,
+                "alibi_slopes": alibi_slopes(g, 4),
+                "bias": normal(g, 1, 4, 37, 45, dtype=t),
+                "sink": normal(g, 4),
+                "seqused_k": lengths(45, 13),
+            }
+        ),
+        table_of_distances,
     ),
-    "packed": packed,
-    "cache rows": cached,
-    "pages": pages,
-    "block mask": block_mask((32, 64)),
-    "causal block mask, one for all heads": block_mask((64, 32), causal=True, heads=1),
-    "block mask of odd tiles": block_mask((24, 20), causal=True),
-    "dropout": dropped(dense(**SMALL)()),
-    "dropout of few queries": dropped(dense(**FEW)()),
-    "packed dropout": dropped(packed),
+    "score function of captured numbers": scored(
+        dense(**SMALL)(lambda g, t: {"sink": normal(g, 4)}), only_captured
+    ),
 }
+CASES: dict[str, Make] = (
+    SPAN_CASES
+    | SCORE_CASES
+    | {
+        "full": dense(**SMALL)(),
+        "causal": dense(**SMALL)(lambda g, t: {"causal": True}),
+        "causal, dead rows": dense(**(SMALL | {"M": 50}))(lambda g, t: {"causal": True}),
+        "window": dense(**(SMALL | {"M": 90, "N": 100}))(lambda g, t: {"window_size": (20, 7)}),
+        "left window": dense(**(SMALL | {"M": 90}))(lambda g, t: {"window_size": (33, -1)}),
+        "window after the query": dense(**(SMALL | {"M": 90, "N": 100}))(
+            lambda g, t: {"window_size": (-9, 40)}
+        ),
+        "window before the query": dense(**(SMALL | {"M": 90, "N": 100}))(
+            lambda g, t: {"window_size": (None, -20)}
+        ),
+        "chunk": dense(**(SMALL | {"M": 90}))(lambda g, t: {"attention_chunk": 13, "causal": True}),
+        "few queries of grouped heads": dense(**FEW)(lambda g, t: {"causal": True}),
+        "one query, one key": dense(**(SMALL | {"M": 1, "N": 1}))(),
+        "no keys": dense(**(SMALL | {"N": 0}))(lambda g, t: {"sink": normal(g, 4)}),
+        "odd head dims": dense(**(SMALL | {"D": 20, "Dv": 33}))(),
+        "head dim 1": dense(**(SMALL | {"D": 1, "Dv": 3}))(),
+        "softcap": dense(**SMALL)(lambda g, t: {"softcap": 2.0}),
+        "alibi": dense(**SMALL)(lambda g, t: {"alibi_slopes": alibi_slopes(g, 4), "causal": True}),
+        "alibi of a batch": dense(**FEW)(lambda g, t: {"alibi_slopes": alibi_slopes(g, 4, 2)}),
+        "bias": dense(**SMALL)(bias(2, 4, 37, 45)),
+        "bias of heads": dense(**SMALL)(bias(1, 4, 37, 45)),
+        "bias of keys": dense(**SMALL)(bias(2, 1, 1, 45)),
+        "bias of rows": dense(**SMALL)(bias(1, 4, 37, 1)),
+        "sink": dense(**(SMALL | {"M": 50}))(lambda g, t: {"sink": normal(g, 4), "causal": True}),
+        "negative scale": dense(**SMALL)(lambda g, t: {"softmax_scale": -0.3, "causal": True}),
+        "lengths": dense(**SMALL)(
+            lambda g, t: {
+                "seqused_q": lengths(30, 0),
+                "seqused_k": lengths(45, 13),
+                "sink": normal(g, 4),
+            }
+        ),
+        "packed": packed,
+        "cache rows": cached,
+        "pages": pages,
+        "block mask": block_mask((32, 64)),
+        "causal block mask, one for all heads": block_mask((64, 32), causal=True, heads=1),
+        "block mask of odd tiles": block_mask((24, 20), causal=True),
+        "dropout": dropped(dense(**SMALL)()),
+        "dropout of few queries": dropped(dense(**FEW)()),
+        "packed dropout": dropped(packed),
+    }
+)
 
 
 def make_call(name: str, dtype: torch.dtype, seed: int = 0) -> Call:

@@ -55,7 +55,9 @@ def expected(operands: Operands, options: Options, dout: Tensor, dlse: Tensor, *
     }
     found = reference(operands._replace(**leaves), options, **how)
     cotangents = dout.to(found.out), dlse.masked_fill(found.lse == -torch.inf, 0.0).to(found.lse)
-    gradients = torch.autograd.grad((found.out, found.lse), list(leaves.values()), cotangents)
+    gradients = torch.autograd.grad(
+        (found.out, found.lse), list(leaves.values()), cotangents, materialize_grads=True
+    )
     named = {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
     return {"out": found.out, "lse": found.lse} | named
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from flashtile.dropout import keep_mask
 from flashtile.masks import BlockMask, Window
 from flashtile.problem import Operands, Options, batch_size
+from flashtile.score_mod import parsed
+from flashtile.score_mod.evaluate import evaluate
 from flashtile.spans import Spans
 from flashtile.testing import Reference, attention_varlen_reference
 
@@ -39,6 +42,7 @@ def reference(operands: Operands, options: Options, **how: Any) -> Reference:
         mask=_spans(operands),
         dropout_p=options.dropout_p,
         keep=_keep(operands, options),
+        score_mod=_score_mod(operands, options),
         q_descale=operands.q_descale,
         k_descale=operands.k_descale,
         v_descale=operands.v_descale,
@@ -79,6 +83,20 @@ def _tiles(operands: Operands, M: int, N: int) -> Tensor | None:
 def _spans(operands: Operands) -> Spans | None:
     starts, stops = operands.span_starts, operands.span_stops
     return None if starts is None or stops is None else Spans(starts, stops)
+
+
+def _score_mod(operands: Operands, options: Options) -> Callable[..., Tensor] | None:
+    """The score function as a function of all scores."""
+    if not options.score_mod:
+        return None
+    program = parsed(options.score_mod)
+
+    def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        inputs = {"s": score, "b": b, "h": h[None], "i": i[None, None], "j": j.view(1, 1, 1, -1)}
+        found = evaluate(program, inputs, operands.captured, operands.captured_integers)
+        return found[program.result]
+
+    return function
 
 
 def _keep(operands: Operands, options: Options) -> Tensor | None:

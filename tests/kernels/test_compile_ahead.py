@@ -196,6 +196,9 @@ OPTIONS = {
     "spans and tiles": lambda device: launches(
         *make_call("spans and a block mask", torch.bfloat16), device
     ),
+    "score function": lambda device: launches(
+        *make_call("score function of many operations", torch.bfloat16), device
+    ),
     "packed": lambda device: launches(*make_call("packed dropout", torch.bfloat16), device),
     "parts": lambda device: launches(*parts(), device),
     "few queries": lambda device: launches(

@@ -59,6 +59,9 @@ class ScoreData(NamedTuple):
     q_block_descale: Tensor | None = None
     k_block_descale: Tensor | None = None
     v_block_descale: Tensor | None = None
+    # What the score function captures: (n,) float32 or float64, and (n,) int64.
+    captured: Tensor | None = None
+    captured_integers: Tensor | None = None
 
 
 class NewData(NamedTuple):
@@ -248,6 +251,8 @@ def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
         alibi_ptr=at_boundary(slopes),
         alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         **descales,
+        captured=at_boundary(operands.captured),
+        captured_integers=at_boundary(operands.captured_integers),
     )
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from ...gpu.intrinsics import LOG2E, rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
+from .score_rule import product_gradient
 from .spans import (
     full_tile_of,
     in_spans,
@@ -35,7 +36,6 @@ from .tiles import (
     load_tile,
     masked_tile,
     query_span,
-    score_slope,
     scores_log2,
     seeing_rows,
     stats_start,
@@ -164,8 +164,7 @@ def add_queries(
         # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[None, :])
-        if cfg.HAS_SOFTCAP:
-            ds = ds * score_slope(qk, score, cfg)
+        ds = product_gradient(ds, qk, rows, keys, visible, b, h, score, cfg)
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
 
@@ -310,8 +309,7 @@ def add_keys(
         qk, lse_log2[:, None], rows, keys, visible, places, b, h, score, M, N, IS_MASKED, cfg
     )
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
-    if cfg.HAS_SOFTCAP:
-        ds = ds * score_slope(qk, score, cfg)
+    ds = product_gradient(ds, qk, rows, keys, visible, b, h, score, cfg)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
 

@@ -25,7 +25,8 @@ from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_ker
 from .bias_gradient import bias_gradient_kernel
 from .block_lists import list_tiles_kernel
 from .forward_pass import forward_kernel
-from .plan import KernelPlan, plan
+from .plan import KernelPlan
+from .score_function import plan_with_functions
 from .score_matrix import probabilities_kernel
 
 # Tiles that one step of `list_tiles_kernel` classifies.
@@ -55,7 +56,7 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     out, lse, *parts = made
     written = (parts[0][0], parts[1]) if parts else (out, lse)
     q, k, v = map(with_adjacent_elements, operands[:3])
-    planned = plan(problem, has_aligned_rows(q, k, v))
+    planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
     kernel_plan = planned.split if parts else planned.forward
     config = kernel_plan.config
     common = common_of(problem, operands)
@@ -97,7 +98,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     operands, made = Operands(*tensors), BackwardBuffers(*made)
     q, k, v = map(with_adjacent_elements, operands[:3])
     out, dout = with_aligned_rows(out), with_aligned_rows(dout)
-    planned = plan(problem, has_aligned_rows(q, k, v))
+    planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
     common = common_of(problem, operands)
     launches = [delta_launch(problem, out, dout, dlse, made.delta, planned.queries)]
     shared = {
@@ -216,7 +217,7 @@ def probabilities_launch(
 ) -> Launch:
     """Fill `probs` (B, Hq, M, N) where something is visible."""
     q, k = map(with_adjacent_elements, operands[:2])
-    kernel_plan = plan(problem, has_aligned_rows(q, k)).scores
+    kernel_plan = plan_with_functions(problem, has_aligned_rows(q, k)).scores
     config = kernel_plan.config
     arguments = {
         **row_arguments(q=q, k=k),

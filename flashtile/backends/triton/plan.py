@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -181,6 +181,8 @@ class KernelConfig:
     APPENDING: Appending | None  # new tokens that the kernel appends
     SPANS: int = 0  # intervals of keys of each query; 0 without such a mask
     RUNS: int = 0  # of positions, of each sequence; 0: the tensors hold whole sequences
+    SCORE_MOD: Any = None  # the score function and its derivative: see `score_function.py`
+    SCORE_GRADIENT: Any = None
 
 
 class KernelPlan(NamedTuple):
@@ -356,6 +358,7 @@ def _kernel_plan(
     mask_m, mask_n = problem.block_tile or (0, 0)
     BLOCK_M, BLOCK_N = _fit(tile.BLOCK_M, mask_m), _fit(tile.BLOCK_N, mask_n)
     plain = options.softcap == 0 and not problem.has_alibi and not problem.has_bias
+    plain = plain and not options.score_mod
     D = min(problem.D, MAX_HEAD_DIM)
     tail = problem.D - D
     BLOCK_D, BLOCK_DV = (padded(x, problem.dtype, problem.capability) for x in (D, problem.Dv))

@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 
 from ...gpu import hardware
-from ...problem import AttentionProblem
+from ...problem import AttentionProblem, Options, captured_needs_grad
 from ..reasons import (
     distance_reasons,
     dotted,
     dtype_reasons,
     head_dim_reasons,
-    score_mod_reasons,
 )
 from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
+from .score_source import untranslatable
 
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,8 +42,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
     if problem.runs > MAX_RUNS:
         reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
-    reasons += score_mod_reasons(problem)
     reasons += distance_reasons(problem)
+    reasons += _score_mod_reasons(problem.options)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):
@@ -52,6 +52,19 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
             f"99 KiB of shared memory of {device_name(problem)})"
         )
     return reasons
+
+
+def _score_mod_reasons(options: Options) -> list[str]:
+    """What the kernels do not have of a score function and its derivative."""
+    found = []
+    if captured_needs_grad(options):
+        found.append("gradients of what a score_mod captures (on a CPU; here detach it)")
+    for text in filter(None, (options.score_mod, options.score_mod_gradient)):
+        missing = untranslatable(text)
+        if missing:
+            found.append(f"{missing} in a score_mod or its derivative (on a CPU)")
+            break
+    return found
 
 
 def _forward_only_reasons(problem: AttentionProblem) -> list[str]:

@@ -22,6 +22,7 @@ from .positions import (
     queries_before,
     query_positions,
 )
+from .score_rule import capped_score, tanh
 
 # The interpreter cannot run assembly.
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -223,28 +224,8 @@ def list_row(lists, b, h, heads, tile, tiles, capacity):
 
 
 @triton.jit
-def tanh(x):
-    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), elsewhere by exp2."""
-    z = x * x
-    near = -5.70498872745e-3 * z + 2.06390887954e-2
-    near = near * z - 5.37397155531e-2
-    near = near * z + 1.33314422036e-1
-    near = near * z - 3.33332819422e-1
-    near = near * z * x + x
-    far = 1.0 - 2.0 / (tl.math.exp2(x * (2.0 * LOG2E)) + 1.0)
-    return tl.where(tl.abs(x) < 0.625, near, far)
-
-
-@triton.jit
-def score_slope(qk, score, cfg: tl.constexpr):
-    """The derivative of softcap, ``1 - tanh(s / cap)**2``; only for calls with a softcap."""
-    t = tanh(qk * (score.data.scale / score.data.softcap))
-    return 1.0 - t * t
-
-
-@triton.jit
 def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
-    """Scores in base 2 from q k^T: scale, then softcap, then ALiBi, then bias.
+    """Scores in base 2 from q k^T: scale, softcap, score function, ALiBi, bias.
 
     If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `qk`, and the
     scale is applied in the exponential (`linear_scale`). `inside` marks the elements of the bias
@@ -258,6 +239,11 @@ def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
             s_log2 = tanh(qk * (score.data.scale / score.data.softcap)) * (
                 score.data.softcap * LOG2E
             )
+        if cfg.SCORE_MOD is not None:
+            s = capped_score(qk, score, cfg)
+            values, integers = score.data.captured, score.data.captured_integers
+            s = cfg.SCORE_MOD(s, b, h, rows, keys, values, integers)
+            s_log2 = s * LOG2E
         if score.data.alibi_ptr is not None:
             slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h)
             distance = query_positions(rows, places, cfg) - key_positions(keys, places, cfg)

@@ -1,0 +1,50 @@
+"""Softcap and score functions on tiles, and their derivatives."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...gpu.intrinsics import LOG2E
+
+
+@triton.jit
+def tanh(x):
+    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), elsewhere by exp2."""
+    z = x * x
+    near = -5.70498872745e-3 * z + 2.06390887954e-2
+    near = near * z - 5.37397155531e-2
+    near = near * z + 1.33314422036e-1
+    near = near * z - 3.33332819422e-1
+    near = near * z * x + x
+    far = 1.0 - 2.0 / (tl.math.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, far)
+
+
+@triton.jit
+def score_slope(qk, score, cfg: tl.constexpr):
+    """The derivative of softcap, ``1 - tanh(s / cap)**2``; only for calls with a softcap."""
+    t = tanh(qk * (score.data.scale / score.data.softcap))
+    return 1.0 - t * t
+
+
+@triton.jit
+def capped_score(qk, score, cfg: tl.constexpr):
+    """What a score function gets: the scaled product, after the softcap if there is one."""
+    s = qk * score.data.scale
+    if cfg.HAS_SOFTCAP:
+        s = tanh(s / score.data.softcap) * score.data.softcap
+    return s
+
+
+@triton.jit
+def product_gradient(ds, qk, rows, keys, visible, b, h, score, cfg: tl.constexpr):
+    """The gradient of the scaled products, from that of the scores, `ds`."""
+    if cfg.SCORE_MOD is not None:
+        s = capped_score(qk, score, cfg)
+        values, integers = score.data.captured, score.data.captured_integers
+        ds = cfg.SCORE_GRADIENT(s, b, h, rows, keys, ds, values, integers)
+        ds = tl.where(visible, ds, 0.0)  # the derivative may be NaN elsewhere
+    if cfg.HAS_SOFTCAP:
+        ds = ds * score_slope(qk, score, cfg)
+    return ds

@@ -1,0 +1,337 @@
+"""Write the program of a score function as the source of a Triton function.
+
+Pure Python. Every line of a program becomes one statement on tiles: indices of queries and keys are
+int32 tensors that broadcast against each other, scores are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...lru import memoised
+from ...score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program, parsed
+
+HEADER = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    # A polynomial near zero (Moshier, Cephes), elsewhere by exp2: as in tiles.py.
+    z = x * x
+    near = -5.70498872745e-3 * z + 2.06390887954e-2
+    near = near * z - 5.37397155531e-2
+    near = near * z + 1.33314422036e-1
+    near = near * z - 3.33332819422e-1
+    near = near * z * x + x
+    far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, far)
+
+
+@triton.jit
+def remainder_of(a, b):
+    # Of integers, with the sign of b: Triton's has the sign of a.
+    r = a % b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def wrapped(index, size):
+    # A negative index counts from the end.
+    return tl.where(index < 0, index + size, index)
+"""
+
+_TYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+}
+
+# Expressions by operation. Those of the first table compute in the dtype of their result, those of
+# the second one in the dtype to which their arguments promote.
+_ARITHMETIC: dict[str, str] = {
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "sqrt": "tl.sqrt({0})",
+    "rsqrt": "1.0 / tl.sqrt({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "erf": "tl.erf({0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "tanh": "tanh({0})",
+    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
+    "relu": "tl.where({0} < 0, 0.0, {0})",
+    "reciprocal": "1.0 / {0}",
+    "square": "{0} * {0}",
+    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
+    "sgn": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
+    "mul": "{0} * {1}",
+    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
+    "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
+    "tanh_backward": "{0} * (1.0 - {1} * {1})",
+    "sigmoid_backward": "{0} * ((1.0 - {1}) * {1})",
+    "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
+}
+_COMPARISONS: dict[str, str] = {
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "isnan": "{0} != {0}",
+}
+_LOGIC: dict[str, str] = {
+    "logical_and": "({0} != 0) & ({1} != 0)",
+    "logical_or": "({0} != 0) | ({1} != 0)",
+    "logical_xor": "({0} != 0) != ({1} != 0)",
+    "logical_not": "{0} == 0",
+}
+_BITS: dict[str, str] = {"bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}"}
+_COPIES = ("_to_copy", "detach", "alias", "clone")
+
+
+class Untranslatable(Exception):
+    """An operation that the kernels do not have."""
+
+
+def untranslatable(text: str) -> str:
+    """The operation of a program that the kernels do not have; "" if they have all."""
+    try:
+        source_of(text, is_derivative=False)  # the same operations with the inputs of either
+    except Untranslatable as error:
+        return str(error)
+    return ""
+
+
+@memoised(256)
+def source_of(text: str, is_derivative: bool) -> str:
+    """The source of a module with the function ``score(s, b, h, i, j, values_ptr, integers_ptr)``
+    or, for a derivative, ``score(s, b, h, i, j, g, values_ptr, integers_ptr)``.
+
+    Raises:
+        Untranslatable: the kernels do not have an operation.
+    """
+    program = parsed(text)
+    writer = _Writer(program)
+    inputs = ", ".join(("s", *INDICES, "g") if is_derivative else ("s", *INDICES))
+    body = "\n".join(f"    {line}" for line in writer.statements())
+    return (
+        f"{HEADER}\n\n@triton.jit\ndef score({inputs}, values_ptr, integers_ptr):\n{body}\n"
+        f"    return {writer.result()}\n"
+    )
+
+
+class _Writer:
+    """The statements of one program."""
+
+    def __init__(self, program: Program) -> None:
+        self._result = program.result
+        self._constants = {
+            line.name: line.arguments[0] for line in program.lines if line.op == CONSTANT
+        }
+        self._dtypes = {Name("s"): torch.float32, Name("g"): torch.float32}
+        self._dtypes |= {Name(x): torch.int32 for x in INDICES}
+        self._lines = [self._narrowed(line) for line in program.lines]
+
+    def statements(self) -> list[str]:
+        """One statement for each line, more for those that read captured tensors."""
+        found: list[str] = []
+        for line in self._lines:
+            if line.op in (VALUES, INTEGERS):
+                found += self._read(line)
+            elif line.op != CONSTANT:
+                found.append(f"{line.name} = {self._expression(line)}")
+        return found
+
+    def result(self) -> str:
+        """The result for every score of the tile, whatever it depends on."""
+        return f"tl.zeros_like(s) + {self._as(self._result, torch.float32)}"
+
+    def _narrowed(self, line: Line) -> Line:
+        """The line with the dtype of its result in the kernel: int32 for what is computed from
+        indices only, which takes half of the registers.
+        """
+        given = [self._dtypes[x] for x in line.names if x not in self._constants]
+        is_index = bool(given) and all(x in (torch.int32, torch.bool) for x in given)
+        if line.dtype == torch.int64 and is_index and line.op not in (VALUES, INTEGERS):
+            line = line._replace(dtype=torch.int32)
+        self._dtypes[line.name] = line.dtype
+        return line
+
+    def _as(self, x: Any, dtype: torch.dtype) -> str:
+        """An argument in a dtype."""
+        if isinstance(x, Name) and x in self._constants:
+            x = self._constants[x]
+        if not isinstance(x, Name):
+            return _literal(x, dtype)
+        return x if self._dtypes[x] == dtype else f"{x}.to({_TYPES[dtype]})"
+
+    def _expression(self, line: Line) -> str:
+        name = line.op.partition(".")[0]
+        special: Callable[[Line], str] | None = getattr(self, f"_{name.strip('_')}_", None)
+        if name in _COPIES:
+            return self._cast(line.arguments[0], line.dtype)
+        if special is not None:
+            return special(line)
+        if name in _ARITHMETIC:
+            return self._in(line, _ARITHMETIC[name])
+        if name in _COMPARISONS:
+            promoted = self._promoted(line)
+            return _COMPARISONS[name].format(*(self._as(x, promoted) for x in line.arguments))
+        if name in _LOGIC:
+            return _LOGIC[name].format(*map(self._plain, line.arguments))
+        if name in _BITS:
+            return _BITS[name].format(*(self._as(x, line.dtype) for x in line.arguments))
+        raise Untranslatable(line.op)
+
+    def _in(self, line: Line, template: str, arguments: Any = None) -> str:
+        """An expression in the dtype of its result; 16-bit numbers are computed in float32."""
+        dtype = line.dtype
+        compute = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        given = line.arguments if arguments is None else arguments
+        found = template.format(*(f"({self._as(x, compute)})" for x in given))
+        return found if compute == dtype else f"({found}).to({_TYPES[dtype]})"
+
+    def _plain(self, x: Any) -> str:
+        """An argument in its own dtype."""
+        return self._as(x, self._dtypes[x] if isinstance(x, Name) else torch.int32)
+
+    def _cast(self, x: Any, dtype: torch.dtype) -> str:
+        if dtype == torch.bool:
+            return f"{self._plain(x)} != 0"
+        return self._as(x, dtype)
+
+    def _promoted(self, line: Line) -> torch.dtype:
+        """The dtype in which the arguments of a comparison are compared."""
+        dtypes = [self._dtypes[x] for x in line.arguments if isinstance(x, Name)]
+        found = dtypes[0]
+        for dtype in dtypes[1:]:
+            found = torch.promote_types(found, dtype)
+        if any(isinstance(x, float) for x in line.arguments) and not found.is_floating_point:
+            return torch.float32
+        return torch.int32 if found == torch.bool else found
+
+    def _add_(self, line: Line) -> str:
+        return self._in(line, f"{{0}} + {_factor(line)}{{1}}")
+
+    def _sub_(self, line: Line) -> str:
+        return self._in(line, f"{{0}} - {_factor(line)}{{1}}")
+
+    def _rsub_(self, line: Line) -> str:
+        return self._in(line, f"{{1}} - {_factor(line)}{{0}}")
+
+    def _div_(self, line: Line) -> str:
+        rounding = dict(line.options).get("rounding_mode")
+        if rounding == "floor":
+            return self._floor_divide_(line)
+        if rounding is not None:
+            raise Untranslatable(line.op)
+        return self._in(line, "{0} / {1}")
+
+    def _floor_divide_(self, line: Line) -> str:
+        if line.dtype.is_floating_point:
+            return self._in(line, "tl.floor({0} / {1})")
+        return self._in(line, "({0} - remainder_of({0}, {1})) // {1}")
+
+    def _remainder_(self, line: Line) -> str:
+        if line.dtype.is_floating_point:
+            return self._in(line, "{0} - tl.floor({0} / {1}) * {1}")
+        return self._in(line, "remainder_of({0}, {1})")
+
+    def _pow_(self, line: Line) -> str:
+        x, exponent = line.arguments
+        if isinstance(exponent, Name) or not line.dtype.is_floating_point:
+            raise Untranslatable(line.op)
+        if exponent in (1, 2, 3, 4):
+            return self._in(line, " * ".join(["{0}"] * int(exponent)), (x,))
+        if exponent == int(exponent):
+            raise Untranslatable(line.op)
+        return self._in(line, f"tl.exp2(tl.log2({{0}}) * {float(exponent)!r})", (x,))
+
+    def _where_(self, line: Line) -> str:
+        condition, *values = line.arguments
+        one, other = (self._as(x, line.dtype) for x in values)
+        return f"tl.where({self._plain(condition)}, {one}, {other})"
+
+    def _masked_fill_(self, line: Line) -> str:
+        x, mask, value = line.arguments
+        filled, kept = self._as(value, line.dtype), self._as(x, line.dtype)
+        return f"tl.where({self._plain(mask)}, {filled}, {kept})"
+
+    def _clamp_(self, line: Line) -> str:
+        given = dict(zip(("x", "min", "max"), line.arguments, strict=False)) | dict(line.options)
+        found = self._as(given["x"], line.dtype)
+        for bound, sign in (("min", "<"), ("max", ">")):
+            if given.get(bound) is not None:
+                limit = self._as(given[bound], line.dtype)
+                found = f"tl.where({found} {sign} {limit}, {limit}, {found})"
+        return found
+
+    def _clamp_min_(self, line: Line) -> str:
+        x, limit = (self._as(x, line.dtype) for x in line.arguments)
+        return f"tl.where({x} < {limit}, {limit}, {x})"
+
+    def _clamp_max_(self, line: Line) -> str:
+        x, limit = (self._as(x, line.dtype) for x in line.arguments)
+        return f"tl.where({x} > {limit}, {limit}, {x})"
+
+    def _bitwise_not_(self, line: Line) -> str:
+        x = self._plain(line.arguments[0])
+        return f"{x} == 0" if line.dtype == torch.bool else f"~{x}"
+
+    def _read(self, line: Line) -> list[str]:
+        """Read captured numbers; an index outside of the tensor, as in the padding of a tile, gives
+        0.
+        """
+        offset, sizes, *indices = line.arguments
+        is_large = offset + math.prod(sizes) > 2**31
+        pointer = f"{line.op}_ptr + {offset}"
+        inside, stride, found = [], 1, []
+        for axis in range(len(sizes) - 1, -1, -1):
+            index, size = indices[axis], sizes[axis]
+            if isinstance(index, Name) and index not in self._constants:
+                at = f"{line.name}_{axis}"
+                found.append(f"{at} = wrapped({index}, {size})")
+                inside.append(f"({at} >= 0) & ({at} < {size})")
+                pointer += f" + {at}.to(tl.{'int64' if is_large else 'int32'}) * {stride}"
+            else:
+                number = self._constants.get(index, index)
+                pointer += f" + {(number + size if number < 0 else number) * stride}"
+            stride *= size
+        mask = f", mask={' & '.join(inside)}, other=0" if inside else ""
+        read = f"tl.load({pointer}{mask})"
+        if line.dtype == torch.bool:
+            read = f"{read} != 0"
+        else:
+            read = f"{read}.to({_TYPES[line.dtype]})"
+        return [*found, f"{line.name} = {read}"]
+
+
+def _factor(line: Line) -> str:
+    alpha = dict(line.options).get("alpha", 1)
+    return "" if alpha == 1 else f"{alpha!r} * "
+
+
+def _literal(x: Any, dtype: torch.dtype) -> str:
+    if not isinstance(x, (bool, int, float)):
+        raise Untranslatable(f"an argument {x!r}")
+    if dtype.is_floating_point:
+        return f'float("{float(x)}")' if not math.isfinite(x) else repr(float(x))
+    return repr(bool(x)) if dtype == torch.bool else repr(int(x))
