@@ -60,6 +60,10 @@ class Positions(NamedTuple):
         `position` begins."""
         return sum(min(max(position - run.position, 0), run.length) for run in self.runs)
 
+    def begin_at_multiples(self, step: int) -> bool:
+        """Whether the first row and the first position of every run are multiples of `step`."""
+        return all(run.row % step == run.position % step == 0 for run in self.runs)
+
     def shifted(self, by: int) -> Positions:
         """The same rows `by` positions further to the right."""
         return Positions(tuple(run._replace(position=run.position + by) for run in self.runs))

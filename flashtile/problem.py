@@ -136,6 +136,8 @@ class AttentionProblem(NamedTuple):
     has_block_descale: bool = False  # per-block instead of per-head scales of float8
     runs: int = 0  # of positions, at most, in a sequence; 0 where the tensors hold whole sequences
     has_sequences: bool = False  # dropout counts by `sequences` and `first_head`
+    # Runs of keys begin at multiples of four, so that dropout finds its groups of four keys whole.
+    has_key_groups: bool = False
     spans: int = 0  # intervals of keys of each query (`Spans`); 0 without such a mask
     relative_distance: int | None = None  # R of `relative_bias`; None without one
     # The result is one part of several: `out` and the gradients keep the dtype of their sums.

@@ -304,7 +304,9 @@ def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> A
         max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
         first_head=plan.first_head + step.query_heads.start,
     )
-    problem = AttentionProblem.of(operands, options)._replace(is_partial=is_partial)
+    groups = options.dropout_p > 0 and all(p.begin_at_multiples(4) for p in step.stage.keys)
+    problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(is_partial=is_partial, has_key_groups=groups)
     name = dispatch.select(problem, plan.backend)
     return problem._replace(options=options._replace(backend=name))
 

@@ -136,7 +136,21 @@ def test_buffers_hold_the_keys_in_the_order_of_their_positions() -> None:
 def test_a_window_fetches_its_halo_only() -> None:
     holders = balance.contiguous([1024], 4, 128)
     made = schedule(holders, holders, (Window(99, 0),), rank=2)
-    assert [(message.peer, message.rows) for message in made.stages[0].receives] == [(1, 99)]
+    # 99 keys, which lie in 25 groups of four
+    assert [(message.peer, message.rows) for message in made.stages[0].receives] == [(1, 100)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "whole"),
+    [
+        ([], True),
+        ([(0, 8), (12, 21)], True),
+        ([(0, 6), (8, 12)], False),  # the second run begins at row 6
+        ([(2, 6)], False),
+    ],
+)
+def test_runs_that_begin_at_groups_of_four(spans: list[tuple[int, int]], whole: bool) -> None:
+    assert Positions.of(spans).begin_at_multiples(4) == whole
 
 
 def test_whole_documents_do_not_travel() -> None:

@@ -30,11 +30,11 @@ def everything(
     dout: Tensor,
     dlse: Tensor,
     capability: tuple[int, int] | None = None,
-    is_partial: bool = False,
+    **facts: Any,
 ) -> Run:
-    """Outputs and gradients by name, on the CPU."""
+    """Outputs and gradients by name, on the CPU; `facts` are fields of the problem."""
     problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(bias_needs_grad=problem.has_bias, is_partial=is_partial)
+    problem = problem._replace(bias_needs_grad=problem.has_bias, **facts)
     if capability is not None:
         problem = problem._replace(capability=capability)
     out, lse = backend.forward(problem, operands)

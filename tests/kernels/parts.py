@@ -25,6 +25,9 @@ NO_KEYS = (([(0, 10), (50, 60)], [(80, 90)]), ([(7, 90)], []))
 FEW_QUERIES = (([(40, 41), (88, 90)], [(70, 73)]), ([(0, 33), (50, 100)], [(1, 3), (9, 99)]))
 EQUAL = (([(0, 20), (70, 90)], [(30, 70)]), ([(10, 45), (60, 70)], [(0, 45)]))
 
+# Runs of keys begin at multiples of four.
+GROUPS = (([(3, 30), (60, 89)], [(38, 71)]), ([(0, 32), (40, 70)], [(4, 8), (12, 100)]))
+
 PARTS = {
     "full": (RAGGED, {}),
     "causal": (RAGGED, {"causal": True}),
@@ -40,6 +43,7 @@ PARTS = {
     "alibi": (RAGGED, {"alibi_slopes": alibi_slopes(generator(1), 2), "causal": True}),
     "softcap and sink": (RAGGED, {"softcap": 2.0, "sink": normal(generator(2), 2)}),
     "dropout": (RAGGED, {"causal": True, "dropout_p": 0.3}),
+    "dropout of groups": (GROUPS, {"window_size": (70, 0), "dropout_p": 0.3}),
     "dropout of few queries": (FEW_QUERIES, {"window_size": (40, 0), "dropout_p": 0.3}),
 }
 

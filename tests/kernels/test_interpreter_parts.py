@@ -34,7 +34,13 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 DTYPES = (torch.float32, torch.float16)
 
 
-def assert_parts(parts: Parts, dtype: torch.dtype, seed: int, capability=None) -> None:
+def assert_parts(
+    parts: Parts,
+    dtype: torch.dtype,
+    seed: int,
+    capability: tuple[int, int] | None = None,
+    **facts: Any,
+) -> None:
     """The rows of the parts are those of the whole."""
     q, v = parts.operands.q, parts.operands.v
     dout = torch.randn(*q.shape[:-1], v.shape[-1]).to(dtype)
@@ -44,7 +50,7 @@ def assert_parts(parts: Parts, dtype: torch.dtype, seed: int, capability=None) -
     plain = _gathered(parts, expected(*given, compute_dtype=dtype))
     varied = expected(*given, compute_dtype=torch.float64, attend=rounding_variance(dtype))
     variance = _gathered(parts, varied)
-    got = everything(backend, parts.operands, parts.options, dout, dlse, capability)
+    got = everything(backend, parts.operands, parts.options, dout, dlse, capability, **facts)
     assert got.keys() == truth.keys()
     for field, x in got.items():
         floor = floor_of(variance[field])
@@ -73,7 +79,8 @@ def _gathered(parts: Parts, whole: Run) -> Run:
     ("name", "dtype"), one_kind_each(PARTS, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
 )
 def test_parts_of_sequences(name: str, dtype: torch.dtype, seed: int):
-    assert_parts(make_parts(name, dtype, seed), dtype, seed)
+    has_key_groups = name == "dropout of groups"
+    assert_parts(make_parts(name, dtype, seed), dtype, seed, has_key_groups=has_key_groups)
 
 
 @pytest.mark.parametrize("name", ["causal", "softcap and sink", "dropout of few queries"])

@@ -181,6 +181,7 @@ class KernelConfig:
     APPENDING: Appending | None  # new tokens that the kernel appends
     SPANS: int = 0  # intervals of keys of each query; 0 without such a mask
     RUNS: int = 0  # of positions, of each sequence; 0: the tensors hold whole sequences
+    HAS_LONE_KEYS: bool = False  # dropout: four neighbouring keys need not be one group
     SCORE_MOD: Any = None  # the score function and its derivative: see `score_function.py`
     SCORE_GRADIENT: Any = None
 
@@ -394,6 +395,7 @@ def _kernel_plan(
         IS_CHAINED=is_split and hardware.has_tma(problem.capability),
         APPENDING=problem.appending,
         RUNS=problem.runs,
+        HAS_LONE_KEYS=options.dropout_p > 0 and problem.runs > 0 and not problem.has_key_groups,
         SPANS=problem.spans,
     )
     return KernelPlan(config, tile.warps, tile.stages)

@@ -334,12 +334,14 @@ def kept(key, threshold, b, h, rows, n0, places, cfg: tl.constexpr):
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     b, h, queries = dropout_counters(b, h, rows, places, cfg)
-    if cfg.RUNS > 0:
+    if cfg.HAS_LONE_KEYS:
         keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], places, cfg)
         words = words_of_positions(key, b, h, queries, keys)
     else:
         # (BLOCK_M, BLOCK_N / 4): one Philox block yields the words of four neighbouring keys.
         groups = n0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+        if cfg.RUNS > 0:
+            groups = key_positions(4 * groups, places, cfg) // 4
         w0, w1, w2, w3 = philox_block(key, b, h, queries, groups)
         # (BLOCK_M, BLOCK_N / 4, 2, 2): lanes 0 1 2 3
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
