@@ -62,6 +62,12 @@ class UsedTokens(NamedTuple):
     query_rows: Tensor | None = None
     key_rows: Tensor | None = None
 
+    def of_used(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Results of the used ones of this rank's packed tokens."""
+        if self.query_rows is None:
+            return out, lse
+        return out.index_select(0, self.query_rows), lse.index_select(1, self.query_rows)
+
     def with_unused(self, out: Tensor, lse: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Results for all `tokens` of this rank: out 0 and lse -inf for those that are not used."""
         if self.query_rows is None:

@@ -19,7 +19,7 @@ from ..call.options import WindowSize
 from ..dropout import draw_rng_state
 from ..masks import BlockMask, structure
 from ..problem import Operands, Options, lse_dtype
-from . import balance
+from . import balance, traced
 from .agreement import agreed
 from .arguments import (
     UsedTokens,
@@ -243,18 +243,14 @@ class ContextParallel(Decoder):
             ValueError, TypeError, NotImplementedError: an argument does not fit, or the ranks
                 disagree; every rank raises the same error.
         """
-        named = ("q", q), ("k", k), ("v", v), *sorted(options.items())
-        transforms = is_transformed(), forward_ad._current_level >= 0  # which no rank agrees to
-        key = (return_lse, backend, *transforms, *((name, kind(name, x)) for name, x in named))
-        if key in layout.agreed:
-            call, _ = self._prepared((q, k, v), layout, backend, options, return_lse)
+        if torch.compiler.is_compiling():
+            if self.generator is not None:
+                raise NotImplementedError(
+                    "generator: got one of its own under torch.compile, want None"
+                )
+            out, lse = traced.attend((q, k, v), layout, options, return_lse, backend)
         else:
-            call = agreed(
-                self.wire, lambda: self._prepared((q, k, v), layout, backend, options, return_lse)
-            )
-            layout.agreed.add(key)
-        layout.calls += 1
-        out, lse = self._run(call, layout, return_lse)
+            out, lse = self.run((q, k, v), layout, options, return_lse, backend)
         return (out, lse) if return_lse else out
 
     def explain(
@@ -302,6 +298,35 @@ class ContextParallel(Decoder):
         """
         device = torch.device(device)
         return measured(self.wire, self.machine or machine_of(device), device)
+
+    def run(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        layout: Layout,
+        options: Mapping[str, Any],
+        return_lse: bool,
+        backend: BackendName | None,
+        rng_state: Tensor | None = None,
+        known: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of `attention`, outside of tracers.
+
+        Args:
+            rng_state: of dropout; None draws it.
+            known: (out, lse) of an equal call, to record its gradients without computing again.
+        """
+        transforms = is_transformed(), forward_ad._current_level >= 0  # which no rank agrees to
+        named = (*zip("qkv", qkv, strict=True), *sorted(options.items()))
+        key = (return_lse, backend, *transforms, *((name, kind(name, x)) for name, x in named))
+        if key in layout.agreed:
+            call, _ = self._prepared(qkv, layout, backend, options, return_lse)
+        else:
+            call = agreed(
+                self.wire, lambda: self._prepared(qkv, layout, backend, options, return_lse)
+            )
+            layout.agreed.add(key)
+        layout.calls += known is None
+        return self._run(call, layout, return_lse, rng_state, known)
 
     def _prepared(
         self,
@@ -354,7 +379,14 @@ class ContextParallel(Decoder):
         machine = self.machine or machine_of(q.device)
         return Pricing(machine, shape, layout.queries, layout.keys, options.facts)
 
-    def _run(self, call: _Call, layout: Layout, wants_lse: bool) -> tuple[Tensor, Tensor]:
+    def _run(
+        self,
+        call: _Call,
+        layout: Layout,
+        wants_lse: bool,
+        rng_state: Tensor | None,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's rows, padding included."""
         operands, options = call.operands, call.options
         ulysses, stages, head_groups = call.way
@@ -364,13 +396,7 @@ class ContextParallel(Decoder):
         ranks = self.wire.ranks
         groups = [range(first, first + ulysses) for first in range(0, ranks, ulysses)]
         if options.dropout_p > 0:
-            if self.generator is not None and is_recomputing():
-                raise NotImplementedError(
-                    "generator: got one of its own in a checkpoint that computes again, which does "
-                    "not restore its state; want None, for PyTorch's generator"
-                )
-            state = draw_rng_state(operands.q.device, self.generator)
-            operands = operands._replace(rng_state=state)
+            operands = operands._replace(rng_state=self._rng_state(rng_state, operands.q.device))
         queries, keys = (merged(x, groups) for x in (call.used.queries, call.used.keys))
         made = schedule(queries, keys, options.facts, outer, stages, call.tiles)
         slopes = operands.alibi_slopes
@@ -381,9 +407,23 @@ class ContextParallel(Decoder):
         plan = Plan(made, head_groups, options, call.backend, first_head, self._gradient_dtype)
         wire = SubWire(self.wire, [group[inner] for group in groups])
         neighbours = self._neighbours(call, layout, groups[outer], shares) if ulysses > 1 else None
-        out, lse = attend(Route(neighbours, plan, wire, wants_lse), operands)
+        if known is not None:
+            known = layout.results_without_padding(*known)
+            known = call.used.of_used(*known)
+        out, lse = attend(Route(neighbours, plan, wire, wants_lse, known), operands)
         tokens = layout.queries.tokens(self.wire.rank)
         return layout.with_padding(*call.used.with_unused(out, lse, tokens))
+
+    def _rng_state(self, given: Tensor | None, device: torch.device) -> Tensor:
+        """The seed and offset of dropout."""
+        if given is not None:
+            return given
+        if self.generator is not None and is_recomputing():
+            raise NotImplementedError(
+                "generator: got one of its own in a checkpoint that computes again, which does not "
+                "restore its state; want None, for PyTorch's generator"
+            )
+        return draw_rng_state(device, self.generator)
 
     def _neighbours(
         self, call: _Call, layout: Layout, members: range, shares: list[HeadShare]

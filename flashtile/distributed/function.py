@@ -26,6 +26,7 @@ class Route(NamedTuple):
     plan: Plan
     wire: Wire
     wants_lse: bool  # otherwise nobody sees lse, and it has no gradient
+    known: tuple[Tensor, Tensor] | None = None  # (out, lse), if they have been computed
 
 
 class ContextAttention(torch.autograd.Function):
@@ -35,9 +36,14 @@ class ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, route: Route, operands: Operands, *differentiable: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        ulysses, plan, wire, wants_lse = route
+        ulysses, plan, wire, wants_lse, known = route
         given = operands if ulysses is None else ulysses.spread(operands)
-        out, lse = executor.forward(plan, wire, given, any(ctx.needs_input_grad))
+        if known is None:
+            out, lse = executor.forward(plan, wire, given, any(ctx.needs_input_grad))
+        elif ulysses is None:
+            out, lse = known[0].clone(), known[1].clone()
+        else:
+            out, lse = ulysses.spread_out(known[0]), ulysses.spread_lse(known[1])
         ctx.set_materialize_grads(False)
         ctx.route, ctx.bias = route, operands.bias
         ctx.save_for_backward(out, lse, *given)
@@ -61,8 +67,8 @@ class _FirstDerivative(torch.autograd.Function):
     """The gradients of `ContextAttention`; their own derivative raises NotImplementedError."""
 
     @staticmethod
-    def forward(_: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None, __: Tensor) -> Any:
-        ulysses, plan, wire, wants_lse = ctx.route
+    def forward(_ctx: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None, __: Tensor) -> Any:
+        ulysses, plan, wire, wants_lse, _ = ctx.route
         out, lse, *saved = ctx.saved_tensors
         operands = Operands(*saved)
         heads = out.shape[1] if ulysses is None else ulysses.heads[0]
@@ -72,7 +78,8 @@ class _FirstDerivative(torch.autograd.Function):
         if wants_lse and dlse is None:  # on this rank, perhaps not on the others
             dlse = lse.new_zeros(heads, dout.shape[0])
         if ulysses is not None:
-            dout, dlse = ulysses.spread_results(dout, dlse)
+            dout = ulysses.spread_out(dout)
+            dlse = None if dlse is None else ulysses.spread_lse(dlse)
         needed = ctx.needs_input_grad[2:]
         bias_needs_grad = needed[Operands._fields.index("bias")]
         gradients = executor.backward(plan, wire, operands, out, lse, dout, dlse, bias_needs_grad)

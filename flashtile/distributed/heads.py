@@ -156,12 +156,13 @@ class Ulysses(NamedTuple):
             return None
         return _heads_first(self.queries.spread(_rows_first(ends), self._own_heads(ends)), 1)
 
-    def spread_results(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Results or their gradients, (tokens, heads, head_dim) and (heads, tokens), likewise."""
-        out = self.queries.spread(out, self._query_heads)
-        if lse is not None:
-            lse = self.queries.spread(lse.mT.unsqueeze(2), self._query_heads).squeeze(2).mT
-        return out, lse
+    def spread_out(self, out: Tensor) -> Tensor:
+        """The output or its gradient, (tokens, heads, head_dim), likewise."""
+        return self.queries.spread(out, self._query_heads)
+
+    def spread_lse(self, lse: Tensor) -> Tensor:
+        """The log-sum-exp or its gradient, (heads, tokens), likewise."""
+        return self.queries.spread(lse.mT.unsqueeze(2), self._query_heads).squeeze(2).mT
 
     def collect_results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The reverse: all heads of this rank's tokens."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import current_layout
+from . import tickets
 from .agreement import agreed
 from .cost import Way
 from .model_inputs import local_inputs
@@ -36,6 +37,7 @@ class Layout:
             all packed documents together.
         positions: (local_tokens,) int64, the position of each row in its document, for rotary
             embedding; 0 for padding.
+        ticket: an int64 scalar by which the ops of compiled calls find the layout.
         cu_seqlens: (documents here + 1,) int32, where the rows of each document begin; of packed
             documents only.
     """
@@ -58,6 +60,7 @@ class Layout:
         counts = [queries.positions(self.rank, d).length for d in documents]
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
         self.agreed: set[Any] = set()  # the kinds of calls that all ranks have compared
+        self.ticket = tickets.ticket(self)
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
         self.ways: dict[Any, Way] = {}  # how the ranks run calls, by their kind
@@ -201,6 +204,13 @@ class Layout:
             out = torch.cat([out, out.new_zeros(missing, *out.shape[1:])])
             lse = torch.cat([lse, lse.new_full((*lse.shape[:-1], missing), -torch.inf)], -1)
         return (out.transpose(0, 1), lse) if self.sequences else (out, lse)
+
+    def results_without_padding(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The reverse of `with_padding`."""
+        out = self.without_padding("out", out, self.queries, self.local_tokens)
+        if self.sequences:
+            lse = lse[:, :, : out.shape[0] // self.sequences].transpose(0, 1).flatten(1)
+        return out, lse[:, : out.shape[0]]
 
     def _token_dim(self) -> int:
         return 1 if self.sequences else 0

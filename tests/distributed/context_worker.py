@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from caches import CacheCase
 from cases import Case, compare
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flashtile.distributed import ContextParallel
+from flashtile.distributed import ContextParallel, Layout
 
 CASES = 12
 
@@ -100,6 +101,34 @@ def vmap(rank: int, world: int) -> None:
     context.attention(*x[:1].expand(3, -1, -1, -1, -1), layout)
 
 
+@torch._dynamo.config.patch(error_on_recompile=True)
+def compiled(rank: int, world: int) -> None:
+    """One graph for all batches of documents whose shards have the same sizes."""
+    for numbers in ({"ulysses": 1, "stages": world}, {"ulysses": world}):
+        context = ContextParallel(**numbers)
+
+        def attend(x: Tensor, sink: Tensor, layout: Layout, context=context) -> Tensor:
+            q, k, v = (x * scale for scale in (1, 2, 3))
+            out, lse = context.attention(
+                q, k, v, layout, causal=True, dropout_p=0.2, sink=sink, return_lse=True
+            )
+            return out.sin().sum() + lse.clamp(min=-9).sum()
+
+        torch._dynamo.reset()
+        graph = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for ends in ([0, 120], [0, 24, 120], [0, 24, 72, 120]):
+            layout = context.layout(ends, way="zigzag", grain=1)
+            x = layout.shard(torch.randn(120, 4, 8)).requires_grad_()
+            sink = torch.randn(4, requires_grad=True)
+            losses, gradients = [], []
+            for call in (attend, graph):
+                torch.manual_seed(3)
+                losses.append(call(x, sink, layout))
+                gradients.append(torch.autograd.grad(losses[-1], (x, sink)))
+            torch.testing.assert_close(*losses)
+            torch.testing.assert_close(*gradients)
+
+
 def a_silent_rank(rank: int, world: int) -> None:
     """The others stop waiting for the last rank, and say for what they waited."""
     context = ContextParallel(timeout=2)
@@ -135,6 +164,7 @@ if __name__ == "__main__":
         a_mesh_of_two_dimensions,
         disagreement,
         vmap,
+        compiled,
         a_silent_rank,
     ):
         step(rank, world)

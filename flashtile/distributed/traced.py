@@ -1,0 +1,254 @@
+"""Context parallel attention as registered ops, which ``torch.compile(fullgraph=True)`` can trace.
+
+The ops take a rank's own tensors as the caller passes them, and the ticket of the layout. Planning,
+agreement and exchanges are inside. The backward op plans again and records the known results, so it
+repeats the exchange of heads, but not the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autocast import autocast_off, cast_inputs
+from ..call import checks
+from ..dropout import draw_rng_state
+from ..masks import BlockMask
+from ..problem import lse_dtype
+from ..spans import Spans
+from .arguments import refuse_unknown
+from .tickets import layout_of
+
+
+class _Tensors(NamedTuple):
+    """Tensors of an op; the first six can have gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    attn_mask: Tensor | None
+    sink: Tensor | None
+    key_padding_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    span_starts: Tensor | None
+    span_stops: Tensor | None
+    tile_kinds: Tensor | None
+    partial_index: Tensor | None
+    partial_tiles: Tensor | None
+    rng_state: Tensor | None
+    ticket: Tensor
+
+
+class _Numbers(NamedTuple):
+    """Numbers of an op, as the caller passes them."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_left: int | None
+    window_right: int | None
+    attention_chunk: int
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    num_splits: int
+    block_rows: int  # the lengths of a block mask
+    block_keys: int
+    return_lse: bool
+    backend: str
+
+
+_GRADIENTS = 6
+_COUNT = len(_Tensors._fields)
+_ALWAYS = ("q", "k", "v", "ticket")
+_TENSORS = ", ".join(f"Tensor{'' if name in _ALWAYS else '?'} {name}" for name in _Tensors._fields)
+_NUMBERS = (
+    "float? softmax_scale, bool causal, SymInt? window_left, SymInt? window_right, "
+    "SymInt attention_chunk, float softcap, float dropout_p, bool deterministic, "
+    "SymInt num_splits, SymInt block_rows, SymInt block_keys, bool return_lse, str backend"
+)
+_library = torch.library.Library("flashtile", "FRAGMENT")
+_library.define(f"context_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
+_library.define(
+    "context_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, "
+    f"{_TENSORS}, {_NUMBERS}) -> ({', '.join(['Tensor'] * _GRADIENTS)})"
+)
+
+
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    layout: Any,
+    options: Mapping[str, Any],
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a traced call of `ContextParallel.attention`."""
+    refuse_unknown(options, attend)
+    q, k, v = cast_inputs(*qkv)
+    window = checks.window(options.get("window_size", (-1, -1)))
+    checks.hints(options.get("pack_gqa"), options.get("sm_margin", 0), None, q)
+    dropout_p = options.get("dropout_p", 0.0)
+    blocks, spans = options.get("block_mask"), options.get("mask")
+    checks.spans(spans, q)
+    if blocks is not None and not isinstance(blocks, BlockMask):
+        raise TypeError(f"block_mask: got {type(blocks).__name__}, want flashtile.BlockMask")
+    tiles: tuple[Tensor | None, ...] = (None, None, None)
+    if blocks is not None:
+        tiles = blocks.kinds, blocks.partial_index, blocks.partial_tiles
+    tensors = (
+        q,
+        k,
+        v,
+        options.get("bias"),
+        options.get("attn_mask"),
+        options.get("sink"),
+        options.get("key_padding_mask"),
+        options.get("alibi_slopes"),
+        options.get("seqused_q"),
+        options.get("seqused_k"),
+        *((None, None) if spans is None else spans),
+        *tiles,
+        draw_rng_state(q.device) if dropout_p > 0 else None,
+        layout.ticket,
+    )
+    numbers = _Numbers(
+        options.get("softmax_scale"),
+        options.get("causal", False),
+        window.left,
+        window.right,
+        options.get("attention_chunk", 0),
+        options.get("softcap", 0.0),
+        dropout_p,
+        options.get("deterministic", False),
+        options.get("num_splits", 0),
+        *((0, 0) if blocks is None else blocks.lengths),
+        return_lse,
+        backend or "",
+    )
+    out, lse = torch.ops.flashtile.context_forward(*tensors, *numbers)
+    return out, lse
+
+
+def _given(tensors: _Tensors, numbers: _Numbers) -> dict[str, Any]:
+    """The options of the call."""
+    given: dict[str, Any] = {
+        name: getattr(source, name)
+        for source, names in ((tensors, _Tensors._fields[3:10]), (numbers, _SCALARS))
+        for name in names
+    }
+    given["window_size"] = (numbers.window_left, numbers.window_right)
+    if tensors.span_starts is not None and tensors.span_stops is not None:
+        given["mask"] = Spans(tensors.span_starts, tensors.span_stops)
+    if tensors.tile_kinds is not None:
+        assert tensors.partial_index is not None and tensors.partial_tiles is not None
+        given["block_mask"] = BlockMask(
+            tensors.tile_kinds,
+            tensors.partial_index,
+            tensors.partial_tiles,
+            (numbers.block_rows, numbers.block_keys),
+        )
+    return {name: x for name, x in given.items() if x is not None}
+
+
+_SCALARS = (
+    "softmax_scale",
+    "causal",
+    "attention_chunk",
+    "softcap",
+    "dropout_p",
+    "deterministic",
+    "num_splits",
+)
+
+
+def _run(
+    tensors: _Tensors, numbers: _Numbers, known: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    layout = layout_of(tensors.ticket)
+    with autocast_off(tensors.q):
+        out, lse = layout.context.run(
+            tensors[:3],
+            layout,
+            _given(tensors, numbers),
+            numbers.return_lse,
+            numbers.backend or None,
+            tensors.rng_state,
+            known,
+        )
+    return out, lse
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        out, lse = _run(_Tensors(*args[:_COUNT]), _Numbers(*args[_COUNT:]))
+    return out.contiguous(), lse.contiguous()
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    tensors, numbers = _Tensors(*args[:_COUNT]), _Numbers(*args[_COUNT:])
+    leaves = [
+        x if x is None else x.detach().requires_grad_(wanted)
+        for x, wanted in zip(tensors[:_GRADIENTS], needed, strict=True)
+    ]
+    named = {name: x for name, x in zip(_Tensors._fields, leaves, strict=False) if x is not None}
+    with torch.enable_grad():
+        recorded = _run(tensors._replace(**named), numbers, (out, lse))
+        results = [(x, g) for x, g in zip(recorded, (dout, dlse), strict=True) if g is not None]
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad([x for x, _ in results], wanted, [g for _, g in results]))
+    # An op cannot return None, so an empty tensor means "no gradient".
+    return tuple(
+        next(found) if x is not None and x.requires_grad else dout.new_empty(0) for x in leaves
+    )
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    q, v = args[0], args[2]
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    *batch, rows, heads, _ = q.shape
+    return out, q.new_empty((*batch, heads, rows), dtype=lse_dtype(q.dtype))
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else dout.new_empty(0)
+        for x, wanted in zip(args[:_GRADIENTS], needed, strict=True)
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.numbers = inputs[_COUNT:]
+    ctx.save_for_backward(*output, *inputs[:_COUNT])
+    if not _Numbers(*ctx.numbers).return_lse:
+        ctx.mark_non_differentiable(output[1])
+
+
+def _derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    needed = [bool(x) for x in ctx.needs_input_grad[:_GRADIENTS]]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    results = torch.ops.flashtile.context_backward(
+        dout, dlse, out, lse, needed, *tensors, *ctx.numbers
+    )
+    leading = (g if wanted else None for g, wanted in zip(results, needed, strict=True))
+    return (*leading, *(None,) * (len(ctx.needs_input_grad) - _GRADIENTS))
+
+
+_library.impl("context_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("context_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("flashtile::context_forward", _fake_forward, lib=_library)
+torch.library.register_fake("flashtile::context_backward", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    "flashtile::context_forward", _derivative, setup_context=_setup, lib=_library
+)

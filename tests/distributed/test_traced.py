@@ -1,0 +1,64 @@
+"""The ops of compiled calls. With several ranks they run in `context_worker`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtile import BlockMask, Spans
+from flashtile.distributed import ContextParallel, tickets, traced
+from flashtile.testing.wires import ThreadWire, run_ranks
+
+OPTIONS: list[dict[str, Any]] = [
+    {"causal": True, "window_size": (9, -1), "softcap": 3.0, "sink": torch.randn(4)},
+    {"bias": torch.randn(1, 4, 32, 32), "key_padding_mask": torch.rand(2, 32) > 0.2},
+    {"attn_mask": torch.randn(2, 1, 1, 32), "num_splits": 1, "softmax_scale": 0.3},
+    {"mask": Spans.documents(torch.arange(64).view(2, 32) // 7), "dropout_p": 0.3},
+    {"block_mask": BlockMask.from_tiles(torch.ones(2, 2).tril(), (16, 16))},
+    {"seqused_k": torch.tensor([3, 32]), "alibi_slopes": torch.rand(4), "attention_chunk": 8},
+]
+
+
+class Calls(TorchDispatchMode):
+    """The arguments of every call of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.flashtile.context_forward.default:
+            self.arguments.append(args)
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_ops(options: dict[str, Any], return_lse: bool) -> None:
+    def run(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(batch=2, seq_len=32, grain=16)
+        q, k, v = (torch.randn(2, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+        torch.manual_seed(0)
+        want = parallel.run((q, k, v), layout, options, return_lse, None)
+        torch.manual_seed(0)
+        with Calls() as calls:
+            got = traced.attend((q, k, v), layout, options, return_lse, None)
+        results = []
+        for out, lse in (got, want):
+            loss = out.sin().sum() + (lse.clamp(min=-9).sum() if return_lse else 0)
+            results.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
+        for mine, theirs in zip(*results, strict=True):
+            assert torch.equal(mine, theirs)
+        opcheck(torch.ops.flashtile.context_forward.default, calls.arguments[0])
+
+    run_ranks(1, run)
+
+
+def test_a_layout_that_is_gone() -> None:
+    with pytest.raises(RuntimeError, match="layout: number 1000000000 is gone"):
+        tickets.layout_of(torch.tensor(10**9))
