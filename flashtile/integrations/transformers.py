@@ -236,7 +236,7 @@ def attention_forward(
         refused = {"position_bias": position_bias, "sinks": sinks, "indices": indices}
         refused |= {"block_indices": block_indices, "cu_seq_lens_q": options.get("cu_seq_lens_q")}
         out = transformers_layouts.attend(
-            layout, (q, k, v), attention_mask, pattern, numbers, position_ids, refused
+            layout, module, (q, k, v), attention_mask, pattern, numbers, position_ids, refused
         )
         return out, None
     transformers_layouts.refuse_forgotten_layout(position_ids)

@@ -8,12 +8,15 @@ over this rank's tokens.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 from .. import current_layout
 from ..current_layout import Layout
@@ -22,6 +25,12 @@ from .transformers_masks import Pattern, attach_pattern, attached_pattern, is_wh
 
 Mask = Tensor | None
 
+# Fields of configurations that say what each layer is; layers of these kinds are right on a shard.
+_KINDS = ("layer_types", "layers_block_type")
+_OF_TOKENS = {
+    *("full_attention", "sliding_attention", "chunked_attention", "attention"),
+    *("mlp", "moe", "dense", "sparse"),
+}
 _COMPUTE_WITH_MASKS = transformers_masks.READERS_OF_MASKS | transformers_masks.ADDERS_OF_MASKS
 
 
@@ -95,6 +104,7 @@ _CONTRADICTION = (
 
 def attend(
     layout: Layout,
+    module: torch.nn.Module,
     qkv: tuple[Tensor, Tensor, Tensor],
     mask: Any,
     pattern: Pattern,
@@ -105,6 +115,7 @@ def attend(
     """The attention of one layer over all ranks.
 
     Args:
+        module: the layer.
         qkv: (batch, local_tokens, heads, head_dim); packed documents are one row.
         mask: what the model passes to its layer; its rule replaces `pattern`.
         pattern: the rule of a layer without a mask.
@@ -130,6 +141,9 @@ def attend(
                 "position_ids: the model passes none to its attention, which therefore cannot "
                 "tell whether they fit the layout"
             )
+        objection = _objection_to_layers(module) or _objection_to_file(type(module).__module__)
+        if objection is not None:
+            raise NotImplementedError(objection)
         if not once(position_ids, _are_positions_of, layout):
             raise ValueError(_CONTRADICTION)
         rows = max(layout.sequences, 1)
@@ -151,6 +165,29 @@ def _is_rule(mask: Any) -> bool:
     if pattern is None and mask.is_floating_point():
         return False
     return (pattern is None or pattern.segments is None) and is_whole(mask)
+
+
+def _objection_to_layers(module: torch.nn.Module) -> str | None:
+    """Why a model with this attention layer has others that see only this rank's tokens."""
+    config = getattr(module, "config", None)
+    kinds = {str(kind) for name in _KINDS for kind in getattr(config, name, None) or ()}
+    others = sorted(kinds - _OF_TOKENS)
+    if not others:
+        return None
+    return f"layer_types: {others[0]} would see only this rank's tokens inside `with layout:`"
+
+
+@lru_cache
+def _objection_to_file(file: str) -> str | None:
+    """Why the models in a Python module do not take positions as `Layout.batch` makes them."""
+    classes = [x for x in vars(sys.modules[file]).values() if isinstance(x, type)]
+    models = [kind for kind in classes if issubclass(kind, PreTrainedModel)]
+    if not any("position_ids" in inspect.signature(kind.forward).parameters for kind in models):
+        # Such a model passes `position_ids` on to its layers unread.
+        return "position_ids: the model does not take them; it counts this rank's tokens from 0"
+    if any(hasattr(x, "create_position_ids_from_input_ids") for x in (*classes, sys.modules[file])):
+        return "position_ids: those of the model do not start at 0, as with RoBERTa"
+    return None
 
 
 def _are_positions_of(position_ids: Tensor, layout: Layout) -> bool:

@@ -286,3 +286,25 @@ def test_a_compiled_model_runs_its_attention_without_a_graph() -> None:
 
         (got,) = run_ranks(1, one_rank)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("family", "outcome"),
+    [
+        ("qwen3", "equal"),
+        ("bart", "NotImplementedError: context parallel: rank 0: position_ids: the model does not"),
+        (
+            "roberta",
+            "NotImplementedError: context parallel: rank 0: position_ids: those of the mod",
+        ),
+        ("bamba", "NotImplementedError: context parallel: rank 0: layer_types: linear_attention"),
+        ("minimax", "NotImplementedError: context parallel: rank 0: layer_types: linear_attention"),
+        ("falcon_h1", "NotImplementedError: context parallel: rank 0: layer_types: hybrid"),
+        ("lfm2_moe", "NotImplementedError: context parallel: rank 0: layer_types: conv"),
+        ("llama4_text", "NotImplementedError: context parallel: rank 0: position_ids: the model p"),
+        ("bloom", "RuntimeError: with layout: no attention over all ranks"),
+    ],
+)
+def test_models_that_would_be_wrong_raise(family: str, outcome: str) -> None:
+    sweep = pytest.importorskip("sweep_layouts")
+    assert sweep.outcome(family).startswith(outcome)
