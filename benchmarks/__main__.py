@@ -16,6 +16,7 @@ import torch
 from flashtile.cli.machine import busy, missing_device, provenance
 
 from . import small_calls, targets
+from .context import run as context
 from .markdown import page
 from .peers import FAILED, PEERS
 from .plots import draw
@@ -34,6 +35,7 @@ from .run import Settings, measure_case, with_progress
 from .shapes import VARIANTS, Case, vary
 
 CPU_TARGETS = {"cpu-targets": targets, "cpu-small": small_calls}  # each alternates with PyTorch
+CONTEXT = "context"  # under torchrun
 DTYPES = {
     "fp64": "float64",
     "fp32": "float32",
@@ -71,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drawn = [name for name, preset in PRESETS.items() if preset.draws]
     parser.add_argument(
         "--preset",
-        choices=[*CPU_TARGETS, *PRESETS],
+        choices=[*CPU_TARGETS, CONTEXT, *PRESETS],
         metavar="NAME",
         help="a predefined measurement, listed below (default: none, the flags describe it); "
         "--seq-len, --head-dim, --use-causal, --cases and --part keep a part of its cases, so that "
@@ -191,6 +193,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write; 0 if something was measured and no call of flashtile failed."""
     if args.report:
         return _report(args.report)
+    if args.preset == CONTEXT:
+        return context.run(args)
     groups = args.num_heads_kv or 1
     if any(heads % groups for heads in args.num_heads):
         print(f"--num-heads-kv {groups} does not divide every one of --num-heads", file=sys.stderr)
@@ -386,6 +390,7 @@ def _names() -> str:
             fill(f"peers: {', '.join(PEERS)}", subsequent_indent="  "),
             "presets:",
             *(f"  {name:<20} {preset.about}" for name, preset in PRESETS.items()),
+            f"  {CONTEXT:<20} attention over the processes of torchrun, against one process",
         ]
     )
 

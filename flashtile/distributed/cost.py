@@ -80,6 +80,15 @@ class _Hop(NamedTuple):
     scores: float
 
 
+class _Stage(NamedTuple):
+    """The hops of one exchange together."""
+
+    scores: float
+    received: int  # keys
+    # (received, sent) keys, inside the node and across nodes.
+    by_link: tuple[tuple[int, int], tuple[int, int]]
+
+
 class Pricing:
     """Prices of the ways to run calls of one kind.
 
@@ -98,6 +107,7 @@ class Pricing:
         self.ranks = queries.ranks
         self._merged: dict[int, tuple[Ownership, Ownership]] = {}
         self._hops: dict[tuple[int, int], list[_Hop]] = {}
+        self._stages: dict[tuple[int, int, int], list[_Stage]] = {}
 
     def shares(self, ulysses: int) -> list[HeadShare]:
         """The heads of every member of a group of neighbours."""
@@ -114,20 +124,19 @@ class Pricing:
         share = self.shares(way.ulysses)[inner]
         query_heads = _count(share.queries) / way.head_groups
         key_heads = _count(share.keys) / way.head_groups
-        hops = self._hops_of(way.ulysses, outer)
-        stages = [[hops[d] for d in away] for away in distances(len(hops), way.stages)]
+        stages = self._stages_of(way.ulysses, way.stages, rank)
         rows = self._holders(way.ulysses)[0].tokens(outer)
         per_key = key_heads * (self.shape.head_dim + self.shape.value_head_dim)
         steps = [
-            self._step(way, rank, stage, rows, query_heads, per_key, is_first=number == 0)
-            for _ in range(way.head_groups)
+            self._step(way, stage, rows, query_heads, per_key, is_first=number == 0)
             for number, stage in enumerate(stages)
         ]
+        steps *= way.head_groups  # which are alike
         share_of_keys = key_heads / self.shape.key_heads
-        received = [sum(hop.received for hop in stage) * share_of_keys for stage in stages]
+        received = [stage.received * share_of_keys for stage in stages]
         spread, collected = self._exchanges_of_heads(way.ulysses, rank)
         return Price(
-            sum(hop.scores for hop in hops),
+            sum(stage.scores for stage in stages),
             sum(received) * way.head_groups,
             max(received),
             sum(step.calls for step in steps),
@@ -138,8 +147,7 @@ class Pricing:
     def _step(
         self,
         way: Way,
-        rank: int,
-        stage: list[_Hop],
+        stage: _Stage,
         rows: int,
         query_heads: float,
         per_key: float,
@@ -149,7 +157,7 @@ class Pricing:
         """One exchange and the call on what it brings."""
         machine, shape = self.machine, self.shape
         D, Dv = shape.head_dim, shape.value_head_dim
-        scores = sum(hop.scores for hop in stage) * query_heads
+        scores = stage.scores * query_heads
         has_call = rows > 0 and query_heads > 0 and (is_first or scores > 0)
         tiles = max(1.0, rows / TILE_ROWS * query_heads)
         # Two matrix products in the forward, five in the backward.
@@ -159,12 +167,12 @@ class Pricing:
             backward = self._call(2 * (3 * D + 2 * Dv) * scores / machine.backward, tiles)
         if has_call and way.stages > 1:
             forward += 12 * rows * query_heads * Dv / machine.memory
-        buffer = sum(hop.received for hop in stage) * per_key
+        buffer = stage.received * per_key
         copied = 4 * buffer / machine.memory  # written and read, once on arrival and once in order
         forward += copied * shape.element_size
         backward += copied * (shape.element_size + FLOAT32)
-        fetch = self._exchange(way, rank, stage, per_key * shape.element_size)
-        back = self._exchange(way, rank, stage, per_key * shape.gradient_size)
+        fetch = self._exchange(stage, per_key * shape.element_size)
+        back = self._exchange(stage, per_key * shape.gradient_size)
         return _Step(forward, backward, fetch, back, int(has_call))
 
     def _call(self, seconds: float, tiles: float) -> float:
@@ -172,28 +180,24 @@ class Pricing:
         tile = seconds * self.machine.processors / tiles
         return max(seconds, tile) + tile / 4 + self.machine.launch
 
-    def _exchange(self, way: Way, rank: int, stage: list[_Hop], size: float) -> float:
-        """Seconds of the exchange of a stage; `size` is that of a key in bytes."""
-        inner = rank % way.ulysses
-        received = {hop.source * way.ulysses + inner: hop.received * size for hop in stage}
-        sent = {hop.target * way.ulysses + inner: hop.sent * size for hop in stage}
-        return self._seconds(rank, received, sent)
+    def _exchange(self, stage: _Stage, size: float) -> float:
+        """Seconds of one exchange of keys of `size` bytes: both links work at the same time, and so
+        do both directions."""
+        links = zip((self.machine.inside, self.machine.across), stage.by_link, strict=True)
+        return max(link.seconds(max(rows) * size) for link, rows in links)
 
-    def _seconds(
-        self, rank: int, received: Mapping[int, float], sent: Mapping[int, float]
-    ) -> float:
-        """Seconds of one exchange, from the bytes by peer: both links work at the same time, and
-        so do both directions."""
-        slowest = 0.0
-        for link in (self.machine.inside, self.machine.across):
-            for sizes in (received, sent):
-                total = sum(
-                    size
-                    for peer, size in sizes.items()
-                    if peer != rank and self.machine.link(rank, peer) == link
-                )
-                slowest = max(slowest, link.seconds(total))
-        return slowest
+    def _by_link(
+        self, rank: int, received: Mapping[int, int], sent: Mapping[int, int]
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(received, sent) in all, inside the node and across nodes, from numbers by peer."""
+        totals = [[0, 0], [0, 0]]
+        node = rank // self.machine.node
+        for direction, sizes in enumerate((received, sent)):
+            for peer, size in sizes.items():
+                if peer != rank:
+                    totals[peer // self.machine.node != node][direction] += size
+        (a, b), (c, d) = totals
+        return (a, b), (c, d)
 
     def _exchanges_of_heads(self, ulysses: int, rank: int) -> tuple[float, float]:
         """Seconds of the exchanges of tokens for heads in the forward and in the backward."""
@@ -204,10 +208,12 @@ class Pricing:
 
         def seconds(holders: Ownership, heads: list[int], size: int) -> float:
             """Of one tensor of `size` bytes for each token and head, in either direction."""
-            mine = holders.tokens(rank) * size
+            mine = holders.tokens(rank)
             away = {peer: mine * n for peer, n in zip(members, heads, strict=True)}
-            here = {peer: holders.tokens(peer) * size * heads[inner] for peer in members}
-            return self._seconds(rank, here, away)
+            here = {peer: holders.tokens(peer) * heads[inner] for peer in members}
+            # Copied before and after, as the buffers of keys are.
+            copied = 4 * size * sum(here.values()) / self.machine.memory
+            return copied + self._exchange(_Stage(0, 0, self._by_link(rank, here, away)), size)
 
         query_heads = [_count(share.queries) for share in shares]
         key_heads = [_count(share.keys) for share in shares]
@@ -237,6 +243,22 @@ class Pricing:
             same = self.keys == self.queries
             self._merged[ulysses] = queries, queries if same else merged(self.keys, groups)
         return self._merged[ulysses]
+
+    def _stages_of(self, ulysses: int, stages: int, rank: int) -> list[_Stage]:
+        """The exchanges of a rank."""
+        if (ulysses, stages, rank) not in self._stages:
+            outer, inner = divmod(rank, ulysses)
+            hops = self._hops_of(ulysses, outer)
+            found = []
+            for away in distances(len(hops), stages):
+                group = [hops[distance] for distance in away]
+                received = {hop.source * ulysses + inner: hop.received for hop in group}
+                sent = {hop.target * ulysses + inner: hop.sent for hop in group}
+                scores = sum(hop.scores for hop in group)
+                total = sum(received.values())
+                found.append(_Stage(scores, total, self._by_link(rank, received, sent)))
+            self._stages[ulysses, stages, rank] = found
+        return self._stages[ulysses, stages, rank]
 
     def _hops_of(self, ulysses: int, outer: int) -> list[_Hop]:
         """By distance, from the schedule with a stage for every distance."""

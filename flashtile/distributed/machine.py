@@ -37,10 +37,6 @@ class Machine(NamedTuple):
     across: Link  # between nodes
     node: int = 8  # ranks of a node
 
-    def link(self, rank: int, peer: int) -> Link:
-        """The connection between two ranks."""
-        return self.inside if rank // self.node == peer // self.node else self.across
-
 
 NVLINK = Link(360e9, 20e-6)
 INFINIBAND = Link(45e9, 40e-6)  # 400 Gbit/s for each GPU

@@ -1,0 +1,1 @@
+"""``torchrun -m benchmarks --preset context``: attention over ranks against one process."""

@@ -1,0 +1,118 @@
+"""Who computes attention over ranks: each peer makes a call of this rank's part of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashtile.distributed import ContextParallel, Layout
+
+from .cases import ContextCase
+from .zigzag_ring import zigzag_ring
+
+
+class Unsupported(Exception):
+    """Why a peer cannot run a case."""
+
+
+class Ready(NamedTuple):
+    """A peer, ready to run a case on this rank."""
+
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]  # this rank's shards, in `layout`'s order
+    layout: Layout
+    way: str = ""  # what flashtile chose
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # each run
+
+
+def flashtile(case: ContextCase, lengths: list[int]) -> Ready:
+    """`ContextParallel` with what the cost model chooses."""
+    return _flashtile(ContextParallel(), case, lengths)
+
+
+def gather(case: ContextCase, lengths: list[int]) -> Ready:
+    """Keys are gathered."""
+    return _flashtile(ContextParallel(ulysses=1, stages=1), case, lengths)
+
+
+def ulysses(case: ContextCase, lengths: list[int]) -> Ready:
+    """Tokens are exchanged for heads."""
+    return _flashtile(ContextParallel(ulysses=dist.get_world_size()), case, lengths)
+
+
+def plain_ring(case: ContextCase, lengths: list[int]) -> Ready:
+    """A plain zigzag ring."""
+    return Ready(zigzag_ring, _zigzag(case))
+
+
+def torch_context_parallel(case: ContextCase, lengths: list[int]) -> Ready:
+    """`torch.distributed.tensor.experimental.context_parallel`, which shards in zigzag, too."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    layout = _zigzag(case)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        raise Unsupported("PyTorch's context parallelism has no CPU kernels")
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    groups = case.heads_q // case.heads_kv
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    # Its buffers are what it would shard; the shards are there already.
+    return Ready(call, layout, around=lambda: context_parallel(mesh, buffers=[]))
+
+
+def _flashtile(parallel: ContextParallel, case: ContextCase, lengths: list[int]) -> Ready:
+    if case.variant == "packed":
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        layout = parallel.layout(ends)
+    else:
+        way = "contiguous" if case.window else "auto"
+        layout = parallel.layout(seq_len=lengths[0], way=way)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = parallel.attention(q, k, v, layout, **case.options)
+        assert isinstance(out, Tensor)
+        return out
+
+    rows = layout.local_tokens
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, case.dtype)
+    batch = () if case.variant == "packed" else (1,)
+    q, k = (
+        torch.empty(*batch, rows, heads, case.head_dim, dtype=dtype, device=device)
+        for heads in (case.heads_q, case.heads_kv)
+    )
+    plan = parallel.explain(layout, q, k, k, **case.options)
+    way = next(line for line in plan.splitlines() if line.startswith("way: "))
+    return Ready(call, layout, way.split(": ")[1])
+
+
+def _zigzag(case: ContextCase) -> Layout:
+    """Parts r and 2 ranks - 1 - r of the sequence.
+
+    Raises:
+        Unsupported: the case is not one causal sequence.
+    """
+    if case.variant != "dense":
+        raise Unsupported(f"one causal sequence only, not {case.variant}")
+    whole = case.tokens * dist.get_world_size()
+    return ContextParallel(ulysses=1, stages=1).layout(seq_len=whole, way="zigzag")
+
+
+PEERS: dict[str, Callable[[ContextCase, list[int]], Ready]] = {
+    "flashtile": flashtile,
+    "flashtile-gather": gather,
+    "flashtile-ulysses": ulysses,
+    "zigzag-ring": plain_ring,
+    "torch-context-parallel": torch_context_parallel,
+}

@@ -1,0 +1,95 @@
+"""Efficiency on up to 4,096 GPUs by the cost model: a prediction, nothing is measured.
+
+``python -m benchmarks.context.simulate --csv benchmarks/results/model/context.csv`` prices the
+schedules that the executor would run for one causal sequence, with the rates and links of a machine
+of `flashtile.distributed.machine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from flashtile.cli.machine import provenance
+from flashtile.distributed import balance
+from flashtile.distributed.choice import Wanted, choose
+from flashtile.distributed.cost import Price, Pricing, Shape, Way
+from flashtile.distributed.machine import MACHINES, Machine
+from flashtile.masks import Window
+
+SHAPE = Shape(query_heads=32, key_heads=8, head_dim=128, value_head_dim=128, element_size=2)
+TOKENS = (4096, 8192, 16384)  # of each rank
+RANKS = [1 << n for n in range(13)]
+GRAIN = 128
+
+
+class Prediction(NamedTuple):
+    """The efficiency of one way to run a causal sequence."""
+
+    machine: str
+    heads: str
+    head_dim: int
+    tokens: int  # of each rank
+    ranks: int
+    strategy: str
+    way: str
+    forward: float  # one process / (ranks x slowest rank)
+    both: float
+
+
+def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Prediction]:
+    """Of a ring, of gathering, and of what the model chooses."""
+    holders = balance.zigzag([tokens * ranks], ranks, GRAIN)
+    pricing = Pricing(machine, SHAPE, holders, holders, (Window(None, 0),))
+    whole = balance.contiguous([tokens * ranks], 1, GRAIN)
+    alone = Pricing(machine, SHAPE, whole, whole, pricing.facts).slowest(Way(1, 1, 1))
+    ways = {
+        "ring": Way(1, ranks, 1),
+        "gather": Way(1, 1, 2),
+        "chosen by the model": choose(Wanted("auto", "auto", None, None), pricing),
+    }
+    for name, way in ways.items():
+        slowest = pricing.slowest(way)
+        forward, both = _efficiencies(alone, slowest, ranks)
+        yield Prediction(
+            machine.name,
+            f"{SHAPE.query_heads}:{SHAPE.key_heads}",
+            SHAPE.head_dim,
+            tokens,
+            ranks,
+            name,
+            str(way),
+            forward,
+            both,
+        )
+
+
+def _efficiencies(alone: Price, slowest: Price, ranks: int) -> tuple[float, float]:
+    """Of the forward, and of both passes."""
+    return alone.forward / ranks / slowest.forward, alone.seconds / ranks / slowest.seconds
+
+
+def main() -> None:
+    """Write the predictions."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.context.simulate")
+    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help="what to write")
+    args = parser.parse_args()
+    found = provenance("cpu", f"python -m benchmarks.context.simulate --csv {args.csv}")
+    origin = {name: found[name] for name in ("command", "date", "commit", "flashtile")}
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    with args.csv.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*Prediction._fields, *origin])
+        for tokens in TOKENS:
+            for ranks in RANKS:
+                for line in predictions(MACHINES["H200"], tokens, ranks):
+                    values = [f"{x:.4f}" if isinstance(x, float) else x for x in line]
+                    writer.writerow([*values, *origin.values()])
+                file.flush()
+
+
+if __name__ == "__main__":
+    main()

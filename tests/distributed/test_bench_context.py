@@ -1,0 +1,53 @@
+"""The preset of context parallelism: its cases, its yardstick, its files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import processes
+import pytest
+
+from benchmarks.context import plot, run
+from benchmarks.context.cases import cases
+from benchmarks.context.rows import ContextRow, read, write
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_zigzag_ring_is_exact(world: int, tmp_path: Path) -> None:
+    processes.run("distributed/ring_worker.py", world, tmp_path / "rendezvous")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_documents_fill_the_ranks(device: str) -> None:
+    for case in cases(device):
+        for ranks in (1, 2, 4, 8):
+            lengths = case.lengths(ranks)
+            assert sum(lengths) == ranks * case.tokens
+            assert all(length > 0 for length in lengths)
+            assert (len(lengths) > 1) == (case.variant == "packed")
+
+
+def test_it_wants_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert run.run(argparse.Namespace()) == 2
+    assert "torchrun --nproc-per-node 2 -m benchmarks --preset context" in capsys.readouterr().err
+
+
+def test_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = ContextRow("flashtile", "both", "dense", "float32", 8, 2, 64, 0, 1024, 1, 2, "gloo")
+    measured = ContextRow(
+        **{**vars(row), "one_process_ms": 10.0, "slowest_rank_ms": 6.25, "efficiency": 0.8}
+    )
+    skipped = ContextRow(**{**vars(row), "peer": "zigzag-ring", "skipped": "no"})
+    path = tmp_path / "context.csv"
+    origin = {"device": "a machine", "torch": "2", "date": "today"}
+    write(path, [measured, skipped], origin)
+    lines = read(path)
+    assert [line["efficiency"] for line in lines] == ["0.8", ""]
+    assert lines[1]["skipped"] == "no"
+    assert lines[0]["device"] == "a machine"
+    assert plot.draw(path, tmp_path / "context.png").stat().st_size > 1000
