@@ -19,6 +19,9 @@ from flashtile.integrations import dtensor
 BATCH, HEADS, SEQUENCE = Shard(0), Shard(2), Shard(1)
 
 
+DIFFERENTIABLE = ("bias", "sink", "relative_bias", "alibi_slopes")
+
+
 def inputs(heads, kv_heads):
     """q, k, v and the gradient of out: whole, the same in all processes."""
     torch.manual_seed(0)
@@ -28,7 +31,7 @@ def inputs(heads, kv_heads):
 
 def results(q, k, v, dout, options):
     """out, lse and the gradients of all that has one."""
-    given = [x for x in (q, k, v, options.get("bias"), options.get("sink")) if x is not None]
+    given = [q, k, v, *(options[o] for o in DIFFERENTIABLE if o in options)]
     out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, **options)
     return [out, lse, *torch.autograd.grad(out, given, dout)]
 
@@ -36,7 +39,7 @@ def results(q, k, v, dout, options):
 def compare(name, mesh, heads, placement, options, placements):
     """A call of DTensors; without communication where they are sharded over batch or heads."""
     whole = inputs(*heads)
-    for x in (*whole[:3], *(options[o] for o in ("bias", "sink") if o in options)):
+    for x in (*whole[:3], *(options[o] for o in DIFFERENTIABLE if o in options)):
         x.requires_grad_()
     want = results(*whole, options)
     shared = [distribute_tensor(x.detach(), mesh, [placement]) for x in whole]
@@ -44,7 +47,7 @@ def compare(name, mesh, heads, placement, options, placements):
         option: distribute_tensor(x.detach(), mesh, [placements.get(option, Replicate())])
         for option, x in options.items()
     }
-    for x in (*shared[:3], *(sharded[o] for o in ("bias", "sink") if o in sharded)):
+    for x in (*shared[:3], *(sharded[o] for o in DIFFERENTIABLE if o in sharded)):
         x.requires_grad_()
     with CommDebugMode() as communication:
         got = results(*shared, sharded)

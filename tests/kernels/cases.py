@@ -108,6 +108,26 @@ def dropped(make: Make, p: float = 0.3) -> Make:
     return with_dropout
 
 
+def by_distance(make: Make, slopes: int | None = 1, reach: int | None = 5) -> Make:
+    """The call with learned ALiBi slopes for `slopes` sequences, and a relative bias of distances
+    up to `reach`."""
+
+    def with_biases(g: torch.Generator, dtype: torch.dtype) -> Call:
+        operands, options = make(g, dtype)
+        heads = operands.q.shape[-2]
+        if slopes is not None:
+            rows = alibi_slopes(g, heads, slopes) if slopes > 1 else alibi_slopes(g, heads)
+            operands = operands._replace(alibi_slopes=rows)
+            options = options._replace(alibi_needs_grad=True)
+        if reach is not None:
+            table = normal(g, heads, 2 * reach + 1, dtype=dtype)
+            operands = operands._replace(relative_bias=table)
+            options = options._replace(relative_bias_needs_grad=True)
+        return operands, options
+
+    return with_biases
+
+
 def random_spans(g: torch.Generator, shape: tuple[int, ...], N: int) -> Spans:
     """Intervals of every kind: empty, overlapping, beyond either end, of all keys."""
     starts = torch.randint(-N // 2, N + 4, shape, generator=g, dtype=torch.int32)
@@ -140,6 +160,31 @@ def masked(sizes: dict[str, int], mask: Spans, **options: Any) -> Make:
     return dense(**sizes)(lambda g, t: {"mask": mask, **options})
 
 
+BIAS_CASES: dict[str, Make] = {
+    "learned alibi": by_distance(
+        dense(**(SMALL | {"M": 90, "N": 100}))(lambda g, t: {"window_size": (30, 40)}), 2, None
+    ),
+    "relative bias": by_distance(
+        dense(**(SMALL | {"B": 1, "M": 150}))(lambda g, t: {"softcap": 2.0}), None, 20
+    ),
+    "relative bias of all distances": by_distance(
+        dense(**SMALL)(lambda g, t: {"causal": True, "sink": normal(g, 4)}), None, 60
+    ),
+    "relative bias of one number": by_distance(dense(**FEW)(bias(4, 1, 70)), None, 0),
+    "relative bias of few queries": by_distance(dense(**FEW)(), None, 3),
+    "relative bias, no keys": by_distance(dense(**(SMALL | {"N": 0}))(), None, 3),
+    "packed biases by distance": by_distance(dropped(packed), 4),
+    "biases by distance in a block mask": by_distance(
+        dense(**SMALL)(
+            lambda g, t: {
+                "block_mask": BlockMask.from_dense(torch.rand(37, 45, generator=g) < 0.5, (16, 16))
+            }
+        )
+    ),
+    "biases by distance in spans": by_distance(spanned(dense(**SMALL)(), 2, batch=2)),
+    "biases by distance in pages": by_distance(pages),
+    "biases by distance in cache rows": by_distance(cached),
+}
 SPAN_CASES: dict[str, Make] = {
     "prefix of spans": masked(SELF, Spans.prefix_lm(PREFIXES, 140)),
     "documents of spans": masked(SELF, Spans.documents_of_lengths(ANSWERS, 140), softcap=2.0),
@@ -231,6 +276,7 @@ SCORE_CASES: dict[str, Make] = {
 }
 CASES: dict[str, Make] = (
     SPAN_CASES
+    | BIAS_CASES
     | SCORE_CASES
     | {
         "full": dense(**SMALL)(),

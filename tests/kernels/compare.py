@@ -48,9 +48,12 @@ def everything(
 
 def expected(operands: Operands, options: Options, dout: Tensor, dlse: Tensor, **how: Any) -> Run:
     """The reference's results for the same call; `how` is the precision."""
+    names = DIFFERENTIABLE
+    names += ("alibi_slopes",) if options.alibi_needs_grad else ()
+    names += ("relative_bias",) if options.relative_bias_needs_grad else ()
     leaves = {
         name: x.detach().to(how["compute_dtype"]).requires_grad_()
-        for name in DIFFERENTIABLE
+        for name in names
         if (x := getattr(operands, name)) is not None
     }
     found = reference(operands._replace(**leaves), options, **how)

@@ -37,6 +37,7 @@ def reference(operands: Operands, options: Options, **how: Any) -> Reference:
         softcap=options.softcap,
         alibi_slopes=operands.alibi_slopes,
         bias=operands.bias,
+        relative_bias=operands.relative_bias,
         sink=operands.sink,
         block_mask=_tiles(operands, M, N),
         mask=_spans(operands),

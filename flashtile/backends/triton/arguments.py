@@ -62,6 +62,8 @@ class ScoreData(NamedTuple):
     # What the score function captures: (n,) float32 or float64, and (n,) int64.
     captured: Tensor | None = None
     captured_integers: Tensor | None = None
+    table_ptr: Tensor | None = None  # a relative bias (Hq, 2 R + 1), contiguous
+    table_reach: int | None = None  # R
 
 
 class NewData(NamedTuple):
@@ -250,6 +252,8 @@ def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
         drop_scale=1.0 / (1.0 - options.dropout_p),
         alibi_ptr=at_boundary(slopes),
         alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
+        table_ptr=at_boundary(operands.relative_bias),
+        table_reach=problem.relative_distance,
         **descales,
         captured=at_boundary(operands.captured),
         captured_integers=at_boundary(operands.captured_integers),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from .arguments import NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bias_gradient import bias_gradient_kernel
 from .block_lists import list_tiles_kernel
+from .distance_gradient import distance_gradient_kernel
 from .forward_pass import forward_kernel
 from .plan import KernelPlan
 from .score_function import plan_with_functions
@@ -43,6 +45,7 @@ class BackwardBuffers(NamedTuple):
     dv: Tensor
     dbias: Tensor | None
     delta: Tensor
+    distance_sums: Tensor | None  # see `distance_gradient.py`
 
 
 def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[Launch]:
@@ -131,6 +134,8 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
         )
     if made.dbias is not None:
         launches.append(bias_launch(problem, made.dbias, shared, planned.scores))
+    if made.distance_sums is not None:
+        launches.append(distance_launch(problem, made.distance_sums, shared, planned.scores))
     return launches
 
 
@@ -210,6 +215,19 @@ def bias_launch(
     }
     grid = (batch * heads, -(-rows // config.BLOCK_M), -(-keys // config.BLOCK_N))
     return Launch(bias_gradient_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+
+
+def distance_launch(
+    problem: AttentionProblem, sums: Tensor, shared: dict[str, Any], kernel_plan: KernelPlan
+) -> Launch:
+    """The sums of dS over scores of equal distance, of each sequence and head."""
+    config = kernel_plan.config
+    side = min(config.BLOCK_M, config.BLOCK_N)
+    config = replace(config, BLOCK_M=side, BLOCK_N=side)
+    arguments = shared | {"sums_ptr": sums, "cfg": config}
+    bands = -(-problem.M // side) + -(-problem.N // side) - 1
+    grid = (problem.B * problem.Hq, bands if problem.M and problem.N else 0)
+    return Launch(distance_gradient_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
 
 
 def probabilities_launch(

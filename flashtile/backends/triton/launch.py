@@ -17,6 +17,7 @@ from ...gpu.rows import ALIGNMENT, is_aligned, is_in_place
 from ...lru import memoised
 from ...problem import AttentionProblem, NewTokens, Operands, lse_shape
 from .. import Gradients, Results, Run
+from .distance_gradient import gradients_of
 from .kernel_launches import (
     BackwardBuffers,
     backward_launches,
@@ -111,7 +112,10 @@ def _backward(
     run_all("triton backward", (problem, key_dtype, where), given, made, describe)
     sink = operands.sink
     dsink = None if sink is None else _sink_gradient(sink, lse, made.delta)
-    return Gradients(made.dq, made.dk, made.dv, made.dbias, dsink)
+    by_distance: tuple[Tensor | None, Tensor | None] = (None, None)
+    if made.distance_sums is not None:
+        by_distance = gradients_of(made.distance_sums, operands, problem.options)
+    return Gradients(made.dq, made.dk, made.dv, made.dbias, dsink, None, *by_distance)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -198,12 +202,17 @@ def backward_buffers(
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     elif dq is None:
         dq = make(q.shape, dtype=q.dtype, device=q.device)
+    options, sums = problem.options, None
+    if options.alibi_needs_grad or options.relative_bias_needs_grad:
+        distances = max(problem.M + problem.N - 1, 0)
+        sums = torch.zeros(2, problem.B, problem.Hq, distances, device=q.device)
     return BackwardBuffers(
         dq,
         make(k.shape, dtype=key_dtype, device=q.device),
         make(v.shape, dtype=key_dtype, device=q.device),
         dbias,
         torch.empty_like(lse),
+        sums,
     )
 
 

@@ -227,7 +227,8 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     packed = problem.group > 1 and problem.block_tile is None and rows <= forward.BLOCK_M // 2
     if packed:
         rows *= problem.group
-    if problem.has_bias:  # a tile of bias takes registers, too
+    # A tile of bias takes registers, too.
+    if problem.has_bias or problem.relative_distance is not None:
         forward = forward._replace(
             BLOCK_M=min(forward.BLOCK_M, 64), BLOCK_N=min(forward.BLOCK_N, 64)
         )
@@ -358,7 +359,8 @@ def _kernel_plan(
     options = problem.options
     mask_m, mask_n = problem.block_tile or (0, 0)
     BLOCK_M, BLOCK_N = _fit(tile.BLOCK_M, mask_m), _fit(tile.BLOCK_N, mask_n)
-    plain = options.softcap == 0 and not problem.has_alibi and not problem.has_bias
+    has_bias = problem.has_bias or problem.relative_distance is not None
+    plain = options.softcap == 0 and not problem.has_alibi and not has_bias
     plain = plain and not options.score_mod
     D = min(problem.D, MAX_HEAD_DIM)
     tail = problem.D - D

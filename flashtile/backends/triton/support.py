@@ -10,7 +10,6 @@ import torch
 from ...gpu import hardware
 from ...problem import AttentionProblem, Options, captured_needs_grad
 from ..reasons import (
-    distance_reasons,
     dotted,
     dtype_reasons,
     head_dim_reasons,
@@ -42,7 +41,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
     if problem.runs > MAX_RUNS:
         reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
-    reasons += distance_reasons(problem)
     reasons += _score_mod_reasons(problem.options)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)

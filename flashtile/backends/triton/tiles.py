@@ -225,7 +225,7 @@ def list_row(lists, b, h, heads, tile, tiles, capacity):
 
 @triton.jit
 def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
-    """Scores in base 2 from q k^T: scale, softcap, score function, ALiBi, bias.
+    """Scores in base 2 from q k^T: scale, softcap, score function, ALiBi, biases.
 
     If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `qk`, and the
     scale is applied in the exponential (`linear_scale`). `inside` marks the elements of the bias
@@ -248,9 +248,20 @@ def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
             slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h)
             distance = query_positions(rows, places, cfg) - key_positions(keys, places, cfg)
             s_log2 -= slope * LOG2E * tl.abs(distance).to(tl.float32)
+        if score.data.table_ptr is not None:
+            distance = key_positions(keys, places, cfg) - query_positions(rows, places, cfg)
+            s_log2 += relative_bias(score.data, h, distance) * LOG2E
         if score.bias.ptr is not None:
             s_log2 += load_bias(score.bias, b, h, rows, keys, inside).to(tl.float32) * LOG2E
     return s_log2
+
+
+@triton.jit
+def relative_bias(data, h, distance):
+    """The numbers of a relative bias for these distances of key and query."""
+    R = data.table_reach
+    column = tl.minimum(tl.maximum(distance, -R), R) + R
+    return tl.load(data.table_ptr + h * (2 * R + 1) + column).to(tl.float32)
 
 
 @triton.jit
