@@ -58,12 +58,14 @@ def dense(options: Options, **sizes: int) -> Make:
             "v": normal(g, b, n, hk, dv or d, dtype=dtype),
             **options(g, dtype),
         }
-        leaves = ("q", "k", "v", *(x for x in ("bias", "sink") if x in arguments))
+        leaves = ("q", "k", "v", *(x for x in TRAINED if x in arguments))
         return Call("attention", arguments, leaves)
 
     return make
 
 
+# Options that have gradients.
+TRAINED = ("bias", "relative_bias", "sink")
 SIZES = {"b": B, "m": M, "n": N, "hq": HQ, "hk": HK, "d": D, "dv": 0}
 
 
@@ -161,6 +163,11 @@ ADDITIONAL: dict[str, Make] = {
     "window on both sides": dense(_given(window_size=(20, 33))),
     "chunked attention": dense(_given(attention_chunk=48)),
     "ALiBi": dense(lambda g, t: {"causal": True, "alibi_slopes": alibi_slopes(g, HQ)}),
+    "relative bias": dense(
+        lambda g, t: {
+            "relative_bias": normal(g, HQ, 65, dtype=torch.promote_types(t, torch.float32))
+        }
+    ),
     "attention sink": dense(
         lambda g, t: {"sink": normal(g, HQ, dtype=torch.promote_types(t, torch.float32))}
     ),
