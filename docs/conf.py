@@ -18,6 +18,7 @@ import figures  # noqa: E402
 import gallery  # noqa: E402
 import gpu_figures  # noqa: E402
 import notebooks  # noqa: E402
+import plan_figures  # noqa: E402
 import snippets  # noqa: E402
 import span_figures  # noqa: E402
 import traces  # noqa: E402
@@ -115,7 +116,7 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", readable)
     app.connect("autodoc-skip-member", skip_unexplained)
     figures.draw_all(DOCS / "figures")
-    for page in (span_figures, gpu_figures, context_figures, gallery):
+    for page in (span_figures, gpu_figures, context_figures, plan_figures, gallery):
         figures.draw_all(DOCS / "figures", page.FIGURES)
     notebooks.write_all(DOCS / "examples")
     traces.write_all(DOCS / "traces")
