@@ -70,6 +70,33 @@ def test_compiled_call_equals_the_eager_one():
     assert torch.equal(compiled(q, k, v), flashtile.attention(q, k, v, causal=True))
 
 
+def spans(seed, rows, keys, intervals):
+    """Random intervals of keys of both sequences."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    shape = (2, 1, rows, intervals)
+    starts = torch.randint(-5, keys, shape, device="cuda", generator=g, dtype=torch.int32)
+    return flashtile.Spans(starts, starts + 30)
+
+
+def test_a_compiled_call_makes_and_uses_a_mask_without_waiting():
+    q, k, v = leaves(torch.bfloat16, "cuda")
+
+    def call(q, k, v, ends):
+        starts = ends.clamp(max=100) - 100
+        return flashtile.attention(q, k, v, mask=flashtile.Spans(starts, ends))
+
+    ends = torch.arange(q.shape[1], device="cuda", dtype=torch.int32).view(1, 1, -1, 1)
+    wanted = call(q, k, v, ends)
+    compiled = torch.compile(call, fullgraph=True)
+    compiled(q, k, v, ends)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = compiled(q, k, v, ends)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, wanted)
+
+
 def test_dropout_draws_the_mask_of_the_cpu():
     q, k, v = (x.detach() for x in leaves(torch.bfloat16, "cuda"))
     torch.manual_seed(3)
@@ -156,12 +183,17 @@ def test_a_captured_graph_serves_other_lengths(pages, given):
         assert torch.equal(out, call()), new
 
 
-def test_training_inside_a_graph():
+@pytest.mark.parametrize("intervals", [0, 1, 2, 8])
+def test_training_inside_a_graph(intervals):
+    """Spans are read on the device, as all tensors are: a graph serves other masks as well."""
     q, k, v = (x.detach() for x in leaves(torch.bfloat16, "cuda"))
+    options = {"causal": True, "deterministic": True}
+    if intervals:
+        options["mask"] = spans(0, q.shape[1], k.shape[1], intervals)
 
     def step():
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = flashtile.attention(*inputs, causal=True, deterministic=True)
+        out = flashtile.attention(*inputs, **options)
         return out, *torch.autograd.grad(out.float().square().sum(), inputs)
 
     aside = torch.cuda.Stream()
@@ -172,6 +204,10 @@ def test_training_inside_a_graph():
     with torch.cuda.graph(graph):
         captured = step()
     q.detach().copy_(k[:, : q.shape[1]].repeat_interleave(3, dim=2))
+    if intervals:
+        other = spans(1, q.shape[1], k.shape[1], intervals)
+        for x, y in zip(options["mask"], other, strict=True):
+            x.copy_(y)
     graph.replay()
     assert all(map(torch.equal, captured, step()))
 

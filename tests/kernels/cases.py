@@ -151,6 +151,9 @@ def spanned(make: Make, intervals: int, batch: int = 1, heads: int = 1) -> Make:
 SELF = {"B": 2, "M": 140, "N": 140, "Hq": 2, "Hk": 1, "D": 16}
 TREE = {"B": 2, "M": 6, "N": 70, "Hq": 4, "Hk": 1, "D": 16}
 PREFIXES, ANSWERS = lengths(50, 7), torch.tensor([[40, 0, 45], [90, 43, 0]])
+APART = torch.tensor([64, 0, 110]) + torch.arange(140)[:, None] % 5  # (140, 3)
+APART = APART.int()[None, None]
+LEFT = torch.arange(140, dtype=torch.int32)[None, None, :, None] - 20
 IMAGES = torch.full((2, 140), -1)
 IMAGES[:, 30:110], IMAGES[0, 120:130] = 0, 1
 
@@ -192,6 +195,8 @@ SPAN_CASES: dict[str, Make] = {
     "images": masked(SELF, Spans.image_blocks(IMAGES), window_size=(70, 20)),
     "block diffusion": masked(SELF, Spans.block_diffusion(70, 16)),
     "tree": masked(TREE, Spans.tree([-1, 0, 1, 1, 0, 4]).shifted(lengths(64, 30))),
+    "left edge of spans": masked(SELF, Spans(LEFT, LEFT + 200)),
+    "three spans apart": masked(SELF, Spans(APART, APART + 20)),
     "one span": spanned(dense(**(SMALL | {"M": 90, "N": 100}))(), 1, batch=2),
     "spans of heads": spanned(
         dense(**(SMALL | {"M": 90, "N": 100}))(

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
+from flashtile.distributed.buffer_masks import rows_before
 from flashtile.positions import Positions, Span
 from flashtile.problem import NO_RUN, Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, qkv
+
+from .cases import random_spans
 
 B, M, N = 2, 90, 100  # of the whole sequences
 
@@ -41,6 +44,7 @@ PARTS = {
     "chunk": (RAGGED, {"attention_chunk": 13}),
     "causal chunk": (ONE_RUN, {"attention_chunk": 26, "causal": True}),
     "alibi": (RAGGED, {"alibi_slopes": alibi_slopes(generator(1), 2), "causal": True}),
+    "spans": (RAGGED, {"mask": random_spans(generator(3), (B, 2, M, 2), N), "causal": True}),
     "softcap and sink": (RAGGED, {"softcap": 2.0, "sink": normal(generator(2), 2)}),
     "dropout": (RAGGED, {"causal": True, "dropout_p": 0.3}),
     "dropout of groups": (GROUPS, {"window_size": (70, 0), "dropout_p": 0.3}),
@@ -87,6 +91,11 @@ def make_parts(name: str, dtype: torch.dtype, seed: int, Hk: int = 1) -> Parts:
         k_runs=runs_of(positions[1]),
         sequences=torch.tensor([(b, shift) for b in range(B)], dtype=torch.int32),
     )
+    if whole.span_starts is not None:
+        ends = (whole.span_starts, whole.span_stops)
+        packed = (x[q_index[0], :, q_index[1]].transpose(0, 1)[None] for x in ends)
+        starts, stops = (rows_before(x, *positions) for x in packed)
+        operands = operands._replace(span_starts=starts, span_stops=stops)
     part_options = options._replace(max_seqlen_q=max(lengths[0]), max_seqlen_k=max(lengths[1]))
     return Parts(operands, part_options, whole, options, q_index, k_index)
 
