@@ -10,8 +10,10 @@
     out = parallel.attention(q, k, v, layout, causal=True)
 """
 
-from .context import ContextParallel, Mask
+from .context import ContextParallel
 from .layout import Layout
+from .means import global_mean
 from .model_inputs import shift_labels
+from .work import Mask
 
-__all__ = ["ContextParallel", "Layout", "Mask", "shift_labels"]
+__all__ = ["ContextParallel", "Layout", "Mask", "global_mean", "shift_labels"]

@@ -23,6 +23,28 @@ from .work import Work
 Lengths = Sequence[int]
 
 
+def largest_grain(lengths: Sequence[int], ranks: int, grain: int, unit: int) -> int:
+    """The largest power of two up to `grain` of which zigzag gives every rank some tokens, made a
+    multiple of `unit`."""
+    most = min(grain, max(4, max(lengths, default=0) // (2 * ranks)))
+    return -(-(1 << (most.bit_length() - 1)) // unit) * unit
+
+
+def divided(way: str, work: Work, ranks: int) -> Ownership:
+    """The tokens of all documents, in a way that the caller names.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if way == "contiguous":
+        return contiguous(work.lengths, ranks, work.grain)
+    if way == "zigzag":
+        return zigzag(work.lengths, ranks, work.grain)
+    if way == "documents":
+        return refine(carve(work, ranks), work)
+    raise ValueError(f"way: got {way!r}, want 'auto', 'contiguous', 'zigzag' or 'documents'")
+
+
 def contiguous(lengths: Lengths, ranks: int, grain: int) -> Ownership:
     """Each rank gets the next equal part of the tokens of all documents: best for windows."""
     return Ownership.of(lengths, _parts(lengths, ranks, grain))

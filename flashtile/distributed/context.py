@@ -15,9 +15,7 @@ from torch.autograd import forward_ad
 from ..autograd import is_transformed
 from ..call import checks
 from ..call.dispatch import BackendName
-from ..call.options import WindowSize
 from ..dropout import draw_rng_state
-from ..masks import BlockMask, structure
 from ..problem import Operands, Options, lse_dtype
 from . import balance, traced
 from .agreement import agreed
@@ -45,28 +43,10 @@ from .schedule import schedule
 from .sequence_tensors import indices
 from .tile_map import TileMap
 from .wire import ProcessWire, Wire
-from .work import Layers, Work
+from .work import Mask, Work
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class Mask(NamedTuple):
-    """A kind of layer to balance the ranks for, and how many layers of it a model has."""
-
-    causal: bool = False
-    window_size: WindowSize = (-1, -1)
-    attention_chunk: int = 0
-    block_mask: BlockMask | None = None
-    layers: int = 1
-
-    @property
-    def work(self) -> Layers:
-        """What the layers show."""
-        window = checks.window(self.window_size).under(self.causal)
-        facts = structure(window.left, window.right, self.attention_chunk)
-        tiles = None if self.block_mask is None else TileMap.of(self.block_mask)
-        return facts, tiles, self.layers
 
 
 class ContextParallel(Decoder):
@@ -193,11 +173,12 @@ class ContextParallel(Decoder):
         unit = lcm(*(size for _, tiles, _ in layers if tiles for size in (tiles.BM, tiles.BN)))
         if way == "auto":
             way = "zigzag" if batch else "documents"
-        work = Work(layers, lengths, keys, _grain(lengths, ranks, grain, unit), unit)
-        queries = _divided(way, work, ranks)
+        work = Work(layers, lengths, keys, balance.largest_grain(lengths, ranks, grain, unit), unit)
+        queries = balance.divided(way, work, ranks)
         key_holders = queries
         if keys != lengths:
-            key_holders = balance.contiguous(keys, ranks, _grain(keys, ranks, grain, unit))
+            size = balance.largest_grain(keys, ranks, grain, unit)
+            key_holders = balance.contiguous(keys, ranks, size)
         rows = [
             max(holders.tokens(rank) for rank in range(ranks)) for holders in (queries, key_holders)
         ]
@@ -221,7 +202,8 @@ class ContextParallel(Decoder):
 
         Args:
             q: (batch, local_tokens, heads, head_dim), or (local_tokens, heads, head_dim) for packed
-                documents, in the layout's order.
+                documents, in the layout's order. Or a DTensor with the tokens of all ranks, one
+                shard after the other.
             k, v: likewise.
             layout: made by this object.
             bias, attn_mask: of dense batches; rows sharded like q, all keys.
@@ -243,15 +225,34 @@ class ContextParallel(Decoder):
             ValueError, TypeError, NotImplementedError: an argument does not fit, or the ranks
                 disagree; every rank raises the same error.
         """
-        if torch.compiler.is_compiling():
-            if self.generator is not None:
-                raise NotImplementedError(
-                    "generator: got one of its own under torch.compile, want None"
-                )
-            out, lse = traced.attend((q, k, v), layout, options, return_lse, backend)
+        qkv = q, k, v
+        if all(type(x) in (Tensor, torch.nn.Parameter) for x in qkv):
+            out, lse = self._attend(qkv, layout, options, return_lse, backend)
         else:
-            out, lse = self.run((q, k, v), layout, options, return_lse, backend)
+            from . import dtensors  # imported late, because loading DTensor takes long
+
+            out, lse = dtensors.attend(
+                lambda local: self._attend(local, layout, options, return_lse, backend),
+                qkv,
+                layout,
+                options,
+            )
         return (out, lse) if return_lse else out
+
+    def _attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        layout: Layout,
+        options: Mapping[str, Any],
+        return_lse: bool,
+        backend: BackendName | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a rank's own tensors, traced or not."""
+        if not torch.compiler.is_compiling():
+            return self.run(qkv, layout, options, return_lse, backend)
+        if self.generator is not None:
+            raise NotImplementedError("generator: got one of its own under torch.compile")
+        return traced.attend(qkv, layout, options, return_lse, backend)
 
     def explain(
         self,
@@ -462,23 +463,6 @@ def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     if not ends or ends[0] != 0 or any(length < 0 for length in lengths):
         raise ValueError(f"{name}: got {ends}, want lengths that start with 0 and never decrease")
     return lengths
-
-
-def _grain(lengths: Sequence[int], ranks: int, grain: int, unit: int) -> int:
-    """The largest power of two up to `grain` of which zigzag gives every rank some tokens, made a
-    multiple of `unit`."""
-    most = min(grain, max(4, max(lengths, default=0) // (2 * ranks)))
-    return -(-(1 << (most.bit_length() - 1)) // unit) * unit
-
-
-def _divided(way: str, work: Work, ranks: int) -> Ownership:
-    if way == "contiguous":
-        return balance.contiguous(work.lengths, ranks, work.grain)
-    if way == "zigzag":
-        return balance.zigzag(work.lengths, ranks, work.grain)
-    if way == "documents":
-        return balance.refine(balance.carve(work, ranks), work)
-    raise ValueError(f"way: got {way!r}, want 'auto', 'contiguous', 'zigzag' or 'documents'")
 
 
 def _repeated(ownership: Ownership, batch: int) -> Ownership:

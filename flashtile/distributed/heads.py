@@ -227,6 +227,7 @@ class SubWire:
     def __init__(self, wire: Wire, members: Sequence[int]) -> None:
         self.wire, self.members = wire, tuple(members)
         self.rank, self.ranks = self.members.index(wire.rank), len(self.members)
+        self.global_ranks = [wire.global_ranks[member] for member in self.members]
 
     def exchange(self, sends: Any, receives: Any, what: str) -> Any:
         """See `Wire`."""

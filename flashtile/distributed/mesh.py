@@ -29,3 +29,12 @@ def of_mesh(mesh: DeviceMesh, ulysses: Number) -> tuple[dist.ProcessGroup, Numbe
     if ranks != sorted(ranks):
         raise ValueError(f"group: got a mesh of ranks {ranks}, want ranks that count up")
     return mesh._flatten().get_group(), mesh.size(1)
+
+
+def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh, or the default group for None."""
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return (group if group.ndim == 1 else group._flatten()).get_group()

@@ -15,7 +15,7 @@ class RoundedWire:
 
     def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
         self.wire, self.dtype = wire, dtype
-        self.rank, self.ranks = wire.rank, wire.ranks
+        self.rank, self.ranks, self.global_ranks = wire.rank, wire.ranks, wire.global_ranks
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str

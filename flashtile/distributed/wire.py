@@ -29,6 +29,10 @@ class Wire(Protocol):
     def ranks(self) -> int:
         """How many there are."""
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """The numbers of the ranks in the default group."""
+
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
     ) -> Pending:
@@ -85,7 +89,7 @@ class ProcessWire:
         self.group = dist.distributed_c10d._get_default_group() if group is None else group
         self.timeout = timeout
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._global = [dist.get_global_rank(self.group, rank) for rank in range(self.ranks)]
+        self.global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.ranks)]
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
@@ -95,7 +99,7 @@ class ProcessWire:
         for function, tensors, way in ((dist.irecv, receives, "from"), (dist.isend, sends, "to")):
             for peer, x in sorted(tensors.items()):
                 if x.numel():
-                    there = self._global[peer]
+                    there = self.global_ranks[peer]
                     operations.append(dist.P2POp(function, _as_bytes(x), there, self.group))
                     size = x.numel() * x.element_size()
                     each.append(f"{size:,} bytes {way} rank {peer} ({what})")

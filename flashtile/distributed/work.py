@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
-from ..masks import Chunk, Visibility, Window
+from ..call import checks
+from ..call.options import WindowSize
+from ..masks import BlockMask, Chunk, Visibility, Window, structure
 from .tile_map import TileMap
 
 Facts = tuple[Window | Chunk, ...]
 Layers = tuple[Facts, TileMap | None, int]  # what a kind of layer shows, and how many there are
+
+
+class Mask(NamedTuple):
+    """A kind of layer to balance the ranks for, and how many layers of it a model has."""
+
+    causal: bool = False
+    window_size: WindowSize = (-1, -1)
+    attention_chunk: int = 0
+    block_mask: BlockMask | None = None
+    layers: int = 1
+
+    @property
+    def work(self) -> Layers:
+        """What the layers show."""
+        window = checks.window(self.window_size).under(self.causal)
+        facts = structure(window.left, window.right, self.attention_chunk)
+        tiles = None if self.block_mask is None else TileMap.of(self.block_mask)
+        return facts, tiles, self.layers
 
 
 class Work:

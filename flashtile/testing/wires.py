@@ -32,6 +32,7 @@ class ThreadWire:
         failed: threading.Event,
     ) -> None:
         self.rank, self.ranks = rank, len(mailboxes)
+        self.global_ranks = list(range(self.ranks))
         self._mailboxes, self._timeout, self._failed = mailboxes, timeout, failed
         self.messages = self.sent_bytes = self.notes = 0
 

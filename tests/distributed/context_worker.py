@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from caches import CacheCase
 from cases import Case, compare
+from sharded_training import a_step_of_fsdp, dtensors
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -165,6 +166,8 @@ if __name__ == "__main__":
         disagreement,
         vmap,
         compiled,
+        dtensors,
+        a_step_of_fsdp,
         a_silent_rank,
     ):
         step(rank, world)
