@@ -47,6 +47,7 @@ def attention_mask(*sizes: Any, **options: Any) -> Mask:
     return _rule(layout, *sizes, **options)
 
 
+@torch.compiler.disable  # a graph would keep the answers for one layout
 def _rule(
     layout: Layout,
     batch_size: int,
@@ -102,6 +103,7 @@ _CONTRADICTION = (
 )
 
 
+@torch.compiler.disable
 def attend(
     layout: Layout,
     module: torch.nn.Module,

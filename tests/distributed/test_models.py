@@ -308,3 +308,20 @@ def test_a_compiled_model_runs_its_attention_without_a_graph() -> None:
 def test_models_that_would_be_wrong_raise(family: str, outcome: str) -> None:
     sweep = pytest.importorskip("sweep_layouts")
     assert sweep.outcome(family).startswith(outcome)
+
+
+def test_a_compiled_transformers_model_sees_each_layout() -> None:
+    model = hugging_face("llama")
+    compiled = torch.compile(model, backend="eager")
+    ids = tokens(1, 36)
+    for cu_seqlens in ([0, 18, 36], [0, 7, 36]):
+
+        def one_rank(wire: Any, ends: list[int] = cu_seqlens) -> Tensor:
+            layout = ContextParallel.over(wire).layout(ends)
+            with layout, torch.no_grad():
+                return compiled(**layout.batch(input_ids=ids)).logits
+
+        (got,) = run_ranks(1, one_rank)
+        with torch.no_grad():
+            want = model(ids, position_ids=positions_of(cu_seqlens), use_cache=False).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
