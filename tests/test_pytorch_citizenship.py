@@ -441,3 +441,23 @@ def test_deterministic_algorithms_repeat_bit_for_bit(threads, seed):
         torch.set_num_threads(before)
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("alibi_slopes", (4,)), ("relative_bias", (4, 5)), ("sink", (4,))]
+)
+def test_gradients_under_vmap_are_computed_after_a_call_without(name, shape):
+    """Inside `grad` of `vmap`, no tensor says that it requires a gradient."""
+    q, k, v = qkv(generator(0), M=5, N=7, Hq=4)
+    several = torch.randn(2, *shape)
+
+    def sum_of_squares(x):
+        return flashtile.attention(q, k, v, **{name: x}).square().sum()
+
+    def total(xs):
+        return vmap(sum_of_squares)(xs).sum()
+
+    sum_of_squares(several[0])
+    found = grad(total)(several)
+    wanted = torch.stack([grad(sum_of_squares)(x) for x in several])
+    torch.testing.assert_close(found, wanted)

@@ -57,6 +57,8 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
     facts: list[Any] = [
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
+        # Under them `requires_grad` does not say whether gradients are recorded.
+        torch._C._are_functorch_transforms_active(),
         dispatch.forced(),
         with_launches,
         names,

@@ -122,6 +122,8 @@ def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
         raise _refusal("attention_chunk")
     if options.window_left is not None:
         raise _refusal("a window_size with a left side")
+    if options.window_right is not None and options.window_right < 0:
+        raise _refusal("a window_size that ends before the query")
     for name in ("k_descale", "v_descale"):
         if given.get(name) is not None and given[name].dim() > 2:
             raise _refusal(f"{name} for each block of keys")
@@ -150,7 +152,8 @@ def _check_lengths(operands: Operands, layout: Cached, prefix_len: int, is_causa
     if is_causal:
         starts = layout.cu_seqlens_q
         queries = q.shape[1] if starts is None else starts.diff().clamp(min=1)
-    shortest = int(torch.as_tensor(after - queries + 1).min())
+    seen = torch.as_tensor(after - queries + 1)  # by the first query of each sequence
+    shortest = int(seen.min()) if seen.numel() else prefix_len
     if shortest < prefix_len:
         raise ValueError(
             f"shared_prefix_len: got {prefix_len}, but the first query of a sequence sees "

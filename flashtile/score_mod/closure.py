@@ -57,6 +57,10 @@ def _is_fixed(x: Any) -> bool:
     """Whether `x` is a part of Python or PyTorch."""
     if isinstance(x, ModuleType):
         name = x.__name__
+    elif isinstance(x, BuiltinFunctionType) and not isinstance(
+        x.__self__, (ModuleType, type, type(None))
+    ):
+        return False  # a method of an object, such as a dictionary's `get`
     elif isinstance(x, (BuiltinFunctionType, FunctionType, type)):
         name = x.__module__ or "torch"  # PyTorch's built-in functions do not say where they are
     else:

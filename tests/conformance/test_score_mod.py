@@ -390,6 +390,11 @@ class TestTraces:
         def item(score, b, h, i, j):
             return score * numbers["factor"]
 
+        get = numbers.get
+
+        def method(score, b, h, i, j):
+            return score * get("factor")
+
         def own(score, b, h, i, j):
             return score * own.factor
 
@@ -397,7 +402,7 @@ class TestTraces:
             factor = _factor = holder.factor = own.factor = numbers["factor"] = new
             default.__defaults__ = (new,)
             wanted = flashtile.attention(self.q * new, self.k, self.v)
-            for function in (enclosing, of_module, default, attribute, item, own):
+            for function in (enclosing, of_module, default, attribute, item, method, own):
                 for _ in range(2):
                     out = flashtile.attention(self.q, self.k, self.v, score_mod=function)
                     torch.testing.assert_close(out, wanted, msg=f"{function} {new}")

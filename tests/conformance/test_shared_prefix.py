@@ -116,6 +116,16 @@ def test_the_prefix_is_read_where_the_first_sequence_has_it(storage, seed):
     torch.testing.assert_close(found, expected)
 
 
+def test_no_sequences(seed):
+    c = cache(seed)
+    call = {"cache_seqlens": c.seqlens[:0], "shared_prefix_len": PREFIX}
+    for causal in (False, True):
+        out = flashtile.attention_with_kvcache(
+            c.q[:0], c.k_cache[:0], c.v_cache[:0], causal=causal, **call
+        )
+        assert out.shape == c.q[:0].shape
+
+
 def test_out(seed):
     c = cache(seed)
     out = torch.empty_like(c.q)
@@ -151,6 +161,11 @@ BAD = {
     "negative": ({"shared_prefix_len": -1}, ValueError, "shared_prefix_len: got -1"),
     "no number": ({"shared_prefix_len": 4.0}, TypeError, "shared_prefix_len: got float"),
     "window": ({"window_size": (3, 0)}, NotImplementedError, "window_size"),
+    "window before the query": (
+        {"window_size": (-1, -2), "causal": False},
+        NotImplementedError,
+        "ends before",
+    ),
     "chunk": ({"attention_chunk": 4}, NotImplementedError, "attention_chunk"),
     "ALiBi": ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes"),
     "bias": ({"bias": torch.zeros(3, CAPACITY)}, NotImplementedError, "bias"),
