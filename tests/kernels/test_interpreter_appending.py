@@ -240,14 +240,22 @@ def test_tokens_without_a_slot_are_dropped(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"Hq": 70, "Hk": 1}, {"M": 17}, {"M": 9, "Hq": 8, "Hk": 1, "tokens": 1}],
-    ids=["heads of two tiles", "many tokens", "queries of two tiles"],
+    [
+        {"Hq": 70, "Hk": 1},
+        {"M": 17},
+        {"M": 9, "Hq": 8, "Hk": 1, "tokens": 1},
+        {"M": 2, "page_size": 8, "options": "causal + spans for each batch"},
+    ],
+    ids=["heads of two tiles", "many tokens", "queries of two tiles", "spans"],
 )
-def test_other_calls_append_first(changes: dict[str, int], appended: list[bool], seed: int):
-    """Programs that share a key head would read what another one stores."""
+def test_other_calls_append_first(changes: dict[str, Any], appended: list[bool], seed: int):
+    """Programs that share a key head would read what another one stores; new tokens may be in the
+    hole between two spans.
+    """
     c, call = make_call(changes, torch.float32, seed)
     c.check("triton", **call)
-    assert appended == [False]
+    c.check("triton", **call, num_splits=3)
+    assert appended == [False] * 2
 
 
 def test_caches_of_spread_features_are_appended_to_first(appended: list[bool], seed: int):
