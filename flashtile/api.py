@@ -83,9 +83,8 @@ def attention(
         score_mod: function (score, b, h, i, j) -> score, as in FlexAttention, of the scaled and
             capped score and the indices of its sequence, query head, query and key, each a tensor
             without dimensions. It may read captured tensors, which have gradients. Queries and keys
-            count from 0 in their own sequence, whatever the lengths, as for `bias`. On a GPU,
-            captured tensors have no gradients yet. A graph of torch.compile ends before the call,
-            so ``fullgraph=True`` raises an error.
+            count from 0 in their own sequence, whatever the lengths, as for `bias`. A graph of
+            torch.compile ends before the call, so ``fullgraph=True`` raises an error.
         attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
             where a query sees a key; the call converts it to a block mask, for which the host waits
             for the GPU. Floating: added to the scores like `bias`, with a gradient.

@@ -85,7 +85,7 @@ def _checked(result: Any, dtype: torch.dtype) -> Tensor:
 
 
 class _Captures(TorchFunctionMode):
-    """Replace tensors from outside of the function by stand-ins of equal shape and dtype."""
+    """Replace tensors from outside of the function by stand-ins of equal shape."""
 
     # Functions that would read the numbers of a tensor without PyTorch's dispatcher.
     _READ_NUMBERS = frozenset(
@@ -121,10 +121,12 @@ class _Captures(TorchFunctionMode):
             if x.is_nested or x.is_quantized or x.layout is not torch.strided:
                 kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
                 raise TypeError(f"score_mod: captures a tensor that is {kind}, want a dense one")
+            # 16-bit numbers are read as float32: else their gradients would be rounded to 16 bits
+            # before they are added up.
+            dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
             with _disable_current_modes():  # it is no operation of the function
-                new = torch.zeros((), dtype=x.dtype, device=x.device).expand(
-                    [int(n) for n in x.shape]
-                )
+                zero = torch.zeros((), dtype=dtype, device=x.device)
+                new = zero.expand([int(n) for n in x.shape])
             self._stand_ins[id(x)] = (x, new)
             self._known[id(new)] = new
         return self._stand_ins[id(x)][1]

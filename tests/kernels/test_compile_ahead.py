@@ -32,6 +32,7 @@ from flashtile.gpu import hardware
 from flashtile.gpu.launch import Launch
 from flashtile.masks import BlockMask
 from flashtile.quantize import quantize_qkv
+from flashtile.score_mod import derivative
 from flashtile.testing import alibi_slopes, generator, normal, qkv
 
 from .cases import Call, lengths, make_call, spanned
@@ -185,6 +186,13 @@ def parts() -> Call:
     return operands, options._replace(window_left=40, attention_chunk=50, dropout_p=0.1)
 
 
+def captured() -> Call:
+    """A score function, with gradients of what it captures."""
+    operands, options = make_call("score function of many operations", torch.bfloat16)
+    gradient = derivative(options.score_mod, torch.float32, of_captured=True)
+    return operands, options._replace(score_mod_gradient=gradient)
+
+
 # One call for each option, or for several options of one kernel.
 OPTIONS = {
     "scores": lambda device: launches(*scores(), device),
@@ -196,9 +204,8 @@ OPTIONS = {
     "spans and tiles": lambda device: launches(
         *make_call("spans and a block mask", torch.bfloat16), device
     ),
-    "score function": lambda device: launches(
-        *make_call("score function of many operations", torch.bfloat16), device
-    ),
+    "score function": lambda device: launches(*captured(), device),
+    "relative bias": lambda device: launches(*make_call("relative bias", torch.bfloat16), device),
     "packed": lambda device: launches(*make_call("packed dropout", torch.bfloat16), device),
     "parts": lambda device: launches(*parts(), device),
     "few queries": lambda device: launches(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.backends.triton.score_source import source_of
+from flashtile.backends.triton.score_source import CAPTURED, GRADIENT, SCORE, source_of
 from flashtile.backends.triton.support import unsupported_reasons
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import prepare
@@ -24,7 +24,7 @@ TABLE = torch.zeros(4, 9)
 def source(function: ScoreMod) -> str:
     """The last function of the source, without its first line."""
     text = described(function, torch.float32, torch.device("cpu")).program
-    return source_of(text, is_derivative=False).rpartition("integers_ptr):\n")[2]
+    return source_of(text, SCORE).rpartition("integers_ptr):\n")[2]
 
 
 def test_a_table() -> None:
@@ -45,7 +45,7 @@ def test_large_tables_have_64_bit_offsets() -> None:
     text = described(
         lambda s, b, h, i, j: s + table.to("meta")[i, j], torch.float32, torch.device("meta")
     ).program
-    assert ".to(tl.int64) * 65536" in source_of(text, is_derivative=False)
+    assert ".to(tl.int64) * 65536" in source_of(text, SCORE)
 
 
 def test_equal_sources_have_equal_names() -> None:
@@ -57,18 +57,20 @@ def test_equal_sources_have_equal_names() -> None:
         described(lambda s, b, h, i, j, n=n: s * n, torch.float32, torch.device("cpu")).program
         for n in (2.0, 3.0)
     ]
-    names = [function_of(x, is_derivative=False).__name__ for x in texts]
+    names = [function_of(x, SCORE).__name__ for x in texts]
     function_of.cache_clear()
-    assert names == [function_of(x, is_derivative=False).__name__ for x in texts]
+    assert names == [function_of(x, SCORE).__name__ for x in texts]
     assert len(set(names)) == 2
     other = derivative(texts[0], torch.float32, of_captured=False)
-    assert function_of(other, is_derivative=True).__name__ not in names
+    assert function_of(other, GRADIENT).__name__ not in names
 
 
-def reasons(function: ScoreMod, **inputs: Any) -> list[str]:
+def reasons(function: ScoreMod, **options: Any) -> list[str]:
     """The Triton backend's reasons that name `score_mod`, for a call on a GPU."""
     q = torch.zeros(1, 5, 4, 16, dtype=torch.bfloat16, requires_grad=True)
-    problem: AttentionProblem = prepare((q, q, q), Dense(), {"score_mod": function}).problem
+    problem: AttentionProblem = prepare(
+        (q, q, q), Dense(), {"score_mod": function, **options}
+    ).problem
     problem = problem._replace(device_type="cuda", capability=(9, 0))
     return [reason for reason in unsupported_reasons(problem) if "score_mod" in reason]
 
@@ -90,13 +92,29 @@ def test_other_operations_are_refused_by_name(function, named) -> None:
     assert reason.startswith(named)
 
 
-def test_gradients_of_captured_tensors_are_refused() -> None:
+def test_only_deterministic_gradients_of_captured_tensors_are_refused() -> None:
     table = TABLE.clone().requires_grad_()
-    (reason,) = reasons(lambda s, b, h, i, j: s + table[h, j])
-    assert reason == "gradients of what a score_mod captures (on a CPU; here detach it)"
-    assert reasons(lambda s, b, h, i, j: s + table.detach()[h, j]) == []
-    with torch.no_grad():
-        assert reasons(lambda s, b, h, i, j: s + table[h, j]) == []
+    assert reasons(lambda s, b, h, i, j: s + table[h, j]) == []
+    (reason,) = reasons(lambda s, b, h, i, j: s + table[h, j], deterministic=True)
+    assert reason == "deterministic gradients of what a score_mod captures (on a CPU)"
+    assert reasons(lambda s, b, h, i, j: s + table.detach()[h, j], deterministic=True) == []
+
+
+def test_gradients_are_summed_before_they_are_added() -> None:
+    """Over keys, rows or both, if these share the captured number."""
+    numbers = torch.zeros(9)
+    sums = {
+        "tl.sum(tl.sum(x0, 1), 0)": lambda s, b, h, i, j: s * numbers[h],
+        "tl.sum(x0, 1)[:, None]": lambda s, b, h, i, j: s * numbers[i // 2],
+        "tl.sum(x0, 0)[None, :]": lambda s, b, h, i, j: s * numbers[j + b],
+        "x0 = x0": lambda s, b, h, i, j: s * numbers[i - j],
+    }
+    for wanted, function in sums.items():
+        text = described(function, torch.float32, torch.device("cpu")).program
+        gradient = derivative(text, torch.float32, of_captured=True)
+        written = source_of(gradient, CAPTURED)
+        assert wanted in written
+        assert written.count("tl.atomic_add(total_ptr + ") == 1
 
 
 def test_a_forced_gpu_backend_says_why() -> None:

@@ -28,12 +28,12 @@ from .tiles import (
 
 
 @triton.jit
-def bias_gradient_tile(
+def score_gradient_tile(
     q, k, v, dout, lse_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold, drop_key,
     heads, b, h,
     m0, n0, cfg: tl.constexpr,
 ):  # fmt: skip
-    """dS (BLOCK_M, BLOCK_N) of one tile of scores, zero where masked."""
+    """Of one tile of scores: dS (BLOCK_M, BLOCK_N), zero where masked, Q K^T, and the mask."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     start_q, M = query_span(lengths, b)
@@ -76,7 +76,7 @@ def bias_gradient_tile(
     p = recompute_p(
         qk, lse_log2[:, None], rows, keys, visible, places, b, h, score, M, N, True, cfg
     )
-    return p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
+    return p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None]), qk, visible
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
@@ -119,11 +119,12 @@ def bias_gradient_kernel(
             h = own_h + j
             for m0 in range(own_m, stop_m, BLOCK_M):
                 for n0 in range(own_n, stop_n, BLOCK_N):
-                    acc += bias_gradient_tile(
+                    ds, _, _ = score_gradient_tile(
                         q, k, v, dout, lse_ptr, delta_ptr, lengths, mask, score, blocks,
                         drop_threshold,
                         drop_key, heads, b, h, m0, n0, cfg,
                     )  # fmt: skip
+                    acc += ds
     rows = own_m + tl.arange(0, BLOCK_M)[:, None]
     keys = own_n + tl.arange(0, BLOCK_N)[None, :]
     if IS_ROW_SHARED:

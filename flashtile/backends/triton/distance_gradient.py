@@ -17,7 +17,7 @@ from torch import Tensor
 from ...gpu.rows import HeadRows
 from ...problem import Operands, Options
 from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
-from .bias_gradient import bias_gradient_tile
+from .bias_gradient import score_gradient_tile
 from .tiles import dropout_key, key_span, query_span, visible_keys
 
 
@@ -56,10 +56,11 @@ def distance_gradient_kernel(
         start_key, _ = visible_keys(m0, own_N, places, mask, cfg)
         _, stop_key = visible_keys(tl.minimum(m0 + SIDE, own_M) - 1, own_N, places, mask, cfg)
         if (n0 + SIDE > start_key) & (n0 < stop_key):
-            acc += bias_gradient_tile(
+            found = score_gradient_tile(
                 q, k, v, dout, lse_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold,
                 drop_key, heads, b, h, m0, n0, cfg,
             )  # fmt: skip
+            acc += found[0]
     # Row i moved left by i, with its first i columns behind the others: column c then holds the
     # diagonal c, below the wrapped ones of the diagonal c - SIDE.
     rows, columns = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]

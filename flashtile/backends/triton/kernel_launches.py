@@ -25,6 +25,7 @@ from .arguments import NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bias_gradient import bias_gradient_kernel
 from .block_lists import list_tiles_kernel
+from .captured_gradient import captured_gradient_kernel
 from .distance_gradient import distance_gradient_kernel
 from .forward_pass import forward_kernel
 from .plan import KernelPlan
@@ -46,6 +47,7 @@ class BackwardBuffers(NamedTuple):
     dbias: Tensor | None
     delta: Tensor
     distance_sums: Tensor | None  # see `distance_gradient.py`
+    dcaptured: Tensor | None  # float32, zeros
 
 
 def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[Launch]:
@@ -136,6 +138,8 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
         launches.append(bias_launch(problem, made.dbias, shared, planned.scores))
     if made.distance_sums is not None:
         launches.append(distance_launch(problem, made.distance_sums, shared, planned.scores))
+    if made.dcaptured is not None:
+        launches.append(captured_launch(problem, made.dcaptured, shared, planned.scores))
     return launches
 
 
@@ -228,6 +232,17 @@ def distance_launch(
     bands = -(-problem.M // side) + -(-problem.N // side) - 1
     grid = (problem.B * problem.Hq, bands if problem.M and problem.N else 0)
     return Launch(distance_gradient_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+
+
+def captured_launch(
+    problem: AttentionProblem, dcaptured: Tensor, shared: dict[str, Any], kernel_plan: KernelPlan
+) -> Launch:
+    """The gradients of what the score function captures."""
+    config = kernel_plan.config
+    arguments = shared | {"dcaptured_ptr": dcaptured, "cfg": config}
+    m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
+    grid = (problem.B * problem.Hq, m_tiles, n_tiles)
+    return Launch(captured_gradient_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
 
 
 def probabilities_launch(

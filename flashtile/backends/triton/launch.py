@@ -15,7 +15,7 @@ from ...gpu.memory import filled, uninitialised
 from ...gpu.relaunch import Tensors, allocate_and_run_all, prepared_call, run_all
 from ...gpu.rows import ALIGNMENT, is_aligned, is_in_place
 from ...lru import memoised
-from ...problem import AttentionProblem, NewTokens, Operands, lse_shape
+from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_grad, lse_shape
 from .. import Gradients, Results, Run
 from .distance_gradient import gradients_of
 from .kernel_launches import (
@@ -115,7 +115,10 @@ def _backward(
     by_distance: tuple[Tensor | None, Tensor | None] = (None, None)
     if made.distance_sums is not None:
         by_distance = gradients_of(made.distance_sums, operands, problem.options)
-    return Gradients(made.dq, made.dk, made.dv, made.dbias, dsink, None, *by_distance)
+    dcaptured = made.dcaptured
+    if dcaptured is not None and operands.captured is not None:
+        dcaptured = dcaptured.to(operands.captured.dtype)
+    return Gradients(made.dq, made.dk, made.dv, made.dbias, dsink, dcaptured, *by_distance)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -198,6 +201,9 @@ def backward_buffers(
     dbias = None
     if bias is not None and problem.bias_needs_grad:
         dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=q.device)
+    dcaptured = None
+    if operands.captured is not None and captured_needs_grad(problem.options):
+        dcaptured = torch.zeros(operands.captured.shape, dtype=torch.float32, device=q.device)
     if dq is None and problem.is_partial:
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     elif dq is None:
@@ -213,6 +219,7 @@ def backward_buffers(
         dbias,
         torch.empty_like(lse),
         sums,
+        dcaptured,
     )
 
 

@@ -184,6 +184,7 @@ class KernelConfig:
     HAS_LONE_KEYS: bool = False  # dropout: four neighbouring keys need not be one group
     SCORE_MOD: Any = None  # the score function and its derivative: see `score_function.py`
     SCORE_GRADIENT: Any = None
+    CAPTURED_GRADIENT: Any = None
 
 
 class KernelPlan(NamedTuple):

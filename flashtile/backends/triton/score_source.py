@@ -58,6 +58,14 @@ _TYPES = {
     torch.bool: "tl.int1",
 }
 
+# What a function is for: the score, its gradient, or the gradients of captured values.
+SCORE, GRADIENT, CAPTURED = KINDS = "score", "gradient", "captured"
+_INPUTS = {
+    SCORE: ("s", *INDICES, "values_ptr", "integers_ptr"),
+    GRADIENT: ("s", *INDICES, "g", "values_ptr", "integers_ptr"),
+    CAPTURED: ("s", *INDICES, "g", "visible", "values_ptr", "integers_ptr", "total_ptr"),
+}
+
 # Expressions by operation. Those of the first table compute in the dtype of their result, those of
 # the second one in the dtype to which their arguments promote.
 _ARITHMETIC: dict[str, str] = {
@@ -114,35 +122,37 @@ class Untranslatable(Exception):
 def untranslatable(text: str) -> str:
     """The operation of a program that the kernels do not have; "" if they have all."""
     try:
-        source_of(text, is_derivative=False)  # the same operations with the inputs of either
+        source_of(text, SCORE)  # the operations are the same in every kind
     except Untranslatable as error:
         return str(error)
     return ""
 
 
 @memoised(256)
-def source_of(text: str, is_derivative: bool) -> str:
-    """The source of a module with the function ``score(s, b, h, i, j, values_ptr, integers_ptr)``
-    or, for a derivative, ``score(s, b, h, i, j, g, values_ptr, integers_ptr)``.
+def source_of(text: str, kind: str) -> str:
+    """The source of a module with the function ``score``, whose inputs depend on its `kind`.
+
+    ``total_ptr`` are the gradients of all captured values, to which the function adds those of a
+    tile with rows (BLOCK_M, 1) and keys (1, BLOCK_N), where it is ``visible``.
 
     Raises:
         Untranslatable: the kernels do not have an operation.
     """
     program = parsed(text)
     writer = _Writer(program)
-    inputs = ", ".join(("s", *INDICES, "g") if is_derivative else ("s", *INDICES))
-    body = "\n".join(f"    {line}" for line in writer.statements())
-    return (
-        f"{HEADER}\n\n@triton.jit\ndef score({inputs}, values_ptr, integers_ptr):\n{body}\n"
-        f"    return {writer.result()}\n"
-    )
+    statements = writer.statements()
+    statements += writer.additions() if kind == CAPTURED else [f"return {writer.result()}"]
+    body = "\n".join(f"    {line}" for line in statements)
+    inputs = ", ".join(_INPUTS[kind])
+    return f"{HEADER}\n\n@triton.jit\ndef score({inputs}):\n{body}\n"
 
 
 class _Writer:
     """The statements of one program."""
 
     def __init__(self, program: Program) -> None:
-        self._result = program.result
+        self._program = program
+        self._addresses: dict[Name, tuple[str, str]] = {}  # of captured numbers, and their mask
         self._constants = {
             line.name: line.arguments[0] for line in program.lines if line.op == CONSTANT
         }
@@ -162,7 +172,34 @@ class _Writer:
 
     def result(self) -> str:
         """The result for every score of the tile, whatever it depends on."""
-        return f"tl.zeros_like(s) + {self._as(self._result, torch.float32)}"
+        return f"tl.zeros_like(s) + {self._as(self._program.result, torch.float32)}"
+
+    def additions(self) -> list[str]:
+        """Add the gradients of captured values, each summed over what shares one in the tile."""
+        found = []
+        axes = self._axes()
+        for number, (line, gradient) in enumerate(self._program.captured):
+            x, (address, inside) = f"x{number}", self._addresses[line]
+            found.append(f"{x} = tl.zeros_like(s) + {self._as(gradient, torch.float32)}")
+            found.append(f"{x} = tl.where(visible, {x}, 0.0)")
+            shape = {
+                frozenset(): f"tl.sum(tl.sum({x}, 1), 0)",
+                frozenset("i"): f"tl.sum({x}, 1)[:, None]",
+                frozenset("j"): f"tl.sum({x}, 0)[None, :]",
+                frozenset("ij"): x,
+            }[axes[line]]
+            found.append(f"{x} = {shape}")
+            mask = f"{inside} & ({x} != 0)" if inside else f"{x} != 0"
+            found.append(f"tl.atomic_add(total_ptr + {address}, {x}, mask={mask})")
+        return found
+
+    def _axes(self) -> dict[Name, frozenset[str]]:
+        """Whether each number depends on the query, on the key, on both or on neither."""
+        found = {Name("i"): frozenset("i"), Name("j"): frozenset("j")}
+        found |= {Name(x): frozenset("ij") for x in "sg"}
+        for line in self._lines:
+            found[line.name] = frozenset().union(*(found.get(x, ()) for x in line.names))
+        return found
 
     def _narrowed(self, line: Line) -> Line:
         """The line with the dtype of its result in the kernel: int32 for what is computed from
@@ -302,7 +339,7 @@ class _Writer:
         """
         offset, sizes, *indices = line.arguments
         is_large = offset + math.prod(sizes) > 2**31
-        pointer = f"{line.op}_ptr + {offset}"
+        address = f"{offset}"
         inside, stride, found = [], 1, []
         for axis in range(len(sizes) - 1, -1, -1):
             index, size = indices[axis], sizes[axis]
@@ -310,13 +347,14 @@ class _Writer:
                 at = f"{line.name}_{axis}"
                 found.append(f"{at} = wrapped({index}, {size})")
                 inside.append(f"({at} >= 0) & ({at} < {size})")
-                pointer += f" + {at}.to(tl.{'int64' if is_large else 'int32'}) * {stride}"
+                address += f" + {at}.to(tl.{'int64' if is_large else 'int32'}) * {stride}"
             else:
                 number = self._constants.get(index, index)
-                pointer += f" + {(number + size if number < 0 else number) * stride}"
+                address += f" + {(number + size if number < 0 else number) * stride}"
             stride *= size
+        self._addresses[line.name] = address, " & ".join(inside)
         mask = f", mask={' & '.join(inside)}, other=0" if inside else ""
-        read = f"tl.load({pointer}{mask})"
+        read = f"tl.load({line.op}_ptr + {address}{mask})"
         if line.dtype == torch.bool:
             read = f"{read} != 0"
         else:

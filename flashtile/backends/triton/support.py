@@ -55,8 +55,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 def _score_mod_reasons(options: Options) -> list[str]:
     """What the kernels do not have of a score function and its derivative."""
     found = []
-    if captured_needs_grad(options):
-        found.append("gradients of what a score_mod captures (on a CPU; here detach it)")
+    if captured_needs_grad(options) and options.deterministic:
+        found.append("deterministic gradients of what a score_mod captures (on a CPU)")
     for text in filter(None, (options.score_mod, options.score_mod_gradient)):
         missing = untranslatable(text)
         if missing:
