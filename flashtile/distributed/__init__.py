@@ -12,8 +12,18 @@
 
 from .context import ContextParallel
 from .layout import Layout
+from .machine import MACHINES, Link, Machine
 from .means import global_mean
 from .model_inputs import shift_labels
 from .work import Mask
 
-__all__ = ["ContextParallel", "Layout", "Mask", "global_mean", "shift_labels"]
+__all__ = [
+    "MACHINES",
+    "ContextParallel",
+    "Layout",
+    "Link",
+    "Machine",
+    "Mask",
+    "global_mean",
+    "shift_labels",
+]

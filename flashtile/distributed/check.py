@@ -22,6 +22,8 @@ from .arguments import SCORE_MASKS
 from .layout import Layout
 
 Results = dict[str, Tensor]
+# What changes how the kernels run, not what they compute.
+WITHOUT_EFFECT = ("deterministic", "backend", "num_splits", "pack_gqa", "sm_margin")
 MOST_TEXT = 900  # characters of a report, or of a problem
 
 
@@ -63,15 +65,15 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
             gradient = torch.stack(wire.all_gather(gradient)).sum(0).to(gradient)
         got[f"d{name}"] = _whole(leaf._replace(shard=gradient))
     others = _whole_options(layout, q, options)
-    problem, report = "", ""
+    problem, report, reason = "", "", None
     if wire.rank == 0:  # the others wait for what it finds
         try:
             report = _compared(leaves, whole, others, got, cotangents)
-        except AssertionError as error:
-            problem = str(error)
+        except Exception as error:
+            problem, reason = str(error) or repr(error), error
     found = told(wire, {"problem": problem[:MOST_TEXT], "report": report[:MOST_TEXT]})[0]
     if found["problem"]:
-        raise AssertionError(f"context parallel: {found['problem']}")
+        raise AssertionError(f"context parallel: {found['problem']}") from reason
     return str(found["report"])
 
 
@@ -83,7 +85,7 @@ def _whole(leaf: _Leaf) -> Tensor:
 
 def _whole_options(layout: Layout, q: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the call in one process, as the reference takes them."""
-    left = ("sink", "deterministic", "backend", *SCORE_MASKS)
+    left = ("sink", *SCORE_MASKS, *WITHOUT_EFFECT)
     found = {name: x for name, x in options.items() if name not in left and x is not None}
     if isinstance(options.get("mask"), Spans):
         found["mask"] = Spans(*(layout.unshard(x, 2) for x in options["mask"]))

@@ -291,11 +291,11 @@ class ContextParallel(Decoder):
 
         return checked(layout, q, k, v, options)
 
-    def measure(self, device: torch.device | str = "cpu") -> Machine:
+    def measure(self, device: torch.device | str) -> Machine:
         """The machine of this group, with the bandwidth and latency that its links have between
         tensors on `device`. All ranks call it, and get the same.
 
-        ``parallel.machine = parallel.measure()`` then chooses by what was measured.
+        ``parallel.machine = parallel.measure("cuda")`` then chooses by what was measured.
         """
         device = torch.device(device)
         return measured(self.wire, self.machine or machine_of(device), device)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.distributed import ContextParallel, executor
+from flashtile.distributed import ContextParallel, check, executor
 from flashtile.distributed.machine import MACHINES
+from flashtile.masks import BlockMask
 from flashtile.spans import Spans
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -88,6 +89,11 @@ def spans() -> Spans:
     return Spans(stops.sub(9).clamp(min=0), stops)
 
 
+def tiles() -> BlockMask:
+    """Tiles that divide the pieces of the layouts below."""
+    return BlockMask.from_tiles((drawn(1, 1, 10, 10) > 0).to(torch.uint8), (4, 4))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("packed", "options"),
@@ -95,6 +101,8 @@ def spans() -> Spans:
         (False, {"causal": True, "sink": drawn(4)}),
         (False, {"bias": drawn(1, 4, 40, 40), "key_padding_mask": drawn(2, 40) > -1}),
         (False, {"mask": spans(), "softcap": 2.0}),
+        (False, {"block_mask": tiles(), "causal": True, "num_splits": 1}),
+        (True, {"block_mask": tiles()}),
         (True, {"window_size": (9, 0), "deterministic": True}),
         (True, {"causal": True, "seqused_k": torch.tensor([4, 0, 30], dtype=torch.int32)}),
     ],
@@ -132,6 +140,22 @@ def test_check_names_the_rank_and_the_tensor(monkeypatch: pytest.MonkeyPatch) ->
         assert text.startswith("context parallel: dv of rank 1: 16 of")
 
 
+def test_a_reference_that_fails_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: Any) -> None:
+        raise MemoryError("no memory for all scores")
+
+    monkeypatch.setattr(check, "attention_reference", fails)
+
+    def one_rank(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(seq_len=16, grain=4)
+        x = layout.shard(drawn(1, 16, 2, 8))
+        with pytest.raises(AssertionError, match="no memory for all scores"):
+            parallel.check(x, x, x, layout)
+
+    run_ranks(2, one_rank, timeout=5)
+
+
 def test_check_refuses_dropout() -> None:
     with pytest.raises(NotImplementedError, match="dropout_p: check compares calls without"):
         run_check(2, torch.float32, packed=True, dropout_p=0.1)
@@ -142,7 +166,7 @@ def test_measure_gives_all_ranks_the_same_machine(ranks: int, node: int) -> None
     machine = MACHINES["CPU"]._replace(node=node)
 
     def one_rank(wire: ThreadWire) -> Any:
-        return ContextParallel.over(wire, machine=machine).measure()
+        return ContextParallel.over(wire, machine=machine).measure("cpu")
 
     (found,) = set(run_ranks(ranks, one_rank))
     assert found.name == "CPU, links measured"
