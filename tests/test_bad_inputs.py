@@ -435,11 +435,16 @@ def test_no_backend_lists_every_backend_with_its_reasons():
         flashtile.attention(q, q, q)
 
 
-def test_slopes_that_require_a_gradient_are_fine_where_none_is_recorded():
-    q, slopes = torch.randn(1, 3, 2, 8), torch.rand(2, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("name", "shape"), [("alibi_slopes", (2,)), ("relative_bias", (2, 3))])
+def test_what_requires_a_gradient_is_fine_where_none_is_recorded(name, shape, dtype):
+    q, x = torch.randn(1, 3, 2, 8).to(dtype), torch.rand(shape, requires_grad=True)
     with torch.no_grad():
-        out = flashtile.attention(q, q, q, alibi_slopes=slopes)
-    assert torch.equal(out, flashtile.attention(q, q, q, alibi_slopes=slopes.detach()))
+        out = flashtile.attention(q, q, q, **{name: x})
+    assert torch.equal(out, flashtile.attention(q, q, q, **{name: x.detach()}))
+    if dtype == torch.float8_e4m3fn:
+        with pytest.raises(NotImplementedError, match="float8 attention has no backward"):
+            flashtile.attention(q, q, q, **{name: x})
 
 
 def test_blocks_of_one_tensor_alone_have_scales():

@@ -208,7 +208,6 @@ def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: 
 
 def float8_forward_only(operands: Operands) -> None:
     """Raise if float8 inputs would need a backward, which they do not have."""
-    if operands.q.dtype in FLOAT8 and any(
-        x is not None and x.requires_grad for x in operands[3:DIFFERENTIABLE]
-    ):
+    records = operands.q.dtype in FLOAT8 and torch.is_grad_enabled()
+    if records and any(x is not None and x.requires_grad for x in operands[3:DIFFERENTIABLE]):
         raise NotImplementedError("q: float8 attention has no backward; use bfloat16 to train")
