@@ -27,6 +27,7 @@ from .layout import Layout
 from .ownership import Ownership
 from .tile_map import TileMap
 
+HINTS = ("num_splits", "pack_gqa", "sm_margin")  # they change no result
 OPTIONS = (
     "softmax_scale",
     "causal",
@@ -44,9 +45,7 @@ OPTIONS = (
     "seqused_k",
     "dropout_p",
     "deterministic",
-    "num_splits",
-    "pack_gqa",
-    "sm_margin",
+    *HINTS,
 )
 # Those that are added to the scores, of dense batches only.
 SCORE_MASKS = ("bias", "attn_mask", "key_padding_mask")

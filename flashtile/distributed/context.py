@@ -169,7 +169,7 @@ class ContextParallel(Decoder):
             checks.length("seq_len", seq_len)
             lengths = (seq_len,)
             keys = (seq_len if seq_len_k is None else checks.length("seq_len_k", seq_len_k),)
-        ranks, layers = self.wire.ranks, [mask.work for mask in masks]
+        ranks, layers = self.wire.ranks, [mask.work(is_shared=bool(batch)) for mask in masks]
         unit = lcm(*(size for _, tiles, _ in layers if tiles for size in (tiles.BM, tiles.BN)))
         if way == "auto":
             way = "zigzag" if batch else "documents"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -49,11 +51,10 @@ def attend(
     batch = 1 if layout.sequences else 0  # dimensions before the tokens
     for dim, placement in enumerate(q.placements):
         _check(placement, q.device_mesh.size(dim), q, k, batch, options)
-    found = _ranks_of_tokens(q, batch)
-    if found != layout.wire.global_ranks:
-        raise ValueError(
-            f"q: got tokens sharded over the ranks {found}, want {layout.wire.global_ranks}"
-        )
+    found = _ranks_of_tokens(q.device_mesh, q.placements, batch)
+    want = tuple(layout.wire.global_ranks)
+    if found != want:
+        raise ValueError(f"q: got tokens sharded over the ranks {found}, want {want}")
     out, lse = run((q.to_local(), k.to_local(), v.to_local()))
     rows = {batch: batch + 1, batch + 1: batch}  # lse has its heads before its tokens
     of_lse = [Shard(rows.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in q.placements]
@@ -86,12 +87,15 @@ def _check(
         )
 
 
-def _ranks_of_tokens(q: DTensor, batch: int) -> list[int]:
+@torch.compiler.assume_constant_result  # a mesh is a constant of a graph
+def _ranks_of_tokens(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], batch: int
+) -> tuple[int, ...]:
     """The ranks over which the tokens are sharded here, in their order."""
-    mesh, own = q.device_mesh, q.device_mesh.get_coordinate()
+    own = mesh.get_coordinate()
     assert own is not None
     index = tuple(
         slice(None) if placement == Shard(batch) else coordinate
-        for placement, coordinate in zip(q.placements, own, strict=True)
+        for placement, coordinate in zip(placements, own, strict=True)
     )
-    return [int(rank) for rank in mesh.mesh[index].flatten().tolist()]
+    return tuple(int(rank) for rank in mesh.mesh[index].flatten().tolist())

@@ -24,13 +24,12 @@ class Mask(NamedTuple):
     block_mask: BlockMask | None = None
     layers: int = 1
 
-    @property
-    def work(self) -> Layers:
-        """What the layers show."""
+    def work(self, is_shared: bool) -> Layers:
+        """What the layers show; `is_shared` when all sequences of a batch are divided alike."""
         window = checks.window(self.window_size).under(self.causal)
         facts = structure(window.left, window.right, self.attention_chunk)
         tiles = None if self.block_mask is None else TileMap.of(self.block_mask)
-        return facts, tiles, self.layers
+        return facts, tiles.shared() if tiles and is_shared else tiles, self.layers
 
 
 class Work:

@@ -45,6 +45,19 @@ def dtensors(rank: int, world: int) -> None:
     torch.testing.assert_close(gathered(out), want)
     for x, leaf in zip(qkv, leaves, strict=True):
         torch.testing.assert_close(gathered(x.grad), leaf.grad)
+    torch._dynamo.reset()
+    graph = torch.compile(
+        lambda q, k, v: context.attention(q * 1, k * 1, v * 1, layout, causal=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    again = [x.detach().requires_grad_() for x in qkv]
+    compiled = graph(*again)
+    assert list(compiled.placements) == placements
+    compiled.sin().sum().backward()
+    torch.testing.assert_close(compiled.to_local(), out.to_local())
+    for x, y in zip(again, qkv, strict=True):
+        torch.testing.assert_close(x.grad.to_local(), y.grad.to_local())
     refused_placements(context, layout, [x.detach() for x in qkv])
 
 
@@ -61,7 +74,7 @@ def refused_placements(context: ContextParallel, layout: Layout, qkv: list[Any])
         with pytest.raises(ValueError, match="want Replicate, or Shard of the tokens"):
             context.attention(x, x, x, layout)
     x = DTensor.from_local(local, mesh, [Replicate(), Replicate()], run_check=False)
-    with pytest.raises(ValueError, match=r"q: got tokens sharded over the ranks \[\d\], want"):
+    with pytest.raises(ValueError, match=r"q: got tokens sharded over the ranks \(\d,\), want"):
         context.attention(x, x, x, layout)
     with pytest.raises(ValueError, match=r"k: got .*, want .*, as q"):
         context.attention(q, x, x, layout)

@@ -10,8 +10,8 @@ from cases import Case, compare
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtile import BlockMask
-from flashtile.distributed import ContextParallel
-from flashtile.distributed.arguments import OPTIONS
+from flashtile.distributed import ContextParallel, Mask
+from flashtile.distributed.arguments import HINTS, OPTIONS
 from flashtile.distributed.tile_map import TileMap
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -34,7 +34,7 @@ WAYS = {  # ranks, and how they exchange keys
     "ulysses": (3, {"ulysses": 3, "stages": 1}),
     "2d": (4, {"ulysses": 2, "stages": 2}),
 }
-SCALARS = ("softmax_scale", "deterministic", "num_splits", "pack_gqa", "sm_margin")
+SCALARS = ("softmax_scale", "deterministic", *HINTS)
 TAKEN = [name for name in OPTIONS if name not in SCALARS]
 
 
@@ -121,3 +121,17 @@ def test_a_changed_block_mask_is_read_again() -> None:
     assert TileMap.of(mask) is before
     mask.kinds[0, 0, 3, 0] = 1
     assert TileMap.of(mask).columns[0][3] == (0, 3)
+
+
+def test_a_batch_is_balanced_by_the_tiles_of_all_its_sequences() -> None:
+    kinds = torch.zeros(2, 1, 8, 8)
+    kinds[0, 0, 0] = kinds[1, 0, 1] = 1  # all work is in the first two tiles of rows
+    masks = [Mask(block_mask=BlockMask.from_tiles(kinds, (16, 16)))]
+
+    def run(wire: ThreadWire) -> int:
+        layout = ContextParallel.over(wire).layout(
+            batch=2, seq_len=128, masks=masks, way="documents", grain=16
+        )
+        return sum(bool((layout.positions == 16 * n).any()) for n in (0, 1))
+
+    assert run_ranks(2, run) == [1, 1]
