@@ -409,6 +409,8 @@ class BlockMask:
 
     def __str__(self) -> str:
         """The mask of the first sequence and head: full tiles are blocks, partial ones shaded."""
+        if self.kinds.is_meta or type(self.kinds) is not Tensor:  # fake tensors have no numbers
+            return repr(self)
         head = f"{self!r}, {self.sparsity():.1f} % of the tiles are empty"
         return f"{head}\n{drawing(self.kinds[0, 0])}"
 

@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 from test_block_masks import check
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashtile
@@ -190,6 +191,7 @@ def test_to_another_device():
     tensors = (mask.kinds, mask.partial_index, mask.partial_tiles)
     assert {x.device.type for x in tensors} == {"meta"}
     assert (mask.lengths, mask.tile_size) == ((300, 300), (128, 128))
+    assert str(mask) == repr(mask)
 
 
 def test_print():
@@ -202,6 +204,12 @@ def test_print():
         "████░░",
     ]
     assert "\n" not in repr(mask)
+
+
+def test_a_mask_of_fake_tensors_is_not_drawn():
+    with FakeTensorMode():
+        mask = BlockMask.from_tiles(torch.ones(2, 2), (4, 4))
+    assert str(mask) == repr(mask)
 
 
 def test_large_masks_are_drawn_small():
