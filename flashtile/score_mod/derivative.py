@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..lru import memoised
 from .convert import Conversion
 from .evaluate import operation
 from .program import CONSTANT, INDICES, INTEGERS, VALUES, Name, Program, parsed
+from .trace import tracing
 
 
 @memoised(256)
@@ -25,7 +24,8 @@ def derivative(text: str, dtype: torch.dtype, of_captured: bool) -> str:
         text: of the program, for scores of `dtype`.
 
     Raises:
-        NotImplementedError: the derivative needs an operation that does not work on single scores.
+        NotImplementedError: an operation has no derivative, or that needs an operation which does
+            not work on single scores.
     """
     program = parsed(text)
     reads = [line for line in program.lines if line.op in (VALUES, INTEGERS)]
@@ -43,16 +43,14 @@ def derivative(text: str, dtype: torch.dtype, of_captured: bool) -> str:
         found: tuple[Tensor, ...] = gradients(g)
         return found
 
-    with (
-        _disable_current_modes(),
-        temporarily_clear_interpreter_stack(),
-        torch.autocast("cpu", enabled=False),
-        torch.enable_grad(),
-    ):
+    with tracing(), torch.autocast("cpu", enabled=False), torch.enable_grad():
         score = torch.ones((), dtype=dtype)
         indices = [torch.ones((), dtype=torch.int64) for _ in INDICES]
         captured = [torch.ones((), dtype=line.dtype) for line in reads]
-        graph = make_fx(pullback)(score, *indices, score.clone(), *captured)
+        try:
+            graph = make_fx(pullback)(score, *indices, score.clone(), *captured)
+        except RuntimeError as error:
+            raise NotImplementedError(f"score_mod: has no derivative: {error}") from error
     inputs = ("s", *INDICES, "g", *(line.name for line in reads))
     conversion = Conversion(graph, inputs, prefix="d")
     try:

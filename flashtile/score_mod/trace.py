@@ -8,7 +8,9 @@ every call runs once, with gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,18 @@ class Traced(NamedTuple):
     preparation: fx.GraphModule  # from `captured` to the tensors that the program reads
 
 
+_lock = threading.RLock()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """A trace without the modes and transforms of the call. PyTorch patches its modules while it
+    traces, so threads wait for each other.
+    """
+    with _lock, _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
+
+
 def traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -> Traced:
     """Trace a score function for scores of `dtype`.
 
@@ -49,12 +63,7 @@ def traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) ->
             result = function(*scores)
         return captures.stand_in(_checked(result, dtype))
 
-    # Modes, autocast and transforms are those of the call, not of this trace.
-    with (
-        _disable_current_modes(),
-        temporarily_clear_interpreter_stack(),
-        torch.no_grad(),
-    ):
+    with tracing(), torch.no_grad():
         score = torch.zeros((), dtype=dtype, device=device)
         indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
         try:

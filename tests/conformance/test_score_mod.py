@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -299,6 +300,12 @@ def test_what_cannot_be_traced_is_named(function, named) -> None:
     assert _counter == 0
 
 
+def test_a_function_without_a_derivative_is_named() -> None:
+    q = torch.zeros(1, 3, 2, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"score_mod: .*heaviside"):
+        flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: torch.heaviside(s, s))
+
+
 def test_operations_without_a_derivative_of_their_own(seed) -> None:
     """Integer arithmetic, comparisons, in-place operations, indices of indices, dtypes."""
     q, k, v = qkv(generator(seed), B=1, M=70, N=65, Hq=2, Hk=2)
@@ -416,6 +423,24 @@ class TestTraces:
                 function = partial(lambda n, score, b, h, i, j: score * n, number)
                 flashtile.attention(self.q, self.k, self.v, score_mod=function)
         assert len(checked) == 2
+
+    def test_threads_trace_at_once(self) -> None:
+        """Each its own functions, with their derivatives."""
+        q = self.q.requires_grad_()
+
+        def gradient(number: int) -> Tensor:
+            def function(score, b, h, i, j):
+                return score * number
+
+            out = flashtile.attention(q, self.k, self.v, score_mod=function)
+            return torch.autograd.grad(out.sum(), q)[0]
+
+        numbers = range(1, 41)
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(gradient, numbers))
+        flashtile.clear_caches()
+        for number, mine in zip(numbers, found, strict=True):
+            torch.testing.assert_close(mine, gradient(number))
 
     def test_explain_shows_the_function(self) -> None:
         slopes = torch.ones(2)
