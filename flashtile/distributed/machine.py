@@ -8,6 +8,7 @@ ones.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ MACHINES = {
 }
 
 
+@cache
 def machine_of(device: torch.device) -> Machine:
     """The machine of the table that a GPU's name contains, such as "NVIDIA H100 80GB HBM3"; an H100
     for other GPUs."""
