@@ -214,8 +214,8 @@ class ContextParallel(Decoder):
             seqused_q, seqused_k: (documents,), the used tokens of every whole document; the host
                 reads them.
             options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
-                `alibi_slopes`, `sink`, `dropout_p` and `deterministic`, as in `attention`. With
-                dropout the generators of all ranks must be in the same state.
+                `alibi_slopes` without a gradient, `sink`, `dropout_p` and `deterministic`, as in
+                `attention`. With dropout the generators of all ranks must be in the same state.
 
         Returns:
             out, shaped as q with value_head_dim, and on request lse (batch, heads, local_tokens) or
