@@ -13,6 +13,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile.call import prepare
+from flashtile.distributed import arguments, cache
+from flashtile.integrations import dtensor
+from flashtile.problem import Operands, Options
 from flashtile.score_mod import times_traced
 from flashtile.testing import attention_reference, generator, normal, qkv
 
@@ -343,6 +346,40 @@ def test_an_index_outside_of_a_captured_tensor() -> None:
     assert out.isfinite().all()
     with pytest.raises(IndexError, match=r"score_mod: in a captured tensor of shape \(6,\)"):
         flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: s + table[i + j])
+
+
+def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score * (1 + b) - (i - j) * h / 8
+
+
+CU = torch.tensor([0, 5, 10], dtype=torch.int32)
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "flash_attn_func": lambda f, q, k, v, **o: f(q, k, v, **o),
+    "flash_attn_kvpacked_func": lambda f, q, k, v, **o: f(q, torch.stack((k, v), 2), **o),
+    "flash_attn_qkvpacked_func": lambda f, q, k, v, **o: f(torch.stack((q, k, v), 2), **o),
+    "flash_attn_varlen_func": lambda f, q, k, v, **o: f(
+        *(x.flatten(0, 1) for x in (q, k, v)), CU, CU, 5, 5, **o
+    ).view(q.shape),
+    "flash_attn_with_kvcache": lambda f, q, k, v, **o: f(q, k, v, **o),
+    "attention_varlen": lambda f, q, k, v, **o: f(q, k, v, **o),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_function_takes_one(name, seed) -> None:
+    q, k, v = qkv(generator(seed), B=2, M=5, N=5, Hq=2, Hk=2)
+    out = ENTRIES[name](getattr(flashtile, name), q, k, v, causal=True, score_mod=relative)
+    wanted = flashtile.attention(q, k, v, causal=True, score_mod=relative)
+    torch.testing.assert_close(out, wanted)
+    assert not torch.allclose(wanted, flashtile.attention(q, k, v, causal=True))
+
+
+def test_what_counts_heads_and_sequences_of_a_part_refuses_one() -> None:
+    """Context parallelism, and sharded DTensors: a function would get the numbers of a shard."""
+    options = Options(5, 5, 1.0, score_mod="return s")
+    q = torch.zeros(2, 5, 2, 8)
+    assert dtensor._placements(Operands(q, q, q), options) == []
+    assert "score_mod" not in {*arguments.OPTIONS, *cache.OPTIONS}
 
 
 class TestTraces:
