@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import scaled_dot_product_attention
 
 from flashtile.distributed import ContextParallel, Layout
 
@@ -65,10 +65,17 @@ def torch_context_parallel(case: ContextCase, lengths: list[int]) -> Ready:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        # The context replaces this attribute of the module.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    # Its buffers are what it would shard; the shards are there already.
-    return Ready(call, layout, around=lambda: context_parallel(mesh, buffers=[]))
+    def around() -> AbstractContextManager[object]:
+        # It wants something to shard; the shards of q, k and v are there already.
+        buffer = torch.zeros(1, case.tokens * dist.get_world_size(), device=device)
+        return context_parallel(
+            mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer}
+        )
+
+    return Ready(call, layout, around=around)
 
 
 def _flashtile(parallel: ContextParallel, case: ContextCase, lengths: list[int]) -> Ready:

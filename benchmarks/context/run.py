@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -93,6 +94,9 @@ def _measured(case: ContextCase, device: str) -> Iterator[ContextRow]:
             errors[name] = _error(ready[name], case, whole, want)
         except Unsupported as reason:
             reasons[name] = str(reason)
+        except (RuntimeError, NotImplementedError, AssertionError) as failure:
+            reasons[name] = f"failed: {str(failure).splitlines()[0]}"
+            ready.pop(name, None)
     for name, error in errors.items():
         if not error <= MOST_ERROR:
             reasons[name] = f"wrong result: an error of {error:.2g}"
@@ -162,15 +166,15 @@ def _times(
     samples: dict[str, list[float]] = {name: [] for name in ("", *calls)}
     for round_ in range(ROUNDS + 1):
         for name in samples:
-            _synchronise()
-            start = time.perf_counter()
-            if name:
-                with ready[name].around():
+            with ready[name].around() if name else nullcontext():
+                _synchronise()
+                start = time.perf_counter()
+                if name:
                     calls[name]()
-            elif dist.get_rank() == 0:  # the others wait at the barrier
-                alone()
-            _wait_for_device()
-            mine = (time.perf_counter() - start) * 1e3
+                elif dist.get_rank() == 0:  # the others wait at the barrier
+                    alone()
+                _wait_for_device()
+                mine = (time.perf_counter() - start) * 1e3
             if round_:  # the first one warms up
                 samples[name].append(_largest(mine))
     medians = {name: statistics.median(times) for name, times in samples.items()}
