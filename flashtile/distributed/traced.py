@@ -73,10 +73,13 @@ _NUMBERS = (
     "SymInt num_splits, SymInt block_rows, SymInt block_keys, bool return_lse, str backend"
 )
 _library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define(f"context_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
+# A CUDA graph would repeat the exchanges of the documents that it was recorded with.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+_library.define(f"context_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)", tags=_TAGS)
 _library.define(
     "context_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, "
-    f"{_TENSORS}, {_NUMBERS}) -> ({', '.join(['Tensor'] * _GRADIENTS)})"
+    f"{_TENSORS}, {_NUMBERS}) -> ({', '.join(['Tensor'] * _GRADIENTS)})",
+    tags=_TAGS,
 )
 
 
