@@ -102,5 +102,5 @@ def refuse_local_attention() -> None:
     if blocks and get() is not None:
         raise RuntimeError(
             "with layout: a call of flashtile inside the block would attend over this rank's "
-            "tokens alone; use ContextParallel.attention, or call it outside of the block"
+            "tokens only; use ContextParallel.attention, or call it outside of the block"
         )
