@@ -235,11 +235,12 @@ def table_of_distances(g: torch.Generator) -> ScoreFunction:
 
 
 def many_operations(g: torch.Generator) -> ScoreFunction:
-    """Integers with signs, bools, constants, 16-bit numbers, nonlinear functions."""
+    """Integers with signs, large products, bools, constants, 16-bit and nonlinear numbers."""
     ids, scale = torch.randint(0, 3, (4, 200), generator=g), normal(g, 3, dtype=torch.bfloat16)
 
     def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         near = ((i - j) % 5 != 3) & ~((i - j) // 4 == -2) | (ids[b, i] == ids[b, j])
+        near = near & ((i > j) + (h == 1)) | ((i + 1) * 1000003 * 1000003 % 7 == j % 7)
         bent = 3 * torch.tanh(score / 3) + torch.sigmoid(score) * (i - j).abs() / 40
         bent = torch.maximum(bent, -score).clamp(-2.5, 4.0) + near.float() * scale[ids[b, j]]
         return torch.where(near, bent, score.square() - (score.abs() + 1).sqrt().exp() * 0.1)

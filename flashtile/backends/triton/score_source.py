@@ -203,11 +203,12 @@ class _Writer:
 
     def _narrowed(self, line: Line) -> Line:
         """The line with the dtype of its result in the kernel: int32 for what is computed from
-        indices only, which takes half of the registers.
+        indices only, which takes half of the registers. Products and large numbers need all of
+        int64.
         """
         given = [self._dtypes[x] for x in line.names if x not in self._constants]
         is_index = bool(given) and all(x in (torch.int32, torch.bool) for x in given)
-        if line.dtype == torch.int64 and is_index and line.op not in (VALUES, INTEGERS):
+        if line.dtype == torch.int64 and is_index and _is_small(line, self._constants):
             line = line._replace(dtype=torch.int32)
         self._dtypes[line.name] = line.dtype
         return line
@@ -266,6 +267,8 @@ class _Writer:
         return torch.int32 if found == torch.bool else found
 
     def _add_(self, line: Line) -> str:
+        if line.dtype == torch.bool:  # whose sum is true if one of them is
+            return self._in(line, "{0} | {1}")
         return self._in(line, f"{{0}} + {_factor(line)}{{1}}")
 
     def _sub_(self, line: Line) -> str:
@@ -360,6 +363,14 @@ class _Writer:
         else:
             read = f"{read}.to({_TYPES[line.dtype]})"
         return [*found, f"{line.name} = {read}"]
+
+
+def _is_small(line: Line, constants: dict[Name, Any]) -> bool:
+    """Whether the result is about as small as the indices that the line reads."""
+    if line.op in (VALUES, INTEGERS) or line.op.startswith("mul.") or _factor(line):
+        return False
+    given = (constants.get(x, 0) if isinstance(x, Name) else x for x in line.arguments)
+    return all(abs(x) < 2**30 for x in given if isinstance(x, (int, float)))
 
 
 def _factor(line: Line) -> str:
