@@ -2,7 +2,7 @@
 
 Inside the block a tensor holds only this rank's tokens. Attention layers that know how to attend
 over all ranks look here; every other call of flashtile raises, because it would silently attend
-over this rank's tokens alone.
+over this rank's tokens only.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def refuse_local_attention() -> None:
     """Raise if a layout is in force.
 
     Raises:
-        RuntimeError: the call would attend over this rank's tokens alone.
+        RuntimeError: the call would attend over this rank's tokens only.
     """
     if blocks and get() is not None:
         raise RuntimeError(

@@ -207,7 +207,7 @@ def refused(model: torch.nn.Module, call: Step, error: type[Exception], match: s
         (
             lambda model, layout: flashtile.attention(*torch.randn(3, 1, 12, 2, 8).unbind()),
             RuntimeError,
-            "this rank's tokens alone",
+            "this rank's tokens only",
         ),
         (lambda model, layout: None, RuntimeError, "no attention over all ranks was called"),
     ],
