@@ -85,6 +85,7 @@ class PackedCall(NamedTuple):
     options: Options
     used: UsedTokens
     tiles: TileMap | None
+    bias_has_rows: bool  # one for each query, not one for all
 
 
 def refuse_unknown(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
@@ -134,6 +135,9 @@ def packed_call(
     k = layout.without_padding("k", k, layout.keys, layout.local_keys)
     v = layout.without_padding("v", v, layout.keys, layout.local_keys)
     bias = score_bias(options, padded, layout)
+    bias_has_rows = has_rows(bias, layout)
+    if bias is not None and bias_has_rows:
+        bias = bias[:, :, : q.shape[0] // layout.sequences]
     spans = packed_spans(options.get("mask"), padded, layout)
     used = used_tokens(options, q, layout)
     tiles = tile_map(options.get("block_mask"), q, used)
@@ -174,7 +178,7 @@ def packed_call(
             partial_index=mask.partial_index,
             partial_tiles=mask.partial_tiles,
         )
-    return PackedCall(operands, numbers, used, tiles)
+    return PackedCall(operands, numbers, used, tiles, bias_has_rows)
 
 
 def used_tokens(options: Mapping[str, Any], q: Tensor, layout: Layout) -> UsedTokens:
@@ -204,7 +208,7 @@ def used_tokens(options: Mapping[str, Any], q: Tensor, layout: Layout) -> UsedTo
 
 def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor | None:
     """A bias (batch or 1, heads or 1, rows or 1, keys or 1) that applies the masks of
-    `SCORE_MASKS`, without the rows of padding.
+    `SCORE_MASKS`, with the rows of padding.
 
     Raises:
         ValueError, TypeError: a mask does not fit.
@@ -222,9 +226,13 @@ def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor 
                 "not combine; hide the padding in the mask"
             )
     sizes = (layout.sequences, q.shape[-2], layout.local_tokens, layout.keys.lengths[0])
-    bias = as_bias(q, sizes, **masks)
-    rows = layout.queries.tokens(layout.rank) // layout.sequences
-    return bias[:, :, :rows] if bias.shape[2] > 1 else bias
+    return as_bias(q, sizes, **masks)
+
+
+def has_rows(bias: Tensor | None, layout: Layout) -> bool:
+    """Whether a bias has a row for each query of a rank, padding included: all ranks say the same.
+    Where every rank has one query, the only row counts as the row of that query."""
+    return bias is not None and bias.shape[2] == layout.local_tokens
 
 
 def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:

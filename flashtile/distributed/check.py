@@ -18,7 +18,7 @@ from ..testing import attention_reference, attention_varlen_reference
 from ..testing.error_model import floor_of, rounding_variance
 from ..testing.tolerance import allowed_error, assert_close, plain_dtype
 from .agreement import told
-from .arguments import SCORE_MASKS
+from .arguments import SCORE_MASKS, has_rows
 from .layout import Layout
 
 Results = dict[str, Tensor]
@@ -93,7 +93,7 @@ def _whole_options(layout: Layout, q: Tensor, options: Mapping[str, Any]) -> dic
     if masks:
         sizes = layout.sequences, q.shape[2], layout.local_tokens, layout.keys.lengths[0]
         bias = as_bias(q, sizes, **masks)
-        found["bias"] = layout.unshard(bias, 2) if bias.shape[2] > 1 else bias
+        found["bias"] = layout.unshard(bias, 2) if has_rows(bias, layout) else bias
     return found
 
 

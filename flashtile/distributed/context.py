@@ -342,11 +342,11 @@ class ContextParallel(Decoder):
             raise ValueError("layout: got one of another ContextParallel")
         refuse_unknown(options, ContextParallel.attention)
         refuse_transforms(qkv, options)
-        operands, numbers, used, tiles = packed_call(qkv, layout, options)
+        operands, numbers, used, tiles, bias_has_rows = packed_call(qkv, layout, options)
         q, k, v = operands[:3]
         documents = len(layout.queries.lengths)
         way = self._way(layout, operands, numbers)
-        call = _Call(operands, numbers, backend, way, used, tiles)
+        call = _Call(operands, numbers, backend, way, used, tiles, bias_has_rows)
         facts = {
             "documents": documents,
             "tokens": sum(layout.queries.lengths),
@@ -432,7 +432,7 @@ class ContextParallel(Decoder):
         """How this rank and its neighbours exchange tokens for heads."""
         wire = SubWire(self.wire, members)
         bias, rows = call.operands.bias, None
-        if bias is not None and bias.shape[2] > 1:
+        if bias is not None and call.bias_has_rows:
             # Where the bias has no batch, the rows of one sequence stand for all.
             rows = Exchange.of(wire, first_documents(layout.queries, bias.shape[0]), members)
         return Ulysses(
@@ -454,6 +454,7 @@ class _Call(NamedTuple):
     way: Way
     used: UsedTokens
     tiles: TileMap | None
+    bias_has_rows: bool
 
 
 def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:

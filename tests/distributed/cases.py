@@ -189,7 +189,7 @@ class Case:
         for name, x in leaves.items():
             gradient = x.grad if x.grad is not None else torch.zeros_like(x)
             got[name] = places[name].unshard(gradient) if name in places else gradient
-            if name in SCORES and x.shape[2] == layout.local_tokens > 1:
+            if name in SCORES and self.leaves[name].shape[2] > 1:
                 got[name] = layout.unshard(gradient, dim=2)
         return {name: x.cpu() for name, x in got.items()}
 

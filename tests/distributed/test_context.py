@@ -9,6 +9,7 @@ import torch
 from cases import Case, compare
 from torch.nn.attention.flex_attention import create_block_mask
 
+import flashtile
 from flashtile import BlockMask
 from flashtile.distributed import ContextParallel, Mask
 from flashtile.distributed.arguments import HINTS, OPTIONS
@@ -135,3 +136,22 @@ def test_a_batch_is_balanced_by_the_tiles_of_all_its_sequences() -> None:
         return sum(bool((layout.positions == 16 * n).any()) for n in (0, 1))
 
     assert run_ranks(2, run) == [1, 1]
+
+
+@pytest.mark.parametrize("seq_len", [2, 9])
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_a_rank_with_one_row_of_a_bias(seq_len: int, has_rows: bool) -> None:
+    """Some ranks, or all, have one query, or none: the row of a bias is not that of all queries."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, seq_len, 2, 8, generator=g) for _ in range(3))
+    bias = torch.randn(1, 2, seq_len if has_rows else 1, seq_len, generator=g)
+
+    def run(wire: ThreadWire) -> torch.Tensor:
+        parallel = ContextParallel.over(wire, ulysses=2, stages=1)
+        layout = parallel.layout(seq_len=seq_len, way="contiguous", grain=1 if seq_len == 2 else 8)
+        shards = (layout.shard(x) for x in (q, k, v))
+        mine = layout.shard(bias, 2) if has_rows else bias
+        return layout.unshard(parallel.attention(*shards, layout, bias=mine))
+
+    for whole in run_ranks(4, run):
+        torch.testing.assert_close(whole, flashtile.attention(q, k, v, bias=bias))
