@@ -243,6 +243,7 @@ def many_operations(g: torch.Generator) -> ScoreFunction:
         near = near & ((i > j) + (h == 1)) | ((i + 1) * 1000003 * 1000003 % 7 == j % 7)
         bent = 3 * torch.tanh(score / 3) + torch.sigmoid(score) * (i - j).abs() / 40
         bent = torch.maximum(bent, -score).clamp(-2.5, 4.0) + near.float() * scale[ids[b, j]]
+        near = near ^ (torch.sign(i - j).floor() // 2 == torch.relu(j - 9) % 2 - 1)
         return torch.where(near, bent, score.square() - (score.abs() + 1).sqrt().exp() * 0.1)
 
     return function

@@ -84,11 +84,11 @@ _ARITHMETIC: dict[str, str] = {
     "ceil": "tl.ceil({0})",
     "tanh": "tanh({0})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
-    "relu": "tl.where({0} < 0, 0.0, {0})",
+    "relu": "tl.where({0} < 0, 0, {0})",
     "reciprocal": "1.0 / {0}",
     "square": "{0} * {0}",
-    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
-    "sgn": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
+    "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, {0}))",
+    "sgn": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, {0}))",
     "mul": "{0} * {1}",
     "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
     "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
@@ -111,7 +111,11 @@ _LOGIC: dict[str, str] = {
     "logical_xor": "({0} != 0) != ({1} != 0)",
     "logical_not": "{0} == 0",
 }
-_BITS: dict[str, str] = {"bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}"}
+_BITS: dict[str, str] = {
+    "bitwise_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "bitwise_xor": "{0} ^ {1}",
+}
 _COPIES = ("_to_copy", "detach", "alias", "clone")
 
 
@@ -224,6 +228,8 @@ class _Writer:
     def _expression(self, line: Line) -> str:
         name = line.op.partition(".")[0]
         special: Callable[[Line], str] | None = getattr(self, f"_{name.strip('_')}_", None)
+        if name in ("floor", "ceil") and not line.dtype.is_floating_point:
+            return self._as(line.arguments[0], line.dtype)
         if name in _COPIES:
             return self._cast(line.arguments[0], line.dtype)
         if special is not None:
