@@ -147,8 +147,7 @@ class Case:
         return name == "sink" or (name in SCORES and self.leaves[name].shape[2] == 1)
 
     def rounded(self, dtype: torch.dtype) -> Case:
-        """The case with numbers that `dtype` has, for backends of GPUs, which have no spans."""
-        self.spans = None
+        """The case with numbers that `dtype` has."""
         self.leaves = {name: x.to(dtype).double() for name, x in self.leaves.items()}
         self.dout = self.dout.to(dtype).double()
         return self
