@@ -243,7 +243,9 @@ def _check_context_parallel(settings: Settings) -> None:
             f"trainer.context_parallel is {ranks}"
         )
     if trainer.compile:
-        raise ValueError(f"trainer.compile: true; trainer.context_parallel is {ranks}")
+        raise ValueError(
+            f"trainer.compile: got true, want false with trainer.context_parallel={ranks}"
+        )
     if settings.data.context < ranks:
         raise ValueError(
             f"data.context: {settings.data.context} tokens are fewer than "

@@ -1,7 +1,7 @@
 """Cached calls of sequences that begin with the same tokens: their keys are read once for all.
 
 The queries of the whole batch attend to the prefix as if they belonged to one sequence. The queries
-of each sequence attend to its own keys behind the prefix. The two results are merged by their
+of each sequence attend to its own keys after the prefix. The two results are merged by their
 log-sum-exp (Hydragen: Juravsky et al. 2024, section 3; cascade inference: Ye et al. 2024).
 """
 
@@ -86,7 +86,7 @@ def _attend_to_prefix(
 def _attend_to_rest(
     operands: Operands, call: Prepared, layout: Cached, prefix_len: int, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    """The same of each sequence's queries over its own keys behind the prefix."""
+    """The same of each sequence's queries over its own keys after the prefix."""
     q, k, v = operands[:3]
     table, lengths = operands.page_table, operands.seqused_k
     if table is not None:

@@ -251,7 +251,9 @@ class ContextParallel(Decoder):
         if not torch.compiler.is_compiling():
             return self.run(qkv, layout, options, return_lse, backend)
         if self.generator is not None:
-            raise NotImplementedError("generator: got one of its own under torch.compile")
+            raise NotImplementedError(
+                "generator: got a torch.Generator under torch.compile, want None, for PyTorch's own"
+            )
         return traced.attend(qkv, layout, options, return_lse, backend)
 
     def explain(
@@ -421,8 +423,8 @@ class ContextParallel(Decoder):
             return given
         if self.generator is not None and is_recomputing():
             raise NotImplementedError(
-                "generator: got one of its own in a checkpoint that computes again, which does not "
-                "restore its state; want None, for PyTorch's generator"
+                "generator: got a torch.Generator in an activation checkpoint, which does not "
+                "restore its state; want None, for PyTorch's own"
             )
         return draw_rng_state(device, self.generator)
 

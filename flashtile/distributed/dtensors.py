@@ -83,7 +83,7 @@ def _check(
             )
     if options.get("dropout_p", 0.0) > 0:
         raise NotImplementedError(
-            f"dropout_p: its mask counts all heads and sequences, of which {placement} has a part"
+            f"dropout_p: got q with {placement}, want all heads and sequences on each rank"
         )
 
 

@@ -56,7 +56,9 @@ class ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         if is_batched(dout) or is_batched(dlse):
-            raise NotImplementedError("is_grads_batched: context parallelism takes one gradient")
+            raise NotImplementedError(
+                "is_grads_batched: got True, want False under context parallelism"
+            )
         # Of a derivative that will be differentiated, every use requires a gradient.
         differentiated = torch.ones((), requires_grad=torch.is_grad_enabled())
         gradients = _FirstDerivative.apply(ctx, dout, dlse, differentiated)

@@ -26,7 +26,8 @@ def local_inputs(
     mask = given.pop("attention_mask", None)
     if mask is not None and (mask.dim() != 2 or not bool(mask.all())):
         raise NotImplementedError(
-            "attention_mask: a layout has no padding of its own; pack the sequences as documents"
+            "attention_mask: got padding, which a layout does not have; pack the sequences as "
+            "documents"
         )
     labels = given.pop("labels", None)
     inputs: dict[str, Any] = {name: layout.shard(x, 1) for name, x in given.items()}

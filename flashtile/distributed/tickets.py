@@ -36,7 +36,10 @@ def layout_of(ticket: Tensor) -> Any:
     """
     layout = _layouts.get(int(ticket))
     if layout is None:
-        raise RuntimeError(f"layout: number {int(ticket)} is gone; keep it until the backward")
+        raise RuntimeError(
+            f"layout: got number {int(ticket)}, whose layout no longer exists; keep the layout "
+            "until the backward has run"
+        )
     if not _recent or _recent[-1] is not layout:
         _recent.append(layout)
     return layout

@@ -71,20 +71,20 @@ def _rule(
             )
         if attention_mask is not None and not bool(attention_mask.all()):
             raise NotImplementedError(
-                "attention_mask: `with layout:` has no padding of a batch; pack the sequences"
+                "attention_mask: got padding inside `with layout:`; pack the sequences as documents"
             )
         if pattern is None:
             raise NotImplementedError(
-                "attention_mask: the model's mask is none of causal, window, chunk and documents, "
-                "which `with layout:` supports"
+                "attention_mask: the model makes a mask that `with layout:` does not support; want "
+                "causal, a window, chunks or documents"
             )
         allowed = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
         model_type = transformers_masks.model_type_of(options.get("config"))
         is_read = not allowed and pattern.segments is None
         if is_read or model_type in _COMPUTE_WITH_MASKS:
             raise NotImplementedError(
-                "attention_mask: the model computes with its mask, which has only this rank's "
-                "tokens inside `with layout:`"
+                "attention_mask: the model computes with its mask itself, which covers only this "
+                "rank's tokens inside `with layout:`"
             )
         if pattern.segments is not None:
             steps = layout.positions.diff(prepend=layout.positions[:1] - 1)
@@ -135,13 +135,13 @@ def attend(
                 raise NotImplementedError(f"{name}: not supported inside `with layout:`")
         if mask is not None and not _is_rule(mask):
             raise NotImplementedError(
-                "attention_mask: got a mask of single tokens, which are only this rank's inside "
-                "`with layout:`; want none"
+                "attention_mask: got a mask with an element for each token or score, which covers "
+                "only this rank's tokens inside `with layout:`; want None"
             )
         if not isinstance(position_ids, Tensor):
             raise NotImplementedError(
-                "position_ids: the model passes none to its attention, which therefore cannot "
-                "tell whether they fit the layout"
+                "position_ids: the model passes none to its attention, so that nobody can tell "
+                "whether they fit the layout"
             )
         objection = _objection_to_layers(module) or _objection_to_file(type(module).__module__)
         if objection is not None:
@@ -188,7 +188,7 @@ def _objection_to_file(file: str) -> str | None:
         # Such a model passes `position_ids` on to its layers unread.
         return "position_ids: the model does not take them; it counts this rank's tokens from 0"
     if any(hasattr(x, "create_position_ids_from_input_ids") for x in (*classes, sys.modules[file])):
-        return "position_ids: those of the model do not start at 0, as with RoBERTa"
+        return "position_ids: the model does not count them from 0 (as RoBERTa does not)"
     return None
 
 

@@ -181,7 +181,7 @@ def refused(model: torch.nn.Module, call: Step, error: type[Exception], match: s
                 **layout.batch(input_ids=tokens(1)), attention_mask=torch.ones(1, 1, 12, 12).bool()
             ),
             NotImplementedError,
-            "attention_mask: got a mask of single tokens",
+            "attention_mask: got a mask with an element for each",
         ),
         (
             lambda model, layout: model(

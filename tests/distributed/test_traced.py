@@ -60,5 +60,5 @@ def test_ops(options: dict[str, Any], return_lse: bool) -> None:
 
 
 def test_a_layout_that_is_gone() -> None:
-    with pytest.raises(RuntimeError, match="layout: number 1000000000 is gone"):
+    with pytest.raises(RuntimeError, match="layout: got number 1000000000"):
         tickets.layout_of(torch.tensor(10**9))
