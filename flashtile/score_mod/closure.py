@@ -8,6 +8,7 @@ dictionaries of them.
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -16,9 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..lru import memoised
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # Packages whose modules, classes and functions do not change.
 _FIXED = ("builtins", "functools", "math", "operator", "torch", "_operator")
+# Functions of Python that read variables which the code does not name.
+_READ_VARIABLES = frozenset(("__import__", "eval", "exec", "globals", "vars"))
 
 
 class _CannotBeCompared(Exception):
@@ -73,6 +78,8 @@ def _new_facts(x: Any, tensors: list[Tensor], seen: dict[int, int]) -> Iterator[
         tensors.append(x)
         yield from (tuple(x.shape), x.dtype, x.device)
     elif type(x) is FunctionType:
+        if _reads_unnamed_variables(x.__code__):
+            raise _CannotBeCompared
         yield x.__code__
         cells = [_content(cell) for cell in x.__closure__ or ()]
         names = sorted(_global_names(x.__code__) & x.__globals__.keys())
@@ -112,3 +119,17 @@ def _global_names(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= _global_names(constant)
     return names
+
+
+@memoised(256)
+def _reads_unnamed_variables(code: CodeType) -> bool:
+    """Whether the code, or a function inside it, imports modules that may change or looks up
+    variables by strings.
+    """
+    if not _READ_VARIABLES.isdisjoint(code.co_names):
+        return True
+    imported = (x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME")
+    if any(name.partition(".")[0] not in _FIXED for name in imported):
+        return True
+    inside = (x for x in code.co_consts if isinstance(x, CodeType))
+    return any(map(_reads_unnamed_variables, inside))
