@@ -8,10 +8,11 @@ ones.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
+
+from ..lru import memoised
 
 
 class Link(NamedTuple):
@@ -53,7 +54,7 @@ MACHINES = {
 }
 
 
-@cache
+@memoised(16)
 def machine_of(device: torch.device) -> Machine:
     """The machine of the table that a GPU's name contains, such as "NVIDIA H100 80GB HBM3"; an H100
     for other GPUs."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from .. import current_layout
 from ..current_layout import Layout
+from ..lru import memoised
 from . import transformers_masks
 from .transformers_masks import Pattern, attach_pattern, attached_pattern, is_whole, once, recognise
 
@@ -179,7 +179,7 @@ def _objection_to_layers(module: torch.nn.Module) -> str | None:
     return f"layer_types: {others[0]} would see only this rank's tokens inside `with layout:`"
 
 
-@lru_cache
+@memoised(256)
 def _objection_to_file(file: str) -> str | None:
     """Why the models in a Python module do not take positions as `Layout.batch` makes them."""
     classes = [x for x in vars(sys.modules[file]).values() if isinstance(x, type)]
