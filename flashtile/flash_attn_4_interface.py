@@ -387,9 +387,10 @@ def _check_metadata(given: Any) -> None:
 _WHY = {
     "gather_kv_indices": "top-k keys are not supported; pass them as a block_mask to "
     "flashtile.attention",
-    "score_mod": "functions of CuTe are not supported; flashtile.attention takes a score_mod of "
-    "PyTorch, as FlexAttention does",
-    "mask_mod": "functions of the mask are not supported; flashtile.attention takes a block_mask",
+    "score_mod": "functions written for CuTe are not supported; flashtile.attention takes a "
+    "score_mod written in PyTorch, as FlexAttention does",
+    "mask_mod": "functions written for CuTe are not supported; flashtile.attention takes a "
+    "block_mask made by BlockMask.from_function",
     "block_sparse_tensors": "not supported; flashtile.attention takes a block_mask",
     "seqlen_k_per_split": "splits of a given size are not supported; with num_splits=1 the result "
     "of a sequence does not depend on the batch",

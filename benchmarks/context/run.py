@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure; rank 0 prints and writes. 2 if torchrun did not start this process."""
     if "RANK" not in os.environ:
         command = "torchrun --nproc-per-node 2 -m benchmarks --preset context"
-        print(f"--preset context wants several processes: {command}", file=sys.stderr)
+        print(f"--preset context: got one process, want several: {command}", file=sys.stderr)
         return 2
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
