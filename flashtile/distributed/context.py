@@ -277,9 +277,10 @@ class ContextParallel(Decoder):
         return explained(self._pricing(layout, call.operands, call.options), self.wanted, call.way)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
-        """Compare the output and all gradients of a call with the definition of attention in
-        float64, which rank 0 evaluates on the whole: for a few thousand tokens, since it holds all
-        scores. All ranks call it, with the arguments of `attention`.
+        """Compare the output of a call, its log-sum-exp and the gradients of q, k, v and sink with
+        the definition of attention in float64, which rank 0 evaluates on the whole: for a few
+        thousand tokens, since it holds all scores. All ranks call it, with the arguments of
+        `attention`.
 
         Returns:
             The largest error of each tensor.
