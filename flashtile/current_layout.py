@@ -27,6 +27,9 @@ class Layout(Protocol):
     local_tokens: int
     positions: Tensor
 
+    def positions_on(self, device: torch.device) -> Tensor:
+        """`positions` on a device."""
+
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the whole batch of tokens; packed documents are one row."""

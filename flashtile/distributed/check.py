@@ -66,10 +66,10 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
         got[f"d{name}"] = _whole(leaf._replace(shard=gradient))
     others = _whole_options(layout, q, options)
     problem, report, reason = "", "", None
-    if wire.rank == 0:  # the others wait for what it finds
+    if wire.rank == 0:
         try:
             report = _compared(leaves, whole, others, got, cotangents)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other ranks wait to be told
             problem, reason = str(error) or repr(error), error
     found = told(wire, {"problem": problem[:MOST_TEXT], "report": report[:MOST_TEXT]})[0]
     if found["problem"]:

@@ -16,6 +16,7 @@ from .agreement import agreed
 from .cost import Way
 from .model_inputs import local_inputs
 from .ownership import Ownership
+from .sequence_tensors import stream_of
 from .wire import Wire
 
 
@@ -64,6 +65,7 @@ class Layout:
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
         self.ways: dict[Any, Way] = {}  # how the ranks run calls, by their kind
+        self._copies: dict[Any, Tensor] = {}  # by what they hold, device and stream
 
     def __repr__(self) -> str:
         count = self.sequences or len(self.queries.lengths)
@@ -88,7 +90,7 @@ class Layout:
         whole = self._whole()
         if x.shape[dim] != whole:
             raise ValueError(f"x: got {x.shape[dim]} tokens in dimension {dim}, want {whole}")
-        rows = self.rows_of(self.rank).to(x.device)
+        rows = self._rows_on(self.rank, x.device)
         shard = x.index_select(dim, rows)
         missing = self.local_tokens - rows.numel()
         if not missing:
@@ -145,6 +147,10 @@ class Layout:
         """
         ends = None if self.sequences else [0, *accumulate(self.queries.lengths)]
         return local_inputs(self, ends, tensors)
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        """`positions` on a device."""
+        return self._on(device, "positions", lambda: self.positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """`ContextParallel.attention` in this layout, without the log-sum-exp."""
@@ -227,6 +233,20 @@ class Layout:
         parts = [torch.arange(p.start, p.stop) + starts[p.document] for p in pieces]
         return torch.cat([*parts, torch.arange(0)])
 
+    def _rows_on(self, rank: int, device: torch.device) -> Tensor:
+        """`rows_of` on a device."""
+        return self._on(device, rank, lambda: self.rows_of(rank))
+
+    def _on(self, device: torch.device, key: int | str, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor of the layout, copied to a device once: each copy makes the host wait."""
+        if torch.compiler.is_compiling():
+            return make().to(device)
+        found = self._copies.get((key, device, stream_of(device)))
+        if found is None:
+            with torch.inference_mode(False):  # later calls may need gradients
+                found = self._copies[key, device, stream_of(device)] = make().to(device)
+        return found
+
     def _positions(self) -> Tensor:
         """The position of every row in its document, without padding."""
         pieces = self.queries.pieces[self.rank]
@@ -247,7 +267,7 @@ class _Unshard(torch.autograd.Function):
         parts[wire.rank] = shard
         whole = x.new_empty([*x.shape[:dim], layout._whole(), *x.shape[dim + 1 :]])
         for rank, part in parts.items():
-            rows = layout.rows_of(rank).to(x.device)
+            rows = layout._rows_on(rank, x.device)
             whole.index_copy_(dim, rows, part.narrow(dim, 0, rows.numel()))
         return whole
 

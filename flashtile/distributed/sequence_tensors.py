@@ -41,15 +41,15 @@ def sequence_tensors(
         with_positions: whether the backend needs to know where the rows stand.
         numbers: `Operands.sequences`; None if nothing counts by them.
     """
-    return _made(queries, keys, with_positions, numbers, device, _stream(device))
+    return _made(queries, keys, with_positions, numbers, device, stream_of(device))
 
 
 def indices(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 (numbers,)."""
-    return _indices(numbers, device, _stream(device))
+    return _indices(numbers, device, stream_of(device))
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
     """The current stream. What was made on it may still be read there when a cache drops it, so
     another stream gets tensors of its own."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

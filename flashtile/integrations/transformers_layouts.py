@@ -193,7 +193,7 @@ def _objection_to_file(file: str) -> str | None:
 
 
 def _are_positions_of(position_ids: Tensor, layout: Layout) -> bool:
-    want = layout.positions.to(position_ids.device)
+    want = layout.positions_on(position_ids.device)
     if position_ids.shape[-1] != len(want):
         return False
     return bool((position_ids == want).all())

@@ -136,7 +136,7 @@ class GPTModel(nn.Module):
         if longest is not None and longest > limit:
             raise ValueError(f"max_seqlen: {longest} exceeds max_position_embeddings {limit}")
         if layout is not None:
-            return layout.positions.to(input_ids.device)
+            return layout.positions_on(input_ids.device)
         if inference_params is not None:
             return inference_params.positions(input_ids.shape[1], input_ids.device)
         if cu_seqlens is None or longest is None:

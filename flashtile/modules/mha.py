@@ -300,7 +300,7 @@ class MHA(nn.Module):
             return q, k
         layout = current_layout.get()
         if layout is not None:
-            return self._rotate_rows(q, k, layout.positions.to(q.device), layout.longest)
+            return self._rotate_rows(q, k, layout.positions_on(q.device), layout.longest)
         longest = max(
             x.shape[1] if lengths["max_seqlen"] is None else lengths["max_seqlen"]
             for x, lengths in ((q, packing), (k, packing_k))
