@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[*CPU_TARGETS, CONTEXT, *PRESETS],
         metavar="NAME",
         help="a predefined measurement, listed below (default: none, the flags describe it); "
-        "--seq-len, --head-dim, --use-causal, --cases and --part keep a part of its cases, so that "
-        "one can be split into several commands",
+        "--seq-len, --head-dim, --use-causal, --dtype, --cases and --part keep a part of its "
+        "cases, so that one can be split into several commands",
     )
     parser.add_argument(
         "--seed",
@@ -378,6 +378,7 @@ def _is_asked_for(case: Case, args: argparse.Namespace) -> bool:
         case.head_dim in (args.head_dim or [case.head_dim])
         and case.seqlen_k in (args.seq_len or [case.seqlen_k])
         and case.causal in CAUSAL[args.use_causal or "both"]
+        and case.dtype in (args.dtype or [case.dtype])
         and case.index in (args.cases or [case.index])
     )
 

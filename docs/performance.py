@@ -25,6 +25,7 @@ NAMES = {
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN",
     "sdpa": "PyTorch SDPA",
+    "sdpa-efficient": "PyTorch, memory-efficient",
     "flex": "FlexAttention",
     "standard": "standard attention",
 }
@@ -47,6 +48,16 @@ def read(*names: str) -> list[Row]:
 def h200(*names: str) -> list[Row]:
     """The same, of the H200."""
     return read(*(f"h200/{name}" for name in names))
+
+
+def h200_folder(name: str) -> list[Row]:
+    """The same, of all files in a folder; none before it was measured."""
+    files = sorted((RESULTS / "h200" / name).glob("*.csv"))
+    rows = h200(*(f"{name}/{file.stem}" for file in files))
+    for row in rows:
+        if row["provider"] == "sdpa" and row["backend"]:  # the peer that has its own name
+            row["provider"] += f"-{row['backend']}"
+    return rows
 
 
 def by_case(rows: Iterable[Row], column: str, *keys: str) -> dict[Key, dict[str, float]]:
@@ -76,19 +87,39 @@ def line(title: str, values: list[float | None], best: Callable[..., float]) -> 
     return [title, *(f"**{number(x)}**" if x == top else number(x) for x in values)]
 
 
+def tflops_table(rows: list[Row], key: str, lengths: tuple[int, ...]) -> str:
+    """TFLOP/s by `key`, mask and length."""
+    cases = by_case(rows, "tflops", key, "causal", "seqlen_q")
+    peers = [peer for peer in NAMES if any(peer in case for case in cases.values())]
+    lines = [
+        line(f"{value}, {mask(causal)}, {int(length):,}", [case.get(peer) for peer in peers], max)
+        for (value, causal, length), case in cases.items()
+        if int(length) in lengths
+    ]
+    head = f"{key.replace('_', ' ')}, mask, length"
+    return markdown_table([head, *(NAMES[peer] for peer in peers)], lines)
+
+
 def speed_table(direction: str) -> str:
     """TFLOP/s of plain attention, by head dim, mask and length."""
     rows = [row for row in h200(*DENSE) if row["pass"] == direction]
-    cases = by_case(rows, "tflops", "head_dim", "causal", "seqlen_q")
-    peers = [peer for peer in PEERS if any(peer in case for case in cases.values())]
-    lines = [
-        line(
-            f"{head_dim}, {mask(causal)}, {int(length):,}", [case.get(peer) for peer in peers], max
-        )
-        for (head_dim, causal, length), case in cases.items()
-        if int(length) in (1024, 4096, 16384)
+    return tflops_table(rows, "head_dim", (1024, 4096, 16384))
+
+
+def preset_block(name: str, key: str, lengths: tuple[int, ...], about: str) -> str:
+    """The picture and the tables of a preset's folder, or how to measure it."""
+    rows = h200_folder(name)
+    if not rows:
+        return f"Not measured yet: `python -m benchmarks --preset {name}`."
+    parts = [
+        f"```{{image}} _static/{name}-{theme}.svg\n:class: only-{theme}\n:alt: {about}\n```"
+        for theme in ("light", "dark")
     ]
-    return markdown_table(["head dim, mask, length", *(NAMES[peer] for peer in peers)], lines)
+    titles = {"forward": "Forward", "backward": "Backward", "both": "Forward and backward"}
+    for direction, title in titles.items():
+        if found := [row for row in rows if row["pass"] == direction]:
+            parts += [f"{title}, TFLOP/s:", tflops_table(found, key, lengths)]
+    return "\n\n".join(parts)
 
 
 def variants_table(direction: str) -> str:
@@ -287,6 +318,18 @@ def main() -> int:
                 "float8": float8_table(),
                 "memory": memory_table(),
                 "host": host_table(),
+                "fa-readme": preset_block(
+                    "fa-readme",
+                    "head_dim",
+                    (512, 2048, 16384),
+                    "forward and backward against length, as in flash-attention's README",
+                ),
+                "lecture": preset_block(
+                    "lecture",
+                    "dtype",
+                    (512, 2048, 8192),
+                    "forward and backward against length, in float32 and float16",
+                ),
                 "cpu": cpu_table(),
             },
             REPOSITORY / "docs" / "which-attention.md": {"choices": choices_table()},

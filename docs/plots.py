@@ -1,11 +1,15 @@
 """Draws the pictures of README.md and performance.md from the committed measurements.
 
-``python docs/plots.py`` writes docs/_static/{speed,memory}-{light,dark}.svg.
+``python docs/plots.py`` writes docs/_static/{speed,memory}-{light,dark}.svg, and the same for each
+preset of `PRESETS` that has been measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import matplotlib
@@ -15,7 +19,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from performance import NAMES, by_case, h200
+from performance import NAMES, by_case, h200, h200_folder, mask
 
 STATIC = Path(__file__).resolve().parent / "_static"
 THEMES = {"light": "#24292f", "dark": "#d0d7de"}  # text and axes; the ground is transparent
@@ -26,7 +30,14 @@ COLOURS = {
     "fa3": "#4dabf7",
     "fa4": "#1c7ed6",
     "cudnn": "#69b34c",
+    "sdpa-efficient": "#9775fa",
     "standard": "#c92a55",
+}
+# Presets with a picture of their own: the column that has a line of panels for each value, and the
+# passes.
+PRESETS = {
+    "fa-readme": ("head_dim", {"both": "forward and backward"}),
+    "lecture": ("dtype", {"forward": "forward", "backward": "backward"}),
 }
 
 
@@ -87,6 +98,59 @@ def memory() -> Figure:
     return figure
 
 
+def against_length(name: str) -> Figure:
+    """TFLOP/s of a preset's peers against length: full to the left, causal to the right."""
+    column, passes = PRESETS[name]
+    rows = h200_folder(name)
+    kinds = dict.fromkeys(row[column] for row in rows)
+    lines = list(product(passes, kinds))
+    figure, grid = plt.subplots(
+        len(lines), 2, figsize=(7.2, 2.4 * len(lines) + 0.6), sharey="row", layout="constrained"
+    )
+    labelled = {}
+    for axes, ((direction, kind), causal) in zip(
+        grid.flat, product(lines, ("False", "True")), strict=True
+    ):
+        panel = (direction, kind, causal)
+        here = [row for row in rows if (row["pass"], row[column], row["causal"]) == panel]
+        cases = by_case(here, "tflops", "seqlen_q")
+        for peer, colour in COLOURS.items():
+            points = [
+                (int(length), case[peer]) for (length,), case in cases.items() if peer in case
+            ]
+            if points:
+                (labelled[NAMES[peer]],) = axes.plot(
+                    *zip(*points, strict=True), "o-", markersize=3, color=colour
+                )
+        lengths = [int(length) for (length,) in cases]
+        ticks = [length for length in lengths if length.bit_count() == 1]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [short(length) for length in ticks])
+        axes.xaxis.minorticks_off()
+        axes.set_ylim(bottom=0)
+        named = f"head dim {kind}" if column == "head_dim" else kind
+        axes.set_title(f"{passes[direction]}, {named}, {mask(causal)}", fontsize=10)
+        axes.grid(alpha=0.25, linewidth=0.7)
+    for line in grid:
+        line[0].set_ylabel("TFLOP/s")
+    figure.suptitle(f"{rows[0]['device']}: speed against length", fontsize=11)
+    handles, names = labelled.values(), labelled.keys()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "speed": speed,
+    "memory": memory,
+    **{name: partial(against_length, name) for name in PRESETS},
+}
+
+
+def measured() -> list[str]:
+    """The pictures for which there are numbers."""
+    return [name for name in PICTURES if name not in PRESETS or h200_folder(name)]
+
+
 def drawn(name: str, theme: str) -> str:
     """One picture as SVG; equal for equal measurements and versions of Matplotlib."""
     ink = THEMES[theme]
@@ -96,13 +160,13 @@ def drawn(name: str, theme: str) -> str:
     style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": name}
     file = StringIO()
     with plt.rc_context(style):
-        figure = {"speed": speed, "memory": memory}[name]()
+        figure = PICTURES[name]()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
         plt.close(figure)
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
 if __name__ == "__main__":
-    for name in ("speed", "memory"):
+    for name in measured():
         for theme in THEMES:
             (STATIC / f"{name}-{theme}.svg").write_text(drawn(name, theme), encoding="utf-8")

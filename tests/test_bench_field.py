@@ -188,6 +188,7 @@ def test_all_parts_together_are_the_whole(flags: str) -> None:
 
 def test_cases_are_chosen_by_their_number() -> None:
     assert [case.index for case in _asked("--preset gpu-dense --cases 7 3")] == [3, 7]
+    assert {case.dtype for case in _asked("--preset lecture --dtype fp16")} == {"float16"}
     (case,) = _asked("--preset gpu-field --seed 5 --cases 40")
     assert case == presets.preset_cases("gpu-field", 5)[-1]
     assert case.label.startswith("case 40 of seed 5, ")

@@ -1,0 +1,92 @@
+"""The presets of the performance page: how to measure them, then their tables and pictures."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from benchmarks import presets
+from benchmarks.rows import Row, append_csv, start_csv
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+ORIGIN = {"device": "some GPU"}
+LENGTHS = {"fa-readme": (512, 2048, 16384), "lecture": (512, 2048, 8192)}
+COLUMN = {"fa-readme": "head_dim", "lecture": "dtype"}
+
+
+@pytest.fixture
+def performance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    monkeypatch.syspath_prepend(str(DOCS))
+    module = importlib.import_module("performance")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+def measure(name: str, results: Path) -> None:
+    """Two files of rows: a peer takes 1 ms more than the one before, the last has no float32."""
+    settings, cases = presets.PRESETS[name].settings, presets.preset_cases(name)
+    folder = results / "h200" / name
+    folder.mkdir(parents=True)
+    for part in (0, 1):
+        start_csv(folder / f"part-{part}.csv", ORIGIN)
+        for case in cases[part::2]:
+            rows = [
+                Row.of(case, peer, direction).timed(case, [1.0 + n])
+                for direction in settings.directions
+                for n, peer in enumerate(settings.peers)
+            ]
+            if case.dtype == "float32":
+                rows[-1] = replace(rows[-1], median_ms=None, tflops=None, skipped="has none")
+            append_csv(folder / f"part-{part}.csv", rows, ORIGIN)
+
+
+def block(performance: ModuleType, name: str) -> str:
+    return performance.preset_block(name, COLUMN[name], LENGTHS[name], "a picture")
+
+
+@pytest.mark.parametrize("name", COLUMN)
+def test_a_preset_that_was_not_measured_says_how(performance: ModuleType, name: str) -> None:
+    assert block(performance, name) == (
+        f"Not measured yet: `python -m benchmarks --preset {name}`."
+    )
+    assert name not in importlib.import_module("plots").measured()
+
+
+@pytest.mark.parametrize("name", COLUMN)
+def test_a_measured_preset_has_a_table_for_each_pass(
+    performance: ModuleType, name: str, tmp_path: Path
+) -> None:
+    measure(name, tmp_path)
+    text, settings = block(performance, name), presets.PRESETS[name].settings
+    assert re.findall(r"_static/(\S+)", text) == [f"{name}-light.svg", f"{name}-dark.svg"]
+    tables = re.findall(r"^(.*), TFLOP/s:\n\n\| .*?, mask, length \| (.*) \|$", text, re.M)
+    assert len(tables) == len(settings.directions)
+    for _, peers in tables:
+        names = [performance.NAMES[peer] for peer in settings.peers]
+        assert set(peers.split(" | ")) == set(names)
+    kinds = {getattr(case, COLUMN[name]) for case in presets.preset_cases(name)}
+    assert text.count("**") == 2 * len(settings.directions) * len(kinds) * 2 * 3  # the best, bold
+    assert ("–" in text) == (name == "lecture")
+
+
+@pytest.mark.parametrize("name", COLUMN)
+def test_a_measured_preset_is_drawn(performance: ModuleType, name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    measure(name, tmp_path)
+    plots = importlib.import_module("plots")
+    assert name in plots.measured()
+    figure = plots.against_length(name)
+    kinds = {getattr(case, COLUMN[name]) for case in presets.preset_cases(name)}
+    assert len(figure.axes) == len(plots.PRESETS[name][1]) * len(kinds) * 2
+    (legend,) = figure.legends
+    peers = presets.PRESETS[name].settings.peers
+    assert {text.get_text() for text in legend.get_texts()} == {
+        performance.NAMES[peer] for peer in peers
+    }
+    for axes in figure.axes:
+        assert axes.get_ylim()[0] == 0 and len(axes.lines) >= len(peers) - 1
