@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, Queue
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
@@ -90,11 +91,14 @@ def run_ranks(
     wires = [ThreadWire(rank, mailboxes, timeout, failed) for rank in range(ranks)]
 
     def run(wire: ThreadWire) -> Result:
-        try:
-            return function(wire)
-        except BaseException:
-            failed.set()
-            raise
+        # Otherwise autograd runs the backwards of all threads one after another, in the one thread
+        # of the GPU, and a rank that waits for another one's gradients waits for ever.
+        with torch.autograd.set_multithreading_enabled(False):
+            try:
+                return function(wire)
+            except BaseException:
+                failed.set()
+                raise
 
     with ThreadPoolExecutor(ranks, thread_name_prefix="rank") as pool:
         futures = [pool.submit(run, wire) for wire in wires]

@@ -178,7 +178,9 @@ class Case:
             masks["attn_mask"] = layout.shard(masks["attn_mask"], dim=2)
         options: dict[str, Any] = {**self.options, **masks}
         options = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
-        options |= {"return_lse": True, "block_mask": self.block_mask}
+        options |= {"return_lse": True}
+        if self.block_mask is not None:
+            options["block_mask"] = self.block_mask.to(device)
         if self.spans is not None:
             options["mask"] = Spans(*(layout.shard(x, dim=2).to(device) for x in self.spans))
         out, lse = parallel.attention(**leaves, layout=layout, **options)
