@@ -12,18 +12,17 @@ from sphinx.application import Sphinx
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))  # for the modules beside this file
 
-# E402: these can only be found after the path has been set.
-import context_figures  # noqa: E402
-import figures  # noqa: E402
-import gallery  # noqa: E402
-import gpu_figures  # noqa: E402
-import notebooks  # noqa: E402
-import plan_figures  # noqa: E402
-import snippets  # noqa: E402
-import span_figures  # noqa: E402
-import traces  # noqa: E402
+import context_figures
+import figures
+import gallery
+import gpu_figures
+import notebooks
+import plan_figures
+import snippets
+import span_figures
+import traces
 
-import flashtile  # noqa: E402
+import flashtile
 
 project = "flashtile"
 author = "The flashtile authors"

@@ -303,7 +303,7 @@ def executed(function: Callable[..., Any], *given: Any) -> list[tuple[int, dict[
 def source_of(function: Callable[..., Any]) -> list[str]:
     """Its lines; those of the docstring are empty."""
     lines = inspect.getsource(function).rstrip().split("\n")
-    docstring = ast.parse("\n".join(lines)).body[0].body[0]  # type: ignore[attr-defined]
+    docstring = ast.parse("\n".join(lines)).body[0].body[0]  # type: ignore[attr-defined]  # a function
     for n in range(docstring.lineno - 1, docstring.end_lineno):
         lines[n] = ""
     return lines

@@ -55,7 +55,7 @@ def outcome(family: str) -> str:
     try:
         model = build(family)
         want = model(input_ids=ids).logits
-    except Exception as error:
+    except Exception as error:  # models fail in many ways; the table names each
         return f"not built: {type(error).__name__}"
 
     def one_rank(wire: Any) -> Tensor:
@@ -66,7 +66,7 @@ def outcome(family: str) -> str:
 
     try:
         got = run_ranks(2, one_rank, timeout=20)[0]
-    except Exception as error:
+    except Exception as error:  # likewise
         return f"{type(error).__name__}: {str(error)[:100]}"
     return "equal" if (got - want).norm() < 1e-3 * want.norm() else "DIFFERENT"
 

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from examples.demo import layer, model_checks, show  # noqa: E402
+from examples.demo import layer, model_checks, show  # noqa: E402  # it needs these
 
 PLAY = "List of persons.\n\n" + "\n\n".join(
     ["Ham.\nTo be, or not to be, that is the question:\nWhether 'tis nobler"]

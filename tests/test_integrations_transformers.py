@@ -14,9 +14,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 integration = pytest.importorskip("flashtile.integrations.transformers")
 
-from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402
+from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  # needs transformers
 
-from flashtile.integrations import transformers_masks  # noqa: E402
+from flashtile.integrations import transformers_masks  # noqa: E402  # needs transformers
 
 AutoModel = transformers.AutoModel
 AutoModelForCausalLM = transformers.AutoModelForCausalLM

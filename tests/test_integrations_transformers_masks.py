@@ -8,10 +8,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 integration = pytest.importorskip("flashtile.integrations.transformers")
 
-from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402
-from transformers import masking_utils  # noqa: E402
+from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  # needs transformers
+from transformers import masking_utils  # noqa: E402  # needs transformers
 
-from flashtile.integrations import transformers_masks  # noqa: E402
+from flashtile.integrations import transformers_masks  # noqa: E402  # needs transformers
 
 NAME = integration.register()
 attention_forward = integration.attention_forward

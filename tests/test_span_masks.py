@@ -36,7 +36,7 @@ def assert_is(mask: Spans, wanted: list[Tensor]) -> None:
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=3), st.integers(0, 9))
 def test_prefix_lm(prefixes, n) -> None:
     mask = Spans.prefix_lm(torch.tensor(prefixes), n)
-    assert_is(mask, [dense(n, n, lambda i, j: j <= i or j < p) for p in prefixes])  # noqa: B023
+    assert_is(mask, [dense(n, n, lambda i, j: j <= i or j < p) for p in prefixes])  # noqa: B023  # called at once
 
 
 @often
@@ -51,7 +51,7 @@ def test_documents(batch, n, causal, data) -> None:
         return row[i] >= 0 and same and (j <= i or not causal)
 
     mask = Spans.documents(torch.tensor(ids).view(batch, n).int(), causal)
-    assert_is(mask, [dense(n, n, lambda i, j: sees(row, i, j)) for row in ids])  # noqa: B023
+    assert_is(mask, [dense(n, n, lambda i, j: sees(row, i, j)) for row in ids])  # noqa: B023  # called at once
 
 
 @often
@@ -92,7 +92,7 @@ def test_image_blocks(batch, n, data) -> None:
         return j <= i or (row[i] >= 0 and all(row[x] == row[i] for x in range(i, j + 1)))
 
     mask = Spans.image_blocks(torch.tensor(ids).view(batch, n).int())
-    assert_is(mask, [dense(n, n, lambda i, j: sees(row, i, j)) for row in ids])  # noqa: B023
+    assert_is(mask, [dense(n, n, lambda i, j: sees(row, i, j)) for row in ids])  # noqa: B023  # called at once
 
 
 @often
@@ -177,7 +177,7 @@ def test_far_left_stays_left_of_every_key() -> None:
     [
         (lambda: Spans.prefix_lm(torch.tensor([1.0]), 3), "prefix_lengths: got dtype"),
         (lambda: Spans.prefix_lm(torch.tensor(2), 3), "prefix_lengths: got shape"),
-        (lambda: Spans.prefix_lm(2, 3), "prefix_lengths: got int"),  # type: ignore[arg-type]
+        (lambda: Spans.prefix_lm(2, 3), "prefix_lengths: got int"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: Spans.documents(torch.tensor([True])), "ids: got dtype"),
         (lambda: Spans.documents(torch.tensor([1, 2])), "ids: got shape"),
         (lambda: Spans.documents_of_lengths(torch.tensor([1]), 3), "lengths: got shape"),

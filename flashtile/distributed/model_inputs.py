@@ -35,7 +35,7 @@ def local_inputs(
     known = layout.positions if device is None else layout.positions_on(device)
     positions = known.repeat(max(layout.sequences, 1), 1)
     # The attention that gets this object knows that it belongs to a layout.
-    positions.flashtile_layout = layout  # type: ignore[attr-defined]
+    positions.flashtile_layout = layout  # type: ignore[attr-defined]  # an attribute of our own
     inputs["position_ids"] = positions
     if labels is not None:
         shifted = shift_labels(labels, cu_seqlens, IGNORED)

@@ -150,7 +150,7 @@ def test_more_work_takes_longer() -> None:
 )
 def test_numbers_are_checked(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run_ranks(4, lambda wire: ContextParallel.over(wire, **arguments))  # type: ignore[arg-type]
+        run_ranks(4, lambda wire: ContextParallel.over(wire, **arguments))  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_empty_ranks_have_a_price() -> None:

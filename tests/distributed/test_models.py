@@ -20,7 +20,7 @@ from flashtile.testing.wires import run_ranks
 transformers = pytest.importorskip("transformers")
 integration = pytest.importorskip("flashtile.integrations.transformers")
 
-from tiny_models import build, tokens  # noqa: E402
+from tiny_models import build, tokens  # noqa: E402  # needs transformers
 
 NAME = integration.register()
 CU_SEQLENS = [0, 13, 14, 47, 53]
