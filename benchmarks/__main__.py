@@ -16,6 +16,7 @@ import torch
 from flashtile.cli.machine import busy, missing_device, provenance
 
 from . import small_calls, targets
+from .ahead import compile_ahead
 from .context import run as context
 from .markdown import page
 from .peers import FAILED, PEERS
@@ -168,6 +169,12 @@ def _add_settings(how: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=f"libraries, listed below (default on {usual})",
     )
+    how.add_argument(
+        "--ahead",
+        type=_positive,
+        metavar="N",
+        help="processes that run all cases once before, to compile (default: none)",
+    )
     how.add_argument("--device", help="cpu or cuda:N (default: a GPU if there is one)")
     how.add_argument(
         "--seconds",
@@ -228,7 +235,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if draws:
         print(f"{len(grid)} of the cases that --seed {grid[0].seed} draws")
-    rows = list(_measured(args, with_progress(grid), _settings(args, device), origin))
+    settings = _settings(args, device)
+    if args.ahead:
+        took = compile_ahead(grid, settings, args.ahead)
+        print(f"compiled ahead in {took:.0f} s", flush=True)
+    rows = list(_measured(args, with_progress(grid), settings, origin))
     show(rows)
     if args.output:
         _draw(args.output, rows, origin)

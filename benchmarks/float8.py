@@ -28,6 +28,8 @@ DENSE_ALONE = {
     "bias": "not set up for a bias",
     "sink": "not set up for a sink",
     "dropout": "not set up for dropout",
+    "relative": "not set up for a relative bias",
+    "prefix": "not set up for prefixes",
 }
 
 

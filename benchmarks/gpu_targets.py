@@ -51,6 +51,14 @@ def _variant(direction: str, *names: str) -> Callable[[Row], bool]:
     return lambda row: row.variant in names and row.direction == direction and row.preset != FIELD
 
 
+def _masks(direction: str, *variants: str) -> Callable[[Row], bool]:
+    def belongs(row: Row) -> bool:
+        is_asked = not variants or row.variant in variants
+        return row.preset == "gpu-masks" and row.direction == direction and is_asked
+
+    return belongs
+
+
 def _field(direction: str) -> Callable[[Row], bool]:
     return lambda row: row.preset == FIELD and row.direction == direction
 
@@ -97,6 +105,30 @@ TARGETS = (
             ("batch 1", 1.2, lambda row: row.preset == "gpu-decode" and row.batch == 1),
             ("larger batches", 1.0, lambda row: row.preset == "gpu-decode" and row.batch > 1),
         )
+    ),
+    *(
+        Target(f"masks as {way}, {direction}", ours, ("flex",), 1.01, _masks(direction))
+        for direction in ("forward", "backward")
+        for way, ours in (
+            ("options", "flashtile"),
+            ("functions", "flashtile-function"),
+            ("spans", "flashtile-spans"),
+        )
+    ),
+    *(
+        Target(about, "flashtile-spans", ("flashtile",), 0.97, _masks(direction, variant))
+        for direction in ("forward", "backward")
+        for about, variant in (
+            (f"causal as spans, {direction}", "causal"),
+            (f"documents as spans, {direction}, against packing", "documents"),
+        )
+    ),
+    Target(
+        "decoding with a shared prefix",
+        "flashtile",
+        ("flashtile-unshared",),
+        1.0,
+        lambda row: row.preset == "gpu-cascade",
     ),
     *(
         Target(about, f"flashtile-{ours}", (other,), least, lambda row: True)

@@ -6,9 +6,7 @@ why it cannot. Each peer gets the tensors in its preferred layout, prepared befo
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from flashtile.call import dispatch
 from flashtile.masks import BlockMask
 
 from . import float8
+from .functions import FUNCTIONS, NO_CACHE_OF_ITS_OWN, OTHER_CACHE_DTYPE
 from .prepared import (
     Prepared,
     Skip,
@@ -45,16 +44,26 @@ from .shapes import BLOCK_TILE, Case, Inputs, visible
 Peer = Callable[[Case, Inputs], Prepared]
 
 FAILED = "failed"  # the reason begins with this if flashtile itself failed
-OTHER_CACHE_DTYPE = "wants a cache of the queries' dtype"
-NO_CACHE_OF_ITS_OWN = {"cache_dtype": OTHER_CACHE_DTYPE, "appends": "appends to no cache"}
+FUNCTIONS_ALONE = {
+    "relative": "not set up for a relative bias",
+    "prefix": "not set up for prefixes that all queries see",
+}
 
 
 def flashtile(
-    case: Case, inputs: Inputs, backend: str | None = None, *, deterministic: bool = False
+    case: Case,
+    inputs: Inputs,
+    backend: str | None = None,
+    *,
+    deterministic: bool = False,
+    shares_prefix: bool = True,
 ) -> Prepared:
     """flashtile through its public functions; it chooses the backend unless one is given."""
+    refuse(case, prefix="no option says it; spans do")
     if deterministic:
         refuse(case, cached="a cache has no backward that could differ")
+    if not shares_prefix and not case.shared_prefix:
+        raise Skip("no prefix is shared")
     tiles = inputs.tiles
     options = {
         "softcap": case.softcap,
@@ -66,6 +75,9 @@ def flashtile(
     }
     if deterministic:
         options["deterministic"] = True
+    asked = dict(options)
+    if case.shared_prefix and shares_prefix:
+        options["shared_prefix_len"] = case.shared_prefix
     prepared = _length_first(
         case,
         inputs,
@@ -74,7 +86,7 @@ def flashtile(
         packed=api.attention_varlen,
         cached=api.attention_with_kvcache,
     )
-    return replace(prepared, backend=_chosen(case, inputs, prepared.leaves, options))
+    return replace(prepared, backend=_chosen(case, inputs, prepared.leaves, asked))
 
 
 def _chosen(
@@ -83,6 +95,7 @@ def _chosen(
     """The backend that flashtile takes; a cache is asked for as the same keys without pages, in the
     queries' dtype."""
     asked = {**options, "bias": inputs.bias, "sink": inputs.sink, "dropout_p": case.dropout}
+    asked["relative_bias"] = inputs.relative_bias
     if inputs.cu_seqlens is not None:
         asked |= _packed_layout(inputs.cu_seqlens)
     q = leaves["q"]
@@ -92,7 +105,7 @@ def _chosen(
 
 def standard(case: Case, inputs: Inputs) -> Prepared:
     """Textbook attention: every score in memory, softmax in float32."""
-    refuse(case, page_size="gathers no pages", **NO_CACHE_OF_ITS_OWN)
+    refuse(case, page_size="gathers no pages", **FUNCTIONS_ALONE, **NO_CACHE_OF_ITS_OWN)
     refuse_quadratic(case, inputs.q.device)
     leaves = leaves_of(inputs, heads_first if inputs.cu_seqlens is None else Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
@@ -163,6 +176,7 @@ def sdpa(
         softcap="has no softcap",
         sink="has no sink",
         page_size="takes no pages",
+        **FUNCTIONS_ALONE,
         **NO_CACHE_OF_ITS_OWN,
     )
     if backend == SDPBackend.MATH:
@@ -199,89 +213,6 @@ def fa2(case: Case, inputs: Inputs) -> Prepared:
     return sdpa(case, inputs, SDPBackend.FLASH_ATTENTION)
 
 
-def flex(case: Case, inputs: Inputs) -> Prepared:
-    """PyTorch's FlexAttention, compiled for exactly this case."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    device = inputs.q.device
-    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))):
-        raise Skip("needs a C++ compiler")
-    refuse(
-        case,
-        sink="has no sink",
-        dropout="has no dropout",
-        page_size="not set up for pages",
-        **NO_CACHE_OF_ITS_OWN,
-    )
-    leaves = leaves_of(inputs, heads_first if inputs.cu_seqlens is None else Tensor.detach)
-    q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    M, N, block_mask = case.seqlen_q, case.seqlen_k, None
-    if inputs.cu_seqlens is not None:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        M = N = q.shape[2]
-    mask_mod = _mask_mod(case, inputs, M, N)
-    if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, None, None, M, N, device=device.type)
-    options: dict[str, Any] = {
-        "score_mod": _score_mod(case, inputs, leaves.get("bias"), N - M),
-        "block_mask": block_mask,
-        "enable_gqa": case.heads_q != case.heads_kv,
-    }
-    torch._dynamo.reset()  # each case compiles a new program; the limit on recompiles is low
-    torch._functorch.config.donated_buffer = False  # the backward is run again and again
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def forward() -> Tensor:
-        # On a CPU it refuses tensors that require a gradient, even under no_grad.
-        qkv = (q, k, v) if torch.is_grad_enabled() else (q.detach(), k.detach(), v.detach())
-        out = compiled(*qkv, **options)
-        return out if inputs.cu_seqlens is None else out[0].transpose(0, 1)
-
-    if inputs.cu_seqlens is None:
-        return Prepared(forward, leaves, heads_first(inputs.dout), heads_first=True)
-    return Prepared(forward, leaves, inputs.dout)
-
-
-def _mask_mod(case: Case, inputs: Inputs, M: int, N: int) -> Callable[..., Tensor] | None:
-    """The case's mask as a function of one score's indices."""
-    tiles, facts = inputs.tiles, case.visibility(M, N).facts
-    document = None
-    if inputs.cu_seqlens is not None:
-        ends = inputs.cu_seqlens[1:].contiguous()
-        document = torch.bucketize(torch.arange(N, device=ends.device), ends, right=True)
-    if not facts and tiles is None and document is None:
-        return None
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        shown = j >= 0
-        for fact in facts:
-            start, stop = fact.key_range(i + (N - M), N)
-            shown = shown & (j >= start) & (j < stop)
-        if tiles is not None:
-            shown = shown & tiles[i // BLOCK_TILE, j // BLOCK_TILE]
-        return shown if document is None else shown & (document[i] == document[j])
-
-    return mask_mod
-
-
-def _score_mod(
-    case: Case, inputs: Inputs, bias: Tensor | None, shift: int
-) -> Callable[..., Tensor] | None:
-    """The case's change of one score, in the order of `flashtile.attention`."""
-    slopes, cap = inputs.alibi_slopes, case.softcap
-    if slopes is None and bias is None and not cap:
-        return None
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if cap:
-            score = cap * torch.tanh(score / cap)
-        if slopes is not None:
-            score = score - slopes[h] * (i + shift - j).abs()
-        return score if bias is None else score + bias[0, h, i, j]
-
-    return score_mod
-
-
 def fa2_package(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-2 from its authors, the package `flash_attn`."""
     module = cuda_package("flash_attn", inputs)
@@ -293,6 +224,7 @@ def fa2_package(case: Case, inputs: Inputs) -> Prepared:
         block_sparse="has no block mask",
         value_dim="wants one head dim",
         cache_dtype=OTHER_CACHE_DTYPE,
+        **FUNCTIONS_ALONE,
     )
     return _length_first(
         case,
@@ -320,6 +252,7 @@ def fa3(case: Case, inputs: Inputs) -> Prepared:
         dropout="has no dropout",
         block_sparse="has no block mask",
         cache_dtype=OTHER_CACHE_DTYPE,
+        **FUNCTIONS_ALONE,
     )
     return _length_first(
         case,
@@ -343,6 +276,7 @@ def fa4(case: Case, inputs: Inputs) -> Prepared:
         dropout="has no dropout",
         block_sparse="not set up for its block masks",
         cached="has no cache function",
+        **FUNCTIONS_ALONE,
     )
     window = tuple(None if side < 0 else side for side in case.window)
     return _length_first(
@@ -359,6 +293,7 @@ PEERS: dict[str, Peer] = {
     "flashtile": flashtile,
     **{f"flashtile-{name}": partial(flashtile, backend=name) for name in dispatch.ORDER},
     "flashtile-deterministic": partial(flashtile, deterministic=True),
+    "flashtile-unshared": partial(flashtile, shares_prefix=False),
     "flashtile-float8": partial(float8.flashtile, scales="block"),
     "flashtile-float8-head": partial(float8.flashtile, scales="head"),
     "sdpa": sdpa,
@@ -366,7 +301,7 @@ PEERS: dict[str, Peer] = {
     "sdpa-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
     "sdpa-math": partial(sdpa, backend=SDPBackend.MATH),
     "standard": standard,
-    "flex": flex,
+    **FUNCTIONS,
     "cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "fa2": fa2,
     "fa2-package": fa2_package,
@@ -424,7 +359,7 @@ def _length_first(
     leaves = leaves_of(inputs, Tensor.detach)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     options = {**options, "causal": case.causal}
-    options |= {name: leaves[name] for name in ("bias", "sink") if name in leaves}
+    options |= {name: leaves[name] for name in ("bias", "sink", "relative_bias") if name in leaves}
     if case.dropout:
         options["dropout_p"] = case.dropout
     attend = None

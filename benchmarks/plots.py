@@ -1,9 +1,11 @@
-"""Pictures of a run: speed and memory against length, speed against density, drawn shapes."""
+"""Pictures of a run: speed and memory against length, speed against density, drawn shapes,
+masks next to FlexAttention."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ COLOURS = {
     "flashtile-deterministic": "#009e73",
     "flashtile-float8": "#d55e00",
     "flashtile-float8-head": "#e69f00",
+    "flashtile-function": "#d55e00",
+    "flashtile-spans": "#e69f00",
     "sdpa": "#d55e00",
     "sdpa-flash": "#d55e00",
     "sdpa-efficient": "#8c564b",
@@ -34,6 +38,8 @@ MARKERS = {
     "flashtile-triton": "o",
     "flashtile-float8": "o",
     "flashtile-float8-head": "o",
+    "flashtile-function": "s",
+    "flashtile-spans": "D",
     "fa2": "s",
     "cudnn": "^",
     "fa3": "D",
@@ -68,6 +74,8 @@ def draw(folder: Path, rows: Sequence[Row], provenance: Provenance) -> list[Path
             paths.append(_save(folder, "density", series[0], figure))
         if figure := _drawn(series, provenance):
             paths.append(_save(folder, "drawn", series[0], figure))
+        if figure := _next_to_flex(series, provenance):
+            paths.append(_save(folder, "flex", series[0], figure))
     return paths
 
 
@@ -78,7 +86,7 @@ def _series(row: Row) -> tuple[object, ...]:
 
 def _save(folder: Path, name: str, row: Row, figure: Any) -> Path:
     parts = [name, row.preset, row.direction, row.dtype]
-    if name not in ("density", "drawn"):
+    if name not in ("density", "drawn", "flex"):
         parts += [row.variant, "" if row.preset else f"b{row.batch}"]
     path = folder / (re.sub(r"[^\w.]+", "-", "-".join(filter(None, parts))) + ".png")
     figure.savefig(path, dpi=130)
@@ -230,6 +238,35 @@ def _drawn(rows: list[Row], provenance: Provenance) -> Any:
     axis.set_ylabel("times as fast as the library")
     axis.grid(alpha=0.3)
     return _with_legend(figure, [(_panel(rows[0]), axis)])
+
+
+def _next_to_flex(rows: list[Row], provenance: Provenance) -> Any:
+    """How many times as fast as FlexAttention each way to write a mask or function is."""
+    flex = {row.subject: row.median_ms for row in rows if row.peer == "flex"}
+    ratios = {
+        row: base / row.median_ms
+        for row in rows
+        if is_ours(row.peer) and row.median_ms and (base := flex.get(row.subject))
+    }
+    if not ratios or rows[0].preset != "gpu-masks":
+        return None
+    names = list(dict.fromkeys(row.variant for row in sorted(ratios, key=lambda row: row.index)))
+    title = f"masks and score functions, {rows[0].direction}, {rows[0].dtype}"
+    shown = [replace(row, causal=False) for row in ratios]
+    figure, grid = _panels(shown, title, provenance, width=6.4, by_mask=False)
+    for panel, axis in grid:
+        here = [row for row in ratios if _panel(row)[1] == panel[1]]
+        for peer in dict.fromkeys(row.peer for row in here):
+            points = [(ratios[row], names.index(row.variant)) for row in here if row.peer == peer]
+            style = {"color": COLOURS.get(peer), "marker": MARKERS.get(peer, "x")}
+            axis.plot(*zip(*points, strict=True), label=peer, linestyle="", **style)
+        axis.axvline(1.0, color="0.4", linewidth=1, label="as fast as FlexAttention")
+        axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.set_xlim(left=0)
+        axis.set_xlabel("times as fast as FlexAttention")
+        axis.grid(alpha=0.3)
+    return _with_legend(figure, grid)
 
 
 def _length(row: Row) -> float:

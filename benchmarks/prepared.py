@@ -14,6 +14,7 @@ from flashtile.cli.machine import memory_bytes
 
 from .shapes import Case, Inputs
 
+EXTRA_LEAVES = ("bias", "sink", "relative_bias")  # beside q, k and v
 DIFFERENTIATED = ("backward", "both")  # the passes that record gradients
 
 
@@ -26,7 +27,7 @@ class Prepared:
     """A peer's call, ready to run."""
 
     forward: Callable[[], Tensor]
-    leaves: dict[str, Tensor]  # what to differentiate: q, k, v, and bias and sink if there
+    leaves: dict[str, Tensor]  # what to differentiate: q, k, v, and `EXTRA_LEAVES` if there
     dout: Tensor  # shaped as what `forward` returns
     heads_first: bool = False  # out, q, k, v are (B, H, M, D) instead of (B, M, H, D)
     backend: str | None = None  # which one ran it, when the peer chose
@@ -49,7 +50,7 @@ class Prepared:
         return out, *torch.autograd.grad(out, tuple(self.leaves.values()), self.dout)
 
     def public(self, name: str, x: Tensor) -> Tensor:
-        """`x`, called out, q, k, v, bias or sink, with the length before the heads."""
+        """`x`, called out or as a leaf, with the length before the heads."""
         return x.transpose(1, 2) if self.heads_first and name in ("out", "q", "k", "v") else x
 
 
@@ -57,9 +58,7 @@ def leaves_of(inputs: Inputs, layout: Callable[[Tensor], Tensor]) -> dict[str, T
     """The tensors that a peer differentiates; `layout` brings q, k and v into its layout."""
     leaves = {"q": layout(inputs.q), "k": layout(inputs.k), "v": layout(inputs.v)}
     leaves |= {
-        name: x.detach()
-        for name, x in (("bias", inputs.bias), ("sink", inputs.sink))
-        if x is not None
+        name: x.detach() for name in EXTRA_LEAVES if (x := getattr(inputs, name)) is not None
     }
     return {name: x.requires_grad_() for name, x in leaves.items()}
 

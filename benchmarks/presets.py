@@ -127,10 +127,45 @@ def _sparse() -> list[Case]:
     return [full, replace(full, causal=True), *blocks, *windows]
 
 
-def block_sparse_case(density: float) -> Case:
+def block_sparse_case(density: float, head_dim: int = 128) -> Case:
     """16,384 tokens, of whose tiles a random block mask keeps the share `density`."""
-    variant = f"block-sparse {density:.1%}"
-    return replace(plain_case(128, TOKENS), variant=variant, block_density=_drawn(density, TOKENS))
+    full = plain_case(head_dim, TOKENS, variant=f"block-sparse {density:.1%}")
+    return replace(full, block_density=_drawn(density, TOKENS))
+
+
+def _masks() -> list[Case]:
+    """Masks and changes of scores that FlexAttention's users write as functions."""
+    changes: dict[str, dict[str, Any]] = {
+        "causal": {},
+        "documents": {"documents": 12},
+        "prefix 4096": {"prefix": 4096},
+        "window 1024": {"window": (1023, 0)},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"alibi": True},
+        "relative bias, 128 to a side": {"relative": 128},
+        "relative bias, every distance": {"relative": TOKENS - 1},
+    }
+    return [
+        case
+        for head_dim in (64, 128)
+        for case in (
+            *(
+                plain_case(head_dim, TOKENS, causal=True, variant=name, **facts)
+                for name, facts in changes.items()
+            ),
+            *(block_sparse_case(density, head_dim) for density in (0.05, 0.25, 0.75)),
+        )
+    ]
+
+
+def _cascade() -> list[Case]:
+    """One token for each of 64 sequences that share their first 8,192 tokens, of 9,216."""
+    plain = plain_case(128, 9216, batch=64, heads_q=32, seqlen_q=1, cached=True, shared_prefix=8192)
+    return [
+        replace(plain, heads_kv=heads, page_size=size, variant=f"shared prefix{name}")
+        for heads in (8, 32)
+        for size, name in ((0, ""), (16, ", pages of 16"))
+    ]
 
 
 def _drawn(density: float, length: int) -> float:
@@ -327,6 +362,24 @@ PRESETS = {
         "speed against density: block masks and windows over 16,384 tokens",
         _sparse(),
         replace(_settings("flashtile flashtile-triton fa2 flex", BOTH_PASSES, 0.1), memory=False),
+    ),
+    "gpu-masks": Preset(
+        "masks and score functions over 16,384 tokens, written as options, functions and spans, "
+        "against FlexAttention",
+        _masks(),
+        replace(
+            _settings("flashtile flashtile-function flashtile-spans flex", BOTH_PASSES, 0.1),
+            memory=False,
+        ),
+    ),
+    "gpu-cascade": Preset(
+        "decoding of 64 sequences with a common prefix of 8,192 tokens, read once or by each",
+        _cascade(),
+        replace(
+            _settings("flashtile flashtile-unshared fa3", ("forward",), 0.1),
+            memory=False,
+            cuda_graph=True,
+        ),
     ),
     "gpu-decode": Preset(
         "one query token for each sequence of a cache: share of the memory's speed",

@@ -89,7 +89,10 @@ class Row:
         return replace(
             row,
             tflops=flops(case, self.direction) / seconds / 1e12,
-            gbps=cache_bytes(case) / seconds / 1e9 if case.cached else None,
+            # What is read of a prefix that all share depends on the peer.
+            gbps=cache_bytes(case) / seconds / 1e9
+            if case.cached and not case.shared_prefix
+            else None,
         )
 
     @property

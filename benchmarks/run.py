@@ -28,7 +28,7 @@ from .measure import (
     read_gbps,
 )
 from .peers import PEERS, failures_of
-from .prepared import DIFFERENTIATED, Prepared, Skip
+from .prepared import DIFFERENTIATED, EXTRA_LEAVES, Prepared, Skip
 from .rows import Row
 from .shapes import Case, Inputs, document_lengths, make_inputs, visible
 
@@ -197,7 +197,7 @@ def accuracy(prepared: Prepared, task: Task) -> Errors:
 def _first_group(case: Case, name: str, x: Tensor) -> Tensor:
     """The part of a tensor that belongs to the first key head and the query heads it serves."""
     heads = 1 if name in ("k", "v") else case.heads_q // case.heads_kv
-    return x.narrow({"sink": 0, "bias": 1}.get(name, -2), 0, heads)
+    return x.narrow({"sink": 0, "relative_bias": 0, "bias": 1}.get(name, -2), 0, heads)
 
 
 def _has_truth(case: Case, inputs: Inputs) -> bool:
@@ -223,16 +223,17 @@ def truth(case: Case, inputs: Inputs, backward: bool) -> dict[str, Tensor]:
     }
     if inputs.alibi_slopes is not None:
         options["alibi_slopes"] = inputs.alibi_slopes[: case.heads_q // case.heads_kv]
-    if inputs.tiles is not None:
+    if inputs.tiles is not None or case.prefix:
+        options |= {"causal": False, "window_size": (-1, -1), "attention_chunk": 0}
         options["block_mask"] = visible(case, inputs, case.seqlen_q, case.seqlen_k)
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "bias", "sink")}
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", *EXTRA_LEAVES)}
     leaves = {
         name: _first_group(case, name, x).double().requires_grad_()
         for name, x in named.items()
         if x is not None
     }
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    options |= {name: x for name, x in leaves.items() if name in ("bias", "sink")}
+    options |= {name: x for name, x in leaves.items() if name in EXTRA_LEAVES}
     with torch.set_grad_enabled(backward), inputs.q.device:
         if inputs.cu_seqlens is None:
             out = attention_reference(q, k, v, **options).out

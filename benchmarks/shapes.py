@@ -46,12 +46,15 @@ class Case:
     alibi: bool = False
     bias: bool = False
     sink: bool = False
+    relative: int = 0  # distances to either side with an own number of a learned bias; 0: no bias
+    prefix: int = 0  # keys that all queries see, causal or not (a prefix language model)
     block_density: float = 1.0  # share of tiles that a block mask keeps; 1: no block mask
     documents: int = 0  # number of sequences that the batch's tokens are packed as; 0: not packed
     lengths: tuple[int, ...] = ()  # their lengths, which add up to the tokens; (): random
     cached: bool = False  # the keys come from a KV cache; forward only
     page_size: int = 0  # 0: the cache is contiguous
     cache_dtype: str = ""  # of the cache, where it is not `dtype`
+    shared_prefix: int = 0  # tokens with which the caches of all sequences begin
     appends: bool = False  # the call writes the queries' own keys and values to the cache
     rotates: bool = True  # these keys and the queries are rotated
     layer: bool = False  # a whole transformer layer, see `layer.py`
@@ -136,6 +139,7 @@ class Inputs(NamedTuple):
     v: Tensor  # (B, N, Hk, Dv)
     dout: Tensor  # (B, M, Hq, Dv)
     bias: Tensor | None  # (1, Hq, M, N)
+    relative_bias: Tensor | None  # (Hq, 2 R + 1) float32
     sink: Tensor | None  # (Hq,)
     alibi_slopes: Tensor | None  # (Hq,) float32
     tiles: Tensor | None  # bool (rows of tiles, columns of tiles) that the block mask keeps
@@ -159,10 +163,13 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
     B, M, N, Hq, Hk = case.batch, case.seqlen_q, case.seqlen_k, case.heads_q, case.heads_kv
     rows, keys = ((B * M,), (B * N,)) if case.documents else ((B, M), (B, N))
     k, v = normal(*keys, Hk, case.head_dim), normal(*keys, Hk, case.head_dim_v)
+    for cache in (k, v):
+        cache[:, : case.shared_prefix] = cache[:1, : case.shared_prefix].clone()
     k_pages = v_pages = page_table = None
     if case.page_size:  # one seed: the same order of pages twice
-        k_pages, page_table = paged(generator(case.seed), k, case.page_size, spare=0)
-        v_pages, _ = paged(generator(case.seed), v, case.page_size, spare=0)
+        how = {"spare": 0, "shared": case.shared_prefix // case.page_size}
+        k_pages, page_table = paged(generator(case.seed), k, case.page_size, **how)
+        v_pages, _ = paged(generator(case.seed), v, case.page_size, **how)
         page_table = page_table.to(device)
     if case.cache_dtype:
         stored = getattr(torch, case.cache_dtype)
@@ -178,6 +185,7 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
         v=v,
         dout=normal(*rows, Hq, case.head_dim_v),
         bias=normal(1, Hq, M, N) if case.bias else None,
+        relative_bias=normal(Hq, 2 * case.relative + 1).float() if case.relative else None,
         sink=normal(Hq) if case.sink else None,
         alibi_slopes=2.0 ** (-8.0 * head / Hq) if case.alibi else None,
         tiles=block_tiles(case).to(device) if case.block_sparse else None,
@@ -217,6 +225,7 @@ def visible(case: Case, inputs: Inputs, M: int, N: int) -> Tensor | None:
     if not case.masked:
         return None
     mask = case.visibility(M, N).dense(device=inputs.q.device)
+    mask[:, : case.prefix] = True
     if inputs.tiles is not None:
         mask &= dense_from_tiles(inputs.tiles.cpu(), (BLOCK_TILE, BLOCK_TILE), M, N).to(mask.device)
     return None if mask.all() else mask
@@ -243,6 +252,8 @@ def _visible_pairs(case: Case, M: int, N: int) -> int:
     for fact in case.visibility(M, N).facts:
         start, stop = fact.key_range(position, N)
         first, past = torch.maximum(first, start), torch.minimum(past, stop)
+    if case.prefix:  # of a mask that has no left side
+        past = past.clamp(min=min(case.prefix, N))
     past = torch.maximum(first, past)  # a row without visible keys counts 0
     if not case.block_sparse:
         return int((past - first).sum())
