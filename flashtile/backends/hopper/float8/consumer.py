@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..forward.consumer import attend_tiles, issue_scores, normalisation
+from ..forward.consumer import attend_tiles, issue_scores
+from ..forward.results import normalisation
 from ..shared.channels import await_ping_pong, pass_ping_pong
 from ..shared.intrinsics import (
     CONSUMER_ROWS,

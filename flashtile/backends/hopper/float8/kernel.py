@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..forward.consumer import Output
 from ..forward.kernel import OF_OTHERS, OF_THREE, OF_TWO, Channels, load_tiles, scheduler
+from ..forward.results import Output
 from ..shared.channels import Described, make_channel, make_queue
 from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
 from ..shared.schedule import NUMBERS, WORK_NUMBERS, Mask, Sizes, batch_of

@@ -33,7 +33,8 @@ from ..shared.schedule import (
     work_of,
 )
 from ..shared.softmax import Score
-from .consumer import Output, consumer
+from .consumer import consumer
+from .results import Output
 
 # Registers per thread of one of two consumers, one of three consumers, and the other roles.
 OF_TWO = gl.constexpr(240)
