@@ -21,7 +21,7 @@ from ..call.layouts import Packed
 from ..call.options import AttentionOptions, VarlenOptions
 from ..call.prepare import describe
 from ..masks import BlockMask
-from ..problem import FLOAT8, Operands, Options
+from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options
 from ..spans import Spans
 from .layout import Layout
 from .ownership import Ownership
@@ -36,6 +36,7 @@ OPTIONS = (
     "softcap",
     "alibi_slopes",
     "bias",
+    "relative_bias",
     "attn_mask",
     "key_padding_mask",
     "block_mask",
@@ -116,7 +117,8 @@ def refuse_transforms(qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, 
             "with gradients by backward() or torch.autograd.grad"
         )
     if forward_ad._current_level >= 0:
-        refuse_forward_mode(Operands(*qkv, options.get("bias"), options.get("sink")))
+        others = (options.get(name) for name in Operands._fields[3:DIFFERENTIABLE])
+        refuse_forward_mode(Operands(*qkv, *others))
 
 
 def packed_call(
@@ -153,11 +155,6 @@ def packed_call(
     if slopes is not None and slopes.dim() == 2 and slopes.shape[0] != documents:
         raise ValueError(
             f"alibi_slopes: got shape {tuple(slopes.shape)}, want {documents} rows or one dimension"
-        )
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes: requires grad, but has no gradient under context parallelism; detach() "
-            "it"
         )
     if slopes is not None:
         given["alibi_slopes"] = slopes[0] if slopes.dim() == 2 else slopes

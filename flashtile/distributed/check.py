@@ -24,6 +24,7 @@ from .layout import Layout
 Results = dict[str, Tensor]
 # What changes how the kernels run, not what they compute.
 WITHOUT_EFFECT = ("deterministic", "backend", "num_splits", "pack_gqa", "sm_margin")
+WEIGHTS = ("sink", "alibi_slopes", "relative_bias")  # which every rank has as a whole
 MOST_TEXT = 900  # characters of a report, or of a problem
 
 
@@ -48,8 +49,10 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
         context, wire, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
     )
     leaves = {"q": _Leaf(q, layout), "k": _Leaf(k, keys), "v": _Leaf(v, keys)}
-    if options.get("sink") is not None:
-        leaves["sink"] = _Leaf(options["sink"], None)
+    for name in WEIGHTS:
+        x = options.get(name)
+        if x is not None and (name == "sink" or x.requires_grad):
+            leaves[name] = _Leaf(x, None)
     mine = {n: leaf.shard.detach().clone().requires_grad_() for n, leaf in leaves.items()}
     with torch.enable_grad():
         out, lse = context.attention(**{**options, **mine}, layout=layout, return_lse=True)
@@ -64,7 +67,7 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
         if leaf.layout is None:  # the ranks have parts of a sum
             gradient = torch.stack(wire.all_gather(gradient)).sum(0).to(gradient)
         got[f"d{name}"] = _whole(leaf._replace(shard=gradient))
-    others = _whole_options(layout, q, options)
+    others = _whole_options(layout, q, {n: x for n, x in options.items() if n not in leaves})
     problem, report, reason = "", "", None
     if wire.rank == 0:
         try:
@@ -85,7 +88,7 @@ def _whole(leaf: _Leaf) -> Tensor:
 
 def _whole_options(layout: Layout, q: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the call in one process, as the reference takes them."""
-    left = ("sink", *SCORE_MASKS, *WITHOUT_EFFECT)
+    left = (*SCORE_MASKS, *WITHOUT_EFFECT)
     found = {name: x for name, x in options.items() if name not in left and x is not None}
     if isinstance(options.get("mask"), Spans):
         found["mask"] = Spans(*(layout.unshard(x, 2) for x in options["mask"]))
@@ -118,7 +121,7 @@ def _compared(
 
     truth, plain = reference(torch.float64), reference(plain_dtype(dtype))
     variance = reference(torch.float64, attend=rounding_variance(dtype))
-    ranks = layout.queries.ranks
+    ranks, width = layout.queries.ranks, max(map(len, got)) + 2
     lines = [f"{ranks} ranks give what one process gives, by float64:"]
     for name, x in got.items():
         allowed = allowed_error(dtype, truth[name], plain[name])
@@ -139,7 +142,8 @@ def _compared(
                 assert_close(what, mine, want, simple, floor=least, dtype=dtype)
         error = (x.double() - truth[name]).nan_to_num(nan=0.0).abs()
         largest = error.max().item() if error.numel() else 0.0
-        lines.append(f"{name:>6}: largest error {largest:.1e}, at least {allowed:.1e} is allowed")
+        what = f"largest error {largest:.1e}, at least {allowed:.1e} is allowed"
+        lines.append(f"{name:>{width}}: {what}")
     return "\n".join(lines)
 
 

@@ -214,7 +214,7 @@ class ContextParallel(Decoder):
             seqused_q, seqused_k: (documents,), the used tokens of every whole document; the host
                 reads them.
             options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
-                `alibi_slopes` without a gradient, `sink`, `dropout_p` and `deterministic`, as in
+                `alibi_slopes`, `relative_bias`, `sink`, `dropout_p` and `deterministic`, as in
                 `attention`. With dropout the generators of all ranks must be in the same state.
 
         Returns:
@@ -277,10 +277,10 @@ class ContextParallel(Decoder):
         return explained(self._pricing(layout, call.operands, call.options), self.wanted, call.way)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
-        """Compare the output of a call, its log-sum-exp and the gradients of q, k, v and sink with
-        the definition of attention in float64, which rank 0 evaluates on the whole: for a few
-        thousand tokens, since it holds all scores. All ranks call it, with the arguments of
-        `attention`.
+        """Compare the output of a call, its log-sum-exp and the gradients of q, k, v, the sink, and
+        of slopes and a relative bias that require one, with the definition of attention in float64,
+        which rank 0 evaluates on the whole: for a few thousand tokens, since it holds all scores.
+        All ranks call it, with the arguments of `attention`.
 
         Returns:
             The largest error of each tensor.

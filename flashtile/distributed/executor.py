@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import backends
 from ..autocast import autocast_off
+from ..backends import Gradients
 from ..call import dispatch
 from ..ops.merge.formula import merge
 from ..positions import Span
@@ -39,16 +40,6 @@ class Plan(NamedTuple):
     backend: str | None  # forced by the caller
     first_head: int  # the number of the first query head here in the whole call
     gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
-
-
-class Gradients(NamedTuple):
-    """Gradients of a rank's own tensors; None where there is no such operand."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dbias: Tensor | None
-    dsink: Tensor | None
 
 
 class _Step(NamedTuple):
@@ -115,8 +106,7 @@ def backward(
     """Gradients of the rank's own tensors, in the dtype of lse, from what `forward` returned."""
     q, k, v = operands[:3]
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (q, k, v))
-    dbias = _zeros(operands.bias if bias_needs_grad else None, lse.dtype)
-    dsink = _zeros(operands.sink, lse.dtype)
+    shared = _Shared.of(operands, plan.options, bias_needs_grad, lse.dtype)
     returning: list[_Return] = []
     back = rounded(wire, plan.gradient_dtype)
     for step, keys, values in _fetched(plan, wire, operands):
@@ -127,7 +117,7 @@ def backward(
         if step.has_call:
             given = _operands(plan, operands, step, keys, values)
             problem = _problem(plan, given, step, is_partial=True)
-            problem = problem._replace(needs_grad=True, bias_needs_grad=dbias is not None)
+            problem = problem._replace(needs_grad=True, bias_needs_grad=bias_needs_grad)
             results = (out[:, heads], lse[heads], dout[:, heads])
             with autocast_off(q):
                 part = backends.load(problem.options.backend).backward(
@@ -138,16 +128,55 @@ def backward(
                     add_to=dq[:, heads],
                 )
             dk_part, dv_part = part.dk, part.dv
-            if dbias is not None and part.dbias is not None:
-                _add_bias_gradient(dbias, part.dbias, step)
-            if dsink is not None and part.dsink is not None:
-                dsink[heads] += part.dsink
+            shared.add(part, step)
         returning.append(_Return(back, step, dk_part, dv_part))
         if len(returning) > 1:
             returning.pop(0).add_to(dk, dv)
     for last in returning:
         last.add_to(dk, dv)
-    return Gradients(dq, dk, dv, dbias, dsink)
+    return Gradients(dq, dk, dv, *shared)
+
+
+class _Shared(NamedTuple):
+    """Gradients to which every call adds its part, in the order of `Gradients`; None where they are
+    not needed."""
+
+    dbias: Tensor | None
+    dsink: Tensor | None
+    dcaptured: Tensor | None
+    dalibi_slopes: Tensor | None
+    drelative_bias: Tensor | None
+
+    @classmethod
+    def of(
+        cls, operands: Operands, options: Options, bias_needs_grad: bool, dtype: torch.dtype
+    ) -> _Shared:
+        """Zeros."""
+        wanted = (
+            (operands.bias, bias_needs_grad),
+            (operands.sink, True),
+            (None, False),
+            (operands.alibi_slopes, options.alibi_needs_grad),
+            (operands.relative_bias, options.relative_bias_needs_grad),
+        )
+        return cls(
+            *(
+                None if x is None or not is_needed else torch.zeros_like(x, dtype=dtype)
+                for x, is_needed in wanted
+            )
+        )
+
+    def add(self, part: Gradients, step: _Step) -> None:
+        """Add the part of a step's call, which has only the heads of the step."""
+        heads = step.query_heads
+        if self.dbias is not None and part.dbias is not None:
+            _add_bias_gradient(self.dbias, part.dbias, step)
+        if self.dsink is not None and part.dsink is not None:
+            self.dsink[heads] += part.dsink
+        if self.dalibi_slopes is not None and part.dalibi_slopes is not None:
+            self.dalibi_slopes[..., heads] += part.dalibi_slopes
+        if self.drelative_bias is not None and part.drelative_bias is not None:
+            self.drelative_bias[heads] += part.drelative_bias
 
 
 def _steps(plan: Plan, operands: Operands) -> Iterator[_Step]:
@@ -268,7 +297,7 @@ def _operands(
     """The tensors of a step's call: packed sequences of which this rank has some rows."""
     schedule, stage, heads = plan.schedule, step.stage, step.query_heads
     device = operands.q.device
-    slopes, bias = operands.alibi_slopes, operands.bias
+    slopes, bias, table = operands.alibi_slopes, operands.bias, operands.relative_bias
     if bias is not None:
         bias = of_heads(bias, heads)
         bias = bias if bias.shape[3] == 1 else bias[..., _columns(step, device)]
@@ -288,6 +317,7 @@ def _operands(
         bias=bias,
         sink=operands.sink[heads] if operands.sink is not None and step.is_first else None,
         alibi_slopes=None if slopes is None else slopes[..., heads],
+        relative_bias=None if table is None else table[heads],
         tile_kinds=of_heads(operands.tile_kinds, heads),
         partial_index=of_heads(operands.partial_index, heads),
         span_starts=spans[0],
@@ -313,7 +343,8 @@ def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> A
 
 def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
     """Whether some sequence is not, to the mask, what its rows alone would be."""
-    if not plan.options.facts and operands.alibi_slopes is None and operands.rng_state is None:
+    counting = operands.alibi_slopes, operands.relative_bias, operands.rng_state
+    if not plan.options.facts and all(x is None for x in counting):
         return False
     return any(
         keys.spans != ((0, keys.length),)
@@ -335,7 +366,3 @@ def _add_bias_gradient(dbias: Tensor, part: Tensor, step: _Step) -> None:
         target += part
     else:
         target.index_add_(3, _columns(step, dbias.device), part.to(dbias.dtype))
-
-
-def _zeros(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device)

@@ -87,8 +87,7 @@ class _FirstDerivative(torch.autograd.Function):
         gradients = executor.backward(plan, wire, operands, out, lse, dout, dlse, bias_needs_grad)
         if ulysses is not None:
             gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
-        # No call has captured values here, slopes with a gradient or a relative bias.
-        found = zip((*gradients, None, None, None), operands[:DIFFERENTIABLE], needed, strict=True)
+        found = zip(gradients, operands[:DIFFERENTIABLE], needed, strict=True)
         return tuple(_like(g, x) if wanted else None for g, x, wanted in found)
 
     @staticmethod

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import Gradients
 from ..positions import Span
 from ..problem import Operands
 from .buffer_masks import of_heads
-from .executor import Gradients
 from .ownership import Ownership, Piece
 from .rounded_wire import rounded
 from .wire import Wire
@@ -132,6 +132,7 @@ class Ulysses(NamedTuple):
     def spread(self, operands: Operands) -> Operands:
         """The tensors of this rank's heads, with the tokens of all its neighbours."""
         bias, sink, slopes = operands.bias, operands.sink, operands.alibi_slopes
+        table = operands.relative_bias
         heads = self.share.queries
         if bias is not None and self.bias is None:
             bias = of_heads(bias, heads)
@@ -149,6 +150,7 @@ class Ulysses(NamedTuple):
             span_starts=self._spread_spans(operands.span_starts),
             span_stops=self._spread_spans(operands.span_stops),
             alibi_slopes=None if slopes is None else slopes[..., heads],
+            relative_bias=None if table is None else table[heads],
         )
 
     def _spread_spans(self, ends: Tensor | None) -> Tensor | None:
@@ -172,20 +174,19 @@ class Ulysses(NamedTuple):
 
     def collect_gradients(self, gradients: Gradients, operands: Operands) -> Gradients:
         """The gradients of this rank's own tensors, from those of its heads."""
-        dbias, dsink = gradients.dbias, gradients.dsink
+        dbias = gradients.dbias
         if dbias is not None and operands.bias is not None:
             dbias = self._collect_bias(dbias, operands.bias)
-        if dsink is not None:
-            whole = dsink.new_zeros(self.heads[0])
-            whole[self.share.queries] = dsink
-            dsink = whole
         keys = self.keys._replace(wire=rounded(self.keys.wire, self.gradient_dtype))
         return Gradients(
             self.queries.collect(gradients.dq, self._query_heads, self.heads[0]),
             keys.collect(gradients.dk, self._key_heads, self.heads[1]),
             keys.collect(gradients.dv, self._key_heads, self.heads[1]),
             dbias,
-            dsink,
+            self._of_all_heads(gradients.dsink, 0),
+            gradients.dcaptured,
+            self._of_all_heads(gradients.dalibi_slopes, -1),
+            self._of_all_heads(gradients.drelative_bias, 0),
         )
 
     def _collect_bias(self, dbias: Tensor, bias: Tensor) -> Tensor:
@@ -194,8 +195,19 @@ class Ulysses(NamedTuple):
             return _heads_first(rows, bias.shape[0])
         if bias.shape[1] == 1:
             return dbias
-        whole = dbias.new_zeros(bias.shape)
-        whole[:, self.share.queries] = dbias
+        whole = self._of_all_heads(dbias, 1)
+        assert whole is not None
+        return whole
+
+    def _of_all_heads(self, gradient: Tensor | None, dim: int) -> Tensor | None:
+        """A gradient of this rank's heads in dimension `dim`, with zeros for all other heads."""
+        if gradient is None:
+            return None
+        shape = list(gradient.shape)
+        shape[dim] = self.heads[0]
+        whole = gradient.new_zeros(shape)
+        heads = self.share.queries
+        whole.narrow(dim, heads.start, heads.stop - heads.start).copy_(gradient)
         return whole
 
     @property

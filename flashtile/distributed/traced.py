@@ -24,7 +24,7 @@ from .tickets import layout_of
 
 
 class _Tensors(NamedTuple):
-    """Tensors of an op; the first six can have gradients."""
+    """Tensors of an op; the first `_GRADIENTS` can have gradients."""
 
     q: Tensor
     k: Tensor
@@ -32,8 +32,9 @@ class _Tensors(NamedTuple):
     bias: Tensor | None
     attn_mask: Tensor | None
     sink: Tensor | None
-    key_padding_mask: Tensor | None
     alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+    key_padding_mask: Tensor | None
     seqused_q: Tensor | None
     seqused_k: Tensor | None
     span_starts: Tensor | None
@@ -63,7 +64,8 @@ class _Numbers(NamedTuple):
     backend: str
 
 
-_GRADIENTS = 6
+_GRADIENTS = 8
+_NAMED = _Tensors._fields[3:11]  # options of their own
 _COUNT = len(_Tensors._fields)
 _ALWAYS = ("q", "k", "v", "ticket")
 _TENSORS = ", ".join(f"Tensor{'' if name in _ALWAYS else '?'} {name}" for name in _Tensors._fields)
@@ -107,13 +109,7 @@ def attend(
         q,
         k,
         v,
-        options.get("bias"),
-        options.get("attn_mask"),
-        options.get("sink"),
-        options.get("key_padding_mask"),
-        options.get("alibi_slopes"),
-        options.get("seqused_q"),
-        options.get("seqused_k"),
+        *(options.get(name) for name in _NAMED),
         *((None, None) if spans is None else spans),
         *tiles,
         draw_rng_state(q.device) if dropout_p > 0 else None,
@@ -141,7 +137,7 @@ def _given(tensors: _Tensors, numbers: _Numbers) -> dict[str, Any]:
     """The options of the call."""
     given: dict[str, Any] = {
         name: getattr(source, name)
-        for source, names in ((tensors, _Tensors._fields[3:10]), (numbers, _SCALARS))
+        for source, names in ((tensors, _NAMED), (numbers, _SCALARS))
         for name in names
     }
     given["window_size"] = (numbers.window_left, numbers.window_right)

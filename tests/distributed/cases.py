@@ -17,6 +17,9 @@ from flashtile.testing.tolerance import assert_close
 
 WAYS = ("contiguous", "zigzag", "documents")
 SCORES = ("bias", "attn_mask")  # added to the scores, with a row for each query or for all
+WEIGHTS = ("sink", "alibi_slopes", "relative_bias")  # which every rank has as a whole
+# Whose gradients the Triton backend does not have over parts of sequences.
+ONLY_ON_CPU = ("alibi_slopes", "relative_bias")
 
 
 class Case:
@@ -52,6 +55,7 @@ class Case:
             "dropout_p": drawn("dropout_p", 0.0, 0.3),
         }
         self.leaves: dict[str, Tensor] = {}
+        self.constants: tuple[str, ...] = ()  # the leaves without a gradient
         self.masks: dict[str, Tensor] = {}  # without gradients
         if self.batch:
             M = rng.choice([1, 17, 64, 130])
@@ -91,7 +95,9 @@ class Case:
             self.leaves["sink"] = self.draw(Hq)
         if has("alibi_slopes", 0.3):
             rows = () if rng.random() < 0.5 else (documents,)
-            self.options["alibi_slopes"] = self.draw(*rows, Hq).abs().float()
+            self.leaves["alibi_slopes"] = self.draw(*rows, Hq).abs()
+        if has("relative_bias", 0.3):
+            self.leaves["relative_bias"] = self.draw(Hq, 2 * rng.choice([0, 3, 50]) + 1)
         self.block_mask: BlockMask | None = None
         if has("block_mask", 0.25):
             shape = (rng.choice([1, documents]), rng.choice([1, Hq]), *map(max, counts))
@@ -126,7 +132,7 @@ class Case:
     def whole(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """out, lse and gradients of one process, computed in `dtype`."""
         leaves = {name: x.to(dtype, copy=True) for name, x in self.leaves.items()}
-        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        leaves = {n: x.requires_grad_(n not in self.constants) for n, x in leaves.items()}
         torch.manual_seed(self.seed)
         options = {**self.options, **self.masks, "mask": self.spans, "block_mask": self.block_mask}
         if self.batch:
@@ -139,15 +145,16 @@ class Case:
             )
             leaves |= {"q": q, "k": k, "v": v}
         loss(out, lse, self.dout.to(out), self.dlse.to(lse)).backward()
-        gradients = {name: x.grad for name, x in leaves.items()}
+        gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
         return {"out": out, "lse": lse, **gradients}
 
     def is_shared(self, name: str) -> bool:
         """Whether the gradient of a tensor is the sum over the ranks, as that of a weight."""
-        return name == "sink" or (name in SCORES and self.leaves[name].shape[2] == 1)
+        return name in WEIGHTS or (name in SCORES and self.leaves[name].shape[2] == 1)
 
     def rounded(self, dtype: torch.dtype) -> Case:
-        """The case with numbers that `dtype` has."""
+        """The case with numbers that `dtype` has, and the gradients that GPUs compute."""
+        self.constants = ONLY_ON_CPU
         self.leaves = {name: x.to(dtype).double() for name, x in self.leaves.items()}
         self.dout = self.dout.to(dtype).double()
         return self
@@ -170,7 +177,8 @@ class Case:
             shard = places[name].shard(x) if name in places else x
             if name in SCORES and x.shape[2] > 1:
                 shard = layout.shard(x, dim=2)
-            leaves[name] = shard.to(device, dtype, copy=True).requires_grad_()
+            shard = shard.to(device, dtype, copy=True)
+            leaves[name] = shard.requires_grad_(name not in self.constants)
         # A generator of its own: threads share the default one.
         parallel.generator = torch.Generator().manual_seed(self.seed)
         masks = dict(self.masks)

@@ -94,10 +94,6 @@ def test_packed_documents_have_no_masks_of_a_batch(
             "NotImplementedError: block_mask: got a mask of FlexAttention, want BlockMask.from",
         ),
         (
-            {"alibi_slopes": torch.rand(2, requires_grad=True)},
-            "NotImplementedError: alibi_slopes: requires grad, but has no gradient under context",
-        ),
-        (
             {"q_descale": torch.ones(1, 2)},
             "NotImplementedError: q_descale: context parallelism does not have this option",
         ),

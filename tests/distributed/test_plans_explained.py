@@ -103,6 +103,7 @@ def tiles() -> BlockMask:
         (False, {"mask": spans(), "softcap": 2.0}),
         (False, {"block_mask": tiles(), "causal": True, "num_splits": 1}),
         (True, {"block_mask": tiles()}),
+        (True, {"alibi_slopes": drawn(4).abs(), "relative_bias": drawn(4, 9).requires_grad_()}),
         (True, {"window_size": (9, 0), "deterministic": True}),
         (True, {"causal": True, "seqused_k": torch.tensor([4, 0, 30], dtype=torch.int32)}),
     ],
@@ -110,10 +111,12 @@ def tiles() -> BlockMask:
 def test_check_accepts_right_results(
     dtype: torch.dtype, packed: bool, options: dict[str, Any]
 ) -> None:
-    given = {name: x.to(dtype) if name in ("sink", "bias") else x for name, x in options.items()}
+    floats = {"sink", "bias", "relative_bias"}
+    given = {name: x.to(dtype) if name in floats else x for name, x in options.items()}
+    weights = [f"d{name}" for name in ("sink", "relative_bias") if name in options]
     for text in run_check(3, dtype, packed, **given):
         assert text.startswith("3 ranks give what one process gives")
-        names = ["out", "lse", "dq", "dk", "dv", *(["dsink"] if "sink" in options else [])]
+        names = ["out", "lse", "dq", "dk", "dv", *weights]
         assert re.findall(r"^ +(\w+): largest error", text, flags=re.MULTILINE) == names
 
 

@@ -8,6 +8,7 @@ diagonals, which are numbered from the lower left corner.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,35 @@ from ...masks import Visibility
 from .segments import KeyRun
 
 
-def distances(visibility: Visibility, m1: int, run: KeyRun, rows: int) -> Tensor:
-    """Key position minus query position on each diagonal of the tile that ends before row `m1`,
-    int64 (rows + keys - 1,).
+class Columns(NamedTuple):
+    """Columns of a tile whose keys stand at adjacent positions."""
+
+    columns: slice
+    distance: Tensor  # key position minus query position on each diagonal, int64 (rows + keys - 1,)
+
+
+def adjacent_columns(
+    visibility: Visibility, rows: tuple[int, int], run: KeyRun
+) -> Iterator[Columns]:
+    """The columns of the tile of `rows`, which stand at adjacent positions, and the keys of `run`:
+    one part of them if the tensors hold whole sequences.
     """
-    lowest = run.start - visibility.position(m1 - 1)
-    return torch.arange(lowest, lowest + rows + run.stop - run.start - 1)
+    m0, m1 = rows
+    for start, stop, position in _adjacent_keys(visibility, run):
+        lowest = position - visibility.position(m1 - 1)
+        distance = torch.arange(lowest, lowest + m1 - m0 + stop - start - 1)
+        yield Columns(slice(start - run.start, stop - run.start), distance)
+
+
+def _adjacent_keys(visibility: Visibility, run: KeyRun) -> Iterator[tuple[int, int, int]]:
+    """Keys ``[start, stop)`` of a run, and the position of the first one."""
+    if visibility.keys is None:
+        yield run.start, run.stop, run.start
+        return
+    for row, position, length in visibility.keys.runs:
+        start, stop = max(run.start, row), min(run.stop, row + length)
+        if start < stop:
+            yield start, stop, position + start - row
 
 
 def table_index(distance: Tensor, table: Tensor) -> Tensor:
@@ -54,11 +78,12 @@ class DistanceGradients(NamedTuple):
     dslopes: Tensor | None  # (batch or 1, heads)
     dtable: Tensor | None  # (heads, 2 R + 1)
 
-    def add(self, dS: Tensor, distance: Tensor) -> None:
+    def add(self, dS: Tensor, visibility: Visibility, rows: tuple[int, int], run: KeyRun) -> None:
         """Add the part of a tile with dS (batch, heads, rows, keys)."""
-        sums = diagonal_sums(dS).double()
-        if self.dslopes is not None:
-            part = -(sums @ distance.abs().double())
-            self.dslopes.add_(part.sum_to_size(self.dslopes.shape))
-        if self.dtable is not None:
-            self.dtable.index_add_(1, table_index(distance, self.dtable), sums.sum(0))
+        for columns, distance in adjacent_columns(visibility, rows, run):
+            sums = diagonal_sums(dS[..., columns]).double()
+            if self.dslopes is not None:
+                part = -(sums @ distance.abs().double())
+                self.dslopes.add_(part.sum_to_size(self.dslopes.shape))
+            if self.dtable is not None:
+                self.dtable.index_add_(1, table_index(distance, self.dtable), sums.sum(0))

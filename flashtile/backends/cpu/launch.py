@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...problem import (
+    DIFFERENTIABLE,
     AttentionProblem,
     Operands,
     captured_needs_grad,
@@ -101,11 +102,10 @@ def backward(
         dq,
         dk,
         dv,
-        _like(dbias, operands.bias),
-        _like(dsink, operands.sink),
-        _like(dcaptured, operands.captured),
-        _like(dslopes, slopes),
-        _like(dtable, table),
+        *(
+            x if problem.is_partial else _like(x, operand)
+            for x, operand in zip(sums, operands[3:DIFFERENTIABLE], strict=True)
+        ),
     )
 
 

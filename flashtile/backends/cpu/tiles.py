@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ... import dropout
 from ...masks import Visibility
-from .distances import DistanceGradients, distances
+from .distances import DistanceGradients, adjacent_columns
 from .distances import bias_tile as relative_tile
 from .score_function import TileFunction
 from .segments import KeyRun, SegmentMask
@@ -164,7 +164,7 @@ def backward(
             if dbias is not None:
                 add_reduced(dbias, dS, m0, m1, run)
             if of_distances is not None:
-                of_distances.add(dS, distances(tp.mask.visibility, m1, run, m1 - m0))
+                of_distances.add(dS, tp.mask.visibility, (m0, m1), run)
             if slope.capped is not None and tp.score.function is not None:
                 dS = tp.score.function.gradient(slope.capped, dS, (m0, m1), run, dcaptured)
             if slope.softcap is not None:
@@ -214,8 +214,8 @@ def scores(
     if rule.bias is not None:
         S.add_(bias_tile(rule.bias, m0, m1, run))
     if rule.relative_bias is not None:
-        distance = distances(tp.mask.visibility, m1, run, m1 - m0)
-        S.add_(relative_tile(rule.relative_bias, distance, m1 - m0))
+        for columns, distance in adjacent_columns(tp.mask.visibility, (m0, m1), run):
+            S[..., columns].add_(relative_tile(rule.relative_bias, distance, m1 - m0))
     if run.visible is not None and rule.function is not None:
         S.masked_fill_(~run.visible, -INFINITY)  # the function may give NaN there
     elif run.visible is not None:  # adding is faster than masked_fill_ with a broadcast

@@ -24,7 +24,7 @@ MAX_RUNS = 16  # of positions; a tile reads those of its sequence one after the 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why the Triton backend cannot run `problem`; empty when it can."""
-    reasons = []
+    reasons, options = [], problem.options
     if problem.device_type != "cuda":
         reasons.append(f"tensors are on {problem.device_type} (this backend: cuda)")
     elif _is_too_old(problem.capability):
@@ -41,7 +41,10 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += head_dim_reasons(problem, MAX_KEY_HEAD_DIM, MAX_HEAD_DIM)
     if problem.runs > MAX_RUNS:
         reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
-    reasons += _score_mod_reasons(problem.options)
+    if problem.runs and (options.alibi_needs_grad or options.relative_bias_needs_grad):
+        names = "alibi_slopes and relative_bias"
+        reasons.append(f"gradients of {names} over parts of sequences (on a CPU)")
+    reasons += _score_mod_reasons(options)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):
