@@ -1,12 +1,15 @@
 """The time of the first call of a process, with an empty disk cache of kernels and with a full one.
 
-    python -m benchmarks.first_call                      # all cases, about two minutes on a GPU
+    python -m benchmarks.first_call                      # all cases, some minutes on a GPU
     python -m benchmarks.first_call --cases dense-128    # one of them
+    python -m benchmarks.first_call --cases masks        # next to FlexAttention
 
 Every case runs in fresh processes: one with an empty cache, and then some with the cache that it
 left. The measured call is a forward and backward (or one step of decoding) that ends when the GPU
 has finished. It includes the import of the backend and of Triton, which the call does itself, but
-neither `import torch, flashtile` nor the start of CUDA, which are reported on their own.
+neither `import torch, flashtile` nor the start of CUDA, which are reported on their own. The calls
+with a mask or a score function include making the mask; FlexAttention's include compiling it, but
+not its import, which is part of `device_start`.
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-STAGES = ("imports", "device", "first_call", "second_call")
+if TYPE_CHECKING:  # what is imported before the first call is part of the measurement
+    from torch import Tensor
+
+STAGES = ("imports", "device_start", "first_call", "second_call")
 WARM_RUNS = 5
+DISK_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def dense(head_dim: int, backend: Literal["triton"] | None = None) -> Callable[[], None]:
@@ -91,14 +99,145 @@ def decode(head_dim: int) -> Callable[[], None]:
     return call
 
 
-CASES: dict[str, Callable[[], Callable[[], None]]] = {
+TOKENS, HEADS, REACH = 4096, 8, 128  # of the calls with a mask or a score function
+EDGES = 0, 1000, 1100, 3000, TOKENS  # where documents begin
+
+
+def device() -> str:
+    """A GPU if there is one; a CPU is for tests of this file."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def qkv() -> list[Tensor]:
+    """q, k and v of one sequence, (1, tokens, heads, 128)."""
+    import torch
+
+    return [
+        torch.randn(
+            1, TOKENS, HEADS, 128, device=device(), dtype=torch.bfloat16, requires_grad=True
+        )
+        for _ in "qkv"
+    ]
+
+
+def score_function() -> Callable[..., Tensor]:
+    """ALiBi as a function of one score."""
+    import torch
+
+    slopes = torch.linspace(0.5, 0.01, HEADS, device=device())
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + slopes[h] * (j - i)
+
+    return alibi
+
+
+def with_score_function() -> Callable[[], Tensor]:
+    """A forward and backward with ALiBi as a function."""
+    import flashtile
+
+    q, k, v = qkv()
+    alibi = score_function()
+
+    def call() -> Tensor:
+        out = flashtile.attention(q, k, v, causal=True, score_mod=alibi)
+        out.backward(out.detach())
+        return out
+
+    return call
+
+
+def with_relative_bias() -> Callable[[], Tensor]:
+    """A forward and backward with a number for each distance, which has a gradient."""
+    import torch
+
+    import flashtile
+
+    q, k, v = qkv()
+    table = torch.zeros(HEADS, 2 * REACH + 1, device=q.device, requires_grad=True)
+
+    def call() -> Tensor:
+        out = flashtile.attention(q, k, v, causal=True, relative_bias=table)
+        out.backward(out.detach())
+        return out
+
+    return call
+
+
+def with_spans() -> Callable[[], Tensor]:
+    """A forward and backward of documents in one sequence."""
+    import torch
+
+    import flashtile
+
+    q, k, v = qkv()
+    lengths = torch.tensor([EDGES], device=q.device).diff()
+
+    def call() -> Tensor:
+        mask = flashtile.Spans.documents_of_lengths(lengths, TOKENS)
+        out = flashtile.attention(q, k, v, mask=mask)
+        out.backward(out.detach())
+        return out
+
+    return call
+
+
+def flex(kind: Literal["score function", "relative bias", "spans"]) -> Callable[[], Tensor]:
+    """The same by FlexAttention, compiled. Forward only on a CPU, where it has no backward."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in qkv())
+    table = torch.zeros(HEADS, 2 * REACH + 1, device=q.device, requires_grad=True)
+    ends = torch.tensor(EDGES[1:], device=q.device)
+    document = torch.bucketize(torch.arange(TOKENS, device=q.device), ends, right=True)
+
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    def in_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (document[i] == document[j])
+
+    def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + table[h, (j - i).clamp(-REACH, REACH) + REACH]
+
+    mask = in_document if kind == "spans" else causal
+    scores = {"score function": score_function(), "relative bias": relative}.get(kind)
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
+
+    def call() -> Tensor:
+        lengths = TOKENS, TOKENS
+        block_mask = create_block_mask(mask, None, None, *lengths, device=q.device.type)
+        if q.device.type == "cpu":
+            with torch.no_grad():
+                return compiled(*(x.detach() for x in (q, k, v)), scores, block_mask)
+        out = compiled(q, k, v, scores, block_mask)
+        out.backward(out.detach())
+        return out
+
+    return call
+
+
+MASK_CASES: dict[str, Callable[[], Callable[[], Tensor]]] = {
+    "score-function-128": with_score_function,
+    "flex-score-function-128": partial(flex, "score function"),
+    "relative-bias-128": with_relative_bias,
+    "flex-relative-bias-128": partial(flex, "relative bias"),
+    "spans-128": with_spans,
+    "flex-spans-128": partial(flex, "spans"),
+}
+CASES: dict[str, Callable[[], Callable[[], object]]] = {
     "dense-64": lambda: dense(64),
     "dense-128": lambda: dense(128),
     "dense-256": lambda: dense(256),
     "packed-128": lambda: packed(128),
     "triton-128": lambda: dense(128, backend="triton"),
     "decode-128": lambda: decode(128),
+    **MASK_CASES,
 }
+GROUPS = {"masks": list(MASK_CASES)}
 
 
 def stages(name: str) -> dict[str, float]:
@@ -109,12 +248,13 @@ def stages(name: str) -> dict[str, float]:
     import flashtile  # noqa: F401  # what the user's program imports
 
     marks.append(time.perf_counter())
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     call = CASES[name]()
-    torch.cuda.synchronize()
+    wait()
     for _ in range(2):
         marks.append(time.perf_counter())
         call()
-        torch.cuda.synchronize()
+        wait()
     marks.append(time.perf_counter())
     spans = (later - earlier for earlier, later in pairwise(marks))
     return dict(zip(STAGES, spans, strict=True))
@@ -127,7 +267,7 @@ def in_fresh_processes(name: str, warm_runs: int) -> Iterator[tuple[str, dict[st
             command = [sys.executable, "-m", "benchmarks.first_call", "--measure", name]
             done = subprocess.run(
                 command,
-                env={**os.environ, "TRITON_CACHE_DIR": folder},
+                env={**os.environ, **dict.fromkeys(DISK_CACHES, folder)},
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,
@@ -139,16 +279,16 @@ def measure(names: list[str], warm_runs: int, output: Path | None) -> None:
     """Print the stages of the cases, medians where the cache is warm; also write them to a CSV."""
     from flashtile.cli.machine import provenance
 
-    origin = provenance("cuda", "python -m benchmarks.first_call")
+    origin = provenance(device(), "python -m benchmarks.first_call")
     rows = []
-    print(f"{'case':12s} {'cache':5s} " + " ".join(f"{stage:>12s}" for stage in STAGES))
+    print(f"{'case':23s} {'cache':5s} " + " ".join(f"{stage:>12s}" for stage in STAGES))
     for name in names:
         found: dict[str, list[dict[str, float]]] = {}
         for cache, seconds in in_fresh_processes(name, warm_runs):
             found.setdefault(cache, []).append(seconds)
         for cache, runs in found.items():
             medians = [statistics.median(run[stage] for run in runs) for stage in STAGES]
-            print(f"{name:12s} {cache:5s} " + " ".join(f"{x:11.3f}s" for x in medians), flush=True)
+            print(f"{name:23s} {cache:5s} " + " ".join(f"{x:11.3f}s" for x in medians), flush=True)
             timed = {stage: f"{x:.4f}" for stage, x in zip(STAGES, medians, strict=True)}
             rows.append({"case": name, "cache": cache, "runs": len(runs), **timed, **origin})
     if output is not None:
@@ -163,10 +303,10 @@ def main() -> int:
     parser.add_argument(
         "--cases",
         nargs="+",
-        choices=CASES,
+        choices=[*GROUPS, *CASES],
         default=list(CASES),
         metavar="NAME",
-        help=f"of {', '.join(CASES)} (default: all)",
+        help=f"of {', '.join(CASES)}, or masks for the last six (default: all)",
     )
     parser.add_argument(
         "--warm-runs",
@@ -181,7 +321,8 @@ def main() -> int:
     if chosen.measure:
         print(json.dumps(stages(chosen.measure)))
     else:
-        measure(chosen.cases, chosen.warm_runs, chosen.output)
+        names = [name for given in chosen.cases for name in GROUPS.get(given, [given])]
+        measure(names, chosen.warm_runs, chosen.output)
     return 0
 
 

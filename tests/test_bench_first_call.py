@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks import first_call
 
@@ -50,4 +52,41 @@ def test_every_case_starts_with_an_empty_cache_once(
         ("decode-128", "warm", "3", 7.0),
     ]
     assert {row["device"] for row in rows} == {"a GPU"}
-    assert "dense-64     warm" in capsys.readouterr().out
+    assert ["dense-64", "warm"] in [
+        line.split()[:2] for line in capsys.readouterr().out.splitlines()
+    ]
+
+
+def test_the_name_of_the_device_hides_no_stage(
+    processes: list[tuple[str, bool]], tmp_path: Path
+) -> None:
+    path = tmp_path / "first.csv"
+    first_call.measure(["spans-128"], 1, path)
+    with path.open() as file:
+        cold, _ = csv.DictReader(file)
+    assert {float(cold[stage]) for stage in first_call.STAGES} == {1.0}
+    assert cold["device"] == "a GPU"
+
+
+def test_a_group_is_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[list[str]] = []
+    monkeypatch.setattr(first_call, "measure", lambda names, *_: measured.append(names))
+    monkeypatch.setattr("sys.argv", ["first_call", "--cases", "masks", "dense-64"])
+    assert first_call.main() == 0
+    assert measured == [[*first_call.MASK_CASES, "dense-64"]]
+
+
+@pytest.mark.parametrize("name", ["score-function-128", "relative-bias-128", "spans-128"])
+def test_flex_makes_the_same_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_call, "TOKENS", 64)
+    monkeypatch.setattr(first_call, "EDGES", (0, 10, 11, 40, 64))
+    inductor = torch.compile  # which FlexAttention also calls where it is not compiled
+    monkeypatch.setattr(torch, "compile", lambda f, **how: inductor(f, **how) if how else f)
+
+    def call(name: str) -> Tensor:
+        torch.manual_seed(0)
+        return first_call.MASK_CASES[name]()()
+
+    ours, theirs = call(name), call(f"flex-{name}")
+    assert ours.requires_grad
+    torch.testing.assert_close(ours, theirs.transpose(1, 2), atol=0.02, rtol=0.02)
