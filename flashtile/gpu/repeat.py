@@ -84,8 +84,8 @@ def public_maker(numbers: Numbers) -> Maker:
 
 
 def is_descriptor(argument: Any) -> bool:
-    """Whether an argument describes a tensor for TMA."""
-    return isinstance(getattr(argument, "base", None), Tensor)
+    """Whether an argument describes a tensor for TMA. A tuple of new tokens has a `base`, too."""
+    return not isinstance(argument, tuple) and isinstance(getattr(argument, "base", None), Tensor)
 
 
 def tuple_maker(argument: Any, maker: Maker) -> Make | None:
