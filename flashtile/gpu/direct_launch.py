@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,12 +22,14 @@ from triton.runtime import driver
 
 from ..lru import memoised
 from .launch import Launch, ordered
-from .repeat import Make, Maker, Numbers, Repeat, Tensors, is_descriptor, repeat_of, tuple_maker
+from .repeat import Numbers, Tensors, is_descriptor
 
 TESTED = ("3.6.", "3.9.")
 IS_TESTED = triton.__version__.startswith(TESTED) and torch.version.hip is None
 if IS_TESTED:  # builds for ROCm may lack this module
     from triton.backends.nvidia import driver as nvidia
+
+Encode = Callable[[int], Any]  # makes a tensor map for an address
 
 _STREAM = object()  # stands for the stream in the arguments that we write down
 
@@ -43,13 +45,86 @@ def _does_something(hook: Any) -> bool:
     return hook is not None and getattr(hook, "calls", True) != []
 
 
-def direct_repeat(launch: Launch, compiled: Any, numbers: Numbers) -> Repeat | None:
-    """How to repeat a launch on the current device by the function in C; None if Triton's Python
+class Parts(NamedTuple):
+    """Arguments of the function in C, in order, and what differs from call to call."""
+
+    constants: list[Any]
+    numbers: list[tuple[int, int]]  # index of the argument, and its place in `Addresses`
+    maps: list[tuple[int, int, Encode]]  # likewise, of tensor maps
+    tuples: list[tuple[int, Parts]]
+
+    def filled(self, addresses: list[int]) -> list[Any]:
+        """The arguments with the stream and the addresses of a call."""
+        arguments = self.constants.copy()
+        for index, place in self.numbers:
+            arguments[index] = addresses[place]
+        for index, place, encode in self.maps:
+            arguments[index] = _tensor_map(addresses[place], encode)
+        for index, parts in self.tuples:
+            arguments[index] = tuple(parts.filled(addresses))
+        return arguments
+
+
+class Addresses:
+    """Where a list of a stream and the addresses of tensors has them."""
+
+    STREAM = 0
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+        self.tensors: list[int] = []  # the indices of the tensors whose addresses follow the stream
+
+    def place_of(self, x: Tensor) -> int:
+        """The place of the address of `x`, which the list has from now on.
+
+        Raises:
+            LookupError: `x` is not one of the call's tensors.
+        """
+        number = self._numbers.of(x)
+        if number not in self.tensors:
+            self.tensors.append(number)
+        return self.tensors.index(number) + 1
+
+
+class DirectLaunches(NamedTuple):
+    """Launches on one device that have been made before, without Triton's Python code."""
+
+    launches: list[tuple[Callable[..., Any], Parts]]
+    tensors: list[int]  # see `Addresses`
+    device: int
+    current_stream: Callable[[int], int]
+
+    def run(self, tensors: Tensors) -> None:
+        """Launch with other tensors."""
+        addresses = [self.current_stream(self.device)]
+        # Only tensors that are present have addresses.
+        addresses += [tensors[number].data_ptr() for number in self.tensors]  # type: ignore[union-attr]
+        for function, parts in self.launches:
+            function(*parts.filled(addresses))
+
+
+def direct_launches(
+    launches: Sequence[Launch], compiled: Sequence[Any], numbers: Numbers
+) -> DirectLaunches | None:
+    """How to repeat launches on the current device by the function in C; None if Triton's Python
     code has to run.
 
     Raises:
         LookupError: an argument has a tensor that is not one of the call's.
     """
+    addresses, found = Addresses(numbers), []
+    for launch, kernel in zip(launches, compiled, strict=True):
+        parts = _parts_of_launch(launch, kernel, addresses)
+        if parts is None:
+            return None
+        found.append((_function_in_c(kernel.run.launch), parts))
+    active = driver.active
+    device, current_stream = active.get_current_device(), active.get_current_stream
+    return DirectLaunches(found, addresses.tensors, device, current_stream)
+
+
+def _parts_of_launch(launch: Launch, compiled: Any, addresses: Addresses) -> Parts | None:
+    """The arguments of one of the launches; None if Triton's Python code has to run."""
     if not IS_TESTED or type(getattr(compiled, "run", None)) is not nvidia.CudaLauncher:
         return None
     run, arguments = compiled.run, ordered(launch)
@@ -59,9 +134,11 @@ def direct_repeat(launch: Launch, compiled: Any, numbers: Numbers) -> Repeat | N
     descriptors = [x for x in arguments if is_descriptor(x)]
     if len(layouts) != len(descriptors):
         return None
-    maps = [_map_maker(*x, numbers) for x in zip(descriptors, layouts, strict=True)]
-    maker = _maker(numbers, _stream_maker(), iter(maps))
-    return repeat_of(_function_in_c(run.launch), _arguments_in_c(launch, compiled), maker)
+    maps = [
+        (addresses.place_of(descriptor.base), _encoder(descriptor, layout))
+        for descriptor, layout in zip(descriptors, layouts, strict=True)
+    ]
+    return _parts(_arguments_in_c(launch, compiled), addresses, iter(maps))
 
 
 def _function_in_c(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,39 +165,33 @@ def _arguments_in_c(launch: Launch, compiled: Any) -> tuple[Any, ...]:
     return arguments
 
 
-def _maker(numbers: Numbers, stream: Make, maps: Iterator[Make]) -> Maker:
-    """For the arguments of the function in C: the stream, addresses, tensor maps, and sequences of
-    them.
-    """
-
-    def maker(argument: Any) -> Make | None:
+def _parts(
+    arguments: Sequence[Any], addresses: Addresses, maps: Iterator[tuple[int, Encode]]
+) -> Parts:
+    """The stream, addresses and tensor maps among `arguments`, and in sequences among them."""
+    parts = Parts(list(arguments), [], [], [])
+    for index, argument in enumerate(arguments):
         if argument is _STREAM:
-            return stream
-        if isinstance(argument, Tensor):
-            return _address_maker(numbers.of(argument))
-        if isinstance(argument, nvidia.PyCUtensorMap):
-            return next(maps)
-        if isinstance(argument, (tuple, list)):
-            return tuple_maker(argument, maker)
-        return None
-
-    return maker
-
-
-def _stream_maker() -> Make:
-    """The maker of the current device's current stream."""
-    device, current_stream = driver.active.get_current_device(), driver.active.get_current_stream
-    return lambda tensors: current_stream(device)
-
-
-def _address_maker(number: int) -> Make:
-    """The maker of an address, which Triton need not ask the driver about."""
-    return lambda tensors: tensors[number].data_ptr()  # type: ignore[union-attr]  # not None
+            parts.numbers.append((index, addresses.STREAM))
+        elif isinstance(argument, Tensor):  # Triton need not ask the driver about an address
+            parts.numbers.append((index, addresses.place_of(argument)))
+        elif isinstance(argument, nvidia.PyCUtensorMap):
+            parts.maps.append((index, *next(maps)))
+        elif isinstance(argument, (tuple, list)):
+            inner = _parts(argument, addresses, maps)
+            if inner.numbers or inner.maps or inner.tuples:
+                parts.tuples.append((index, inner))
+                parts.constants[index] = None
+            continue
+        else:
+            continue
+        parts.constants[index] = None  # nothing here keeps a tensor alive
+    return parts
 
 
-def _map_maker(descriptor: Any, layout: Any, numbers: Numbers) -> Make:
-    """The maker of the tensor map that Triton makes of a descriptor."""
-    number, fields = numbers.of(descriptor.base), {**vars(descriptor), "base": None}
+def _encoder(descriptor: Any, layout: Any) -> Encode:
+    """A function that makes the tensor map that Triton makes of a descriptor, for an address."""
+    fields = {**vars(descriptor), "base": None}
     # Later releases of Triton pass more arguments, which are not used.
     ignored = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
 
@@ -129,16 +200,12 @@ def _map_maker(descriptor: Any, layout: Any, numbers: Numbers) -> Make:
         moved = SimpleNamespace(**{**fields, "base": base})
         return nvidia.make_tensordesc_arg(moved, layout, *ignored)[0]
 
-    def make(tensors: Tensors) -> Any:
-        # Only tensors that are present have descriptors.
-        return _tensor_map(tensors[number].data_ptr(), encode)  # type: ignore[union-attr]
-
-    return make
+    return encode
 
 
 # A map depends on nothing but the address and what `encode` holds (sizes, strides, the box and the
 # type of elements). One that outlives its tensor is therefore right for another tensor at the same
 # address too. Training uses the same addresses again and again.
 @memoised(8192)
-def _tensor_map(address: int, encode: Callable[[int], Any]) -> Any:
+def _tensor_map(address: int, encode: Encode) -> Any:
     return encode(address)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..lru import Memo
-from .direct_launch import are_launches_watched, direct_repeat
+from .direct_launch import DirectLaunches, are_launches_watched, direct_launches
 from .launch import Launch, ordered
 from .repeat import Numbers, Repeat, Tensors, public_maker, repeat_of
 from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
@@ -31,7 +31,7 @@ class PreparedCall(NamedTuple):
     """The launches of a call that has been made before, and how to allocate what they write to."""
 
     public: list[Repeat]  # through Triton's public interface
-    direct: list[Repeat] | None  # without Triton's Python code
+    direct: DirectLaunches | None  # without Triton's Python code
     allocate: Callable[[], Any] | None  # None if the caller does
 
     def run(self, given: Tensors) -> Any:
@@ -46,9 +46,10 @@ class PreparedCall(NamedTuple):
 
     def launch(self, tensors: Tensors) -> None:
         """Make the launches with other tensors."""
-        direct = self.direct
-        repeats = self.public if direct is None or are_launches_watched() else direct
-        for repeat in repeats:
+        if self.direct is not None and not are_launches_watched():
+            self.direct.run(tensors)
+            return
+        for repeat in self.public:
             repeat.run(tensors)
 
 
@@ -199,14 +200,12 @@ def _prepare(
     if None in compiled:
         return IMPOSSIBLE
     numbers = Numbers(tensors)
-    public, direct = [], []
+    maker = public_maker(numbers)
     try:
-        for launch, kernel in zip(launches, compiled, strict=True):
-            maker = public_maker(numbers)
-            public.append(repeat_of(launch.launcher(kernel), ordered(launch), maker))
-            fast = direct_repeat(launch, kernel, numbers)
-            if fast is not None:
-                direct.append(fast)
+        public = [
+            repeat_of(launch.launcher(kernel), ordered(launch), maker)
+            for launch, kernel in zip(launches, compiled, strict=True)
+        ]
+        return PreparedCall(public, direct_launches(launches, compiled, numbers), allocate)
     except LookupError:
         return IMPOSSIBLE
-    return PreparedCall(public, direct if len(direct) == len(public) else None, allocate)

@@ -12,7 +12,7 @@ typedef struct {
 void (*on_launch)(const LaunchConfig *, void *, void **);
 
 int cuLaunchKernelEx(const LaunchConfig *config, void *function, void **parameters, void **extra) {
-  on_launch(config, function, parameters);
+  if (on_launch) on_launch(config, function, parameters);
   return 0;
 }
 

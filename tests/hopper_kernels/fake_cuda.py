@@ -21,6 +21,10 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+import flashtile
+from flashtile.call import checks, memo
+from flashtile.problem import AttentionProblem, Operands, Options
+
 BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "s32": 4, "s64": 8, "f32": 4, "b8": 1, "b64": 8}
 
 
@@ -85,8 +89,32 @@ def parameter_sizes(ptx: str) -> list[int]:
 
 
 @contextmanager
-def fake_driver(folder: Path) -> Iterator[Driver]:
-    """Triton's active driver, replaced."""
+def as_if_on_a_gpu() -> Iterator[None]:
+    """Calls of the public functions treat tensors on the CPU as if they were on an H100."""
+    describe = AttentionProblem.of
+
+    def of(operands: Operands, options: Options) -> AttentionProblem:
+        problem = describe(operands, options)
+        return problem._replace(device_type="cuda", capability=(9, 0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionProblem, "of", of)
+        patch.setattr(memo, "_has_launches", lambda x: True)
+        patch.setattr(checks, "checking_values", lambda tensors: False)
+        patch.setattr(torch.cuda, "current_device", lambda: None)  # of a tensor on the CPU
+        flashtile.clear_caches()
+        yield
+        flashtile.clear_caches()
+
+
+@contextmanager
+def fake_driver(folder: Path, records: bool = True) -> Iterator[Driver]:
+    """Triton's active driver, replaced.
+
+    Args:
+        folder: for the library, and for Triton's cache.
+        records: whether launches are written down, which takes longer than to make them.
+    """
     library = folder / "libcuda.so.1"
     source = Path(__file__).with_suffix(".c")
     build = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", library, source]
@@ -115,7 +143,9 @@ def fake_driver(folder: Path) -> Iterator[Driver]:
         made = Made(function, (c.x, c.y, c.z), c.stream or 0, c.attribute_count, values)
         active.thread.made.append(made)
 
-    ctypes.c_void_p.in_dll(cuda, "on_launch").value = ctypes.cast(on_launch, ctypes.c_void_p).value
+    if records:
+        address = ctypes.cast(on_launch, ctypes.c_void_p).value
+        ctypes.c_void_p.in_dll(cuda, "on_launch").value = address
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(knobs.nvidia, "libcuda_path", str(folder))
         patch.setenv("TRITON_CACHE_DIR", str(folder))

@@ -33,14 +33,15 @@ from flashtile.backends.hopper.backward import launch as backward_path
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.backends.hopper.forward.plan import plan
 from flashtile.backends.hopper.shared import launch as shared_path
-from flashtile.call import memo, prepare
+from flashtile.backends.triton import launch as triton_path
+from flashtile.call import prepare
 from flashtile.call.layouts import Dense
 from flashtile.gpu import direct_launch, relaunch
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem, Operands
 from flashtile.testing import generator, normal
 
-from .fake_cuda import Driver, fake_driver
+from .fake_cuda import Driver, as_if_on_a_gpu, fake_driver
 from .inputs import dense_inputs, packed_inputs
 
 
@@ -105,7 +106,7 @@ class Passes:
 @pytest.fixture
 def passes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Passes:
     passes = Passes(driver)
-    for module in (forward_path, backward_path):
+    for module in (forward_path, backward_path, triton_path):
         monkeypatch.setattr(module, "allocate_and_run_all", passes.allocate_and_run_all)
         monkeypatch.setattr(module, "prepared_call", passes.prepared_call)
     return passes
@@ -160,18 +161,49 @@ def test_calls_of_all_kinds_alternate(passes: Passes, driver: Driver):
     assert passes.in_python == 0  # in the last three rounds
 
 
-@pytest.fixture
-def compared(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[AttentionProblem]:
-    """Tensors on the CPU count as if on a GPU. The problems of all prepared forwards, each of which
-    is compared with Triton's own launch of it.
-    """
-    flashtile.clear_caches()
-    describe_problem, prepared = AttentionProblem.of, hopper.prepared_forward
-    seen = []
+DECODING = {
+    "attention": (False, False),
+    "append": (True, False),
+    "append and rotary": (True, True),
+}
 
-    def of(operands: Operands, options: Any) -> AttentionProblem:
-        problem = describe_problem(operands, options)
-        return problem._replace(device_type="cuda", capability=(9, 0))
+
+@pytest.fixture
+def on_a_gpu() -> Iterator[None]:
+    with as_if_on_a_gpu():
+        yield
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_decoding_steps_of_all_kinds_alternate(passes: Passes, driver: Driver):
+    """Whatever is appended, a step launches without Triton's Python code."""
+    cache = torch.zeros(2, 3, 1024, 2, 64, dtype=torch.bfloat16)
+    cos, sin = torch.zeros(2, 1024, 16, dtype=torch.bfloat16)
+    rounds = 6
+    for step in range(rounds):
+        for number, (appends, rotates) in enumerate(DECODING.values()):
+            driver.thread.stream = 16 * ((step + number) % 3)
+            q, k, v = (torch.zeros(3, 1, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+            lengths = torch.full((3,), 700 + step, dtype=torch.int32)
+            given: dict[str, Any] = {"cache_seqlens": lengths, "causal": True}
+            given |= {"k": k, "v": v} if appends else {}
+            given |= {"rotary_cos": cos, "rotary_sin": sin} if rotates else {}
+            flashtile.attention_with_kvcache(q, *cache, **given)
+        if step == rounds - 2:
+            passes.in_python = 0
+    assert passes.made == rounds * len(DECODING)
+    assert passes.in_python == 0  # in the last round
+
+
+@pytest.fixture
+def compared(
+    driver: Driver, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> list[AttentionProblem]:
+    """The problems of all prepared forwards, each of which is compared with Triton's own launch of
+    it.
+    """
+    prepared = hopper.prepared_forward
+    seen = []
 
     def prepared_forward(problem: AttentionProblem, operands: Operands) -> Any:
         run_prepared = prepared(problem, operands)
@@ -195,9 +227,7 @@ def compared(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[AttentionP
 
         return run
 
-    monkeypatch.setattr(AttentionProblem, "of", of)
     monkeypatch.setattr(hopper, "prepared_forward", prepared_forward)
-    monkeypatch.setattr(memo, "_has_launches", lambda x: True)
     return seen
 
 
@@ -335,7 +365,7 @@ def test_rocm_lacks_the_module_of_nvidia(monkeypatch: pytest.MonkeyPatch):
     spec.loader.exec_module(module)
     assert not module.IS_TESTED
     nothing: Any = None
-    assert module.direct_repeat(nothing, nothing, nothing) is None
+    assert module.direct_launches([nothing], [nothing], nothing) is None
 
 
 def test_a_captured_call_has_its_own_counter(
