@@ -343,11 +343,14 @@ def _style(row: Row) -> dict[str, Any]:
 
 
 def _dress(axis: Any, label: str, rows: Sequence[Row] = ()) -> None:
-    """Labels with units; the lengths of `rows` below, with their batches where these differ."""
+    """Labels with units; the lengths of `rows` below, with their batches where these differ. Of many
+    lengths only the powers of two have room."""
     batches = {row.batch for row in rows}
+    has_room = len({row.seqlen_k for row in rows}) <= 8
     ticks = {
         row.seqlen_k: _tick(row.seqlen_k) + (f"\nbatch {row.batch}" if len(batches) > 1 else "")
         for row in rows
+        if has_room or row.seqlen_k.bit_count() == 1
     }
     _ticks(axis, ticks)
     axis.set_xlabel("sequence length, tokens")

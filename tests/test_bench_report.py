@@ -322,6 +322,15 @@ def test_no_picture_cuts_off_a_line() -> None:
     assert plots._memory([replace(row, batch=1, peak_mib=0.0) for row in rows], ORIGIN) is None
 
 
+def test_of_many_lengths_only_powers_of_two_are_labelled() -> None:
+    pytest.importorskip("matplotlib")
+    lengths = range(512, 8193, 512)
+    rows = [_row("fa2", 1.0, replace(SMALL, preset="p", seqlen_q=n, seqlen_k=n)) for n in lengths]
+    (axis,) = plots._speed(rows, ORIGIN).axes
+    labels = [label.get_text() for label in axis.get_xticklabels()]
+    assert labels == ["512", "1k", "2k", "4k", "8k"]
+
+
 # Presets
 
 
