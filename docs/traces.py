@@ -1,8 +1,8 @@
-"""Writes what docs/learn/visualiser.md plays: the lessons' own code, run line by line.
+"""Writes docs/traces/lessons.js, from which docs/learn/visualiser.md plays the lessons' own code.
 
-Nothing is computed twice: Python's tracer stops after each line of a function in examples/learn,
-and a step is what its variables hold there. What a tracer cannot see, which lines read or write
-slow memory, is listed by line in `ALGORITHMS`.
+The script has the syntax trees of functions in examples/learn. _static/python.js runs them line by
+line for the sizes and the mask that a reader chooses. `ALGORITHMS` lists what a line does to fast
+memory. `steps` does the same with Python's tracer: tests compare the two, step by step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise, product
+from itertools import pairwise
+from math import sqrt
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -28,31 +29,99 @@ from examples.learn import (
     standard,
 )
 
-D = 4  # the head dim of every trace
-LENGTHS = ((8, 8), (16, 16), (6, 14))  # queries, keys
-TILES = ((4, 4), (2, 2), (4, 8))  # queries, keys of a tile
-MASKS = ("full", "causal", "window", "documents", "blocks")
-RANKS = 4
+D = 4  # the head dim
+RANKS = 4  # GPUs of a ring
+LONGEST = 32  # queries and keys
+INFINITY = float("inf")
 
 
-class Problem(NamedTuple):
-    """Inputs, mask and tile sizes."""
+def inputs() -> dict[str, list[list[float]]]:
+    """Rows of Q, K, V and dO, with three digits: the same numbers for Python and JavaScript."""
+    generator = torch.Generator().manual_seed(0)
+    rows = {x: torch.randn(LONGEST, D, generator=generator) for x in ("Q", "K", "V", "dO")}
+    rows["Q"] *= 2  # so that the weights of a row differ more
+    return {name: [[round(x, 3) for x in row] for row in x.tolist()] for name, x in rows.items()}
 
-    Q: Tensor
-    K: Tensor
-    V: Tensor
-    dO: Tensor
-    visible: Tensor
-    mask: str
-    B_r: int
-    B_c: int
 
-    @property
-    def other_mask(self) -> dict[str, Any]:
-        """The mask as FlashAttention-2's lesson takes it."""
-        if self.mask in ("full", "causal"):
-            return {"causal": self.mask == "causal"}
-        return {"visible": self.visible}
+# The player runs the functions from here to `standard_traffic` as it runs the lessons, so they keep
+# to the same small part of Python.
+
+
+def tile_sizes(name: str, B_r: int, B_c: int) -> tuple[int, int]:
+    """The tile of an algorithm; FlashAttention-1 takes as many queries as `block_sizes` says."""
+    return (min(B_c, D), B_c) if name == "fa1" else (B_r, B_c)
+
+
+def visible_keys(mask: str, M: int, N: int, size: int) -> Tensor:
+    """(M, N), True where a query sees a key; the last query belongs to the last key."""
+    i, j = torch.arange(M)[:, None] + N - M, torch.arange(N)[None, :]
+    if mask == "full":
+        return (j < N).expand(M, N)
+    if mask == "blocks":  # of size x size: the first column, and every second one
+        return (j // size == 0) | ((i // size + j // size) % 2 == 0)
+    causal = j <= i
+    if mask == "window":  # of so many keys
+        return causal & (j > i - size)
+    if mask == "documents":  # so many, of nearly one length
+        return causal & (i * size // N == j * size // N)
+    return causal
+
+
+def definition(
+    Q: Tensor, K: Tensor, V: Tensor, dO: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, L, P, dQ, dK and dV of standard attention."""
+    S = (Q @ K.T / sqrt(D)).masked_fill(~visible, -INFINITY)
+    m = S.amax(1, keepdim=True)
+    P = torch.exp(S - m.masked_fill(m == -INFINITY, 0.0))
+    l = P.sum(1, keepdim=True)
+    P = P / l.masked_fill(l == 0, 1.0)
+    O = P @ V
+    dS = P * (dO @ V.T - (dO * O).sum(1, keepdim=True)) / sqrt(D)
+    return O, (m + torch.log(l)).squeeze(1), P, dS @ K, dS.T @ Q, P.T @ dO
+
+
+def edges(name: str, M: int, N: int, B_r: int, B_c: int) -> tuple[list[int], list[int]]:
+    """Where the tiles of an algorithm begin, and where the last ones end."""
+    rows, cols = [*range(0, M, B_r), M], [*range(0, N, B_c), N]
+    if name == "ring":
+        shares = [(M // RANKS, M % RANKS), (N // RANKS, N % RANKS)]
+        return [[share * r + min(r, more) for r in range(RANKS + 1)] for share, more in shares]
+    return [0, M] if name in ("standard", "split") else rows, [0, N] if name == "standard" else cols
+
+
+def kind(tile: Tensor) -> str:
+    """Of the visible scores of a tile."""
+    return "full" if tile.all() else "partial" if tile.any() else "empty"
+
+
+def kinds(visible: Tensor, rows: list[int], cols: list[int]) -> list[list[str]]:
+    """The kind of every tile."""
+    return [
+        [kind(visible[i:i_end, j:j_end]) for j, j_end in pairwise(cols)]
+        for i, i_end in pairwise(rows)
+    ]
+
+
+def standard_traffic(name: str, M: int, N: int) -> int:
+    """Numbers that standard attention moves, each step from memory to memory."""
+    if name == "backward":  # dV = P^T dO, dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q
+        return 7 * M * N + 4 * (M + N) * D
+    return 4 * M * N + 2 * (M + N) * D
+
+
+FUNCTIONS = (
+    tile_sizes,
+    visible_keys,
+    definition,
+    edges,
+    kind,
+    kinds,
+    standard_traffic,
+    flash_attention_1.block_sizes,
+    flash_attention_2.forward,
+    merging.merge,
+)
 
 
 class Algorithm(NamedTuple):
@@ -61,12 +130,12 @@ class Algorithm(NamedTuple):
     `lines` says what a line does that contains a text: `load` from and `store` to slow memory,
     `make` in fast memory, `free` (without a name: everything), `score` where a tile of Q K^T is
     computed, and `show`, with the fields of its rows that change. A field is an expression, with
-    one value for each row of the tile (`tile`) or for each query (`all`).
+    one value for each row of the tile (`tile`) or for each query (`all`). Expressions are Python.
     """
 
     title: str
     function: Callable[..., Any]
-    arguments: Callable[[Problem], tuple[Any, ...]]
+    arguments: str  # an expression of what `make_problem` makes
     lines: dict[str, str]
     blocks: dict[str, str]  # what may be in fast memory, as an expression of the variables
     fields: dict[str, tuple[str, str]]
@@ -74,41 +143,14 @@ class Algorithm(NamedTuple):
     outer: str = ""  # the variable of the outer loop over tiles
 
 
-def reference(problem: Problem) -> dict[str, Tensor]:
-    """O, L, P and the gradients, from the definition."""
-    Q, K, V = (x.detach().clone().requires_grad_() for x in problem[:3])
-    S = (Q @ K.T / D**0.5).masked_fill(~problem.visible, -torch.inf)
-    P = torch.softmax(S, 1)
-    O = P @ V
-    dQ, dK, dV = torch.autograd.grad(O, (Q, K, V), problem.dO)
-    found = {"O": O, "L": torch.logsumexp(S, 1), "P": P, "S": S, "dQ": dQ, "dK": dK, "dV": dV}
-    return {name: x.detach() for name, x in found.items()}
-
-
-def _first(p: Problem) -> tuple[Any, ...]:
-    def is_kept(i: int, j: int) -> bool:
-        rows, cols = slice(i * p.B_r, (i + 1) * p.B_r), slice(j * p.B_c, (j + 1) * p.B_c)
-        return bool(p.visible[rows, cols].any())
-
-    return p.Q, p.K, p.V, 4 * D * p.B_c, p.visible, is_kept
-
-
-def _second(p: Problem) -> tuple[Any, ...]:
-    how = {"causal": False, "visible": None} | p.other_mask
-    return p.Q, p.K, p.V, how["causal"], p.B_r, p.B_c, how["visible"]
-
-
-def _backward(p: Problem) -> tuple[Any, ...]:
-    known = reference(p)
-    Q, K, V, *how = _second(p)
-    return Q, K, V, known["O"], known["L"], p.dO, *how
-
+OTHER_MASK = "mask == 'causal', B_r, B_c, None if mask in ('full', 'causal') else visible"
+IS_KEPT = "lambda i, j: visible[i * B_r : (i + 1) * B_r, j * B_c : (j + 1) * B_c].any()"
 
 ALGORITHMS = {
     "standard": Algorithm(
         "standard attention",
         standard.attention,
-        lambda p: (p.Q, p.K, p.V, p.visible),
+        "Q, K, V, visible",
         {
             "S = Q @ K.T": "load Q K, make S, store S, free, score",
             "m = S.amax": "load S, show m",
@@ -123,7 +165,7 @@ ALGORITHMS = {
     "fa1": Algorithm(
         "FlashAttention-1",
         flash_attention_1.attention,
-        _first,
+        f"Q, K, V, 4 * D * B_c, visible, {IS_KEPT}",
         {
             "K_j, V_j = K[cols], V[cols]": "free, load K_j V_j",
             "S = Q[rows] @ K_j.T": "free Q_i O_i m_i l_i, load Q_i, make S_ij, score",
@@ -145,7 +187,7 @@ ALGORITHMS = {
     "fa2": Algorithm(
         "FlashAttention-2",
         flash_attention_2.forward,
-        _second,
+        f"Q, K, V, {OTHER_MASK}",
         {
             "Q_i = Q[rows]": "load Q_i",
             "O_i = Q.new_zeros": "make O_i, show O_i",
@@ -175,7 +217,7 @@ ALGORITHMS = {
     "split": Algorithm(
         "split keys (flash-decoding)",
         merging.split_kv,
-        lambda p: (p.Q, p.K, p.V, p.visible, p.B_c),
+        "Q, K, V, visible, B_c",
         {
             "O_j, L_j = forward": (
                 "free, load Q K_j V_j, make O_j L_j, store O_j L_j, score, show O_j L_j"
@@ -196,7 +238,7 @@ ALGORITHMS = {
     "backward": Algorithm(
         "the backward pass",
         backward.backward,
-        _backward,
+        f"Q, K, V, O, L, dO, {OTHER_MASK}",
         {
             "delta = (dO * O)": "load dO O, make delta, store delta, free, show delta",
             "K_j, V_j = K[cols], V[cols]": "store dK_j dV_j, free, load K_j V_j",
@@ -227,7 +269,7 @@ ALGORITHMS = {
     "ring": Algorithm(
         f"a ring of {RANKS} GPUs",
         merging.ring,
-        lambda p: (p.Q, p.K, p.V, p.visible, RANKS),
+        "Q, K, V, visible, RANKS",
         {
             "rows, cols = queries[rank]": "free",
             "K_j, V_j = K[cols], V[cols]": "load K_j V_j",
@@ -241,23 +283,18 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
-def make_problem(mask: str, M: int, N: int, B_r: int, B_c: int) -> Problem:
-    """The same numbers for all algorithms of one size; the last query belongs to the last key."""
-    generator = torch.Generator().manual_seed(M * N)
-    Q, K, V, dO = (
-        torch.randn(n, D, generator=generator, dtype=torch.float64) for n in (M, N, N, M)
-    )
-    i, j = torch.arange(M)[:, None] + N - M, torch.arange(N)[None, :]
-    ends = torch.tensor([N * 3 // 8, N * 5 // 8])
-    document = [torch.bucketize(x, ends, right=True) for x in (i, j)]
-    visible = {
-        "full": (i >= 0) & (j >= 0),
-        "causal": j <= i,
-        "window": (j <= i) & (j > i - 4),
-        "documents": (j <= i) & (document[0] == document[1]),
-        "blocks": (j // 4 == 0) | ((i // 4 + j // 4) % 2 == 0),
-    }[mask]
-    return Problem(2 * Q, K, V, dO, visible, mask, B_r, B_c)
+def make_problem(
+    name: str, mask: str, size: int, M: int, N: int, B_r: int, B_c: int
+) -> dict[str, Any]:
+    """What the arguments of an algorithm are made of, by name; `size` is the mask's number."""
+    B_r, B_c = tile_sizes(name, B_r, B_c)
+    rows = {x: torch.tensor(numbers, dtype=torch.float64) for x, numbers in inputs().items()}
+    Q, K, V, dO = (rows[x][:n] for x, n in (("Q", M), ("K", N), ("V", N), ("dO", M)))
+    visible = visible_keys(mask, M, N, size)
+    results = ("O", "L", "P", "dQ", "dK", "dV")
+    known = zip(results, definition(Q, K, V, dO, visible), strict=True)
+    given = {"Q": Q, "K": K, "V": V, "dO": dO, "visible": visible, "mask": mask}
+    return {**given, **dict(known), "B_r": B_r, "B_c": B_c, "D": D, "RANKS": RANKS}
 
 
 class Step(NamedTuple):
@@ -309,31 +346,41 @@ def source_of(function: Callable[..., Any]) -> list[str]:
     return lines
 
 
-def steps(algorithm: Algorithm, problem: Problem) -> Iterator[Step]:
+def actions(algorithm: Algorithm) -> dict[int, tuple[list[str], list[list[str]]]]:
+    """By line: which sides of the tile it moves, and what it does, each a verb and its names."""
+    found = {}
+    for n, line in enumerate(source_of(algorithm.function)):
+        assigned = line.partition("=")[0].replace(",", " ").split()
+        sides = [x for x in ("rows", "cols") if x in assigned]
+        does = [
+            action.split(" ")
+            for text, listed in algorithm.lines.items()
+            if text in line
+            for action in listed.split(", ")
+        ]
+        if sides or does:
+            found[n] = sides, does
+    return found
+
+
+def steps(algorithm: Algorithm, problem: dict[str, Any]) -> Iterator[Step]:
     """Every line that the algorithm runs on this problem."""
-    M, N = len(problem.Q), len(problem.K)
-    lines = source_of(algorithm.function)
+    M, N = problem["visible"].shape
     first = algorithm.function.__code__.co_firstlineno
-    actions = {
-        n: does
-        for n, line in enumerate(lines)
-        for text, does in algorithm.lines.items()
-        if text in line
-    }
+    listed = actions(algorithm)
     tile: dict[str, list[int]] = {}
     memory: dict[str, Tensor] = {}
     moved = 0
-    for absolute, variables in executed(algorithm.function, *algorithm.arguments(problem)):
+    arguments = eval(algorithm.arguments, dict(problem))
+    for absolute, variables in executed(algorithm.function, *arguments):
         line, shown, is_score = absolute - first, [], False
-        assigned = lines[line].partition("=")[0]
-        for name, length in (("rows", M), ("cols", N)):
-            if name in assigned.replace(",", " ").split():
-                if name == algorithm.outer:
-                    tile.clear()
-                tile[name] = _positions(variables[name], length)
+        sides, does = listed.get(line, ([], []))
+        for side in sides:
+            if side == algorithm.outer:
+                tile.clear()
+            tile[side] = _positions(variables[side], M if side == "rows" else N)
         rows, cols = tile.get("rows", range(M)), tile.get("cols", range(N))
-        for action in filter(None, actions.get(line, "").split(", ")):
-            verb, *names = action.split(" ")
+        for verb, *names in does:
             if verb == "free" and not names:
                 memory.clear()
             is_score |= verb == "score"
@@ -350,7 +397,7 @@ def steps(algorithm: Algorithm, problem: Problem) -> Iterator[Step]:
                     numbers = rows if where == "tile" else range(M)
                     shown += [(row, name, x) for row, x in zip(numbers, values, strict=True)]
         is_placed = tile.keys() >= ({"rows", "cols"} if algorithm.outer else {"cols"})
-        place = (rows[0], cols[0]) if is_placed else None
+        place = (rows[0], cols[0]) if is_placed and len(rows) and len(cols) else None
         counters = {x: variables.get(x) for x in ("step", "rank", "i", "j")}
         loops = ", ".join(f"{x} = {n}" for x, n in counters.items() if isinstance(n, int))
         yield Step(line, place, moved, dict(memory), loops, is_score, shown)
@@ -362,115 +409,67 @@ def _positions(indices: slice | Tensor, length: int) -> list[int]:
     return list(indices.tolist())
 
 
-def edges(name: str, problem: Problem) -> tuple[list[int], list[int]]:
-    """Where the tiles of an algorithm begin, and where the last ones end."""
-    M, N = problem.visible.shape
-    whole = ([0, M], [0, N])
-    if name == "ring":
-        rows, cols = (torch.arange(n).tensor_split(RANKS) for n in (M, N))
-        return [*(int(x[0]) for x in rows), M], [*(int(x[0]) for x in cols), N]
-    cut = ([*range(0, M, problem.B_r), M], [*range(0, N, problem.B_c), N])
-    return {"standard": whole, "split": (whole[0], cut[1])}.get(name, cut)
+SKIPPED = ("ctx", "annotation", "returns", "type_comment", "kind")
 
 
-def kinds(visible: Tensor, rows: list[int], cols: list[int]) -> list[list[int]]:
-    """The kind of every tile: 0 empty, 1 full, 2 partial."""
-    tiles = [
-        [visible[i:i_end, j:j_end] for j, j_end in pairwise(cols)] for i, i_end in pairwise(rows)
-    ]
-    return [[0 if not x.any() else 1 if x.all() else 2 for x in row] for row in tiles]
+def tree(node: Any) -> Any:
+    """A syntax tree for JSON: `is` is the kind of a node; lines of statements count from 0."""
+    if isinstance(node, list):
+        return [tree(x) for x in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = {name: tree(x) for name, x in ast.iter_fields(node) if name not in SKIPPED}
+    line = {"line": node.lineno - 1} if isinstance(node, ast.stmt) else {}
+    return {"is": type(node).__name__, **{x: y for x, y in fields.items() if y is not None}, **line}
 
 
-def standard_traffic(name: str, M: int, N: int) -> int:
-    """Numbers that standard attention moves, each step from memory to memory."""
-    if name == "backward":  # dV = P^T dO, dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q
-        return 7 * M * N + 4 * (M + N) * D
-    return 4 * M * N + 2 * (M + N) * D
+def tree_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The tree of a function without its docstring."""
+    found = ast.parse(inspect.getsource(function)).body[0]
+    assert isinstance(found, ast.FunctionDef)
+    names = [x.arg for x in found.args.args]
+    given = tree(found.args.defaults)  # those of the last arguments
+    defaults = dict(zip(names[len(names) - len(given) :], given, strict=True))
+    return {"names": names, "defaults": defaults, "body": tree(found.body[1:])}
 
 
-def rounded(x: Any, digits: int = 6) -> Any:
-    """The same numbers, shorter."""
-    if isinstance(x, list):
-        return [rounded(y, digits) for y in x]
-    return float(f"{x:.{digits}g}")
+def tree_of_expression(text: str) -> Any:
+    return tree(ast.parse(text, mode="eval").body)
 
 
-def run(name: str, problem: Problem) -> dict[str, Any]:
-    """What the page needs to play one algorithm on one problem."""
-    algorithm, known = ALGORITHMS[name], reference(problem)
-    rows, cols = edges(name, problem)
-    M, N = problem.visible.shape
-    fields = list(algorithm.fields)
-    blocks: list[list[Any]] = []
-    memories: list[list[int]] = []
-    loops: list[str] = []
-    latest: dict[tuple[int, str], Any] = {}
-    played = []
-    for step in steps(algorithm, problem):
-        memory = []
-        for block, x in step.memory.items():
-            described = [block, rounded(x.reshape(len(x), -1).tolist(), 3)]
-            if described not in blocks:
-                blocks.append(described)
-            memory.append(blocks.index(described))
-        if memory not in memories:
-            memories.append(memory)
-        if step.loops not in loops:
-            loops.append(step.loops)
-        changed = []
-        for row, field, value in step.shown:
-            value = rounded(value)
-            if latest.get((row, field)) != value:
-                latest[row, field] = value
-                changed.append([row, fields.index(field), value])
-        place = step.tile or (-1, -1)
-        held, counted = memories.index(memory), loops.index(step.loops)
-        played.append([step.line, *place, step.moved, held, counted, int(step.is_score), changed])
-    return {
-        "rows": rows,
-        "cols": cols,
-        "kinds": kinds(problem.visible, rows, cols),
-        "visible": ["".join(str(int(x)) for x in row) for row in problem.visible.tolist()],
-        "weights": rounded(known["P"].tolist(), 3),
-        "reference": rounded(known[algorithm.result].tolist()),
-        "standard": standard_traffic(name, M, N),
-        "blocks": blocks,
-        "memories": memories,
-        "loops": loops,
-        "steps": played,
-    }
-
-
-def tiles_of(name: str) -> tuple[tuple[int, int], ...]:
-    """The choices of tiles that make a difference."""
-    return TILES[:1] if name in ("standard", "ring") else TILES
-
-
-def everything(name: str) -> dict[str, Any]:
-    """All runs of an algorithm, by mask, lengths and tile."""
+def exported(name: str) -> dict[str, Any]:
+    """An algorithm as the player reads it."""
     algorithm = ALGORITHMS[name]
-    runs = {
-        f"{mask} {M}x{N} {B_r}x{B_c}": run(name, make_problem(mask, M, N, B_r, B_c))
-        for mask, (M, N), (B_r, B_c) in product(MASKS, LENGTHS, tiles_of(name))
-    }
     return {
         "title": algorithm.title,
         "file": f"{algorithm.function.__module__.replace('.', '/')}.py",
         "code": source_of(algorithm.function),
-        "fields": list(algorithm.fields),
+        "function": tree_of(algorithm.function),
+        "arguments": tree_of_expression(algorithm.arguments),
+        "actions": actions(algorithm),
+        "blocks": {x: tree_of_expression(text) for x, text in algorithm.blocks.items()},
+        "fields": {
+            x: {"value": tree_of_expression(text), "where": where}
+            for x, (text, where) in algorithm.fields.items()
+        },
         "result": algorithm.result,
+        "outer": algorithm.outer,
         "compared": "standard backward pass" if name == "backward" else "standard attention",
-        "runs": runs,
     }
 
 
 def write_all(folder: Path) -> None:
-    """A script for each algorithm, which a page can load without a server."""
+    """One script, which a page can load without a server."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ALGORITHMS:
-        text = json.dumps(everything(name), separators=(",", ":"))
-        script = f"(window.attentionTraces ??= {{}})[{json.dumps(name)}] = {text};\n"
-        (folder / f"trace-{name}.js").write_text(script, encoding="utf-8")
+    lessons = {
+        "constants": {"D": D, "RANKS": RANKS},
+        "longest": LONGEST,
+        "inputs": inputs(),
+        "functions": {function.__name__: tree_of(function) for function in FUNCTIONS},
+        "algorithms": {name: exported(name) for name in ALGORITHMS},
+    }
+    text = json.dumps(lessons, separators=(",", ":"))
+    (folder / "lessons.js").write_text(f"window.lessons = {text};\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

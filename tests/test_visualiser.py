@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import importlib
 import json
+import random
 import re
 import shutil
 import subprocess
+from math import inf, isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 NAMES = ("standard", "fa1", "fa2", "split", "backward", "ring")
+MASKS = ("full", "causal", "window", "documents", "blocks")
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +41,56 @@ def test_every_line_that_is_explained_exists_once(traces: ModuleType, name: str)
         assert sum(text in line for line in lines) == 1, text
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_traces_end_with_the_result(traces: ModuleType, name: str, mask: str):
-    problem = traces.make_problem(mask, 6, 14, 4, 8)
+    problem = traces.make_problem(name, mask, 4, 6, 14, 4, 8)
     algorithm = traces.ALGORITHMS[name]
-    expected = traces.reference(problem)[algorithm.result]
     shown: dict[int, list[float]] = {}
     for step in traces.steps(algorithm, problem):
         shown |= {row: value for row, field, value in step.shown if field == algorithm.result}
     found = torch.tensor([shown[row] for row in range(6)], dtype=torch.float64)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, problem[algorithm.result])
     assert step.memory == {} or name in ("fa1", "ring")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_definition_is_pytorchs(traces: ModuleType, mask: str):
+    problem = traces.make_problem("fa2", mask, 3, 9, 7, 4, 4)  # the first queries see no key
+    Q, K, V = (problem[x].clone().requires_grad_() for x in "QKV")
+    sees = problem["visible"].any(1)
+    S = (Q @ K.T / traces.D**0.5).masked_fill(~problem["visible"], -torch.inf)
+    P = torch.softmax(S[sees], 1)
+    O = torch.zeros_like(Q).index_put((sees,), P @ V)
+    gradients = torch.autograd.grad(O, (Q, K, V), problem["dO"])
+    expected = {"P": P, "L": torch.logsumexp(S, 1)[sees], "O": O}
+    expected |= dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
+    for x, truth in expected.items():
+        found = problem[x][sees] if x in "PL" else problem[x]
+        torch.testing.assert_close(found, truth.detach())
+
+
+def test_masks_are_what_the_page_calls_them(traces: ModuleType):
+    M, N, size = 5, 12, 3
+    length = N // size
+    position = [[m + N - M for _ in range(N)] for m in range(M)]
+    expected = {
+        "full": lambda i, j: True,
+        "causal": lambda i, j: j <= i,
+        "window": lambda i, j: i - size < j <= i,
+        "documents": lambda i, j: j <= i and i // length == j // length,
+        "blocks": lambda i, j: j < size or i // size % 2 == j // size % 2,
+    }
+    for mask, sees in expected.items():
+        found = traces.visible_keys(mask, M, N, size).tolist()
+        assert found == [[sees(i, j) for j, i in enumerate(row)] for row in position], mask
 
 
 def test_traces_count_what_the_lessons_count(traces: ModuleType):
     N, B_r, B_c = 16, 4, 4
-    problem = traces.make_problem("full", N, N, B_r, B_c)
     moved = {}
     for name in NAMES:
+        problem = traces.make_problem(name, "full", 1, N, N, B_r, B_c)
         *_, last = traces.steps(traces.ALGORITHMS[name], problem)
         moved[name] = last.moved
     fast_memory = 4 * traces.D * B_c
@@ -68,30 +102,28 @@ def test_traces_count_what_the_lessons_count(traces: ModuleType):
 
 
 def test_hidden_tiles_are_not_computed(traces: ModuleType):
-    problem = traces.make_problem("window", 16, 16, 4, 4)
     for name in ("fa1", "fa2", "backward", "ring"):
-        rows, cols = traces.edges(name, problem)
-        kinds = traces.kinds(problem.visible, rows, cols)
+        problem = traces.make_problem(name, "window", 4, 16, 16, 4, 4)
+        rows, cols = traces.edges(name, 16, 16, 4, 4)
         visible = {
             (rows[i], cols[j])
-            for i, line in enumerate(kinds)
+            for i, line in enumerate(traces.kinds(problem["visible"], rows, cols))
             for j, kind in enumerate(line)
-            if kind
+            if kind != "empty"
         }
         steps = list(traces.steps(traces.ALGORITHMS[name], problem))
         assert {step.tile for step in steps if step.is_score} == visible
 
 
-def test_the_player_offers_what_was_traced(traces: ModuleType):
+def test_the_player_offers_what_the_lessons_have(traces: ModuleType):
     player = (DOCS / "learn" / "visualiser.html").read_text(encoding="utf-8")
     offered = {
-        name: set(re.findall(r'<option value="([^"]*)"', options))
+        name: re.findall(r'<option value="([^"]*)"', options)
         for name, options in re.findall(r'<select name="(\w+)">(.*?)</select>', player, re.S)
     }
-    assert offered["algorithm"] == set(traces.ALGORITHMS) == set(NAMES)
-    assert offered["mask"] == set(traces.MASKS)
-    assert offered["lengths"] == {f"{M}x{N}" for M, N in traces.LENGTHS}
-    assert offered["tiles"] == {f"{B_r}x{B_c}" for B_r, B_c in traces.TILES}
+    assert offered["algorithm"] == list(traces.ALGORITHMS) == list(NAMES)
+    assert offered["mask"] == list(MASKS)
+    assert set(re.findall(r'type="number" .*max="(\d+)"', player)) == {str(traces.LONGEST)}
 
 
 # In a browser
@@ -126,104 +158,190 @@ def opened(page: Path, fragment: str = "") -> tuple[str, list[str]]:
     return run.stdout, [line for line in run.stderr.splitlines() if "CONSOLE" in line]
 
 
-DRIVER = """
-<script>
-(async () => {
-  const report = {};
-  const player = window.attentionVisualiser;
-  try {
-    await player.ready;
-    const { mask, lengths, tiles } = player.options();
-    for (const m of mask) for (const l of lengths) for (const t of tiles) {
-      await player.choose({ algorithm: ALGORITHM, mask: m, lengths: l, tiles: t });
-      const last = player.steps() - 1;
-      const before = player.difference();
-      for (let step = 0; step < last; step += 1 + Math.floor(last / 20)) player.show(step);
-      player.show(last);
-      report[[m, l, t]] = [before, player.difference()];
-    }
-  } catch (error) {
-    report.error = String(error.stack);
-  }
-  const shown = Object.assign(document.createElement("pre"), { id: "report" });
-  shown.textContent = JSON.stringify(report);
-  document.body.append(shown);
-})();
-</script>
+def reported(page: Path, name: str, script: str) -> Any:
+    """What a script that runs in the page returns; nothing may be written to the console."""
+    driven = page.with_name(f"{name}.html")
+    text = """<script>(async () => {
+      const report = await (async () => { SCRIPT })().catch((error) => ({ error: error.stack }));
+      const shown = Object.assign(document.createElement("pre"), { id: "report" });
+      shown.textContent = JSON.stringify(report);
+      document.body.append(shown);
+    })();</script>""".replace("SCRIPT", script)
+    driven.write_text(page.read_text(encoding="utf-8") + text, encoding="utf-8")
+    document, console = opened(driven)
+    found = re.search(r'<pre id="report">(.*?)</pre>', document, re.S)
+    assert found and console == [], console
+    report = json.loads(html.unescape(found[1]))
+    assert "error" not in report, report
+    return report
+
+
+# Like `digest` below, of JavaScript's steps.
+STEPS = """
+  const number = (x) => (Number.isFinite(x) ? x : String(x));
+  const finite = (x) => (Number.isFinite(x) ? x : 0);
+  const sum = (numbers) => numbers.reduce((total, x, n) => total + finite(x) * (n + 1), 0);
+  const digest = (step) => [
+    step.line, step.place, step.moved, step.loops, step.isScore,
+    step.memory.map(([name, x]) => [name, x.shape, sum(x.data)]),
+    step.shown.map(([row, name, x]) => [row, name, [x].flat().map(number)]),
+  ];
+  return CASES.map((choice) => {
+    const { rows, cols, kinds, visible, weights, reference, standard, steps } =
+      window.traces.traceOf(choice);
+    const known = [rows, cols, kinds, visible, weights, reference, standard];
+    return { known, steps: steps.map(digest) };
+  });
 """
 
 
+def digest(step: Any) -> list[Any]:
+    """A step, with sums instead of the matrices in fast memory."""
+
+    def weighted(x: torch.Tensor) -> float:
+        flat = x.flatten()
+        numbers = torch.arange(1, len(flat) + 1, dtype=flat.dtype)
+        return float((flat.nan_to_num(posinf=0.0, neginf=0.0) * numbers).sum())
+
+    def numbers(x: Any) -> list[Any]:
+        listed = x if isinstance(x, list) else [x]
+        return [y if isfinite(y) else {inf: "Infinity", -inf: "-Infinity"}[y] for y in listed]
+
+    return [
+        step.line, list(step.tile) if step.tile else None, step.moved, step.loops, step.is_score,
+        [[name, list(x.shape), weighted(x)] for name, x in step.memory.items()],
+        [[row, name, numbers(x)] for row, name, x in step.shown],
+    ]  # fmt: skip
+
+
+def assert_same(found: Any, expected: Any, where: Any) -> None:
+    """Equal, numbers up to rounding: both sides compute in float64, in another order."""
+    if isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for n, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_same(a, b, (*where, n))
+    elif isinstance(expected, float) and not isinstance(found, str):
+        assert abs(found - expected) <= 1e-10 * max(1.0, abs(expected)), where
+    else:
+        assert found == expected, where
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_choice_plays_to_its_end(page: Path, name: str):
-    player = page.read_text(encoding="utf-8")
-    driven = page.with_name(f"{name}.html")
-    driven.write_text(player + DRIVER.replace("ALGORITHM", json.dumps(name)), encoding="utf-8")
-    document, console = opened(driven)
-    report: dict[str, Any] = json.loads(
-        html.unescape(re.search(r'<pre id="report">(.*?)</pre>', document)[1])
-    )
-    assert console == [] and "error" not in report, report
-    assert len(report) == 5 * 3 * 3
-    for choice, (before, after) in report.items():
-        assert after is not None and after < 1e-5, choice  # six digits; infinite is null
-        assert before is None or before > 0.01, choice  # in the first step
+def test_the_player_does_what_python_does_step_by_step(
+    traces: ModuleType, page: Path, name: str, seed: int
+):
+    draw = random.Random(seed)
+    most = {"size": 8, "M": 24, "N": 24, "B_r": 9, "B_c": 9}
+    drawn = [
+        {"mask": mask, **{x: draw.randint(1, limit) for x, limit in most.items()}}
+        for mask in MASKS
+        for _ in range(4)
+    ]
+    choices = [*drawn, {**drawn[0], "M": 1, "N": 32}, {**drawn[-1], "M": 32, "N": 1}]
+    given = json.dumps([{"algorithm": name, **choice} for choice in choices])
+    found = reported(page, f"steps-{name}", STEPS.replace("CASES", given))
+    for choice, run in zip(choices, found, strict=True):
+        problem = traces.make_problem(name, **choice)
+        M, N, B_r, B_c = choice["M"], choice["N"], problem["B_r"], problem["B_c"]
+        rows, cols = traces.edges(name, M, N, B_r, B_c)
+        known = [
+            rows, cols, traces.kinds(problem["visible"], rows, cols), problem["visible"].tolist(),
+            problem["P"].tolist(), problem[traces.ALGORITHMS[name].result].tolist(),
+            traces.standard_traffic(name, M, N),
+        ]  # fmt: skip
+        assert_same(run["known"], known, (choice,))
+        steps = list(traces.steps(traces.ALGORITHMS[name], problem))
+        assert_same(run["steps"], [digest(step) for step in steps], (choice,))
+        for row, col in filter(None, (step.tile for step in steps)):
+            assert row in rows and col in cols, choice
+
+
+PLAY = """
+  const player = window.attentionVisualiser;
+  const report = {};
+  for (const preset of player.presets) {
+    await player.choose(Object.fromEntries(new URLSearchParams(preset)));
+    const before = player.difference();
+    for (let step = 0; step < player.steps(); step++) player.show(step);
+    report[preset] = [before, player.difference()];
+  }
+  return report;
+"""
+
+
+def test_every_example_plays_to_its_end(page: Path):
+    report = reported(page, "examples", PLAY)
+    player = (DOCS / "learn" / "visualiser.html").read_text(encoding="utf-8")
+    assert len(report) == player.count('<option value="algorithm=')
+    assert {re.search(r"algorithm=(\w+)", preset)[1] for preset in report} == set(NAMES)
+    assert {re.search(r"mask=(\w+)", preset)[1] for preset in report} == set(MASKS)
+    for preset, (before, after) in report.items():
+        assert after is not None and after < 1e-12, preset  # infinite is null
+        assert before is None or before > 0.01, preset  # in the first step
 
 
 def test_an_address_plays_by_itself(page: Path):
-    address = "#algorithm=fa2&mask=causal&lengths=8x8&tiles=4x4&speed=40&row=5&play=1"
+    address = "#algorithm=fa2&mask=causal&M=8&N=8&B_r=4&B_c=4&speed=40&row=5&play=1"
     document, console = opened(page, address)
     assert console == []
     finished = re.search(r'data-finished="([^"]*)"', document)
-    assert finished and float(finished[1]) < 1e-5
+    assert finished and float(finished[1]) < 1e-12
     assert "The result is that of the definition" in document
     assert len(re.findall(r'class="v-tile [^"]*v-scored', document)) == 3  # of four, one is hidden
 
 
 KEYS = """
-<script>
-(async () => {
   const player = window.attentionVisualiser;
-  await player.ready;
-  await player.choose({ algorithm: "fa2", mask: "causal", lengths: "8x8", tiles: "4x4" });
+  player.choose({ algorithm: "fa2", mask: "causal", M: 8, N: 8, B_r: 4, B_c: 4 });
   const root = document.getElementById("visualiser");
   const form = root.querySelector("form");
   const where = () => `${form.elements.step.value}/${form.elements.row.value}`;
-  const seen = [where()];
+  const press = (key, target = root) => (
+    target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }))
+  );
+  const steps = [where()];
   for (const key of ["ArrowRight", "ArrowRight", "ArrowLeft", "ArrowDown", "End", "Home"]) {
-    root.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-    seen.push(where());
+    press(key);
+    steps.push(where());
   }
+  const kept = location.hash;
   root.querySelectorAll(".v-cell")[8 * 6 + 2].dispatchEvent(new MouseEvent("click"));
-  seen.push(where());
+  steps.push(where());
+  const isLeft = press("ArrowUp", form.elements.M); // which the field for a number keeps
   root.querySelector("[data-do=tile]").click();
-  seen.push(root.querySelector(".v-active").style.display === "" ? "tile" : "no tile");
-  form.elements.mask.value = "full";
-  form.elements.mask.dispatchEvent(new Event("change"));
-  await new Promise((resolve) => setTimeout(resolve, 100));
-  seen.push(location.hash);
-  const shown = Object.assign(document.createElement("pre"), { id: "report" });
-  shown.textContent = JSON.stringify(seen);
-  document.body.append(shown);
-})();
-</script>
+  const tile = root.querySelector(".v-active").style.display;
+  const enter = (name, value) => {
+    form.elements[name].value = value;
+    form.elements[name].dispatchEvent(new Event("change"));
+  };
+  enter("mask", "documents");
+  enter("N", "99");
+  enter("B_c", "");
+  enter("size", "3");
+  const label = root.querySelector(".v-size").textContent;
+  const [hash, cells] = [location.hash, root.querySelectorAll(".v-cell").length];
+  form.elements.preset.value = player.presets[1];
+  form.elements.preset.dispatchEvent(new Event("change"));
+  const hidden = [...form.elements].filter((x) => x.parentElement.hidden).map((x) => x.name);
+  return { steps, kept, isLeft, tile, label, hash, cells, hidden };
 """
 
 
-def test_keys_touch_and_buttons(page: Path):
-    pressed = page.with_name("keys.html")
-    pressed.write_text(page.read_text(encoding="utf-8") + KEYS, encoding="utf-8")
-    document, console = opened(pressed)
-    assert console == []
-    seen = json.loads(html.unescape(re.search(r'<pre id="report">(.*?)</pre>', document)[1]))
-    *steps, tile, address = seen
-    assert steps[:5] == ["0/0", "1/0", "2/0", "1/0", "1/1"]
-    assert int(steps[5].split("/")[0]) > 30 and steps[6:] == ["0/1", "0/6"]
-    assert tile == "tile"
-    assert address.startswith("#algorithm=fa2&mask=full&lengths=8x8&tiles=4x4&step=0")
+def test_keys_touch_buttons_and_numbers(page: Path):
+    found = reported(page, "keys", KEYS)
+    *steps, end, home, row = found["steps"]
+    assert steps == ["0/0", "1/0", "2/0", "1/0", "1/1"]
+    assert int(end.split("/")[0]) > 30 and [home, row] == ["0/1", "0/6"]
+    assert found["kept"].endswith("&B_r=4&B_c=4&step=0&row=1")
+    assert found["isLeft"] and found["tile"] == ""
+    assert found["label"] == "Documents" and found["cells"] == 8 * 32
+    address = "#algorithm=fa2&mask=documents&size=3&M=8&N=32&B_r=4&B_c=1&step=0&row=6"
+    assert found["hash"] == address
+    assert found["hidden"] == ["size", "B_r"]  # in "down the columns"
 
 
 def test_an_address_may_hold_anything(page: Path):
-    document, console = opened(page, "#algorithm=none&mask=full&lengths=1&step=-7&row=99&speed=x")
+    document, console = opened(page, "#algorithm=none&mask=full&M=x&N=-3&step=-7&row=99&speed=x")
     assert console == [] and 'class="v-current"' in document
 
 

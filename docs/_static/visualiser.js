@@ -1,38 +1,24 @@
-// Plays the traces that docs/traces.py writes: this file only draws, every number is Python's.
+// Draws the steps that traces.js computes.
 
 (() => {
   "use strict";
 
-  const folder = document.currentScript.src.replace(/[^/]*$/, "");
+  const { algorithms, longest, traceOf } = window.traces;
   const root = document.getElementById("visualiser");
   const find = (selector) => root.querySelector(selector);
   const form = find("form");
-  const CHOICES = ["algorithm", "mask", "lengths", "tiles"];
+  const NAMES = ["algorithm", "mask"];
+  const NUMBERS = ["size", "M", "N", "B_r", "B_c"];
+  const SIZES = { window: "Keys of the window", documents: "Documents", blocks: "Block size" };
   const CELL = 10; // units of the drawing
   const BYTES = 4; // of a number, as if in float32
-  const KINDS = ["empty", "full", "partial"];
 
-  let trace; // of an algorithm: its code, its fields, its runs
-  let run; // one of them: its tiles, its steps
+  let algorithm; // its code, its fields
+  let run; // its tiles and steps for the chosen sizes
   let state; // what the steps so far have left
   let drawing; // elements of the score matrix
   let selected = 0; // row
   let timer = null;
-
-  // Traces
-
-  const loading = {};
-
-  function load(algorithm) {
-    loading[algorithm] ??= new Promise((resolve, reject) => {
-      const script = document.createElement("script");
-      script.src = `${folder}trace-${algorithm}.js`;
-      script.onload = () => resolve(window.attentionTraces[algorithm]);
-      script.onerror = () => reject(new Error(`cannot load ${script.src}`));
-      document.head.append(script);
-    });
-    return loading[algorithm];
-  }
 
   // The state after a step
 
@@ -40,19 +26,11 @@
     return { step: -1, scored: new Set(), values: run.visible.map(() => ({})) };
   }
 
-  function stepOf(number) {
-    const [line, i, j, moved, memory, loops, isScore, shown] = run.steps[number];
-    return {
-      line, i, j, moved, memory: run.memories[memory].map((n) => run.blocks[n]),
-      loops: run.loops[loops], isScore, shown,
-    };
-  }
-
   function advance() {
     state.step += 1;
-    const { i, j, isScore, shown } = stepOf(state.step);
-    if (isScore) state.scored.add(i < 0 ? "all" : `${i},${j}`);
-    for (const [row, field, value] of shown) state.values[row][trace.fields[field]] = value;
+    const { place, isScore, shown } = run.steps[state.step];
+    if (isScore) state.scored.add(place ? `${place}` : "all");
+    for (const [row, field, value] of shown) state.values[row][field] = value;
   }
 
   function goTo(number) {
@@ -64,7 +42,7 @@
   function difference() {
     let largest = 0;
     run.reference.forEach((numbers, row) => {
-      const found = state.values[row][trace.result] ?? [];
+      const found = state.values[row][algorithm.result] ?? [];
       numbers.forEach((x, n) => {
         const apart = Math.abs(x - found[n]);
         largest = Math.max(largest, Number.isNaN(apart) ? Infinity : apart);
@@ -108,19 +86,20 @@
     picture.replaceChildren();
     const M = run.visible.length;
     const N = run.visible[0].length;
-    picture.setAttribute("viewBox", `-14 -14 ${N * CELL + 19} ${M * CELL + 16}`);
+    const [width, height] = [Math.max(N, 3) * CELL, Math.max(M, 4) * CELL]; // room for the names
+    picture.setAttribute("viewBox", `-14 -14 ${width + 19} ${height + 16}`);
     const hatch = svg("pattern", { id: "v-hatch", width: 4, height: 4, patternUnits: "userSpaceOnUse" });
     svg("path", { d: "M0,4 L4,0", class: "v-hatch" }, hatch);
     picture.append(hatch);
     svg("text", { x: 0, y: -5, class: "v-axis" }, picture).textContent = "keys →";
-    svg("text", { x: -M * CELL, y: -5, class: "v-axis", transform: "rotate(-90)" }, picture)
+    svg("text", { x: -height, y: -5, class: "v-axis", transform: "rotate(-90)" }, picture)
       .textContent = "← queries";
     const cells = [];
     for (let m = 0; m < M; m++) {
       cells.push([]);
-      const heaviest = Math.max(...run.weights[m]);
+      const heaviest = Math.max(...run.weights[m]) || 1;
       for (let n = 0; n < N; n++) {
-        const hidden = run.visible[m][n] === "0";
+        const hidden = !run.visible[m][n];
         const cell = svg("rect", { x: n * CELL, y: m * CELL, width: CELL, height: CELL }, picture);
         cell.setAttribute("class", hidden ? "v-cell v-hidden" : "v-cell");
         cell.style.setProperty("--weight", 0.15 + 0.85 * (run.weights[m][n] / heaviest));
@@ -134,7 +113,7 @@
         tiles[`${i},${j}`] = svg("rect", {
           x: j * CELL, y: i * CELL,
           width: (run.cols[c + 1] - j) * CELL, height: (run.rows[r + 1] - i) * CELL,
-          class: `v-tile v-${KINDS[run.kinds[r][c]]}`,
+          class: `v-tile v-${run.kinds[r][c]}`,
         }, picture);
       });
     });
@@ -157,12 +136,14 @@
       line.forEach((cell, n) => cell.classList.toggle("v-done", done(m, n)));
     });
     drawing.row.setAttribute("y", selected * CELL);
-    const tile = drawing.tiles[`${step.i},${step.j}`];
+    const tile = drawing.tiles[`${step.place}`];
     drawing.active.style.display = tile ? "" : "none";
     for (const name of tile ? ["x", "y", "width", "height"] : []) {
       drawing.active.setAttribute(name, tile.getAttribute(name));
     }
   }
+
+  const rowsOf = (x) => (x.shape.length === 1 ? x.data.map((number) => [number]) : x.tolist());
 
   // A square for each number: its colour is the sign, its strength the size.
   function drawNumbers(rows) {
@@ -179,7 +160,8 @@
   }
 
   function renderMemory(step) {
-    const blocks = step.memory.map(([name, rows]) => {
+    const blocks = step.memory.map(([name, numbers]) => {
+      const rows = rowsOf(numbers);
       const block = document.createElement("figure");
       const caption = document.createElement("figcaption");
       caption.append(named(name), ` ${rows.length} × ${rows[0].length}`);
@@ -188,14 +170,14 @@
       return block;
     });
     find(".v-blocks").replaceChildren(...blocks);
-    const held = step.memory.reduce((sum, [, rows]) => sum + rows.flat().length, 0);
+    const held = step.memory.reduce((sum, [, numbers]) => sum + numbers.data.length, 0);
     find(".v-held").textContent = blocks.length
       ? `${counted(held)} numbers`
       : "nothing: what is needed later is in slow memory";
   }
 
   function renderMoved(step) {
-    const total = stepOf(run.steps.length - 1).moved;
+    const total = run.steps.at(-1).moved;
     const most = Math.max(total, run.standard);
     const show = (part, moved) => {
       find(`.v-${part} .v-bar`).style.width = `${(100 * moved) / most}%`;
@@ -206,7 +188,7 @@
   }
 
   function renderRow() {
-    const rows = trace.fields.map((name) => {
+    const rows = Object.keys(algorithm.fields).map((name) => {
       const line = document.createElement("tr");
       const head = document.createElement("th");
       head.scope = "row";
@@ -230,7 +212,7 @@
   }
 
   function render() {
-    const step = stepOf(state.step);
+    const step = run.steps[state.step];
     const last = run.steps.length - 1;
     renderScores(step);
     renderMemory(step);
@@ -244,35 +226,40 @@
     const apart = state.step === last ? difference() : null;
     verdict.textContent = apart === null
       ? ""
-      : "Finished. The result is that of the definition, up to the six digits that are kept here: "
+      : "Finished. The result is that of the definition, up to rounding: "
         + `the largest difference is ${apart ? apart.toExponential(0) : 0}.`;
     root.dataset.finished = apart === null ? "" : String(apart);
   }
 
   // Choosing and playing
 
-  async function choose(choice) {
+  function choose(choice) {
     pause();
-    for (const name of CHOICES) {
-      const known = [...form.elements[name].options].some((x) => x.value === choice[name]);
-      if (known) form.elements[name].value = choice[name]; // an address may hold anything
+    const { elements } = form;
+    for (const name of NAMES) {
+      const known = [...elements[name].options].some((x) => x.value === choice[name]);
+      if (known) elements[name].value = choice[name]; // an address may hold anything
     }
-    trace = await load(form.elements.algorithm.value);
-    const [mask, lengths] = [form.elements.mask.value, form.elements.lengths.value];
-    const key = (tiles) => `${mask} ${lengths} ${tiles}`;
-    const tiles = form.elements.tiles;
-    const possible = [...tiles.options].map((x) => x.value).filter((x) => key(x) in trace.runs);
-    tiles.disabled = possible.length === 1;
-    run = trace.runs[key(possible.includes(tiles.value) ? tiles.value : possible[0])];
+    const chosen = { algorithm: elements.algorithm.value, mask: elements.mask.value };
+    for (const name of NUMBERS) {
+      const number = Math.trunc(choice[name] ?? elements[name].value) || 1;
+      chosen[name] = elements[name].value = Math.max(1, Math.min(number, longest));
+    }
+    const sides = elements.algorithm.selectedOptions[0].dataset.tile;
+    for (const name of ["B_r", "B_c"]) elements[name].parentElement.hidden = !sides.includes(name);
+    elements.size.parentElement.hidden = !(chosen.mask in SIZES);
+    find(".v-size").textContent = SIZES[chosen.mask];
+    algorithm = algorithms[chosen.algorithm];
+    run = traceOf(chosen);
     selected = within(choice.row ?? selected, run.visible.length);
     state = empty();
     const rows = run.visible.map((_, row) => new Option(String(row), row));
-    form.elements.row.replaceChildren(...rows);
-    form.elements.step.max = run.steps.length - 1;
-    find(".v-file").textContent = trace.file;
-    find(".v-own .v-what").textContent = trace.title;
-    find(".v-standard .v-what").textContent = `${trace.compared}, in all`;
-    const lines = trace.code.map((text, number) => {
+    elements.row.replaceChildren(...rows);
+    elements.step.max = run.steps.length - 1;
+    find(".v-file").textContent = algorithm.file;
+    find(".v-own .v-what").textContent = algorithm.title;
+    find(".v-standard .v-what").textContent = `${algorithm.compared}, in all`;
+    const lines = algorithm.code.map((text, number) => {
       const line = document.createElement("span");
       line.dataset.line = number;
       line.textContent = `${text}\n`;
@@ -296,11 +283,11 @@
   }
 
   function nextTile(direction) {
-    const place = (n) => `${stepOf(n).i},${stepOf(n).j}`;
+    const place = (n) => `${run.steps[n].place}`;
     let number = state.step;
     const inside = (n) => n > 0 && n < run.steps.length - 1;
     do number += direction; while (inside(number) && (
-      place(number) === place(state.step) || stepOf(number).i < 0
+      place(number) === place(state.step) || !run.steps[number].place
     ));
     show(number);
   }
@@ -348,24 +335,34 @@
     return given;
   }
 
-  async function open(given) {
-    await choose(given);
+  function open(given) {
+    choose(given);
     if (given.play) play();
   }
 
   function remember() {
-    const chosen = CHOICES.map((name) => `${name}=${form.elements[name].value}`);
+    const chosen = [...NAMES, ...NUMBERS].map((name) => `${name}=${form.elements[name].value}`);
     history.replaceState(null, "", `#${chosen.join("&")}&step=${state.step}&row=${selected}`);
   }
 
-  for (const name of CHOICES) {
-    form.elements[name].addEventListener("change", () => choose({}).then(remember));
+  const { preset } = form.elements;
+  for (const name of [...NAMES, ...NUMBERS]) {
+    form.elements[name].addEventListener("change", () => {
+      preset.value = "";
+      choose({});
+      remember();
+    });
   }
+  preset.addEventListener("change", () => {
+    choose(Object.fromEntries(new URLSearchParams(preset.value)));
+    remember();
+  });
   form.elements.row.addEventListener("change", (event) => select(Number(event.target.value)));
   form.elements.step.addEventListener("input", (event) => {
     pause();
     show(Number(event.target.value));
   });
+  for (const name of ["row", "step"]) form.elements[name].addEventListener("change", remember);
   form.addEventListener("submit", (event) => event.preventDefault());
   for (const button of root.querySelectorAll("[data-do]")) {
     button.addEventListener("click", () => {
@@ -377,15 +374,16 @@
   root.addEventListener("keydown", (event) => {
     const command = KEYS[event.key];
     const isOthers = event.target.matches("select, input, button") && event.key === " ";
-    const isChoice = event.target.matches("select");
+    const isChoice = event.target.matches("select, input[type=number]");
     if (!command || isOthers || isChoice || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     if (event.key !== " ") pause();
     command();
+    if (timer === null) remember();
   });
   window.addEventListener("hashchange", () => {
     const given = fromAddress();
-    if (CHOICES.some((name) => name in given)) open(given);
+    if (NAMES.some((name) => name in given)) open(given);
   });
 
   // For the tests.
@@ -394,9 +392,7 @@
     show,
     difference,
     steps: () => run.steps.length,
-    options: () => Object.fromEntries(
-      CHOICES.map((name) => [name, [...form.elements[name].options].map((x) => x.value)]),
-    ),
+    presets: [...preset.options].map((x) => x.value).filter((x) => x),
   };
-  window.attentionVisualiser.ready = open(fromAddress());
+  open(fromAddress());
 })();
