@@ -343,8 +343,10 @@ def _style(row: Row) -> dict[str, Any]:
 
 
 def _dress(axis: Any, label: str, rows: Sequence[Row] = ()) -> None:
-    """Labels with units; the lengths of `rows` below, with their batches where these differ. Of many
-    lengths only the powers of two have room."""
+    """Labels with units; the lengths of `rows` below, with their batches where these differ.
+
+    Of many lengths only the powers of two have room.
+    """
     batches = {row.batch for row in rows}
     has_room = len({row.seqlen_k for row in rows}) <= 8
     ticks = {
