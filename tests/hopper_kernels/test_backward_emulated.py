@@ -39,6 +39,8 @@ from flashtile.testing import (
 
 from . import emulator
 from .inputs import dense_inputs, packed_inputs, random_mask
+from .pieces import OPTIONS as PIECE_OPTIONS
+from .pieces import PIECES, part_call
 
 NAMES = ("dq", "dk", "dv", "dsink")
 
@@ -52,12 +54,16 @@ def gradients(
     dlse: Tensor,
     seed: int,
     parts: int,
+    add_to: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """What the emulated kernels write into poisoned outputs."""
+    """What the emulated kernels write into poisoned outputs, and add to `add_to`, if given."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
+    problem = problem._replace(is_partial=add_to is not None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "parts_of_tile", lambda *_: parts)
         found = buffers(problem, operands)()
+        if add_to is not None:
+            found = found._replace(dq=add_to)
         lists = lists_of(problem, config_of(problem, operands), operands)
         launches = backward_launches(
             problem, operands, out, lse, readable(dout), dlse, found, lists
@@ -66,7 +72,8 @@ def gradients(
     for sums in (found.dk_parts, found.dv_parts):
         if sums is not None:
             sums.fill_(torch.nan)
-    found.dq.fill_(torch.nan)
+    if add_to is None:
+        found.dq.fill_(torch.nan)
     if not leaves_keys_unseen(problem) or (parts > 1 and problem.layout == "dense"):
         found.dk.fill_(torch.nan)
         found.dv.fill_(torch.nan)
@@ -395,3 +402,46 @@ def test_deterministic_block_masks_add_in_order(head_dim: int, heads: int, causa
     mask = random_mask((1, heads, 400, 640), (128, 128), head_dim + heads)
     sizes = {"M": 400, "N": 640, "D": head_dim, "Hq": 3}
     dense(heads, sizes=sizes, block_mask=mask, deterministic=True, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("option", PIECE_OPTIONS)
+@pytest.mark.parametrize("pieces", PIECES)
+def test_parts_of_sequences(pieces: str, option: str, head_dim: int):
+    check_pieces(pieces, option, head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 144, 256])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_partial_gradients(parts: int, head_dim: int):
+    check_pieces("unseen keys", "causal window", head_dim, parts, is_partial=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_deterministic_parts_of_sequences(head_dim: int):
+    check_pieces("ragged", "causal", head_dim, is_partial=True, deterministic=True)
+
+
+def check_pieces(
+    pieces: str, option: str, head_dim: int, parts: int = 1, is_partial: bool = False, **more: Any
+) -> None:
+    """Compare with the whole sequences; dq of a partial problem is added to some heads of a tensor
+    of ones."""
+    call = part_call(pieces, option, head_dim, head_dim, **more)
+    operands = call.operands
+    g = generator(head_dim)
+    dout, dlse = (
+        normal(g, *operands.q.shape, dtype=torch.bfloat16),
+        normal(g, *operands.q.shape[1::-1]),
+    )
+    truth, plain = (call.reference(x, dout, dlse) for x in (torch.float64, torch.bfloat16))
+    add_to = torch.ones(len(operands.q), 5, head_dim)[:, 1:3] if is_partial else None
+    found = gradients(
+        operands, call.options, truth["out"].bfloat16(), truth["lse"].float(), dout, dlse,
+        head_dim, parts, add_to,
+    )  # fmt: skip
+    if add_to is not None:
+        assert all(x.dtype == torch.float32 for x in found[:3])
+        found = (found[0] - 1, *found[1:])
+    for name, got in zip(NAMES, found, strict=False):
+        assert_close(name, got, truth[name], plain[name], dtype=torch.bfloat16, seed=head_dim)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from flashtile.backends import Results
 from flashtile.backends.hopper.forward import plan as forward_plan
 from flashtile.backends.hopper.forward.launch import (
     forward_launch,
@@ -39,6 +40,8 @@ from flashtile.testing import (
 
 from . import emulator
 from .inputs import dense_inputs, packed_inputs, random_mask
+from .pieces import OPTIONS as PIECE_OPTIONS
+from .pieces import PIECES, part_call
 
 PROGRAMS = 3
 CAUSAL = {"causal": True}
@@ -121,12 +124,17 @@ def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulator, "warpgroup_mma", warpgroup_mma)
 
 
-def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) that the emulated kernel writes into poisoned outputs."""
+def emulate(
+    operands: Operands, options: Options, seed: int, is_partial: bool = False,
+    into: Results | None = None,
+) -> Results:  # fmt: skip
+    """(out, lse) that the emulated kernel writes into poisoned outputs; rows of no sequence keep
+    what they have in the tensors `into`."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
+    problem = problem._replace(is_partial=is_partial)
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
-    out, lse = outputs(operands, config)()
+    out, lse = into or outputs(operands, config)()
     tiles = tile_list(problem, config, operands)()
     if tiles is not None:
         tiles.fill_(UNWRITTEN)
@@ -135,7 +143,7 @@ def emulate(operands: Operands, options: Options, seed: int) -> tuple[Tensor, Te
     out.fill_(torch.nan)
     lse.fill_(torch.nan)
     launch = launch._replace(grid=(PROGRAMS,))  # also more programs than tiles
-    *before, launch = with_list(problem, config, launch)
+    *before, launch = with_list(problem, config, launch, fills=into is None)
     parts = (PARTS.value, 1)[seed % 2]
     before = [one._replace(grid=(problem.B, parts)) for one in before]
     emulator.run_chain([*before, launch], seed)
@@ -377,3 +385,42 @@ def test_block_masks(head_dim: int, tile_size: tuple[int, int], given: dict[str,
     mask = random_mask((batch, heads, 390, 430), tile_size, head_dim)
     sizes = {"B": 2, "M": 390, "N": 430, "D": head_dim}
     dense(sizes=sizes, block_mask=mask, **given)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("option", PIECE_OPTIONS)
+@pytest.mark.parametrize("pieces", PIECES)
+def test_parts_of_sequences(pieces: str, option: str, head_dim: int):
+    check_pieces(pieces, option, head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 144, 192])
+def test_partial_outputs(head_dim: int):
+    check_pieces("ragged", "causal", head_dim, is_partial=True)
+
+
+def test_given_outputs():
+    check_pieces("ragged", "causal", 128, given_heads=5)
+
+
+def check_pieces(
+    pieces: str, option: str, head_dim: int, is_partial: bool = False, given_heads: int = 0
+) -> None:
+    """Compare with the whole sequences; `given_heads` of a tensor, of which two are written to."""
+    call = part_call(pieces, option, head_dim, seed=head_dim)
+    rows, heads = len(call.operands.q), call.operands.q.shape[1]
+    into = None
+    if given_heads:
+        out = torch.zeros(rows, given_heads, head_dim, dtype=torch.bfloat16)
+        into = out[:, 1 : 1 + heads], torch.zeros(given_heads, rows)[1 : 1 + heads]
+    dtype = torch.float32 if is_partial else torch.bfloat16
+    names = ("out", "lse")
+    found = emulate(call.operands, call.options, head_dim, is_partial, into)
+    assert [x.dtype for x in found] == [dtype, torch.float32]
+    nothing = torch.zeros(rows, heads, head_dim), torch.zeros(heads, rows)
+    truth, plain = (call.reference(x, *nothing) for x in (torch.float64, torch.bfloat16))
+    for name, got in zip(names, found, strict=True):
+        assert_close(name, got, truth[name], plain[name], dtype=torch.bfloat16, seed=head_dim)
+    if given_heads:
+        assert not out[:, :1].any()
+        assert not out[:, 1 + heads :].any()

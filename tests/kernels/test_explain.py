@@ -152,25 +152,27 @@ def test_float8_runs_by_one_kernel_or_the_other(
 @pytest.mark.parametrize(
     ("change", "refuses", "reason"),
     [
-        ({"runs": 16}, "hopper", "parts of sequences in 16 runs (this backend: whole sequences)"),
-        ({"is_partial": True}, "hopper", "gradients of a shard in float32 (this backend: the"),
+        ({"runs": 32}, "hopper", "parts of sequences in 32 runs (at most 16)"),
+        ({"runs": 2, "has_alibi": True}, "hopper", "ALiBi on parts of sequences (not on"),
+        ({"is_partial": True, "layout": "dense"}, "hopper", "parts of sequences in a dense batch"),
         ({"runs": 32}, "triton", "parts of sequences in 32 runs (at most 16)"),
     ],
     ids=str,
 )
-def test_parts_of_sequences_run_on_triton(
+def test_parts_of_sequences_that_a_backend_refuses(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], refuses: str, reason: str
 ):
-    """On a Hopper GPU, too."""
+    """Triton runs what Hopper does not have."""
     monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     monkeypatch.setattr(hopper_plan, "TRITON_VERSION", hopper_plan.OLDEST_TRITON)
     clear_caches()
     q = torch.empty(2, 128, 4, 64, dtype=torch.bfloat16, device="meta")
     whole = AttentionProblem.of(Operands(q, q, q), Options(128, 128, 0.1))
-    whole = whole._replace(device_type="cuda", capability=(9, 0))
-    assert dispatch.select(whole) == "hopper"
+    whole = whole._replace(device_type="cuda", capability=(9, 0), layout="packed")
+    parts = whole._replace(runs=4, is_partial=True)
+    assert dispatch.select(parts) == "hopper"
     problem = whole._replace(**change)
     with pytest.raises(NotImplementedError, match=re.escape(reason)):
         dispatch.select(problem, refuses)
-    if refuses == "hopper":
+    if problem.runs <= 16:
         assert dispatch.select(problem) == "triton"

@@ -44,17 +44,13 @@ def describe_plan(problem: AttentionProblem) -> str:
 
 def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
     """(out, lse) of a problem."""
-    if into is not None:  # TMA stores would need tensor maps of the views
-        for target, x in zip(into, forward(problem, operands), strict=True):
-            target.copy_(x)
-        return into
-    if problem.dtype == float8.DTYPE:
+    if problem.dtype == float8.DTYPE:  # never of parts of sequences, so `into` is None
         from .float8 import launch as float8_launch
 
         return float8_launch.forward(problem, operands)
     from .forward import launch
 
-    return launch.forward(problem, operands)
+    return launch.forward(problem, operands, into)
 
 
 def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
@@ -73,10 +69,10 @@ def backward(
     dlse: Tensor | None,
     add_to: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a problem; never of a partial one, so `add_to` is None."""
+    """Gradients of a problem."""
     from .backward import launch
 
-    return launch.backward(problem, operands, out, lse, dout, dlse)
+    return launch.backward(problem, operands, out, lse, dout, dlse, add_to)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

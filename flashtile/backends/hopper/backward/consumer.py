@@ -41,6 +41,7 @@ from ..shared.intrinsics import (
     rows_of_heads,
     shared_rows,
     show_written,
+    store_float32,
     sync_warps,
     wait_at_barrier,
     wait_cycles,
@@ -138,12 +139,12 @@ def consumer(
         if cfg.IS_PARTED:
             store_parts(ME, sums, outputs, work, sizes, at, cfg)
         else:
-            store_gradients(ME, sums, outputs, channels, work, score.scale, cfg)
+            store_gradients(ME, sums, outputs, channels, work, sizes, score.scale, cfg)
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
         store_parts(ME, no_sums(work.n, cfg), outputs, work, sizes, at, cfg)
-    elif cfg.HAS_BLOCK_MASK:  # no query sees the tile
-        store_gradients(ME, no_sums(work.n, cfg), outputs, channels, work, score.scale, cfg)
+    elif cfg.HAS_BLOCK_MASK or cfg.RUNS > 0:  # no query sees the tile
+        store_gradients(ME, no_sums(work.n, cfg), outputs, channels, work, sizes, score.scale, cfg)
         tma.store_wait(0)
 
 
@@ -328,7 +329,8 @@ def keys_of(ME: gl.constexpr, listed, work, mask, zero, cfg: gl.constexpr):
     number = work.n0 + zero + gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_M))
     number += ME * CONSUMER_ROWS
     shift = work.N - work.M
-    start, stop = seeing_rows(number, rows_to_mask(work.M, cfg), shift, mask, cfg)
+    rows = rows_to_mask(work.M, cfg)
+    start, stop = seeing_rows(number, work.b, rows, shift, mask, cfg)
     real = number < work.N
     bits = shift
     if cfg.HAS_BLOCK_MASK:
@@ -413,25 +415,28 @@ def store_parts(ME: gl.constexpr, sums, outputs, work, sizes, at, cfg: gl.conste
 
 
 @gluon.jit
-def store_gradients(ME: gl.constexpr, sums, outputs, channels, work, scale, cfg: gl.constexpr):
+def store_gradients(
+    ME: gl.constexpr, sums, outputs, channels, work, sizes, scale, cfg: gl.constexpr
+):  # fmt: skip
     """Store dK and dV of this consumer's keys."""
     # The other consumer's last products also read the slots of Q and dO, which are overwritten now.
     wait_at_barrier(FIRST_BARRIER, 256)
     dv, dk, plain = outputs.dv, outputs.dk, outputs.plain
-    store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
+    store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, sizes, cfg)
     if cfg.TAIL_D > 0:
-        store_gradient(ME, sums.dv_tail, True, channels.dout, dv, plain.dv, cfg.DV, work, cfg)
+        tail = sums.dv_tail
+        store_gradient(ME, tail, True, channels.dout, dv, plain.dv, cfg.DV, work, sizes, cfg)
     x = sums.dk * scale
-    store_gradient(ME, x, False, channels.q, dk, plain.dk, cfg.D, work, cfg)
+    store_gradient(ME, x, False, channels.q, dk, plain.dk, cfg.D, work, sizes, cfg)
     if cfg.TAIL_D > 0:
         x_tail = sums.dk_tail * scale
-        store_gradient(ME, x_tail, True, channels.q, dk, plain.dk, cfg.D, work, cfg)
+        store_gradient(ME, x_tail, True, channels.q, dk, plain.dk, cfg.D, work, sizes, cfg)
 
 
 @gluon.jit
 def store_gradient(
     ME: gl.constexpr, x, IS_TAIL: gl.constexpr, channel, described, ptr, DIM: gl.constexpr, work,
-    cfg: gl.constexpr,
+    sizes, cfg: gl.constexpr,
 ):  # fmt: skip
     """Store this consumer's half of dK or dV, or its tail, through the ring of `channel`: by TMA,
     which clips at the end of the tensor, or by the threads if another sequence may follow.
@@ -444,25 +449,30 @@ def store_gradient(
     shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, COLUMNS]
     tile = recast(slots, slots.dtype, shape, shared_rows(COLUMNS)).index(ME)
     row = work.n0 + ME * CONSUMER_ROWS
-    store_rows(x, tile, row, FIRST, desc, ptr, DIM, work, cfg)
+    store_rows(x, tile, row, FIRST, desc, ptr, DIM, work, sizes, cfg)
 
 
 @gluon.jit
 def store_rows(
-    x, tile, row, COLUMN: gl.constexpr, desc, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr
+    x, tile, row, COLUMN: gl.constexpr, desc, ptr, DIM: gl.constexpr, work, sizes,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """Store `x` (64, columns) at `row` and COLUMN of dK or dV, through `tile`."""
-    COLUMNS: gl.constexpr = x.shape[1]
-    rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
-    rows.store(x.to(tile.dtype))
-    if cfg.IS_PACKED:
-        LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
-        x = rows.load(LAYOUT)
-        offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-        dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        offsets = (work.start_k + offs).to(gl.int64) * desc.strides[1]
-        offsets = gl.multiple_of(offsets + work.kv_head.to(gl.int64) * desc.strides[2], [1, 8])
-        gl.store(ptr + offsets + dims, x, mask=(offs < work.N) & (dims < DIM))
+    """Store `x` (64, columns) at `row` and COLUMN of dK or dV; rounded values go through `tile`."""
+    start, N, head = work.start_k, work.N, work.kv_head
+    if cfg.IS_PARTIAL:
+        store_float32(x, ptr, row, COLUMN, DIM, start, N, head, sizes.heads)
     else:
-        fence_async_shared()
-        copy_to_global(desc, [work.b, row, work.kv_head, COLUMN], tile)
+        COLUMNS: gl.constexpr = x.shape[1]
+        rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
+        rows.store(x.to(tile.dtype))
+        if cfg.IS_PACKED:
+            LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
+            x = rows.load(LAYOUT)
+            offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+            dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+            offsets = (start + offs).to(gl.int64) * desc.strides[1]
+            offsets = gl.multiple_of(offsets + head.to(gl.int64) * desc.strides[2], [1, 8])
+            gl.store(ptr + offsets + dims, x, mask=(offs < N) & (dims < DIM))
+        else:
+            fence_async_shared()
+            copy_to_global(desc, [work.b, row, head, COLUMN], tile)

@@ -243,7 +243,7 @@ def backward_kernel(
     sizes = KeySizes(
         B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts
     )  # fmt: skip
-    mask = Mask(left, right, chunk, lists)
+    mask = Mask(left, right, chunk, lists, at.q_runs, at.k_runs)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)
     v, dout = Described(v_desc, v_tail_desc), Described(dout_desc, dout_tail_desc)

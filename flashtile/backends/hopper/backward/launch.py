@@ -17,7 +17,7 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import filled, uninitialised
 from ....gpu.relaunch import allocate_and_run_all, prepared_call
-from ....gpu.rows import at_boundary
+from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ... import Gradients
@@ -44,22 +44,30 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    add_to: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a problem."""
+    """Gradients of a problem; dq of a partial one is added to `add_to`."""
     if 0 in operands.q.shape:  # no queries
         dsink = None if operands.sink is None else torch.zeros_like(operands.sink)
-        dq, dk, dv = map(torch.zeros_like, operands[:3])
-        return Gradients(dq, dk, dv, None, dsink)
+        dtype = torch.float32 if problem.is_partial else None
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in operands[:3])
+        return Gradients(dq if add_to is None else add_to, dk, dv, None, dsink)
 
-    given = (*operands, out, lse, dout, dlse)
+    sums = add_to
+    if problem.is_partial and (add_to is None or not is_aligned(add_to)):
+        sums = torch.zeros(operands.q.shape, dtype=torch.float32, device=operands.q.device)
+    given = (*operands, out, lse, dout, dlse, sums)
     prepared = prepared_call(PASS, problem, given)
     if prepared is None:
-        made = run_backward(problem, operands, out, lse, dout, dlse)
+        made = run_backward(problem, operands, out, lse, dout, dlse, sums)
     else:
         made = prepared.run(given)
+    dq = made.dq if sums is None else sums
+    if add_to is not None and add_to is not sums:
+        dq = add_to.add_(dq)
     sink = operands.sink
     dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
-    return Gradients(made.dq, made.dk, made.dv, None, dsink)
+    return Gradients(dq, made.dk, made.dv, None, dsink)
 
 
 PASS = "hopper backward"
@@ -72,21 +80,24 @@ def run_backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    dq: Tensor | None,
 ) -> Buffers:
-    """The results of a call that was not prepared; `dout` is copied if TMA cannot read it."""
-
+    """The results of a call that was not prepared; `dout` is copied if TMA cannot read it. dq of a
+    partial problem is added to the tensor `dq`.
+    """
     config = config_of(problem, operands)
     lists = lists_of(problem, config, operands)
 
     def describe(given: Any, made: Any) -> list[Launch]:
-        tensors, (out, lse, dout, dlse, *listed) = given[:OPERANDS], given[OPERANDS:]
+        tensors, (out, lse, dout, dlse, dq, *listed) = given[:OPERANDS], given[OPERANDS:]
         own_lists = None if lists is None else lists.with_tensors(*listed)
+        results = Buffers(*made) if dq is None else Buffers(*made)._replace(dq=dq)
         return backward_launches(
-            problem, Operands(*tensors), out, lse, dout, dlse, Buffers(*made), own_lists
+            problem, Operands(*tensors), out, lse, dout, dlse, results, own_lists
         )
 
     listed = () if lists is None else lists.tensors
-    given = (*operands, out, lse, readable(dout), dlse, *listed)
+    given = (*operands, out, lse, readable(dout), dlse, dq, *listed)
     kind = config if lists is None else (config, lists.steps)
     allocator = partial(buffers, problem, operands)
     return allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: kind)
@@ -95,7 +106,7 @@ def run_backward(
 class Buffers(NamedTuple):
     """The tensors that the kernels of a backward write to."""
 
-    dq: Tensor
+    dq: Tensor  # of a partial problem, the caller's
     dk: Tensor
     dv: Tensor
     workspace: Tensor  # dq in float32
@@ -155,10 +166,11 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
         of_a_value = config.BLOCK_DV + config.TAIL_DV
         dk_parts = empty((sums, config.BLOCK_N * of_a_key), torch.float32)
         dv_parts = empty((sums, config.BLOCK_N * of_a_value), torch.float32)
+    dtype = torch.float32 if config.IS_PARTIAL else q.dtype
     new = (
-        empty(q.shape, q.dtype),
-        of_keys(k.shape, k.dtype),
-        of_keys(v.shape, v.dtype),
+        None if config.IS_PARTIAL else empty(q.shape, dtype),
+        of_keys(k.shape, dtype),
+        of_keys(v.shape, dtype),
         empty((lines, 256), torch.float32),
         lse_log2,
         minus_delta,
@@ -307,8 +319,10 @@ def key_launch(
 def descriptors(
     operands: Operands, dout: Tensor, made: Buffers, config: BackwardConfig
 ) -> dict[str, TensorDescriptor | None]:
-    """Descriptors for tiles of the first columns and for tails; None if there is no tail."""
-    found = {}
+    """Descriptors for tiles of the first columns and for tails; None if there is no tail, and for
+    dk and dv in float32, which TMA does not store.
+    """
+    found: dict[str, TensorDescriptor | None] = {}
     of_keys, of_values = (config.BLOCK_D, config.TAIL_D), (config.BLOCK_DV, config.TAIL_DV)
     for name, x, rows, (columns, tail) in (
         ("q", readable(operands.q), config.BLOCK_M, of_keys),
@@ -318,8 +332,9 @@ def descriptors(
         ("dk", readable(made.dk), CONSUMER_ROWS, of_keys),
         ("dv", readable(made.dv), CONSUMER_ROWS, of_values),
     ):
-        found[f"{name}_desc"] = descriptor(x, rows, columns)
-        found[f"{name}_tail_desc"] = descriptor(x, rows, tail) if tail else None
+        for part, size in (("desc", columns), ("tail_desc", tail)):
+            is_there = size and x.dtype == operands.q.dtype
+            found[f"{name}_{part}"] = descriptor(x, rows, size) if is_there else None
     return found
 
 

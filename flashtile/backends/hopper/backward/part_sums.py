@@ -103,13 +103,13 @@ def add_piece(
     if piece < PIECES:
         x = sum_of_parts(ptr + piece * PIECE, parts, PIECE, SIZE) * scale
         row += piece // ACROSS * 64
-        store_piece(x, base, start, row, count, row_stride, piece % ACROSS * 64, 64, DIM)
+        store_piece(x, base, start, row, count, row_stride, piece % ACROSS * 64, 64, DIM, False)
     elif TAIL_D > 0:
         TAIL: tl.constexpr = 64 * TAIL_D
         half = piece - PIECES
         tail = sum_of_parts(ptr + PIECES * PIECE + half * TAIL, parts, TAIL, SIZE) * scale
         row += half * 64
-        store_piece(tail, base, start, row, count, row_stride, BLOCK_D, TAIL_D, DIM)
+        store_piece(tail, base, start, row, count, row_stride, BLOCK_D, TAIL_D, DIM, False)
 
 
 @triton.jit

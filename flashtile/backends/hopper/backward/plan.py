@@ -79,6 +79,8 @@ class BackwardConfig:
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
     IS_PARTED: bool  # several programs share a tile of keys: see `parts.py`
     STAGGER: int  # cycles by which the second consumer starts later than the first
+    RUNS: int  # as in the forward
+    IS_PARTIAL: bool  # gradients are parts of sums: float32, and dQ is added to what is there
 
 
 @memoised(4096)
@@ -124,6 +126,8 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         IS_ORDERED=options.deterministic,
         IS_PARTED=is_parted,
         STAGGER=stagger(problem, columns),
+        RUNS=problem.runs,
+        IS_PARTIAL=problem.is_partial,
     )
 
 
@@ -216,11 +220,11 @@ def leaves_keys_unseen(problem: AttentionProblem) -> bool:
 
     Queries are aligned with the last keys: if there are at most as many keys as queries, each key
     has a query at its own position, which sees it under every mask rule. Under a block mask,
-    programs write zeros.
+    programs write zeros, and so they do for parts of sequences.
     """
     options = problem.options
     bounded = options.window_left is not None or options.attention_chunk > 0
-    bounded = bounded and problem.block_tile is None
+    bounded = bounded and problem.block_tile is None and not problem.runs
     return bounded and (problem.layout != "dense" or problem.N > problem.M)
 
 

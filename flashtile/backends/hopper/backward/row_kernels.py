@@ -61,9 +61,10 @@ def delta_kernel(
             _, seen = rows_of(listed, keys)
             seen = tl.where(rows > 0, seen, 0)  # no query sees the others: see `leaves_keys_unseen`
             width = heads // group
-            fill_spare_rows(
-                dq_ptr, 0.0, 1, 0, heads * cfg.D, listed, rows, part, parts, B, queries
-            )  # fmt: skip
+            if not cfg.IS_PARTIAL:  # else it is the caller's and added to
+                fill_spare_rows(
+                    dq_ptr, 0.0, 1, 0, heads * cfg.D, listed, rows, part, parts, B, queries
+                )  # fmt: skip
             fill_spare_rows(dk_ptr, 0.0, 1, 0, width * cfg.D, listed, seen, part, parts, B, keys)
             fill_spare_rows(dv_ptr, 0.0, 1, 0, width * cfg.DV, listed, seen, part, parts, B, keys)
     block = (h * blocks + first_block + m).to(tl.int64)
@@ -116,7 +117,9 @@ def round_kernel(
     workspace_ptr, dq_ptr, dq_batch, dq_row, dq_head, at, B, M, total_q, heads, blocks,
     scale, cfg: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * workspace; each program has one block of one head."""
+    """dq = scale * workspace, added to what is there if the problem is partial; each program has
+    one block of one head.
+    """
     wait_for_earlier_kernels()
     BLOCK: tl.constexpr = cfg.BLOCK_M
     PIECES: tl.constexpr = cfg.BLOCK_M * cfg.BLOCK_D // PIECE
@@ -130,20 +133,23 @@ def round_kernel(
             down, across = (piece % (BLOCK // 64)) * 64, (piece // (BLOCK // 64)) * 64
             row = m * BLOCK + down
             x = tl.load(pieces + piece * PIECE + tl.arange(0, PIECE)) * scale
-            store_piece(x, base, start, row, count, dq_row, across, 64, cfg.D)
+            store_piece(x, base, start, row, count, dq_row, across, 64, cfg.D, cfg.IS_PARTIAL)
         if cfg.TAIL_D > 0:
             TAIL: tl.constexpr = 64 * cfg.TAIL_D
             x = tl.load(pieces + PIECES * PIECE + tl.arange(0, TAIL)) * scale
             row = m * BLOCK
-            store_piece(x, base, start, row, count, dq_row, cfg.BLOCK_D, cfg.TAIL_D, cfg.D)
+            store_piece(
+                x, base, start, row, count, dq_row, cfg.BLOCK_D, cfg.TAIL_D, cfg.D, cfg.IS_PARTIAL
+            )  # fmt: skip
 
 
 @triton.jit
 def store_piece(
-    x, base, start, row, count, row_stride, column, COLUMNS: tl.constexpr, DIM: tl.constexpr
+    x, base, start, row, count, row_stride, column, COLUMNS: tl.constexpr, DIM: tl.constexpr,
+    IS_ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Round a piece (64, COLUMNS) and store it at `row` and `column` of a sequence, which has
-    `count` rows from `start` on and DIM columns.
+    """Round a piece (64, COLUMNS) and store it, or add it, at `row` and `column` of a sequence,
+    which has `count` rows from `start` on and DIM columns.
     """
     # Columns / 8, warp, row % 8, columns % 8 / 2, row / 8 % 2, columns % 2.
     x = tl.permute(tl.reshape(x, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
@@ -153,7 +159,10 @@ def store_piece(
     ptrs = base + (start + rows).to(tl.int64) * row_stride + dims
     if DIM % 8 == 0:
         ptrs = tl.multiple_of(ptrs, [1, 16])
-    tl.store(ptrs, x.to(base.dtype.element_ty), mask=(rows < count) & (dims < DIM))
+    inside = (rows < count) & (dims < DIM)
+    if IS_ADDED:
+        x += tl.load(ptrs, mask=inside, other=0.0)
+    tl.store(ptrs, x.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit

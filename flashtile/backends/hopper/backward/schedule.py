@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from ..shared.division import divide, reciprocal, restored, unspecialized
 from ..shared.intrinsics import aggregate, opaque_zero
+from ..shared.positions import key_positions, queries_before, queries_between
 from ..shared.schedule import floor_to, sequence, swizzled_order
 
 # Numbers of an entry of the list of a block mask: the block, its tile of bits, and the turn.
@@ -166,8 +167,8 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
         n, h = swizzled_order(number, n_tiles, sizes.heads, sizes.swizzle)
         n = gl.where(tile.n < 0, n_tiles, n)  # no tile, therefore no key
     n0 = n * cfg.BLOCK_N
-    _, _, _, before = blocks_seeing(n0 - cfg.BLOCK_N, M, N, mask, cfg)
-    begin, full_begin, full_end, end = blocks_seeing(n0, M, N, mask, cfg)
+    _, _, _, before = blocks_seeing(n0 - cfg.BLOCK_N, b, M, N, mask, cfg)
+    begin, full_begin, full_end, end = blocks_seeing(n0, b, M, N, mask, cfg)
     first_step, stop_step = steps_of(part, end - begin, sizes, cfg)
     if cfg.IS_PARTED:
         begin = gl.where(first_step < stop_step, begin, end)
@@ -297,18 +298,22 @@ def blocks_before(b, start_q, M, cu_seqlens, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def seeing_rows(key, rows, shift, mask, cfg: gl.constexpr):
-    """Rows [start, stop) of `rows` that see `key`: the inverse of `schedule.visible_keys`."""
+def seeing_rows(key, b, rows, shift, mask, cfg: gl.constexpr):
+    """Rows [start, stop) of the `rows` of sequence `b` that see `key`: the inverse of
+    `schedule.visible_keys`.
+    """
+    p = key_positions(key, b, mask, cfg)
     start = key * 0
     stop = start + rows
     if cfg.HAS_RIGHT:
-        start = gl.maximum(start, key - mask.right - shift)
+        start = gl.maximum(start, queries_before(p - mask.right, b, rows, shift, mask, cfg))
     if cfg.HAS_LEFT:
-        stop = gl.minimum(stop, key + mask.left + 1 - shift)
+        stop = gl.minimum(stop, queries_before(p + mask.left + 1, b, rows, shift, mask, cfg))
     if cfg.HAS_CHUNK:
-        chunk = floor_to(key, mask.chunk) - shift
-        start = gl.maximum(start, chunk)
-        stop = gl.minimum(stop, chunk + mask.chunk)
+        chunk = floor_to(p, mask.chunk)
+        first, last = queries_between(chunk, mask.chunk, b, rows, shift, mask, cfg)
+        start = gl.maximum(start, first)
+        stop = gl.minimum(stop, last)
     return start, stop
 
 
@@ -324,7 +329,7 @@ def rows_to_mask(M, cfg: gl.constexpr):
 
 
 @gluon.jit
-def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
+def blocks_seeing(n0, b, M, N, mask, cfg: gl.constexpr):
     """Blocks of queries [begin, end) that see a key of [n0, n0 + BLOCK_N), and the blocks
     [full_begin, full_end) among them that need no mask. All are equal if no query sees a key.
 
@@ -332,8 +337,9 @@ def blocks_seeing(n0, M, N, mask, cfg: gl.constexpr):
     """
     rows = rows_to_mask(M, cfg)
     shift = N - M
-    start, first_stop = seeing_rows(n0, rows, shift, mask, cfg)
-    last_start, stop = seeing_rows(gl.minimum(n0 + cfg.BLOCK_N, N) - 1, rows, shift, mask, cfg)
+    start, first_stop = seeing_rows(n0, b, rows, shift, mask, cfg)
+    last = gl.minimum(n0 + cfg.BLOCK_N, N) - 1
+    last_start, stop = seeing_rows(last, b, rows, shift, mask, cfg)
     seen = (n0 < N) & (start < stop)
     begin = gl.where(seen, start // cfg.BLOCK_M, 0)
     end = gl.where(seen, gl.cdiv(stop, cfg.BLOCK_M), 0)

@@ -138,14 +138,16 @@ def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.cons
             store_part(0, dv, tail, cfg.TAIL_DV, outputs.plain.dv, work, sizes, at, cfg)
         else:
             # The key consumer read dO for the last time before the last dS^T, which is full.
-            store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
+            store_sum(
+                dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, sizes, cfg
+            )
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
         dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
         store_part(0, dv, tail, cfg.TAIL_DV, outputs.plain.dv, work, sizes, at, cfg)
-    elif cfg.HAS_BLOCK_MASK:  # no query sees the tile
+    elif cfg.HAS_BLOCK_MASK or cfg.RUNS > 0:  # no query sees the tile
         dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
-        store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, cfg)
+        store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, sizes, cfg)
         tma.store_wait(0)
 
 
@@ -275,14 +277,14 @@ def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.conste
             if cfg.TAIL_D > 0:
                 tail = tail * score.scale
             # The value consumer read Q before the last P; a later S^T is not used.
-            store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
+            store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, sizes, cfg)
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:
         dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
         store_part(0, dk, tail, cfg.TAIL_D, outputs.plain.dk, work, sizes, at, cfg)
-    elif cfg.HAS_BLOCK_MASK:
+    elif cfg.HAS_BLOCK_MASK or cfg.RUNS > 0:
         dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
-        store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, cfg)
+        store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, sizes, cfg)
         tma.store_wait(0)
 
 
@@ -455,10 +457,12 @@ def clear_rows(ME: gl.constexpr, channel, i, count, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_sum(x, tail, channel, described, ptr, DIM: gl.constexpr, work, cfg: gl.constexpr):
+def store_sum(
+    x, tail, channel, described, ptr, DIM: gl.constexpr, work, sizes, cfg: gl.constexpr
+):  # fmt: skip
     """Store dK or dV through the first slot of `channel`."""
     row = work.n0
-    store_rows(x, channel.tiles.index(0), row, 0, described.tiles, ptr, DIM, work, cfg)
+    store_rows(x, channel.tiles.index(0), row, 0, described.tiles, ptr, DIM, work, sizes, cfg)
     if channel.TAIL > 0:
         slot = channel.tails.index(0)
-        store_rows(tail, slot, row, x.shape[1], described.tails, ptr, DIM, work, cfg)
+        store_rows(tail, slot, row, x.shape[1], described.tails, ptr, DIM, work, sizes, cfg)

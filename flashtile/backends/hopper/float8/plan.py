@@ -8,7 +8,7 @@ import torch
 
 from ....lru import memoised
 from ....problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, AttentionProblem, dtype_name
-from ...reasons import head_dim_step_reasons
+from ...reasons import head_dim_step_reasons, shard_reasons
 from ..forward.plan import CONSUMER_ROWS, KernelConfig, Tile, plan, unsupported_reasons
 
 DTYPE = torch.float8_e4m3fn
@@ -47,6 +47,7 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
         name = dtype_name(problem.dtype)
         reasons.append(f"dtype {name} (the float8 kernel: {dtype_name(DTYPE)})")
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP, "float8: ")
+    reasons += shard_reasons(problem)
     not_here = {
         "ALiBi": problem.has_alibi,
         "sink": problem.has_sink,

@@ -25,6 +25,7 @@ from ..shared.intrinsics import (
     rows_of_heads,
     show_written,
 )
+from ..shared.positions import query_positions
 from ..shared.schedule import (
     blocks_after,
     blocks_before,
@@ -136,10 +137,13 @@ def attend_tiles(
         i = pass_blocks(ME, done.i + 1, blocks_after(done.block, work, cfg), channels, cfg)
         tma.store_wait(0)
         scale = math.output_scale(scale, done, cfg)
-        store_output(ME, rescaled(o, scale), channels.o, 0, output, work, cfg.BLOCK_DV, cfg)
+        o = rescaled(o, scale)
+        store_output(ME, o, channels.o, 0, output, work, sizes, cfg.BLOCK_DV, cfg)
         if cfg.TAIL_DV > 0:
             o_tail = rescaled(o_tail, scale)
-            store_output(ME, o_tail, channels.o_tail, cfg.BLOCK_DV, output, work, cfg.TAIL_DV, cfg)
+            store_output(
+                ME, o_tail, channels.o_tail, cfg.BLOCK_DV, output, work, sizes, cfg.TAIL_DV, cfg
+            )
         if cfg.IS_Q_REUSED:
             tma.store_wait(0)
             channels.q.release(count * cfg.CONSUMERS + ME)
@@ -235,7 +239,8 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
     number = work.m0 + ME * CONSUMER_ROWS
     number += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     shift = work.N - work.M
-    start, stop = visible_keys(number + shift, work.N, mask, cfg)
+    p = query_positions(number, number + shift, work.b, mask, cfg)
+    start, stop = visible_keys(p, work.b, work.N, mask, cfg)
     entries, bits = shift, shift
     if cfg.HAS_BLOCK_MASK:
         index = list_of(work.b, work.h, work.m0, sizes, mask, cfg)

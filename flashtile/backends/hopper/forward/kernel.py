@@ -203,7 +203,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Output and log-sum-exp of every tile."""
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
-    mask = Mask(left, right, chunk, blocks)
+    mask = Mask(left, right, chunk, blocks, at.q_runs, at.k_runs)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k, v = (
         Described(q_desc, q_tail_desc),

@@ -13,10 +13,10 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import uninitialised
 from ....gpu.relaunch import allocate_and_run_all, prepared_call
-from ....gpu.rows import at_boundary
+from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
-from ... import Run, Tensors
+from ... import Results, Run, Tensors
 from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
 from ..shared.packing_order import most_tiles
@@ -27,9 +27,17 @@ from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 from .tile_list import tile_list_kernel
 
 
-def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a 16-bit problem."""
-    return run_forward(problem, operands, plan(problem), forward_launch)
+def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
+    """(out, lse) of a 16-bit problem, written to the tensors `into` if given: by the kernel, or
+    copied where it cannot write to them.
+    """
+    config = plan(problem)
+    in_place = into is not None and is_aligned(into[0]) and into[1].is_contiguous()
+    if into is None or (in_place and config.IS_RAGGED and not config.IS_PARTIAL):
+        return run_forward(problem, operands, config, forward_launch, into)
+    for target, x in zip(into, forward(problem, operands), strict=True):
+        target.copy_(x)
+    return into
 
 
 def run_forward(
@@ -37,32 +45,42 @@ def run_forward(
     operands: Operands,
     config: KernelConfig,
     launch_of: Callable[..., Launch],
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) from the launch that `launch_of` describes, which is like `forward_launch`."""
+    into: Results | None = None,
+) -> Results:
+    """(out, lse) from the launch that `launch_of` describes, which is like `forward_launch`; in the
+    tensors `into` if given, in which the rows of no sequence keep what they hold.
+    """
     if 0 in operands.q.shape:
         with torch.cuda.device_of(operands.q):
-            return outputs(operands, config)()
+            return into or outputs(operands, config)()
 
     lists = lists_of(problem, config, operands)
 
     def allocator() -> Callable[[], Any]:
-        new_outputs, device = outputs(operands, config), operands.q.device
+        new_outputs = outputs(operands, config) if into is None else tuple
+        device = operands.q.device
         new_list = tile_list(problem, config, operands)
         return lambda: (*new_outputs(), tile_counter(device), new_list())
 
     def describe(given: Any, made: Any) -> list[Launch]:
-        tensors, listed = given[:OPERANDS], given[OPERANDS:]
-        out, lse, counter, tiles = made
+        tensors, more = given[:OPERANDS], given[OPERANDS:]
+        *new, counter, tiles = made
+        out, lse = new if into is None else more
         of_call, programs = Operands(*tensors), multiprocessors(out.device)
         launch = launch_of(problem, config, of_call, out, lse, programs, counter, tiles)
         if lists is not None:
-            launch.arguments["blocks"] = lists.with_tensors(*listed)
-        return with_list(problem, config, launch)
+            launch.arguments["blocks"] = lists.with_tensors(*more)
+        return with_list(problem, config, launch, fills=into is None)
 
-    given = operands if lists is None else (*operands, *lists.tensors)
+    name = PASS if into is None else f"{PASS} into given tensors"
+    given: Tensors = operands
+    if lists is not None:
+        given = (*operands, *lists.tensors)
+    elif into is not None:  # packed sequences have no lists
+        given = (*operands, *into)
     kind = config if lists is None else (config, lists.steps)
-    out, lse, *_ = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: kind)
-    return out, lse
+    made = allocate_and_run_all(name, problem, given, allocator, describe, lambda: kind)
+    return into or (made[0], made[1])
 
 
 PASS = "hopper forward"
@@ -94,7 +112,8 @@ def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
 def outputs(operands: Operands, config: KernelConfig) -> Callable[[], tuple[Tensor, Tensor]]:
     """A function that allocates (out, lse)."""
     q = operands.q
-    out = uninitialised((*q.shape[:-1], config.DV), output_dtype(q.dtype), q.device)
+    dtype = torch.float32 if config.IS_PARTIAL else output_dtype(q.dtype)
+    out = uninitialised((*q.shape[:-1], config.DV), dtype, q.device)
     lse = uninitialised(lse_shape(operands), torch.float32, q.device)
     return lambda: (out(), lse())
 
@@ -113,7 +132,7 @@ def forward_launch(
     q, k, v = (readable(x) for x in operands[:3])
     slopes = operands.alibi_slopes
     arguments = {
-        **descriptors(q, k, v, readable(out), config),
+        **descriptors(q, k, v, None if config.IS_PARTIAL else readable(out), config),
         **common_arguments(problem, config, operands, out, lse, counter, tiles),
         "pointers": Pointers(at_boundary(slopes), at_boundary(operands.sink)),
         "blocks": None,
@@ -175,15 +194,18 @@ def tile_list(
     return uninitialised(shape, torch.int32, operands.q.device)
 
 
-def with_list(problem: AttentionProblem, config: KernelConfig, launch: Launch) -> list[Launch]:
+def with_list(
+    problem: AttentionProblem, config: KernelConfig, launch: Launch, fills: bool = True
+) -> list[Launch]:
     """A launch of the forward, after the one that lists its tiles if sequences can be shorter than
-    the tensors.
+    the tensors; this one also `fills` the rows of no sequence.
     """
     if not config.IS_RAGGED:
         return [launch]
     names = ("out_ptr", "lse_ptr", "at", "B", "M", "N", "total_q", "total_k", "heads")
     arguments = {
         **{name: launch.arguments[name] for name in names},
+        **({} if fills else {"out_ptr": None, "lse_ptr": None}),
         "entries": launch.arguments["tiles"] // problem.Hq,
         "together": max(swizzle_of(problem) // problem.Hq, 1),
         "BLOCK_M": config.BLOCK_M,
@@ -194,12 +216,14 @@ def with_list(problem: AttentionProblem, config: KernelConfig, launch: Launch) -
 
 
 def descriptors(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: KernelConfig
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, config: KernelConfig
 ) -> dict[str, TensorDescriptor | None]:
-    """Descriptors for tiles of the first columns and for tails; None if there is no tail."""
+    """Descriptors for tiles of the first columns and for tails; None if there is no tail, and for
+    an output in float32, which TMA does not store.
+    """
     of_keys = {"desc": config.BLOCK_D, "tail_desc": config.TAIL_D}
     of_values = {"desc": config.BLOCK_DV, "tail_desc": config.TAIL_DV}
-    found = {}
+    found: dict[str, TensorDescriptor | None] = {}
     for part in ("desc", "tail_desc"):
         for name, x, rows, columns in (
             ("q", q, CONSUMER_ROWS, of_keys[part]),
@@ -207,5 +231,7 @@ def descriptors(
             ("v", v, config.BLOCK_N, of_values[part]),
             ("o", out, CONSUMER_ROWS, of_values[part]),
         ):
-            found[f"{name}_{part}"] = descriptor(x, rows, columns) if columns else None
+            found[f"{name}_{part}"] = (
+                descriptor(x, rows, columns) if x is not None and columns else None
+            )
     return found

@@ -21,7 +21,6 @@ from ...reasons import (
     head_dim_reasons,
     head_dim_step_reasons,
     score_mod_reasons,
-    shard_reasons,
     spans_reasons,
 )
 
@@ -32,6 +31,9 @@ OLDEST_TRITON = (3, 6)
 
 # TMA needs rows that start at multiples of 16 bytes.
 HEAD_DIM_STEP = 8
+
+# Of positions; a tile reads those of its sequence one after the other.
+MAX_RUNS = 16
 
 # With fewer queries, most of a tile would be empty.
 FEWEST_QUERIES = 65
@@ -193,6 +195,8 @@ class KernelConfig:
     IS_PACKED: bool
     IS_RAGGED: bool  # sequences can be shorter than the tensors
     IS_ASCENDING: bool  # the KV loop visits the first block of keys first, not the last one
+    RUNS: int  # of positions of each sequence, see `positions.py`; 0: tensors hold whole sequences
+    IS_PARTIAL: bool  # the output is a part of a sum and stays float32
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -201,7 +205,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += dtype_reasons(problem, DTYPES)
     reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
-    reasons += shard_reasons(problem)
+    reasons += _part_reasons(problem)
     reasons += spans_reasons(problem)
     reasons += score_mod_reasons(problem)
     reasons += distance_reasons(problem)
@@ -242,6 +246,20 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         and problem.needs_grad,
     }
     return [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
+
+
+def _part_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the kernels cannot run a call on parts of sequences, or on a part of the keys."""
+    if not problem.runs and not problem.is_partial:
+        return []
+    reasons = []
+    if problem.runs > MAX_RUNS:
+        reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
+    if problem.runs and problem.has_alibi:
+        reasons.append("ALiBi on parts of sequences (not on this backend)")
+    if problem.layout != "packed":
+        reasons.append("parts of sequences in a dense batch (on this backend: packed)")
+    return reasons
 
 
 def _block_mask_reasons(problem: AttentionProblem) -> list[str]:
@@ -299,6 +317,8 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         IS_PACKED=packed,
         IS_RAGGED=packed or problem.has_lengths,
         IS_ASCENDING=tile.ascends,
+        RUNS=problem.runs,
+        IS_PARTIAL=problem.is_partial,
     )
 
 

@@ -13,6 +13,7 @@ from ..shared.intrinsics import (
     log2,
     row_values,
     rows_of_heads,
+    store_float32,
 )
 from ..shared.softmax import LN2, LOG2E, pivot_of, whole_row_sum
 
@@ -61,6 +62,20 @@ def store_lse(ME: gl.constexpr, lse, output, work, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def store_output(
+    ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, sizes, COLUMNS: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Store the output's columns from COLUMN, rounded or, of a partial problem, in float32."""
+    if cfg.IS_PARTIAL:
+        row = work.m0 + ME * CONSUMER_ROWS
+        start, M, heads = work.start_q, work.M, sizes.heads
+        store_float32(o, output.ptr, row, COLUMN, cfg.DV, start, M, work.h, heads)
+    else:
+        store_rounded(ME, o, tiles, COLUMN, output, work, COLUMNS, cfg)
+
+
+@gluon.jit
+def store_rounded(
     ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, COLUMNS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip

@@ -19,7 +19,7 @@ def tile_list_kernel(
     BLOCK_M: tl.constexpr, DV: tl.constexpr, IS_PACKED: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of a sequence, and fill the rows after it: out (rows, heads, DV) with zeros,
-    the log-sum-exp with -inf.
+    the log-sum-exp with -inf; unless they are None, because the caller has filled them.
     """
     let_next_kernel_start()
     b, part = tl.program_id(0), tl.program_id(1)
@@ -34,5 +34,6 @@ def tile_list_kernel(
         rows = M
         out_ptr += b.to(tl.int64) * M * heads * DV
         lse_ptr += b.to(tl.int64) * M * heads
-    fill_spare_rows(out_ptr, 0.0, 1, 0, heads * DV, b, count, part, parts, B, queries)
-    fill_spare_rows(lse_ptr, -float("inf"), heads, rows, 1, b, count, part, parts, B, queries)
+    if out_ptr is not None:
+        fill_spare_rows(out_ptr, 0.0, 1, 0, heads * DV, b, count, part, parts, B, queries)
+        fill_spare_rows(lse_ptr, -float("inf"), heads, rows, 1, b, count, part, parts, B, queries)

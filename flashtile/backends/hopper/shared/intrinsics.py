@@ -292,3 +292,25 @@ def opaque_zeros(COLUMNS: gl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+# Results that are parts of sums
+
+
+@gluon.jit
+def store_float32(
+    x, ptr, row, COLUMN: gl.constexpr, DIM: gl.constexpr, start, count, head, heads
+):  # fmt: skip
+    """Store `x` (64, columns), an accumulator, at `row` and COLUMN of a sequence of contiguous
+    float32 (rows, heads, DIM), which has `count` rows from `start` on.
+
+    It does not go through the tiles in shared memory, whose elements have 16 bits. Four threads
+    write eight neighbours of a row, the 32 bytes of a sector.
+    """
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    dims = COLUMN + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    first = ((start + rows).to(gl.int64) * heads + head) * DIM
+    if DIM % 8 == 0:
+        first = gl.multiple_of(first, [1, 8])
+    gl.store(ptr + first + dims, x, mask=(rows < count) & (dims < DIM))

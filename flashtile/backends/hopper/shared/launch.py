@@ -42,9 +42,9 @@ _layout = memoised(128)(shared_rows)  # a layout takes longer to build than the 
 
 
 def sequences_of(operands: Operands) -> Sequences:
-    """The lengths of a call that are tensors."""
+    """The lengths and positions of a call that are tensors."""
     lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
-    return Sequences(*map(at_boundary, lengths))
+    return Sequences(*map(at_boundary, (*lengths, operands.q_runs, operands.k_runs)))
 
 
 _counters: Memo[tuple[int, int], Tensor] = Memo(256)

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from .channels import number_of, put
 from .intrinsics import aggregate
+from .positions import keys_before, query_positions
 
 WORK_NUMBERS = gl.constexpr(9)  # fields of `Work`
 
@@ -31,6 +32,8 @@ class Sequences(NamedTuple):
     cu_seqlens_k: Tensor | None
     seqused_q: Tensor | None
     seqused_k: Tensor | None
+    q_runs: Tensor | None = None  # (B, cfg.RUNS, 2), see `positions.py`
+    k_runs: Tensor | None = None
     tiles: Tensor | None = None  # the list of `packing_order` with cfg.IS_RAGGED, in the forward
 
 
@@ -49,12 +52,16 @@ class Sizes(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The numbers of the mask rules, which flags of the plan select, and the block mask."""
+    """The numbers of the mask rules, which flags of the plan select, the block mask, and where rows
+    stand.
+    """
 
     left: Any
     right: Any
     chunk: Any
     blocks: Any = None  # the lists of a block mask: `block_lists.BlockLists`
+    q_runs: Any = None
+    k_runs: Any = None
 
 
 @aggregate
@@ -122,18 +129,20 @@ def floor_to(x, size):
 
 
 @gluon.jit
-def visible_keys(p, N, mask, cfg: gl.constexpr):
-    """Keys [start, stop) that a query at position `p` sees: `masks.Visibility.key_range`."""
+def visible_keys(p, b, N, mask, cfg: gl.constexpr):
+    """Keys [start, stop) of the N keys of sequence `b` that a query at position `p` sees:
+    `masks.Visibility.key_range`.
+    """
     start = p * 0
     stop = start + N
     if cfg.HAS_LEFT:
-        start = gl.maximum(start, p - mask.left)
+        start = gl.maximum(start, keys_before(p - mask.left, b, N, mask, cfg))
     if cfg.HAS_RIGHT:
-        stop = gl.minimum(stop, p + mask.right + 1)
+        stop = gl.minimum(stop, keys_before(p + mask.right + 1, b, N, mask, cfg))
     if cfg.HAS_CHUNK:
         chunk = floor_to(p, mask.chunk)
-        start = gl.maximum(start, chunk)
-        stop = gl.minimum(stop, chunk + mask.chunk)
+        start = gl.maximum(start, keys_before(chunk, b, N, mask, cfg))
+        stop = gl.minimum(stop, keys_before(chunk + mask.chunk, b, N, mask, cfg))
     return start, stop
 
 
@@ -171,7 +180,7 @@ def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
         begin = m * 0
         end = gl.load(mask.blocks.counts + 2 * list_of(b, h, m0, sizes, mask, cfg) + 1)
     else:
-        begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, M, N, mask, cfg)
+        begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, b, M, N, mask, cfg)
     end = gl.where(exists, end, begin)
     return Work(b, h, m0, start_q, M, N, begin, end, start_k)
 
@@ -227,10 +236,12 @@ def read_work(queue, i, sizes, WARPS: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of(first, last, M, N, mask, cfg: gl.constexpr):
+def blocks_of(first, last, b, M, N, mask, cfg: gl.constexpr):
     """Blocks of keys [begin, end) that some row of [first, last] sees; the first block if none."""
-    start, _ = visible_keys(first + N - M, N, mask, cfg)
-    _, stop = visible_keys(last + N - M, N, mask, cfg)
+    p = query_positions(first, first + N - M, b, mask, cfg)
+    start, _ = visible_keys(p, b, N, mask, cfg)
+    p = query_positions(last, last + N - M, b, mask, cfg)
+    _, stop = visible_keys(p, b, N, mask, cfg)
     seen = (first <= last) & (start < stop)
     begin = gl.where(seen, start // cfg.BLOCK_N, 0)
     end = gl.where(seen, gl.cdiv(stop, cfg.BLOCK_N), 1)
@@ -244,7 +255,7 @@ def own_blocks(first, last, work, mask, cfg: gl.constexpr):
     """
     begin, end = work.begin, work.end
     if not cfg.HAS_BLOCK_MASK:
-        begin, end = blocks_of(first, last, work.M, work.N, mask, cfg)
+        begin, end = blocks_of(first, last, work.b, work.M, work.N, mask, cfg)
         begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
         end = gl.minimum(gl.maximum(end, begin + 1), work.end)
     return begin, end
@@ -258,8 +269,10 @@ def full_blocks(first, last, begin, end, work, sizes, mask, cfg: gl.constexpr):
         full_begin, full_end = begin, gl.load(mask.blocks.counts + 2 * number)
     else:
         shift = work.N - work.M
-        _, stop = visible_keys(first + shift, work.N, mask, cfg)
-        start, _ = visible_keys(last + shift, work.N, mask, cfg)
+        p = query_positions(first, first + shift, work.b, mask, cfg)
+        _, stop = visible_keys(p, work.b, work.N, mask, cfg)
+        p = query_positions(last, last + shift, work.b, mask, cfg)
+        start, _ = visible_keys(p, work.b, work.N, mask, cfg)
         full_end = gl.minimum(gl.maximum(stop // cfg.BLOCK_N, begin), end)
         full_begin = gl.minimum(gl.maximum(gl.cdiv(start, cfg.BLOCK_N), begin), full_end)
     return full_begin, full_end
