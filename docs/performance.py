@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
+import mask_results
 from generated import markdown_table, update
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -330,6 +331,7 @@ def main() -> int:
                     (512, 2048, 8192),
                     "forward and backward against length, in float32 and float16",
                 ),
+                **mask_results.blocks(),
                 "cpu": cpu_table(),
             },
             REPOSITORY / "docs" / "which-attention.md": {"choices": choices_table()},

@@ -1,0 +1,126 @@
+"""The tables of masks and score functions on performance.md, from benchmarks/results/h200/masks.
+
+masks.csv         python -m benchmarks --preset gpu-masks
+cascade.csv       python -m benchmarks --preset gpu-cascade
+first-call.csv    python -m benchmarks.first_call --cases masks
+block-masks.csv   python -m benchmarks.block_masks
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from generated import markdown_table
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200" / "masks"
+WAYS = {
+    "flashtile": "as options",
+    "flashtile-function": "as functions",
+    "flashtile-spans": "as spans",
+}
+
+Row = dict[str, str]
+
+
+def blocks() -> dict[str, str]:
+    """The tables by the name of their block, or how to measure what is missing."""
+    return {
+        "masks forward": speeds("forward"),
+        "masks backward": speeds("backward"),
+        "first call": first_calls(),
+        "block masks": block_masks(),
+        "cascade": cascade(),
+    }
+
+
+def read(name: str) -> list[Row]:
+    """The lines of a file; none before it was measured."""
+    path = FOLDER / f"{name}.csv"
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def missing(command: str) -> str:
+    return f"Not measured yet: `python -m {command}`."
+
+
+def speeds(direction: str) -> str:
+    """Milliseconds of a pass, and in brackets how many times as fast as FlexAttention."""
+    cases: dict[tuple[str, str], dict[str, float]] = {}
+    for row in read("masks"):
+        if row["pass"] == direction and row["median_ms"]:
+            case = cases.setdefault((row["head_dim"], row["variant"]), {})
+            case[row["provider"]] = float(row["median_ms"])
+    if not cases:
+        return missing("benchmarks --preset gpu-masks")
+    lines = []
+    for (head_dim, variant), times in cases.items():
+        flex = times.get("flex")
+        cells = [_time(times.get(way), flex) for way in WAYS]
+        lines.append([f"{head_dim}, {variant}", *cells, "–" if flex is None else f"{flex:.2f}"])
+    return markdown_table(["head dim, mask", *WAYS.values(), "FlexAttention"], lines)
+
+
+def _time(mine: float | None, flex: float | None) -> str:
+    if mine is None:
+        return "–"
+    return f"{mine:.2f}" if flex is None else f"{mine:.2f} ({flex / mine:.2f}×)"
+
+
+def first_calls() -> str:
+    """Seconds of the first call, with an empty disk cache and with the kernels on disk."""
+    seconds = {(row["case"], row["cache"]): float(row["first_call"]) for row in read("first-call")}
+    names = [name for name, cache in seconds if cache == "cold" and not name.startswith("flex-")]
+    lines = []
+    for name in names:
+        if (f"flex-{name}", "cold") not in seconds:
+            continue
+        cells = [name.removesuffix("-128").replace("-", " ")]
+        for cache in ("cold", "warm"):
+            mine, flex = seconds.get((name, cache)), seconds.get((f"flex-{name}", cache))
+            both = mine is not None and flex is not None
+            cells += [f"{mine:.2f}", f"{flex:.2f}"] if both else ["–", "–"]
+        lines.append(cells)
+    if not lines:
+        return missing("benchmarks.first_call --cases masks")
+    names = [f"{who}, {what}" for what in ("compiled", "on disk") for who in ("ours", "Flex")]
+    return markdown_table(["first call", *names], lines)
+
+
+def block_masks() -> str:
+    """Milliseconds of making a block mask from a function."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in read("block-masks"):
+        cases.setdefault(row["mask"], {})[row["maker"]] = row
+    if not cases:
+        return missing("benchmarks.block_masks")
+    makers = ("flashtile", "flex", "flex, compiled")
+    lines = [
+        [mask, *(f"{float(found[x]['median_ms']):,.3g}" if x in found else "–" for x in makers)]
+        for mask, found in cases.items()
+    ]
+    header = ["mask", "flashtile", "FlexAttention", "FlexAttention, compiled"]
+    return markdown_table(header, lines)
+
+
+def cascade() -> str:
+    """Microseconds of a decoding step."""
+    cases: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in read("cascade"):
+        if row["median_ms"]:
+            case = cases.setdefault((row["variant"], row["heads_q"], row["heads_kv"]), {})
+            case[row["provider"]] = 1e3 * float(row["median_ms"])
+    if not cases:
+        return missing("benchmarks --preset gpu-cascade")
+    lines = []
+    for (variant, heads_q, heads_kv), times in cases.items():
+        kind = variant.removeprefix("shared prefix").removeprefix(", ") or "plain cache"
+        shared, plain = times.get("flashtile"), times.get("flashtile-unshared")
+        cells = ["–" if x is None else f"{x:.0f}" for x in (shared, plain, times.get("fa3"))]
+        ratio = "–" if shared is None or plain is None else f"{plain / shared:.2f}×"
+        lines.append([f"{kind}, heads {heads_q}:{heads_kv}", *cells, ratio])
+    header = ["cache", "prefix read once", "without", "FlashAttention-3", "gain"]
+    return markdown_table(header, lines)
