@@ -33,6 +33,7 @@ from flashtile.testing import (
 from .devices import device_of
 
 DIFFERENTIABLE = ("q", "k", "v", "qv", "bias", "sink", "relative_bias")
+CAPTURED = "captured "  # and a number: the name of a leaf that a score function captures
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,17 @@ class Masked:
 
     block_mask: BlockMask
     dense: Tensor
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A score function that captures a leaf, and the option that is the same leaf for the
+    reference, which knows the errors of its gradient."""
+
+    function: ScoreFunction  # of the leaf, the constants and a score with its indices
+    option: str
+    leaf: Tensor
+    constants: tuple[Tensor, ...] = ()
 
 
 def whole_tiles(g: torch.Generator, s: Sizes, heads: bool) -> Masked:
@@ -226,8 +238,15 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
         return name in DIFFERENTIABLE or getattr(options[name], "requires_grad", False)
 
     leaves = {n: x for n, x in options.items() if is_leaf(n)}
+    function = options.get("score_mod")
+    if isinstance(function, Twin):
+        leaves[function.option] = function.leaf
+    elif isinstance(function, partial) and any(x.requires_grad for x in function.args):
+        leaves |= {f"{CAPTURED}{n}": x for n, x in enumerate(function.args)}
     plain = {n: x for n, x in options.items() if not is_leaf(n)}
     reference = {n: x for n, x in plain.items() if n != "deterministic"}
+    if isinstance(function, Twin):
+        del reference["score_mod"]
     if isinstance(plain.get("block_mask"), Masked):
         masked = plain["block_mask"]
         plain, reference = (
@@ -235,6 +254,16 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
             reference | {"block_mask": masked.dense},
         )
     return plain, reference, leaves
+
+
+def arguments(leaves: Leaves, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name; its score function captures the leaves made for that."""
+    given, function = leaves | options, options.get("score_mod")
+    if isinstance(function, Twin):
+        captured = (given.pop(function.option), *function.constants)
+        return given | {"score_mod": partial(function.function, *captured)}
+    captured = tuple(given.pop(name) for name in leaves if name.startswith(CAPTURED))
+    return given | ({"score_mod": partial(function.func, *captured)} if captured else {})
 
 
 def dropout_keep(seed: int, dropout_p: float, s: Sizes, backend: str | None) -> Tensor | None:
@@ -286,8 +315,8 @@ def check_dense(
     options, for_reference, extra = split_options(resolve(names, g, s, dtype))
     keep = dropout_keep(seed, options.get("dropout_p", 0.0), s, backend)
     compare(
-        lambda x: flashtile.attention(**x, **options, return_lse=True, backend=backend),
-        lambda x, **how: attention_reference(**x, **for_reference, keep=keep, **how),
+        lambda x: flashtile.attention(**arguments(x, options), return_lse=True, backend=backend),
+        lambda x, **how: attention_reference(**arguments(x, for_reference), keep=keep, **how),
         leaves | extra,
         seed=seed,
         **how,
@@ -342,10 +371,10 @@ def check_varlen(
     }
     compare(
         lambda x: flashtile.attention_varlen(
-            **x, **packing, **options, return_lse=True, backend=backend
+            **arguments(x, options), **packing, return_lse=True, backend=backend
         ),
         lambda x, **how: attention_varlen_reference(
-            **x, **packing, **for_reference, keep=keep, **how
+            **arguments(x, for_reference), **packing, keep=keep, **how
         ),
         leaves | extra,
         seed=seed,
