@@ -20,6 +20,7 @@ import notebooks
 import plan_figures
 import snippets
 import span_figures
+import timeline_figures
 import traces
 
 import flashtile
@@ -117,5 +118,6 @@ def setup(app: Sphinx) -> None:
     figures.draw_all(DOCS / "figures")
     for page in (span_figures, gpu_figures, context_figures, plan_figures, gallery):
         figures.draw_all(DOCS / "figures", page.FIGURES)
+    timeline_figures.write_all(DOCS / "figures")
     notebooks.write_all(DOCS / "examples")
     traces.write_all(DOCS / "traces")

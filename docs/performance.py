@@ -1,4 +1,4 @@
-"""Writes the tables of performance.md and of README.md from the committed measurements.
+"""Writes the tables of performance.md, README.md and other pages from the committed measurements.
 
 ``python docs/performance.py`` rewrites them; with ``--check`` it only says whether they are
 current. Every number comes from a CSV file in benchmarks/results.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
+import lesson_tables
 import mask_results
 from generated import markdown_table, update
 
@@ -335,6 +336,10 @@ def main() -> int:
                 "cpu": cpu_table(),
             },
             REPOSITORY / "docs" / "which-attention.md": {"choices": choices_table()},
+            REPOSITORY / "docs" / "learn" / "hopper.md": {
+                "lesson timeline": lesson_tables.timeline(),
+                "lesson ablation": lesson_tables.ablation(),
+            },
         }
     )
 

@@ -3,6 +3,7 @@ and what becomes of a trace."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from itertools import count
 from pathlib import Path
@@ -164,6 +165,16 @@ def test_stages_are_differences_of_events():
     found = stages(cycles)
     assert list(found) == [*CONSUMER_EVENTS[1:], "step"]
     assert list(found.values()) == [5, 10, 30, 100, 500, 55, 755]
+
+
+def test_the_page_names_every_schedule_and_event(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs"))
+    tables, drawing = map(importlib.import_module, ("lesson_tables", "timeline_figures"))
+    assert list(tables.LINES) == [*SCHEDULES, "flashtile", "cuDNN"]
+    assert set(tables.PAPER) | set(drawing.SHOWN) <= set(SCHEDULES)
+    assert tuple(drawing.PRODUCER) == PRODUCER_EVENTS[1:]
+    assert tuple(drawing.CONSUMER) == CONSUMER_EVENTS[1:]
 
 
 def test_what_it_refuses():
