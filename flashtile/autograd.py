@@ -98,7 +98,7 @@ def attend(
         return torch.ops.flashtile.attention_forward(*operands, *options)
     # Nobody would see the ops, which cost as much time as all that is above.
     if problem.needs_grad:
-        return DirectAttention.apply(problem, forward, operands, *operands[:DIFFERENTIABLE])
+        return _apply_directly(problem, forward, operands, *_differentiable(operands))
     return _run_forward(problem, operands, forward)
 
 
@@ -164,13 +164,17 @@ def _run_forward(
 
 def _run_backward(
     problem: AttentionProblem,
-    operands: Operands,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
+    tensors: backends.Tensors,
+    prepared: backends.PreparedBackward | None = None,
 ) -> backends.Gradients:
-    with autocast_off(operands.q):
+    """The gradients; `tensors` are the operands, out, lse, dout and dlse."""
+    q, *_, out, lse, dout, dlse = tensors
+    assert q is not None and out is not None and lse is not None and dout is not None
+    with autocast_off(q):
+        if prepared is not None:
+            return prepared(tensors)
+        # As many as `Operands` has, of which only the optional ones are None.
+        operands = Operands(*tensors[:_INPUTS])  # type: ignore[arg-type]
         backend = backends.load(problem.options.backend)
         return backend.backward(problem, operands, out, lse, dout, dlse)
 
@@ -197,7 +201,7 @@ def _backward(
 ) -> Any:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)._replace(bias_needs_grad=bias_needs_grad)
-    gradients = _run_backward(problem, operands, out, lse, dout, dlse)
+    gradients = _run_backward(problem, (*operands, out, lse, dout, dlse))
     # An op cannot return None, so an empty tensor means "no such operand".
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
@@ -294,17 +298,19 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
         torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
     )
     gradients = derivative(*given)
+    needed = needed[:DIFFERENTIABLE]
     # PyTorch 2.9 does not trace a zip of unequal lengths.
-    pairs = zip(gradients, needed[:DIFFERENTIABLE], strict=True)
+    pairs = zip(gradients[: len(needed)], needed, strict=True)
     return tuple(g if wanted else None for g, wanted in pairs)
 
 
 class DirectAttention(torch.autograd.Function):
     """`AttentionFunction` without the registered ops: it calls the backend directly.
 
-    (problem, its prepared forward, operands, the differentiable operands) -> (out, lse). It is used
-    when no tracer or dispatch mode is active, because at small sizes the host limits the speed of
-    training. If one becomes active before the backward, the backward calls its op.
+    (problem, its prepared forward, operands, the leading operands that may need gradients) -> (out,
+    lse). It is used when no tracer or dispatch mode is active, because at small sizes the host
+    limits the speed of training. If one becomes active before the backward, the backward calls its
+    op.
     """
 
     @staticmethod
@@ -318,27 +324,42 @@ class DirectAttention(torch.autograd.Function):
         out, lse = _run_forward(problem, operands, forward)
         ctx.set_materialize_grads(False)
         ctx.problem = problem
-        ctx.save_for_backward(out, lse, *operands)
+        ctx.prepared = None if forward is None else forward.backward
+        ctx.save_for_backward(*operands, out, lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        out, lse, *saved = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * len(ctx.needs_input_grad)
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         if dout is None:
-            dout = torch.zeros_like(out)
-        problem, operands = ctx.problem, Operands(*saved)
+            if dlse is None:
+                return (None,) * len(ctx.needs_input_grad)
+            dout = torch.zeros_like(saved[_INPUTS])
+        problem, tensors = ctx.problem, (*saved, dout, dlse)
         if (
             torch.is_grad_enabled()  # the derivative will be differentiated
             or is_transformed()
             or is_batched(dout)
             or is_batched(dlse)
-            or is_traced((dout, dlse, *saved))
+            or is_traced(tensors)
         ):
+            *operands, out, lse = saved
             given = (dout, dlse, out, lse, problem.bias_needs_grad, *operands, *problem.options)
-            return None, None, None, *_seen_derivative(given, ctx.needs_input_grad[3:])
-        return None, None, None, *_run_backward(problem, operands, out, lse, dout, dlse)
+            return None, None, None, *_seen_derivative(given, needed)
+        gradients = _run_backward(problem, tensors, ctx.prepared)
+        return None, None, None, *gradients[: len(needed)]
+
+
+# `Function.apply` without the part for transforms of torch.func, of which none is active.
+_apply_directly = super(torch.autograd.Function, DirectAttention).apply
+
+
+def _differentiable(operands: Operands) -> tuple[Tensor | None, ...]:
+    """The leading operands, up to the last one that may have a gradient."""
+    count = DIFFERENTIABLE
+    while operands[count - 1] is None:
+        count -= 1
+    return operands[:count]
 
 
 class AttentionBackwardFunction(torch.autograd.Function):

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import autograd, backends
+from flashtile import autograd
 from flashtile.call import memo, prepare
 from flashtile.call.layouts import Dense
-from flashtile.problem import AttentionProblem, Operands, Options
 
 
 def qkv(**changes):
@@ -431,40 +430,6 @@ def test_strides_and_alignment_decide_only_what_is_launched(checked, monkeypatch
     for call in 2 * calls:
         flashtile.attention(*call)
     assert len(checked) == 4
-
-
-def test_a_forward_is_prepared_once_when_it_occurs_often(monkeypatch):
-    made = []
-
-    class Backend:
-        def forward(self, problem, operands):
-            made.append("forward")
-            return operands
-
-        def prepared_forward(self, problem, operands):
-            made.append("prepared")
-            return lambda operands: made.append("run") or operands
-
-    options = Options(5, 7, 1.0, backend="cpu")
-    problem = AttentionProblem.of(Operands(*qkv()), options)
-    monkeypatch.setattr(backends, "load", lambda name: Backend())
-    forward = backends.PreparedForward(problem)
-    for number in range(5):
-        assert forward((number,)) == (number,)
-    assert made == ["forward", "forward", "forward", "prepared", "run", "run"]
-
-
-def test_a_forward_that_cannot_be_prepared_runs_as_any_other(monkeypatch):
-    problem = AttentionProblem.of(Operands(*qkv()), Options(5, 7, 1.0, backend="cpu"))
-    asked = []
-    backend = backends.load("cpu")
-    monkeypatch.setattr(backend, "prepared_forward", lambda *call: asked.append(call))
-    forward = backends.PreparedForward(problem)
-    for _ in range(6):
-        operands = Operands(*qkv())
-        wanted = backend.forward(problem, operands)
-        assert all(map(torch.equal, forward(operands), wanted))
-    assert len(asked) == 1
 
 
 class OnGPU(torch.Tensor):

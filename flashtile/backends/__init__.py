@@ -12,6 +12,7 @@ A backend module has
   `appending`; None if the backend cannot prepare it;
 - ``backward(problem, operands, out, lse, dout, dlse, add_to=None) -> Gradients``, of which `dq` is
   added to `add_to` if given;
+- ``prepared_backward(problem, tensors) -> run``: likewise, with the tensors of a backward;
 - ``probabilities(problem, operands, lse) -> probs``.
 
 A backend whose attention can also append new tokens to a cache has the functions of `Appender`.
@@ -21,10 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from ..gpu.rows import ALIGNMENT
 from ..problem import AttentionProblem, NewTokens, Operands
 
 
@@ -45,6 +47,7 @@ class Gradients(NamedTuple):
 Tensors = tuple[Tensor | None, ...]
 Results = tuple[Tensor, Tensor]  # (out, lse)
 Run = Callable[[Tensors], tuple[Tensor, Tensor]]
+RunBackward = Callable[[Tensors], Gradients]
 
 
 class Backend(Protocol):
@@ -86,6 +89,11 @@ class Backend(Protocol):
         Args:
             add_to: a tensor to add dq to, with any strides, in the dtype of `lse`, for a problem
                 that `is_partial`; it is the `dq` of the result.
+        """
+
+    def prepared_backward(self, problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
+        """The backward of calls whose tensors have the metadata of `tensors`: the operands, out,
+        lse, dout and dlse.
         """
 
     def probabilities(self, problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -134,6 +142,7 @@ class PreparedForward:
 
     def __init__(self, problem: AttentionProblem) -> None:
         self.problem = problem
+        self.backward = PreparedBackward(problem)
         self._calls = 0
         self._run: Run | None = None
 
@@ -154,3 +163,41 @@ class PreparedForward:
             if self._calls == self._FIRST_CALLS:
                 self._run = backend.prepared_forward(problem, tensors)
         return results
+
+
+class PreparedBackward:
+    """The backward of the calls of one `PreparedForward`.
+
+    Their tensors have the same shapes and dtypes. Strides and addresses may differ: those of a
+    gradient depend on what made it, and those of saved tensors on hooks that pack them.
+    """
+
+    _MOST_FAILURES = 4  # to prepare; some calls cannot be prepared
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self._problem = problem
+        self._failures = 0
+        self._last: Any = None  # what is known of the tensors of the last call
+        self._known: tuple[Any, RunBackward] | None = None
+
+    def __call__(self, tensors: Tensors) -> Gradients:
+        """The gradients; `tensors` are the operands, out, lse, dout and dlse."""
+        facts = [x if x is None else (x.stride(), x.data_ptr() % ALIGNMENT) for x in tensors]
+        known = self._known  # another thread may replace it
+        if known is not None and known[0] == facts:
+            return known[1](tensors)
+        problem, backend = self._problem, load(self._problem.options.backend)
+        *operands, out, lse, dout, dlse = tensors
+        assert out is not None and lse is not None and dout is not None
+        # As many as `Operands` has, of which only the optional ones are None.
+        given = Operands(*operands)  # type: ignore[arg-type]
+        gradients = backend.backward(problem, given, out, lse, dout, dlse)
+        if self._last != facts:
+            self._last = facts
+        elif self._failures < self._MOST_FAILURES:
+            run = backend.prepared_backward(problem, tensors)
+            if run is None:
+                self._failures += 1
+            else:
+                self._known = facts, run
+        return gradients

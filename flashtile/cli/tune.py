@@ -211,7 +211,7 @@ def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: b
         launches = kernel_launches.forward_launches(problem, operands, made)
         if candidate.kernel != "forward":
             launch.run(launches, q)
-            gradients = launch.backward_buffers(problem, operands, lse, dtype)
+            gradients = launch.backward_buffers(problem, operands, dtype)
             given = (*operands, out, lse, dout, None)
             launches = kernel_launches.backward_launches(problem, given, gradients)
     name, makes = MARKS[candidate.kernel]

@@ -195,6 +195,82 @@ def test_decoding_steps_of_all_kinds_alternate(passes: Passes, driver: Driver):
     assert passes.in_python == 0  # in the last round
 
 
+SHAPE = (1, 70, 2, 64)
+GRADIENTS = {
+    "contiguous": lambda: torch.zeros(SHAPE, dtype=torch.bfloat16),
+    "heads first": lambda: torch.zeros(1, 2, 70, 64, dtype=torch.bfloat16).transpose(1, 2),
+    "part of a wider one": lambda: torch.zeros(1, 70, 2, 128, dtype=torch.bfloat16)[..., 64:],
+}
+COPIED = {
+    "of a sum": lambda: torch.zeros((), dtype=torch.bfloat16).expand(SHAPE),
+    "not aligned": lambda: torch.zeros(4 + 70 * 2 * 64, dtype=torch.bfloat16)[4:].view(SHAPE),
+}
+
+
+def leaves() -> list[torch.Tensor]:
+    return [x.requires_grad_() for x in dense_inputs(0, "contiguous", SIZES | {"Hk": 2})]
+
+
+def differentiate(dout: torch.Tensor, with_lse: bool = False, backend: Any = None) -> None:
+    """A forward and backward of the public function."""
+    q, k, v = leaves()
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    if with_lse:
+        torch.autograd.grad((out, lse), (q, k, v), (dout, torch.zeros_like(lse)))
+    else:
+        torch.autograd.grad(out, (q, k, v), dout)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_gradients_of_all_kinds_alternate(backend: Any, passes: Passes, driver: Driver):
+    # Triton's launches copy inside, each time to another address, which cannot be compared.
+    kinds, rounds = GRADIENTS if backend else GRADIENTS | COPIED, 6
+    for number in range(rounds):
+        driver.thread.stream = 16 * (number % 3)
+        for make in kinds.values():
+            for with_lse in (False, True):
+                for _ in range(1 + number % 2):  # one kind after another, and twice the same
+                    differentiate(make(), with_lse, backend)
+    assert passes.made == rounds // 2 * 3 * 4 * len(kinds)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_one_lookup_leads_to_the_launches_of_a_backward(
+    kind: str, backend: Any, passes: Passes, monkeypatch: pytest.MonkeyPatch
+):
+    """A training step that repeats: neither checks nor a description of the problem."""
+    for _ in range(4):
+        differentiate(GRADIENTS[kind](), backend=backend)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("looked up again")
+
+    passes.in_python = passes.made = 0
+    monkeypatch.setattr(relaunch, "_key", refuse)
+    for _ in range(3):
+        differentiate(GRADIENTS[kind](), backend=backend)
+    assert (passes.made, passes.in_python) == (6, 0)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_hooks_may_change_the_strides_of_saved_tensors(passes: Passes):
+    """As `save_on_cpu` does, which brings contiguous tensors back."""
+
+    def heads_first(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x
+
+    for _ in range(3):
+        for _ in range(4):
+            differentiate(GRADIENTS["contiguous"]())
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, heads_first):
+            for _ in range(4):
+                differentiate(GRADIENTS["contiguous"]())
+    assert passes.made == 2 * 3 * 2 * 4
+
+
 @pytest.fixture
 def compared(
     driver: Driver, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch

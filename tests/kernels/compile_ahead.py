@@ -60,7 +60,7 @@ def launches(
     found = forward_launches(problem, operands, made)
     if backward and not unsupported_reasons(problem._replace(needs_grad=True)):
         out, lse = made[:2]
-        gradients = backward_buffers(problem, operands, lse, operands.k.dtype)
+        gradients = backward_buffers(problem, operands, operands.k.dtype)
         dout = torch.empty_like(out)
         given = (*operands, out, lse, dout, None)
         found += backward_launches(problem, given, gradients)

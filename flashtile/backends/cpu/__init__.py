@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...problem import AttentionProblem
-from .. import Run, Tensors
+from .. import Run, RunBackward, Tensors
 from .launch import backward, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
 
@@ -14,6 +14,7 @@ __all__ = [
     "backward",
     "describe_plan",
     "forward",
+    "prepared_backward",
     "prepared_forward",
     "probabilities",
     "unsupported_reasons",
@@ -22,4 +23,9 @@ __all__ = [
 
 def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """None: on a CPU there are no launches to prepare."""
+    return None
+
+
+def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
+    """None, for the same reason."""
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...problem import AttentionProblem, Operands
-from .. import Gradients, Results, Run, Tensors
+from .. import Gradients, Results, Run, RunBackward, Tensors
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
@@ -20,6 +20,7 @@ __all__ = [
     "backward",
     "describe_plan",
     "forward",
+    "prepared_backward",
     "prepared_forward",
     "probabilities",
     "unsupported_reasons",
@@ -73,6 +74,13 @@ def backward(
     from .backward import launch
 
     return launch.backward(problem, operands, out, lse, dout, dlse, add_to)
+
+
+def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
+    """The backward of calls like one that has been made; None if it was not prepared."""
+    from .backward import launch
+
+    return launch.prepared_backward(problem, tensors)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

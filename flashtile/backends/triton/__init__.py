@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...gpu.hardware import multiprocessors
 from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands
-from .. import Gradients, Results, Run, Tensors
+from .. import Gradients, Results, Run, RunBackward, Tensors
 from . import float8, plan, support
 from .splits import one_program_has_all_queries, splits_of
 
@@ -22,6 +22,7 @@ __all__ = [
     "backward",
     "describe_plan",
     "forward",
+    "prepared_backward",
     "prepared_forward",
     "probabilities",
     "unsupported_reasons",
@@ -110,6 +111,13 @@ def backward(
     from . import launch
 
     return launch.backward(problem, operands, out, lse, dout, dlse, add_to)
+
+
+def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
+    """The backward of calls like one that has been made; None if it was not prepared."""
+    from . import launch
+
+    return launch.prepared_backward(problem, tensors)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

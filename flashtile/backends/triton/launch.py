@@ -16,9 +16,10 @@ from ...gpu.relaunch import Tensors, allocate_and_run_all, prepared_call, run_al
 from ...gpu.rows import ALIGNMENT, is_aligned, is_in_place
 from ...lru import memoised
 from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_grad, lse_shape
-from .. import Gradients, Results, Run
+from .. import Gradients, Results, Run, RunBackward
 from .distance_gradient import gradients_of
 from .kernel_launches import (
+    OPERANDS,
     BackwardBuffers,
     backward_launches,
     forward_launches,
@@ -27,7 +28,7 @@ from .kernel_launches import (
 from .plan import plan
 from .splits import splits_of
 
-PASS = "triton forward"
+PASS, BACKWARD = "triton forward", "triton backward"
 NewTensors = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -95,6 +96,21 @@ def backward(
     return found._replace(dq=add_to.add_(found.dq))
 
 
+def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
+    """`backward` of calls like one that has been made with the operands, out, lse, dout and dlse
+    `tensors`; None if that one was not prepared, as that of a cache."""
+    call = problem, Operands(*tensors[:OPERANDS]).k.dtype  # type: ignore[arg-type]  # q, k, v exist
+    prepared = prepared_call(BACKWARD, call, tensors)
+    if prepared is None:
+        return None
+
+    def run(tensors: Tensors) -> Gradients:
+        *operands, _, lse, _, _ = tensors
+        return _gradients(problem, Operands(*operands), lse, prepared.run(tensors))  # type: ignore[arg-type]
+
+    return run
+
+
 def _backward(
     problem: AttentionProblem,
     operands: Operands,
@@ -105,11 +121,24 @@ def _backward(
     key_dtype: torch.dtype,
     dq: Tensor | None = None,
 ) -> Gradients:
-    made = backward_buffers(problem, operands, lse, key_dtype, dq)
     given = (*operands, out, lse, dout, dlse)
     describe = partial(backward_launches, problem)
-    where = None if dq is None else (dq.stride(), dq.data_ptr() % ALIGNMENT)
-    run_all("triton backward", (problem, key_dtype, where), given, made, describe)
+    allocator = partial(_backward_allocator, problem, operands, key_dtype, dq)
+    if dq is None:
+        call = problem, key_dtype
+        made = allocate_and_run_all(BACKWARD, call, given, allocator, describe, lambda: None)
+    else:
+        with torch.cuda.device_of(operands.q):
+            made = allocator()()
+        where = dq.stride(), dq.data_ptr() % ALIGNMENT
+        run_all(f"{BACKWARD} into a sum", (problem, key_dtype, where), given, made, describe)
+    return _gradients(problem, operands, lse, made)
+
+
+def _gradients(
+    problem: AttentionProblem, operands: Operands, lse: Tensor, made: BackwardBuffers
+) -> Gradients:
+    """The gradients of what the launches of a backward have filled."""
     sink = operands.sink
     dsink = None if sink is None else _sink_gradient(sink, lse, made.delta)
     by_distance: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -189,37 +218,48 @@ def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> NewTen
 
 
 def backward_buffers(
-    problem: AttentionProblem, operands: Operands, lse: Tensor, key_dtype: torch.dtype,
+    problem: AttentionProblem, operands: Operands, key_dtype: torch.dtype
+) -> BackwardBuffers:
+    """Memory for the gradients, dk and dv in `key_dtype`, and for delta, on the current device."""
+    return _backward_allocator(problem, operands, key_dtype)()
+
+
+def _backward_allocator(
+    problem: AttentionProblem,
+    operands: Operands,
+    key_dtype: torch.dtype,
     dq: Tensor | None = None,
-) -> BackwardBuffers:  # fmt: skip
-    """Memory for the gradients, dk and dv in `key_dtype`, and for delta; `dq` may be given. That of
-    a partial problem is added to."""
+) -> Callable[[], BackwardBuffers]:
+    """The function that makes `backward_buffers`, for all calls of this kind unless `dq` is given.
+    That of a partial problem is added to."""
     q, k, v, bias = operands[:4]
+    empty, zeros = (
+        partial(uninitialised, device=q.device),
+        partial(filled, value=0.0, device=q.device),
+    )
     # Rows that belong to no sequence, or are past a used length, are written by no program.
-    partial = problem.layout != "dense" or problem.has_lengths
-    make = torch.zeros if partial or 0 in (problem.M, problem.N) else torch.empty
-    dbias = None
+    has_gaps = problem.layout != "dense" or problem.has_lengths
+    new = zeros if has_gaps or 0 in (problem.M, problem.N) else empty
+    new_dq = zeros(q.shape, torch.float32) if problem.is_partial else new(q.shape, q.dtype)
+    new_dbias = new_sums = new_dcaptured = None
     if bias is not None and problem.bias_needs_grad:
-        dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=q.device)
-    dcaptured = None
-    if operands.captured is not None and captured_needs_grad(problem.options):
-        dcaptured = torch.zeros(operands.captured.shape, dtype=torch.float32, device=q.device)
-    if dq is None and problem.is_partial:
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    elif dq is None:
-        dq = make(q.shape, dtype=q.dtype, device=q.device)
-    options, sums = problem.options, None
+        new_dbias = zeros(bias.shape, bias.dtype)
+    options, captured = problem.options, operands.captured
     if options.alibi_needs_grad or options.relative_bias_needs_grad:
         distances = max(problem.M + problem.N - 1, 0)
-        sums = torch.zeros(2, problem.B, problem.Hq, distances, device=q.device)
-    return BackwardBuffers(
-        dq,
-        make(k.shape, dtype=key_dtype, device=q.device),
-        make(v.shape, dtype=key_dtype, device=q.device),
-        dbias,
-        torch.empty_like(lse),
-        sums,
-        dcaptured,
+        new_sums = zeros((2, problem.B, problem.Hq, distances), torch.float32)
+    if captured is not None and captured_needs_grad(options):
+        new_dcaptured = zeros(captured.shape, torch.float32)
+    new_dk, new_dv = new(k.shape, key_dtype), new(v.shape, key_dtype)
+    new_delta = empty(lse_shape(operands), torch.float32)
+    return lambda: BackwardBuffers(
+        new_dq() if dq is None else dq,
+        new_dk(),
+        new_dv(),
+        None if new_dbias is None else new_dbias(),
+        new_delta(),
+        None if new_sums is None else new_sums(),
+        None if new_dcaptured is None else new_dcaptured(),
     )
 
 

@@ -20,7 +20,7 @@ from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
-from ... import Gradients
+from ... import Gradients, RunBackward, Tensors
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.block_lists import BlockLists, lists_by_keys
 from ..shared.launch import descriptor, readable, sequences_of
@@ -62,15 +62,32 @@ def backward(
         made = run_backward(problem, operands, out, lse, dout, dlse, sums)
     else:
         made = prepared.run(given)
-    dq = made.dq if sums is None else sums
+    found = gradients(operands.sink, made)
+    if sums is None:
+        return found
     if add_to is not None and add_to is not sums:
-        dq = add_to.add_(dq)
-    sink = operands.sink
-    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
-    return Gradients(dq, made.dk, made.dv, None, dsink)
+        sums = add_to.add_(sums)
+    return found._replace(dq=sums)
+
+
+def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
+    """`backward` of calls like one that has been made with the operands, out, lse, dout and dlse
+    `tensors`; None if that one was not prepared, as one of a partial problem.
+    """
+    prepared = prepared_call(PASS, problem, (*tensors, None))
+    if prepared is None:
+        return None
+    return lambda tensors: gradients(tensors[SINK], prepared.run((*tensors, None)))
 
 
 PASS = "hopper backward"
+SINK = Operands._fields.index("sink")
+
+
+def gradients(sink: Tensor | None, made: Buffers) -> Gradients:
+    """The gradients of what a backward has filled."""
+    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
+    return Gradients(made.dq, made.dk, made.dv, None, dsink)
 
 
 def run_backward(
