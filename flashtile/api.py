@@ -4,7 +4,6 @@ and return `(out, lse)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from .call.layouts import Cached, Dense, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, packed_mask, tokens
 from .call.prepare import QKV, Given, prepare
+from .call.score_function import outside_of_graphs
 from .gpu import workspace
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def _run_cached(
     """Prepare a call over caches and run it."""
     if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
         given = (qkv, layout, options, backend, return_lse, out, shared_prefix_len)
-        return _outside_of_graphs(_run_cached)(*given)
+        return outside_of_graphs(_run_cached)(*given)
     return_lse = checks.flag("return_lse", return_lse)
     with torch.no_grad():
         call = prepare(qkv, layout, options, backend, out)
@@ -409,7 +409,7 @@ def _run(
     """
     if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
         given = (qkv, layout, options, backend, return_lse, return_attn_probs, out, padded)
-        return _outside_of_graphs(_run)(*given)
+        return outside_of_graphs(_run)(*given)
     return_lse = checks.flag("return_lse", return_lse)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
     wanted = out if padded is None else tokens("out", out)
@@ -428,11 +428,3 @@ def _run(
     if probs is not None:
         return result, lse.contiguous(), probs
     return (result, lse.contiguous()) if return_lse else result
-
-
-def _outside_of_graphs(function: Callable[..., Result]) -> Callable[..., Result]:
-    """`function` without the tracer of torch.compile, whose graph ends before the call; with
-    ``fullgraph=True`` this raises an error.
-    """
-    torch._dynamo.graph_break(msg="flashtile: a call with score_mod runs outside of the graph")
-    return torch.compiler.disable(function)

@@ -135,7 +135,8 @@ class AttentionProblem(NamedTuple):
     has_cache_rows: bool = False  # cache_batch_idx or leftpad_k
     has_block_descale: bool = False  # per-block instead of per-head scales of float8
     runs: int = 0  # of positions, at most, in a sequence; 0 where the tensors hold whole sequences
-    has_sequences: bool = False  # dropout counts by `sequences` and `first_head`
+    # Dropout and score functions count by `sequences` and `first_head`.
+    has_sequences: bool = False
     # Runs of keys begin at multiples of four, so that dropout finds its groups of four keys whole.
     has_key_groups: bool = False
     spans: int = 0  # intervals of keys of each query (`Spans`); 0 without such a mask

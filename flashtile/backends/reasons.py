@@ -43,7 +43,7 @@ def shard_reasons(problem: AttentionProblem) -> list[str]:
     if problem.runs:
         found.append(f"parts of sequences in {problem.runs} runs (this backend: whole sequences)")
     elif problem.has_sequences:
-        found.append("dropout on parts of sequences (this backend: whole sequences)")
+        found.append("dropout or a score_mod on parts of sequences (this backend: whole sequences)")
     if problem.is_partial:
         found.append("gradients of a shard in float32 (this backend: the dtype of the inputs)")
     return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,17 @@ from torch import Tensor
 from ..problem import Operands, Options, lse_dtype
 from ..score_mod import derivative, described
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 CAPTURED = ("captured", "captured_integers")  # operands that the caller does not name
+
+
+def outside_of_graphs(function: _Function) -> _Function:
+    """`function` without the tracer of torch.compile, whose graph ends before the call; with
+    ``fullgraph=True`` this raises an error.
+    """
+    torch._dynamo.graph_break(msg="flashtile: a call with score_mod runs outside of the graph")
+    return torch.compiler.disable(function)
 
 
 def with_score_mod(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ position in it. The other options mean what they mean in one process.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,8 +21,10 @@ from ..call.attn_mask import as_bias
 from ..call.layouts import Packed
 from ..call.options import AttentionOptions, VarlenOptions
 from ..call.prepare import describe
+from ..call.score_function import CAPTURED, with_score_mod
 from ..masks import BlockMask
-from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options
+from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype
+from ..score_mod import Described, described
 from ..spans import Spans
 from .layout import Layout
 from .ownership import Ownership
@@ -37,6 +40,7 @@ OPTIONS = (
     "alibi_slopes",
     "bias",
     "relative_bias",
+    "score_mod",
     "attn_mask",
     "key_padding_mask",
     "block_mask",
@@ -148,8 +152,9 @@ def packed_call(
         spans = spans and Spans(*(x.index_select(2, used.query_rows) for x in spans))
     if used.key_rows is not None:
         k, v = (x.index_select(0, used.key_rows) for x in (k, v))
-    described = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes"}
-    given = {n: x for n, x in options.items() if n not in described}
+    apart = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes", "score_mod"}
+    given = {n: x for n, x in options.items() if n not in apart}
+    given |= score_function(options.get("score_mod"), padded)
     given["mask"] = spans
     slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
     if slopes is not None and slopes.dim() == 2 and slopes.shape[0] != documents:
@@ -176,6 +181,29 @@ def packed_call(
             partial_tiles=mask.partial_tiles,
         )
     return PackedCall(operands, numbers, used, tiles, bias_has_rows)
+
+
+def with_program(q: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a call, with the program of its score function, by which equal calls are
+    known, and what it captures."""
+    function = options.get("score_mod")
+    if not callable(function) or not isinstance(q, Tensor):
+        return options
+    try:
+        return {**options, "score_mod": described(function, lse_dtype(q.dtype), q.device)}
+    except (TypeError, ValueError, NotImplementedError):
+        return options  # the check of the call raises it again, where all ranks hear of it
+
+
+def score_function(function: Any, q: Tensor) -> Mapping[str, Any]:
+    """The options that describe a score function, a `Described` or the caller's own.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: it cannot be traced.
+    """
+    if isinstance(function, Described):
+        return dict(zip(("score_mod", *CAPTURED), function, strict=True))
+    return with_score_mod(q, q, {"score_mod": function})
 
 
 def used_tokens(options: Mapping[str, Any], q: Tensor, layout: Layout) -> UsedTokens:
@@ -291,3 +319,18 @@ def shapes(options: Mapping[str, Any]) -> dict[str, list[int]]:
     """The shapes of optional tensors, which are equal on all ranks."""
     tensors = {name: x.starts if isinstance(x, Spans) else x for name, x in options.items()}
     return {n: list(x.shape) for n, x in sorted(tensors.items()) if isinstance(x, Tensor)}
+
+
+def comparable(options: Options, backend: str | None) -> Options:
+    """The options that are equal on all ranks, short enough for a note: programs as digests."""
+    return options._replace(
+        max_seqlen_q=0,
+        max_seqlen_k=0,
+        backend=backend or "",
+        score_mod=_digest(options.score_mod),
+        score_mod_gradient=_digest(options.score_mod_gradient),
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12] if text else ""

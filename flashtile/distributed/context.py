@@ -15,17 +15,20 @@ from torch.autograd import forward_ad
 from ..autograd import is_transformed
 from ..call import checks
 from ..call.dispatch import BackendName
+from ..call.score_function import outside_of_graphs
 from ..dropout import draw_rng_state
 from ..problem import Operands, Options, lse_dtype
 from . import balance, traced
 from .agreement import agreed
 from .arguments import (
     UsedTokens,
+    comparable,
     kind,
     packed_call,
     refuse_transforms,
     refuse_unknown,
     shapes,
+    with_program,
 )
 from .cache import Decoder
 from .choice import Number, Wanted, choose
@@ -38,7 +41,7 @@ from .layout import Layout
 from .machine import Machine, machine_of
 from .measure import measured
 from .mesh import of_mesh
-from .ownership import Ownership, first_documents
+from .ownership import first_documents, repeated
 from .schedule import schedule
 from .sequence_tensors import indices
 from .tile_map import TileMap
@@ -183,7 +186,7 @@ class ContextParallel(Decoder):
             max(holders.tokens(rank) for rank in range(ranks)) for holders in (queries, key_holders)
         ]
         if batch:
-            queries, key_holders = (_repeated(x, batch) for x in (queries, key_holders))
+            queries, key_holders = (repeated(x, batch) for x in (queries, key_holders))
         return Layout(self, self.wire, queries, key_holders, batch, (rows[0], rows[1]))
 
     def attention(
@@ -213,6 +216,8 @@ class ContextParallel(Decoder):
             mask: `Spans`; rows sharded like q, keys counted in the whole document.
             seqused_q, seqused_k: (documents,), the used tokens of every whole document; the host
                 reads them.
+            score_mod: a function of whole documents, whose indices count as in one process; every
+                rank has all that it captures.
             options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
                 `alibi_slopes`, `relative_bias`, `sink`, `dropout_p` and `deterministic`, as in
                 `attention`. With dropout the generators of all ranks must be in the same state.
@@ -248,6 +253,8 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of a rank's own tensors, traced or not."""
+        if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
+            return outside_of_graphs(self._attend)(qkv, layout, options, return_lse, backend)
         if not torch.compiler.is_compiling():
             return self.run(qkv, layout, options, return_lse, backend)
         if self.generator is not None:
@@ -319,6 +326,7 @@ class ContextParallel(Decoder):
             rng_state: of dropout; None draws it.
             known: (out, lse) of an equal call, to record its gradients without computing again.
         """
+        options = with_program(qkv[0], options)
         transforms = is_transformed(), forward_ad._current_level >= 0  # which no rank agrees to
         named = (*zip("qkv", qkv, strict=True), *sorted(options.items()))
         key = (return_lse, backend, *transforms, *((name, kind(name, x)) for name, x in named))
@@ -358,7 +366,7 @@ class ContextParallel(Decoder):
             "dtype": q.dtype,
             "heads": (q.shape[1], k.shape[1]),
             "head dims": (q.shape[2], v.shape[2]),
-            "options": numbers._replace(max_seqlen_q=0, max_seqlen_k=0, backend=backend or ""),
+            "options": comparable(numbers, backend),
             "numbers of tokens in use": (used.queries.lengths[:8], used.keys.lengths[:8]),
             "the block mask": tiles and tiles.digest,
             "the shapes of optional tensors": shapes(options),
@@ -467,12 +475,3 @@ def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     if not ends or ends[0] != 0 or any(length < 0 for length in lengths):
         raise ValueError(f"{name}: got {ends}, want lengths that start with 0 and never decrease")
     return lengths
-
-
-def _repeated(ownership: Ownership, batch: int) -> Ownership:
-    """Every sequence of a dense batch divided in the same way."""
-    pieces = [
-        [piece._replace(document=b) for b in range(batch) for piece in mine]
-        for mine in ownership.pieces
-    ]
-    return Ownership.of(ownership.lengths * batch, pieces)

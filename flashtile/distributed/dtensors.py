@@ -81,10 +81,11 @@ def _check(
                 f"{name}: got {x.shape[placement.dim]} in dimension {placement.dim} for {size} "
                 "ranks, want a multiple"
             )
-    if options.get("dropout_p", 0.0) > 0:
-        raise NotImplementedError(
-            f"dropout_p: got q with {placement}, want all heads and sequences on each rank"
-        )
+    for name in ("dropout_p", "score_mod"):  # which count heads and sequences
+        if options.get(name):
+            raise NotImplementedError(
+                f"{name}: got q with {placement}, want all heads and sequences on each rank"
+            )
 
 
 @torch.compiler.assume_constant_result  # a mesh is a constant of a graph

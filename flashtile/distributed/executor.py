@@ -23,7 +23,7 @@ from ..backends import Gradients
 from ..call import dispatch
 from ..ops.merge.formula import merge
 from ..positions import Span
-from ..problem import AttentionProblem, Operands, Options, lse_dtype
+from ..problem import AttentionProblem, Operands, Options, captured_needs_grad, lse_dtype
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
 from .rounded_wire import rounded
 from .schedule import Schedule, Stage
@@ -155,7 +155,7 @@ class _Shared(NamedTuple):
         wanted = (
             (operands.bias, bias_needs_grad),
             (operands.sink, True),
-            (None, False),
+            (operands.captured, captured_needs_grad(options)),
             (operands.alibi_slopes, options.alibi_needs_grad),
             (operands.relative_bias, options.relative_bias_needs_grad),
         )
@@ -173,6 +173,8 @@ class _Shared(NamedTuple):
             _add_bias_gradient(self.dbias, part.dbias, step)
         if self.dsink is not None and part.dsink is not None:
             self.dsink[heads] += part.dsink
+        if self.dcaptured is not None and part.dcaptured is not None:
+            self.dcaptured.add_(part.dcaptured)
         if self.dalibi_slopes is not None and part.dalibi_slopes is not None:
             self.dalibi_slopes[..., heads] += part.dalibi_slopes
         if self.drelative_bias is not None and part.drelative_bias is not None:
@@ -307,7 +309,7 @@ def _operands(
     ]
     with_positions = _needs_positions(plan, operands, stage)
     numbers = None
-    if operands.rng_state is not None:
+    if operands.rng_state is not None or plan.options.score_mod:
         numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
     sequences = sequence_tensors(schedule.queries, stage.keys, with_positions, numbers, device)
     local = operands._replace(
@@ -344,7 +346,8 @@ def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> A
 def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
     """Whether some sequence is not, to the mask, what its rows alone would be."""
     counting = operands.alibi_slopes, operands.relative_bias, operands.rng_state
-    if not plan.options.facts and all(x is None for x in counting):
+    has_rules = plan.options.facts or plan.options.score_mod
+    if not has_rules and all(x is None for x in counting):
         return False
     return any(
         keys.spans != ((0, keys.length),)

@@ -94,6 +94,15 @@ def first_documents(ownership: Ownership, count: int) -> Ownership:
     return Ownership.of(ownership.lengths[:count], pieces)
 
 
+def repeated(ownership: Ownership, batch: int) -> Ownership:
+    """Every sequence of a dense batch divided in the same way."""
+    pieces = [
+        [piece._replace(document=b) for b in range(batch) for piece in mine]
+        for mine in ownership.pieces
+    ]
+    return Ownership.of(ownership.lengths * batch, pieces)
+
+
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     joined: list[Piece] = []
     for piece in sorted(pieces):

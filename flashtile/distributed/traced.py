@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ..autocast import autocast_off, cast_inputs
 from ..call import checks
+from ..call.score_function import with_score_mod
 from ..dropout import draw_rng_state
 from ..masks import BlockMask
 from ..problem import lse_dtype
+from ..score_mod import Described
 from ..spans import Spans
 from .arguments import refuse_unknown
 from .tickets import layout_of
@@ -34,9 +36,11 @@ class _Tensors(NamedTuple):
     sink: Tensor | None
     alibi_slopes: Tensor | None
     relative_bias: Tensor | None
+    captured: Tensor | None
     key_padding_mask: Tensor | None
     seqused_q: Tensor | None
     seqused_k: Tensor | None
+    captured_integers: Tensor | None
     span_starts: Tensor | None
     span_stops: Tensor | None
     tile_kinds: Tensor | None
@@ -61,18 +65,29 @@ class _Numbers(NamedTuple):
     block_rows: int  # the lengths of a block mask
     block_keys: int
     return_lse: bool
+    score_mod: str  # a program
     backend: str
 
 
-_GRADIENTS = 8
-_NAMED = _Tensors._fields[3:11]  # options of their own
+_GRADIENTS = 9
+_NAMED = (  # options of their own
+    "bias",
+    "attn_mask",
+    "sink",
+    "alibi_slopes",
+    "relative_bias",
+    "key_padding_mask",
+    "seqused_q",
+    "seqused_k",
+)
 _COUNT = len(_Tensors._fields)
 _ALWAYS = ("q", "k", "v", "ticket")
 _TENSORS = ", ".join(f"Tensor{'' if name in _ALWAYS else '?'} {name}" for name in _Tensors._fields)
 _NUMBERS = (
     "float? softmax_scale, bool causal, SymInt? window_left, SymInt? window_right, "
     "SymInt attention_chunk, float softcap, float dropout_p, bool deterministic, "
-    "SymInt num_splits, SymInt block_rows, SymInt block_keys, bool return_lse, str backend"
+    "SymInt num_splits, SymInt block_rows, SymInt block_keys, bool return_lse, str score_mod, "
+    "str backend"
 )
 _library = torch.library.Library("flashtile", "FRAGMENT")
 # A CUDA graph would repeat the exchanges of the documents that it was recorded with.
@@ -105,15 +120,21 @@ def attend(
     tiles: tuple[Tensor | None, ...] = (None, None, None)
     if blocks is not None:
         tiles = blocks.kinds, blocks.partial_index, blocks.partial_tiles
-    tensors = (
+    function = with_score_mod(q, k, {"score_mod": options.get("score_mod")})
+    tensors = _Tensors(
         q,
         k,
         v,
-        *(options.get(name) for name in _NAMED),
-        *((None, None) if spans is None else spans),
-        *tiles,
-        draw_rng_state(q.device) if dropout_p > 0 else None,
-        layout.ticket,
+        **{name: options.get(name) for name in _NAMED},
+        captured=function.get("captured"),
+        captured_integers=function.get("captured_integers"),
+        span_starts=None if spans is None else spans.starts,
+        span_stops=None if spans is None else spans.stops,
+        tile_kinds=tiles[0],
+        partial_index=tiles[1],
+        partial_tiles=tiles[2],
+        rng_state=draw_rng_state(q.device) if dropout_p > 0 else None,
+        ticket=layout.ticket,
     )
     numbers = _Numbers(
         options.get("softmax_scale"),
@@ -127,6 +148,7 @@ def attend(
         options.get("num_splits", 0),
         *((0, 0) if blocks is None else blocks.lengths),
         return_lse,
+        function.get("score_mod", ""),
         backend or "",
     )
     out, lse = torch.ops.flashtile.context_forward(*tensors, *numbers)
@@ -143,6 +165,9 @@ def _given(tensors: _Tensors, numbers: _Numbers) -> dict[str, Any]:
     given["window_size"] = (numbers.window_left, numbers.window_right)
     if tensors.span_starts is not None and tensors.span_stops is not None:
         given["mask"] = Spans(tensors.span_starts, tensors.span_stops)
+    if numbers.score_mod:
+        captured = tensors.captured, tensors.captured_integers
+        given["score_mod"] = Described(numbers.score_mod, *captured)
     if tensors.tile_kinds is not None:
         assert tensors.partial_index is not None and tensors.partial_tiles is not None
         given["block_mask"] = BlockMask(

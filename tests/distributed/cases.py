@@ -17,7 +17,8 @@ from flashtile.testing.tolerance import assert_close
 
 WAYS = ("contiguous", "zigzag", "documents")
 SCORES = ("bias", "attn_mask")  # added to the scores, with a row for each query or for all
-WEIGHTS = ("sink", "alibi_slopes", "relative_bias")  # which every rank has as a whole
+CAPTURED = ("of_heads", "of_queries", "of_keys")  # by a score function
+WEIGHTS = ("sink", "alibi_slopes", "relative_bias", *CAPTURED)  # every rank has all of them
 # Whose gradients the Triton backend does not have over parts of sequences.
 ONLY_ON_CPU = ("alibi_slopes", "relative_bias")
 
@@ -98,6 +99,9 @@ class Case:
             self.leaves["alibi_slopes"] = self.draw(*rows, Hq).abs()
         if has("relative_bias", 0.3):
             self.leaves["relative_bias"] = self.draw(Hq, 2 * rng.choice([0, 3, 50]) + 1)
+        if has("score_mod", 0.3):
+            sizes = (Hq,), (documents, max(1, *counts[0])), (max(1, *counts[1]),)
+            self.leaves |= {n: self.draw(*x) for n, x in zip(CAPTURED, sizes, strict=True)}
         self.block_mask: BlockMask | None = None
         if has("block_mask", 0.25):
             shape = (rng.choice([1, documents]), rng.choice([1, Hq]), *map(max, counts))
@@ -135,15 +139,14 @@ class Case:
         leaves = {n: x.requires_grad_(n not in self.constants) for n, x in leaves.items()}
         torch.manual_seed(self.seed)
         options = {**self.options, **self.masks, "mask": self.spans, "block_mask": self.block_mask}
+        options |= arguments(leaves)
         if self.batch:
-            out, lse = flashtile.attention(**leaves, **options, return_lse=True)
+            out, lse = flashtile.attention(**options, return_lse=True)
         else:
-            q, k, v = (leaves.pop(name) for name in "qkv")
-            extra = {**leaves, **options}
+            q, k, v = (options.pop(name) for name in "qkv")
             out, lse = flashtile.attention_varlen(
-                q, k, v, *self.cu, *self.longest, **extra, return_lse=True
+                q, k, v, *self.cu, *self.longest, **options, return_lse=True
             )
-            leaves |= {"q": q, "k": k, "v": v}
         loss(out, lse, self.dout.to(out), self.dlse.to(lse)).backward()
         gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
         return {"out": out, "lse": lse, **gradients}
@@ -191,7 +194,7 @@ class Case:
             options["block_mask"] = self.block_mask.to(device)
         if self.spans is not None:
             options["mask"] = Spans(*(layout.shard(x, dim=2).to(device) for x in self.spans))
-        out, lse = parallel.attention(**leaves, layout=layout, **options)
+        out, lse = parallel.attention(**arguments(leaves), layout=layout, **options)
         dlse = layout.shard(self.dlse, dim=self.dlse.dim() - 1)
         loss(out, lse, layout.shard(self.dout).to(out), dlse.to(lse)).backward()
         got = {"out": layout.unshard(out), "lse": layout.unshard(lse, dim=lse.dim() - 1)}
@@ -201,6 +204,21 @@ class Case:
             if name in SCORES and self.leaves[name].shape[2] > 1:
                 got[name] = layout.unshard(gradient, dim=2)
         return {name: x.cpu() for name, x in got.items()}
+
+
+def arguments(leaves: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments of a call: a function of scores instead of what it captures."""
+    given: dict[str, Any] = {name: x for name, x in leaves.items() if name not in CAPTURED}
+    if CAPTURED[0] not in leaves:
+        return given
+    heads, queries, keys = (leaves[name] for name in CAPTURED)
+    numbers = torch.arange(keys.shape[0], device=keys.device) // 5
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = torch.where((i - j).abs() < 9, s * heads[h], s)
+        return near + queries[b, i] * keys[j] + (numbers[j] == i // 5)
+
+    return {**given, "score_mod": score_mod}
 
 
 def on_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:

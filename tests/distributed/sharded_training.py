@@ -80,6 +80,8 @@ def refused_placements(context: ContextParallel, layout: Layout, qkv: list[Any])
         context.attention(q, x, x, layout)
     with pytest.raises(NotImplementedError, match="dropout_p: got q with"):
         context.attention(q, k, v, layout, dropout_p=0.5)
+    with pytest.raises(NotImplementedError, match="score_mod: got q with"):
+        context.attention(q, k, v, layout, score_mod=lambda s, b, h, i, j: s + h)
 
 
 class Block(nn.Module):

@@ -13,12 +13,15 @@ from flashtile import BlockMask, Spans
 from flashtile.distributed import ContextParallel, tickets, traced
 from flashtile.testing.wires import ThreadWire, run_ranks
 
+SLOPES = torch.randn(4)
 OPTIONS: list[dict[str, Any]] = [
     {"causal": True, "window_size": (9, -1), "softcap": 3.0, "sink": torch.randn(4)},
     {"bias": torch.randn(1, 4, 32, 32), "key_padding_mask": torch.rand(2, 32) > 0.2},
     {"attn_mask": torch.randn(2, 1, 1, 32), "num_splits": 1, "softmax_scale": 0.3},
     {"mask": Spans.documents(torch.arange(64).view(2, 32) // 7), "dropout_p": 0.3},
     {"block_mask": BlockMask.from_tiles(torch.ones(2, 2).tril(), (16, 16))},
+    {"score_mod": lambda s, b, h, i, j: s + SLOPES[h] * (i - j).abs(), "causal": True},
+    {"relative_bias": torch.randn(4, 7), "window_size": (5, 5)},
     {"seqused_k": torch.tensor([3, 32]), "alibi_slopes": torch.rand(4), "attention_chunk": 8},
 ]
 
@@ -62,3 +65,29 @@ def test_ops(options: dict[str, Any], return_lse: bool) -> None:
 def test_a_layout_that_is_gone() -> None:
     with pytest.raises(RuntimeError, match="layout: got number 1000000000"):
         tickets.layout_of(torch.tensor(10**9))
+
+
+def test_score_functions_end_the_graph() -> None:
+    def run(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(seq_len=32)
+
+        def layer(x: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+            def score_mod(s: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+                return s - slopes.exp()[h] * (i - j).abs()
+
+            out = parallel.attention(2 * x, x, x, layout, score_mod=score_mod)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+        x, slopes = (torch.randn(*shape, requires_grad=True) for shape in ((1, 32, 4, 8), (4,)))
+        results = []
+        for call in (layer, torch.compile(layer, backend="aot_eager")):
+            out = call(x, slopes)
+            results.append((out, *torch.autograd.grad(out.sin().sum(), (x, slopes))))
+        torch.testing.assert_close(*results)
+        torch._dynamo.reset()  # whose graphs would serve the next call
+        with pytest.raises(RuntimeError, match="score_mod runs outside of the graph"):
+            torch.compile(layer, backend="aot_eager", fullgraph=True)(x, slopes)
+
+    run_ranks(1, run)

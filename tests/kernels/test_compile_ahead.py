@@ -193,6 +193,14 @@ def captured() -> Call:
     return operands, options._replace(score_mod_gradient=gradient)
 
 
+def captured_in_parts() -> Call:
+    """The same over parts of sequences, whose rows count by their positions."""
+    (whole, described), (operands, options) = captured(), parts()
+    functions = {name: getattr(described, name) for name in ("score_mod", "score_mod_gradient")}
+    tensors = {name: getattr(whole, name) for name in ("captured", "captured_integers")}
+    return operands._replace(**tensors), options._replace(**functions)
+
+
 # One call for each option, or for several options of one kernel.
 OPTIONS = {
     "scores": lambda device: launches(*scores(), device),
@@ -205,6 +213,7 @@ OPTIONS = {
         *make_call("spans and a block mask", torch.bfloat16), device
     ),
     "score function": lambda device: launches(*captured(), device),
+    "score function of parts": lambda device: launches(*captured_in_parts(), device),
     "relative bias": lambda device: launches(*make_call("relative bias", torch.bfloat16), device),
     "packed": lambda device: launches(*make_call("packed dropout", torch.bfloat16), device),
     "parts": lambda device: launches(*parts(), device),

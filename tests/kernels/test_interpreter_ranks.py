@@ -50,7 +50,7 @@ def backward(*call, **more):
 
 
 # Dense and packed, gathered, in stages and exchanged for heads; every option occurs.
-SEEDS = range(40) if FULL else (4, 6, 12, 17, 21, 23, 24, 30)
+SEEDS = range(40) if FULL else (1, 5, 10, 17, 25, 38)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -19,6 +19,7 @@ from ...problem import (
 from .. import Gradients, Results
 from . import float8, native, tiles
 from .distances import DistanceGradients
+from .indices import Indices
 from .plan import Plan, plan_backward, plan_forward
 from .score_function import TileFunction
 from .segments import Segment, segments
@@ -264,24 +265,15 @@ def _tile_problem(
 ) -> tiles.TileProblem:
     """A segment for the plain tiles: contiguous, in the compute dtype, float8 scales applied."""
     dtype, options = plan.compute_dtype, problem.options
-    batch, heads = segment.batch, segment.heads
+    heads = segment.heads
     slopes, table = operands.alibi_slopes, operands.relative_bias
     if slopes is not None:
         slopes = _slopes(slopes, segment).to(dtype)[:, :, None, None]
     drop = None
     if options.dropout_p > 0:
         assert operands.rng_state is not None
-        drop = tiles.DropoutRule(
-            p=options.dropout_p,
-            rng_state=operands.rng_state,
-            batch=torch.arange(batch.start, batch.stop),
-            heads=torch.arange(heads.start, heads.stop) + options.first_head,
-            visibility=segment.mask.visibility,
-            shift=segment.mask.visibility.N - segment.mask.visibility.M,
-        )
-        if operands.sequences is not None:
-            number, shift = operands.sequences[batch.start].tolist()
-            drop = drop._replace(batch=torch.tensor([number]), shift=shift)
+        indices = Indices.of(operands, options, segment)
+        drop = tiles.DropoutRule(options.dropout_p, operands.rng_state, indices)
     bias = operands.bias
     return tiles.TileProblem(
         Q=_scaled(segment.queries(operands.q), operands.q_descale, segment, dtype, True),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...problem import Operands, Options
 from ...score_mod.evaluate import add_to_captured, evaluate
 from ...score_mod.program import INDICES, Program, parsed
+from .indices import Indices
 from .segments import KeyRun, Segment
+
+# Of the indices of sequences, query heads, queries and keys, beside a tile of scores.
+_SHAPES = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
 
 
 class TileFunction(NamedTuple):
@@ -20,24 +23,20 @@ class TileFunction(NamedTuple):
     derivative: Program | None  # None if no gradients are recorded
     values: Tensor | None
     integers: Tensor | None
-    batch: Tensor  # (batch, 1, 1, 1) indices of sequences
-    heads: Tensor  # (1, heads, 1, 1) indices of query heads
+    indices: Indices
 
     @classmethod
     def of(cls, operands: Operands, options: Options, segment: Segment) -> TileFunction | None:
         """The score function of a call, if it has one."""
         if not options.score_mod:
             return None
-        batch = torch.arange(segment.batch.start, segment.batch.stop)
-        heads = torch.arange(segment.heads.start, segment.heads.stop)
         gradient = options.score_mod_gradient
         return cls(
             parsed(options.score_mod),
             parsed(gradient) if gradient else None,
             operands.captured,
             operands.captured_integers,
-            batch.view(-1, 1, 1, 1),
-            heads.view(1, -1, 1, 1),
+            Indices.of(operands, options, segment),
         )
 
     def scores(self, S: Tensor, rows: tuple[int, int], run: KeyRun) -> Tensor:
@@ -62,9 +61,10 @@ class TileFunction(NamedTuple):
         return _seen(found[self.derivative.result], dS, run).contiguous()
 
     def _inputs(self, S: Tensor, rows: tuple[int, int], run: KeyRun) -> dict[str, Tensor]:
-        i = torch.arange(*rows).view(1, 1, -1, 1)
-        j = torch.arange(run.start, run.stop).view(1, 1, 1, -1)
-        return {"s": S, **dict(zip(INDICES, (self.batch, self.heads, i, j), strict=True))}
+        found = self.indices
+        numbers = found.batch, found.heads, found.queries(*rows), found.keys(run)
+        shaped = (x.view(shape) for x, shape in zip(numbers, _SHAPES, strict=True))
+        return {"s": S, **dict(zip(INDICES, shaped, strict=True))}
 
 
 def _seen(gradient: Tensor, dS: Tensor, run: KeyRun) -> Tensor:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ... import dropout
-from ...masks import Visibility
 from .distances import DistanceGradients, adjacent_columns
 from .distances import bias_tile as relative_tile
+from .indices import Indices
 from .score_function import TileFunction
 from .segments import KeyRun, SegmentMask
 
@@ -56,16 +56,13 @@ class DropoutRule(NamedTuple):
 
     p: float
     rng_state: Tensor
-    batch: Tensor  # (batch,)
-    heads: Tensor  # (heads,)
-    visibility: Visibility
-    shift: int  # of the positions of queries from their numbers
+    indices: Indices
 
     def factor(self, m0: int, m1: int, run: KeyRun, dtype: torch.dtype) -> Tensor:
         """0 where dropped, ``1 / (1 - p)`` where kept: (batch, heads, rows, keys)."""
-        rows = self.visibility.row_positions(m0, m1) - self.shift
-        keys = self.visibility.key_positions(run.start, run.stop)
-        kept = dropout.keep_mask(self.rng_state, self.p, self.batch, self.heads, rows, keys)
+        found = self.indices
+        where = found.batch, found.heads, found.queries(m0, m1), found.keys(run)
+        kept = dropout.keep_mask(self.rng_state, self.p, *where)
         return kept.to(dtype).mul_(1.0 / (1.0 - self.p))
 
 

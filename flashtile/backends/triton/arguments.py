@@ -38,8 +38,8 @@ class Sequences(NamedTuple):
     page_table: Tensor | None
     q_runs: Tensor | None = None  # (B, RUNS, 2), see `positions.py`
     k_runs: Tensor | None = None
-    # What dropout counts by: (B, 2), the number of each sequence and its keys minus its queries in
-    # the whole call, and the number of the first head there.
+    # What dropout and score functions count by: (B, 2), the number of each sequence and its keys
+    # minus its queries in the whole call, and the number of the first head there.
     numbers: Tensor | None = None
     first_head: int | None = None
 
@@ -224,7 +224,8 @@ def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
 
 def sequences_of(problem: AttentionProblem, operands: Operands) -> Sequences:
     """`Sequences` of a call."""
-    has_numbers = problem.has_sequences and problem.options.dropout_p > 0
+    counts = problem.options.dropout_p > 0 or problem.options.score_mod != ""
+    has_numbers = problem.has_sequences and counts
     return Sequences(
         at_boundary(operands.cu_seqlens_q),
         at_boundary(operands.cu_seqlens_k),

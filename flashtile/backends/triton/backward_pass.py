@@ -164,7 +164,7 @@ def add_queries(
         # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[None, :])
-        ds = product_gradient(ds, qk, rows, keys, visible, b, h, score, cfg)
+        ds = product_gradient(ds, qk, rows, keys, visible, b, h, places, score, cfg)
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
 
@@ -309,7 +309,7 @@ def add_keys(
         qk, lse_log2[:, None], rows, keys, visible, places, b, h, score, M, N, IS_MASKED, cfg
     )
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
-    ds = product_gradient(ds, qk, rows, keys, visible, b, h, score, cfg)
+    ds = product_gradient(ds, qk, rows, keys, visible, b, h, places, score, cfg)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
 

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Score, unspecialised
+from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .bias_gradient import score_gradient_tile
+from .positions import indices_of_scores
 from .score_rule import capped_score
-from .tiles import dropout_key
+from .tiles import dropout_key, key_span, query_span
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
@@ -46,4 +47,7 @@ def captured_gradient_kernel(
     keys = n0 + tl.arange(0, cfg.BLOCK_N)[None, :]
     s = capped_score(qk, score, cfg)
     values, integers = score.data.captured, score.data.captured_integers
-    cfg.CAPTURED_GRADIENT(s, b, h, rows, keys, ds, visible, values, integers, dcaptured_ptr)
+    _, M = query_span(lengths, b)
+    _, N = key_span(lengths, b)
+    sequence, head, i, j = indices_of_scores(b, h, rows, keys, Places(N - M, at, b), cfg)
+    cfg.CAPTURED_GRADIENT(s, sequence, head, i, j, ds, visible, values, integers, dcaptured_ptr)

@@ -53,8 +53,9 @@ def keys_before(p, places, N, cfg: tl.constexpr):
 
 
 @triton.jit
-def dropout_counters(b, h, rows, places, cfg: tl.constexpr):
-    """What dropout counts of a sequence, heads and queries: their numbers in the whole call."""
+def indices_of_queries(b, h, rows, places, cfg: tl.constexpr):
+    """A sequence, heads and queries by their numbers in the whole call, which dropout and score
+    functions count by."""
     if places.at.numbers is not None:
         shift = tl.load(places.at.numbers + 2 * b + 1)
         queries = query_positions(rows, places, cfg) - shift
@@ -65,6 +66,13 @@ def dropout_counters(b, h, rows, places, cfg: tl.constexpr):
     else:
         queries = rows
     return b, h, queries
+
+
+@triton.jit
+def indices_of_scores(b, h, rows, keys, places, cfg: tl.constexpr):
+    """`indices_of_queries` with keys: what a score function gets beside the score."""
+    b, h, queries = indices_of_queries(b, h, rows, places, cfg)
+    return b, h, queries, key_positions(keys, places, cfg)
 
 
 @triton.jit

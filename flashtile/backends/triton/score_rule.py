@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ...gpu.intrinsics import LOG2E
+from .positions import indices_of_scores
 
 
 @triton.jit
@@ -38,12 +39,13 @@ def capped_score(qk, score, cfg: tl.constexpr):
 
 
 @triton.jit
-def product_gradient(ds, qk, rows, keys, visible, b, h, score, cfg: tl.constexpr):
+def product_gradient(ds, qk, rows, keys, visible, b, h, places, score, cfg: tl.constexpr):
     """The gradient of the scaled products, from that of the scores, `ds`."""
     if cfg.SCORE_MOD is not None:
         s = capped_score(qk, score, cfg)
         values, integers = score.data.captured, score.data.captured_integers
-        ds = cfg.SCORE_GRADIENT(s, b, h, rows, keys, ds, values, integers)
+        sequence, head, i, j = indices_of_scores(b, h, rows, keys, places, cfg)
+        ds = cfg.SCORE_GRADIENT(s, sequence, head, i, j, ds, values, integers)
         ds = tl.where(visible, ds, 0.0)  # the derivative may be NaN elsewhere
     if cfg.HAS_SOFTCAP:
         ds = ds * score_slope(qk, score, cfg)

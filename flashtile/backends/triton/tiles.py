@@ -16,7 +16,8 @@ import triton.language as tl
 
 from ...gpu.intrinsics import LOG2E
 from .positions import (
-    dropout_counters,
+    indices_of_queries,
+    indices_of_scores,
     key_positions,
     keys_before,
     queries_before,
@@ -242,7 +243,8 @@ def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
         if cfg.SCORE_MOD is not None:
             s = capped_score(qk, score, cfg)
             values, integers = score.data.captured, score.data.captured_integers
-            s = cfg.SCORE_MOD(s, b, h, rows, keys, values, integers)
+            sequence, head, i, j = indices_of_scores(b, h, rows, keys, places, cfg)
+            s = cfg.SCORE_MOD(s, sequence, head, i, j, values, integers)
             s_log2 = s * LOG2E
         if score.data.alibi_ptr is not None:
             slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h)
@@ -344,7 +346,7 @@ def kept(key, threshold, b, h, rows, n0, places, cfg: tl.constexpr):
     """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    b, h, queries = dropout_counters(b, h, rows, places, cfg)
+    b, h, queries = indices_of_queries(b, h, rows, places, cfg)
     if cfg.HAS_LONE_KEYS:
         keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], places, cfg)
         words = words_of_positions(key, b, h, queries, keys)
