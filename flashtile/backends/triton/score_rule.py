@@ -1,4 +1,4 @@
-"""Softcap and score functions on tiles, and their derivatives."""
+"""Softcap and score functions with their derivatives, and relative biases, on tiles."""
 
 from __future__ import annotations
 
@@ -50,3 +50,21 @@ def product_gradient(ds, qk, rows, keys, visible, b, h, places, score, cfg: tl.c
     if cfg.HAS_SOFTCAP:
         ds = ds * score_slope(qk, score, cfg)
     return ds
+
+
+@triton.jit
+def add_relative_bias(s_log2, data, h, i, j):
+    """Scores in base 2 plus a relative bias, for queries at positions `i` and keys at `j`.
+
+    Most tiles of a long sequence are farther from the diagonal than the table reaches. All their
+    scores add the same number of the table, so that one load replaces one for each score.
+    """
+    R = data.table_reach
+    middle = data.table_ptr + h * (2 * R + 1) + R
+    nearest, farthest = tl.min(j) - tl.max(i), tl.max(j) - tl.min(i)
+    if (nearest >= R) | (farthest <= -R):
+        s_log2 += tl.load(middle + tl.where(nearest >= R, R, -R)).to(tl.float32) * LOG2E
+    else:
+        d = tl.minimum(tl.maximum(j - i, -R), R)
+        s_log2 += tl.load(middle + d).to(tl.float32) * LOG2E
+    return s_log2

@@ -23,7 +23,7 @@ from .positions import (
     queries_before,
     query_positions,
 )
-from .score_rule import capped_score, tanh
+from .score_rule import add_relative_bias, capped_score, tanh
 
 # The interpreter cannot run assembly.
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -251,19 +251,11 @@ def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
             distance = query_positions(rows, places, cfg) - key_positions(keys, places, cfg)
             s_log2 -= slope * LOG2E * tl.abs(distance).to(tl.float32)
         if score.data.table_ptr is not None:
-            distance = key_positions(keys, places, cfg) - query_positions(rows, places, cfg)
-            s_log2 += relative_bias(score.data, h, distance) * LOG2E
+            i, j = query_positions(rows, places, cfg), key_positions(keys, places, cfg)
+            s_log2 = add_relative_bias(s_log2, score.data, h, i, j)
         if score.bias.ptr is not None:
             s_log2 += load_bias(score.bias, b, h, rows, keys, inside).to(tl.float32) * LOG2E
     return s_log2
-
-
-@triton.jit
-def relative_bias(data, h, distance):
-    """The numbers of a relative bias for these distances of key and query."""
-    R = data.table_reach
-    column = tl.minimum(tl.maximum(distance, -R), R) + R
-    return tl.load(data.table_ptr + h * (2 * R + 1) + column).to(tl.float32)
 
 
 @triton.jit
