@@ -50,6 +50,9 @@ ROLE_NAMES = ("producer", "consumer 1", "consumer 2")
 # The size of the FlashAttention-3 paper's table 2.
 BATCH, HEADS, TOKENS = 4, 16, 8448
 
+# The picture begins with the third step that has events.
+FEWEST_TOKENS = 1024
+
 # Blocks of the timeline: some from the middle of a program from the middle of the launch.
 SHOWN = 16
 
@@ -213,6 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget-ms", type=float, default=4000.0, help="GPU time to measure")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
+    if given.tokens < FEWEST_TOKENS or given.tokens % SIZE.value:
+        parser.error(
+            f"--tokens: got {given.tokens}, want a multiple of 128 from {FEWEST_TOKENS} on"
+        )
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("This machine has no Hopper GPU: nothing is measured.")
         return

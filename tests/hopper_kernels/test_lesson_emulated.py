@@ -19,6 +19,7 @@ from examples.learn.hopper_ablation import (
     ROLE_NAMES,
     SCHEDULES,
     Expected,
+    main,
     since_first,
     stages,
     write_json,
@@ -175,6 +176,14 @@ def test_the_page_names_every_schedule_and_event(monkeypatch: pytest.MonkeyPatch
     assert set(tables.PAPER) | set(drawing.SHOWN) <= set(SCHEDULES)
     assert tuple(drawing.PRODUCER) == PRODUCER_EVENTS[1:]
     assert tuple(drawing.CONSUMER) == CONSUMER_EVENTS[1:]
+
+
+@pytest.mark.parametrize("tokens", ["896", "1100"])
+def test_the_ablation_refuses(tokens: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["--out", "nowhere", "--tokens", tokens])
+    wanted = f"--tokens: got {tokens}, want a multiple of 128 from 1024 on"
+    assert wanted in capsys.readouterr().err
 
 
 def test_what_it_refuses():
