@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..autocast import cast_inputs
+from ..autocast import cast_inputs, without_autocast
 from ..autograd import is_transformed, refuse_forward_mode
 from ..call import checks
 from ..call.attn_mask import as_bias
@@ -32,6 +32,7 @@ from .tile_map import TileMap
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin")  # they change no result
 OPTIONS = (
+    "qv",
     "softmax_scale",
     "causal",
     "window_size",
@@ -140,6 +141,7 @@ def packed_call(
     q = layout.without_padding("q", q, layout.queries, layout.local_tokens)
     k = layout.without_padding("k", k, layout.keys, layout.local_keys)
     v = layout.without_padding("v", v, layout.keys, layout.local_keys)
+    qv = absorbed_query(options.get("qv"), padded, v, layout)
     bias = score_bias(options, padded, layout)
     bias_has_rows = has_rows(bias, layout)
     if bias is not None and bias_has_rows:
@@ -149,10 +151,11 @@ def packed_call(
     tiles = tile_map(options.get("block_mask"), q, used)
     if used.query_rows is not None:
         q = q.index_select(0, used.query_rows)
+        qv = None if qv is None else qv.index_select(0, used.query_rows)
         spans = spans and Spans(*(x.index_select(2, used.query_rows) for x in spans))
     if used.key_rows is not None:
         k, v = (x.index_select(0, used.key_rows) for x in (k, v))
-    apart = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes", "score_mod"}
+    apart = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes", "score_mod", "qv"}
     given = {n: x for n, x in options.items() if n not in apart}
     given |= score_function(options.get("score_mod"), padded)
     given["mask"] = spans
@@ -167,9 +170,13 @@ def packed_call(
     both_ends = torch.arange(2, dtype=torch.int32, device=q.device)
     ends_q, ends_k = both_ends * q.shape[0], both_ends * k.shape[0]
     packed = Packed(ends_q, ends_k, q.shape[0], k.shape[0])
-    operands, numbers = describe((q, k, v), packed, given)
+    described_k = k
+    if qv is not None:  # a call gets keys beside their values, which travel only once
+        q = without_autocast(torch.cat)((q, qv), dim=-1)
+        described_k = k.detach()[..., :1].expand(*k.shape[:-1], q.shape[-1])
+    operands, numbers = describe((q, described_k, v), packed, given)
     operands = operands._replace(
-        cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
+        k=k, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
     )
     if tiles is not None:
         if bias is not None:  # whose columns are those of all sequences
@@ -181,6 +188,22 @@ def packed_call(
             partial_tiles=mask.partial_tiles,
         )
     return PackedCall(operands, numbers, used, tiles, bias_has_rows)
+
+
+def absorbed_query(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | None:
+    """The packed tokens of `qv`, whose products with the values are added to the scores.
+
+    Args:
+        q: the queries as the rank passes them, with padding.
+
+    Raises:
+        ValueError, TypeError: it does not fit.
+    """
+    if qv is None:
+        return None
+    (qv,) = cast_inputs(qv)
+    checks.absorbed(qv, q, v)
+    return layout.without_padding("qv", qv, layout.queries, layout.local_tokens)
 
 
 def with_program(q: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:

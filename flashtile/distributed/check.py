@@ -49,6 +49,8 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
         context, wire, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
     )
     leaves = {"q": _Leaf(q, layout), "k": _Leaf(k, keys), "v": _Leaf(v, keys)}
+    if options.get("qv") is not None:
+        leaves["qv"] = _Leaf(options["qv"], layout)
     for name in WEIGHTS:
         x = options.get(name)
         if x is not None and (name == "sink" or x.requires_grad):

@@ -209,6 +209,7 @@ class ContextParallel(Decoder):
                 shard after the other.
             k, v: likewise.
             layout: made by this object.
+            qv: as q, with value_head_dim.
             bias, attn_mask: of dense batches; rows sharded like q, all keys.
             key_padding_mask: (batch, seq_k), the whole mask on every rank; of dense batches.
             block_mask: `BlockMask`, of whole documents, the same on every rank; the host reads it
@@ -387,7 +388,9 @@ class ContextParallel(Decoder):
     def _pricing(self, layout: Layout, operands: Operands, options: Options) -> Pricing:
         q, k, v = operands[:3]
         gradient = (self._gradient_dtype or lse_dtype(q.dtype)).itemsize
-        shape = Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size(), gradient)
+        dims = k.shape[2], v.shape[2]
+        sizes = q.element_size(), gradient
+        shape = Shape(q.shape[1], k.shape[1], *dims, *sizes, q.shape[2])
         machine = self.machine or machine_of(q.device)
         return Pricing(machine, shape, layout.queries, layout.keys, options.facts)
 

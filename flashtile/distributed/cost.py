@@ -52,6 +52,13 @@ class Shape(NamedTuple):
     value_head_dim: int
     element_size: int  # bytes of q, k, v and out
     gradient_size: int = FLOAT32  # bytes of dK and dV on the wire
+    # Of queries; wider than that of keys if the scores also read the values.
+    query_head_dim: int | None = None
+
+    @property
+    def score_dim(self) -> int:
+        """The columns of a query."""
+        return self.query_head_dim or self.head_dim
 
 
 class Price(NamedTuple):
@@ -156,7 +163,7 @@ class Pricing:
     ) -> _Step:
         """One exchange and the call on what it brings."""
         machine, shape = self.machine, self.shape
-        D, Dv = shape.head_dim, shape.value_head_dim
+        D, Dv = shape.score_dim, shape.value_head_dim
         scores = stage.scores * query_heads
         has_call = rows > 0 and query_heads > 0 and (is_first or scores > 0)
         tiles = max(1.0, rows / TILE_ROWS * query_heads)
@@ -218,11 +225,11 @@ class Pricing:
         query_heads = [_count(share.queries) for share in shares]
         key_heads = [_count(share.keys) for share in shares]
         D, Dv, element = shape.head_dim, shape.value_head_dim, shape.element_size
-        q = seconds(self.queries, query_heads, D * element)
+        q = seconds(self.queries, query_heads, shape.score_dim * element)
         out = seconds(self.queries, query_heads, Dv * element)  # and dout
         k = seconds(self.keys, key_heads, D * element)
         v = seconds(self.keys, key_heads, Dv * element)
-        dq = seconds(self.queries, query_heads, D * FLOAT32)
+        dq = seconds(self.queries, query_heads, shape.score_dim * FLOAT32)
         dk = seconds(self.keys, key_heads, D * shape.gradient_size)
         dv = seconds(self.keys, key_heads, Dv * shape.gradient_size)
         return q + k + v + out, out + dq + dk + dv

@@ -62,7 +62,8 @@ def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tup
 
     Args:
         wants_grad: whether `backward` will follow, which the backend must support, too.
-        operands: the rank's own tokens, packed: q (tokens, heads, head_dim), k and v; `bias` has
+        operands: the rank's own tokens, packed: q (tokens, heads, head_dim), k and v; with `qv`, q
+            has its columns, too, and each call gets keys beside their values; `bias` has
             all keys of the document in its last dimension; `alibi_slopes` has one row for all
             sequences, or one for each sequence of the schedule.
 
@@ -128,6 +129,9 @@ def backward(
                     add_to=dq[:, heads],
                 )
             dk_part, dv_part = part.dk, part.dv
+            if part.dk.shape[-1] > k.shape[-1]:  # values beside the keys
+                dk_part, of_values = part.dk.split((k.shape[-1], v.shape[-1]), dim=-1)
+                dv_part = dv_part + of_values
             shared.add(part, step)
         returning.append(_Return(back, step, dk_part, dv_part))
         if len(returning) > 1:
@@ -299,6 +303,8 @@ def _operands(
     """The tensors of a step's call: packed sequences of which this rank has some rows."""
     schedule, stage, heads = plan.schedule, step.stage, step.query_heads
     device = operands.q.device
+    if operands.q.shape[-1] > keys.shape[-1]:
+        keys = torch.cat((keys, values), dim=-1)
     slopes, bias, table = operands.alibi_slopes, operands.bias, operands.relative_bias
     if bias is not None:
         bias = of_heads(bias, heads)

@@ -36,6 +36,7 @@ class _Tensors(NamedTuple):
     sink: Tensor | None
     alibi_slopes: Tensor | None
     relative_bias: Tensor | None
+    qv: Tensor | None
     captured: Tensor | None
     key_padding_mask: Tensor | None
     seqused_q: Tensor | None
@@ -69,13 +70,14 @@ class _Numbers(NamedTuple):
     backend: str
 
 
-_GRADIENTS = 9
+_GRADIENTS = 10
 _NAMED = (  # options of their own
     "bias",
     "attn_mask",
     "sink",
     "alibi_slopes",
     "relative_bias",
+    "qv",
     "key_padding_mask",
     "seqused_q",
     "seqused_k",

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,10 +97,15 @@ class Program:
         return Program(tuple(reversed(kept)), self.result, self.captured)
 
 
+# Two threads that parse at once can fail with a SystemError (CPython 3.11, gh-106905).
+_parsing = threading.Lock()
+
+
 @memoised(256)
 def parsed(text: str) -> Program:
     """The program of a text that ``str(program)`` has made."""
-    *lines, last = ast.parse(text).body
+    with _parsing:
+        *lines, last = ast.parse(text).body
     assert isinstance(last, ast.Return)
     result, captured = last.value, []
     if isinstance(result, ast.Tuple):

@@ -92,6 +92,8 @@ class Case:
             "k": self.draw(*k_shape, Hk, D),
             "v": self.draw(*k_shape, Hk, Dv),
         }
+        if has("qv", 0.2):
+            self.leaves["qv"] = self.draw(*q_shape, Hq, Dv)
         if has("sink", 0.3):
             self.leaves["sink"] = self.draw(Hq)
         if has("alibi_slopes", 0.3):
@@ -174,7 +176,7 @@ class Case:
         keys = Layout(
             parallel, wire, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
         )
-        places = {"q": layout, "k": keys, "v": keys}
+        places = {"q": layout, "k": keys, "v": keys, "qv": layout}
         leaves = {}
         for name, x in self.leaves.items():
             shard = places[name].shard(x) if name in places else x

@@ -76,6 +76,8 @@ def run_check(ranks: int, dtype: torch.dtype, packed: bool, **options: Any) -> l
         mine = dict(options)
         if "bias" in mine:
             mine["bias"] = layout.shard(mine["bias"], dim=2)
+        if "qv" in mine:
+            mine["qv"] = layout.shard(mine["qv"])
         if "mask" in mine:
             mine["mask"] = Spans(*(layout.shard(x, dim=2) for x in mine["mask"]))
         shards = (layout.shard(x.to(dtype)) for x in (q, k, v))
@@ -104,6 +106,7 @@ def tiles() -> BlockMask:
         (False, {"block_mask": tiles(), "causal": True, "num_splits": 1}),
         (True, {"block_mask": tiles()}),
         (True, {"alibi_slopes": drawn(4).abs(), "relative_bias": drawn(4, 9).requires_grad_()}),
+        (False, {"qv": drawn(2, 40, 4, 12), "window_size": (20, 0)}),
         (True, {"window_size": (9, 0), "deterministic": True}),
         (True, {"causal": True, "seqused_k": torch.tensor([4, 0, 30], dtype=torch.int32)}),
     ],
@@ -111,9 +114,9 @@ def tiles() -> BlockMask:
 def test_check_accepts_right_results(
     dtype: torch.dtype, packed: bool, options: dict[str, Any]
 ) -> None:
-    floats = {"sink", "bias", "relative_bias"}
+    floats = {"qv", "sink", "bias", "relative_bias"}
     given = {name: x.to(dtype) if name in floats else x for name, x in options.items()}
-    weights = [f"d{name}" for name in ("sink", "relative_bias") if name in options]
+    weights = [f"d{name}" for name in ("qv", "sink", "relative_bias") if name in options]
     for text in run_check(3, dtype, packed, **given):
         assert text.startswith("3 ranks give what one process gives")
         names = ["out", "lse", "dq", "dk", "dv", *weights]

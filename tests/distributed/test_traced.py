@@ -21,6 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"mask": Spans.documents(torch.arange(64).view(2, 32) // 7), "dropout_p": 0.3},
     {"block_mask": BlockMask.from_tiles(torch.ones(2, 2).tril(), (16, 16))},
     {"score_mod": lambda s, b, h, i, j: s + SLOPES[h] * (i - j).abs(), "causal": True},
+    {"qv": torch.randn(2, 32, 4, 8), "causal": True},
     {"relative_bias": torch.randn(4, 7), "window_size": (5, 5)},
     {"seqused_k": torch.tensor([3, 32]), "alibi_slopes": torch.rand(4), "attention_chunk": 8},
 ]
