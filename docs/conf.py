@@ -38,6 +38,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "formulas",
+    "wide_pictures",
 ]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,3 +49,21 @@ def test_the_masks_are_drawn_from_the_calls_beside_them(monkeypatch: pytest.Monk
     torch.testing.assert_close(found["seen_causal"], causal / causal.sum(-1, keepdim=True))
     shown = (found["seen_combined"] > 0).nonzero().tolist()
     assert shown == [[i, j] for i in range(12) for j in range(12) if i - 4 <= j <= i and j > 2]
+
+
+def test_wide_pictures_get_a_box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    figure = pytest.importorskip("matplotlib.figure")
+    nodes = pytest.importorskip("docutils.nodes")
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS))
+    wide_pictures = importlib.import_module("wide_pictures")
+    sizes = {"narrow.png": 6, "wide.png": 8, "narrow.svg": 6, "wide.svg": 8}  # inches
+    page = nodes.section()
+    for name, inches in sizes.items():
+        figure.Figure(figsize=(inches, 1)).savefig(tmp_path / name, dpi=144)
+        assert wide_pictures.width(tmp_path / name) == inches * 144
+        page += nodes.paragraph("", "", nodes.image(uri=name))
+    wide_pictures.box(SimpleNamespace(srcdir=tmp_path), page, "page")
+    boxed = {x.children[0]["uri"] for x in page if x["classes"] == ["wide-picture"]}
+    assert boxed == {"wide.png", "wide.svg"}
+    assert [image["uri"] for image in page.findall(nodes.image)] == list(sizes)
