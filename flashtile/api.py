@@ -250,8 +250,8 @@ def attention_with_kvcache(
         shared_prefix_len: the number of tokens with which all sequences of the batch begin. Their
             keys and values are read once for the whole batch, where the first sequence has them.
             All queries come after the prefix; with `page_table` it fills whole pages. Not for
-            windows with a left side or a negative right side, chunks, ALiBi, bias, masks, score
-            functions, left pads or a workspace.
+            chunks, slopes of ALiBi for each sequence, bias, masks, score functions, left pads or a
+            workspace.
         qv: shaped as q with the value head dim; read after the append, not rotated. The call copies
             both caches, unless they are views of one latent buffer.
         scheduler_metadata: int32, a performance hint of FlashAttention-3 that changes no result.

@@ -3,6 +3,10 @@
 The queries of the whole batch attend to the prefix as if they belonged to one sequence. The queries
 of each sequence attend to its own keys after the prefix. The two results are merged by their
 log-sum-exp (Hydragen: Juravsky et al. 2024, section 3; cascade inference: Ye et al. 2024).
+
+In the part of the prefix every query has a position of its own, which its row does not say. A
+window becomes spans of keys there. ALiBi becomes a bias of the keys: all of them come before the
+query, whose own position is then one number for all its scores, which only moves its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -13,18 +17,19 @@ import torch
 from torch import Tensor
 
 from ..ops.merge.op import merge_parts
-from ..problem import Operands
+from ..problem import Operands, Options
+from ..spans import Spans
 from . import append, checks
 from .layouts import Cached
 from .prepare import Prepared, prepare
 
-# Options that do not depend on the positions of keys. All others are refused.
+# Options that do not depend on the positions of keys, or only as said above; others are refused.
 _ALLOWED = {
-    "causal", "window_size", "softmax_scale", "softcap", "attention_chunk", "sink", "qv",
-    "k_descale", "v_descale", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata",
+    "causal", "window_size", "softmax_scale", "softcap", "alibi_slopes", "attention_chunk", "sink",
+    "qv", "k_descale", "v_descale", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata",
 }  # fmt: skip
-_LEFT_TO_THE_PREFIX = ("sink",)  # counts once
-_LEFT_TO_THE_REST = ("causal", "window_size")  # all queries come after the prefix
+# The prefix has its own way of these; a sink counts once.
+_LEFT_TO_THE_REST = ("causal", "window_size", "alibi_slopes", "sink")
 
 
 def append_and_attend(
@@ -77,10 +82,52 @@ def _attend_to_prefix(
             given[name] = given[name][:1]
     if given.get("qv") is not None:
         given["qv"] = _as_one_sequence(given["qv"])
+    positions = _positions(operands, call)
+    if _hides_keys_of_the_prefix(call.problem.options):
+        given["mask"] = _spans(positions, call.problem.options, prefix_len)
+    slopes = operands.alibi_slopes
+    if slopes is not None:
+        slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
+        key = torch.arange(1 - prefix_len, 1, device=q.device)
+        given["bias"] = (slopes[:, None] * key)[:, None]  # as seen from the last key of the prefix
     out, lse = append.append_and_attend(
         prepare((_as_one_sequence(q), k, v), layout, given, backend)
     )
-    return out[0], lse[0].T
+    lse = lse[0].T
+    if slopes is not None:
+        lse = lse - slopes * (positions - (prefix_len - 1))[:, None]
+    return out[0], lse
+
+
+def _positions(operands: Operands, call: Prepared) -> Tensor:
+    """(total_q,): the position of every query in its sequence. Queries of no sequence, which packed
+    ones may have at their end, have any.
+    """
+    layout, q, lengths = call.layout, operands.q, operands.seqused_k
+    assert isinstance(layout, Cached)
+    if lengths is None:
+        capacity = layout.capacity(operands.k)
+        lengths = torch.full((layout.batch(q),), capacity, device=q.device)
+    if layout.cu_seqlens_q is None:
+        row = torch.arange(q.shape[1], device=q.device) - q.shape[1]
+        return (lengths[:, None] + row).flatten()
+    row, ends = torch.arange(q.shape[0], device=q.device), layout.cu_seqlens_q[1:]
+    sequence = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+    return lengths[sequence] - ends[sequence] + row
+
+
+def _hides_keys_of_the_prefix(options: Options) -> bool:
+    """Whether a window may leave out keys of the prefix."""
+    return options.window_left is not None or (options.window_right or 0) < 0
+
+
+def _spans(positions: Tensor, options: Options, prefix_len: int) -> Spans:
+    """What each query's window leaves of the prefix."""
+    left, right = options.window_left, options.window_right
+    starts = torch.zeros_like(positions) if left is None else positions - left
+    stops = torch.full_like(positions, prefix_len) if right is None else positions + right + 1
+    limits = (x.clamp(0, prefix_len).int()[None, None, :, None] for x in (starts, stops))
+    return Spans(*limits)
 
 
 def _attend_to_rest(
@@ -100,8 +147,7 @@ def _attend_to_rest(
         cu_seqlens_q=layout.cu_seqlens_q,
         max_seqlen_q=layout.max_seqlen_q,
     )
-    given = {name: x for name, x in call.given.items() if name not in _LEFT_TO_THE_PREFIX}
-    out, lse = append.append_and_attend(prepare((q, k, v), rest, given, backend))
+    out, lse = append.append_and_attend(prepare((q, k, v), rest, call.given, backend))
     if layout.cu_seqlens_q is not None:
         return out, lse.T
     return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
@@ -120,10 +166,8 @@ def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
             raise _refusal(name)
     if options.attention_chunk > 0:
         raise _refusal("attention_chunk")
-    if options.window_left is not None:
-        raise _refusal("a window_size with a left side")
-    if options.window_right is not None and options.window_right < 0:
-        raise _refusal("a window_size that ends before the query")
+    if operands.alibi_slopes is not None and operands.alibi_slopes.dim() > 1:
+        raise _refusal("alibi_slopes for each sequence")
     for name in ("k_descale", "v_descale"):
         if given.get(name) is not None and given[name].dim() > 2:
             raise _refusal(f"{name} for each block of keys")
@@ -141,15 +185,20 @@ def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
             f"shared_prefix_len: got {prefix_len}, want a multiple of {page_size}, the page size"
         )
     if checks.checking_values((*operands, *layout)):
-        _check_lengths(operands, layout, prefix_len, bool(options.facts))
+        has_positions = bool(options.facts) or operands.alibi_slopes is not None
+        _check_lengths(operands, layout, prefix_len, has_positions)
 
 
-def _check_lengths(operands: Operands, layout: Cached, prefix_len: int, is_causal: bool) -> None:
-    """Raise unless all queries of all sequences see the whole prefix."""
+def _check_lengths(
+    operands: Operands, layout: Cached, prefix_len: int, has_positions: bool
+) -> None:
+    """Raise unless all queries come after the prefix: the first one of each sequence if queries
+    have positions of their own, else the last one.
+    """
     q, lengths = operands.q, operands.seqused_k
     after = layout.capacity(operands.k) if lengths is None else lengths + layout.added
     queries: Any = 1
-    if is_causal:
+    if has_positions:
         starts = layout.cu_seqlens_q
         queries = q.shape[1] if starts is None else starts.diff().clamp(min=1)
     seen = torch.as_tensor(after - queries + 1)  # by the first query of each sequence
@@ -157,7 +206,7 @@ def _check_lengths(operands: Operands, layout: Cached, prefix_len: int, is_causa
     if shortest < prefix_len:
         raise ValueError(
             f"shared_prefix_len: got {prefix_len}, but the first query of a sequence sees "
-            f"{max(shortest, 0)} keys; all queries have to see the whole prefix"
+            f"{max(shortest, 0)} keys; all queries have to come after the prefix"
         )
 
 

@@ -62,6 +62,42 @@ def test_packed_queries(backend, seed):
     c.check(backend, **lengths, causal=True)
 
 
+WINDOWS = [(3, 0), (5, -1), (15, 2), (9, -3), (-1, -2), (0, 0), (40, -1)]
+
+
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(window, M, backend, seed):
+    """Every query leaves out keys of its own, up to the whole prefix."""
+    c = cache(seed, M=M)
+    c.check(backend, **c.new_tokens(), window_size=window, options="sink")
+    cache(seed, M=M, filled=(12, 10, 20)).check(backend, window_size=window, causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
+@pytest.mark.parametrize("options", ["alibi", "alibi + causal window", "alibi + softcap + sink"])
+def test_alibi(options, dtype, backend, seed):
+    """Distances count over the whole sequence, in both parts."""
+    c = cache(seed, dtype=dtype)
+    c.check(backend, **c.new_tokens(), options=options)
+    c = cache(seed, dtype=dtype)
+    c.to_pages(4)
+    c.check(backend, **c.new_tokens(), options=f"{options} + causal")
+
+
+def test_alibi_and_a_window_of_packed_queries(backend, seed):
+    """Positions count from the end of each sequence's own queries; one has none."""
+    c = cache(seed, filled=(12, 10, 20))
+    c.q = normal(c.g, 5, c.Hq, c.D, dtype=c.dtype)
+    lengths = {"cu_seqlens_q": cu_seqlens([3, 0, 2]), "max_seqlen_q": 3}
+    c.check(backend, **lengths, causal=True, window_size=(6, 0), options="alibi")
+
+
+def test_alibi_over_the_whole_cache(backend, seed):
+    c = cache(seed, filled=(CAPACITY,) * B)
+    c.check(backend, cache_seqlens=None, causal=True, window_size=(25, 0), options="alibi")
+
+
 def test_pages_of_one_sequence(backend, seed):
     """The table of each sequence lists the same pages first."""
     c = Cache(seed, filled=FILLED)
@@ -136,14 +172,21 @@ def test_out(seed):
     assert torch.equal(out, expected)
 
 
-def test_compiled(seed):
+@pytest.mark.parametrize("name", ["nothing", "alibi", "window"])
+def test_compiled(name, seed):
     c = cache(seed)
+    options = {
+        "nothing": {},
+        "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
+        "window": {"window_size": (5, 0)},
+    }[name]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(q, k, v, k_cache, v_cache, lengths):
         return flashtile.attention_with_kvcache(
             q, k_cache, v_cache, k, v,
             cache_seqlens=lengths, causal=True, shared_prefix_len=PREFIX, return_lse=True,
+            **options,
         )  # fmt: skip
 
     new = c.new_tokens()
@@ -160,14 +203,17 @@ BAD = {
     "longer than a sequence": ({"shared_prefix_len": 10}, ValueError, "sees 9 keys"),
     "negative": ({"shared_prefix_len": -1}, ValueError, "shared_prefix_len: got -1"),
     "no number": ({"shared_prefix_len": 4.0}, TypeError, "shared_prefix_len: got float"),
-    "window": ({"window_size": (3, 0)}, NotImplementedError, "window_size"),
-    "window before the query": (
-        {"window_size": (-1, -2), "causal": False},
-        NotImplementedError,
-        "ends before",
-    ),
     "chunk": ({"attention_chunk": 4}, NotImplementedError, "attention_chunk"),
-    "ALiBi": ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes"),
+    "ALiBi for each sequence": (
+        {"alibi_slopes": torch.ones(B, 4)},
+        NotImplementedError,
+        "alibi_slopes for each",
+    ),
+    "ALiBi before the end of the prefix": (
+        {"alibi_slopes": torch.ones(4), "shared_prefix_len": 10, "causal": False},
+        ValueError,
+        "sees 9 keys",
+    ),
     "bias": ({"bias": torch.zeros(3, CAPACITY)}, NotImplementedError, "bias"),
     "relative bias": ({"relative_bias": torch.zeros(4, 3)}, NotImplementedError, "relative_bias"),
     "score function": (
@@ -196,7 +242,7 @@ def test_bad_input_writes_nothing(call, error, message, seed):
 def test_every_option_is_allowed_or_refused():
     """A new option does not reach the parts of a call unless somebody has thought about it."""
     known = shared_prefix._ALLOWED | {
-        "alibi_slopes", "bias", "relative_bias", "block_mask", "mask", "score_mod", "q_descale",
+        "bias", "relative_bias", "block_mask", "mask", "score_mod", "q_descale",
         "workspace",
     }  # fmt: skip
     assert known == set(options_of(CacheOptions))
