@@ -105,7 +105,12 @@ def against_length(name: str) -> Figure:
     kinds = dict.fromkeys(row[column] for row in rows)
     lines = list(product(passes, kinds))
     figure, grid = plt.subplots(
-        len(lines), 2, figsize=(7.2, 2.4 * len(lines) + 0.6), sharey="row", layout="constrained"
+        len(lines),
+        2,
+        figsize=(7.2, 2.4 * len(lines) + 0.6),
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
     )
     labelled = {}
     for axes, ((direction, kind), causal) in zip(

@@ -90,3 +90,14 @@ def test_a_measured_preset_is_drawn(performance: ModuleType, name: str, tmp_path
     }
     for axes in figure.axes:
         assert axes.get_ylim()[0] == 0 and len(axes.lines) >= len(peers) - 1
+
+
+def test_a_run_that_was_cut_off_is_drawn(performance: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    start_csv(tmp_path / "h200" / "fa-readme" / "all.csv", ORIGIN)
+    case = presets.preset_cases("fa-readme")[0]
+    row = Row.of(case, "flashtile", "both").timed(case, [1.0])
+    append_csv(tmp_path / "h200" / "fa-readme" / "all.csv", [row], ORIGIN)
+    full, causal = importlib.import_module("plots").against_length("fa-readme").axes
+    assert len(full.lines) == 1 and not causal.lines
+    assert block(performance, "fa-readme").count("**") == 2
