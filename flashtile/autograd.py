@@ -168,13 +168,15 @@ def _run_backward(
     prepared: backends.PreparedBackward | None = None,
 ) -> backends.Gradients:
     """The gradients; `tensors` are the operands, out, lse, dout and dlse."""
-    q, *_, out, lse, dout, dlse = tensors
-    assert q is not None and out is not None and lse is not None and dout is not None
+    q = tensors[0]
+    assert q is not None
     with autocast_off(q):
         if prepared is not None:
             return prepared(tensors)
+        *given, out, lse, dout, dlse = tensors
+        assert out is not None and lse is not None and dout is not None
         # As many as `Operands` has, of which only the optional ones are None.
-        operands = Operands(*tensors[:_INPUTS])  # type: ignore[arg-type]
+        operands = Operands(*given)  # type: ignore[arg-type]
         backend = backends.load(problem.options.backend)
         return backend.backward(problem, operands, out, lse, dout, dlse)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -90,15 +91,14 @@ class DirectLaunches(NamedTuple):
     """Launches on one device that have been made before, without Triton's Python code."""
 
     launches: list[tuple[Callable[..., Any], Parts]]
-    tensors: list[int]  # see `Addresses`
+    pick: Callable[[Tensors], tuple[Tensor, ...]]  # the tensors of `Addresses`
     device: int
     current_stream: Callable[[int], int]
 
     def run(self, tensors: Tensors) -> None:
         """Launch with other tensors."""
-        addresses = [self.current_stream(self.device)]
-        # Only tensors that are present have addresses.
-        addresses += [tensors[number].data_ptr() for number in self.tensors]  # type: ignore[union-attr]
+        present = self.pick(tensors)
+        addresses = [self.current_stream(self.device), *map(Tensor.data_ptr, present)]
         for function, parts in self.launches:
             function(*parts.filled(addresses))
 
@@ -120,7 +120,10 @@ def direct_launches(
         found.append((_function_in_c(kernel.run.launch), parts))
     active = driver.active
     device, current_stream = active.get_current_device(), active.get_current_stream
-    return DirectLaunches(found, addresses.tensors, device, current_stream)
+    if len(addresses.tensors) < 2:  # which no kernel of ours reads; `pick` would return no tuple
+        return None
+    pick = itemgetter(*addresses.tensors)
+    return DirectLaunches(found, pick, device, current_stream)
 
 
 def _parts_of_launch(launch: Launch, compiled: Any, addresses: Addresses) -> Parts | None:

@@ -17,7 +17,7 @@ def uninitialised(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     if kind not in _EMPTY_STRIDED:
         return lambda: torch.empty(sizes, dtype=dtype, device=device)
     strides = torch.empty(sizes, device="meta").stride()
-    return lambda: _EMPTY_STRIDED[kind](sizes, strides, dtype)
+    return partial(_EMPTY_STRIDED[kind], sizes, strides, dtype)
 
 
 def filled(

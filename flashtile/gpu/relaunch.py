@@ -23,6 +23,9 @@ from .launch import Launch, ordered
 from .repeat import Numbers, Repeat, Tensors, public_maker, repeat_of
 from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
 
+# Faster than `torch.cuda.current_device`, which starts CUDA. A tensor on a GPU shows that it runs.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
 Describe = Callable[[Tensors, Tensors], Sequence[Launch]]
 Made = TypeVar("Made", bound=tuple[Tensor | None, ...])
 
@@ -128,8 +131,8 @@ def prepared_call(name: str, call: Any, given: Tensors) -> PreparedCall | None:
 
 def _is_elsewhere(given: Tensors) -> bool:
     """Whether the tensors are on another GPU than the current one."""
-    device = given[0].device  # type: ignore[union-attr]  # never None
-    return device.type == "cuda" and device.index != torch.cuda.current_device()
+    index = given[0].get_device()  # type: ignore[union-attr]  # never None
+    return index >= 0 and index != _current_device()  # -1 on a CPU
 
 
 def _launch_described(

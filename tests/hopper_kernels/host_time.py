@@ -4,8 +4,8 @@ does nothing, and tensors on the CPU that count as if on a GPU.
     PYTHONPATH=.venv/triton-3.6.0:.:tests python -m hopper_kernels.host_time
     PYTHONPATH=.venv/triton-3.6.0:.:tests python -m hopper_kernels.host_time --profile "decode"
 
-Each time is the least of many runs of 20 calls, in microseconds. It lacks what only a GPU has: the
-driver's own time, and the thread that runs a backward. To compare another version of flashtile,
+Each time is the least of many bursts of five calls, in microseconds. It lacks what only a GPU has:
+the driver's own time, and the thread that runs a backward. To compare another version of flashtile,
 put its folder before this one on the path.
 """
 
@@ -33,7 +33,7 @@ from benchmarks.shapes import Case, make_inputs, vary
 
 from .fake_cuda import as_if_on_a_gpu, fake_driver
 
-BURST, BURSTS = 20, 400
+BURST, SECONDS = 5, 2.0
 Call = Callable[[], Any]
 
 
@@ -84,8 +84,8 @@ def stand_in() -> Iterator[None]:
 
 def microseconds(call: Call) -> float:
     """The least time of a call in a burst."""
-    times = []
-    for _ in range(BURSTS):
+    times, end = [], time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
         start = time.perf_counter()
         for _ in range(BURST):
             call()
