@@ -1,0 +1,208 @@
+"""What context parallelism costs in the kernels alone, measured on one GPU.
+
+``python -m benchmarks.context.kernels --ranks 2 4`` runs the ranks one after another, as threads
+that exchange keys through memory, and records the calls that the executor makes of a backend. Then
+it times these calls without the exchanges. One GPU's time with the whole sequence over the sum of
+the ranks bounds the efficiency that any number of GPUs can reach; over the slowest rank times the
+ranks, also their balance counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from flashtile import backends
+from flashtile.call import dispatch
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
+from flashtile.cli.timing import Timing, interleave, timer_for
+from flashtile.distributed import balance, executor
+from flashtile.distributed.ownership import Ownership
+from flashtile.distributed.schedule import schedule
+from flashtile.distributed.work import Work
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing.wires import ThreadWire, run_ranks
+
+from ..report import print_table
+from .cases import ContextCase
+
+Call = Callable[[], Any]
+PASSES = ("forward", "backward")
+
+
+class Calls(NamedTuple):
+    """Calls of a backend, and its name."""
+
+    forward: list[Call]
+    backward: list[Call]
+    names: set[str]
+
+
+recorded: ContextVar[Calls] = ContextVar("recorded")  # of this thread's rank
+load = backends.load
+
+
+class Recorder:
+    """A backend that keeps the calls it gets."""
+
+    def __init__(self, name: str) -> None:
+        self.backend, self.name = load(name), name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def forward(self, *given: Any) -> Any:
+        recorded.get().names.add(self.name)
+        recorded.get().forward.append(partial(self.backend.forward, *given))
+        return self.backend.forward(*given)
+
+    def backward(self, *given: Any, **more: Any) -> Any:
+        recorded.get().backward.append(partial(self.backend.backward, *given, **more))
+        return self.backend.backward(*given, **more)
+
+
+class Whole(NamedTuple):
+    """The call of one GPU."""
+
+    operands: Operands
+    options: Options
+    dout: Tensor
+
+    def calls(self) -> tuple[Calls, Tensor]:
+        """Both passes, and the output."""
+        problem = AttentionProblem.of(self.operands, self.options)._replace(needs_grad=True)
+        name = dispatch.select(problem)
+        backend = load(name)
+        out, lse = backend.forward(problem, self.operands)
+        forward = partial(backend.forward, problem, self.operands)
+        given = (problem, self.operands, out, lse, self.dout, None)
+        backend.backward(*given)
+        return Calls([forward], [partial(backend.backward, *given)], {name}), out
+
+
+def whole_call(case: ContextCase, lengths: list[int], device: str) -> Whole:
+    """Random inputs."""
+    dtype, tokens = getattr(torch, case.dtype), sum(lengths)
+    torch.manual_seed(0)
+    heads = (case.heads_q, case.heads_kv, case.heads_kv, case.heads_q)
+    q, k, v, dout = (
+        torch.randn(tokens, count, case.head_dim, device=device, dtype=dtype) for count in heads
+    )
+    if case.variant != "packed":
+        q, k, v, dout = (x[None] for x in (q, k, v, dout))
+        return Whole(*describe((q, k, v), Dense(), case.options), dout)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    layout = Packed(cu, cu, max(lengths), max(lengths))
+    return Whole(*describe((q, k, v), layout, case.options), dout)
+
+
+def ownership(case: ContextCase, lengths: list[int], ranks: int, options: Options) -> Ownership:
+    """The layout that `ContextParallel.layout` makes by default."""
+    way = "documents" if case.variant == "packed" else "contiguous" if case.window else "zigzag"
+    return balance.divided(way, Work([(options.facts, None, 1)], lengths), ranks)
+
+
+def calls_of_ranks(
+    whole: Whole, owned: Ownership, head_groups: int, backend: str | None
+) -> tuple[list[Calls], Tensor]:
+    """What every rank calls, and the output of all ranks in the order of the whole."""
+    packed = [x.flatten(0, -3) for x in (*whole.operands[:3], whole.dout)]
+    starts = torch.tensor([0, *owned.lengths]).cumsum(0).tolist()
+
+    def one_rank(wire: ThreadWire) -> tuple[Calls, Tensor, Tensor]:
+        recorded.set(Calls([], [], set()))
+        rows = torch.cat(
+            [torch.arange(*piece[1:]) + starts[piece.document] for piece in owned.pieces[wire.rank]]
+        ).to(packed[0].device)
+        q, k, v, dout = (x[rows] for x in packed)
+        made = schedule(owned, owned, whole.options.facts, wire.rank)
+        plan = executor.Plan(made, head_groups, whole.options, backend, 0, None)
+        out, lse = executor.forward(plan, wire, Operands(q, k, v), True)
+        executor.backward(plan, wire, Operands(q, k, v), out, lse, dout, None, False)
+        return recorded.get(), rows, out
+
+    with patch.object(backends, "load", Recorder):
+        ranks = run_ranks(owned.ranks, one_rank)
+    out = torch.empty_like(packed[0])
+    for _, rows, part in ranks:
+        out[rows] = part
+    return [calls for calls, _, _ in ranks], out
+
+
+def in_turn(calls: list[Call]) -> None:
+    """Make all calls."""
+    for call in calls:
+        call()
+
+
+def measured(
+    case: ContextCase, ranks: int, head_groups: int, backend: str | None, device: str, ms: float
+) -> Iterator[list[str]]:
+    """The lines of a case."""
+    lengths = case.lengths(ranks)
+    whole = whole_call(case, lengths, device)
+    alone, want = whole.calls()
+    owned = ownership(case, lengths, ranks, whole.options)
+    of_ranks, out = calls_of_ranks(whole, owned, head_groups, backend)
+    largest = (out.float() - want.flatten(0, -3).float()).abs().max().item()
+    equal = (out == want.flatten(0, -3)).double().mean().item()
+    for direction in PASSES:
+        calls = {"one GPU": partial(in_turn, getattr(alone, direction))}
+        for rank, of_rank in enumerate(of_ranks):
+            calls[f"rank {rank}"] = partial(in_turn, getattr(of_rank, direction))
+        samples = interleave(calls, timer_for(device), budget_ms=ms, min_rounds=3)
+        full, *parts = (Timing.of(x).median_ms for x in samples.values())
+        names = "+".join(sorted(set().union(*(x.names for x in of_ranks))))
+        yield [
+            f"{case.variant} {case.heads_q}:{case.heads_kv} x {case.head_dim}, {case.tokens}",
+            f"{ranks} x {head_groups}",
+            names,
+            direction,
+            f"{full:.2f}",
+            ", ".join(f"{x:.2f}" for x in parts),
+            f"{full / sum(parts):.3f}",
+            f"{full / len(parts) / max(parts):.3f}",
+            f"{largest:.2g}, {equal:.1%}",
+        ]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.context.kernels")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2], help="of key heads")
+    parser.add_argument("--variants", nargs="+", default=["dense"], help="dense, window, packed")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8])
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", help="of the ranks; by default the one that runs their calls")
+    parser.add_argument("--ms", type=float, default=400.0, help="to measure a pass of a case")
+    args = parser.parse_args()
+    headings = ["case", "ranks x groups", "backend", "pass", "one GPU, ms", "ranks, ms"]
+    headings += ["one GPU / sum", "one GPU / ranks x slowest", "out: largest difference, equal"]
+    lines: list[list[str]] = []
+    for variant in args.variants:
+        window = 1024 if variant == "window" else 0
+        q_heads, kv_heads = args.heads
+        shape = (q_heads, kv_heads, args.head_dim, args.tokens, window)
+        case = ContextCase(variant, args.dtype, *shape)
+        for ranks in args.ranks:
+            for groups in args.groups:
+                for line in measured(case, ranks, groups, args.backend, args.device, args.ms):
+                    print(*line, sep=" | ", flush=True)  # if the run is cut short
+                    lines.append(line)
+    print_table(headings, lines)
+
+
+if __name__ == "__main__":
+    main()

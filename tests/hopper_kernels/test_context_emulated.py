@@ -1,0 +1,116 @@
+"""Context parallelism whose ranks run the Hopper kernels in PyTorch (`emulator.py`): what the
+executor passes to the backend, and where the results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends.hopper.backward import launch as backward_path
+from flashtile.backends.hopper.forward import launch as forward_path
+from flashtile.distributed import ContextParallel
+from flashtile.testing import (
+    assert_close,
+    attention_varlen_reference,
+    cu_seqlens,
+    generator,
+    normal,
+    packed_qkv,
+)
+from flashtile.testing.wires import run_ranks
+
+from . import emulator
+from .fake_cuda import as_if_on_a_gpu
+from .test_forward_emulated import intrinsics  # noqa: F401 -- for every test here
+
+LENGTHS = [520, 0, 70, 1, 290]
+PROGRAMS = 2
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Launches run in the emulator, one call at a time; the passes that were called."""
+    lock, passes = Lock(), []
+
+    def run(
+        name: str, call: Any, given: Any, allocator: Callable[[], Any], describe: Any, config: Any
+    ) -> Any:
+        with lock:
+            passes.append(name)
+            made = allocator()()
+            given = tuple(None if x is None else x.detach() for x in given)
+            for launch in describe(given, made):
+                if launch.kernel.__name__ == "forward_kernel":
+                    launch = launch._replace(grid=(PROGRAMS,))
+                emulator.run_chain([launch], seed=0)
+            return made
+
+    def patch(module: ModuleType, **values: Any) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+
+    def counter(device: torch.device) -> Tensor:
+        return torch.zeros(2, dtype=torch.int32)
+
+    patch(forward_path, allocate_and_run_all=run, tile_counter=counter)
+    patch(backward_path, allocate_and_run_all=run, prepared_call=lambda *_: None)
+    for module in (forward_path, backward_path):
+        patch(module, multiprocessors=lambda device: PROGRAMS)
+    with as_if_on_a_gpu():
+        yield passes
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "stages", "groups", "given"),
+    [
+        ("zigzag", 2, 1, 1, {"causal": True}),
+        ("zigzag", 3, 1, 2, {"causal": True, "sink": normal(generator(0), 4)}),
+        ("documents", 2, 1, 2, {"causal": True}),
+        ("contiguous", 3, 1, 1, {"window_size": (100, 30)}),
+        ("zigzag", 2, 2, 1, {"causal": True}),
+        ("contiguous", 2, 1, 1, {}),
+    ],
+)
+def test_ranks_compute_what_one_process_does(
+    emulated: list[str], way: str, ranks: int, stages: int, groups: int, given: dict[str, Any]
+):
+    dtype = torch.bfloat16
+    q, k, v = packed_qkv(generator(ranks), LENGTHS, LENGTHS, D=64, dtype=dtype)
+    dout = normal(generator(1), *q.shape, dtype=dtype)
+
+    def one_rank(wire: Any) -> dict[str, Tensor]:
+        parallel = ContextParallel.over(wire, ulysses=1, stages=stages, head_groups=groups)
+        layout = parallel.layout(cu_seqlens(LENGTHS), way=way, grain=64)
+        leaves = [layout.shard(x).requires_grad_() for x in (q, k, v)]
+        out = parallel.attention(*leaves, layout, backend="hopper", **given)
+        found = (out, *torch.autograd.grad(out, leaves, layout.shard(dout)))
+        return dict(zip(NAMES, map(layout.unshard, found), strict=True))
+
+    found = run_ranks(ranks, one_rank, timeout=300.0)[0]
+    truth, plain = (whole((q, k, v), dout, given, x) for x in (torch.float64, dtype))
+    for name in NAMES:
+        assert_close(name, found[name], truth[name], plain[name], dtype=dtype, seed=ranks)
+    # The outputs of stages are float32 and merged.
+    forward = "hopper forward into given tensors" if stages == 1 else "hopper forward"
+    assert {forward, "hopper backward"} == set(emulated)
+
+
+def whole(
+    inputs: tuple[Tensor, ...], dout: Tensor, given: dict[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What one process computes in `dtype`."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    cu = cu_seqlens(LENGTHS)
+    bounds = (cu, cu, max(LENGTHS), max(LENGTHS))
+    out = attention_varlen_reference(*leaves, *bounds, compute_dtype=dtype, **given).out
+    gradients = torch.autograd.grad((out * dout.to(dtype)).sum(), leaves)
+    return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
