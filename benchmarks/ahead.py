@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
@@ -25,7 +27,8 @@ def compile_ahead(cases: Sequence[Case], settings: Settings, processes: int) -> 
         for direction, peer in product(settings.directions, settings.peers)
     ]
     jobs = list(product(cases, single))
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin) as pool:
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
+    with pool, suppress(BrokenProcessPool):  # a process died: the others stop, too
         list(pool.map(_run_once, *zip(*jobs, strict=True)))
     return time.monotonic() - start
 

@@ -234,6 +234,8 @@ def truth(case: Case, inputs: Inputs, backward: bool) -> dict[str, Tensor]:
     }
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     options |= {name: x for name, x in leaves.items() if name in EXTRA_LEAVES}
+    if "relative_bias" in options:
+        options["bias"] = _by_distance(options.pop("relative_bias"), case)
     with torch.set_grad_enabled(backward), inputs.q.device:
         if inputs.cu_seqlens is None:
             out = attention_reference(q, k, v, **options).out
@@ -245,6 +247,15 @@ def truth(case: Case, inputs: Inputs, backward: bool) -> dict[str, Tensor]:
     dout = _first_group(case, "out", inputs.dout).double()
     gradients = torch.autograd.grad(out, tuple(leaves.values()), dout)
     return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def _by_distance(table: Tensor, case: Case) -> Tensor:
+    """A relative bias as a matrix for each head, (heads, M, N). Its backward takes atomics: that of
+    indexing handles a number that millions of scores share on one thread."""
+    M, N, R = case.seqlen_q, case.seqlen_k, case.relative
+    rows, keys = (torch.arange(n, device=table.device) for n in (M, N))
+    column = (keys - rows[:, None] - (N - M)).clamp(-R, R) + R
+    return table.index_select(1, column.flatten()).unflatten(1, (M, N))
 
 
 def with_progress(cases: Iterable[Case], stream: TextIO | None = None) -> Iterator[Case]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import ahead, functions, gpu_targets, plots, presets, run, shapes
+from benchmarks import ahead, functions, gpu_targets, peers, plots, presets, run, shapes
 from benchmarks.rows import Row
 from benchmarks.shapes import Case
 
@@ -100,6 +101,21 @@ def test_a_shared_prefix_changes_no_result(case: Case) -> None:
         assert row.gbps is None  # the two read unlike amounts
         assert row.max_error is not None
         assert 0 < row.max_error < 1e-5
+
+
+def test_one_peer_passes_the_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    attend = peers.api.attention_with_kvcache
+
+    def noted(*args: object, **options: Any) -> object:
+        asked.append(options.get("shared_prefix_len"))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(peers.api, "attention_with_kvcache", noted)
+    for peer, wanted in (("flashtile", CASCADE[0].shared_prefix), ("flashtile-unshared", None)):
+        asked.clear()
+        measured(CASCADE[0], replace(QUICK, peers=(peer,)))
+        assert set(asked) == {wanted}
 
 
 def test_a_call_without_a_shared_prefix_has_one_peer() -> None:
