@@ -307,16 +307,18 @@ def _run_cached(
     if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
         given = (qkv, layout, options, backend, return_lse, out, shared_prefix_len)
         return outside_of_graphs(_run_cached)(*given)
+    if torch.is_grad_enabled():  # the context takes longer than the question
+        with torch.no_grad():
+            return _run_cached(qkv, layout, options, backend, return_lse, out, shared_prefix_len)
     return_lse = checks.flag("return_lse", return_lse)
-    with torch.no_grad():
-        call = prepare(qkv, layout, options, backend, out)
-        if shared_prefix_len is None:
-            result, lse = append_and_attend(call)
-        else:
-            result, lse = shared_prefix.append_and_attend(call, shared_prefix_len, backend)
-        if out is not None:
-            result = out.copy_(result)
-        return (result, lse.contiguous()) if return_lse else result
+    call = prepare(qkv, layout, options, backend, out)
+    if shared_prefix_len is None:
+        result, lse = append_and_attend(call)
+    else:
+        result, lse = shared_prefix.append_and_attend(call, shared_prefix_len, backend)
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse.contiguous()) if return_lse else result
 
 
 def explain(*call: Any, **options: Any) -> Explanation:

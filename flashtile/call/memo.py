@@ -37,12 +37,13 @@ _STRIDED = torch.strided
 _decisions: Memo[Any, Decision] = Memo(4096)
 
 
-def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = False) -> Any:
     """Everything about the arguments `given` that decides a call, on a GPU with its launches, and
     the global state that does.
 
     Args:
         names: of the arguments, which are not the same ones in every call.
+        with_strides: whether strides decide the call even where it has no launches.
 
     Returns:
         None where that cannot be said in advance: for arguments of other types (a subclass of
@@ -72,6 +73,8 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
         facts += (x.shape, x.dtype, x.device, x.requires_grad)
         if with_launches:
             facts += (x.stride(), x.data_ptr() % ALIGNMENT)
+        elif with_strides:
+            facts.append(x.stride())
     for index in indices.tuples:
         item_types = tuple(map(type, given[index]))
         if not _PLAIN.issuperset(item_types):

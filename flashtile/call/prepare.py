@@ -217,11 +217,10 @@ def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
 def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
     """What decides the call, for the memo; None if that cannot be said."""
     values = given.values()
-    if isinstance(layout, Cached):
-        asked += _strides(*qkv[1:])
-        if type(layout.cache_seqlens) is int:  # another one for each new token, and checked apart
-            asked += ("a number of tokens",)
-            layout = layout._replace(cache_seqlens=None)
+    # Another number for each new token, and checked apart.
+    if isinstance(layout, Cached) and type(layout.cache_seqlens) is int:
+        asked += ("a number of tokens",)
+        layout = layout._replace(cache_seqlens=None)
     mask = given.get("block_mask")
     if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
         values = {**given, "block_mask": None}.values()
@@ -230,7 +229,8 @@ def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
         values = {**given, "block_mask": None, "mask": None}.values()
         asked += tuple(given["mask"])
     names, arguments = (type(layout), *given), (*qkv, *layout, *values, *asked)
-    return memo.key_of(names, arguments)
+    # The strides of caches determine whether they already are packed sequences.
+    return memo.key_of(names, arguments, with_strides=isinstance(layout, Cached))
 
 
 def _are_arguments(operands: Operands, qkv: QKV, layout: Layout, given: Given) -> bool:
@@ -239,12 +239,6 @@ def _are_arguments(operands: Operands, qkv: QKV, layout: Layout, given: Given) -
     """
     arguments = {id(x) for x in (*qkv, *layout, *given.values())}
     return all(x is None or id(x) in arguments for x in operands)
-
-
-def _strides(*caches: Tensor) -> tuple[int, ...]:
-    """The strides of the caches, which determine whether they already are packed sequences."""
-    plain = (x for x in caches if isinstance(x, Tensor) and not x.is_nested)
-    return tuple(stride for x in plain for stride in x.stride())
 
 
 def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
