@@ -53,7 +53,7 @@ OPTIONS = (
     "deterministic",
     *HINTS,
 )
-# Those that are added to the scores, of dense batches only.
+# Those that are added to the scores.
 SCORE_MASKS = ("bias", "attn_mask", "key_padding_mask")
 USED = ("seqused_q", "seqused_k")
 
@@ -145,13 +145,15 @@ def packed_call(
     bias = score_bias(options, padded, layout)
     bias_has_rows = has_rows(bias, layout)
     if bias is not None and bias_has_rows:
-        bias = bias[:, :, : q.shape[0] // layout.sequences]
+        bias = bias[:, :, : q.shape[0] // max(layout.sequences, 1)]
     spans = packed_spans(options.get("mask"), padded, layout)
     used = used_tokens(options, q, layout)
     tiles = tile_map(options.get("block_mask"), q, used)
     if used.query_rows is not None:
         q = q.index_select(0, used.query_rows)
         qv = None if qv is None else qv.index_select(0, used.query_rows)
+        if bias is not None and bias_has_rows and not layout.sequences:
+            bias = bias.index_select(2, used.query_rows)
         spans = spans and Spans(*(x.index_select(2, used.query_rows) for x in spans))
     if used.key_rows is not None:
         k, v = (x.index_select(0, used.key_rows) for x in (k, v))
@@ -179,8 +181,6 @@ def packed_call(
         k=k, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
     )
     if tiles is not None:
-        if bias is not None:  # whose columns are those of all sequences
-            tiles = tiles.shared()
         mask = options["block_mask"]
         operands = operands._replace(
             tile_kinds=mask.kinds,
@@ -260,27 +260,30 @@ def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor 
 
     Raises:
         ValueError, TypeError: a mask does not fit.
-        NotImplementedError: the documents are packed, or have lengths of their own.
+        NotImplementedError: a mask of dense batches is given for packed documents.
     """
     masks = {name: options[name] for name in SCORE_MASKS if options.get(name) is not None}
     if not masks:
         return None
+    for name in masks:
+        if not layout.sequences and name != "bias":
+            raise NotImplementedError(f"{name}: got packed documents, want a dense batch or a bias")
+    heads, longest = q.shape[-2], max(layout.keys.lengths, default=0)
+    sizes = (layout.sequences, heads, layout.local_tokens, longest)
     if not layout.sequences:
-        raise NotImplementedError(f"{next(iter(masks))}: got packed documents, want a dense batch")
-    for name in USED:
-        if options.get(name) is not None:
-            raise NotImplementedError(
-                f"{name}: got it together with {next(iter(masks))}, which context parallelism does "
-                "not combine; hide the padding in the mask"
-            )
-    sizes = (layout.sequences, q.shape[-2], layout.local_tokens, layout.keys.lengths[0])
+        shape = getattr(masks["bias"], "shape", ())
+        has_batch = len(shape) == 4 and shape[2] == 1
+        sizes = (len(layout.queries.lengths), heads, 1, longest) if has_batch else (1, *sizes[1:])
     return as_bias(q, sizes, **masks)
 
 
 def has_rows(bias: Tensor | None, layout: Layout) -> bool:
     """Whether a bias has a row for each query of a rank, padding included: all ranks say the same.
-    Where every rank has one query, the only row counts as the row of that query."""
-    return bias is not None and bias.shape[2] == layout.local_tokens
+    Where every rank has one query, the only row counts as the row of that query, unless it is one
+    of several documents."""
+    if bias is None or bias.shape[2] != layout.local_tokens:
+        return False
+    return bool(layout.sequences) or bias.shape[0] == 1
 
 
 def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:

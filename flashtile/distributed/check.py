@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..call.attn_mask import as_bias
 from ..spans import Spans
 from ..testing import attention_reference, attention_varlen_reference
 from ..testing.error_model import floor_of, rounding_variance
 from ..testing.tolerance import allowed_error, assert_close, plain_dtype
 from .agreement import told
-from .arguments import SCORE_MASKS, has_rows
+from .arguments import SCORE_MASKS, has_rows, score_bias
 from .layout import Layout
 
 Results = dict[str, Tensor]
@@ -96,9 +96,14 @@ def _whole_options(layout: Layout, q: Tensor, options: Mapping[str, Any]) -> dic
         found["mask"] = Spans(*(layout.unshard(x, 2) for x in options["mask"]))
     masks = {name: options[name] for name in SCORE_MASKS if options.get(name) is not None}
     if masks:
-        sizes = layout.sequences, q.shape[2], layout.local_tokens, layout.keys.lengths[0]
-        bias = as_bias(q, sizes, **masks)
+        bias = score_bias(options, q, layout)
+        assert bias is not None
         found["bias"] = layout.unshard(bias, 2) if has_rows(bias, layout) else bias
+        if has_rows(bias, layout) and not layout.sequences:
+            rows = found["bias"][0].split(layout.queries.lengths, dim=1)
+            missing = (layout.longest - x.shape[1] for x in rows)
+            padded = [pad(x, (0, 0, 0, n)) for x, n in zip(rows, missing, strict=True)]
+            found["bias"] = torch.stack(padded)
     return found
 
 

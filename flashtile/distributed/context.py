@@ -210,7 +210,9 @@ class ContextParallel(Decoder):
             k, v: likewise.
             layout: made by this object.
             qv: as q, with value_head_dim.
-            bias, attn_mask: of dense batches; rows sharded like q, all keys.
+            bias: rows sharded like q, all keys; of packed documents (1, heads or 1, local_tokens,
+                longest seq_k or 1), where each row has the keys of its own document.
+            attn_mask: of dense batches; rows sharded like q, all keys.
             key_padding_mask: (batch, seq_k), the whole mask on every rank; of dense batches.
             block_mask: `BlockMask`, of whole documents, the same on every rank; the host reads it
                 once. Its tiles have to divide the pieces of the layout (see `Mask`).
@@ -419,7 +421,9 @@ class ContextParallel(Decoder):
             rows = indices(made.documents, slopes.device)
             operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
         first_head = shares[inner].queries.start
-        plan = Plan(made, head_groups, options, call.backend, first_head, self._gradient_dtype)
+        is_packed = call.bias_has_rows and not layout.sequences
+        how = head_groups, options, call.backend, first_head, self._gradient_dtype, is_packed
+        plan = Plan(made, *how)
         wire = SubWire(self.wire, [group[inner] for group in groups])
         neighbours = self._neighbours(call, layout, groups[outer], shares) if ulysses > 1 else None
         if known is not None:
@@ -447,8 +451,10 @@ class ContextParallel(Decoder):
         wire = SubWire(self.wire, members)
         bias, rows = call.operands.bias, None
         if bias is not None and call.bias_has_rows:
-            # Where the bias has no batch, the rows of one sequence stand for all.
-            rows = Exchange.of(wire, first_documents(layout.queries, bias.shape[0]), members)
+            holders = call.used.queries
+            if layout.sequences:  # where the bias has no batch, the rows of one stand for all
+                holders = first_documents(layout.queries, bias.shape[0])
+            rows = Exchange.of(wire, holders, members)
         return Ulysses(
             tuple(shares),
             Exchange.of(wire, call.used.queries, members),

@@ -24,6 +24,7 @@ from ..call import dispatch
 from ..ops.merge.formula import merge
 from ..positions import Span
 from ..problem import AttentionProblem, Operands, Options, captured_needs_grad, lse_dtype
+from .buffer_bias import add_bias_gradient, bias_of_buffer
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
 from .rounded_wire import rounded
 from .schedule import Schedule, Stage
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     backend: str | None  # forced by the caller
     first_head: int  # the number of the first query head here in the whole call
     gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
+    has_packed_bias: bool = False  # whose rows are those of q: see `buffer_bias`
 
 
 class _Step(NamedTuple):
@@ -132,7 +134,7 @@ def backward(
             if part.dk.shape[-1] > k.shape[-1]:  # values beside the keys
                 dk_part, of_values = part.dk.split((k.shape[-1], v.shape[-1]), dim=-1)
                 dv_part = dv_part + of_values
-            shared.add(part, step)
+            shared.add(part, plan, step)
         returning.append(_Return(back, step, dk_part, dv_part))
         if len(returning) > 1:
             returning.pop(0).add_to(dk, dv)
@@ -170,11 +172,12 @@ class _Shared(NamedTuple):
             )
         )
 
-    def add(self, part: Gradients, step: _Step) -> None:
+    def add(self, part: Gradients, plan: Plan, step: _Step) -> None:
         """Add the part of a step's call, which has only the heads of the step."""
         heads = step.query_heads
         if self.dbias is not None and part.dbias is not None:
-            _add_bias_gradient(self.dbias, part.dbias, step)
+            total = of_heads(self.dbias, heads)
+            add_bias_gradient(total, part.dbias, plan.schedule, step.stage, plan.has_packed_bias)
         if self.dsink is not None and part.dsink is not None:
             self.dsink[heads] += part.dsink
         if self.dcaptured is not None and part.dcaptured is not None:
@@ -307,8 +310,7 @@ def _operands(
         keys = torch.cat((keys, values), dim=-1)
     slopes, bias, table = operands.alibi_slopes, operands.bias, operands.relative_bias
     if bias is not None:
-        bias = of_heads(bias, heads)
-        bias = bias if bias.shape[3] == 1 else bias[..., _columns(step, device)]
+        bias = bias_of_buffer(of_heads(bias, heads), schedule, stage, plan.has_packed_bias)
     spans = [
         x if x is None else rows_before(of_heads(x, heads), schedule.queries, stage.keys)
         for x in (operands.span_starts, operands.span_stops)
@@ -360,18 +362,3 @@ def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
         or queries.spans != ((keys.length - queries.length, keys.length),)
         for queries, keys in zip(plan.schedule.queries, stage.keys, strict=True)
     )
-
-
-def _columns(step: _Step, device: torch.device) -> Tensor:
-    """The keys of the buffer by their positions: all sequences of a dense batch have the same."""
-    spans = step.stage.keys[0].spans
-    parts = [torch.arange(*span, device=device) for span in spans]
-    return torch.cat([*parts, torch.arange(0, device=device)])
-
-
-def _add_bias_gradient(dbias: Tensor, part: Tensor, step: _Step) -> None:
-    target = of_heads(dbias, step.query_heads)
-    if target.shape[3] == 1:
-        target += part
-    else:
-        target.index_add_(3, _columns(step, dbias.device), part.to(dbias.dtype))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import flashtile
 from flashtile import BlockMask, Spans
@@ -46,7 +47,8 @@ class Case:
         self.ulysses = rng.choice([u for u in range(1, self.ranks + 1) if self.ranks % u == 0])
         self.stages = rng.randint(1, self.ranks // self.ulysses)
         Hk, group, D, Dv = rng.choice([(1, 7, 8, 8), (2, 1, 16, 16), (2, 3, 8, 12), (4, 2, 8, 8)])
-        self.batch = rng.choice([1, 2] if wanted in (*SCORES, "key_padding_mask") else [0, 0, 1, 2])
+        dense = wanted in ("attn_mask", "key_padding_mask")
+        self.batch = rng.choice([1, 2] if dense else [0, 0, 1, 2])
         Hq = Hk * group
         self.options: dict[str, Any] = {
             "causal": has("causal", 0.6),
@@ -86,6 +88,10 @@ class Case:
             self.layout_options = {"cu_seqlens": self.cu[0], "cu_seqlens_k": self.cu[1]}
             q_shape, k_shape, documents = (sum(lengths),), (sum(keys),), len(lengths)
             counts = (lengths, keys)
+            if has("bias", 0.3):  # a row for each token, or one for each document or for all
+                some = (1, sum(lengths)) if rng.random() < 0.6 else (rng.choice([1, documents]), 1)
+                sizes = (some[0], rng.choice([1, Hq]), some[1], rng.choice([1, max(keys)]))
+                self.leaves["bias"] = self.draw(*sizes)
         self.layout_options |= {"way": rng.choice(WAYS), "grain": rng.choice([4, 16, 128])}
         self.leaves |= {
             "q": self.draw(*q_shape, Hq, D),
@@ -110,9 +116,8 @@ class Case:
             self.block_mask = self.draw_block_mask(shape, rng.choice([(16, 16), (8, 16), (24, 8)]))
             causal = self.options["causal"]
             self.layout_options["masks"] = [Mask(causal=causal, block_mask=self.block_mask)]
-        has_score_mask = {"bias", "attn_mask", "key_padding_mask"} & {*self.leaves, *self.masks}
         for name, limits in zip(("seqused_q", "seqused_k"), counts, strict=True):
-            if not has_score_mask and has(name, 0.25):
+            if has(name, 0.25):
                 used = [rng.randint(0, limit) for limit in limits]
                 self.masks[name] = torch.tensor(used, dtype=torch.int32)
         self.spans: Spans | None = None
@@ -142,6 +147,10 @@ class Case:
         torch.manual_seed(self.seed)
         options = {**self.options, **self.masks, "mask": self.spans, "block_mask": self.block_mask}
         options |= arguments(leaves)
+        if not self.batch and "bias" in leaves and leaves["bias"].shape[2] > 1:
+            rows = leaves["bias"][0].split(self.cu[0].diff().tolist(), dim=1)
+            padded = (pad(x, (0, 0, 0, self.longest[0] - x.shape[1])) for x in rows)
+            options["bias"] = torch.stack(list(padded))
         if self.batch:
             out, lse = flashtile.attention(**options, return_lse=True)
         else:

@@ -54,7 +54,6 @@ def test_every_option_in_every_way(option: str, way: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("bias", torch.zeros(1, 1, 1, 8), "bias: got packed documents, want a dense batch"),
         ("attn_mask", torch.ones(1, 1, 1, 8) > 0, "attn_mask: got packed documents"),
         ("key_padding_mask", torch.ones(1, 8) > 0, "key_padding_mask: got packed documents"),
     ],
@@ -76,10 +75,6 @@ def test_packed_documents_have_no_masks_of_a_batch(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"seqused_k": torch.tensor([5]), "key_padding_mask": torch.ones(1, 64) > 0},
-            "NotImplementedError: seqused_k: got it together with key_padding_mask",
-        ),
         (
             {"block_mask": BlockMask.from_tiles(torch.ones(2, 2), (32, 32))},
             "ValueError: block_mask: got tiles of (32, 32) and a layout with a piece that begins "

@@ -106,6 +106,7 @@ def tiles() -> BlockMask:
         (False, {"block_mask": tiles(), "causal": True, "num_splits": 1}),
         (True, {"block_mask": tiles()}),
         (True, {"alibi_slopes": drawn(4).abs(), "relative_bias": drawn(4, 9).requires_grad_()}),
+        (True, {"bias": drawn(1, 4, 40, 33), "seqused_q": torch.tensor([7, 0, 20])}),
         (False, {"qv": drawn(2, 40, 4, 12), "window_size": (20, 0)}),
         (True, {"window_size": (9, 0), "deterministic": True}),
         (True, {"causal": True, "seqused_k": torch.tensor([4, 0, 30], dtype=torch.int32)}),
