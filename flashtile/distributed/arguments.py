@@ -271,7 +271,7 @@ def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor 
     heads, longest = q.shape[-2], max(layout.keys.lengths, default=0)
     sizes = (layout.sequences, heads, layout.local_tokens, longest)
     if not layout.sequences:
-        shape = getattr(masks["bias"], "shape", ())
+        shape = list(getattr(masks["bias"], "shape", ()))
         has_batch = len(shape) == 4 and shape[2] == 1
         sizes = (len(layout.queries.lengths), heads, 1, longest) if has_batch else (1, *sizes[1:])
     return as_bias(q, sizes, **masks)
