@@ -42,3 +42,19 @@ def test_a_line_for_each_mask_and_maker(tmp_path: Path, monkeypatch: pytest.Monk
     assert found == [(name, maker) for name in names for maker in ("flashtile", "flex")]
     assert all(float(line["median_ms"]) > 0 for line in lines)
     assert lines[0]["command"].startswith("python -m benchmarks.block_masks --length 256")
+
+
+def test_an_error_of_flex_costs_only_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("no such kernel\nmore")
+
+    made = {"flashtile": lambda: None, "flex": fails}
+    monkeypatch.setattr(block_masks, "makers", lambda *given: dict(made))
+    (line,) = block_masks.measure("causal", lambda b, h, i, j: i >= j, 16, 1, "cpu")
+    assert line["maker"] == "flashtile"
+    assert capsys.readouterr().out == "causal, flex: no such kernel\n"
+    made["flashtile"] = fails
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        block_masks.measure("causal", lambda b, h, i, j: i >= j, 16, 1, "cpu")
