@@ -96,7 +96,7 @@ def whole_call(case: ContextCase, lengths: list[int], device: str) -> Whole:
     q, k, v, dout = (
         torch.randn(tokens, count, case.head_dim, device=device, dtype=dtype) for count in heads
     )
-    if case.variant != "packed":
+    if case.variant not in ("packed", "document"):
         q, k, v, dout = (x[None] for x in (q, k, v, dout))
         return Whole(*describe((q, k, v), Dense(), case.options), dout)
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
@@ -179,7 +179,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context.kernels")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2], help="of key heads")
-    parser.add_argument("--variants", nargs="+", default=["dense"], help="dense, window, packed")
+    parser.add_argument(
+        "--variants", nargs="+", default=["dense"], help="dense, window, packed, document"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8])
     parser.add_argument("--head-dim", type=int, default=128)
@@ -192,6 +194,7 @@ def main() -> None:
     headings += ["one GPU / sum", "one GPU / ranks x slowest", "out: largest difference, equal"]
     lines: list[list[str]] = []
     for variant in args.variants:
+        # A document is a packed batch of one sequence: what packing costs one GPU.
         window = 1024 if variant == "window" else 0
         q_heads, kv_heads = args.heads
         shape = (q_heads, kv_heads, args.head_dim, args.tokens, window)
