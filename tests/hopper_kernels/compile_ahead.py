@@ -41,10 +41,10 @@ class Report(NamedTuple):
     blocks: list[list[str]]  # names of the instructions of every innermost loop with a product
 
 
-def launch_of(operands: Operands, options: Options) -> Launch:
-    """The launch that the call would make on the device."""
+def launch_of(operands: Operands, options: Options, **facts: object) -> Launch:
+    """The launch that the call would make on the device; `facts` of its problem may be set."""
     problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(capability=CAPABILITY, device_type="cuda")
+    problem = problem._replace(capability=CAPABILITY, device_type="cuda", **facts)
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
     out, lse = outputs(operands, config)()

@@ -31,7 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window_size": (120, 40)},
-    "causal window": {"window_size": (90, 0), "softcap": 3.0},
+    "causal window": {"window_size": (90, 0)},
+    "softcap": {"softcap": 3.0, "causal": True},
     "causal chunk": {"attention_chunk": 100, "causal": True},
     "sink": {"sink": normal(generator(0), 2), "causal": True},
 }

@@ -39,6 +39,7 @@ from flashtile.backends.hopper.backward.launch import (
 from flashtile.gpu.launch import Launch
 
 from .compile_ahead import CAPABILITY, report, specialize
+from .pieces import part_call
 
 SHARED_LIMIT = 232448  # bytes a program
 # Bytes a thread that may spill. The assembler of Triton 3.9 spills more.
@@ -53,6 +54,7 @@ SPILLS = {
     "block mask": 256 if NEWER else 160,
     "packed": 640 if NEWER else 208,
     "packed 128": 576 if NEWER else 132,
+    "positions": 48 if NEWER else 16,  # besides those of packed batches
 }
 # Loads and stores of such bytes a step, in a loop over blocks without masks.
 RELOADS = {
@@ -71,18 +73,21 @@ RELOADS = {
 Call = tuple[Operands, Options]
 
 
-def launches_of(call: Call, parts: int = 1) -> list[Launch]:
+def launches_of(call: Call, parts: int = 1, is_partial: bool = False) -> list[Launch]:
     """The launches that the backward of a call would make on the device, if `parts` programs share
     a tile."""
     operands, options = call
     problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(capability=CAPABILITY, device_type="cuda")
+    facts = {"capability": CAPABILITY, "device_type": "cuda", "is_partial": is_partial}
+    problem = problem._replace(**facts)
     q, v = operands.q, operands.v
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward_launch, "parts_of_tile", lambda *_: parts)
         made = buffers(problem, operands)()
+        if is_partial:
+            made = made._replace(dq=torch.zeros(q.shape))
         lists = lists_of(problem, config_of(problem, operands), operands)
         return backward_launches(problem, operands, out, lse, out, lse, made, lists)
 
@@ -138,8 +143,10 @@ BLOCK_MASKS: dict[str, Any] = {
 }
 
 
-def check(call: Call, spills: int, reloads: int = RELOADS["any"], parts: int = 1) -> None:
-    for launch in launches_of(call, parts):
+def check(
+    call: Call, spills: int, reloads: int = RELOADS["any"], parts: int = 1, is_partial: bool = False
+) -> None:
+    for launch in launches_of(call, parts, is_partial):
         found = report(launch)
         assert found.shared <= SHARED_LIMIT
         assert found.warnings == []  # among them those of products that wait for each other
@@ -203,3 +210,11 @@ def test_new_lengths_and_heads_compile_nothing_new(parts: tuple[int, ...]):
         sources = [specialize(launch)[0] for launch in launches_of(dense(M=M, N=N), count)]
         seen.add(str([(source.signature, source.attrs) for source in sources]))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2] if FULL else [1])
+@pytest.mark.parametrize("head_dim", [64, 128, 256] if FULL else [128])
+def test_parts_of_sequences_compile(head_dim: int, parts: int):
+    spills = SPILLS.get(f"packed {head_dim}", SPILLS["packed"]) + SPILLS["positions"]
+    call = part_call("zigzag", "causal", head_dim, 0)[:2]
+    check(call, spills, RELOADS["packed parts"], parts, is_partial=True)

@@ -32,6 +32,7 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
 from .compile_ahead import TARGET, launch_of, report, specialize
+from .pieces import part_call
 
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256)]
 MIXED_HEAD_DIMS = [
@@ -42,7 +43,7 @@ SHARED_LIMIT = 232448  # bytes a program
 NEWER = TRITON_VERSION > (3, 6)
 # Bytes a thread that may spill: softcap, in its polynomial; with lengths, numbers that are loaded
 # once a tile. Triton 3.9 copies registers of Q at head dim 144.
-SPILLS = {"softcap": 512, "lengths": 12, 144: 112 if NEWER else 0}
+SPILLS = {"softcap": 512, "lengths": 12, "parts": 64, 144: 112 if NEWER else 0}
 # What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128 too.
 SPILLS_OF_NEWER = 16 if NEWER else 0
 
@@ -91,8 +92,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def check(call: tuple[Operands, Options], spills: int) -> None:
-    found = report(launch_of(*call))
+def check(call: tuple[Operands, Options], spills: int, **facts: object) -> None:
+    found = report(launch_of(*call, **facts))
     assert found.shared <= SHARED_LIMIT
     assert found.warnings == []  # among them those of products that wait for each other
     assert found.spilled <= spills + SPILLS_OF_NEWER
@@ -163,3 +164,22 @@ def test_the_list_of_tiles_compiles(option: str):
     first, _ = with_list(problem, plan(problem), launch_of(operands, options))
     source, made_with = specialize(first)
     assert "st.global" in triton.compile(source, target=TARGET, options=made_with).asm["ptx"]
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+@pytest.mark.parametrize(
+    ("option", "head_dim"),
+    [("causal", 128)] + ([("causal", 64), ("causal", 256), ("causal window", 128)] if FULL else []),
+)
+def test_parts_of_sequences_compile(option: str, head_dim: int, is_partial: bool):
+    call = part_call("zigzag", option, head_dim, 0)
+    check(call[:2], SPILLS["parts"], is_partial=is_partial)
+
+
+@pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
+def test_blocks_of_parts_are_as_lean():
+    """Positions are looked up once a tile."""
+    blocks = report(launch_of(*part_call("zigzag", "causal", 128, 0)[:2])).blocks
+    lengths = sorted(map(len, blocks))
+    assert len(lengths) == 4
+    assert lengths[1] <= INSTRUCTIONS[128]
