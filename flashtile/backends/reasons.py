@@ -49,12 +49,6 @@ def shard_reasons(problem: AttentionProblem) -> list[str]:
     return found
 
 
-def spans_reasons(problem: AttentionProblem) -> list[str]:
-    """For a backend without `Spans`."""
-    masks = "causal, window_size, attention_chunk and block_mask"
-    return [f"a mask of spans (this backend: {masks})"] if problem.spans else []
-
-
 def score_mod_reasons(problem: AttentionProblem) -> list[str]:
     """For a backend without score functions."""
     options = "softcap, alibi_slopes, bias and masks"

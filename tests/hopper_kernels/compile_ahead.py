@@ -25,6 +25,8 @@ from flashtile.backends.hopper.forward.plan import plan
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
 
+from .inputs import unwritten_span_lists
+
 CAPABILITY = (9, 0)
 TARGET = GPUTarget("cuda", 90, 32)
 MULTIPROCESSORS = 132
@@ -51,6 +53,8 @@ def launch_of(operands: Operands, options: Options, **facts: object) -> Launch:
     tiles = tile_list(problem, config, operands)()
     launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles)
     launch.arguments["blocks"] = lists_of(problem, config, operands)
+    if problem.spans > 0:
+        launch.arguments["blocks"] = unwritten_span_lists(problem, config, operands)
     return launch
 
 

@@ -7,10 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.hopper.forward.plan import KernelConfig
+from flashtile.backends.hopper.shared.span_lists import SpanLists, span_tensors, steps_of
 from flashtile.call.layouts import Packed
 from flashtile.masks import BlockMask
+from flashtile.problem import AttentionProblem, Operands
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, strided
 
+UNWRITTEN = -(2**30)  # a number that nobody has put there
 SPARE = 5  # rows after the last sequence
 
 
@@ -56,3 +60,13 @@ def random_mask(shape: tuple[int, ...], tile_size: tuple[int, int], seed: int) -
         (large[:, :, : shape[2], : shape[3]] == 2) & elements
     )
     return BlockMask.from_dense(visible, tile_size)
+
+
+def unwritten_span_lists(
+    problem: AttentionProblem, config: KernelConfig, operands: Operands
+) -> SpanLists:
+    """What the kernel that lists the blocks of spans has to write."""
+    made = span_tensors(problem, operands, config.BLOCK_M, config.BLOCK_N)()
+    for x in made:
+        x.fill_(UNWRITTEN)
+    return SpanLists._make((*made, *steps_of(problem, operands)))

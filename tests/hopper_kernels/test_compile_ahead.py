@@ -19,12 +19,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 
-from flashtile.backends.hopper.forward.launch import with_list
+from flashtile.backends.hopper.forward.launch import with_lists
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION, plan
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.spans import Spans
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
 if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
@@ -79,6 +80,10 @@ def half_visible(M: int, N: int) -> BlockMask:
     return BlockMask.from_dense(torch.rand(M, N, generator=generator(0)) < 0.5)
 
 
+def spans(rows: int, intervals: int) -> Spans:
+    return Spans(*torch.zeros(2, 1, 1, rows, intervals, dtype=torch.int32))
+
+
 OPTIONS: dict[str, Any] = {
     "window": lambda: dense(window_size=(50, 20)),
     "chunk": lambda: dense(attention_chunk=100, causal=True),
@@ -87,7 +92,10 @@ OPTIONS: dict[str, Any] = {
     "sink": lambda: dense(sink=normal(generator(0), 4), causal=True),
     "block_mask": lambda: dense(block_mask=half_visible(300, 400)),
     "causal block_mask": lambda: dense(64, 64, block_mask=half_visible(300, 400), causal=True),
+    "span": lambda: dense(64, 64, N=2000, mask=spans(300, 1)),
+    "spans": lambda: dense(mask=spans(300, 2)),
     "packed": lambda: packed(causal=True),
+    "packed span": lambda: packed(mask=spans(205, 1), causal=True),
     "lengths": lambda: dense(seqused_k=torch.tensor([400, 7], dtype=torch.int32), causal=True),
 }
 
@@ -157,13 +165,15 @@ def test_new_lengths_and_heads_compile_nothing_new():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("option", ["packed", "lengths"])
-def test_the_list_of_tiles_compiles(option: str):
+@pytest.mark.parametrize("option", ["packed", "lengths", "span", "spans", "packed span"])
+def test_the_lists_compile(option: str):
     operands, options = OPTIONS[option]()
     problem = AttentionProblem.of(operands, options)
-    first, _ = with_list(problem, plan(problem), launch_of(operands, options))
-    source, made_with = specialize(first)
-    assert "st.global" in triton.compile(source, target=TARGET, options=made_with).asm["ptx"]
+    before = with_lists(problem, plan(problem), operands, launch_of(operands, options))[:-1]
+    assert len(before) == (2 if option == "packed span" else 1)
+    for launch in before:
+        source, made_with = specialize(launch)
+        assert "st.global" in triton.compile(source, target=TARGET, options=made_with).asm["ptx"]
 
 
 @pytest.mark.parametrize("is_partial", [False, True])

@@ -21,13 +21,14 @@ from flashtile.backends.hopper.forward.launch import (
     lists_of,
     outputs,
     tile_list,
-    with_list,
+    with_lists,
 )
 from flashtile.backends.hopper.forward.plan import plan
 from flashtile.backends.hopper.shared.spare_rows import PARTS
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.spans import Spans
 from flashtile.testing import (
     alibi_slopes,
     assert_close,
@@ -39,14 +40,13 @@ from flashtile.testing import (
 )
 
 from . import emulator
-from .inputs import dense_inputs, packed_inputs, random_mask
+from .inputs import UNWRITTEN, dense_inputs, packed_inputs, random_mask, unwritten_span_lists
 from .pieces import OPTIONS as PIECE_OPTIONS
 from .pieces import PIECES, part_call
 
 PROGRAMS = 3
 CAUSAL = {"causal": True}
 SINK = normal(generator(0), 2)
-UNWRITTEN = -(2**30)  # a number that nobody has put there
 
 
 class Bits:
@@ -113,7 +113,9 @@ def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward says and the backward does not."""
     more = {
         "int16": torch.int16,
+        "min": torch.amin,
         "max": torch.amax,
+        "cumsum": torch.cumsum,
         "split": lambda x: x.unbind(-1),
         "join": lambda x, y: torch.stack([x, y], -1),
         "allocate_shared_memory": allocate,
@@ -140,12 +142,15 @@ def emulate(
         tiles.fill_(UNWRITTEN)
     launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter, tiles)
     launch.arguments["blocks"] = lists_of(problem, config, operands)
+    if problem.spans > 0:
+        launch.arguments["blocks"] = unwritten_span_lists(problem, config, operands)
     out.fill_(torch.nan)
     lse.fill_(torch.nan)
     launch = launch._replace(grid=(PROGRAMS,))  # also more programs than tiles
-    *before, launch = with_list(problem, config, launch, fills=into is None)
+    *before, launch = with_lists(problem, config, operands, launch, fills=into is None)
     parts = (PARTS.value, 1)[seed % 2]
-    before = [one._replace(grid=(problem.B, parts)) for one in before]
+    if tiles is not None:
+        before[0] = before[0]._replace(grid=(problem.B, parts))
     emulator.run_chain([*before, launch], seed)
     assert counter.tolist() == [0, 0]  # as the next launch wants them
     return out, lse
@@ -424,3 +429,68 @@ def check_pieces(
     if given_heads:
         assert not out[:, :1].any()
         assert not out[:, 1 + heads :].any()
+
+
+def random_spans(g: torch.Generator, shape: tuple[int, ...], keys: int) -> Spans:
+    """Some intervals are empty, reach past the keys or overlap."""
+    starts = torch.randint(-30, keys, shape, generator=g)
+    lengths = torch.randint(-20, keys // 2, shape, generator=g)
+    return Spans(starts.int(), (starts + lengths).int())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 144, 256])
+@pytest.mark.parametrize("intervals", [1, 2])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
+def test_spans(lead: tuple[int, int], intervals: int, head_dim: int):
+    mask = random_spans(generator(head_dim), (*lead, 290, intervals), 330)
+    dense(sizes={"B": 2, "Hq": 4, "Hk": 2, "D": head_dim}, mask=mask)
+
+
+MASKS = {
+    "causal": Spans.prefix_lm(torch.tensor([0]), 460),
+    "prefix": Spans.prefix_lm(torch.tensor([300, 70]), 460),
+    "documents": Spans.documents_of_lengths(torch.tensor([[130, 1, 200, 90]]), 460, causal=False),
+    "shared prefix": Spans.shared_prefix(torch.tensor([129]), torch.tensor([[200, 40]]), 460),
+    "block diffusion": Spans.block_diffusion(230, 40),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_spans_of_everyday_masks(mask: str, head_dim: int):
+    dense(sizes={"B": 2, "M": 460, "N": 460, "D": head_dim}, mask=MASKS[mask])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_spans_with_other_options(option: str):
+    mask = random_spans(generator(5), (1, 1, 330, 2), 500)
+    dense(1, sizes={"M": 330, "N": 500, "Hq": 2}, mask=mask, **OPTIONS[option])
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (4, 2)], ids=str)
+def test_spans_of_a_batch_with_lengths(lead: tuple[int, int]):
+    mask = random_spans(generator(7), (*lead, 210, 2), 290)
+    tensors = dense_inputs(6, "contiguous", {"B": 4, "M": 210, "N": 290, "Hq": 2})
+    used = torch.tensor([290, 40, 0, 128], dtype=torch.int32)
+    given = {"seqused_k": used, "mask": mask}
+    check(*describe(tensors, Dense(), given), given, seed=6)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("used", [False, True])
+def test_spans_of_packed_sequences(used: bool, heads: int):
+    mask = random_spans(generator(8), (1, heads, 336, 2), 265)  # five rows are spare
+    packed(4, used, mask=mask, causal=True)
+
+
+def test_tiles_that_spans_hide_are_not_visited():
+    """Keys that no query sees may be NaN, if no query of their blocks' tiles sees a neighbour."""
+    q, k, v = dense_inputs(9, "contiguous", {"M": 256, "N": 512})
+    starts = (torch.arange(256) // 128 * 256).int().view(1, 1, -1, 1)
+    mask = Spans(starts, starts + 128)
+    k[:, 128:256], v[:, 128:256] = torch.nan, torch.nan
+    k[:, 384:], v[:, 384:] = torch.nan, torch.nan
+    operands, options = describe((q, k, v), Dense(), {"mask": mask})
+    out, lse = emulate(operands, options, seed=9)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()

@@ -94,17 +94,27 @@ def test_a_gpu_that_ran(monkeypatch: pytest.MonkeyPatch):
     assert "never run" not in explained(monkeypatch, (9, 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_spans_go_to_triton(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("dtype", "intervals", "reason"),
+    [
+        (torch.bfloat16, 2, ""),
+        (torch.bfloat16, 3, "a mask of 3 intervals (on this backend: at most 2)"),
+        (torch.float8_e4m3fn, 2, "a mask of spans (not in float8 on this backend)"),
+    ],
+    ids=str,
+)
+def test_spans_go_to_hopper_or_triton(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, intervals: int, reason: str
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     monkeypatch.setattr(hopper_plan, "TRITON_VERSION", hopper_plan.OLDEST_TRITON)
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(1, 300, 4, 64, dtype=dtype, device="cuda")
-        bounds = torch.empty(1, 1, 300, 2, dtype=torch.int32, device="cuda")
+        bounds = torch.empty(1, 1, 300, intervals, dtype=torch.int32, device="cuda")
         report = str(flashtile.explain(q, q, q, mask=flashtile.Spans(bounds, bounds)))
-    assert "-> triton: yes" in report
-    assert "a mask of spans (this backend: causal, window_size" in report
+    assert f"-> {'triton' if reason else 'hopper'}: yes" in report
+    assert reason in report
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -53,6 +53,7 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
         "sink": problem.has_sink,
         "attention_chunk": problem.options.attention_chunk > 0,
         "block_mask": problem.block_tile is not None,
+        "a mask of spans": problem.spans > 0,
         "gradients": problem.needs_grad,
         "a dense batch with lengths": problem.layout == "dense" and problem.has_lengths,
     }

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
+from ....gpu.intrinsics import wait_for_earlier_kernels
 from ..shared.channels import await_ping_pong, close_ping_pong, open_ping_pong, pass_ping_pong
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
@@ -41,12 +42,13 @@ from ..shared.softmax import (
     SLACK_LOG2,
     alibi_slope,
     as_left_operand,
-    bits_of,
     distances,
     lazy_max,
     linear_scale,
     masked,
     masked_by_bits,
+    masked_by_intervals,
+    own_mask,
     paired,
     partial_row_sum,
     pivot_of,
@@ -66,18 +68,18 @@ class Rows:
     stop: gl.tensor
     shift: gl.tensor  # position of row 0
     slope: gl.tensor  # ALiBi, base 2
-    entries: gl.tensor  # pointer to the list of a block mask
-    bits: gl.tensor  # pointer to the rows of the first tile of bits
+    entries: gl.tensor  # pointer to the list of blocks
+    masks: gl.tensor  # pointer to these rows in the first tile of bits, or in the intervals
 
     @gluon.constexpr_function
-    def __init__(self, number, start, stop, shift, slope, entries, bits):
+    def __init__(self, number, start, stop, shift, slope, entries, masks):
         self.number = number
         self.start = start
         self.stop = stop
         self.shift = shift
         self.slope = slope
         self.entries = entries
-        self.bits = bits
+        self.masks = masks
 
 
 @aggregate
@@ -119,6 +121,8 @@ def attend_tiles(
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Process tiles until there are no more; `math_of` returns the arithmetic of a tile."""
+    if cfg.SPANS > 0:
+        wait_for_earlier_kernels()  # one of them writes the lists
     open_ping_pong(ME, cfg)
     count = 0  # tiles so far
     i = 0  # blocks so far
@@ -180,10 +184,10 @@ def attend(
         now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, False, cfg)
         now = key_loop(math, ME, now, q, q_tail, end, channels, rows, score, True, cfg)
     else:  # three phases: masked, full, masked
-        if cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_BLOCK_MASK:
+        if cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS:
             now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, True, cfg)
         now = key_loop(math, ME, now, q, q_tail, full_begin, channels, rows, score, False, cfg)
-        if (cfg.HAS_LEFT or cfg.HAS_CHUNK) and not cfg.HAS_BLOCK_MASK:
+        if (cfg.HAS_LEFT or cfg.HAS_CHUNK) and not cfg.HAS_LISTS:
             now = key_loop(math, ME, now, q, q_tail, begin, channels, rows, score, True, cfg)
     if not cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:
         channels.q.release_operand(q_use)
@@ -241,12 +245,16 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
     shift = work.N - work.M
     p = query_positions(number, number + shift, work.b, mask, cfg)
     start, stop = visible_keys(p, work.b, work.N, mask, cfg)
-    entries, bits = shift, shift
-    if cfg.HAS_BLOCK_MASK:
+    entries, masks = shift, shift
+    if cfg.HAS_LISTS:
         index = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
         entries = first_entry(index, sizes, mask, cfg)
-        bits = mask.blocks.bits + ME * (CONSUMER_ROWS * cfg.BLOCK_N // 32)
-    return Rows(number, start, stop, shift, alibi_slope(work.b, work.h, score, cfg), entries, bits)
+    if cfg.HAS_BLOCK_MASK:
+        masks = mask.blocks.bits + ME * (CONSUMER_ROWS * cfg.BLOCK_N // 32)
+    if cfg.SPANS > 0:
+        masks = mask.blocks.intervals + index.to(gl.int64) * (2 * cfg.SPANS * cfg.BLOCK_M)
+        masks += ME * CONSUMER_ROWS
+    return Rows(number, start, stop, shift, alibi_slope(work.b, work.h, score, cfg), entries, masks)
 
 
 @gluon.jit
@@ -271,18 +279,21 @@ def finished_output(o, o_tail, cfg: gl.constexpr):
 
 
 @gluon.jit
-def finished_scores(s, n0, bits, rows, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
-    """Scores in base 2 from products, up to the factor `linear_scale`; -inf where masked. `bits`
-    are those of a block mask.
+def finished_scores(s, n0, own, rows, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
+    """Scores in base 2 from products, up to the factor `linear_scale`; -inf where masked. `own` is
+    from `own_mask`.
     """
     distance = 0
     if cfg.HAS_ALIBI:
         distance = distances(rows.number + rows.shift, n0, s, cfg)
     s = scores_log2(s, distance, rows.slope, score, cfg)
     if IS_MASKED:
-        s = masked(s, rows.start, rows.stop, n0, cfg)
+        if cfg.SPANS > 0:
+            s = masked_by_intervals(s, own, n0, cfg)
+        else:
+            s = masked(s, rows.start, rows.stop, n0, cfg)
         if cfg.HAS_BLOCK_MASK:
-            s = masked_by_bits(s, bits)
+            s = masked_by_bits(s, own)
     return s
 
 
@@ -299,7 +310,7 @@ class Math16:
         self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
     ):
         """The first step of the loop."""
-        n0, bits = first_key(block, rows, cfg), bits_of(block, rows, cfg)
+        n0, own = first_key(block, rows, cfg), own_mask(block, rows, cfg)
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
         if cfg.IS_RAGGED:
@@ -309,10 +320,8 @@ class Math16:
                 clear_past_end(ME, channels.v.tail(i), work.N - n0, cfg.TAIL_DV, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
-        IS_MASKED: gl.constexpr = (
-            cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_BLOCK_MASK
-        )
-        s = finished_scores(s, n0, bits, rows, score, IS_MASKED, cfg)
+        IS_MASKED: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS
+        s = finished_scores(s, n0, own, rows, score, IS_MASKED, cfg)
         if not IS_MASKED:  # noqa: SIM102 -- known while compiling
             if n0 + cfg.BLOCK_N > work.N:
                 s = masked(s, rows.start, rows.stop, n0, cfg)
@@ -339,7 +348,7 @@ class Math16:
         VALUE_PRODUCTS: gl.constexpr = 1 if cfg.TAIL_DV == 0 else 2
         i, block = now.i + 1, now.block + (1 if cfg.IS_ASCENDING else -1)
         # Loaded before the product, which hides the latency.
-        n0, bits = first_key(block, rows, cfg), bits_of(block, rows, cfg)
+        n0, own = first_key(block, rows, cfg), own_mask(block, rows, cfg)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
         s = issue_scores(q, q_tail, i, channels, cfg)
@@ -347,7 +356,7 @@ class Math16:
         pass_ping_pong(ME, cfg)
         s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
         channels.k.release_operand(i)
-        s = finished_scores(s, n0, bits, rows, score, IS_MASKED, cfg)
+        s = finished_scores(s, n0, own, rows, score, IS_MASKED, cfg)
         factor = linear_scale(score, cfg)
         row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
         if cfg.WAITS == "early":

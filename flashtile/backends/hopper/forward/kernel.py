@@ -23,6 +23,7 @@ from ..shared.schedule import (
     Mask,
     Sizes,
     batch_of,
+    entry_size,
     first_entry,
     list_of,
     next_number,
@@ -140,6 +141,8 @@ def load_tiles(
         channels.work.acquire(count)
         work = read_work(channels.work, count, sizes, 1, cfg)
     else:
+        if cfg.SPANS > 0:
+            wait_for_earlier_kernels()  # one of them writes the lists
         work = send_work(gl.program_id(0), count, channels, sizes, at, mask, cfg)
     while work.begin < work.end:
         load_queries(q, count, channels, work, at, cfg)
@@ -174,11 +177,12 @@ def load_blocks(k, v, i, channels, work, sizes, at, mask, cfg: gl.constexpr):
     head = work.h // sizes.group
     for j in range(work.end - work.begin):
         block = visited_block(j, work, cfg)
-        if cfg.HAS_BLOCK_MASK:
+        row = work.start_k
+        if cfg.HAS_LISTS:
             number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
-            row = gl.load(first_entry(number, sizes, mask, cfg) + 2 * block)
+            row += gl.load(first_entry(number, sizes, mask, cfg) + entry_size(cfg) * block)
         else:
-            row = work.start_k + block * cfg.BLOCK_N
+            row += block * cfg.BLOCK_N
         load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.TAIL_D)
         load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.TAIL_DV)
         i += 1

@@ -21,6 +21,7 @@ from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
 from ..shared.packing_order import most_tiles
 from ..shared.softmax import Pointers
+from ..shared.span_lists import SpanLists, span_lists_launch, span_tensors, steps_of
 from ..shared.spare_rows import PARTS
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
@@ -60,25 +61,33 @@ def run_forward(
         new_outputs = outputs(operands, config) if into is None else tuple
         device = operands.q.device
         new_list = tile_list(problem, config, operands)
-        return lambda: (*new_outputs(), tile_counter(device), new_list())
+        new_spans = span_tensors(problem, operands, config.BLOCK_M, config.BLOCK_N)
+        return lambda: (*new_outputs(), tile_counter(device), new_list(), *new_spans())
 
     def describe(given: Any, made: Any) -> list[Launch]:
         tensors, more = given[:OPERANDS], given[OPERANDS:]
-        *new, counter, tiles = made
+        new, (counter, tiles, *spans) = made[:own], made[own:]
         out, lse = new if into is None else more
         of_call, programs = Operands(*tensors), multiprocessors(out.device)
         launch = launch_of(problem, config, of_call, out, lse, programs, counter, tiles)
         if lists is not None:
             launch.arguments["blocks"] = lists.with_tensors(*more)
-        return with_list(problem, config, launch, fills=into is None)
+        if spans:
+            launch.arguments["blocks"] = SpanLists._make((*spans, *steps_of(problem, of_call)))
+        return with_lists(problem, config, of_call, launch, fills=into is None)
 
+    own = 2 if into is None else 0  # outputs that are allocated here
     name = PASS if into is None else f"{PASS} into given tensors"
     given: Tensors = operands
     if lists is not None:
         given = (*operands, *lists.tensors)
     elif into is not None:  # packed sequences have no lists
         given = (*operands, *into)
-    kind = config if lists is None else (config, lists.steps)
+    kind: Any = config
+    if lists is not None:
+        kind = config, lists.steps
+    elif problem.spans > 0:
+        kind = config, steps_of(problem, operands)
     made = allocate_and_run_all(name, problem, given, allocator, describe, lambda: kind)
     return into or (made[0], made[1])
 
@@ -192,6 +201,21 @@ def tile_list(
         return lambda: None
     shape = entries(problem, config, operands), 2
     return uninitialised(shape, torch.int32, operands.q.device)
+
+
+def with_lists(
+    problem: AttentionProblem,
+    config: KernelConfig,
+    operands: Operands,
+    launch: Launch,
+    fills: bool = True,
+) -> list[Launch]:
+    """`with_list`, and the launch that lists the blocks of spans."""
+    found = with_list(problem, config, launch, fills)
+    if problem.spans > 0:
+        found.insert(-1, span_lists_launch(problem, operands, launch.arguments))
+        found[-1] = launch._replace(is_early=True)
+    return found
 
 
 def with_list(

@@ -21,7 +21,6 @@ from ...reasons import (
     head_dim_reasons,
     head_dim_step_reasons,
     score_mod_reasons,
-    spans_reasons,
 )
 
 CAPABILITY = (9, 0)
@@ -34,6 +33,9 @@ HEAD_DIM_STEP = 8
 
 # Of positions; a tile reads those of its sequence one after the other.
 MAX_RUNS = 16
+
+# Intervals of spans, which need registers in every thread.
+MOST_SPANS = 2
 
 # With fewer queries, most of a tile would be empty.
 FEWEST_QUERIES = 65
@@ -140,6 +142,10 @@ def tile_of(problem: AttentionProblem) -> Tile:
     of_mask: dict[tuple[int, int], Tile] = {}
     if problem.block_tile is not None:
         of_mask = BLOCK_MASK_TILES
+    elif problem.spans > 0:
+        # Three consumers lack the registers for two intervals.
+        fits_long = problem.spans == 1 and problem.N > SHORT_CAUSAL
+        of_mask = {} if fits_long else SHORT_CAUSAL_TILES
     elif not problem.facts:
         of_mask = UNMASKED_TILES
     elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
@@ -190,6 +196,8 @@ class KernelConfig:
     HAS_RIGHT: bool
     HAS_CHUNK: bool
     HAS_BLOCK_MASK: bool
+    SPANS: int  # intervals of keys of each row; 0 without spans
+    HAS_LISTS: bool  # tiles visit the blocks of lists: those of a block mask, or of spans
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     IS_PACKED: bool
@@ -206,7 +214,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
     reasons += _part_reasons(problem)
-    reasons += spans_reasons(problem)
+    reasons += _span_reasons(problem)
     reasons += score_mod_reasons(problem)
     reasons += distance_reasons(problem)
     if problem.M < FEWEST_QUERIES:
@@ -278,6 +286,24 @@ def _block_mask_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
+def _span_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the kernel cannot mask by spans."""
+    if problem.spans == 0:
+        return []
+    reasons = []
+    if problem.spans > MOST_SPANS:
+        reasons.append(
+            f"a mask of {problem.spans} intervals (on this backend: at most {MOST_SPANS})"
+        )
+    if problem.block_tile is not None:
+        reasons.append("a mask of spans together with block_mask (not on this backend)")
+    if problem.runs:
+        reasons.append("a mask of spans over parts of sequences (not on this backend)")
+    if problem.needs_grad:
+        reasons.append("gradients of a mask of spans (not on this backend)")
+    return reasons
+
+
 def _has_negative_side(problem: AttentionProblem) -> bool:
     """Whether a window may exclude the query's own position, so that the query may see no key."""
     sides = (problem.options.window_left, problem.options.window_right)
@@ -312,6 +338,8 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
         HAS_BLOCK_MASK=problem.block_tile is not None,
+        SPANS=problem.spans,
+        HAS_LISTS=problem.block_tile is not None or problem.spans > 0,
         HAS_SOFTCAP=has_softcap,
         HAS_ALIBI=problem.has_alibi,
         IS_PACKED=packed,
@@ -331,7 +359,7 @@ def swizzle_of(problem: AttentionProblem) -> int:
     """
     options = problem.options
     is_even = options.window_right is None and options.attention_chunk == 0
-    if is_even and problem.block_tile is None:
+    if is_even and problem.block_tile is None and problem.spans == 0:
         return 1
     of_a_head = problem.N * (problem.D + problem.Dv) * 2
     fitting = min(max(CACHED_BYTES // of_a_head, 1), WIDEST_SWIZZLE)

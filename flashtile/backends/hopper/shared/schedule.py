@@ -52,14 +52,14 @@ class Sizes(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The numbers of the mask rules, which flags of the plan select, the block mask, and where rows
-    stand.
+    """The numbers of the mask rules, which flags of the plan select, lists of blocks, and where
+    rows stand.
     """
 
     left: Any
     right: Any
     chunk: Any
-    blocks: Any = None  # the lists of a block mask: `block_lists.BlockLists`
+    blocks: Any = None  # lists: `block_lists.BlockLists` or `span_lists.SpanLists`
     q_runs: Any = None
     k_runs: Any = None
 
@@ -170,13 +170,13 @@ def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
         b, h = bh // sizes.heads, bh % sizes.heads
         start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     # LPT order: the longest KV loops first
-    if cfg.HAS_BLOCK_MASK:
+    if cfg.HAS_BLOCK_MASK:  # spans have no such order
         m = gl.load(mask.blocks.order + list_of(b, h, 0, sizes, mask, cfg) + m)
-    elif cfg.HAS_RIGHT or cfg.HAS_CHUNK:
+    elif cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS:
         m = m_tiles - 1 - m
     m0 = m * cfg.BLOCK_M
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
-    if cfg.HAS_BLOCK_MASK:
+    if cfg.HAS_LISTS:
         begin = m * 0
         end = gl.load(mask.blocks.counts + 2 * list_of(b, h, m0, sizes, mask, cfg) + 1)
     else:
@@ -187,23 +187,32 @@ def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def list_of(b, h, m0, sizes, mask, cfg: gl.constexpr):
-    """The index of the list of a block mask for the tile of queries from row `m0`."""
+    """The index of the list of blocks for the tile of queries from row `m0`."""
     number = b * mask.blocks.batch_step + h * mask.blocks.head_step
     return number * gl.cdiv(sizes.M, cfg.BLOCK_M) + m0 // cfg.BLOCK_M
 
 
+@gluon.constexpr_function
+def entry_size(cfg):
+    """The numbers of an entry of a list: the first key of a block and, of a block mask, its tile of
+    bits.
+    """
+    return 2 if cfg.HAS_BLOCK_MASK else 1
+
+
 @gluon.jit
 def first_entry(number, sizes, mask, cfg: gl.constexpr):
-    """The pointer to the first entry of a list: the first key of a block and its tile of bits."""
-    return mask.blocks.entries + 2 * number.to(gl.int64) * gl.cdiv(sizes.N, cfg.BLOCK_N)
+    """The pointer to the first entry of a list."""
+    SIZE: gl.constexpr = entry_size(cfg)
+    return mask.blocks.entries + SIZE * number.to(gl.int64) * gl.cdiv(sizes.N, cfg.BLOCK_N)
 
 
 @gluon.jit
 def first_key(block, listed, cfg: gl.constexpr):
-    """The first key of a block of the tile; with a block mask, of an entry of its list."""
+    """The first key of a block of the tile; with a list, of its entry `block`."""
     n0 = block * cfg.BLOCK_N
-    if cfg.HAS_BLOCK_MASK:
-        n0 = gl.load(listed.entries + 2 * block)
+    if cfg.HAS_LISTS:
+        n0 = gl.load(listed.entries + entry_size(cfg) * block)
     return n0
 
 
@@ -251,10 +260,10 @@ def blocks_of(first, last, b, M, N, mask, cfg: gl.constexpr):
 @gluon.jit
 def own_blocks(first, last, work, mask, cfg: gl.constexpr):
     """The blocks of keys [begin, end) of the tile that some row of [first, last] sees; at least
-    one block. With a block mask, all entries of the tile's list.
+    one block. With a list, all its entries.
     """
     begin, end = work.begin, work.end
-    if not cfg.HAS_BLOCK_MASK:
+    if not cfg.HAS_LISTS:
         begin, end = blocks_of(first, last, work.b, work.M, work.N, mask, cfg)
         begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
         end = gl.minimum(gl.maximum(end, begin + 1), work.end)
@@ -264,7 +273,7 @@ def own_blocks(first, last, work, mask, cfg: gl.constexpr):
 @gluon.jit
 def full_blocks(first, last, begin, end, work, sizes, mask, cfg: gl.constexpr):
     """The blocks of [begin, end) that every row of [first, last] sees completely."""
-    if cfg.HAS_BLOCK_MASK:
+    if cfg.HAS_LISTS:
         number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
         full_begin, full_end = begin, gl.load(mask.blocks.counts + 2 * number)
     else:

@@ -165,13 +165,52 @@ def masked_by_bits(s, words):
 
 
 @gluon.jit
-def bits_of(block, listed, cfg: gl.constexpr):
-    """The bits of a block of a block mask, for the rows of this consumer."""
-    bits = block
+def load_intervals(ptr, cfg: gl.constexpr):
+    """The visible keys of the rows of this consumer: ((start, stop), ...), each (64,)."""
+    SPANS: gl.constexpr = cfg.SPANS
+    ptr += gl.arange(0, 64, layout=row_values(cfg.BLOCK_N))
+    intervals = ()
+    for r in gl.static_range(SPANS):
+        start = gl.load(ptr + 2 * r * cfg.BLOCK_M)
+        stop = gl.load(ptr + (2 * r + 1) * cfg.BLOCK_M)
+        # Gluon knows no starred elements; mypy, no tuples of a length that cfg decides.
+        intervals = intervals + ((start, stop),)  # type: ignore[assignment]  # noqa: RUF005
+    return intervals
+
+
+@gluon.jit
+def masked_by_intervals(s, intervals, n0, cfg: gl.constexpr):
+    """-inf where a key of [n0, n0 + BLOCK_N) is in none of its row's `intervals`."""
+    SPANS: gl.constexpr = cfg.SPANS
+    by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
+    LAYOUT: gl.constexpr = by_eights.type.layout
+    eight = eights(LAYOUT, cfg)
+    visible = in_interval(eight, intervals[0], n0, LAYOUT)
+    for r in gl.static_range(1, SPANS):
+        visible = visible | in_interval(eight, intervals[r], n0, LAYOUT)
+    by_eights = gl.where(visible, by_eights, -float("inf"))
+    return gl.convert_layout(by_eights.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def in_interval(eight, interval, n0, LAYOUT: gl.constexpr):
+    """Whether the keys of a block are in their row's [start, stop)."""
+    start, stop = interval
+    return (eight >= bounds(start - n0, LAYOUT)) & (eight < bounds(stop - n0, LAYOUT))
+
+
+@gluon.jit
+def own_mask(block, rows, cfg: gl.constexpr):
+    """What masks the rows of this consumer besides the mask rules: the bits of entry `block` of the
+    list of a block mask, or the intervals of spans.
+    """
+    own = block
     if cfg.HAS_BLOCK_MASK:
-        tile = gl.load(listed.entries + 2 * block + 1).to(gl.int64)
-        bits = load_bits(listed.bits + tile * (cfg.BLOCK_M * cfg.BLOCK_N // 32), cfg.BLOCK_N)
-    return bits
+        tile = gl.load(rows.entries + 2 * block + 1).to(gl.int64)
+        own = load_bits(rows.masks + tile * (cfg.BLOCK_M * cfg.BLOCK_N // 32), cfg.BLOCK_N)
+    if cfg.SPANS > 0:
+        own = load_intervals(rows.masks, cfg)
+    return own
 
 
 # The index of a key in a block is split into a multiple of eight, all of which every thread holds,

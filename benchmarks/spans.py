@@ -1,0 +1,115 @@
+"""Masks as spans next to the options that say the same: `causal=True`, and packed documents.
+
+    python -m benchmarks.spans                                  # forward and backward
+    python -m benchmarks.spans --head-dims 128 --csv spans.csv
+
+16,384 tokens in all, a hidden size of 2,048, bfloat16. All calls of a line take turns in random
+order; a number is the median time of the call, and the ratio is the time with spans over that
+without. With `--triton` the Triton kernels run the spans too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import Spans, attention, attention_varlen
+from flashtile.cli.machine import provenance
+from flashtile.cli.timing import Timing, interleave, timer_for
+
+TOKENS, HIDDEN = 16384, 2048
+CASES = ("causal 1k", "causal 4k", "causal 16k", "documents 2k", "documents of all lengths")
+COLUMNS = ("case", "head_dim", "pass", "call", "median_ms", "ratio")
+
+
+def calls_of(case: str, device: str) -> tuple[int, dict[str, Any]]:
+    """The batch, and the calls with their arguments, of which the first one has no spans; those of
+    `attention_varlen` take packed tensors.
+    """
+    if case.startswith("causal"):
+        length = 1024 * int(case.split()[1].removesuffix("k"))
+        mask = Spans.prefix_lm(torch.zeros(1, dtype=torch.int32, device=device), length)
+        calls = {"causal": (attention, {"causal": True}), "spans": (attention, {"mask": mask})}
+        return TOKENS // length, calls
+    lengths = [2048] * 8
+    if case.endswith("all lengths"):
+        lengths = [300, 5000, 1000, 84, 2000, 6000, 500, 1500]
+    counts = torch.tensor([lengths], dtype=torch.int32, device=device)
+    cu = torch.nn.functional.pad(counts[0].cumsum(0, dtype=torch.int32), (1, 0))
+    given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
+    given |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    mask = Spans.documents_of_lengths(counts, TOKENS)
+    return 1, {"varlen": (attention_varlen, given), "spans": (attention, {"mask": mask})}
+
+
+def measure(case: str, head_dim: int, backward: bool, triton: bool, device: str) -> list[dict]:
+    """A line for each call of a case."""
+    batch, calls = calls_of(case, device)
+    if triton:
+        call, given = calls["spans"]
+        calls["spans, triton"] = call, {**given, "backend": "triton"}
+    shape = batch, TOKENS // batch, HIDDEN // head_dim, head_dim
+    tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    timed: dict[str, Callable[[], Any]] = {}
+    for name, (call, given) in calls.items():
+        *leaves, dout = (x[0] if call is attention_varlen else x for x in tensors)
+        leaves = [x.detach().requires_grad_(backward) for x in leaves]
+
+        def forward(call: Any = call, leaves: Any = leaves, given: Any = given) -> Tensor:
+            return call(*leaves, **given)
+
+        timed[name] = forward
+        if backward:
+            out = forward()
+
+            def gradients(out: Tensor = out, leaves: Any = leaves, dout: Tensor = dout) -> Any:
+                return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+            timed[name] = gradients
+    samples = interleave(timed, timer_for(device), budget_ms=600)
+    medians = {name: Timing.of(found).median_ms for name, found in samples.items()}
+    base = next(iter(medians.values()))
+    direction = "backward" if backward else "forward"
+    rows = (
+        (case, head_dim, direction, name, f"{x:.4f}", f"{x / base:.3f}")
+        for name, x in medians.items()
+    )
+    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and write the medians."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], metavar="D")
+    parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--triton", action="store_true", help="the Triton kernels too")
+    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
+    args = parser.parse_args(argv)
+    lines = []
+    for direction in args.passes:
+        for head_dim in args.head_dims:
+            for case in args.cases:
+                found = measure(case, head_dim, direction == "backward", args.triton, "cuda")
+                for line in found:
+                    print("{:26} {:>4} {:9} {:14} {:>9} ms {:>7}".format(*line.values()))
+                lines += found
+    if args.csv:
+        here = provenance("cuda", " ".join(["python -m benchmarks.spans", *argv]))
+        with args.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, (*COLUMNS, *here), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({**line, **here} for line in lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Masks as spans (`flashtile.spans.Spans`): the kernel that lists the blocks of keys that each tile
+of queries visits, before the forward.
+
+The mask is data of the call, so the lists are made on the device, for every call. They have the
+form of those of a block mask (`block_lists.py`), and the same loops walk them. A block is full if
+one interval of every row contains it, and partial if it may contain a visible key: it is then
+masked by each row's intervals, which this kernel stores with the mask rules applied, one tile after
+the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
+from ....gpu.launch import Launch
+from ....gpu.memory import uninitialised
+from ....problem import AttentionProblem, Operands
+from .packing_order import Side, rows_of
+from .schedule import NUMBERS
+
+CHUNK = tl.constexpr(128)  # blocks of keys that are classified at once
+
+STRIDES = (
+    "starts_batch", "starts_head", "starts_row", "starts_interval",
+    "stops_batch", "stops_head", "stops_row", "stops_interval",
+)  # fmt: skip
+
+
+class SpanLists(NamedTuple):
+    """A list for each tile of queries, of `batch` x `heads` masks. `batch` is 1 if all sequences
+    share a mask, and `heads` is 1 if all heads do.
+    """
+
+    counts: Tensor  # int32 (batch, heads, tiles, 2): full blocks, and blocks in all
+    entries: Tensor  # int32 (batch, heads, tiles, blocks): first key of a block
+    # int32 (batch, heads, tiles, R, 2, BLOCK_M): visible keys [start, stop) of each row
+    intervals: Tensor
+    batch_step: int  # masks from one sequence to the next, and from one head to the next
+    head_step: int
+
+
+def steps_of(problem: AttentionProblem, operands: Operands) -> tuple[int, int]:
+    """`batch_step` and `head_step` of a call's lists."""
+    batch, heads = masks_of(problem, operands)
+    return (heads if batch > 1 else 0), (1 if heads > 1 else 0)
+
+
+def masks_of(problem: AttentionProblem, operands: Operands) -> tuple[int, int]:
+    """How many sequences and query heads have their own lists. Sequences of different lengths do
+    not share one.
+    """
+    starts = operands.span_starts
+    assert starts is not None
+    is_shared = problem.layout == "dense" and not problem.has_lengths and starts.shape[0] == 1
+    return (1 if is_shared else problem.B), starts.shape[1]
+
+
+def span_tensors(
+    problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_N: int
+) -> Callable[[], tuple[Tensor, ...]]:
+    """A function that allocates the tensors of `SpanLists`; none without spans."""
+    if problem.spans == 0:
+        return tuple
+    lists = *masks_of(problem, operands), -(-problem.M // BLOCK_M)
+    last_sizes = (2,), (-(-problem.N // BLOCK_N),), (problem.spans, 2, BLOCK_M)
+    new = [uninitialised((*lists, *x), torch.int32, operands.q.device) for x in last_sizes]
+    return lambda: tuple(make() for make in new)
+
+
+def span_lists_launch(
+    problem: AttentionProblem, operands: Operands, of_forward: dict[str, Any]
+) -> Launch:
+    """The launch that writes the lists of a forward with these arguments."""
+    names = "at", "M", "N", "total_q", "total_k", "left", "right", "chunk", "cfg"
+    lists, config = of_forward["blocks"], of_forward["cfg"]
+    batch, heads, tiles, _ = lists.counts.shape
+    arguments = {
+        **{name: of_forward[name] for name in names},
+        **strides(problem, operands),
+        "starts_ptr": operands.span_starts,
+        "stops_ptr": operands.span_stops,
+        "lists": lists,
+        "heads": heads,
+        "ROWS": 1 << (config.BLOCK_M - 1).bit_length(),
+    }
+    is_early = config.IS_RAGGED
+    return Launch(span_lists_kernel, (batch * heads, tiles), arguments, is_early=is_early)
+
+
+def strides(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
+    """The strides of a call's spans; 0 from one sequence to the next where they share a mask, or
+    are packed.
+    """
+    found = {}
+    for name, x in (("starts", operands.span_starts), ("stops", operands.span_stops)):
+        assert x is not None
+        batch, *others = x.stride()
+        found[f"{name}_batch"] = batch if x.shape[0] > 1 else 0
+        found |= zip([f"{name}_{of}" for of in ("head", "row", "interval")], others, strict=True)
+    return found
+
+
+class Rules(NamedTuple):
+    """The numbers of the mask rules."""
+
+    left: Any
+    right: Any
+    chunk: Any
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, *STRIDES])
+def span_lists_kernel(
+    starts_ptr, stops_ptr, lists, at, M, N, total_q, total_k, left, right, chunk,
+    starts_batch, starts_head, starts_row, starts_interval,
+    stops_batch, stops_head, stops_row, stops_interval,
+    heads, ROWS: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Write the list of one tile of queries; `heads` have masks of their own. ROWS is BLOCK_M,
+    rounded up to a power of two.
+    """
+    SPANS: tl.constexpr = cfg.SPANS
+    let_next_kernel_start()
+    if cfg.IS_RAGGED:  # this kernel starts while the one that lists the tiles ends
+        wait_for_earlier_kernels()
+    b, h = tl.program_id(0) // heads, tl.program_id(0) % heads
+    tile = tl.program_id(1)
+    start_q, M = rows_of(b, Side(at.cu_seqlens_q, at.seqused_q, total_q, M))
+    capacity = tl.cdiv(N, cfg.BLOCK_N)
+    _, N = rows_of(b, Side(at.cu_seqlens_k, at.seqused_k, total_k, N))
+    number = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tile
+    offs = tl.arange(0, ROWS)
+    row = tile * cfg.BLOCK_M + offs
+    inside = (offs < cfg.BLOCK_M) & (row < M)
+    first, last = key_range(row + N - M, N, Rules(left, right, chunk), cfg)
+    row = (start_q + row).to(tl.int64)
+    starts = starts_ptr + b.to(tl.int64) * starts_batch + h.to(tl.int64) * starts_head
+    stops = stops_ptr + b.to(tl.int64) * stops_batch + h.to(tl.int64) * stops_head
+    extremes = ()
+    for r in tl.static_range(SPANS):
+        start = tl.load(starts + row * starts_row + r * starts_interval, mask=inside, other=0)
+        stop = tl.load(stops + row * stops_row + r * stops_interval, mask=inside, other=0)
+        start = tl.maximum(start, first)
+        stop = tl.minimum(stop, last)
+        is_empty = (start >= stop) | (inside == 0)
+        start = tl.where(is_empty, N, start)
+        stop = tl.where(is_empty, 0, stop)
+        to = lists.intervals + (number * SPANS + r) * (2 * cfg.BLOCK_M) + offs
+        tl.store(to, start, mask=offs < cfg.BLOCK_M)
+        tl.store(to + cfg.BLOCK_M, stop, mask=offs < cfg.BLOCK_M)
+        of_interval = (
+            tl.min(start, 0),
+            tl.min(tl.where(inside, stop, N), 0),
+            tl.max(tl.where(inside, start, 0), 0),
+            tl.max(stop, 0),
+        )
+        # Triton knows no starred elements; mypy, no tuples of a length that cfg decides.
+        extremes = extremes + (of_interval,)  # type: ignore[assignment]  # noqa: RUF005
+    full_count = tile * 0
+    for n in range(0, tl.cdiv(N, cfg.BLOCK_N), CHUNK):
+        n0, full, partial = kinds(n, extremes, N, cfg)
+        full_count += tl.sum(full.to(tl.int32), 0)
+    # Full blocks, then those to mask. Both are visited from the last key to the first.
+    entries = lists.entries + number * capacity
+    written = tile * 0
+    count = full_count
+    for n in range(0, tl.cdiv(N, cfg.BLOCK_N), CHUNK):
+        n0, full, partial = kinds(n, extremes, N, cfg)
+        tl.store(entries + (written + tl.cumsum(full.to(tl.int32), 0) - 1), n0, mask=full)
+        tl.store(entries + (count + tl.cumsum(partial.to(tl.int32), 0) - 1), n0, mask=partial)
+        written += tl.sum(full.to(tl.int32), 0)
+        count += tl.sum(partial.to(tl.int32), 0)
+    # A tile that sees nothing visits one block, of which it sees nothing.
+    tl.store(entries, 0, mask=count == 0)
+    tl.store(lists.counts + 2 * number, full_count)
+    tl.store(lists.counts + 2 * number + 1, tl.maximum(count, 1))
+
+
+@triton.jit
+def kinds(n, extremes, N, cfg: tl.constexpr):
+    """The first keys of CHUNK blocks from block `n`, which of them are full, and which partial."""
+    SPANS: tl.constexpr = cfg.SPANS
+    n0 = (n + tl.arange(0, CHUNK)) * cfg.BLOCK_N
+    n1 = n0 + cfg.BLOCK_N
+    seen = n0 < 0
+    full = n0 < 0
+    for r in tl.static_range(SPANS):
+        least_start, least_stop, greatest_start, greatest_stop = extremes[r]
+        seen = seen | ((least_start < n1) & (greatest_stop > n0))
+        full = full | ((greatest_start <= n0) & (least_stop >= n1))
+    seen = seen & (n0 < N)
+    full = full & seen & (n1 <= N)
+    return n0, full, seen & (full == 0)
+
+
+@triton.jit
+def key_range(p, N, rules, cfg: tl.constexpr):
+    """`schedule.visible_keys` in plain Triton."""
+    start = p * 0
+    stop = start + N
+    if cfg.HAS_LEFT:
+        start = tl.maximum(start, p - rules.left)
+    if cfg.HAS_RIGHT:
+        stop = tl.minimum(stop, p + rules.right + 1)
+    if cfg.HAS_CHUNK:
+        remainder = p % rules.chunk
+        chunk = p - tl.where(remainder < 0, remainder + rules.chunk, remainder)
+        start = tl.maximum(start, chunk)
+        stop = tl.minimum(stop, chunk + rules.chunk)
+    return start, stop
