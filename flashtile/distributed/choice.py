@@ -61,19 +61,29 @@ def choose(wanted: Wanted, pricing: Pricing) -> Way:
         )
     if len(ways) == 1 and wanted.stage_tokens is None:
         return ways[0]
-    prices = {way: pricing.slowest(way) for way in ways}
-    fitting = [
-        way
-        for way in ways
-        if wanted.stage_tokens is None or prices[way].buffered <= wanted.stage_tokens
-    ]
-    if not fitting:
-        least = min(price.buffered for price in prices.values())
+    if wanted.stage_tokens is None:
+        return _fastest(ways, pricing)
+    buffered = {way: pricing.slowest(way).buffered for way in ways}
+    least = min(buffered.values())
+    if least > wanted.stage_tokens:
         raise ValueError(
             f"stage_tokens: got {wanted.stage_tokens}, want at least {-(-least // 1):.0f} in this "
             "layout"
         )
-    return min(fitting, key=lambda way: (prices[way].seconds, way))
+    return _fastest([way for way in ways if buffered[way] <= wanted.stage_tokens], pricing)
+
+
+def _fastest(ways: list[Way], pricing: Pricing) -> Way:
+    """The way with the smallest time. Only those that may have it are priced on all ranks."""
+    bounds = {way: pricing.at_least(way) for way in ways}
+    best: tuple[float, Way] | None = None
+    for way in sorted(ways, key=lambda way: (bounds[way], way)):
+        if best is not None and bounds[way] > best[0]:
+            break
+        found = pricing.slowest(way).seconds, way
+        best = found if best is None else min(best, found)
+    assert best is not None
+    return best[1]
 
 
 def candidates(wanted: Wanted, pricing: Pricing) -> Iterator[Way]:

@@ -18,16 +18,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..masks import Visibility
 from .heads import HeadShare, merged, share_heads
 from .machine import Machine
 from .ownership import Ownership
-from .schedule import Schedule, distances, schedule
+from .schedule import distances
+from .traffic import Hop, Traffic
 from .work import Facts
 
 MOST_RANKS = 8  # of which schedules are priced: evenly spread over more ranks
 TILE_ROWS = 128
-SAMPLES = 8  # intervals of a piece, over each of which the keys change linearly
 FLOAT32 = 4
 
 
@@ -77,16 +76,6 @@ class Price(NamedTuple):
         return self.forward + self.backward
 
 
-class _Hop(NamedTuple):
-    """What a rank and the rank at one distance do for each other."""
-
-    received: int  # keys
-    sent: int
-    source: int  # ranks among those that hold other tokens
-    target: int
-    scores: float
-
-
 class _Stage(NamedTuple):
     """The hops of one exchange together."""
 
@@ -113,7 +102,9 @@ class Pricing:
         self.queries, self.keys, self.facts = queries, keys, facts
         self.ranks = queries.ranks
         self._merged: dict[int, tuple[Ownership, Ownership]] = {}
-        self._hops: dict[tuple[int, int], list[_Hop]] = {}
+        self._traffic: dict[int, Traffic] = {}
+        self._hops: dict[tuple[int, int], list[Hop]] = {}
+        self._of_heads: dict[tuple[int, int], tuple[float, float]] = {}
         self._stages: dict[tuple[int, int, int], list[_Stage]] = {}
 
     def shares(self, ulysses: int) -> list[HeadShare]:
@@ -124,6 +115,10 @@ class Pricing:
         """The largest of all numbers over the ranks, or over `MOST_RANKS` of them."""
         prices = [self.price(way, rank) for rank in self._sampled(way.ulysses)]
         return Price(*(max(column) for column in zip(*prices, strict=True)))
+
+    def at_least(self, way: Way) -> float:
+        """Seconds below those of `slowest`, from one rank: much cheaper for many ranks."""
+        return self.price(way, self._sampled(way.ulysses)[-1]).seconds
 
     def price(self, way: Way, rank: int) -> Price:
         """What one rank does and takes."""
@@ -141,7 +136,10 @@ class Pricing:
         steps *= way.head_groups  # which are alike
         share_of_keys = key_heads / self.shape.key_heads
         received = [stage.received * share_of_keys for stage in stages]
-        spread, collected = self._exchanges_of_heads(way.ulysses, rank)
+        where = way.ulysses, rank
+        if where not in self._of_heads:
+            self._of_heads[where] = self._exchanges_of_heads(*where)
+        spread, collected = self._of_heads[where]
         return Price(
             sum(stage.scores for stage in stages),
             sum(received) * way.head_groups,
@@ -190,8 +188,10 @@ class Pricing:
     def _exchange(self, stage: _Stage, size: float) -> float:
         """Seconds of one exchange of keys of `size` bytes: both links work at the same time, and so
         do both directions."""
-        links = zip((self.machine.inside, self.machine.across), stage.by_link, strict=True)
-        return max(link.seconds(max(rows) * size) for link, rows in links)
+        inside, across = stage.by_link
+        machine = self.machine
+        seconds = machine.inside.seconds(max(inside) * size)
+        return max(seconds, machine.across.seconds(max(across) * size))
 
     def _by_link(
         self, rank: int, received: Mapping[int, int], sent: Mapping[int, int]
@@ -267,42 +267,13 @@ class Pricing:
             self._stages[ulysses, stages, rank] = found
         return self._stages[ulysses, stages, rank]
 
-    def _hops_of(self, ulysses: int, outer: int) -> list[_Hop]:
-        """By distance, from the schedule with a stage for every distance."""
+    def _hops_of(self, ulysses: int, outer: int) -> list[Hop]:
+        """What a rank does for those that hold other tokens, by distance."""
+        if ulysses not in self._traffic:
+            self._traffic[ulysses] = Traffic(*self._holders(ulysses), self.facts)
         if (ulysses, outer) not in self._hops:
-            queries, keys = self._holders(ulysses)
-            ranks = queries.ranks
-            made = schedule(queries, keys, self.facts, outer, ranks)
-            scores = self._scores(queries, keys, outer, made)
-            self._hops[ulysses, outer] = [
-                _Hop(
-                    sum(message.rows for message in stage.receives),
-                    sum(message.rows for message in stage.sends),
-                    (outer - distance) % ranks,
-                    (outer + distance) % ranks,
-                    seen,
-                )
-                for distance, (stage, seen) in enumerate(zip(made.stages, scores, strict=True))
-            ]
+            self._hops[ulysses, outer] = self._traffic[ulysses].hops(outer)
         return self._hops[ulysses, outer]
-
-    def _scores(
-        self, queries: Ownership, keys: Ownership, outer: int, made: Schedule
-    ) -> list[float]:
-        """Visible scores of every stage."""
-        totals = [0.0] * len(made.stages)
-        for number, document in enumerate(made.documents):
-            visibility = Visibility(self.facts, queries.lengths[document], keys.lengths[document])
-            stages = [(i, s.keys[number]) for i, s in enumerate(made.stages) if s.keys[number].runs]
-            for start, stop in queries.spans(outer, document):
-                width = max(1, -(-(stop - start) // SAMPLES))
-                for first in range(start, stop, width):
-                    last = min(first + width, stop) - 1
-                    ends = visibility.key_range(first), visibility.key_range(last)
-                    for stage, held in stages:
-                        seen = sum(max(0, held.below(b) - held.below(a)) for a, b in ends)
-                        totals[stage] += (last + 1 - first) * seen / 2
-        return totals
 
 
 class _Step(NamedTuple):

@@ -157,7 +157,7 @@ def _needed(queries: Ownership, keys: Ownership, mask: Mask, rank: int, source: 
         seen: list[Span] = []
         for start, stop in queries.spans(rank, document):
             # Neither end of the visible keys moves left from one query to the next.
-            hull = _groups(visibility.key_range(start)[0], visibility.key_range(stop - 1)[1])
+            hull = whole_groups(visibility.key_range(start)[0], visibility.key_range(stop - 1)[1])
             seen += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
         spans = _intersection(keys.spans(source, document), seen)
         if spans:
@@ -165,7 +165,7 @@ def _needed(queries: Ownership, keys: Ownership, mask: Mask, rank: int, source: 
     return needs
 
 
-def _groups(start: int, stop: int) -> Span:
+def whole_groups(start: int, stop: int) -> Span:
     """The groups of four keys, which share a block of random numbers, that have some of
     ``[start, stop)``. GPUs compute dropout faster where no group is divided."""
     return (start // 4 * 4, -(-stop // 4) * 4) if start < stop else (start, stop)
