@@ -14,9 +14,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from flashtile.backends import hopper
 from flashtile.backends.hopper.backward import launch as backward_path
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.distributed import ContextParallel
+from flashtile.problem import AttentionProblem
 from flashtile.testing import (
     assert_close,
     attention_varlen_reference,
@@ -29,6 +31,7 @@ from flashtile.testing.wires import run_ranks
 
 from . import emulator
 from .fake_cuda import as_if_on_a_gpu
+from .pieces import part_call
 from .test_forward_emulated import intrinsics  # noqa: F401 -- for every test here
 
 LENGTHS = [520, 0, 70, 1, 290]
@@ -102,6 +105,35 @@ def test_ranks_compute_what_one_process_does(
     # The outputs of stages are float32 and merged.
     forward = "hopper forward into given tensors" if stages == 1 else "hopper forward"
     assert {forward, "hopper backward"} == set(emulated)
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_rows_of_no_sequence_keep_what_they_have(is_aligned: bool):
+    """Where the kernels write to the given tensors, and where they write to others first."""
+    call = part_call("ragged", "causal", 64, seed=2)
+    q, rows = call.operands.q, len(call.operands.q)
+    spare = q.new_zeros(3, *q.shape[1:])
+    operands = call.operands._replace(q=torch.cat([q, spare]))
+    problem = AttentionProblem.of(operands, call.options)
+    width = 64 if is_aligned else 65
+    all_heads = torch.ones(rows + 3, 4, width, dtype=torch.bfloat16)
+    out = all_heads[:, 1:3, :64]
+    out[rows:], lse = 0, torch.full((2, rows + 3), -torch.inf)
+    assert hopper.forward(problem, operands, (out, lse)) == (out, lse)
+    assert not out[rows:].any()
+    assert all_heads[:, ::3].eq(1).all()
+    assert (lse[:, rows:] == -torch.inf).all()
+    add_to = torch.ones(rows + 3, 4, width)[:, 1:3, :64]
+    dout = normal(generator(3), *out.shape, dtype=torch.bfloat16)
+    problem = problem._replace(is_partial=True)
+    found = hopper.backward(problem, operands, out, lse, dout, None, add_to)
+    assert found.dq is add_to
+    assert add_to[rows:].eq(1).all()
+    nothing = torch.zeros(2, rows)
+    truth, plain = (call.reference(x, dout[:rows], nothing) for x in (torch.float64, q.dtype))
+    got = {"out": out[:rows], "dq": add_to[:rows] - 1, "dk": found.dk, "dv": found.dv}
+    for name, x in got.items():
+        assert_close(name, x, truth[name], plain[name], dtype=q.dtype, seed=2)
 
 
 def whole(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,7 @@ from flashtile.testing import (
 from . import emulator
 from .inputs import UNWRITTEN, dense_inputs, packed_inputs, random_mask, unwritten_span_lists
 from .pieces import OPTIONS as PIECE_OPTIONS
-from .pieces import PIECES, part_call
+from .pieces import PIECES, PartCall, part_call
 
 PROGRAMS = 3
 CAUSAL = {"causal": True}
@@ -144,8 +145,9 @@ def emulate(
     launch.arguments["blocks"] = lists_of(problem, config, operands)
     if problem.spans > 0:
         launch.arguments["blocks"] = unwritten_span_lists(problem, config, operands)
-    out.fill_(torch.nan)
-    lse.fill_(torch.nan)
+    if into is None:
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
     launch = launch._replace(grid=(PROGRAMS,))  # also more programs than tiles
     *before, launch = with_lists(problem, config, operands, launch, fills=into is None)
     parts = (PARTS.value, 1)[seed % 2]
@@ -405,30 +407,37 @@ def test_partial_outputs(head_dim: int):
 
 
 def test_given_outputs():
-    check_pieces("ragged", "causal", 128, given_heads=5)
+    """They are some heads of a tensor, and rows of no sequence keep what they have."""
+    call = part_call("ragged", "causal", 128, seed=5)
+    q = call.operands.q
+    rows, heads = len(q), q.shape[1]
+    operands = call.operands._replace(q=torch.cat([q, q.new_full((3, *q.shape[1:]), torch.nan)]))
+    out = torch.ones(rows + 3, 5, 128, dtype=torch.bfloat16)
+    lse = torch.ones(5, rows + 3)
+    given = out[:, 1 : 1 + heads], lse[1 : 1 + heads]
+    emulate(operands, call.options, 5, into=given)
+    compare(call, (given[0][:rows], given[1][:, :rows]), 5)
+    for kept in (given[0][rows:], given[1][:, rows:], out[:, 0], out[:, 1 + heads :]):
+        assert kept.eq(1).all()
 
 
-def check_pieces(
-    pieces: str, option: str, head_dim: int, is_partial: bool = False, given_heads: int = 0
-) -> None:
-    """Compare with the whole sequences; `given_heads` of a tensor, of which two are written to."""
+def check_pieces(pieces: str, option: str, head_dim: int, is_partial: bool = False) -> None:
+    """Compare with the whole sequences."""
     call = part_call(pieces, option, head_dim, seed=head_dim)
-    rows, heads = len(call.operands.q), call.operands.q.shape[1]
-    into = None
-    if given_heads:
-        out = torch.zeros(rows, given_heads, head_dim, dtype=torch.bfloat16)
-        into = out[:, 1 : 1 + heads], torch.zeros(given_heads, rows)[1 : 1 + heads]
-    dtype = torch.float32 if is_partial else torch.bfloat16
-    names = ("out", "lse")
-    found = emulate(call.operands, call.options, head_dim, is_partial, into)
-    assert [x.dtype for x in found] == [dtype, torch.float32]
-    nothing = torch.zeros(rows, heads, head_dim), torch.zeros(heads, rows)
-    truth, plain = (call.reference(x, *nothing) for x in (torch.float64, torch.bfloat16))
-    for name, got in zip(names, found, strict=True):
-        assert_close(name, got, truth[name], plain[name], dtype=torch.bfloat16, seed=head_dim)
-    if given_heads:
-        assert not out[:, :1].any()
-        assert not out[:, 1 + heads :].any()
+    found = emulate(call.operands, call.options, head_dim, is_partial)
+    assert found[0].dtype == (torch.float32 if is_partial else torch.bfloat16)
+    compare(call, found, head_dim)
+
+
+def compare(call: PartCall, found: Results, seed: int) -> None:
+    """Compare with the whole sequences."""
+    nothing = (torch.zeros_like(x, dtype=torch.float32) for x in found)
+    truth, plain = map(partial(call.reference, dout=next(nothing), dlse=next(nothing)), DTYPES)
+    for name, got in zip(("out", "lse"), found, strict=True):
+        assert_close(name, got, truth[name], plain[name], dtype=torch.bfloat16, seed=seed)
+
+
+DTYPES = (torch.float64, torch.bfloat16)
 
 
 def random_spans(g: torch.Generator, shape: tuple[int, ...], keys: int) -> Spans:
