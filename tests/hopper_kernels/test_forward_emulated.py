@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,8 +41,6 @@ from flashtile.testing import (
 
 from . import emulator
 from .inputs import UNWRITTEN, dense_inputs, packed_inputs, random_mask, unwritten_span_lists
-from .pieces import OPTIONS as PIECE_OPTIONS
-from .pieces import PIECES, PartCall, part_call
 
 PROGRAMS = 3
 CAUSAL = {"causal": True}
@@ -392,52 +389,6 @@ def test_block_masks(head_dim: int, tile_size: tuple[int, int], given: dict[str,
     mask = random_mask((batch, heads, 390, 430), tile_size, head_dim)
     sizes = {"B": 2, "M": 390, "N": 430, "D": head_dim}
     dense(sizes=sizes, block_mask=mask, **given)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("option", PIECE_OPTIONS)
-@pytest.mark.parametrize("pieces", PIECES)
-def test_parts_of_sequences(pieces: str, option: str, head_dim: int):
-    check_pieces(pieces, option, head_dim)
-
-
-@pytest.mark.parametrize("head_dim", [64, 144, 192])
-def test_partial_outputs(head_dim: int):
-    check_pieces("ragged", "causal", head_dim, is_partial=True)
-
-
-def test_given_outputs():
-    """They are some heads of a tensor, and rows of no sequence keep what they have."""
-    call = part_call("ragged", "causal", 128, seed=5)
-    q = call.operands.q
-    rows, heads = len(q), q.shape[1]
-    operands = call.operands._replace(q=torch.cat([q, q.new_full((3, *q.shape[1:]), torch.nan)]))
-    out = torch.ones(rows + 3, 5, 128, dtype=torch.bfloat16)
-    lse = torch.ones(5, rows + 3)
-    given = out[:, 1 : 1 + heads], lse[1 : 1 + heads]
-    emulate(operands, call.options, 5, into=given)
-    compare(call, (given[0][:rows], given[1][:, :rows]), 5)
-    for kept in (given[0][rows:], given[1][:, rows:], out[:, 0], out[:, 1 + heads :]):
-        assert kept.eq(1).all()
-
-
-def check_pieces(pieces: str, option: str, head_dim: int, is_partial: bool = False) -> None:
-    """Compare with the whole sequences."""
-    call = part_call(pieces, option, head_dim, seed=head_dim)
-    found = emulate(call.operands, call.options, head_dim, is_partial)
-    assert found[0].dtype == (torch.float32 if is_partial else torch.bfloat16)
-    compare(call, found, head_dim)
-
-
-def compare(call: PartCall, found: Results, seed: int) -> None:
-    """Compare with the whole sequences."""
-    nothing = (torch.zeros_like(x, dtype=torch.float32) for x in found)
-    truth, plain = map(partial(call.reference, dout=next(nothing), dlse=next(nothing)), DTYPES)
-    for name, got in zip(("out", "lse"), found, strict=True):
-        assert_close(name, got, truth[name], plain[name], dtype=torch.bfloat16, seed=seed)
-
-
-DTYPES = (torch.float64, torch.bfloat16)
 
 
 def random_spans(g: torch.Generator, shape: tuple[int, ...], keys: int) -> Spans:
