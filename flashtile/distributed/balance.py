@@ -138,7 +138,11 @@ class _Exchange(NamedTuple):
 
 def refine(ownership: Ownership, work: Work, slack: float = 0.02, limit: int = 2000) -> Ownership:
     """Exchange equal numbers of tokens between the rank with the most work and one with little,
-    until no rank has more than ``1 + slack`` times the mean."""
+    until no rank has more than ``1 + slack`` times the mean.
+
+    Pieces of documents whose lengths are no multiples of the grain may then begin at any token,
+    but always at multiples of `work.unit`.
+    """
     pieces = [list(mine) for mine in ownership.pieces]
     load = [sum(work.scores(*piece) for piece in mine) for mine in pieces]
     mean = sum(load) / len(load)

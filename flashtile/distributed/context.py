@@ -151,7 +151,8 @@ class ContextParallel(Decoder):
             way: "contiguous", "zigzag", "documents" (long ones divided, short ones whole), or
                 "auto", which is "documents" for packed documents and "zigzag" otherwise.
             grain: pieces begin at multiples of this many tokens, or of fewer in short documents;
-                always at multiples of the tiles of block masks.
+                where "documents" evens out the work at the ends of documents, at any token. With
+                block masks they always begin at multiples of the tiles.
 
         Raises:
             ValueError: an argument does not fit.
@@ -284,7 +285,8 @@ class ContextParallel(Decoder):
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
         call, _ = self._prepared((q, k, v), layout, backend, options, return_lse=False)
-        return explained(self._pricing(layout, call.operands, call.options), self.wanted, call.way)
+        pricing = self._pricing(layout, call.operands, call.options, call.tiles)
+        return explained(pricing, self.wanted, call.way)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
         """Compare the output of a call, its log-sum-exp and the gradients of q, k, v, the sink, and
@@ -359,7 +361,7 @@ class ContextParallel(Decoder):
         operands, numbers, used, tiles, bias_has_rows = packed_call(qkv, layout, options)
         q, k, v = operands[:3]
         documents = len(layout.queries.lengths)
-        way = self._way(layout, operands, numbers)
+        way = self._way(layout, operands, numbers, tiles)
         call = _Call(operands, numbers, backend, way, used, tiles, bias_has_rows)
         facts = {
             "documents": documents,
@@ -379,22 +381,26 @@ class ContextParallel(Decoder):
         }
         return call, facts
 
-    def _way(self, layout: Layout, operands: Operands, options: Options) -> Way:
+    def _way(
+        self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
+    ) -> Way:
         """How the ranks run a call: the same way for all calls of its kind in a layout."""
-        pricing = self._pricing(layout, operands, options)
-        kind = pricing.shape, pricing.facts, pricing.machine
+        pricing = self._pricing(layout, operands, options, tiles)
+        kind = pricing.shape, pricing.facts, pricing.machine, tiles and tiles.digest
         if kind not in layout.ways:
             layout.ways[kind] = choose(self.wanted, pricing)
         return layout.ways[kind]
 
-    def _pricing(self, layout: Layout, operands: Operands, options: Options) -> Pricing:
+    def _pricing(
+        self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
+    ) -> Pricing:
         q, k, v = operands[:3]
         gradient = (self._gradient_dtype or lse_dtype(q.dtype)).itemsize
         dims = k.shape[2], v.shape[2]
         sizes = q.element_size(), gradient
         shape = Shape(q.shape[1], k.shape[1], *dims, *sizes, q.shape[2])
         machine = self.machine or machine_of(q.device)
-        return Pricing(machine, shape, layout.queries, layout.keys, options.facts)
+        return Pricing(machine, shape, layout.queries, layout.keys, options.facts, tiles)
 
     def _run(
         self,

@@ -10,7 +10,8 @@ groups of heads take turns. The model prices the schedules that the executor wou
   fetch, the last return of gradients and exchanges for heads are waited for;
 - merging partial results takes 12 bytes of memory for each element.
 
-It knows neither stragglers nor congestion, and of the mask only windows and chunks.
+It knows neither stragglers nor congestion, and of the mask windows, chunks and tiles of block
+masks, but no spans, which are on the device.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .heads import HeadShare, merged, share_heads
 from .machine import Machine
 from .ownership import Ownership
 from .schedule import distances
+from .tile_map import TileMap
 from .traffic import Hop, Traffic
 from .work import Facts
 
@@ -93,13 +95,20 @@ class Pricing:
         shape: of the call.
         queries, keys: who holds which tokens.
         facts: the mask rules.
+        tiles: the block mask, of whose partial tiles all scores count.
     """
 
     def __init__(
-        self, machine: Machine, shape: Shape, queries: Ownership, keys: Ownership, facts: Facts
+        self,
+        machine: Machine,
+        shape: Shape,
+        queries: Ownership,
+        keys: Ownership,
+        facts: Facts,
+        tiles: TileMap | None = None,
     ) -> None:
         self.machine, self.shape = machine, shape
-        self.queries, self.keys, self.facts = queries, keys, facts
+        self.queries, self.keys, self.facts, self.tiles = queries, keys, facts, tiles
         self.ranks = queries.ranks
         self._merged: dict[int, tuple[Ownership, Ownership]] = {}
         self._traffic: dict[int, Traffic] = {}
@@ -270,7 +279,7 @@ class Pricing:
     def _hops_of(self, ulysses: int, outer: int) -> list[Hop]:
         """What a rank does for those that hold other tokens, by distance."""
         if ulysses not in self._traffic:
-            self._traffic[ulysses] = Traffic(*self._holders(ulysses), self.facts)
+            self._traffic[ulysses] = Traffic(*self._holders(ulysses), self.facts, self.tiles)
         if (ulysses, outer) not in self._hops:
             self._hops[ulysses, outer] = self._traffic[ulysses].hops(outer)
         return self._hops[ulysses, outer]

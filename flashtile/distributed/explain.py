@@ -67,7 +67,7 @@ def _why(pricing: Pricing, wanted: Wanted, way: Way) -> list[str]:
 def _one_process(pricing: Pricing) -> Price:
     """The price of the whole in one process."""
     queries, keys = (contiguous(x.lengths, 1, 1) for x in (pricing.queries, pricing.keys))
-    alone = Pricing(pricing.machine, pricing.shape, queries, keys, pricing.facts)
+    alone = Pricing(pricing.machine, pricing.shape, queries, keys, pricing.facts, pricing.tiles)
     return alone.slowest(Way(1, 1, 1))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..lru import memoised
@@ -11,6 +11,7 @@ from ..masks import Visibility
 from ..positions import Span
 from .ownership import Ownership
 from .schedule import whole_groups
+from .tile_map import TileMap
 from .work import Facts
 
 SAMPLES = 8  # intervals of a piece, over each of which the keys change linearly
@@ -30,6 +31,7 @@ class _Sample(NamedTuple):
     """Some queries of a piece, and the keys that the first and the last of them see."""
 
     queries: int
+    first_and_last: tuple[int, int]
     ends: tuple[Span, Span]
 
     def scores(self, start: int, stop: int) -> float:
@@ -45,10 +47,14 @@ class Traffic:
     Args:
         queries, keys: who holds which tokens.
         facts: the mask rules.
+        tiles: the block mask.
     """
 
-    def __init__(self, queries: Ownership, keys: Ownership, facts: Facts) -> None:
+    def __init__(
+        self, queries: Ownership, keys: Ownership, facts: Facts, tiles: TileMap | None = None
+    ) -> None:
         self.queries, self.keys, self.ranks = queries, keys, queries.ranks
+        self._tiles = tiles
         lengths = zip(queries.lengths, keys.lengths, strict=True)
         self._visibilities = [Visibility(facts, M, N) for M, N in lengths]
         # Of every document: where pieces of keys stop, and those pieces with their owners.
@@ -65,7 +71,12 @@ class Traffic:
                 visibility = self._visibilities[document]
                 # Neither end of the visible keys moves left from one query to the next.
                 hull = visibility.key_range(start)[0], visibility.key_range(stop - 1)[1]
-                _add(self._needs[document].setdefault(rank, []), whole_groups(*hull))
+                hull = whole_groups(*hull)
+                needs = self._needs[document].setdefault(rank, [])
+                if tiles is None:
+                    _add(needs, hull)
+                else:
+                    needs[:] = _joined([*needs, *tiles.seen(document, (start, stop), hull)])
 
     def hops(self, rank: int) -> list[Hop]:
         """By distance, 0 first."""
@@ -97,7 +108,11 @@ class Traffic:
 
     def _add_scores(self, scores: list[float], document: int, start: int, stop: int) -> None:
         """Add the visible scores of the queries ``[start, stop)`` to those of the keys' owners."""
-        samples = _samples(self._visibilities[document], start, stop)
+        step = 1 if self._tiles is None else self._tiles.BM
+        samples = _samples(self._visibilities[document], start, stop, step)
+        if self._tiles is not None:
+            self._add_scores_of_tiles(scores, document, samples, self._tiles)
+            return
         left, right = samples[0].ends[0], samples[-1].ends[1]
         for a, b, owner in self._pieces(document, left[0], right[1]):
             if right[0] <= a and b <= left[1]:  # all queries see all of these keys
@@ -105,17 +120,36 @@ class Traffic:
             else:
                 scores[owner] += sum(sample.scores(a, b) for sample in samples)
 
+    def _add_scores_of_tiles(
+        self, scores: list[float], document: int, samples: list[_Sample], tiles: TileMap
+    ) -> None:
+        """The same with the tiles that the first and the last query of each sample see."""
+        for sample in samples:
+            for query, (start, stop) in zip(sample.first_and_last, sample.ends, strict=True):
+                for tile in _joined(tiles.seen(document, (query, query + 1), (start, stop))):
+                    seen = max(tile[0], start), min(tile[1], stop)
+                    for a, b, owner in self._pieces(document, *seen):
+                        scores[owner] += sample.queries * (b - a) / 2
+
 
 @memoised(4096)
-def _samples(visibility: Visibility, start: int, stop: int) -> list[_Sample]:
+def _samples(visibility: Visibility, start: int, stop: int, step: int) -> list[_Sample]:
     """The queries ``[start, stop)``. Often the same when more neighbours exchange heads."""
-    width = max(1, -(-(stop - start) // SAMPLES))
+    width = max(1, -(-(stop - start) // (SAMPLES * step))) * step
     samples = []
     for first in range(start, stop, width):
         last = min(first + width, stop) - 1
         ends = visibility.key_range(first), visibility.key_range(last)
-        samples.append(_Sample(last + 1 - first, ends))
+        samples.append(_Sample(last + 1 - first, (first, last), ends))
     return samples
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """The union of some spans."""
+    joined: list[Span] = []
+    for span in sorted(spans):
+        _add(joined, span)
+    return joined
 
 
 def _add(spans: list[Span], span: Span) -> None:

@@ -41,7 +41,8 @@ class Work:
     Args:
         masks: the mask rules and the block mask of a kind of layer, and how many layers have them.
         keys: the number of keys of every document, when it is not the number of its queries.
-        grain: pieces begin at multiples of this many tokens, unless that prevents equal shares.
+        grain: pieces begin at multiples of this many tokens, except where `balance.refine` cuts off
+            the end of a document.
         unit: a divisor of the grain at whose multiples all pieces begin.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from test_schedule import CAUSAL, random_facts
 
 from flashtile.distributed import balance
@@ -12,9 +13,10 @@ from flashtile.distributed.choice import Wanted, candidates, choose
 from flashtile.distributed.cost import Pricing, Shape, Way
 from flashtile.distributed.machine import MACHINES
 from flashtile.distributed.schedule import schedule
+from flashtile.distributed.tile_map import TileMap
 from flashtile.distributed.traffic import Traffic
 from flashtile.distributed.work import Work
-from flashtile.masks import Window
+from flashtile.masks import BlockMask, Visibility, Window
 
 HEADS = [(1, 1), (7, 1), (8, 2), (12, 3), (32, 8), (64, 8)]
 
@@ -85,3 +87,38 @@ def test_counted_keys_are_those_of_the_schedules(seed: int) -> None:
         for hop, stage in zip(traffic.hops(rank), made.stages, strict=True):
             assert hop.received == sum(message.rows for message in stage.receives)
             assert hop.sent == sum(message.rows for message in stage.sends)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_block_masks_count(seed: int) -> None:
+    """Keys as in the schedules, and the scores of all seen tiles."""
+    rng = random.Random(seed)
+    g = torch.Generator().manual_seed(seed)
+    ranks, facts = rng.choice([2, 3, 4]), rng.choice([(), CAUSAL])
+    lengths = [rng.randint(0, 64) for _ in range(rng.choice([1, 3]))]
+    kinds = torch.rand(rng.choice([1, len(lengths)]), 1, 8, 8, generator=g) < 0.5
+    tiles = TileMap.of(BlockMask.from_tiles(kinds, (8, 8)))
+    work = Work([(facts, tiles, 1)], lengths, grain=8, unit=8)
+    holders = balance.divided(rng.choice(["zigzag", "documents"]), work, ranks)
+    traffic, scores = Traffic(holders, holders, facts, tiles), 0.0
+    for rank in range(ranks):
+        made = schedule(holders, holders, facts, rank, ranks, tiles)
+        for hop, stage in zip(traffic.hops(rank), made.stages, strict=True):
+            assert hop.received == sum(message.rows for message in stage.receives)
+            assert hop.sent == sum(message.rows for message in stage.sends)
+            scores += hop.scores
+    visible = kinds.repeat_interleave(8, 2).repeat_interleave(8, 3).expand(len(lengths), 1, 64, 64)
+    seen = 0
+    for n, x in zip(lengths, visible, strict=True):
+        seen += int((Visibility(facts, n, n).dense() & x[0, :n, :n]).sum())
+    assert scores == seen
+
+
+def test_a_sparse_block_mask_is_cheaper() -> None:
+    holders = balance.zigzag([8192], 4, 128)
+    tiles = TileMap.of(BlockMask.from_tiles(torch.eye(64, dtype=torch.bool), (128, 128)))
+    given = MACHINES["H200"], Shape(8, 2, 128, 128, 2), holders, holders, CAUSAL
+    way = Way(1, 1, 1)
+    dense, sparse = Pricing(*given).slowest(way), Pricing(*given, tiles).slowest(way)
+    assert sparse.received == 0 < dense.received
+    assert sparse.scores * 20 < dense.scores
