@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 from conformance.devices import carry_calls, device_of
 from poison import poisoned_makers
+
+import flashtile
 
 # One line adds a backend to the conformance suite. Calls that it refuses are skipped with the
 # reasons that it gives.
@@ -66,7 +69,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill uninitialised buffers of flashtile with NaN, so that unwritten elements are found."""
-    for owner, name, replacement in poisoned_makers():
-        monkeypatch.setattr(owner, name, replacement)
+def poisoned_buffers() -> Iterator[None]:
+    """Fill uninitialised buffers of flashtile with NaN, so that unwritten elements are found.
+
+    Calls that were prepared before have allocators of their own, so they are forgotten.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, replacement in poisoned_makers():
+            patch.setattr(owner, name, replacement)
+        flashtile.clear_caches()
+        yield
+    flashtile.clear_caches()
