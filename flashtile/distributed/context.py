@@ -75,6 +75,8 @@ class ContextParallel(Decoder):
     Attributes:
         generator: draws the seeds of dropout; None is PyTorch's own for the device. It must be in
             the same state on all ranks.
+        reserved_processors: how many multiprocessors of a GPU the persistent kernels (the forward
+            of the Hopper backend) leave to exchanges; 0 at first. It changes no result.
 
     Raises:
         ValueError: a number does not fit the group.
@@ -125,6 +127,7 @@ class ContextParallel(Decoder):
         self._gradient_dtype = None if gradient_dtype == torch.float32 else gradient_dtype
         self.wire, self.wanted = wire, wanted.checked(wire.ranks)
         self.machine = machine
+        self.reserved_processors = 0
         self.generator: torch.Generator | None = None
         self._agreed = set()
 
@@ -356,6 +359,8 @@ class ContextParallel(Decoder):
         """A checked call, and the facts that have to be equal on all ranks."""
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
+        if self.reserved_processors < 0:
+            raise ValueError(f"reserved_processors: got {self.reserved_processors}, want 0 or more")
         refuse_unknown(options, ContextParallel.attention)
         refuse_transforms(qkv, options)
         operands, numbers, used, tiles, bias_has_rows = packed_call(qkv, layout, options)
@@ -429,7 +434,7 @@ class ContextParallel(Decoder):
         first_head = shares[inner].queries.start
         is_packed = call.bias_has_rows and not layout.sequences
         how = head_groups, options, call.backend, first_head, self._gradient_dtype, is_packed
-        plan = Plan(made, *how)
+        plan = Plan(made, *how, self.reserved_processors)
         wire = SubWire(self.wire, [group[inner] for group in groups])
         neighbours = self._neighbours(call, layout, groups[outer], shares) if ulysses > 1 else None
         if known is not None:

@@ -42,6 +42,7 @@ class Plan(NamedTuple):
     first_head: int  # the number of the first query head here in the whole call
     gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
     has_packed_bias: bool = False  # whose rows are those of q: see `buffer_bias`
+    reserved_processors: int = 0  # see `AttentionProblem`
 
 
 class _Step(NamedTuple):
@@ -346,7 +347,11 @@ def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> A
     )
     groups = options.dropout_p > 0 and all(p.begin_at_multiples(4) for p in step.stage.keys)
     problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(is_partial=is_partial, has_key_groups=groups)
+    problem = problem._replace(
+        is_partial=is_partial,
+        has_key_groups=groups,
+        reserved_processors=plan.reserved_processors,
+    )
     name = dispatch.select(problem, plan.backend)
     return problem._replace(options=options._replace(backend=name))
 

@@ -68,6 +68,16 @@ def test_one_rank_refuses(options: dict[str, Any], message: str) -> None:
     assert found[0].startswith(message)
 
 
+def test_a_negative_number_of_reserved_processors() -> None:
+    def call(context: ContextParallel, rank: int) -> None:
+        context.reserved_processors = -rank
+        attend(context, context.layout(seq_len=32))
+
+    assert set(errors(2, call)) == {
+        "ValueError: context parallel: rank 1: reserved_processors: got -1, want 0 or more"
+    }
+
+
 def test_a_tensor_of_another_length() -> None:
     def call(context: ContextParallel, rank: int) -> None:
         layout = context.layout(seq_len=32)

@@ -38,11 +38,14 @@ LENGTHS = [520, 0, 70, 1, 290]
 PROGRAMS = 2
 NAMES = ("out", "dq", "dk", "dv")
 
+grids: dict[str, tuple[int, ...]] = {}  # of the last launch of each kernel
+
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Launches run in the emulator, one call at a time; the passes that were called."""
     lock, passes = Lock(), []
+    grids.clear()
 
     def run(
         name: str, call: Any, given: Any, allocator: Callable[[], Any], describe: Any, config: Any
@@ -52,9 +55,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             made = allocator()()
             given = tuple(None if x is None else x.detach() for x in given)
             for launch in describe(given, made):
-                if launch.kernel.__name__ == "forward_kernel":
-                    launch = launch._replace(grid=(PROGRAMS,))
                 emulator.run_chain([launch], seed=0)
+                grids[launch.kernel.__name__] = launch.grid
             return made
 
     def patch(module: ModuleType, **values: Any) -> None:
@@ -105,6 +107,20 @@ def test_ranks_compute_what_one_process_does(
     # The outputs of stages are float32 and merged.
     forward = "hopper forward into given tensors" if stages == 1 else "hopper forward"
     assert {forward, "hopper backward"} == set(emulated)
+
+
+@pytest.mark.parametrize(("reserved", "programs"), [(0, 2), (1, 1), (5, 1)])
+def test_persistent_kernels_leave_multiprocessors_to_exchanges(reserved: int, programs: int):
+    q, k, v = packed_qkv(generator(4), [300], [300], D=64, dtype=torch.bfloat16)
+
+    def one_rank(wire: Any) -> None:
+        parallel = ContextParallel.over(wire)
+        parallel.reserved_processors = reserved
+        layout = parallel.layout([0, 300])
+        parallel.attention(q, k, v, layout, backend="hopper")
+
+    run_ranks(1, one_rank)
+    assert grids["forward_kernel"] == (programs,)
 
 
 @pytest.mark.parametrize("is_aligned", [True, False])

@@ -68,7 +68,8 @@ def run_forward(
         tensors, more = given[:OPERANDS], given[OPERANDS:]
         new, (counter, tiles, *spans) = made[:own], made[own:]
         out, lse = new if into is None else more
-        of_call, programs = Operands(*tensors), multiprocessors(out.device)
+        of_call = Operands(*tensors)
+        programs = max(multiprocessors(out.device) - problem.reserved_processors, 1)
         launch = launch_of(problem, config, of_call, out, lse, programs, counter, tiles)
         if lists is not None:
             launch.arguments["blocks"] = lists.with_tensors(*more)
