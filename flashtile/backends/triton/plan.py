@@ -97,6 +97,14 @@ BLOCK_MASK_FORWARD: dict[str, dict[int, Tile]] = {
     "sm_90": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2)},
 }
 
+# Score functions and a relative bias take registers in the backward: (dK and dV, dQ).
+SCORED_BACKWARD: dict[str, dict[int, tuple[Tile, Tile]]] = {
+    "sm_90": {
+        64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+        128: (Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
+    },
+}
+
 # Keys above MAX_HEAD_DIM are loaded through pointers, with two tiles in flight; not measured.
 WIDE_KEY_FORWARD = dict.fromkeys(("sm_80", "sm_90", "sm_100"), Tile(32, 32, 8, 2))
 
@@ -224,6 +232,10 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         )
     elif problem.D > MAX_HEAD_DIM and problem.dtype != torch.float32:
         forward = WIDE_KEY_FORWARD.get(architecture(problem.capability), forward)
+    if (problem.options.score_mod or problem.relative_distance is not None) and (
+        problem.dtype != torch.float32
+    ):
+        keys, queries = SCORED_BACKWARD.get(table, {}).get(column_of(head_dim), (keys, queries))
     rows = problem.M
     packed = problem.group > 1 and problem.block_tile is None and rows <= forward.BLOCK_M // 2
     if packed:
