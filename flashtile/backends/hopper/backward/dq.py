@@ -8,10 +8,13 @@ Up to 128 columns, a consumer computes one piece in each step. With 80 or 96 col
 consumer has the tail, so its piece is smaller. A slot of the staging ring holds the pieces of both
 consumers, and a writer adds them with one transfer or, if there is a tail, with several. With
 cfg.HAS_DQ_IN_REGISTERS, each thread adds four neighbours at a time instead, without shared memory.
-Above 128 columns, the consumers add their pieces themselves; see `split_consumer.py`.
+Above 128 columns, the consumers add their pieces themselves, or, if additions are ordered, leave
+them to the writers.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -117,14 +120,113 @@ def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
     gl.atomic_add(start + gl.arange(0, SIZE, layout=piece.type.layout), piece, sem="relaxed")
 
 
+# Above 128 columns: one consumer has the first columns of dQ, the other consumer the others.
+
+# Columns of dQ that the key consumer computes; the value consumer, which has less time because of
+# the exponentials, computes the others: the tail or, in two pieces, 128.
+KEY_COLUMNS = gl.constexpr(128)
+
+
+@gluon.constexpr_function
+def last_columns(cfg):
+    """The last columns of dQ, which the value consumer computes in the next step."""
+    return cfg.TAIL_D if cfg.TAIL_D > 0 else 64
+
+
+@gluon.constexpr_function
+def first_of_last(cfg):
+    """The first of the `last_columns`."""
+    return cfg.BLOCK_D + cfg.TAIL_D - last_columns(cfg)
+
+
+@gluon.constexpr_function
+def value_puts(cfg):
+    """How many times in a step the value consumer passes on pieces: once its last columns, and
+    before them the 64 columns that the key consumer leaves over, if any.
+    """
+    return 2 if first_of_last(cfg) > KEY_COLUMNS else 1
+
+
+class Staging(NamedTuple):
+    """dQ of each consumer on its way to memory: one piece of the workspace after the other. With
+    cfg.IS_ORDERED, a `Channel` to the writers: one slot, and a full barrier for each writer.
+    """
+
+    of_values: Any
+    of_keys: Any
+
+
+@gluon.jit
+def make_split_staging(workspace, cfg: gl.constexpr):
+    """The staging tiles: a piece or a smaller one for the value consumer, two for the key
+    consumer.
+    """
+    LAYOUT: gl.constexpr = workspace.layout
+    OF_VALUES: gl.constexpr = rows_of_piece(last_columns(cfg))
+    values = gl.allocate_shared_memory(gl.float32, [1, OF_VALUES, 256], LAYOUT)
+    keys = gl.allocate_shared_memory(gl.float32, [KEY_COLUMNS // 64, PIECE_ROWS, 256], LAYOUT)
+    if cfg.IS_ORDERED:
+        values, keys = to_writers(values, cfg), to_writers(keys, cfg)
+    return Staging(values, keys)
+
+
+@gluon.jit
+def to_writers(tiles, cfg: gl.constexpr):
+    """The channel of one slot from a consumer to the writers."""
+    WRITERS: gl.constexpr = cfg.WRITERS
+    full = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for number in gl.static_range(WRITERS):
+        mbarrier.init(full.index(number), count=1)
+    mbarrier.init(empty.index(0), count=1)
+    return Channel(tiles, tiles, full, empty, 1)
+
+
+@gluon.jit
+def emit_pieces(
+    dq, staging, FIRST: gl.constexpr, i, PUT: gl.constexpr, PUTS: gl.constexpr, block, outputs,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Start adding `dq` (64, columns) of step `i`, the columns from FIRST, to block `block` of the
+    workspace, through this consumer's staging tiles, or pass it to the writer of the step. It is
+    number PUT of this consumer's PUTS parts of a step.
+    """
+    COLUMNS: gl.constexpr = dq.shape[1]
+    if cfg.IS_ORDERED:
+        staging.await_empty(i * PUTS + PUT)
+        recast(staging.tiles, gl.float32, [64, COLUMNS], piece_layout(COLUMNS)).store(dq)
+        fence_async_shared()
+        sync_warps()
+        arrive_alone(staging.full.index(i % cfg.WRITERS))
+    else:
+        tma.store_wait(0)
+        recast(staging, gl.float32, [64, COLUMNS], piece_layout(COLUMNS)).store(dq)
+        fence_async_shared()
+        start_additions(staging, FIRST, COLUMNS, block, outputs, cfg)
+
+
+@gluon.jit
+def start_additions(
+    tiles, FIRST: gl.constexpr, COLUMNS: gl.constexpr, block, outputs, cfg: gl.constexpr
+):  # fmt: skip
+    """Start adding COLUMNS columns of dQ, from FIRST, to block `block` of the workspace."""
+    row = block * rows_of_piece(cfg.BLOCK_D + cfg.TAIL_D) + rows_of_piece(FIRST)
+    if COLUMNS < 64:
+        add_to_global(outputs.workspace_tail, [row, 0], tiles.index(0))
+    else:
+        for piece in gl.static_range(COLUMNS // 64):
+            add_to_global(outputs.workspace, [row + piece * PIECE_ROWS, 0], tiles.index(piece))
+
+
 # The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.
 #
 # An ordered addition takes longer than a step: acquire the semaphore, add, release it. Therefore
 # two writers process alternate steps. Two steps of a tile add to different blocks; only tiles that
 # add to the same block are ordered.
 #
-# With cfg.HAS_DQ_IN_REGISTERS the writer is idle. With more than 128 columns there is none: shared
-# memory has no room for a second pair of pieces, and consumers that add their own wait less.
+# With cfg.HAS_DQ_IN_REGISTERS the writer is idle. With more than 128 columns there are writers only
+# for ordered additions: shared memory has no room for a second pair of pieces, so consumers that
+# add their own wait less, but they would have to wait for semaphores too.
 
 
 @gluon.jit
@@ -139,10 +241,12 @@ def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.co
 def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, mask, cfg: gl.constexpr):
     """Add the pieces of both consumers from the staging ring, in the order of the query loop."""
     count = work.end - work.begin
-    if ME == 0 and count > 0:  # the first pair belongs to no step
-        staging.acquire(0)
-        staging.release(0)
-    i = 1  # pairs so far
+    i = 0  # pairs so far
+    if not cfg.IS_SPLIT:  # the first pair belongs to no step
+        if ME == 0 and count > 0:
+            staging.acquire(0)
+            staging.release(0)
+        i += 1
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
         h = work.kv_head * sizes.group + g
@@ -154,7 +258,10 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, mask, cfg: gl.con
             index = h * sizes.blocks + work.first_block + block
             if i % cfg.WRITERS == ME:
                 turn = turn_at(position, listed.entries, work, cfg)
-                add_pair(outputs, staging, i, index, block, turn, work, cfg)
+                if cfg.IS_SPLIT:
+                    add_split_step(ME, outputs, staging, i, index, block, turn, work, cfg)
+                else:
+                    add_pair(outputs, staging, i, index, block, turn, work, cfg)
             i += 1
 
 
@@ -170,6 +277,36 @@ def add_pair(outputs, staging, i, index, block, turn, work, cfg: gl.constexpr):
     if cfg.IS_ORDERED:
         await_additions()
         release_semaphore(outputs.semaphores + index, work, cfg)
+
+
+@gluon.jit
+def add_split_step(
+    ME: gl.constexpr, outputs, staging, i, index, block, turn, work, cfg: gl.constexpr
+):  # fmt: skip
+    """Add what both consumers pass on in step `i`, one of this writer's."""
+    PUTS: gl.constexpr = value_puts(cfg)
+    LAST: gl.constexpr = first_of_last(cfg)
+    COLUMNS: gl.constexpr = last_columns(cfg)
+    acquire_semaphore(outputs.semaphores + index, turn, block, work, cfg)
+    add_put(ME, staging.of_keys, i, 0, 1, 0, KEY_COLUMNS, index, outputs, cfg)
+    if PUTS == 2:
+        add_put(ME, staging.of_values, i, 0, PUTS, KEY_COLUMNS, 64, index, outputs, cfg)
+    add_put(ME, staging.of_values, i, PUTS - 1, PUTS, LAST, COLUMNS, index, outputs, cfg)
+    await_additions()
+    release_semaphore(outputs.semaphores + index, work, cfg)
+
+
+@gluon.jit
+def add_put(
+    ME: gl.constexpr, channel, i, PUT: gl.constexpr, PUTS: gl.constexpr, FIRST: gl.constexpr,
+    COLUMNS: gl.constexpr, index, outputs, cfg: gl.constexpr,
+):  # fmt: skip
+    """Add number PUT of a consumer's PUTS parts of step `i`: COLUMNS columns from FIRST."""
+    number = i // cfg.WRITERS * PUTS + PUT  # of those that this writer adds
+    mbarrier.wait(channel.full.index(ME), number & 1)
+    start_additions(channel.tiles, FIRST, COLUMNS, index, outputs, cfg)
+    tma.store_wait(0)
+    channel.release(0)
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ from ..shared.intrinsics import copy_to_shared, shared_rows
 from ..shared.schedule import NUMBERS, Mask, batch_of
 from ..shared.softmax import Score
 from .consumer import consumer
-from .dq import make_staging, writer
+from .dq import make_split_staging, make_staging, writer
 from .schedule import (
     block_at,
     key_work,
@@ -46,7 +46,7 @@ from .schedule import (
     own_steps,
     visited_block,
 )
-from .split_consumer import key_consumer, make_split_staging, value_consumer
+from .split_consumer import key_consumer, value_consumer
 
 OF_CONSUMERS = gl.constexpr(240)  # registers per thread
 OF_OTHERS = gl.constexpr(24)
@@ -259,7 +259,19 @@ def backward_kernel(
         tile = gl.program_id(0)
     tile = listed_tile(tile, order, sizes, cfg)
     channels = make_channels(inputs, workspace, cfg)
-    if cfg.IS_SPLIT:
+    if cfg.IS_SPLIT and cfg.IS_ORDERED:
+        gl.warp_specialize(
+            [
+                (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
+                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
+                (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+                (writer, (1, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+            ],
+            [4, 1, 1, 1],
+            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
+        )
+    elif cfg.IS_SPLIT:
         gl.warp_specialize(
             [
                 (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),

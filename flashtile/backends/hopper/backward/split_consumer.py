@@ -18,8 +18,6 @@ last columns of dQ, the tail or 64, in the next step, during the exponentials, w
 with products of the key consumer. Tiles of values have as few columns as the values need.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,7 +31,6 @@ from ..shared.intrinsics import (
     CONSUMER_ROWS,
     FIRST_BARRIER,
     accumulator,
-    add_to_global,
     arrive_alone,
     empty_accumulator,
     opaque_zero,
@@ -44,14 +41,7 @@ from ..shared.intrinsics import (
 )
 from ..shared.softmax import alibi_slope
 from .consumer import acquire_if, add_product, clear_past_end, keys_of, store_rows
-from .dq import (
-    PIECE_ROWS,
-    acquire_semaphore,
-    await_additions,
-    piece_layout,
-    release_semaphore,
-    rows_of_piece,
-)
+from .dq import KEY_COLUMNS, emit_pieces, first_of_last, last_columns, value_puts
 from .part_sums import store_part
 from .products import (
     bits_of,
@@ -65,27 +55,11 @@ from .products import (
     statistic,
     whole_tile,
 )
-from .schedule import block_at, key_work, listed_blocks, own_blocks, own_heads, turn_at
+from .schedule import block_at, key_work, listed_blocks, own_blocks, own_heads
 
-# Indices of the consumers: of their semaphores and hardware barriers.
+# Indices of the consumers: of their hardware barriers.
 VALUES = gl.constexpr(0)
 KEYS = gl.constexpr(1)
-
-# Columns of dQ that the key consumer computes; the value consumer, which has less time because of
-# the exponentials, computes the others: the tail or, in two pieces, 128.
-KEY_COLUMNS = gl.constexpr(128)
-
-
-@gluon.constexpr_function
-def last_columns(cfg):
-    """The last columns of dQ, which the value consumer computes in the next step."""
-    return cfg.TAIL_D if cfg.TAIL_D > 0 else 64
-
-
-@gluon.constexpr_function
-def first_of_last(cfg):
-    """The first of the `last_columns`."""
-    return cfg.BLOCK_D + cfg.TAIL_D - last_columns(cfg)
 
 
 @gluon.constexpr_function
@@ -201,9 +175,9 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
     LAST: gl.constexpr = first_of_last(cfg)
     dq = issue_dq(LAST, last_columns(cfg), whole_tile(channels.k, 0), channels, cfg)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    add_pieces(dq, channels.staging.of_values, LAST, added, outputs, cfg)
-    if cfg.IS_ORDERED:
-        release_own_semaphore(VALUES, added, outputs, work, cfg)
+    PUTS: gl.constexpr = value_puts(cfg)
+    staging = channels.staging.of_values
+    emit_pieces(dq, staging, LAST, i - 1, PUTS - 1, PUTS, added, outputs, cfg)
     return dv, tail
 
 
@@ -219,8 +193,9 @@ def value_step(
     if not cfg.HAS_K_IN_REGISTERS:
         k = own_rows(0, channels.k, zero, False, cfg)
     LAST: gl.constexpr = first_of_last(cfg)
+    PUTS: gl.constexpr = value_puts(cfg)
+    staging = channels.staging.of_values
     bits = bits_of(m, keys, cfg)
-    turn = turn_at(m, keys.entries, work, cfg)
     m = block_at(m, keys.entries, cfg)
     dq = issue_dq(LAST, last_columns(cfg), all_keys, channels, cfg)  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
@@ -246,16 +221,14 @@ def value_step(
     acquire_if(channels.q, i + 1, i + 1 < total)
     s = issue_scores(k, i + 1, channels, cfg)
     if i > 0:
-        add_pieces(dq, channels.staging.of_values, LAST, added, outputs, cfg)
+        emit_pieces(dq, staging, LAST, i - 1, PUTS - 1, PUTS, added, outputs, cfg)
     dv, tail = wait_for_sum(products_along(cfg), dv, tail, cfg.TAIL_DV)
     channels.dout.release_operand(i)
-    if cfg.IS_ORDERED:
-        acquire_own_semaphore(VALUES, added, i, base + m, m, turn, outputs, work, cfg)
     channels.ds.acquire(i)
-    if LAST > KEY_COLUMNS:
+    if PUTS == 2:
         dq = issue_dq(KEY_COLUMNS, 64, all_keys, channels, cfg)
         s, dq = warpgroup_mma_wait(0, deps=[s, dq])
-        add_pieces(dq, channels.staging.of_values, KEY_COLUMNS, base + m, outputs, cfg)
+        emit_pieces(dq, staging, KEY_COLUMNS, i, 0, PUTS, base + m, outputs, cfg)
     else:
         s = warpgroup_mma_wait(0, deps=[s])
     return s, dv, tail, base + m
@@ -300,7 +273,6 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
     dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
     v = own_rows(0, channels.v, 0, cfg.HAS_V_IN_REGISTERS, cfg)
     i = 0
-    added = 0  # block of the workspace in the previous step
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
         base = (work.kv_head * sizes.group + g) * sizes.blocks + work.first_block
@@ -308,31 +280,28 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
         begin, _, _, end = own_blocks(g, listed, work, cfg)
         m = end - 1
         if cfg.IS_PACKED:  # the sequence may end in this block
-            dk, tail, added = key_step(
-                dk, tail, added, i, m, base, listed, v, outputs, channels, work, True, cfg
-            )
+            dk, tail = key_step(
+                dk, tail, i, m, base, listed, v, outputs, channels, work, True, cfg
+            )  # fmt: skip
             i += 1
             m -= 1
         for _ in range(begin, m + 1):
-            dk, tail, added = key_step(
-                dk, tail, added, i, m, base, listed, v, outputs, channels, work, False, cfg
-            )
+            dk, tail = key_step(
+                dk, tail, i, m, base, listed, v, outputs, channels, work, False, cfg
+            )  # fmt: skip
             i += 1
             m -= 1
-    if cfg.IS_ORDERED:
-        release_own_semaphore(KEYS, added, outputs, work, cfg)
     return dk, tail
 
 
 @gluon.jit
 def key_step(
-    dk, tail, added, i, m, base, listed, v, outputs, channels, work, IS_LAST: gl.constexpr,
+    dk, tail, i, m, base, listed, v, outputs, channels, work, IS_LAST: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: compute dS from P of the other consumer; add to dK and dQ."""
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
-    turn = turn_at(m, listed.entries, work, cfg)
     m = block_at(m, listed.entries, cfg)
     channels.dout.acquire(i)
     if IS_LAST:
@@ -354,36 +323,14 @@ def key_step(
         clear_rows(KEYS, channels.q, i, work.M - m * cfg.BLOCK_M, cfg)
     dk, tail = add_product(ds, channels.q, i, dk, tail, cfg)
     dq = issue_dq(0, KEY_COLUMNS, whole_tile(channels.k, zero), channels, cfg)
-    if cfg.IS_ORDERED:
-        acquire_own_semaphore(KEYS, added, i, base + m, m, turn, outputs, work, cfg)
     dk, tail = wait_for_sum(1, dk, tail, cfg.TAIL_D)
     channels.q.release_operand(i)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    add_pieces(dq, channels.staging.of_keys, 0, base + m, outputs, cfg)
-    return dk, tail, base + m
+    emit_pieces(dq, channels.staging.of_keys, 0, i, 0, 1, base + m, outputs, cfg)
+    return dk, tail
 
 
 # dQ
-
-
-class Staging(NamedTuple):
-    """dQ of each consumer on its way to memory: one piece of the workspace after the other."""
-
-    of_values: Any
-    of_keys: Any
-
-
-@gluon.jit
-def make_split_staging(workspace, cfg: gl.constexpr):
-    """The staging tiles: a piece or a smaller one for the value consumer, two for the key
-    consumer.
-    """
-    LAYOUT: gl.constexpr = workspace.layout
-    OF_VALUES: gl.constexpr = rows_of_piece(last_columns(cfg))
-    return Staging(
-        gl.allocate_shared_memory(gl.float32, [1, OF_VALUES, 256], LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [KEY_COLUMNS // 64, PIECE_ROWS, 256], LAYOUT),
-    )
 
 
 @gluon.jit
@@ -397,42 +344,6 @@ def issue_dq(FIRST: gl.constexpr, COLUMNS: gl.constexpr, k, channels, cfg: gl.co
         columns = k.tail.reshape([cfg.BLOCK_N, cfg.TAIL_D])
     ds = channels.ds.tiles.index(0).permute((1, 0))
     return warpgroup_mma(ds, columns, empty_accumulator(COLUMNS), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def add_pieces(dq, staging, FIRST: gl.constexpr, block, outputs, cfg: gl.constexpr):
-    """Start adding `dq` (64, columns), the columns from FIRST, to block `block` of the workspace,
-    through this consumer's staging tiles.
-    """
-    COLUMNS: gl.constexpr = dq.shape[1]
-    tma.store_wait(0)
-    recast(staging, gl.float32, [64, COLUMNS], piece_layout(COLUMNS)).store(dq)
-    fence_async_shared()
-    row = block * rows_of_piece(cfg.BLOCK_D + cfg.TAIL_D) + rows_of_piece(FIRST)
-    if COLUMNS < 64:
-        add_to_global(outputs.workspace_tail, [row, 0], staging.index(0))
-    else:
-        for piece in gl.static_range(COLUMNS // 64):
-            add_to_global(outputs.workspace, [row + piece * PIECE_ROWS, 0], staging.index(piece))
-
-
-@gluon.jit
-def acquire_own_semaphore(
-    ME: gl.constexpr, added, i, block, m, turn, outputs, work, cfg: gl.constexpr
-):  # fmt: skip
-    """Release the block of the previous step, whose addition had half a step to finish, and wait
-    for that of this step.
-    """
-    if i > 0:
-        release_own_semaphore(ME, added, outputs, work, cfg)
-    acquire_semaphore(outputs.semaphores + (2 * block + ME), turn, m, work, cfg)
-
-
-@gluon.jit
-def release_own_semaphore(ME: gl.constexpr, added, outputs, work, cfg: gl.constexpr):
-    """Wait for this consumer's last additions, and release the semaphore of their block."""
-    await_additions()
-    release_semaphore(outputs.semaphores + (2 * added + ME), work, cfg)
 
 
 # Rows past the end of a packed sequence
