@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .linear_layout import LinearLayout
 from .memory import Pointer, Tile, load, store, tile, where
-from .scheduler import Scheduler, context
+from .scheduler import Scheduler, context, released
 
 ROOT = "emulated_flashtile"
 FOLDER = Path(__file__).parents[2] / "flashtile"
@@ -297,7 +297,7 @@ def atomic_add(p: Pointer, value: Any, sem: str = "acq_rel", scope: str = "gpu")
     old = load(p)
     store(p, old + value)
     if sem == "release":
-        return scheduler.meet()
+        return released() or scheduler.meet()
     tickets[context.program] = int(old)
     return old
 
@@ -352,7 +352,7 @@ LANGUAGE: dict[str, Any] = {
     "load": load,
     "store": store,
     "atomic_add": atomic_add,
-    "atomic_xchg": lambda p, value, sem, scope: (store(p, value), scheduler.meet()),
+    "atomic_xchg": lambda p, value, sem, scope: (released(), store(p, value), scheduler.meet()),
     "program_id": lambda axis: tile(context.program[axis]),
     "num_programs": lambda axis: tile(shapes[context.program[-1]][axis]),
     "allocate_shared_memory": allocate,

@@ -14,6 +14,11 @@ PACES = (1.0, 1.0, 0.03)  # a slow thread lets the others come far past it
 context = threading.local()
 
 
+def released() -> None:
+    """A semaphore may only be released after this thread's additions have landed."""
+    assert not context.bulk + context.arriving, "released before the additions have landed"
+
+
 class Deadlock(AssertionError):
     """Every thread waits."""
 
