@@ -289,7 +289,20 @@ def test_meetings_in_any_order(seed: int, head_dim: int):
 @pytest.mark.parametrize("option", ["full", "causal", "causal window"])
 @pytest.mark.parametrize(
     ("head_dim", "seed"),
-    [(64, 0), (64, 1), (128, 2), (128, 3), (256, 4), (96, 5), (192, 6), (80, 7), (144, 8)],
+    [
+        (64, 0),
+        (64, 1),
+        (128, 2),
+        (128, 3),
+        (256, 4),
+        (96, 5),
+        (192, 6),
+        (80, 7),
+        (144, 8),
+        (256, 9),
+        (160, 10),
+        (208, 11),
+    ],
 )
 def test_deterministic_adds_in_order(head_dim: int, seed: int, option: str):
     given = OPTIONS.get(option, {"causal": option == "causal"})
@@ -306,7 +319,7 @@ def test_deterministic_heads_of_a_group(seed: int, head_dim: int):
     dense(seed, sizes=sizes, deterministic=True, causal=seed % 2 == 1)
 
 
-@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
 def test_deterministic_packed(head_dim: int):
     packed(6, D=head_dim, deterministic=True, causal=True)
 
