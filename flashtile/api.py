@@ -304,7 +304,7 @@ def _run_cached(
     shared_prefix_len: int | None,
 ) -> Result:
     """Prepare a call over caches and run it."""
-    if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
+    if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
         given = (qkv, layout, options, backend, return_lse, out, shared_prefix_len)
         return outside_of_graphs(_run_cached)(*given)
     if torch.is_grad_enabled():  # the context takes longer than the question
@@ -409,7 +409,7 @@ def _run(
     Args:
         padded: (batch, seq_q) of the caller's queries and results, if they are padded.
     """
-    if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
+    if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
         given = (qkv, layout, options, backend, return_lse, return_attn_probs, out, padded)
         return outside_of_graphs(_run)(*given)
     return_lse = checks.flag("return_lse", return_lse)

@@ -76,7 +76,8 @@ def attend(
         forward: the prepared forward, if an equal call has been made before; its arguments are
             plain tensors then.
     """
-    compiling = torch.compiler.is_compiling()
+    # No call is prepared under a tracer.
+    compiling = forward is None and torch.compiler.is_compiling()
     if compiling:
         operands = _dealiased(operands)
     else:
