@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,11 +181,3 @@ def test_measure_gives_all_ranks_the_same_machine(ranks: int, node: int) -> None
     for link in (found.inside, found.across):
         assert link.bandwidth > 0
         assert link.latency > 0
-
-
-def test_the_manual_shows_what_explain_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "context-parallel-plans.md").read_text()
-    found = re.search(r"```python\n(import torch\n.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
-    assert found
-    exec(found[1], {})
-    assert capsys.readouterr().out == found[2]
