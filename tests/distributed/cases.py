@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,9 +30,16 @@ class Case:
 
     Args:
         wanted: the name of an option to use; None draws all of them.
+        lengths: of packed documents; None are short ones.
     """
 
-    def __init__(self, seed: int, ranks: int | None = None, wanted: str | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        ranks: int | None = None,
+        wanted: str | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         rng = random.Random(seed)
 
         def has(name: str, probability: float) -> bool:
@@ -81,7 +89,8 @@ class Case:
                 self.masks["key_padding_mask"] = self.draw(self.batch, N) > -0.5
             counts = ([M] * self.batch, [N] * self.batch)
         else:
-            lengths = [rng.choice([0, 1, 7, 33, 64, 129]) for _ in range(rng.randint(1, 4))]
+            some = lengths or (0, 1, 7, 33, 64, 129)
+            lengths = [rng.choice(some) for _ in range(rng.randint(1, 4))]
             keys = lengths if rng.random() < 0.7 else [rng.choice([0, 5, 40]) for _ in lengths]
             self.cu = [torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, keys)]
             self.longest = [max(lengths), max(keys)]
@@ -161,6 +170,15 @@ class Case:
         loss(out, lse, self.dout.to(out), self.dlse.to(lse)).backward()
         gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
         return {"out": out, "lse": lse, **gradients}
+
+    def described(self) -> str:
+        """The case in a line."""
+        used = {n: x for n, x in self.options.items() if x not in (False, 0, 0.0, (-1, -1))}
+        tensors = {n: tuple(x.shape) for n, x in (self.leaves | self.masks).items()}
+        given = [n for n in ("spans", "block_mask") if getattr(self, n) is not None]
+        layout = {n: x for n, x in self.layout_options.items() if not isinstance(x, list)}
+        layout = {n: x.tolist() if isinstance(x, Tensor) else x for n, x in layout.items()}
+        return f"{layout}, {used}, {given}, {tensors}"
 
     def is_shared(self, name: str) -> bool:
         """Whether the gradient of a tensor is the sum over the ranks, as that of a weight."""

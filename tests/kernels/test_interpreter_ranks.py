@@ -50,7 +50,7 @@ def backward(*call, **more):
 
 
 # Dense and packed, gathered, in stages and exchanged for heads; every option occurs.
-SEEDS = range(40) if FULL else (1, 5, 10, 17, 25, 38)
+SEEDS = range(40) if FULL else (0, 8, 12, 23, 27)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
