@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from flashtile.testing import (
     attention_varlen_reference,
     cu_seqlens,
     generator,
+    normal,
     qkv,
 )
 
@@ -43,20 +43,24 @@ def on_gpu(mask: Spans) -> Spans:
 
 
 def check(tensors: Any, mask: Spans, seed: int, **options: Any) -> None:
-    """Compare with the reference by the rule."""
-    with torch.no_grad():
-        out, lse = flashtile.attention(
-            *(x.cuda() for x in tensors), mask=on_gpu(mask), return_lse=True, backend="hopper",
-            **options,
-        )  # fmt: skip
+    """Compare outputs and gradients with the reference by the rule."""
+    dout = normal(generator(seed + 1), *tensors[0].shape, dtype=torch.bfloat16)
+
+    def results(call: Any, mask: Spans, device: str, **how: Any) -> list[Tensor]:
+        leaves = [x.detach().to(device).requires_grad_() for x in tensors]
+        found = call(*leaves, mask=mask, **how, **options)
+        out, lse = found if isinstance(found, tuple) else (found.out, found.lse)
+        wanted = (out.float() if device == "cuda" else out) * dout.to(device)
+        return [x.detach().cpu() for x in (out, lse, *torch.autograd.grad(wanted.sum(), leaves))]
+
+    how = {"return_lse": True, "backend": "hopper"}
+    found = results(flashtile.attention, on_gpu(mask), "cuda", **how)
     truth, plain = (
-        attention_reference(*tensors, mask=mask, compute_dtype=dtype, **options)
+        results(attention_reference, mask, "cpu", compute_dtype=dtype)
         for dtype in (torch.float64, torch.bfloat16)
     )
-    found = SimpleNamespace(out=out.cpu(), lse=lse.cpu())
-    for name in ("out", "lse"):
-        wanted, low = getattr(truth, name), getattr(plain, name)
-        assert_close(name, getattr(found, name), wanted, low, dtype=torch.bfloat16, seed=seed)
+    for name, *x in zip(("out", "lse", "dq", "dk", "dv"), found, truth, plain, strict=True):
+        assert_close(name, *x, dtype=torch.bfloat16, seed=seed)
 
 
 def inputs(seed: int, D: int, M: int = 700, N: int = 900) -> tuple[Tensor, ...]:

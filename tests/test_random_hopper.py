@@ -80,6 +80,8 @@ def combination(number: int, head_dim: int) -> Combination:
     chosen = {mask, *(name for name, share in likely.items() if chance.random() < share)}
     if not packed and chance.random() < 0.3:
         chosen.add("block mask")
+    if not packed and not chosen & {"block mask", "deterministic"} and chance.random() < 0.4:
+        chosen.add(chance.choice(["span", "spans for each batch"]))
     return Combination(dims, packed, frozenset(chosen))
 
 
@@ -97,7 +99,8 @@ def options_of(chosen: frozenset[str], left: int, right: int, chunk: int, packed
         "softmax_scale": -0.2 if "negative scale" in chosen else 0.3 if "scale" in chosen else None,
         "deterministic": "deterministic" in chosen,
     }
-    named = [name for name in ("alibi", "sink") if name in chosen]
+    of_harness = ("alibi", "sink", "span", "spans for each batch")
+    named = [name for name in of_harness if name in chosen]
     named += ["seqused"] if packed and "used" in chosen else []
     blocks = "block mask" in chosen
 

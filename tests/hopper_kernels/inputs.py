@@ -12,9 +12,12 @@ from flashtile.backends.hopper.shared.span_lists import SpanLists, span_tensors,
 from flashtile.call.layouts import Packed
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands
+from flashtile.spans import Spans
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, strided
 
 UNWRITTEN = -(2**30)  # a number that nobody has put there
+# What the kernels that list blocks say and others do not.
+OF_LISTS = {"min": torch.amin, "max": torch.amax, "cumsum": torch.cumsum}
 SPARE = 5  # rows after the last sequence
 
 
@@ -60,6 +63,13 @@ def random_mask(shape: tuple[int, ...], tile_size: tuple[int, int], seed: int) -
         (large[:, :, : shape[2], : shape[3]] == 2) & elements
     )
     return BlockMask.from_dense(visible, tile_size)
+
+
+def random_spans(g: torch.Generator, shape: tuple[int, ...], keys: int) -> Spans:
+    """Some intervals are empty, reach past the keys or overlap."""
+    starts = torch.randint(-30, keys, shape, generator=g)
+    lengths = torch.randint(-20, keys // 2, shape, generator=g)
+    return Spans(starts.int(), (starts + lengths).int())
 
 
 def unwritten_span_lists(

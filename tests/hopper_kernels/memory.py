@@ -26,6 +26,9 @@ class Tile(Tensor):
     def __iadd__(self, other: Any) -> Any:  # registers have no aliases
         return self + other
 
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
     def __hash__(self) -> int:
         return id(self)
 

@@ -23,6 +23,7 @@ from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.spans import Spans
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
 if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
@@ -52,6 +53,7 @@ SPILLS = {
     "option": 256 if NEWER else 128,
     "short loops": 64 if NEWER else 36,
     "block mask": 256 if NEWER else 160,
+    "spans": 480,  # nearly all of it in partial blocks
     "packed": 640 if NEWER else 208,
     "packed 128": 576 if NEWER else 132,
     "positions": 48 if NEWER else 16,  # besides those of packed batches
@@ -63,6 +65,7 @@ RELOADS = {
     "block mask 64": 6 if NEWER else 3,
     "block mask 96": 8 if NEWER else 0,
     "block mask alibi": 18 if NEWER else 0,
+    "spans": 3,
     "packed 64": 10 if NEWER else 0,
     "packed 96": 8 if NEWER else 0,
     "packed 128": 11 if NEWER else 2,
@@ -106,6 +109,10 @@ def packed(head_dim: int = 128, **options: Any) -> Call:
     inputs = packed_qkv(generator(0), lengths, lengths, D=head_dim, dtype=torch.bfloat16)
     layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), 130, 130)
     return describe(inputs, layout, options)
+
+
+def spans(intervals: int) -> Spans:
+    return Spans(*torch.zeros(2, 1, 1, 300, intervals, dtype=torch.int32))
 
 
 def half_visible() -> BlockMask:
@@ -171,6 +178,13 @@ def test_options_compile(option: str):
 @pytest.mark.parametrize("option", SHORT_LOOPS if FULL else ["window"])
 def test_short_loops_compile(option: str):
     check(SHORT_LOOPS[option](), SPILLS["short loops"], RELOADS["short loops"])
+
+
+@pytest.mark.parametrize(
+    ("intervals", "head_dim"), [(1, 128)] + ([(1, 64), (2, 64), (2, 128), (2, 256)] if FULL else [])
+)
+def test_spans_compile(intervals: int, head_dim: int):
+    check(dense(head_dim, mask=spans(intervals)), SPILLS["spans"], RELOADS["spans"])
 
 
 @pytest.mark.parametrize("kind", BLOCK_MASKS if FULL else ["128", "256"])

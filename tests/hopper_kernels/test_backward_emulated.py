@@ -27,6 +27,7 @@ from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.spans import Spans
 from flashtile.testing import (
     alibi_slopes,
     assert_close,
@@ -38,7 +39,7 @@ from flashtile.testing import (
 )
 
 from . import emulator
-from .inputs import dense_inputs, packed_inputs, random_mask
+from .inputs import OF_LISTS, dense_inputs, packed_inputs, random_mask, random_spans
 from .pieces import OPTIONS as PIECE_OPTIONS
 from .pieces import PIECES, part_call
 
@@ -68,6 +69,8 @@ def gradients(
         launches = backward_launches(
             problem, operands, out, lse, readable(dout), dlse, found, lists
         )
+    before = len(found.of_spans or ()) // 2  # launches that list the blocks of spans
+    of_spans, launches = launches[:before], launches[before:]
     assert len(launches) == (3 if parts == 1 else 4)
     for sums in (found.dk_parts, found.dv_parts):
         if sums is not None:
@@ -77,6 +80,8 @@ def gradients(
     if not leaves_keys_unseen(problem) or (parts > 1 and problem.layout == "dense"):
         found.dk.fill_(torch.nan)
         found.dv.fill_(torch.nan)
+    if of_spans:
+        emulator.run_chain(of_spans, seed)
     added = emulator.run_chain(launches[:3], seed)
     if parts > 1:
         emulator.run_chain(launches[3:], seed)
@@ -406,6 +411,37 @@ def test_block_masks_of_lengths(head_dim: int, lengths: tuple[int, int]):
     mask = random_mask((1, 1, 640, 640), (128, 128), head_dim + 1)
     sizes = {"M": lengths[0], "N": lengths[1], "D": head_dim}
     dense(4, sizes=sizes, block_mask=mask, causal=lengths[0] == 257)
+
+
+@pytest.fixture
+def of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OF_LISTS.items():
+        monkeypatch.setitem(emulator.LANGUAGE, name, value)
+
+
+@pytest.mark.usefixtures("of_lists")
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 144, 256])
+@pytest.mark.parametrize("intervals", [1, 2])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 4)], ids=str)
+def test_spans(lead: tuple[int, int], intervals: int, head_dim: int):
+    mask = random_spans(generator(head_dim), (*lead, 290, intervals), 330)
+    dense(sizes={"B": 2, "M": 290, "N": 330, "Hq": 4, "Hk": 2, "D": head_dim}, mask=mask)
+
+
+@pytest.mark.usefixtures("of_lists")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["causal", "documents", "one row", "window"])
+def test_spans_of_everyday_masks(mask: str, head_dim: int):
+    """Full blocks, tiles of keys that no query sees, and mask rules besides the spans."""
+    counts = torch.tensor([[130, 1, 200, 69]])
+    masks = {
+        "causal": Spans.prefix_lm(torch.tensor([0]), 400),
+        "documents": Spans.documents_of_lengths(counts, 400, causal=False),
+        "one row": Spans(*(torch.full((1, 1, 400, 1), x).int() for x in (130, 131))),
+        "window": Spans.documents_of_lengths(counts, 400),
+    }
+    more = {"window_size": (60, 20)} if mask == "window" else {}
+    dense(2, sizes={"M": 400, "N": 400, "D": head_dim}, mask=masks[mask], **more)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

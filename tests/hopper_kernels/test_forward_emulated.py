@@ -40,7 +40,15 @@ from flashtile.testing import (
 )
 
 from . import emulator
-from .inputs import UNWRITTEN, dense_inputs, packed_inputs, random_mask, unwritten_span_lists
+from .inputs import (
+    OF_LISTS,
+    UNWRITTEN,
+    dense_inputs,
+    packed_inputs,
+    random_mask,
+    random_spans,
+    unwritten_span_lists,
+)
 
 PROGRAMS = 3
 CAUSAL = {"causal": True}
@@ -111,9 +119,7 @@ def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward says and the backward does not."""
     more = {
         "int16": torch.int16,
-        "min": torch.amin,
-        "max": torch.amax,
-        "cumsum": torch.cumsum,
+        **OF_LISTS,
         "split": lambda x: x.unbind(-1),
         "join": lambda x, y: torch.stack([x, y], -1),
         "allocate_shared_memory": allocate,
@@ -389,13 +395,6 @@ def test_block_masks(head_dim: int, tile_size: tuple[int, int], given: dict[str,
     mask = random_mask((batch, heads, 390, 430), tile_size, head_dim)
     sizes = {"B": 2, "M": 390, "N": 430, "D": head_dim}
     dense(sizes=sizes, block_mask=mask, **given)
-
-
-def random_spans(g: torch.Generator, shape: tuple[int, ...], keys: int) -> Spans:
-    """Some intervals are empty, reach past the keys or overlap."""
-    starts = torch.randint(-30, keys, shape, generator=g)
-    lengths = torch.randint(-20, keys // 2, shape, generator=g)
-    return Spans(starts.int(), (starts + lengths).int())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 144, 256])

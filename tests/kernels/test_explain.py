@@ -117,6 +117,23 @@ def test_spans_go_to_hopper_or_triton(
     assert reason in report
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_spans_go_to_hopper_or_triton(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", hopper_plan.OLDEST_TRITON)
+    with FakeTensorMode():
+        q = torch.empty(1, 300, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        bounds = torch.empty(1, 1, 300, 2, dtype=torch.int32, device="cuda")
+        mask = flashtile.Spans(bounds, bounds)
+        report = str(flashtile.explain(q, q, q, mask=mask, deterministic=deterministic))
+    assert f"-> {'triton' if deterministic else 'hopper'}: yes" in report
+    reason = "deterministic gradients of a mask of spans (not on this backend)"
+    assert (reason in report) == deterministic
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_float8_goes_to_hopper(monkeypatch: pytest.MonkeyPatch, head_dim: int):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -87,17 +87,17 @@ class Keys:
     start: gl.tensor  # (64,) rows that see them, [start, stop)
     stop: gl.tensor
     shift: gl.tensor  # position of row 0
-    entries: gl.tensor  # pointer to the list of a block mask
-    bits: gl.tensor  # pointer to the keys of the first tile of bits
+    entries: gl.tensor  # pointer to the list of blocks
+    masks: gl.tensor  # pointer to the keys of the first tile of bits, or to the rows' intervals
 
     @gluon.constexpr_function
-    def __init__(self, number, start, stop, shift, entries, bits):
+    def __init__(self, number, start, stop, shift, entries, masks):
         self.number = number
         self.start = start
         self.stop = stop
         self.shift = shift
         self.entries = entries
-        self.bits = bits
+        self.masks = masks
 
 
 @aggregate
@@ -143,7 +143,7 @@ def consumer(
         tma.store_wait(0)
     elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
         store_parts(ME, no_sums(work.n, cfg), outputs, work, sizes, at, cfg)
-    elif cfg.HAS_BLOCK_MASK or cfg.RUNS > 0:  # no query sees the tile
+    elif cfg.HAS_LISTS or cfg.RUNS > 0:  # no query sees the tile
         store_gradients(ME, no_sums(work.n, cfg), outputs, channels, work, sizes, score.scale, cfg)
         tma.store_wait(0)
 
@@ -171,9 +171,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     # The first slot has the dS of no step, and the dQ that is computed from it is not added.
     arrive_alone(channels.ds.full.index(0))
     sync_warps()  # otherwise the compiler inserts a barrier into the loop
-    HAS_MASKED_END: gl.constexpr = (
-        cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_BLOCK_MASK
-    )
+    HAS_MASKED_END: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_LISTS
     i = 0
     added = 0  # block of the workspace in the previous step
     first_head, stop_head = own_heads(work, sizes, cfg)
@@ -203,7 +201,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
             )  # fmt: skip
             i += 1
             m = next_block(m, cfg)
-        if (HAS_MASKED_END or not cfg.IS_ASCENDING) and not cfg.HAS_BLOCK_MASK:
+        if (HAS_MASKED_END or not cfg.IS_ASCENDING) and not cfg.HAS_LISTS:
             for _ in range(after):
                 s, lse, sums, added = step(
                     ME, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
@@ -332,11 +330,13 @@ def keys_of(ME: gl.constexpr, listed, work, mask, zero, cfg: gl.constexpr):
     rows = rows_to_mask(work.M, cfg)
     start, stop = seeing_rows(number, work.b, rows, shift, mask, cfg)
     real = number < work.N
-    bits = shift
+    masks = shift
     if cfg.HAS_BLOCK_MASK:
-        bits = mask.blocks.bits + ME * (CONSUMER_ROWS * cfg.BLOCK_M // 32)
+        masks = mask.blocks.bits + ME * (CONSUMER_ROWS * cfg.BLOCK_M // 32)
+    if cfg.SPANS > 0:
+        masks = listed.intervals
     start, stop = gl.where(real, start, NO_ROW), gl.where(real, stop, 0)
-    return Keys(number, start, stop, shift, listed.entries, bits)
+    return Keys(number, start, stop, shift, listed.entries, masks)
 
 
 @gluon.jit

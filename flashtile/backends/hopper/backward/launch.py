@@ -4,7 +4,7 @@ fourth one if several programs share a tile of keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ..shared.block_lists import BlockLists, lists_by_keys
 from ..shared.launch import descriptor, readable, sequences_of
 from ..shared.packing_order import most_tiles
 from ..shared.softmax import Pointers
+from ..shared.span_lists import SpanLists, steps_of
 from .dq import PIECE_ROWS, rows_of_piece
 from .kernel import KeyGradients, backward_kernel
 from .part_sums import add_parts_kernel, pieces_of
@@ -33,6 +34,7 @@ from .parts import parts_of
 from .plan import BackwardConfig, backward_plan, backward_swizzle, leaves_keys_unseen
 from .row_kernels import delta_kernel, round_kernel
 from .schedule import KeyOrder, order_reciprocals
+from .span_lists import SpanBuffers, lists_of_buffers, span_buffers, span_launches
 
 OPERANDS = len(Operands._fields)
 
@@ -115,7 +117,11 @@ def run_backward(
 
     listed = () if lists is None else lists.tensors
     given = (*operands, out, lse, readable(dout), dlse, dq, *listed)
-    kind = config if lists is None else (config, lists.steps)
+    kind: Any = config
+    if lists is not None:
+        kind = config, lists.steps
+    elif problem.spans > 0:
+        kind = config, steps_of(problem, operands)
     allocator = partial(buffers, problem, operands)
     return allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: kind)
 
@@ -134,6 +140,15 @@ class Buffers(NamedTuple):
     tiles: Tensor | None
     dk_parts: Tensor | None  # see `part_sums.py`
     dv_parts: Tensor | None
+    span_counts: Tensor | None  # see `SpanBuffers`, as the next three
+    span_entries: Tensor | None
+    span_intervals: Tensor | None
+    span_extremes: Tensor | None
+
+    @property
+    def of_spans(self) -> SpanBuffers | None:
+        """What the kernels that list the blocks of spans write to, if there are any."""
+        return None if self.span_counts is None else SpanBuffers._make(self[-4:])
 
 
 def parts_of_tile(problem: AttentionProblem, operands: Operands) -> int:
@@ -154,6 +169,14 @@ def lists_of(
         return None
     tile, swizzle = (config.BLOCK_M, config.BLOCK_N), backward_swizzle(problem)
     return lists_by_keys(problem, operands, *tile, swizzle, config.IS_ORDERED)
+
+
+def lists_of_spans(
+    problem: AttentionProblem, operands: Operands, made: Buffers
+) -> SpanLists | None:
+    """The lists of a call's spans, if it has some."""
+    of_spans = made.of_spans
+    return None if of_spans is None else lists_of_buffers(problem, operands, of_spans)
 
 
 def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffers]:
@@ -184,6 +207,9 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
         dk_parts = empty((sums, config.BLOCK_N * of_a_key), torch.float32)
         dv_parts = empty((sums, config.BLOCK_N * of_a_value), torch.float32)
     dtype = torch.float32 if config.IS_PARTIAL else q.dtype
+    of_spans: Sequence[Callable[[], Tensor] | None] = (None,) * 4
+    if config.SPANS > 0:
+        of_spans = span_buffers(problem, operands, config.BLOCK_M, config.BLOCK_N)
     new = (
         None if config.IS_PARTIAL else empty(q.shape, dtype),
         of_keys(k.shape, dtype),
@@ -196,6 +222,7 @@ def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffe
         tiles,
         dk_parts,
         dv_parts,
+        *of_spans,
     )
     # Not None are those that `Buffers` always has.
     # Which buffers may be None is a fact of each field, which mypy loses in a list.
@@ -212,7 +239,9 @@ def backward_launches(
     made: Buffers,
     lists: BlockLists | None,
 ) -> list[Launch]:
-    """The launches that fill the gradients; `dout` is readable, and `lists` are of a block mask."""
+    """The launches that fill the gradients; `dout` is readable, and `lists` are of a block mask.
+    Those of spans are made first.
+    """
     config = config_of(problem, operands)
     common = {
         "at": sequences_of(operands),
@@ -228,7 +257,10 @@ def backward_launches(
         "N": problem.N,
         "total_k": operands.k.shape[0],
     }
-    launches = [
+    launches, of_spans = [], made.of_spans
+    if of_spans is not None:
+        launches = span_launches(problem, operands, of_spans, config)
+    launches += [
         delta_launch(problem, operands, out, lse, dout, dlse, made, before),
         key_launch(problem, operands, dout, made, lists, before),
         round_launch(problem, operands, made, common),
@@ -323,7 +355,7 @@ def key_launch(
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
         "chunk": as_kernel_number(options.attention_chunk),
-        "lists": lists,
+        "lists": lists_of_spans(problem, operands, made) or lists,
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         "scale": options.softmax_scale,
         "softcap": options.softcap,

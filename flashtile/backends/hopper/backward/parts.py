@@ -13,7 +13,7 @@ from collections import Counter
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from .plan import TILES, padded_columns, value_columns
+from .plan import TILES, has_lists, padded_columns, value_columns
 
 # Of a step with so many columns, on an H200: measured at 64, 80, 128, 144 and 160, else from the
 # predicted speed.
@@ -41,7 +41,7 @@ def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> int:
 
     Under a block mask, the lengths of the loops are not known here, and tiles are not shared.
     """
-    if problem.block_tile is not None:
+    if has_lists(problem):
         return 1
     rows = problem.B * problem.N if problem.layout == "dense" else keys
     if rows * problem.Hk > MOST_WAVES * multiprocessors * TILES[padded_columns(problem)].BLOCK_N:

@@ -72,6 +72,8 @@ class BackwardConfig:
     HAS_RIGHT: bool
     HAS_CHUNK: bool
     HAS_BLOCK_MASK: bool
+    SPANS: int  # intervals of keys of each row; 0 without spans
+    HAS_LISTS: bool  # tiles visit the blocks of lists: those of a block mask, or of spans
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     IS_PACKED: bool
@@ -119,6 +121,8 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
         HAS_BLOCK_MASK=problem.block_tile is not None,
+        SPANS=problem.spans,
+        HAS_LISTS=has_lists(problem),
         HAS_SOFTCAP=options.softcap > 0,
         HAS_ALIBI=problem.has_alibi,
         IS_PACKED=problem.layout != "dense",
@@ -141,7 +145,7 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
-    able = 64 < columns <= 128 and not options.deterministic and problem.block_tile is None
+    able = 64 < columns <= 128 and not options.deterministic and not has_lists(problem)
     return able and (is_short or problem.layout != "dense")
 
 
@@ -159,7 +163,7 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
         return 0
     if columns < 128:
         return 800
-    if options.window_right is not None:
+    if options.window_right is not None or problem.spans > 0:
         return 0
     return 400 if problem.layout == "dense" else 800
 
@@ -192,15 +196,20 @@ def is_ascending(problem: AttentionProblem) -> bool:
     options = problem.options
     has_left = options.window_left is not None or options.attention_chunk > 0
     able = not TILES[padded_columns(problem)].is_split and not options.deterministic
-    able = able and problem.block_tile is None
+    able = able and not has_lists(problem)
     return able and options.window_right is not None and not has_left
+
+
+def has_lists(problem: AttentionProblem) -> bool:
+    """Whether tiles visit the blocks of lists."""
+    return problem.block_tile is not None or problem.spans > 0
 
 
 def is_uneven(problem: AttentionProblem) -> bool:
     """Whether different numbers of queries see the tiles of keys of a sequence."""
     options = problem.options
     ruled = options.window_right is not None or options.attention_chunk > 0
-    return ruled or problem.block_tile is not None
+    return ruled or has_lists(problem)
 
 
 def backward_swizzle(problem: AttentionProblem) -> int:
@@ -224,12 +233,14 @@ def leaves_keys_unseen(problem: AttentionProblem) -> bool:
     """
     options = problem.options
     bounded = options.window_left is not None or options.attention_chunk > 0
-    bounded = bounded and problem.block_tile is None and not problem.runs
+    bounded = bounded and not has_lists(problem) and not problem.runs
     return bounded and (problem.layout != "dense" or problem.N > problem.M)
 
 
 def backward_reasons(problem: AttentionProblem) -> list[str]:
     """Why the backward cannot run a problem whose forward can; empty if it can."""
+    if problem.spans > 0 and problem.needs_grad:
+        return _span_reasons(problem)
     if problem.block_tile is None or not problem.needs_grad or not has_tile(problem):
         return []
     tile = TILES[padded_columns(problem)]
@@ -238,6 +249,16 @@ def backward_reasons(problem: AttentionProblem) -> list[str]:
         return []
     found, step = ("{} x {}".format(*pair) for pair in (problem.block_tile, wanted))
     return [f"gradients with block_mask tiles of {found} (on this backend: multiples of {step})"]
+
+
+def _span_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the backward cannot mask by spans."""
+    reasons = []
+    if problem.layout != "dense":
+        reasons.append("gradients of a mask of spans in packed batches (not on this backend)")
+    if problem.options.deterministic:
+        reasons.append("deterministic gradients of a mask of spans (not on this backend)")
+    return reasons
 
 
 def describe_backward(problem: AttentionProblem) -> str:

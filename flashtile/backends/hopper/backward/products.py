@@ -20,7 +20,7 @@ from ..shared.intrinsics import (
     shared_value,
 )
 from ..shared.softmax import LOG2E, bounds, load_bits, masked_by_bits, tanh
-from .schedule import ENTRY
+from .schedule import entry_size
 
 
 @gluon.constexpr_function
@@ -168,7 +168,10 @@ def probabilities(
         distance = distances(keys.number - keys.shift - m0, s)
         exponent = exponent - slope * gl.abs(distance).to(gl.float32)
     if IS_MASKED:
-        exponent = masked_rows(exponent, -float("inf"), keys.start - m0, keys.stop - m0, cfg)
+        if cfg.SPANS > 0:
+            exponent = masked_by_intervals(exponent, keys, m0, cfg)
+        else:
+            exponent = masked_rows(exponent, -float("inf"), keys.start - m0, keys.stop - m0, cfg)
         if cfg.HAS_BLOCK_MASK:
             exponent = masked_by_bits(exponent, bits)
     p = gl.exp2(exponent)
@@ -185,9 +188,24 @@ def bits_of(position, keys, cfg: gl.constexpr):
     """The bits of a position of the list of a block mask, for the keys of this consumer."""
     bits = position
     if cfg.HAS_BLOCK_MASK:
-        tile = gl.load(keys.entries + (ENTRY * position + 1)).to(gl.int64)
-        bits = load_bits(keys.bits + tile * (cfg.BLOCK_N * cfg.BLOCK_M // 32), cfg.BLOCK_M)
+        tile = gl.load(keys.entries + (entry_size(cfg) * position + 1)).to(gl.int64)
+        bits = load_bits(keys.masks + tile * (cfg.BLOCK_N * cfg.BLOCK_M // 32), cfg.BLOCK_M)
     return bits
+
+
+@gluon.jit
+def masked_by_intervals(x, keys, m0, cfg: gl.constexpr):
+    """-inf where a key is in no interval of the query of its column; `m0` is the first query."""
+    SPANS: gl.constexpr = cfg.SPANS
+    COLUMNS: gl.constexpr = x.shape[1]
+    LAYOUT: gl.constexpr = x.type.layout
+    ptr = keys.masks + 2 * SPANS * m0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    key = gl.convert_layout(keys.number, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    visible = (key >= gl.load(ptr)[None, :]) & (key < gl.load(ptr + COLUMNS)[None, :])
+    for r in gl.static_range(1, SPANS):
+        start, stop = gl.load(ptr + 2 * r * COLUMNS), gl.load(ptr + (2 * r + 1) * COLUMNS)
+        visible = visible | ((key >= start[None, :]) & (key < stop[None, :]))
+    return gl.where(visible, x, -float("inf"))
 
 
 @gluon.jit

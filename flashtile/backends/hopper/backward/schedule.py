@@ -20,8 +20,13 @@ from ..shared.intrinsics import aggregate, opaque_zero
 from ..shared.positions import key_positions, queries_before, queries_between
 from ..shared.schedule import floor_to, sequence, swizzled_order
 
-# Numbers of an entry of the list of a block mask: the block, its tile of bits, and the turn.
-ENTRY = gl.constexpr(3)
+
+@gluon.constexpr_function
+def entry_size(cfg):
+    """The numbers of an entry of a list: the block of queries and, of a block mask, its tile of
+    bits and the turn.
+    """
+    return 3 if cfg.HAS_BLOCK_MASK else 1
 
 
 class KeyOrder(NamedTuple):
@@ -172,7 +177,12 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
     first_step, stop_step = steps_of(part, end - begin, sizes, cfg)
     if cfg.IS_PARTED:
         begin = gl.where(first_step < stop_step, begin, end)
-    if cfg.HAS_BLOCK_MASK:  # those of all heads; `own_blocks` has the blocks of one head
+    if cfg.SPANS > 0:
+        steps = begin * 0
+        for g in range(sizes.group):
+            number = list_of(b, h * sizes.group + g, n, sizes, mask, cfg)
+            steps += gl.load(mask.blocks.counts + 2 * number + 1)
+    if cfg.HAS_LISTS:  # those of all heads; `own_blocks` has the blocks of one head
         begin, end, stop_step = steps * 0, steps, steps
     return KeyWork(
         b, h, part, n, n0, start_q, M, start_k, N,
@@ -216,36 +226,42 @@ class Listed(NamedTuple):
 
     count: Any
     full: Any  # how many of them every query of which sees every key; only with a block mask
-    entries: Any  # pointer to the list of a block mask
+    entries: Any  # pointer to the list
+    intervals: Any  # pointer to the intervals of the head's rows; only with spans
 
 
 @gluon.jit
 def list_of(b, h, n, sizes, mask, cfg: gl.constexpr):
-    """The index of the list of a block mask for tile `n` of keys and query head `h`."""
+    """The index of the list for tile `n` of keys and query head `h`."""
     number = b * mask.blocks.batch_step + h * mask.blocks.head_step
     return number * gl.cdiv(sizes.N, cfg.BLOCK_N) + n
 
 
 @gluon.jit
 def listed_blocks(g, count, work, sizes, mask, cfg: gl.constexpr):
-    """The blocks of head `g` of the group that see the tile: `count` without a block mask."""
-    full, entries = count, count
-    if cfg.HAS_BLOCK_MASK:
+    """The blocks of head `g` of the group that see the tile: `count` without a list."""
+    full, entries, intervals = count, count, count
+    if cfg.HAS_LISTS:
         h = work.kv_head * sizes.group + g
         number = list_of(work.b, h, work.n, sizes, mask, cfg)
         full = gl.load(mask.blocks.counts + 2 * number)
         count = gl.load(mask.blocks.counts + 2 * number + 1)
         first = number.to(gl.int64) * gl.cdiv(sizes.M, cfg.BLOCK_M)
-        entries = mask.blocks.entries + ENTRY * first
-    return Listed(count, full, entries)
+        entries = mask.blocks.entries + entry_size(cfg) * first
+        if cfg.SPANS > 0:
+            # A mask has as many lists as tiles of keys.
+            mask_number = (number // gl.cdiv(sizes.N, cfg.BLOCK_N)).to(gl.int64)
+            blocks = mask_number * gl.cdiv(sizes.M, cfg.BLOCK_M)
+            intervals = mask.blocks.intervals + blocks * (2 * cfg.SPANS * cfg.BLOCK_M)
+    return Listed(count, full, entries, intervals)
 
 
 @gluon.jit
 def block_at(position, entries, cfg: gl.constexpr):
-    """The block of queries at a position of a list; without a block mask, they are the same."""
+    """The block of queries at a position of a list; without a list, they are the same."""
     block = position
-    if cfg.HAS_BLOCK_MASK:
-        block = gl.load(entries + ENTRY * position)
+    if cfg.HAS_LISTS:
+        block = gl.load(entries + entry_size(cfg) * position)
     return block
 
 
@@ -254,7 +270,7 @@ def turn_at(position, entries, work, cfg: gl.constexpr):
     """The number of tiles of keys that come before this one where it adds to dQ."""
     turn = work.n
     if cfg.HAS_BLOCK_MASK:
-        turn = gl.load(entries + (ENTRY * position + 2))
+        turn = gl.load(entries + (entry_size(cfg) * position + 2))
     return turn
 
 
@@ -272,7 +288,7 @@ def own_steps(g, count, work, cfg: gl.constexpr):
 def own_blocks(g, listed, work, cfg: gl.constexpr):
     """The blocks of `own_steps` as the numbers begin, full_begin, full_end and end of `KeyWork`."""
     begin, full_begin, full_end, end = work.begin, work.full_begin, work.full_end, work.end
-    if cfg.HAS_BLOCK_MASK:
+    if cfg.HAS_LISTS:
         begin, full_begin, full_end, end = g * 0, g * 0, listed.full, listed.count
     if cfg.IS_PARTED:
         first, stop = own_steps(g, end - begin, work, cfg)
@@ -351,11 +367,11 @@ def blocks_seeing(n0, b, M, N, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def visited_block(j, listed, work, cfg: gl.constexpr):
-    """The block of step `j` of a head, or its position in the list of a block mask: up from the
+    """The block of step `j` of a head, or its position in a list: up from the
     first one or down from the last one.
     """
     end = work.end
-    if cfg.HAS_BLOCK_MASK:
+    if cfg.HAS_LISTS:
         end = listed.count
     block = end - 1 - j
     if cfg.IS_ASCENDING:

@@ -119,7 +119,7 @@ def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.cons
     elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
         dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
         store_part(0, dv, tail, cfg.TAIL_DV, outputs.plain.dv, work, sizes, at, cfg)
-    elif cfg.HAS_BLOCK_MASK or cfg.RUNS > 0:  # no query sees the tile
+    elif cfg.HAS_LISTS or cfg.RUNS > 0:  # no query sees the tile
         dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
         store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, sizes, cfg)
         tma.store_wait(0)
@@ -149,7 +149,7 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
         keys = keys_of(0, listed, work, mask, opaque_zero(g), cfg)
         begin, full_begin, full_end, end = own_blocks(g, listed, work, cfg)
         m = end - 1
-        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_BLOCK_MASK:
+        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_LISTS:
             for _ in range(full_end, end):
                 s, dv, tail, added = value_step(
                     s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work,
@@ -164,7 +164,7 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
             )  # fmt: skip
             i += 1
             m -= 1
-        if not cfg.HAS_BLOCK_MASK:
+        if not cfg.HAS_LISTS:
             for _ in range(begin, full_begin):
                 s, dv, tail, added = value_step(
                     s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work,
@@ -255,7 +255,7 @@ def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.conste
     elif cfg.IS_PARTED and work.n0 < work.N:
         dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
         store_part(0, dk, tail, cfg.TAIL_D, outputs.plain.dk, work, sizes, at, cfg)
-    elif cfg.HAS_BLOCK_MASK or cfg.RUNS > 0:
+    elif cfg.HAS_LISTS or cfg.RUNS > 0:
         dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
         store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, sizes, cfg)
         tma.store_wait(0)

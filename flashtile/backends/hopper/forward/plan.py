@@ -299,8 +299,6 @@ def _span_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append("a mask of spans together with block_mask (not on this backend)")
     if problem.runs:
         reasons.append("a mask of spans over parts of sequences (not on this backend)")
-    if problem.needs_grad:
-        reasons.append("gradients of a mask of spans (not on this backend)")
     return reasons
 
 

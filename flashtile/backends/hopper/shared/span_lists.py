@@ -83,7 +83,7 @@ def span_lists_launch(
     batch, heads, tiles, _ = lists.counts.shape
     arguments = {
         **{name: of_forward[name] for name in names},
-        **strides(problem, operands),
+        **strides(operands),
         "starts_ptr": operands.span_starts,
         "stops_ptr": operands.span_stops,
         "lists": lists,
@@ -94,7 +94,7 @@ def span_lists_launch(
     return Launch(span_lists_kernel, (batch * heads, tiles), arguments, is_early=is_early)
 
 
-def strides(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
+def strides(operands: Operands) -> dict[str, int]:
     """The strides of a call's spans; 0 from one sequence to the next where they share a mask, or
     are packed.
     """
@@ -105,6 +105,21 @@ def strides(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
         found[f"{name}_batch"] = batch if x.shape[0] > 1 else 0
         found |= zip([f"{name}_{of}" for of in ("head", "row", "interval")], others, strict=True)
     return found
+
+
+class SpanData(NamedTuple):
+    """The spans of a call, with the strides of (batch, head, row, interval)."""
+
+    starts: Any
+    starts_batch: Any
+    starts_head: Any
+    starts_row: Any
+    starts_interval: Any
+    stops: Any
+    stops_batch: Any
+    stops_head: Any
+    stops_row: Any
+    stops_interval: Any
 
 
 class Rules(NamedTuple):
@@ -135,33 +150,13 @@ def span_lists_kernel(
     capacity = tl.cdiv(N, cfg.BLOCK_N)
     _, N = rows_of(b, Side(at.cu_seqlens_k, at.seqused_k, total_k, N))
     number = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tile
-    offs = tl.arange(0, ROWS)
-    row = tile * cfg.BLOCK_M + offs
-    inside = (offs < cfg.BLOCK_M) & (row < M)
-    first, last = key_range(row + N - M, N, Rules(left, right, chunk), cfg)
-    row = (start_q + row).to(tl.int64)
-    starts = starts_ptr + b.to(tl.int64) * starts_batch + h.to(tl.int64) * starts_head
-    stops = stops_ptr + b.to(tl.int64) * stops_batch + h.to(tl.int64) * stops_head
-    extremes = ()
-    for r in tl.static_range(SPANS):
-        start = tl.load(starts + row * starts_row + r * starts_interval, mask=inside, other=0)
-        stop = tl.load(stops + row * stops_row + r * stops_interval, mask=inside, other=0)
-        start = tl.maximum(start, first)
-        stop = tl.minimum(stop, last)
-        is_empty = (start >= stop) | (inside == 0)
-        start = tl.where(is_empty, N, start)
-        stop = tl.where(is_empty, 0, stop)
-        to = lists.intervals + (number * SPANS + r) * (2 * cfg.BLOCK_M) + offs
-        tl.store(to, start, mask=offs < cfg.BLOCK_M)
-        tl.store(to + cfg.BLOCK_M, stop, mask=offs < cfg.BLOCK_M)
-        of_interval = (
-            tl.min(start, 0),
-            tl.min(tl.where(inside, stop, N), 0),
-            tl.max(tl.where(inside, start, 0), 0),
-            tl.max(stop, 0),
-        )
-        # Triton knows no starred elements; mypy, no tuples of a length that cfg decides.
-        extremes = extremes + (of_interval,)  # type: ignore[assignment]  # noqa: RUF005
+    spans = SpanData(
+        starts_ptr, starts_batch, starts_head, starts_row, starts_interval,
+        stops_ptr, stops_batch, stops_head, stops_row, stops_interval,
+    )  # fmt: skip
+    rules = Rules(left, right, chunk)
+    to = lists.intervals + number * (SPANS * 2 * cfg.BLOCK_M)
+    extremes = store_intervals(spans, to, b, h, tile, start_q, M, N, rules, ROWS, cfg)
     full_count = tile * 0
     for n in range(0, tl.cdiv(N, cfg.BLOCK_N), CHUNK):
         n0, full, partial = kinds(n, extremes, N, cfg)
@@ -180,6 +175,45 @@ def span_lists_kernel(
     tl.store(entries, 0, mask=count == 0)
     tl.store(lists.counts + 2 * number, full_count)
     tl.store(lists.counts + 2 * number + 1, tl.maximum(count, 1))
+
+
+@triton.jit
+def store_intervals(
+    spans, to, b, h, tile, start_q, M, N, rules, ROWS: tl.constexpr, cfg: tl.constexpr
+):  # fmt: skip
+    """Store the intervals of the rows of a tile, (SPANS, 2, BLOCK_M), at `to`. Returns the least
+    start and stop and the greatest start and stop of all rows, for each interval.
+    """
+    SPANS: tl.constexpr = cfg.SPANS
+    offs = tl.arange(0, ROWS)
+    row = tile * cfg.BLOCK_M + offs
+    inside = (offs < cfg.BLOCK_M) & (row < M)
+    first, last = key_range(row + N - M, N, rules, cfg)
+    b, h, row = b.to(tl.int64), h.to(tl.int64), (start_q + row).to(tl.int64)
+    starts = spans.starts + b * spans.starts_batch + h * spans.starts_head
+    stops = spans.stops + b * spans.stops_batch + h * spans.stops_head
+    starts += row * spans.starts_row
+    stops += row * spans.stops_row
+    extremes = ()
+    for r in tl.static_range(SPANS):
+        start = tl.load(starts + r * spans.starts_interval, mask=inside, other=0)
+        stop = tl.load(stops + r * spans.stops_interval, mask=inside, other=0)
+        start = tl.maximum(start, first)
+        stop = tl.minimum(stop, last)
+        is_empty = (start >= stop) | (inside == 0)
+        start = tl.where(is_empty, N, start)
+        stop = tl.where(is_empty, 0, stop)
+        tl.store(to + 2 * r * cfg.BLOCK_M + offs, start, mask=offs < cfg.BLOCK_M)
+        tl.store(to + (2 * r + 1) * cfg.BLOCK_M + offs, stop, mask=offs < cfg.BLOCK_M)
+        of_interval = (
+            tl.min(start, 0),
+            tl.min(tl.where(inside, stop, N), 0),
+            tl.max(tl.where(inside, start, 0), 0),
+            tl.max(stop, 0),
+        )
+        # Triton knows no starred elements; mypy, no tuples of a length that cfg decides.
+        extremes = extremes + (of_interval,)  # type: ignore[assignment]  # noqa: RUF005
+    return extremes
 
 
 @triton.jit
