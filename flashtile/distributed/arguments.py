@@ -7,7 +7,8 @@ position in it. The other options mean what they mean in one process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -360,3 +361,12 @@ def comparable(options: Options, backend: str | None) -> Options:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12] if text else ""
+
+
+def lengths_of(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """The lengths of documents, from cumulative ones."""
+    ends = [int(x) for x in torch.as_tensor(cu_seqlens).tolist()]
+    lengths = tuple(b - a for a, b in pairwise(ends))
+    if not ends or ends[0] != 0 or any(length < 0 for length in lengths):
+        raise ValueError(f"{name}: got {ends}, want lengths that start with 0 and never decrease")
+    return lengths

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +23,7 @@ from .arguments import (
     UsedTokens,
     comparable,
     kind,
+    lengths_of,
     packed_call,
     refuse_transforms,
     refuse_unknown,
@@ -33,7 +33,7 @@ from .arguments import (
 from .cache import Decoder
 from .choice import Number, Wanted, choose
 from .cost import Pricing, Shape, Way
-from .executor import Plan
+from .executor import Plan, refuse_without_backend
 from .explain import explained
 from .function import Route, attend, is_recomputing
 from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
@@ -41,7 +41,7 @@ from .layout import Layout
 from .machine import Machine, machine_of
 from .measure import measured
 from .mesh import of_mesh
-from .ownership import first_documents, repeated
+from .ownership import first_documents, is_divided, repeated
 from .schedule import schedule
 from .sequence_tensors import indices
 from .tile_map import TileMap
@@ -163,9 +163,9 @@ class ContextParallel(Decoder):
         if (cu_seqlens is None) == (seq_len is None):
             raise ValueError("layout: want either cu_seqlens or seq_len")
         if cu_seqlens is not None:
-            lengths = _lengths("cu_seqlens", cu_seqlens)
+            lengths = lengths_of("cu_seqlens", cu_seqlens)
             given = cu_seqlens_k
-            keys = lengths if given is None else _lengths("cu_seqlens_k", given)
+            keys = lengths if given is None else lengths_of("cu_seqlens_k", given)
             if len(keys) != len(lengths):
                 raise ValueError(
                     f"cu_seqlens_k: got {len(keys)} documents, want {len(lengths)} as in cu_seqlens"
@@ -335,18 +335,27 @@ class ContextParallel(Decoder):
             known: (out, lse) of an equal call, to record its gradients without computing again.
         """
         options = with_program(qkv[0], options)
-        transforms = is_transformed(), forward_ad._current_level >= 0  # which no rank agrees to
+        # Transforms no rank agrees to; gradients not every backend has.
+        modes = is_transformed(), forward_ad._current_level >= 0, torch.is_grad_enabled()
         named = (*zip("qkv", qkv, strict=True), *sorted(options.items()))
-        key = (return_lse, backend, *transforms, *((name, kind(name, x)) for name, x in named))
+        key = (return_lse, backend, *modes, *((name, kind(name, x)) for name, x in named))
         if key in layout.agreed:
             call, _ = self._prepared(qkv, layout, backend, options, return_lse)
         else:
             call = agreed(
-                self.wire, lambda: self._prepared(qkv, layout, backend, options, return_lse)
+                self.wire, lambda: self._runnable(qkv, layout, backend, options, return_lse)
             )
             layout.agreed.add(key)
         layout.calls += known is None
         return self._run(call, layout, return_lse, rng_state, known)
+
+    def _runnable(self, *given: Any) -> tuple[_Call, dict[str, Any]]:
+        """`_prepared`, for a call that some backend can run on every rank."""
+        call, facts = self._prepared(*given)
+        holders = call.used.queries, call.used.keys
+        divided = is_divided(*holders, call.way.ulysses)
+        refuse_without_backend(call.operands, call.options, call.backend, call.way, divided)
+        return call, facts
 
     def _prepared(
         self,
@@ -486,12 +495,3 @@ class _Call(NamedTuple):
     used: UsedTokens
     tiles: TileMap | None
     bias_has_rows: bool
-
-
-def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The lengths of documents, from cumulative ones."""
-    ends = [int(x) for x in torch.as_tensor(cu_seqlens).tolist()]
-    lengths = tuple(b - a for a, b in pairwise(ends))
-    if not ends or ends[0] != 0 or any(length < 0 for length in lengths):
-        raise ValueError(f"{name}: got {ends}, want lengths that start with 0 and never decrease")
-    return lengths

@@ -26,6 +26,7 @@ from ..positions import Span
 from ..problem import AttentionProblem, Operands, Options, captured_needs_grad, lse_dtype
 from .buffer_bias import add_bias_gradient, bias_of_buffer
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
+from .cost import Way
 from .rounded_wire import rounded
 from .schedule import Schedule, Stage
 from .sequence_tensors import sequence_tensors
@@ -354,6 +355,27 @@ def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> A
     )
     name = dispatch.select(problem, plan.backend)
     return problem._replace(options=options._replace(backend=name))
+
+
+def refuse_without_backend(
+    operands: Operands, options: Options, backend: str | None, way: Way, is_divided: bool
+) -> None:
+    """Raise if no backend runs a call over parts of sequences, also on a rank that has none, which
+    would wait for the ranks that have some.
+
+    Args:
+        operands: packed, with all heads.
+        is_divided: whether some rank has parts of sequences.
+
+    Raises:
+        NotImplementedError: no backend can run it; the message lists each with its reasons.
+    """
+    if not is_divided:
+        return
+    problem = AttentionProblem.of(operands, options)
+    is_partial = problem.needs_grad or way.stages > 1
+    problem = problem._replace(layout="packed", runs=2, is_partial=is_partial)
+    dispatch.select(problem, backend)
 
 
 def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:

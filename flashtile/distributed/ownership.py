@@ -103,6 +103,17 @@ def repeated(ownership: Ownership, batch: int) -> Ownership:
     return Ownership.of(ownership.lengths * batch, pieces)
 
 
+def is_divided(queries: Ownership, keys: Ownership, neighbours: int) -> bool:
+    """Whether a document has tokens on several groups of `neighbours`."""
+    owners = {
+        (piece.document, rank // neighbours)
+        for holders in (queries, keys)
+        for rank, mine in enumerate(holders.pieces)
+        for piece in mine
+    }
+    return len(owners) > len({document for document, _ in owners})
+
+
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     joined: list[Piece] = []
     for piece in sorted(pieces):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile.distributed import ContextParallel
+from flashtile.distributed import ContextParallel, executor
 from flashtile.testing.wires import ThreadWire, run_ranks
 
 
@@ -155,3 +155,28 @@ def test_layouts_check_their_arguments(arguments: dict[str, Any], message: str) 
         return str(caught.value)
 
     assert all(message in found for found in run_ranks(2, run))
+
+
+def test_a_backend_that_only_some_ranks_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank waits, also not the one with a whole document."""
+
+    def select(problem: Any, name: str | None) -> str:
+        if problem.runs and problem.options.alibi_needs_grad:
+            raise NotImplementedError("no backend can run this call")
+        return "cpu"
+
+    monkeypatch.setattr(executor.dispatch, "select", select)
+
+    def call(context: ContextParallel, rank: int) -> None:
+        layout = context.layout([0, 32, 96], way="contiguous", grain=16)
+        assert layout.queries.documents(0) == [0]
+        x = torch.randn(layout.local_tokens, 2, 8)
+        for slopes in (torch.rand(2), torch.rand(2, requires_grad=True)):
+            with torch.no_grad():
+                context.attention(x, x, x, layout, alibi_slopes=slopes, causal=True)
+        context.attention(x, x, x, layout, alibi_slopes=slopes, causal=True)
+
+    found = errors(3, call)
+    assert set(found) == {
+        "NotImplementedError: context parallel: rank 0: no backend can run this call"
+    }
