@@ -42,7 +42,7 @@ from flashtile.problem import AttentionProblem, Operands
 from flashtile.testing import generator, normal
 
 from .fake_cuda import Driver, as_if_on_a_gpu, fake_driver
-from .inputs import dense_inputs, packed_inputs
+from .inputs import dense_inputs, packed_inputs, random_spans
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,7 @@ KINDS = {
     "other strides": lambda seed: dense(seed, "transposed"),
     "longer": lambda seed: dense(seed, M=80),
     "deterministic": lambda seed: dense(seed, deterministic=True),
+    "spans": lambda seed: dense(seed, mask=random_spans(generator(seed), (1, 1, 70, 1), 90)),
     "float16": lambda seed: dense(seed, dtype=torch.float16),
     "packed": packed,
 }

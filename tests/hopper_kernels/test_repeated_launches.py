@@ -28,7 +28,7 @@ from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, generator, normal
 
 from . import emulator
-from .inputs import dense_inputs, packed_inputs
+from .inputs import OF_LISTS, dense_inputs, packed_inputs, random_spans
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +200,7 @@ CASES = {
     "causal": lambda seed: dense(seed, causal=True),
     "alibi": lambda seed: dense(seed, alibi_slopes=alibi_slopes(generator(seed), 2)),
     "deterministic": lambda seed: dense(seed, causal=True, deterministic=True),
+    "spans": lambda seed: dense(seed, mask=random_spans(generator(seed), (1, 2, 70, 2), 90)),
     "one tensor for q, k and v": one_tensor,
     "packed, sink": packed,
     "dQ from registers": partial(packed, head_dim=128),
@@ -219,6 +220,8 @@ def test_repeated_backwards(name: str, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Launch, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of a tensor on the CPU
+    for of_language, value in OF_LISTS.items():
+        monkeypatch.setitem(emulator.LANGUAGE, of_language, value)
 
     def gradients(seed: int) -> Gradients:
         operands, options = CASES[name](seed)
@@ -231,7 +234,7 @@ def test_repeated_backwards(name: str, monkeypatch: pytest.MonkeyPatch):
         return hopper.backward(problem, operands, out, lse + 5, dout, None)
 
     again = [gradients(seed) for seed in range(4)]
-    assert made == 3  # kernels
+    assert made == (5 if name == "spans" else 3)  # kernels
     for seed, found in enumerate(again):
         relaunch._prepared.clear()
         relaunch._compiled.clear()
