@@ -77,11 +77,11 @@ def span_launches(
         "heads": heads,
         "cfg": config,
     }
-    sizes = {"made": made, "M": problem.M, "N": problem.N, "cfg": config}
+    of_lists = {"made": made, "M": problem.M, "cfg": config}
     masks = batch * heads
     return [
         Launch(span_rows_kernel, (masks, blocks), arguments),
-        Launch(query_lists_kernel, (masks, tiles), sizes, is_early=True),
+        Launch(query_lists_kernel, (masks, tiles), of_lists, is_early=True),
     ]
 
 
@@ -114,8 +114,8 @@ def span_rows_kernel(
             tl.store(made.extremes + (number * SPANS + r) * 4 + i, of_interval[i])
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def query_lists_kernel(made, M, N, cfg: tl.constexpr):
+@triton.jit(do_not_specialize=["M"])
+def query_lists_kernel(made, M, cfg: tl.constexpr):
     """Write the list of one tile of keys."""
     let_next_kernel_start()
     wait_for_earlier_kernels()
@@ -126,7 +126,7 @@ def query_lists_kernel(made, M, N, cfg: tl.constexpr):
     full_count = tile * 0
     count = tile * 0
     for first in range(0, blocks, CHUNK):
-        block, full, partial = seeing(first, mask, n0, blocks, N, made, cfg)
+        block, full, partial = seeing(first, mask, n0, blocks, made, cfg)
         full_count += tl.sum(full.to(tl.int32), 0)
         count += tl.sum((full | partial).to(tl.int32), 0)
     # Visited from the end: the blocks to mask, then the full ones, both upwards.
@@ -134,7 +134,7 @@ def query_lists_kernel(made, M, N, cfg: tl.constexpr):
     next_full = full_count
     next_partial = count
     for first in range(0, blocks, CHUNK):
-        block, full, partial = seeing(first, mask, n0, blocks, N, made, cfg)
+        block, full, partial = seeing(first, mask, n0, blocks, made, cfg)
         tl.store(entries + (next_full - tl.cumsum(full.to(tl.int32), 0)), block, mask=full)
         tl.store(entries + (next_partial - tl.cumsum(partial.to(tl.int32), 0)), block, mask=partial)
         next_full -= tl.sum(full.to(tl.int32), 0)
@@ -144,7 +144,7 @@ def query_lists_kernel(made, M, N, cfg: tl.constexpr):
 
 
 @triton.jit
-def seeing(first, mask, n0, blocks, N, made, cfg: tl.constexpr):
+def seeing(first, mask, n0, blocks, made, cfg: tl.constexpr):
     """CHUNK blocks of queries from block `first`, which of them see all keys of the tile from `n0`,
     and which only some.
     """
@@ -163,5 +163,5 @@ def seeing(first, mask, n0, blocks, N, made, cfg: tl.constexpr):
         seen = seen | ((least_start < n1) & (greatest_stop > n0))
         full = full | ((greatest_start <= n0) & (least_stop >= n1))
     seen = seen & inside
-    full = full & seen & (n1 <= N)
+    full = full & seen
     return block, full, seen & (full == 0)

@@ -159,14 +159,14 @@ def span_lists_kernel(
     extremes = store_intervals(spans, to, b, h, tile, start_q, M, N, rules, ROWS, cfg)
     full_count = tile * 0
     for n in range(0, tl.cdiv(N, cfg.BLOCK_N), CHUNK):
-        n0, full, partial = kinds(n, extremes, N, cfg)
+        n0, full, partial = kinds(n, extremes, cfg)
         full_count += tl.sum(full.to(tl.int32), 0)
     # Full blocks, then those to mask. Both are visited from the last key to the first.
     entries = lists.entries + number * capacity
     written = tile * 0
     count = full_count
     for n in range(0, tl.cdiv(N, cfg.BLOCK_N), CHUNK):
-        n0, full, partial = kinds(n, extremes, N, cfg)
+        n0, full, partial = kinds(n, extremes, cfg)
         tl.store(entries + (written + tl.cumsum(full.to(tl.int32), 0) - 1), n0, mask=full)
         tl.store(entries + (count + tl.cumsum(partial.to(tl.int32), 0) - 1), n0, mask=partial)
         written += tl.sum(full.to(tl.int32), 0)
@@ -217,7 +217,7 @@ def store_intervals(
 
 
 @triton.jit
-def kinds(n, extremes, N, cfg: tl.constexpr):
+def kinds(n, extremes, cfg: tl.constexpr):
     """The first keys of CHUNK blocks from block `n`, which of them are full, and which partial."""
     SPANS: tl.constexpr = cfg.SPANS
     n0 = (n + tl.arange(0, CHUNK)) * cfg.BLOCK_N
@@ -228,8 +228,7 @@ def kinds(n, extremes, N, cfg: tl.constexpr):
         least_start, least_stop, greatest_start, greatest_stop = extremes[r]
         seen = seen | ((least_start < n1) & (greatest_stop > n0))
         full = full | ((greatest_start <= n0) & (least_stop >= n1))
-    seen = seen & (n0 < N)
-    full = full & seen & (n1 <= N)
+    full = full & seen  # rows that do not exist see everything and nothing
     return n0, full, seen & (full == 0)
 
 
