@@ -339,6 +339,8 @@ LANGUAGE: dict[str, Any] = {
     "minimum": lambda x, y: torch.minimum(tile(x), tile(y)),
     "cdiv": lambda x, y: (x + y - 1) // y,
     "abs": torch.abs,
+    "clamp": lambda x, low, high, nan: torch.clamp(x, low, high),
+    "PropagateNan": SimpleNamespace(ALL="all"),
     "exp2": torch.exp2,
     "sum": torch.sum,
     "reshape": torch.reshape,
@@ -426,7 +428,8 @@ def stand_ins() -> dict[str, types.ModuleType]:
             gdc_wait=wait_for_earlier_kernels, gdc_launch_dependents=let_next_kernel_start
         )
     )
-    module("triton", jit=jit, language=plain)
+    interpreting = SimpleNamespace(runtime=SimpleNamespace(interpret=True))
+    module("triton", jit=jit, language=plain, knobs=interpreting)
     return found
 
 

@@ -5,21 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.intrinsics import LOG2E
+from ...gpu.intrinsics import LOG2E, tanh
 from .positions import indices_of_scores
-
-
-@triton.jit
-def tanh(x):
-    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), elsewhere by exp2."""
-    z = x * x
-    near = -5.70498872745e-3 * z + 2.06390887954e-2
-    near = near * z - 5.37397155531e-2
-    near = near * z + 1.33314422036e-1
-    near = near * z - 3.33332819422e-1
-    near = near * z * x + x
-    far = 1.0 - 2.0 / (tl.math.exp2(x * (2.0 * LOG2E)) + 1.0)
-    return tl.where(tl.abs(x) < 0.625, near, far)
 
 
 @triton.jit

@@ -18,18 +18,7 @@ from ...score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name
 HEADER = """import triton
 import triton.language as tl
 
-
-@triton.jit
-def tanh(x):
-    # A polynomial near zero (Moshier, Cephes), elsewhere by exp2: as in tiles.py.
-    z = x * x
-    near = -5.70498872745e-3 * z + 2.06390887954e-2
-    near = near * z - 5.37397155531e-2
-    near = near * z + 1.33314422036e-1
-    near = near * z - 3.33332819422e-1
-    near = near * z * x + x
-    far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-    return tl.where(tl.abs(x) < 0.625, near, far)
+from flashtile.gpu.intrinsics import tanh
 
 
 @triton.jit
@@ -82,7 +71,6 @@ _ARITHMETIC: dict[str, str] = {
     "erf": "tl.erf({0})",
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
-    "tanh": "tanh({0})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
     "relu": "tl.where({0} < 0, 0, {0})",
     "reciprocal": "1.0 / {0}",
@@ -271,6 +259,10 @@ class _Writer:
         if any(isinstance(x, float) for x in line.arguments) and not found.is_floating_point:
             return torch.float32
         return torch.int32 if found == torch.bool else found
+
+    def _tanh_(self, line: Line) -> str:
+        """In float32, whatever the dtype of the result."""
+        return f"tanh({self._as(line.arguments[0], torch.float32)}).to({_TYPES[line.dtype]})"
 
     def _add_(self, line: Line) -> str:
         if line.dtype == torch.bool:  # whose sum is true if one of them is

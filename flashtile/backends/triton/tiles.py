@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.intrinsics import LOG2E
+from ...gpu.intrinsics import IS_INTERPRETED, LOG2E, tanh
 from .positions import (
     indices_of_queries,
     indices_of_scores,
@@ -23,11 +23,7 @@ from .positions import (
     queries_before,
     query_positions,
 )
-from .score_rule import add_relative_bias, capped_score, tanh
-
-# The interpreter cannot run assembly.
-IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
+from .score_rule import add_relative_bias, capped_score
 
 # The rows of a sequence
 

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from ....gpu.intrinsics import tanh
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     accumulator,
@@ -19,7 +20,7 @@ from ..shared.intrinsics import (
     recast,
     shared_value,
 )
-from ..shared.softmax import LOG2E, bounds, load_bits, masked_by_bits, tanh
+from ..shared.softmax import LOG2E, bounds, load_bits, masked_by_bits
 from .schedule import entry_size
 
 

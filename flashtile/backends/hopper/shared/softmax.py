@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....gpu.intrinsics import tanh
 from .intrinsics import (
     empty_accumulator,
     halves,
@@ -49,42 +50,35 @@ class Score(NamedTuple):
 
 
 @gluon.jit
-def tanh(x):
-    """tanh to about one rounding: a polynomial near zero (Moshier, Cephes), elsewhere by exp2."""
-    z = x * x
-    near = -5.70498872745e-3 * z + 2.06390887954e-2
-    near = near * z - 5.37397155531e-2
-    near = near * z + 1.33314422036e-1
-    near = near * z - 3.33332819422e-1
-    near = near * z * x + x
-    far = 1.0 - 2.0 / (gl.exp2(x * (2.0 * LOG2E)) + 1.0)
-    return gl.where(gl.abs(x) < 0.625, near, far)
-
-
-@gluon.jit
 def scores_log2(s, distance, slope, score, cfg: gl.constexpr):
-    """Scores in base 2 from q k^T: scale, then softcap, then ALiBi.
-
-    If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `s`, and the
-    scale is applied in the exponential (`linear_scale`). `distance`: row position minus key.
+    """Scores in base 2 from q k^T, up to the factor `linear_scale`: scale, then softcap, then
+    ALiBi. `distance`: row position minus key.
     """
-    if not cfg.IS_LINEAR:
-        if cfg.HAS_SOFTCAP:
-            s = tanh(s * (score.scale / score.softcap)) * (score.softcap * LOG2E)
-        else:
-            s = s * (score.scale * LOG2E)
-        if cfg.HAS_ALIBI:
-            s = s - slope * gl.abs(distance).to(gl.float32)
+    if cfg.HAS_SOFTCAP:
+        s = tanh(s * (score.scale / score.softcap))
+    if cfg.HAS_ALIBI:
+        s = s * last_scale(score, cfg) - slope * gl.abs(distance).to(gl.float32)
+    elif not (cfg.HAS_SOFTCAP or cfg.IS_LINEAR):  # the scale may be negative
+        s = s * last_scale(score, cfg)
     return s
 
 
 @gluon.jit
-def linear_scale(score, cfg: gl.constexpr):
-    """The factor that `scores_log2` has not applied yet."""
-    if cfg.IS_LINEAR:
-        factor = score.scale * LOG2E
+def last_scale(score, cfg: gl.constexpr):
+    """The factor of a score's product, or of its tanh, in base 2."""
+    if cfg.HAS_SOFTCAP:
+        factor = score.softcap * LOG2E
     else:
-        factor = 1.0
+        factor = score.scale * LOG2E
+    return factor
+
+
+@gluon.jit
+def linear_scale(score, cfg: gl.constexpr):
+    """The positive factor that `scores_log2` leaves to the exponential, where it costs nothing."""
+    factor = 1.0
+    if not cfg.HAS_ALIBI and (cfg.HAS_SOFTCAP or cfg.IS_LINEAR):
+        factor = last_scale(score, cfg)
     return factor
 
 
