@@ -249,7 +249,7 @@ def attention_with_kvcache(
             (GPT-NeoX).
         shared_prefix_len: the number of tokens with which all sequences of the batch begin. Their
             keys and values are read once for the whole batch, where the first sequence has them.
-            All queries come after the prefix; with `page_table` it fills whole pages. Not for
+            All queries and new keys come after it; with `page_table` it fills whole pages. Not for
             chunks, slopes of ALiBi for each sequence, bias, masks, score functions, left pads or a
             workspace.
         qv: shaped as q with the value head dim; read after the append, not rotated. The call copies

@@ -192,8 +192,8 @@ def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
 def _check_lengths(
     operands: Operands, layout: Cached, prefix_len: int, has_positions: bool
 ) -> None:
-    """Raise unless all queries come after the prefix: the first one of each sequence if queries
-    have positions of their own, else the last one.
+    """Raise unless all queries come after the prefix, the first one of each sequence if queries
+    have positions of their own, else the last one; and unless all new keys come after it.
     """
     q, lengths = operands.q, operands.seqused_k
     after = layout.capacity(operands.k) if lengths is None else lengths + layout.added
@@ -207,6 +207,15 @@ def _check_lengths(
         raise ValueError(
             f"shared_prefix_len: got {prefix_len}, but the first query of a sequence sees "
             f"{max(shortest, 0)} keys; all queries have to come after the prefix"
+        )
+    if lengths is None or layout.k_new is None:
+        return
+    grown = lengths[(lengths + layout.added) > lengths]
+    before = int(grown.min()) if grown.numel() else prefix_len
+    if before < prefix_len:
+        raise ValueError(
+            f"shared_prefix_len: got {prefix_len}, but a sequence has {max(before, 0)} keys before "
+            "the append; new keys have to come after the prefix"
         )
 
 

@@ -201,6 +201,11 @@ def test_compiled(name, seed):
 BAD = {
     "longer than the cache": ({"shared_prefix_len": CAPACITY + 1}, ValueError, "capacity"),
     "longer than a sequence": ({"shared_prefix_len": 10}, ValueError, "sees 9 keys"),
+    "longer than a sequence before the append": (
+        {"shared_prefix_len": 9, "causal": False},
+        ValueError,
+        "a sequence has 8 keys before the append",
+    ),
     "negative": ({"shared_prefix_len": -1}, ValueError, "shared_prefix_len: got -1"),
     "no number": ({"shared_prefix_len": 4.0}, TypeError, "shared_prefix_len: got float"),
     "chunk": ({"attention_chunk": 4}, NotImplementedError, "attention_chunk"),
