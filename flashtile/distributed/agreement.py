@@ -18,7 +18,9 @@ from .wire import Wire
 NOTE_BYTES = 2048
 
 Result = TypeVar("Result")
-_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError)}
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError)
+}
 
 
 def agreed(wire: Wire, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]) -> Result:
@@ -31,17 +33,22 @@ def agreed(wire: Wire, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]) 
     Raises:
         ValueError: the ranks disagree; the message says on what, and which rank has what.
         ValueError, TypeError, NotImplementedError: some rank raised it; all ranks do.
+        RuntimeError: some rank raised another error, which the message names.
     """
+    reason = None
     try:
         result, facts = prepare()
         note: dict[str, Any] = {"facts": {name: str(fact) for name, fact in facts.items()}}
-    except tuple(_ERRORS.values()) as error:
-        kind = next(name for name, known in _ERRORS.items() if isinstance(error, known))
-        note = {"kind": kind, "error": str(error)}
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        reason = error
+        kind = next((name for name, known in _ERRORS.items() if isinstance(error, known)), "")
+        text = str(error) if kind else f"{type(error).__name__}: {error}"
+        note = {"kind": kind, "error": text}
     notes = told(wire, note)
     for rank, other in enumerate(notes):
         if "error" in other:
-            raise _ERRORS[other["kind"]](f"context parallel: rank {rank}: {other['error']}")
+            error_type = _ERRORS.get(other["kind"], RuntimeError)
+            raise error_type(f"context parallel: rank {rank}: {other['error']}") from reason
     for name in notes[0]["facts"]:
         holders: dict[str, list[int]] = {}
         for rank, other in enumerate(notes):

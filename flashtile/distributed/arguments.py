@@ -68,6 +68,11 @@ class UsedTokens(NamedTuple):
     query_rows: Tensor | None = None
     key_rows: Tensor | None = None
 
+    def facts(self) -> list[tuple[tuple[int, ...], str]]:
+        """The lengths, short enough for a note of a rank: the first ones, and a digest of all."""
+        lengths = self.queries.lengths, self.keys.lengths
+        return [(x[:8], _digest(str(x))) for x in lengths]
+
     def of_used(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Results of the used ones of this rank's packed tokens."""
         if self.query_rows is None:
@@ -163,6 +168,8 @@ def packed_call(
     given |= score_function(options.get("score_mod"), padded)
     given["mask"] = spans
     slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
+    if slopes is not None:
+        checks.tensor("alibi_slopes", slopes)
     if slopes is not None and slopes.dim() == 2 and slopes.shape[0] != documents:
         raise ValueError(
             f"alibi_slopes: got shape {tuple(slopes.shape)}, want {documents} rows or one dimension"
@@ -215,7 +222,7 @@ def with_program(q: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
         return options
     try:
         return {**options, "score_mod": described(function, lse_dtype(q.dtype), q.device)}
-    except (TypeError, ValueError, NotImplementedError):
+    except Exception:  # the function is the caller's
         return options  # the check of the call raises it again, where all ranks hear of it
 
 
@@ -334,9 +341,11 @@ def kind(name: str, x: Any) -> Any:
     """What decides whether two values of an argument need one agreement of the ranks or two."""
     if isinstance(x, Tensor):
         facts = tuple(x.shape), x.dtype, x.device, x.requires_grad
-        return (*facts, tuple(x.tolist())) if name in USED else facts
+        is_read = name in USED and checks.is_readable(x)
+        return (*facts, tuple(x.tolist())) if is_read else facts
     if isinstance(x, BlockMask):
-        return x.lengths, x.tile_size, TileMap.of(x).digest
+        digest = TileMap.of(x).digest if checks.is_readable(x.kinds) else None
+        return x.lengths, x.tile_size, digest
     if isinstance(x, tuple):
         return tuple(kind(name, part) for part in x)
     return repr(x)
@@ -360,6 +369,7 @@ def comparable(options: Options, backend: str | None) -> Options:
 
 
 def _digest(text: str) -> str:
+    """12 hexadecimal digits that differ when texts differ; none for no text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12] if text else ""
 
 

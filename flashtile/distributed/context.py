@@ -386,7 +386,7 @@ class ContextParallel(Decoder):
             "heads": (q.shape[1], k.shape[1]),
             "head dims": (q.shape[2], v.shape[2]),
             "options": comparable(numbers, backend),
-            "numbers of tokens in use": (used.queries.lengths[:8], used.keys.lengths[:8]),
+            "numbers of tokens in use": used.facts(),
             "the block mask": tiles and tiles.digest,
             "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashtile import BlockMask
 from flashtile.distributed import ContextParallel, executor
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -18,7 +19,7 @@ def errors(ranks: int, call: Callable[[ContextParallel, int], Any]) -> list[str]
     def run(wire: ThreadWire) -> str:
         try:
             call(ContextParallel.over(wire), wire.rank)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
@@ -51,12 +52,48 @@ def test_different_options() -> None:
     assert "rank 0 has" in found[0]
 
 
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_different_lengths_in_use(name: str) -> None:
+    """Of whichever of many documents."""
+
+    def call(context: ContextParallel, rank: int) -> None:
+        layout = context.layout([16 * n for n in range(11)], grain=4, way="zigzag")
+        x = torch.randn(layout.local_tokens, 2, 8)
+        used = torch.full((10,), 16)
+        used[9] -= rank
+        context.attention(x, x, x, layout, **{name: used})
+
+    found = errors(2, call)
+    assert len(set(found)) == 1
+    assert "the ranks disagree on numbers of tokens in use: rank 0 has" in found[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"softcap": -1.0}, "ValueError: context parallel: rank 1: softcap: got -1.0"),
         ({"is_causal": True}, "TypeError: context parallel: rank 1: "),
         ({"sink": torch.zeros(3)}, "ValueError: context parallel: rank 1: sink: got shape (3,)"),
+        (
+            {"alibi_slopes": [0.5, 0.5]},
+            "TypeError: context parallel: rank 1: alibi_slopes: got list, want a torch.Tensor",
+        ),
+        (
+            {"seqused_k": torch.zeros(1, dtype=torch.int32, device="meta")},
+            "ValueError: context parallel: rank 1: seqused_k: got device meta, want cpu",
+        ),
+        (
+            {"block_mask": BlockMask.from_tiles(torch.ones(1, 1), (32, 32)).to("meta")},
+            "ValueError: context parallel: rank 1: block_mask: got device meta, want cpu",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s * {}["a key of its own"]},
+            "RuntimeError: context parallel: rank 1: KeyError: 'a key of its own'",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s.no_such_name},
+            "RuntimeError: context parallel: rank 1: AttributeError: 'Tensor' object has no",
+        ),
     ],
 )
 def test_one_rank_refuses(options: dict[str, Any], message: str) -> None:
