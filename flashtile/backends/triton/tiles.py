@@ -243,7 +243,7 @@ def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
             s = cfg.SCORE_MOD(s, sequence, head, i, j, values, integers)
             s_log2 = s * LOG2E
         if score.data.alibi_ptr is not None:
-            slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h)
+            slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h).to(tl.float32)
             distance = query_positions(rows, places, cfg) - key_positions(keys, places, cfg)
             s_log2 -= slope * LOG2E * tl.abs(distance).to(tl.float32)
         if score.data.table_ptr is not None:

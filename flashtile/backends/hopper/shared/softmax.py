@@ -87,7 +87,7 @@ def alibi_slope(b, h, score, cfg: gl.constexpr):
     """The slope of a head, in base 2; 0 without ALiBi."""
     slope = 0.0
     if cfg.HAS_ALIBI:
-        slope = gl.load(score.alibi_ptr + b * score.alibi_batch + h) * LOG2E
+        slope = gl.load(score.alibi_ptr + b * score.alibi_batch + h).to(gl.float32) * LOG2E
     return slope
 
 
