@@ -123,6 +123,14 @@ def test_check_accepts_right_results(
         assert re.findall(r"^ +(\w+): largest error", text, flags=re.MULTILINE) == names
 
 
+@pytest.mark.parametrize("name", ["sink", "alibi_slopes", "relative_bias"])
+def test_check_accepts_gradients_with_fewer_bits_than_q(name: str) -> None:
+    """Every rank rounds its part of the sum to the dtype of the weight."""
+    weight = drawn(4, 9) if name == "relative_bias" else drawn(4).abs()
+    for text in run_check(3, torch.float32, True, **{name: weight.half().requires_grad_()}):
+        assert f"d{name}: largest error" in text
+
+
 def test_check_names_the_rank_and_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     right = executor.backward
 
