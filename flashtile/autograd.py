@@ -90,7 +90,14 @@ def attend(
         operands = operands._replace(workspace=None)
     # Of a meta tensor the op makes sizes and dtypes.
     seen = operands if forward is None else ()
-    if compiling or transforms or operands.q.is_meta or _is_observed(seen):
+    if (
+        compiling
+        or transforms
+        or operands.q.is_meta
+        or _is_observed(seen)
+        # PyTorch's own operations, of which the CPU backend consists, see to the signs.
+        or (problem.device_type == "cuda" and any(map(is_negated, seen[:DIFFERENTIABLE])))
+    ):
         options = problem.options
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
@@ -111,6 +118,13 @@ def is_transformed() -> bool:
 def is_batched(x: Tensor | None) -> bool:
     """Whether `x` is many gradients at once, as ``is_grads_batched=True`` makes them."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def is_negated(x: Tensor | None) -> bool:
+    """Whether the memory of `x` holds its numbers with the opposite sign, as that of the imaginary
+    part of a conjugate does. An op gets a copy with the right signs.
+    """
+    return x is not None and x.is_neg()
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -344,6 +358,8 @@ class DirectAttention(torch.autograd.Function):
             or is_transformed()
             or is_batched(dout)
             or is_batched(dlse)
+            or is_negated(dout)
+            or is_negated(dlse)
             or is_traced(tensors)
         ):
             *operands, out, lse = saved

@@ -92,11 +92,11 @@ def _ops(operands: Operands, layout: Cached) -> tuple[Any, Any]:
 
 def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether a transform, forward-mode differentiation, a tracer or a dispatch mode is to see the
-    ops.
+    ops, or memory holds numbers with the opposite sign, of which an op gets a copy.
     """
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or autograd.is_traced(tensors)
-        or any(x is not None and x.is_meta for x in tensors)
+        or any(x is not None and (x.is_meta or x.is_neg()) for x in tensors)
     )

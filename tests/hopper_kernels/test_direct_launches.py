@@ -67,6 +67,7 @@ class Passes:
         self.made = 0
         self.in_python = 0  # launches of passes through Triton's Python code
         self.compares = True
+        self.negated = False  # whether a pass got a tensor whose memory has the opposite signs
         self.counter: Any = None  # of the last forward
         self.describe: dict[Any, Any] = {}
 
@@ -88,6 +89,7 @@ class Passes:
     def compared(self, run: Any, name: str, call: Any, given: Any) -> Any:
         thread = self.driver.thread
         before = thread.in_python
+        self.negated |= any(x is not None and x.is_neg() for x in given)
         with self.driver.launches() as got:
             made = run(given)
         self.in_python += thread.in_python - before
@@ -194,6 +196,10 @@ def test_decoding_steps_of_all_kinds_alternate(passes: Passes, driver: Driver):
             passes.in_python = 0
     assert passes.made == rounds * len(DECODING)
     assert passes.in_python == 0  # in the last round
+    for _ in range(2):
+        negated = torch._neg_view(k)  # of which an op gets a copy
+        flashtile.attention_with_kvcache(q, *cache, **given | {"k": negated})
+    assert passes.made == rounds * len(DECODING) + 2 and not passes.negated
 
 
 SHAPE = (1, 70, 2, 64)
@@ -270,6 +276,25 @@ def test_hooks_may_change_the_strides_of_saved_tensors(passes: Passes):
             for _ in range(4):
                 differentiate(GRADIENTS["contiguous"]())
     assert passes.made == 2 * 3 * 2 * 4
+
+
+NEGATED = ("nothing", "q", "k", "v", "dout", "dlse")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_launches_read_numbers_with_their_own_signs(backend: Any, passes: Passes):
+    """The imaginary part of a conjugate is a view of memory with the opposite signs."""
+    for name in NEGATED * 5:
+
+        def given(this: str, x: torch.Tensor, name: str = name) -> torch.Tensor:
+            return torch._neg_view(x.detach()) if this == name else x
+
+        q, k, v = (given(*x).requires_grad_() for x in zip("qkv", leaves(), strict=True))
+        out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        cotangents = given("dout", torch.ones_like(out)), given("dlse", torch.ones_like(lse))
+        torch.autograd.grad((out, lse), (q, k, v), cotangents)
+    assert passes.made == 2 * 5 * len(NEGATED) and not passes.negated
 
 
 @pytest.fixture
