@@ -175,7 +175,8 @@ def packed_call(
             f"alibi_slopes: got shape {tuple(slopes.shape)}, want {documents} rows or one dimension"
         )
     if slopes is not None:
-        given["alibi_slopes"] = slopes[0] if slopes.dim() == 2 else slopes
+        one = slopes[0] if documents else slopes.sum(0)  # slopes of some row, or zeros
+        given["alibi_slopes"] = one if slopes.dim() == 2 else slopes
     # Not from numbers on the host, for whose copy it would wait.
     both_ends = torch.arange(2, dtype=torch.int32, device=q.device)
     ends_q, ends_k = both_ends * q.shape[0], both_ends * k.shape[0]

@@ -32,9 +32,10 @@ def explained(pricing: Pricing, wanted: Wanted, way: Way) -> str:
     if ranks > MOST_ROWS:
         lines.append(f" ... and {ranks - MOST_ROWS} more")
     slowest = pricing.slowest(way)
+    efficiency = total.seconds / ranks / slowest.seconds if slowest.seconds else 1.0
     lines.append(
         f"one process {_milliseconds(total)}, the slowest rank {_milliseconds(slowest)}: "
-        f"efficiency {total.seconds / ranks / slowest.seconds:.0%}"
+        f"efficiency {efficiency:.0%}"
     )
     return "\n".join([*lines, *_why(pricing, wanted, way)])
 

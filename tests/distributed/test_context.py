@@ -146,3 +146,18 @@ def test_a_rank_with_one_row_of_a_bias(seq_len: int, has_rows: bool) -> None:
 
     for whole in run_ranks(4, run):
         torch.testing.assert_close(whole, flashtile.attention(q, k, v, bias=bias))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_slopes_for_each_of_no_documents(ranks: int) -> None:
+    def run(wire: ThreadWire) -> torch.Size:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout([0])
+        x = torch.zeros(layout.local_tokens, 2, 8)
+        slopes = torch.zeros(0, 2, requires_grad=True)
+        out = parallel.attention(x, x, x, layout, alibi_slopes=slopes)
+        out.sum().backward()
+        assert slopes.grad is not None
+        return out.shape
+
+    assert set(run_ranks(ranks, run)) == {torch.Size((0, 2, 8))}

@@ -55,6 +55,18 @@ def test_explain_says_what_was_given() -> None:
     assert "there is no other" in explanation(1, 64)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("cu_seqlens", [[0], [0, 0, 0]])
+def test_explain_without_tokens(cu_seqlens: list[int], ranks: int) -> None:
+    def run(wire: ThreadWire) -> str:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(cu_seqlens)
+        x = torch.zeros(layout.local_tokens, 2, 8)
+        return parallel.explain(layout, x, x, x)
+
+    assert all("efficiency 100%" in text for text in run_ranks(ranks, run))
+
+
 def test_explain_refuses_what_attention_refuses() -> None:
     parallel = ContextParallel.over(run_ranks(1, lambda wire: wire)[0])
     layout = parallel.layout(seq_len=8)
