@@ -38,7 +38,8 @@ class TileMap(NamedTuple):
             tuple(tuple(n for n, is_seen in enumerate(row) if is_seen) for row in document)
             for document in seen
         )
-        digest = hashlib.sha256(kinds.contiguous().numpy().tobytes()).hexdigest()[:12]
+        sizes = repr((mask.tile_size, tuple(kinds.shape))).encode()
+        digest = hashlib.sha256(sizes + kinds.contiguous().numpy().tobytes()).hexdigest()[:12]
         return cls(*mask.tile_size, columns, digest)
 
     def shared(self) -> TileMap:

@@ -52,6 +52,24 @@ def test_different_options() -> None:
     assert "rank 0 has" in found[0]
 
 
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [BlockMask.from_tiles(torch.eye(4), (size, size)) for size in (16, 32)],
+        [BlockMask.from_tiles(torch.ones(shape), (16, 16)) for shape in ((4, 6), (6, 4))],
+    ],
+    ids=["sizes", "shapes"],
+)
+def test_block_masks_of_the_same_kinds_in_other_tiles(masks: list[BlockMask]) -> None:
+    def call(context: ContextParallel, rank: int) -> None:
+        layout = context.layout(seq_len=64, grain=32, way="contiguous")
+        attend(context, layout, block_mask=masks[rank])
+
+    found = errors(2, call)
+    assert len(set(found)) == 1
+    assert "the ranks disagree on the block mask: rank 0 has" in found[0]
+
+
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
 def test_different_lengths_in_use(name: str) -> None:
     """Of whichever of many documents."""
