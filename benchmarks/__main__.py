@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a predefined measurement, listed below (default: none, the flags describe it); "
         "--seq-len, --head-dim, --use-causal, --dtype, --cases and --part keep a part of its "
-        "cases, so that one can be split into several commands",
+        "cases, so that a long one can be split into several commands",
     )
     parser.add_argument(
         "--seed",
@@ -173,7 +173,7 @@ def _add_settings(how: argparse._ArgumentGroup) -> None:
         "--ahead",
         type=_positive,
         metavar="N",
-        help="processes that run all cases once before, to compile (default: none)",
+        help="processes that first run all cases once, to compile the kernels (default: none)",
     )
     how.add_argument("--device", help="cpu or cuda:N (default: a GPU if there is one)")
     how.add_argument(

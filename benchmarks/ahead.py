@@ -28,16 +28,16 @@ def compile_ahead(cases: Sequence[Case], settings: Settings, processes: int) -> 
     ]
     jobs = list(product(cases, single))
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
-    with pool, suppress(BrokenProcessPool):  # a process died: the others stop, too
+    with pool, suppress(BrokenProcessPool):  # if a process dies, the others stop too
         list(pool.map(_run_once, *zip(*jobs, strict=True)))
     return time.monotonic() - start
 
 
 def _begin() -> None:
     """What a new process does first."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # not a process for each core
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # instead of one for each core
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # tracebacks of failures
+        os.dup2(nowhere.fileno(), 2)  # hides the tracebacks of failures
 
 
 def _run_once(case: Case, settings: Settings) -> None:

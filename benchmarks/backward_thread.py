@@ -3,8 +3,8 @@
     python -m benchmarks.backward_thread
 
 PyTorch runs the backward on a GPU in a thread of its own, unless the caller turns that off with
-`torch.autograd.set_multithreading_enabled`. At small shapes the way to the other thread takes
-longer than the kernels. Prints the host's microseconds of each library, both ways.
+`torch.autograd.set_multithreading_enabled`. At small shapes, handing the backward to the other
+thread takes longer than the kernels. The script prints each library's host time, both ways.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .presets import plain_case
 from .shapes import Case, make_inputs
 
 LIBRARIES = ("flashtile", "flashtile-triton", "sdpa")
-BUDGET_MS = 100.0  # of counted time, a twentieth of what passes
+BUDGET_MS = 100.0  # of the time that is counted, a twentieth of the time that passes
 
 
 def in_thread(call: Call, own: bool) -> object:

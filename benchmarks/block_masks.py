@@ -72,7 +72,7 @@ def measure(name: str, function: Function, length: int, rounds: int, device: str
         try:
             first[maker] = milliseconds(timed[maker])
             peak[maker] = peak_bytes(timed[maker], device) / 2**20
-        except Exception as error:  # of FlexAttention: it costs only its line
+        except Exception as error:  # one of FlexAttention costs only its line
             if maker == "flashtile":
                 raise
             print(f"{name}, {maker}: {str(error).strip().partition(chr(10))[0]}")

@@ -71,8 +71,8 @@ def flex(case: Case, inputs: Inputs) -> Prepared:
 
 
 def flashtile_function(case: Case, inputs: Inputs) -> Prepared:
-    """flashtile with a function: of the scores, beside the options of the mask; else of the mask,
-    as a block mask made beforehand."""
+    """flashtile with a function: of the scores, with the mask as options of the call; or of the
+    mask, as a block mask that is made beforehand."""
     _dense_alone(case)
     leaves = leaves_of(inputs, Tensor.detach)
     shift = case.seqlen_k - case.seqlen_q

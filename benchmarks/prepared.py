@@ -27,7 +27,7 @@ class Prepared:
     """A peer's call, ready to run."""
 
     forward: Callable[[], Tensor]
-    leaves: dict[str, Tensor]  # what to differentiate: q, k, v, and `EXTRA_LEAVES` if there
+    leaves: dict[str, Tensor]  # what to differentiate: q, k, v, and the case's `EXTRA_LEAVES`
     dout: Tensor  # shaped as what `forward` returns
     heads_first: bool = False  # out, q, k, v are (B, H, M, D) instead of (B, M, H, D)
     backend: str | None = None  # which one ran it, when the peer chose
@@ -50,7 +50,7 @@ class Prepared:
         return out, *torch.autograd.grad(out, tuple(self.leaves.values()), self.dout)
 
     def public(self, name: str, x: Tensor) -> Tensor:
-        """`x`, called out or as a leaf, with the length before the heads."""
+        """`x`, whose name is `out` or that of a leaf, with the length before the heads."""
         return x.transpose(1, 2) if self.heads_first and name in ("out", "q", "k", "v") else x
 
 

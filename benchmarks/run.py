@@ -34,7 +34,7 @@ from .shapes import Case, Inputs, document_lengths, make_inputs, visible
 
 MIB = 2**20
 TRUTH_MATRICES = 16  # score matrices that the float64 reference holds at once, with its gradients
-HOST_SECONDS = 1.0  # of timing the host, a case and a pass
+HOST_SECONDS = 1.0  # for timing the host, for each case and pass
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Case:
     alibi: bool = False
     bias: bool = False
     sink: bool = False
-    relative: int = 0  # distances to either side with an own number of a learned bias; 0: no bias
+    relative: int = 0  # distances to each side that a learned bias has a number for; 0: no bias
     prefix: int = 0  # keys that all queries see, causal or not (a prefix language model)
     block_density: float = 1.0  # share of tiles that a block mask keeps; 1: no block mask
     documents: int = 0  # number of sequences that the batch's tokens are packed as; 0: not packed

@@ -127,10 +127,11 @@ FUNCTIONS = (
 class Algorithm(NamedTuple):
     """A function of the lessons, and how to read it.
 
-    `lines` says what a line does that contains a text: `load` from and `store` to slow memory,
-    `make` in fast memory, `free` (without a name: everything), `score` where a tile of Q K^T is
-    computed, and `show`, with the fields of its rows that change. A field is an expression, with
-    one value for each row of the tile (`tile`) or for each query (`all`). Expressions are Python.
+    For lines that contain a text, `lines` says what they do: `load` from and `store` to slow
+    memory, `make` in fast memory, `free` (without a name: everything), `score` where a tile of
+    Q K^T is computed, and `show`, with the fields of its rows that change. A field is an
+    expression, with one value for each row of the tile (`tile`) or for each query (`all`).
+    Expressions are Python.
     """
 
     title: str

@@ -307,7 +307,7 @@ def _run_cached(
     if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
         given = (qkv, layout, options, backend, return_lse, out, shared_prefix_len)
         return outside_of_graphs(_run_cached)(*given)
-    if torch.is_grad_enabled():  # the context takes longer than the question
+    if torch.is_grad_enabled():  # entering the context takes longer than asking
         with torch.no_grad():
             return _run_cached(qkv, layout, options, backend, return_lse, out, shared_prefix_len)
     return_lse = checks.flag("return_lse", return_lse)

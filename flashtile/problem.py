@@ -134,7 +134,7 @@ class AttentionProblem(NamedTuple):
     has_float8_keys: bool = False  # a float8 cache of keys and values, with 16-bit queries
     has_cache_rows: bool = False  # cache_batch_idx or leftpad_k
     has_block_descale: bool = False  # per-block instead of per-head scales of float8
-    runs: int = 0  # of positions, at most, in a sequence; 0 where the tensors hold whole sequences
+    runs: int = 0  # most runs of positions in a sequence; 0 where tensors hold whole sequences
     # Dropout and score functions count by `sequences` and `first_head`.
     has_sequences: bool = False
     # Runs of keys begin at multiples of four, so that dropout finds its groups of four keys whole.

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.context.kernels --ranks 2 4`` runs the ranks one after another, as threads
 that exchange keys through memory, and records the calls that the executor makes of a backend. Then
-it times these calls without the exchanges. One GPU's time with the whole sequence over the sum of
-the ranks bounds the efficiency that any number of GPUs can reach; over the slowest rank times the
-ranks, also their balance counts.
+it times these calls without the exchanges. One GPU's time with the whole sequence, divided by the
+sum of the ranks' times, bounds the efficiency that as many GPUs can reach. Divided by the slowest
+rank's time and the number of ranks, it also shows how well the ranks are balanced.
 """
 
 from __future__ import annotations

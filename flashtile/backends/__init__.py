@@ -7,9 +7,9 @@ A backend module has
   if the backend can run the problem;
 - ``describe_plan(problem) -> str``: what it would run, for `explain`;
 - ``forward(problem, operands, into=None) -> (out, lse)``, written to the tensors `into` if given;
-- ``prepared_forward(problem, tensors) -> run``: ``run(tensors)`` is the forward of calls like one
-  that has been made with the operands `tensors`, followed by `NewTokens` if the problem is
-  `appending`; None if the backend cannot prepare it;
+- ``prepared_forward(problem, tensors) -> run``: ``run(tensors)`` is the forward of calls like an
+  earlier one, whose operands were `tensors`, followed by `NewTokens` if the problem is `appending`;
+  None if the backend cannot prepare it;
 - ``backward(problem, operands, out, lse, dout, dlse, add_to=None) -> Gradients``, of which `dq` is
   added to `add_to` if given;
 - ``prepared_backward(problem, tensors) -> run``: likewise, with the tensors of a backward;
@@ -172,7 +172,7 @@ class PreparedBackward:
     gradient depend on what made it, and those of saved tensors on hooks that pack them.
     """
 
-    _MOST_FAILURES = 4  # to prepare; some calls cannot be prepared
+    _MOST_FAILURES = 4  # after which it no longer tries: some calls cannot be prepared
 
     def __init__(self, problem: AttentionProblem) -> None:
         self._problem = problem

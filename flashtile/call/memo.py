@@ -38,17 +38,17 @@ _decisions: Memo[Any, Decision] = Memo(4096)
 
 
 def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = False) -> Any:
-    """Everything about the arguments `given` that decides a call, on a GPU with its launches, and
-    the global state that does.
+    """A key of all that decides a call, and on a GPU also its launches: what the arguments `given`
+    are like, and the global state.
 
     Args:
-        names: of the arguments, which are not the same ones in every call.
+        names: those of the arguments, which differ from call to call.
         with_strides: whether strides decide the call even where it has no launches.
 
     Returns:
-        None where that cannot be said in advance: for arguments of other types (a subclass of
-        Tensor, something to be refused). Nor can it be said under a tracer, whose sizes are
-        symbols; there, the caller does not ask.
+        None if there is no such key: for arguments of other types (a subclass of Tensor, or one
+        that a check will refuse). Under a tracer, whose sizes are symbols, there is none either;
+        callers do not ask there.
     """
     types = tuple(map(type, given))  # True is no number here, though it equals 1
     indices = _indices_by_type(types)

@@ -215,9 +215,9 @@ def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
 
 
 def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
-    """What decides the call, for the memo; None if that cannot be said."""
+    """The key of the call in the memo; None if it has none."""
     values = given.values()
-    # Another number for each new token, and checked apart.
+    # It grows with each new token, and is checked separately.
     if isinstance(layout, Cached) and type(layout.cache_seqlens) is int:
         asked += ("a number of tokens",)
         layout = layout._replace(cache_seqlens=None)

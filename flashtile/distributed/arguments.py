@@ -54,7 +54,7 @@ OPTIONS = (
     "deterministic",
     *HINTS,
 )
-# Those that are added to the scores.
+# Options that are added to the scores.
 SCORE_MASKS = ("bias", "attn_mask", "key_padding_mask")
 USED = ("seqused_q", "seqused_k")
 
@@ -182,7 +182,7 @@ def packed_call(
     ends_q, ends_k = both_ends * q.shape[0], both_ends * k.shape[0]
     packed = Packed(ends_q, ends_k, q.shape[0], k.shape[0])
     described_k = k
-    if qv is not None:  # a call gets keys beside their values, which travel only once
+    if qv is not None:  # a call gets keys and values side by side; values travel once
         q = without_autocast(torch.cat)((q, qv), dim=-1)
         described_k = k.detach()[..., :1].expand(*k.shape[:-1], q.shape[-1])
     operands, numbers = describe((q, described_k, v), packed, given)
@@ -216,8 +216,8 @@ def absorbed_query(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | No
 
 
 def with_program(q: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a call, with the program of its score function, by which equal calls are
-    known, and what it captures."""
+    """The options of a call, in which the program of its score function and what it captures
+    replace the function: equal calls have equal programs."""
     function = options.get("score_mod")
     if not callable(function) or not isinstance(q, Tensor):
         return options
@@ -287,9 +287,9 @@ def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor 
 
 
 def has_rows(bias: Tensor | None, layout: Layout) -> bool:
-    """Whether a bias has a row for each query of a rank, padding included: all ranks say the same.
-    Where every rank has one query, the only row counts as the row of that query, unless it is one
-    of several documents."""
+    """Whether a bias has a row for each query of a rank, padding included. All ranks agree on it.
+    Where every rank has one query, a single row belongs to that query, unless the bias is of
+    several documents."""
     if bias is None or bias.shape[2] != layout.local_tokens:
         return False
     return bool(layout.sequences) or bias.shape[0] == 1

@@ -19,7 +19,7 @@ Index = tuple[slice, slice, slice, slice]
 
 
 class _Part(NamedTuple):
-    """Where the same numbers are in the bias of a rank and in that of a call."""
+    """The slices of a rank's bias and of a call's bias that hold the same numbers."""
 
     of_rank: Index
     of_call: Index

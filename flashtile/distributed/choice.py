@@ -74,7 +74,7 @@ def choose(wanted: Wanted, pricing: Pricing) -> Way:
 
 
 def _fastest(ways: list[Way], pricing: Pricing) -> Way:
-    """The way with the smallest time. Only those that may have it are priced on all ranks."""
+    """The way with the smallest time. Only ways that may be it are priced on all ranks."""
     bounds = {way: pricing.at_least(way) for way in ways}
     best: tuple[float, Way] | None = None
     for way in sorted(ways, key=lambda way: (bounds[way], way)):

@@ -10,8 +10,8 @@ groups of heads take turns. The model prices the schedules that the executor wou
   fetch, the last return of gradients and exchanges for heads are waited for;
 - merging partial results takes 12 bytes of memory for each element.
 
-It knows neither stragglers nor congestion, and of the mask windows, chunks and tiles of block
-masks, but no spans, which are on the device.
+It knows neither stragglers nor congestion. Of the mask, it knows windows, chunks and the tiles of
+block masks, but not spans, which are on the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
     value_head_dim: int
     element_size: int  # bytes of q, k, v and out
     gradient_size: int = FLOAT32  # bytes of dK and dV on the wire
-    # Of queries; wider than that of keys if the scores also read the values.
+    # Wider than the head dim of keys if the scores also read the values.
     query_head_dim: int | None = None
 
     @property
@@ -126,7 +126,7 @@ class Pricing:
         return Price(*(max(column) for column in zip(*prices, strict=True)))
 
     def at_least(self, way: Way) -> float:
-        """Seconds below those of `slowest`, from one rank: much cheaper for many ranks."""
+        """A lower bound of `slowest` in seconds, from one rank: much cheaper for many ranks."""
         return self.price(way, self._sampled(way.ulysses)[-1]).seconds
 
     def price(self, way: Way, rank: int) -> Price:

@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     backend: str | None  # forced by the caller
     first_head: int  # the number of the first query head here in the whole call
     gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
-    has_packed_bias: bool = False  # whose rows are those of q: see `buffer_bias`
+    has_packed_bias: bool = False  # its rows are those of q: see `buffer_bias`
     reserved_processors: int = 0  # see `AttentionProblem`
 
 
@@ -67,7 +67,7 @@ def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tup
     Args:
         wants_grad: whether `backward` will follow, which the backend must support, too.
         operands: the rank's own tokens, packed: q (tokens, heads, head_dim), k and v; with `qv`, q
-            has its columns, too, and each call gets keys beside their values; `bias` has
+            also has its columns, and each call gets keys and values side by side; `bias` has
             all keys of the document in its last dimension; `alibi_slopes` has one row for all
             sequences, or one for each sequence of the schedule.
 

@@ -1,4 +1,4 @@
-"""How many keys and scores the ranks have for each other: what `schedule` says, only counted."""
+"""How many keys ranks exchange, and how many scores they compute: counted without a `schedule`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .schedule import whole_groups
 from .tile_map import TileMap
 from .work import Facts
 
-SAMPLES = 8  # intervals of a piece, over each of which the keys change linearly
+SAMPLES = 8  # intervals of a piece, over which the number of keys is taken as linear
 
 
 class Hop(NamedTuple):

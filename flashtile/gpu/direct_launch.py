@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     """Arguments of the function in C, in order, and what differs from call to call."""
 
     constants: list[Any]
-    numbers: list[tuple[int, int]]  # index of the argument, and its place in `Addresses`
+    numbers: list[tuple[int, int]]  # index of the argument, and of its address in `Addresses`
     maps: list[tuple[int, int, Encode]]  # likewise, of tensor maps
     tuples: list[tuple[int, Parts]]
 
@@ -67,7 +67,7 @@ class Parts(NamedTuple):
 
 
 class Addresses:
-    """Where a list of a stream and the addresses of tensors has them."""
+    """The indices of a stream and of the addresses of tensors in a list of them."""
 
     STREAM = 0
 
@@ -76,7 +76,7 @@ class Addresses:
         self.tensors: list[int] = []  # the indices of the tensors whose addresses follow the stream
 
     def place_of(self, x: Tensor) -> int:
-        """The place of the address of `x`, which the list has from now on.
+        """The index of the address of `x`, which the list contains from now on.
 
         Raises:
             LookupError: `x` is not one of the call's tensors.
@@ -120,7 +120,7 @@ def direct_launches(
         found.append((_function_in_c(kernel.run.launch), parts))
     active = driver.active
     device, current_stream = active.get_current_device(), active.get_current_stream
-    if len(addresses.tensors) < 2:  # which no kernel of ours reads; `pick` would return no tuple
+    if len(addresses.tensors) < 2:  # no kernel of ours has so few; `pick` would not return a tuple
         return None
     pick = itemgetter(*addresses.tensors)
     return DirectLaunches(found, pick, device, current_stream)

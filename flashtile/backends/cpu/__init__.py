@@ -27,5 +27,5 @@ def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
 
 
 def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
-    """None, for the same reason."""
+    """None: there is nothing to prepare, as in the forward."""
     return None

@@ -29,8 +29,8 @@ class Columns(NamedTuple):
 def adjacent_columns(
     visibility: Visibility, rows: tuple[int, int], run: KeyRun
 ) -> Iterator[Columns]:
-    """The columns of the tile of `rows`, which stand at adjacent positions, and the keys of `run`:
-    one part of them if the tensors hold whole sequences.
+    """The tile of `rows` and the keys of `run`, in parts whose keys stand at adjacent positions: a
+    single part if the tensors hold whole sequences.
     """
     m0, m1 = rows
     for start, stop, position in _adjacent_keys(visibility, run):

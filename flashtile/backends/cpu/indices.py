@@ -1,5 +1,7 @@
-"""The numbers of a segment's sequences, heads, queries and keys in the whole call, of which a rank
-of context parallelism has a part: what dropout and score functions count by.
+"""The indices of a segment's sequences, heads, queries and keys in the whole call.
+
+A rank of context parallelism has only a part of that call, but dropout and score functions use the
+indices of the whole.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ from .segments import KeyRun, Segment
 
 
 class Indices(NamedTuple):
-    """The numbers of a segment's sequences and heads, and where its rows stand."""
+    """The indices of a segment's sequences and heads, and the positions of its rows."""
 
     batch: Tensor  # (batch,)
     heads: Tensor  # (heads,)
     visibility: Visibility
-    shift: int  # of the positions of queries from their numbers
+    shift: int  # position of a query minus its index
 
     @classmethod
     def of(cls, operands: Operands, options: Options, segment: Segment) -> Indices:
-        """The numbers of a segment."""
+        """The indices of a segment."""
         batch, heads = segment.batch, segment.heads
         visibility = segment.mask.visibility
         found = cls(
@@ -39,9 +41,9 @@ class Indices(NamedTuple):
         return found._replace(batch=torch.tensor([number]), shift=shift)
 
     def queries(self, m0: int, m1: int) -> Tensor:
-        """The numbers of the query rows ``[m0, m1)``."""
+        """The indices of the query rows ``[m0, m1)``."""
         return self.visibility.row_positions(m0, m1) - self.shift
 
     def keys(self, run: KeyRun) -> Tensor:
-        """The numbers of the keys of a run."""
+        """The indices of the keys of a run."""
         return self.visibility.key_positions(run.start, run.stop)

@@ -12,7 +12,7 @@ from ...score_mod.program import INDICES, Program, parsed
 from .indices import Indices
 from .segments import KeyRun, Segment
 
-# Of the indices of sequences, query heads, queries and keys, beside a tile of scores.
+# Shapes in which indices of sequences, query heads, queries and keys broadcast over a tile.
 _SHAPES = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
 
 

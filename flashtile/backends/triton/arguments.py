@@ -38,8 +38,8 @@ class Sequences(NamedTuple):
     page_table: Tensor | None
     q_runs: Tensor | None = None  # (B, RUNS, 2), see `positions.py`
     k_runs: Tensor | None = None
-    # What dropout and score functions count by: (B, 2), the number of each sequence and its keys
-    # minus its queries in the whole call, and the number of the first head there.
+    # Dropout and score functions use indices of the whole call: (B, 2), the index of each sequence
+    # there and its keys minus its queries; and the index of the first head.
     numbers: Tensor | None = None
     first_head: int | None = None
 

@@ -97,8 +97,8 @@ def backward(
 
 
 def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
-    """`backward` of calls like one that has been made with the operands, out, lse, dout and dlse
-    `tensors`; None if that one was not prepared, as that of a cache."""
+    """`backward` of calls like an earlier one, whose operands, out, lse, dout and dlse were
+    `tensors`; None if that one was not prepared, as is true of a cache."""
     call = problem, Operands(*tensors[:OPERANDS]).k.dtype  # type: ignore[arg-type]  # q, k, v exist
     prepared = prepared_call(BACKWARD, call, tensors)
     if prepared is None:

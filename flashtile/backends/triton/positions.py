@@ -54,8 +54,8 @@ def keys_before(p, places, N, cfg: tl.constexpr):
 
 @triton.jit
 def indices_of_queries(b, h, rows, places, cfg: tl.constexpr):
-    """A sequence, heads and queries by their numbers in the whole call, which dropout and score
-    functions count by."""
+    """The indices of a sequence, heads and queries in the whole call, which dropout and score
+    functions use."""
     if places.at.numbers is not None:
         shift = tl.load(places.at.numbers + 2 * b + 1)
         queries = query_positions(rows, places, cfg) - shift

@@ -224,9 +224,9 @@ def start_additions(
 # two writers process alternate steps. Two steps of a tile add to different blocks; only tiles that
 # add to the same block are ordered.
 #
-# With cfg.HAS_DQ_IN_REGISTERS the writer is idle. With more than 128 columns there are writers only
-# for ordered additions: shared memory has no room for a second pair of pieces, so consumers that
-# add their own wait less, but they would have to wait for semaphores too.
+# With cfg.HAS_DQ_IN_REGISTERS the writer is idle. Above 128 columns there are writers only for
+# ordered additions. Shared memory has no room for a second pair of pieces there, so consumers wait
+# less if they add their own pieces; but in ordered additions they would wait for semaphores too.
 
 
 @gluon.jit

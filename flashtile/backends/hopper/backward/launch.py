@@ -73,8 +73,8 @@ def backward(
 
 
 def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
-    """`backward` of calls like one that has been made with the operands, out, lse, dout and dlse
-    `tensors`; None if that one was not prepared, as one of a partial problem.
+    """`backward` of calls like an earlier one, whose operands, out, lse, dout and dlse were
+    `tensors`; None if that one was not prepared, as is true of a partial problem.
     """
     prepared = prepared_call(PASS, problem, (*tensors, None))
     if prepared is None:

@@ -48,8 +48,8 @@ def run_forward(
     launch_of: Callable[..., Launch],
     into: Results | None = None,
 ) -> Results:
-    """(out, lse) from the launch that `launch_of` describes, which is like `forward_launch`; in the
-    tensors `into` if given, in which the rows of no sequence keep what they hold.
+    """(out, lse) from the launch that `launch_of` describes, a function like `forward_launch`. They
+    are written to the tensors `into` if given, whose rows of no sequence keep what they hold.
     """
     if 0 in operands.q.shape:
         with torch.cuda.device_of(operands.q):

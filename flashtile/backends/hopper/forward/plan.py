@@ -31,10 +31,10 @@ OLDEST_TRITON = (3, 6)
 # TMA needs rows that start at multiples of 16 bytes.
 HEAD_DIM_STEP = 8
 
-# Of positions; a tile reads those of its sequence one after the other.
+# Runs of positions in a sequence. A tile reads them one after the other.
 MAX_RUNS = 16
 
-# Intervals of spans, which need registers in every thread.
+# Intervals of a mask of spans. Each one needs registers in every thread.
 MOST_SPANS = 2
 
 # With fewer queries, most of a tile would be empty.
