@@ -111,6 +111,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a traced call of `ContextParallel.attention`."""
     refuse_unknown(options, attend)
+    for name in _NAMED:
+        if options.get(name) is not None:
+            checks.tensor(name, options[name])
     q, k, v = cast_inputs(*qkv)
     window = checks.window(options.get("window_size", (-1, -1)))
     checks.hints(options.get("pack_gqa"), options.get("sm_margin", 0), None, q)

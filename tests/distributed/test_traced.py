@@ -92,3 +92,22 @@ def test_score_functions_end_the_graph() -> None:
             torch.compile(layer, backend="aot_eager", fullgraph=True)(x, slopes)
 
     run_ranks(1, run)
+
+
+@pytest.mark.parametrize(
+    "name", ["alibi_slopes", "bias", "qv", "relative_bias", "seqused_q", "sink"]
+)
+def test_what_is_no_tensor_is_named(name: str) -> None:
+    def run(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(seq_len=8)
+        x = torch.zeros(1, 8, 2, 8)
+
+        @torch.compile(backend="eager")
+        def attend(x: torch.Tensor) -> Any:
+            return parallel.attention(x, x, x, layout, **{name: [0.5, 0.5]})
+
+        with pytest.raises(TypeError, match=f"{name}: got list, want a torch.Tensor"):
+            attend(x)
+
+    run_ranks(1, run)
