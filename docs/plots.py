@@ -118,6 +118,9 @@ def against_length(name: str) -> Figure:
     ):
         panel = (direction, kind, causal)
         here = [row for row in rows if (row["pass"], row[column], row["causal"]) == panel]
+        if not here:  # a run that was cut off
+            axes.set_visible(False)
+            continue
         cases = by_case(here, "tflops", "seqlen_q")
         for peer, colour in COLOURS.items():
             points = [
