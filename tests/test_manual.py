@@ -14,7 +14,7 @@ from flashtile.cli import COMMANDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-GENERATED = re.compile(r"<!-- (?P<name>[\w ]+): begin -->.*?<!-- (?P=name): end -->", re.S)
+GENERATED = re.compile(r"<!-- (?P<name>[\w -]+): begin -->.*?<!-- (?P=name): end -->", re.S)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
