@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
+from triton.language.core import builtin
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 # The interpreter cannot run assembly.
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-HAS_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
+
+
+@builtin
+def compiles_to_ptx(_semantic: Any = None) -> Any:
+    """Whether the kernel is compiled for an NVIDIA GPU."""
+    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
 
 
 @triton.jit
@@ -20,7 +27,9 @@ def reciprocal(x):
 
     Triton compiles a division to `div.full`, which scales such numbers at more than twice the cost.
     """
-    if HAS_PTX:
+    if IS_INTERPRETED:
+        y = 1.0 / x
+    elif compiles_to_ptx():
         y = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )

@@ -393,7 +393,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
     gluon = "triton.experimental.gluon"
     language = module(gluon + ".language", **LANGUAGE)
     plain = module("triton.language", **LANGUAGE)
-    module("triton.language.core", _aggregate=lambda cls: cls)
+    module("triton.language.core", _aggregate=lambda cls: cls, builtin=builtin)
     module("triton.experimental")
     module(gluon, jit=jit, constexpr_function=jit, language=language)
     module(gluon + ".language._core", builtin=builtin, _unwrap_if_constexpr=lambda x: x)
