@@ -159,7 +159,7 @@ def _dealiased(operands: Operands) -> Operands:
             seen.append(x)
         result.append(x)
     # q, k and v are never None, but the list's type also has the optional tensors.
-    return Operands(*result)  # type: ignore[arg-type]
+    return Operands(*result)  # type: ignore[arg-type]  # its fields
 
 
 # A backend determines the dtype of each of its products, so autocast is off inside.
@@ -191,7 +191,7 @@ def _run_backward(
         *given, out, lse, dout, dlse = tensors
         assert out is not None and lse is not None and dout is not None
         # As many as `Operands` has, of which only the optional ones are None.
-        operands = Operands(*given)  # type: ignore[arg-type]
+        operands = Operands(*given)  # type: ignore[arg-type]  # its fields
         backend = backends.load(problem.options.backend)
         return backend.backward(problem, operands, out, lse, dout, dlse)
 
