@@ -55,7 +55,7 @@ PASSES = {
     "all": ("forward", "backward", "both"),
 }
 CAUSAL = {"true": (True,), "false": (False,), "both": (False, True)}
-LENGTHS, HEAD_DIMS = (1024, 2048, 4096), (64,)
+LENGTHS, HEAD_DIMS, NUM_HEADS = (1024, 2048, 4096), (64,), (8,)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,19 +118,16 @@ def _add_shapes(what: argparse._ArgumentGroup) -> None:
         "--functions",
         nargs="+",
         choices=VARIANTS,
-        default=["dense"],
         metavar="NAME",
         help="kinds of attention, listed below (default: dense)",
     )
-    for name, default, meaning in (
-        ("--seq-len", None, "lengths of queries and keys, in tokens (default: 1024 2048 4096)"),
-        ("--batch-size", [1], "sequences of a call (default: 1)"),
-        ("--num-heads", [8], "query heads (default: 8)"),
-        ("--head-dim", None, "sizes of a head, in elements (default: 64)"),
+    for name, meaning in (
+        ("--seq-len", "lengths of queries and keys, in tokens (default: 1024 2048 4096)"),
+        ("--batch-size", "sequences of a call (default: 1)"),
+        ("--num-heads", "query heads (default: 8)"),
+        ("--head-dim", "sizes of a head, in elements (default: 64)"),
     ):
-        what.add_argument(
-            name, nargs="+", type=_positive, default=default, metavar="N", help=meaning
-        )
+        what.add_argument(name, nargs="+", type=_positive, metavar="N", help=meaning)
     what.add_argument(
         "--num-heads-kv",
         type=_positive,
@@ -200,10 +197,15 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write; 0 if something was measured and no call of flashtile failed."""
     if args.report:
         return _report(args.report)
+    for name in ("functions", "batch_size", "num_heads", "num_heads_kv"):
+        if args.preset and getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            print(f"{flag}: the cases of --preset {args.preset} have their own", file=sys.stderr)
+            return 2
     if args.preset == CONTEXT:
         return context.run(args)
     groups = args.num_heads_kv or 1
-    if any(heads % groups for heads in args.num_heads):
+    if any(heads % groups for heads in args.num_heads or NUM_HEADS):
         print(f"--num-heads-kv {groups} does not divide every one of --num-heads", file=sys.stderr)
         return 2
     draws = args.preset in PRESETS and PRESETS[args.preset].draws
@@ -357,11 +359,11 @@ def cases(args: argparse.Namespace, device: str) -> list[Case]:
 def _combinations(args: argparse.Namespace, device: str) -> list[Case]:
     dtypes = args.dtype or ["float32" if torch.device(device).type == "cpu" else "bfloat16"]
     grid = product(
-        args.functions,
+        args.functions or ["dense"],
         dtypes,
         args.head_dim or HEAD_DIMS,
-        args.num_heads,
-        args.batch_size,
+        args.num_heads or NUM_HEADS,
+        args.batch_size or [1],
         CAUSAL[args.use_causal or "false"],
         args.seq_len or LENGTHS,
     )

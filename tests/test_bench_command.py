@@ -65,6 +65,16 @@ def test_it_wants_heads_that_divide(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--num-heads-kv 4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flag", ["--functions window", "--batch-size 2", "--num-heads 4", "--num-heads-kv 2"]
+)
+def test_flags_that_a_preset_does_not_take_are_refused(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--preset", "gpu-dense", *flag.split()]) == 2
+    assert f"{flag.split()[0]}: the cases of --preset gpu-dense" in capsys.readouterr().err
+
+
 def test_it_measures_every_combination_of_its_flags() -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
