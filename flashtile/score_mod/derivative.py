@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -43,12 +44,18 @@ def derivative(text: str, dtype: torch.dtype, of_captured: bool) -> str:
         found: tuple[Tensor, ...] = gradients(g)
         return found
 
-    with tracing(), torch.autocast("cpu", enabled=False), torch.enable_grad():
-        score = torch.ones((), dtype=dtype)
-        indices = [torch.ones((), dtype=torch.int64) for _ in INDICES]
-        captured = [torch.ones((), dtype=line.dtype) for line in reads]
+    def traced() -> torch.fx.GraphModule:
+        with tracing(), torch.autocast("cpu", enabled=False), torch.enable_grad():
+            score = torch.ones((), dtype=dtype)
+            indices = [torch.ones((), dtype=torch.int64) for _ in INDICES]
+            captured = [torch.ones((), dtype=line.dtype) for line in reads]
+            return make_fx(pullback)(score, *indices, score.clone(), *captured)
+
+    # `torch.func` refuses to work under hooks for saved tensors, such as those of checkpointing. A
+    # new thread has none.
+    with ThreadPoolExecutor(1) as thread:
         try:
-            graph = make_fx(pullback)(score, *indices, score.clone(), *captured)
+            graph = thread.submit(traced).result()
         except RuntimeError as error:
             raise NotImplementedError(f"score_mod: has no derivative: {error}") from error
     inputs = ("s", *INDICES, "g", *(line.name for line in reads))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.call import prepare
-from flashtile.distributed import arguments, cache
+from flashtile.distributed import cache
 from flashtile.integrations import dtensor
 from flashtile.problem import Operands, Options
 from flashtile.score_mod import times_traced
@@ -375,11 +375,11 @@ def test_every_function_takes_one(name, seed) -> None:
 
 
 def test_what_counts_heads_and_sequences_of_a_part_refuses_one() -> None:
-    """Context parallelism, and sharded DTensors: a function would get the numbers of a shard."""
+    """Sharded DTensors and caches over ranks: a function would get the numbers of a shard."""
     options = Options(5, 5, 1.0, score_mod="return s")
     q = torch.zeros(2, 5, 2, 8)
     assert dtensor._placements(Operands(q, q, q), options) == []
-    assert "score_mod" not in {*arguments.OPTIONS, *cache.OPTIONS}
+    assert "score_mod" not in cache.OPTIONS
 
 
 class TestTraces:
