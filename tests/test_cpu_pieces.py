@@ -243,6 +243,9 @@ def test_sequences_of_equal_lengths_share_a_segment(lengths, options, batches, d
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_callers_get_a_contiguous_lse(requires_grad):
     """PyTorch's kernel gives the lse with the queries before the heads."""
+    # PyTorch 2.13 fails while it explains why a graph of another test, with an `attn_mask`, does
+    # not fit this call.
+    torch.compiler.reset()
     q = torch.randn(2, 5, 3, 8, requires_grad=requires_grad)
     packed, starts = q.flatten(0, 1), torch.tensor([0, 5, 10], dtype=torch.int32)
     found = [
