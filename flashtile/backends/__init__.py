@@ -190,7 +190,7 @@ class PreparedBackward:
         *operands, out, lse, dout, dlse = tensors
         assert out is not None and lse is not None and dout is not None
         # As many as `Operands` has, of which only the optional ones are None.
-        given = Operands(*operands)  # type: ignore[arg-type]
+        given = Operands(*operands)  # type: ignore[arg-type]  # its fields
         gradients = backend.backward(problem, given, out, lse, dout, dlse)
         if self._last != facts:
             self._last = facts

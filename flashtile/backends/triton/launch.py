@@ -106,7 +106,9 @@ def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackwar
 
     def run(tensors: Tensors) -> Gradients:
         *operands, _, lse, _, _ = tensors
-        return _gradients(problem, Operands(*operands), lse, prepared.run(tensors))  # type: ignore[arg-type]
+        assert lse is not None  # every forward with gradients keeps it
+        given = Operands(*operands)  # type: ignore[arg-type]  # its fields
+        return _gradients(problem, given, lse, prepared.run(tensors))
 
     return run
 
