@@ -21,6 +21,54 @@ def compiles_to_ptx(_semantic: Any = None) -> Any:
     return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
 
 
+@triton.constexpr_function
+def _guarded_load(bits: int) -> str:
+    """The assembly that loads a number where the third operand is not zero, else 0."""
+    result, widen = ("x", "cvt.u32.u16 $0, x;") if bits == 16 else ("$0", "")
+    return f"""{{
+        .reg .pred inside;
+        .reg .b16 x;
+        setp.ne.u32 inside, $2, 0;
+        mov.b{bits} {result}, 0;
+        @inside ld.global.nc.b{bits} {result}, [$1];
+        {widen}
+        }}"""
+
+
+@triton.jit
+def load_each(pointers, inside=None):
+    """Numbers of 16, 32 or 64 bits, for a tile whose neighbours lie anywhere, from memory that no
+    kernel writes meanwhile; 0 where not `inside`.
+
+    Each thread loads the numbers of its own scores. Triton's own loads order the threads by
+    address, and exchange the numbers through shared memory afterwards: with a barrier for every
+    few numbers, or with room for several tiles.
+    """
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    if inside is None:
+        inside = tl.full(pointers.shape, 1, tl.int1)
+    if IS_INTERPRETED:
+        x = tl.load(pointers, mask=inside, other=0)
+    elif compiles_to_ptx():
+        pointers, inside = tl.broadcast(pointers, inside)
+        operands = [pointers, inside.to(tl.int32)]
+        if BITS == 64:
+            x = tl.inline_asm_elementwise(
+                _guarded_load(64), "=l,l,r", operands, dtype=tl.int64, is_pure=True, pack=1
+            )
+        else:
+            x = tl.inline_asm_elementwise(
+                _guarded_load(BITS), "=r,l,r", operands, dtype=tl.int32, is_pure=True, pack=1
+            )
+            if BITS == 16:
+                x = x.to(tl.int16)
+        x = x.to(dtype, bitcast=True)
+    else:
+        x = tl.load(pointers, mask=inside, other=0)
+    return x
+
+
 @triton.jit
 def reciprocal(x):
     """1 / x for float32 numbers that are neither subnormal nor huge, within one ulp on NVIDIA GPUs.

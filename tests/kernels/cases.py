@@ -234,6 +234,12 @@ def table_of_distances(g: torch.Generator) -> ScoreFunction:
     return lambda score, b, h, i, j: score * 0.5 + table[h, i - j]
 
 
+def table_of_near_distances(g: torch.Generator) -> ScoreFunction:
+    """A captured table whose ends serve all farther distances: most tiles read one number."""
+    table = normal(g, 4, 25)
+    return lambda score, b, h, i, j: score + table[h, (j - i - 9).clamp(-12, 12) + 12]
+
+
 def many_operations(g: torch.Generator) -> ScoreFunction:
     """Integers with signs, large products, bools, constants, 16-bit and nonlinear numbers."""
     ids, scale = torch.randint(0, 3, (4, 200), generator=g), normal(g, 3, dtype=torch.bfloat16)
@@ -258,6 +264,9 @@ def only_captured(g: torch.Generator) -> ScoreFunction:
 SCORE_CASES: dict[str, Make] = {
     "score function": scored(
         dense(**SMALL)(lambda g, t: {"window_size": (9, 7)}), table_of_distances
+    ),
+    "score function of near and far keys": scored(
+        dense(**(SMALL | {"B": 1, "M": 150, "N": 170}))(), table_of_near_distances
     ),
     "score function of many operations": scored(dense(**SMALL)(), many_operations),
     "score function, few queries of grouped heads": scored(

@@ -186,9 +186,9 @@ def parts() -> Call:
     return operands, options._replace(window_left=40, attention_chunk=50, dropout_p=0.1)
 
 
-def captured() -> Call:
+def captured(name: str = "score function of many operations") -> Call:
     """A score function, with gradients of what it captures."""
-    operands, options = make_call("score function of many operations", torch.bfloat16)
+    operands, options = make_call(name, torch.bfloat16)
     gradient = derivative(options.score_mod, torch.float32, of_captured=True)
     return operands, options._replace(score_mod_gradient=gradient)
 
@@ -213,6 +213,9 @@ OPTIONS = {
         *make_call("spans and a block mask", torch.bfloat16), device
     ),
     "score function": lambda device: launches(*captured(), device),
+    "score function of distances": lambda device: launches(
+        *captured("score function of near and far keys"), device
+    ),
     "score function of parts": lambda device: launches(*captured_in_parts(), device),
     "relative bias": lambda device: launches(*make_call("relative bias", torch.bfloat16), device),
     "packed": lambda device: launches(*make_call("packed dropout", torch.bfloat16), device),

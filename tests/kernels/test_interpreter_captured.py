@@ -60,12 +60,26 @@ def gradients(
     return found
 
 
-@pytest.mark.parametrize("name", ["packed", "softcap", "no keys"])
-def test_gradients_of_captured_values(name: str, seed: int) -> None:
+def near_and_far(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """A table whose ends many tiles share, and one that reaches every distance."""
+    near = TABLE[h, (j - i).clamp(-9, 9) + 9]
+    return score * near + TABLE[h, (i - j).abs() // 8] * ROWS[near.abs().clamp(0, 3).int()]
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("packed", everything),
+        ("softcap", everything),
+        ("no keys", everything),
+        ("score function of near and far keys", near_and_far),
+    ],
+)
+def test_gradients_of_captured_values(name: str, function: ScoreFunction, seed: int) -> None:
     torch.manual_seed(seed)
     call = CASES[name](generator(seed), torch.float16)
-    got = gradients(backend, call, torch.float32).dcaptured
-    truth = gradients(cpu, call, torch.float64).dcaptured
+    got = gradients(backend, call, torch.float32, function).dcaptured
+    truth = gradients(cpu, call, torch.float64, function).dcaptured
     assert got is not None
     assert truth is not None
     assert got.dtype == torch.float32

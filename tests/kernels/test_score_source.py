@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.backends.triton.score_source import CAPTURED, GRADIENT, SCORE, source_of
+from flashtile.backends.triton.arguments import Corners
+from flashtile.backends.triton.captured_source import (
+    CAPTURED,
+    SUMS,
+    captured_source,
+    kept_tiles,
+)
+from flashtile.backends.triton.index_facts import Facts
+from flashtile.backends.triton.score_source import GRADIENT, SCORE, Writer, source_of
 from flashtile.backends.triton.support import unsupported_reasons
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import prepare
 from flashtile.problem import AttentionProblem
 from flashtile.score_mod import derivative, described
+from flashtile.score_mod.program import VALUES, parsed
 
 ScoreMod = Callable[..., Tensor]
 TABLE = torch.zeros(4, 9)
@@ -30,12 +39,12 @@ def source(function: ScoreMod) -> str:
 def test_a_table() -> None:
     assert source(lambda s, b, h, i, j: s + TABLE[h, j - 2]).split("\n") == [
         "    t0 = (j) - (2)",
-        "    t1_1 = wrapped(t0, 9)",
         "    t1_0 = wrapped(h, 4)",
+        "    t1_1 = wrapped(t0, 9)",
         "    t1 = tl.load(values_ptr + 0 + t1_1.to(tl.int32) * 1 + t1_0.to(tl.int32) * 9, "
-        "mask=(t1_1 >= 0) & (t1_1 < 9) & (t1_0 >= 0) & (t1_0 < 4), other=0).to(tl.float32)",
+        "mask=(t1_0 >= 0) & (t1_0 < 4) & (t1_1 >= 0) & (t1_1 < 9), other=0).to(tl.float32)",
         "    t2 = (s) + (t1)",
-        "    return tl.zeros_like(s) + t2",
+        "    return t2",
         "",
     ]
 
@@ -57,12 +66,12 @@ def test_equal_sources_have_equal_names() -> None:
         described(lambda s, b, h, i, j, n=n: s * n, torch.float32, torch.device("cpu")).program
         for n in (2.0, 3.0)
     ]
-    names = [function_of(x, SCORE).__name__ for x in texts]
+    names = [function_of(source_of(x, SCORE)).__name__ for x in texts]
     function_of.cache_clear()
-    assert names == [function_of(x, SCORE).__name__ for x in texts]
+    assert names == [function_of(source_of(x, SCORE)).__name__ for x in texts]
     assert len(set(names)) == 2
     other = derivative(texts[0], torch.float32, of_captured=False)
-    assert function_of(other, GRADIENT).__name__ not in names
+    assert function_of(source_of(other, GRADIENT)).__name__ not in names
 
 
 def reasons(function: ScoreMod, **options: Any) -> list[str]:
@@ -100,21 +109,96 @@ def test_only_deterministic_gradients_of_captured_tensors_are_refused() -> None:
     assert reasons(lambda s, b, h, i, j: s + table.detach()[h, j], deterministic=True) == []
 
 
-def test_gradients_are_summed_before_they_are_added() -> None:
-    """Over keys, rows or both, if these share the captured number."""
+def derivative_of(function: ScoreMod) -> str:
+    text = described(function, torch.float32, torch.device("cpu")).program
+    return derivative(text, torch.float32, of_captured=True)
+
+
+@pytest.mark.parametrize("by_difference", [True, False])
+def test_gradients_are_summed_before_they_are_added(by_difference: bool) -> None:
+    """Over keys, rows, diagonals or all scores, if these share the captured number."""
     numbers = torch.zeros(9)
+    every, diagonal = "tl.sum(kept[0], 0)", "x0 = kept[0]"
     sums = {
-        "tl.sum(tl.sum(x0, 1), 0)": lambda s, b, h, i, j: s * numbers[h],
-        "tl.sum(x0, 1)[:, None]": lambda s, b, h, i, j: s * numbers[i // 2],
-        "tl.sum(x0, 0)[None, :]": lambda s, b, h, i, j: s * numbers[j + b],
-        "x0 = x0": lambda s, b, h, i, j: s * numbers[i - j],
+        (every, True): lambda s, b, h, i, j: s * numbers[h],
+        ("tl.sum(x0, 1)[:, None]", False): lambda s, b, h, i, j: s * numbers[i // 2],
+        ("tl.sum(x0, 0)[None, :]", False): lambda s, b, h, i, j: s * numbers[j + b],
+        (diagonal, by_difference): lambda s, b, h, i, j: s * numbers[(i - j).abs() + 1],
+        ("", False): lambda s, b, h, i, j: s * numbers[i + j],
     }
-    for wanted, function in sums.items():
-        text = described(function, torch.float32, torch.device("cpu")).program
-        gradient = derivative(text, torch.float32, of_captured=True)
-        written = source_of(gradient, CAPTURED)
-        assert wanted in written
-        assert written.count("tl.atomic_add(total_ptr + ") == 1
+    for (wanted, is_kept), function in sums.items():
+        gradient = derivative_of(function)
+        tile = captured_source(gradient, CAPTURED, by_difference)
+        band = captured_source(gradient, SUMS, by_difference)
+        assert kept_tiles(gradient, by_difference) == is_kept
+        assert (wanted if is_kept or wanted != diagonal else "") in (band if is_kept else tile)
+        added = [text.count("tl.atomic_add(total_ptr + ") for text in (tile, band)]
+        assert added == [1 - is_kept, is_kept]
+
+
+def facts(function: ScoreMod) -> tuple[Facts, str]:
+    """The facts of a program, and the last index that it reads with."""
+    text = described(function, torch.float32, torch.device("cpu")).program
+    program = parsed(text)
+    (read,) = (line for line in program.lines if line.op == VALUES)
+    return Writer(program).facts, read.arguments[-1]
+
+
+@pytest.mark.parametrize(
+    ("index", "axes"),
+    [
+        (lambda i, j: i, "i"),
+        (lambda i, j: i - j, "d"),
+        (lambda i, j: (j - i).clamp(-4, 4) + 4, "d"),
+        (lambda i, j: (j + 3) - (i - 1) // 1, "ij"),
+        (lambda i, j: torch.add(j, i, alpha=-1), "d"),
+        (lambda i, j: i - 2 * j, "ij"),
+        (lambda i, j: (i - j) + j, "dj"),
+        (lambda i, j: (i - j) * j, "dj"),
+        (lambda i, j: i - i, "i"),
+    ],
+)
+def test_on_what_an_index_depends(index: Callable[..., Tensor], axes: str) -> None:
+    found, read = facts(lambda s, b, h, i, j: s + TABLE[h, index(i, j)])
+    assert found.axes(read) == set(axes)
+
+
+def test_bounds_hold_in_every_tile() -> None:
+    """The bounds are those of the indices of a tile, for every operation that they know."""
+    corners = Corners(7, 9, 4, 8)
+    i, j = torch.meshgrid(torch.arange(7, 10), torch.arange(4, 9), indexing="ij")
+
+    class Plain:
+        """Triton's functions on Python's integers."""
+
+        minimum, maximum = min, max
+
+    for index in (
+        lambda i, j: j - i,
+        lambda i, j: (i - j).abs(),
+        lambda i, j: (j - i).abs().neg() + 3,
+        lambda i, j: (i - j - 2).clamp(-1, 1) + (j - i),
+        lambda i, j: (i - j).clamp_min(0) - (j - i).clamp_max(-2),
+    ):
+        found, read = facts(lambda s, b, h, i, j, f=index: s + TABLE[h, f(i, j)])
+        bounds = found.bounds(read)
+        assert bounds is not None
+        least, greatest = (eval(x, {"tl": Plain, "corners": corners}) for x in bounds)
+        assert least <= int(index(i, j).min())
+        assert greatest >= int(index(i, j).max())
+    unknown, read = facts(lambda s, b, h, i, j: s + TABLE[h, (i - j) * (i - j)])
+    assert unknown.bounds(read) is None
+
+
+def test_tiles_that_read_one_number_or_need_no_checks_are_told_apart() -> None:
+    """Where the bounds of an index are known."""
+    known = source(lambda s, b, h, i, j: s + TABLE[h, (j - i).clamp(-4, 4) + 4])
+    unknown = source(lambda s, b, h, i, j: s + TABLE[h, (j - i) * (j - i)])
+    counts = [
+        (x.count("tl.load("), x.count("load_each("), x.count("if ")) for x in (known, unknown)
+    ]
+    assert counts == [(1, 2, 2), (0, 1, 0)]
+    assert "elif (t3_1_least >= 0) & (t3_1_greatest < 9):" in known
 
 
 def test_a_forced_gpu_backend_says_why() -> None:

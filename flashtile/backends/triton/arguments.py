@@ -145,6 +145,15 @@ class Places(NamedTuple):
     b: Any  # the sequence
 
 
+class Corners(NamedTuple):
+    """First and last row and key of a tile, the last ones perhaps past the end."""
+
+    first_row: Any
+    last_row: Any
+    first_key: Any
+    last_key: Any
+
+
 class Mask(NamedTuple):
     """The mask rules, which flags of `KernelConfig` select."""
 
@@ -181,7 +190,7 @@ NUMBERS = (
     "mask_columns", "drop_threshold",
 )  # fmt: skip
 # Tensors that are read by rows of any length, where alignment saves nothing.
-POINTERS = ("lse_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
+POINTERS = ("lse_ptr", "lse_log2_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
 
 
 def unspecialised(*tensors: str) -> list[str]:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import LOG2E, rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
+from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
 from .score_rule import product_gradient
 from .spans import (
     full_tile_of,
@@ -26,17 +26,17 @@ from .spans import (
 from .tiles import (
     between,
     dropout_key,
+    exponent_factor,
     head_swizzle,
     in_block_mask,
     kept,
     key_span,
-    linear_scale,
     list_row,
     load_rows,
     load_tile,
     masked_tile,
     query_span,
-    scores_log2,
+    scores_of,
     seeing_rows,
     stats_start,
     store_rows,
@@ -48,11 +48,13 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=["rows_total", *unspecialised("out", "dout")])
 def delta_kernel(
-    out_ptr, out_batch, out_row, out_head, dout_ptr, dout_batch, dout_row, dout_head, dlse_ptr,
-    delta_ptr, rows_total, heads, BLOCK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    out_ptr, out_batch, out_row, out_head, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr,
+    dlse_ptr, delta_ptr, lse_log2_ptr, rows_total, heads, BLOCK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) minus the gradient of the log-sum-exp, for every row of one head."""
+    """delta = rowsum(dO * O) minus the gradient of the log-sum-exp, and the log-sum-exp in base 2,
+    for every row of one head.
+    """
     out = HeadRows(out_ptr, out_batch, out_row, out_head)
     dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
     h = tl.program_id(0) % heads
@@ -72,20 +74,26 @@ def delta_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
     tl.store(delta_ptr + stats_offs, delta, mask=rows < rows_total)
+    lse = tl.load(lse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
+    tl.store(lse_log2_ptr + stats_offs, in_base_2(lse), mask=rows < rows_total)
 
 
 @triton.jit
-def load_stats(lse_ptr, delta_ptr, rows, M, IS_MASKED: tl.constexpr):
-    """Log-sum-exp in base 2, and delta. Rows that saw no key, or are past the end, get +inf, which
-    makes P zero.
-    """
+def in_base_2(lse):
+    """A log-sum-exp in base 2. Rows that saw no key get +inf, which makes P zero."""
+    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def load_stats(lse_log2_ptr, delta_ptr, rows, M, IS_MASKED: tl.constexpr):
+    """Log-sum-exp in base 2, and delta. Rows past the end get +inf, which makes P zero."""
     if IS_MASKED:
-        lse = tl.load(lse_ptr + rows, mask=rows < M, other=-float("inf"))
+        lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < M, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=rows < M, other=0.0)
     else:
-        lse = tl.load(lse_ptr + rows)
+        lse_log2 = tl.load(lse_log2_ptr + rows)
         delta = tl.load(delta_ptr + rows)
-    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), delta
+    return lse_log2, delta
 
 
 @triton.jit
@@ -95,6 +103,7 @@ def recompute_p(
     rows,
     keys,
     visible,
+    corners,
     places,
     b,
     h,
@@ -105,8 +114,9 @@ def recompute_p(
     cfg: tl.constexpr,
 ):
     """P = exp(S - lse) of a tile or of a transposed tile."""
-    s_log2 = scores_log2(qk, rows, keys, (rows < M) & (keys < N), places, b, h, score, cfg)
-    p = tl.math.exp2(s_log2 * linear_scale(score, cfg) - lse_log2)
+    inside = (rows < M) & (keys < N)
+    s = scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg)
+    p = tl.math.exp2(s * exponent_factor(score, cfg) - lse_log2)
     if IS_MASKED:
         p = tl.where(visible, p, 0.0)
     return p
@@ -122,7 +132,7 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 
 @triton.jit
 def add_queries(
-    dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_ptr, delta_ptr, n0,
+    dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_log2_ptr, delta_ptr, n0,
     keys, start_q, M, N, places, b, h, mask,
     score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
@@ -139,7 +149,7 @@ def add_queries(
     )
     # (BLOCK_N, BLOCK_M)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-    lse_log2, delta = load_stats(lse_ptr, delta_ptr, offs_m, M, IS_MASKED)
+    lse_log2, delta = load_stats(lse_log2_ptr, delta_ptr, offs_m, M, IS_MASKED)
     visible = keys < N
     if IS_MASKED:
         start, stop = visible_keys(rows, N, places, mask, cfg)
@@ -150,9 +160,11 @@ def add_queries(
     keep = visible
     if cfg.HAS_DROPOUT:
         keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, places, cfg))
+    corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
     p = recompute_p(
-        qk, lse_log2[None, :], rows, keys, visible, places, b, h, score, M, N, IS_MASKED, cfg
-    )
+        qk, lse_log2[None, :], rows, keys, visible, corners, places, b, h, score, M, N, IS_MASKED,
+        cfg,
+    )  # fmt: skip
     # (BLOCK_M, BLOCK_DV)
     do_tile = load_tile(
         dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV, cfg.OUT_ALIGNMENT,
@@ -164,7 +176,9 @@ def add_queries(
         # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[None, :])
-        ds = product_gradient(ds, qk, rows, keys, visible, b, h, places, score, cfg)
+        ds = product_gradient(
+            ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg
+        )
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
 
@@ -173,7 +187,7 @@ def add_queries(
 def key_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dk_ptr, dk_batch, dk_row, dk_head, dv_ptr, dv_batch,
-    dv_row, dv_head, lse_ptr, delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B,
+    dv_row, dv_head, lse_log2_ptr, delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B,
     M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
     drop_threshold, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -234,7 +248,7 @@ def key_gradient_kernel(
             dout, rows_base(dout, b, start_q, h), M, cfg, cfg.DV, BLOCK_M, BLOCK_DV
         )
         stats_row = stats_start(lengths, b, h, heads) + start_q
-        lse_row = lse_ptr + stats_row
+        lse_row = lse_log2_ptr + stats_row
         delta_row = delta_ptr + stats_row
         if HAS_LISTS:
             capacity = tl.cdiv(lengths.M, BLOCK_M)
@@ -305,18 +319,20 @@ def add_keys(
     keep = visible
     if cfg.HAS_DROPOUT:
         keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
+    corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
     p = recompute_p(
-        qk, lse_log2[:, None], rows, keys, visible, places, b, h, score, M, N, IS_MASKED, cfg
-    )
+        qk, lse_log2[:, None], rows, keys, visible, corners, places, b, h, score, M, N, IS_MASKED,
+        cfg,
+    )  # fmt: skip
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
-    ds = product_gradient(ds, qk, rows, keys, visible, b, h, places, score, cfg)
+    ds = product_gradient(ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dq"))
 def query_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, lse_ptr,
+    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, lse_log2_ptr,
     delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B, M, N, total_q, total_k,
     page_columns, left, right, chunk, heads, mask_rows, mask_columns, drop_threshold,
     IS_ADDED: tl.constexpr, cfg: tl.constexpr,
@@ -370,7 +386,7 @@ def query_gradient_kernel(
         cfg.OUT_ALIGNMENT,
     )
     stats_row = stats_start(lengths, b, h, heads) + start_q
-    lse_log2, delta = load_stats(lse_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
+    lse_log2, delta = load_stats(lse_log2_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
     start, stop = visible_keys(rows, N, places, mask, cfg)

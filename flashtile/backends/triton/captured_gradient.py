@@ -1,8 +1,10 @@
 """Gradients of the values that a score function captures.
 
-A separate pass: a program owns one tile of scores, recomputes the gradient of its scores, and adds
-its part to every captured value that the tile has read, with atomics. So the order of the sums, and
-with it their rounding, may differ from run to run.
+A separate pass: a program owns the tiles of one band (`distance_gradient.py`) and recomputes the
+gradients of their scores. What all scores of the band, or all of a diagonal, read from one place is
+added up over the band in registers. The sums, and everything else that a tile has read, are added
+to the captured values with atomics. So the order of the sums, and with it their rounding, may
+differ from run to run.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import triton.language as tl
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .bias_gradient import score_gradient_tile
+from .distance_gradient import band_offset, diagonal_sums, rows_of_band
 from .positions import indices_of_scores
 from .score_rule import capped_score
 from .tiles import dropout_key, key_span, query_span
@@ -21,11 +24,13 @@ from .tiles import dropout_key, key_span, query_span
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
 def captured_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dcaptured_ptr, lse_ptr, delta_ptr, at, score_data,
-    bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right,
+    dout_ptr, dout_batch, dout_row, dout_head, dcaptured_ptr, lse_log2_ptr, delta_ptr, at,
+    score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right,
     chunk, heads, mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One tile of scores: add to the gradients of the captured values, `dcaptured_ptr`, float32."""
+    """One band of tiles of scores of one sequence and query head: add to the gradients of the
+    captured values, `dcaptured_ptr`, float32.
+    """
     q = HeadRows(q_ptr, q_batch, q_row, q_head)
     k = HeadRows(k_ptr, k_batch, k_row, k_head)
     v = HeadRows(v_ptr, v_batch, v_row, v_head)
@@ -35,19 +40,41 @@ def captured_gradient_kernel(
     score = Score(score_data, bias)
     blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    values, integers = score.data.captured, score.data.captured_integers
+    SIDE: tl.constexpr = cfg.BLOCK_M
+    KEPT: tl.constexpr = cfg.CAPTURED_KEPT
     h = tl.program_id(0) % heads
     b = tl.program_id(0) // heads
-    m0 = tl.program_id(1) * cfg.BLOCK_M
-    n0 = tl.program_id(2) * cfg.BLOCK_N
-    ds, qk, visible = score_gradient_tile(
-        q, k, v, dout, lse_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold, drop_key,
-        heads, b, h, m0, n0, cfg,
-    )  # fmt: skip
-    rows = m0 + tl.arange(0, cfg.BLOCK_M)[:, None]
-    keys = n0 + tl.arange(0, cfg.BLOCK_N)[None, :]
-    s = capped_score(qk, score, cfg)
-    values, integers = score.data.captured, score.data.captured_integers
-    _, M = query_span(lengths, b)
-    _, N = key_span(lengths, b)
-    sequence, head, i, j = indices_of_scores(b, h, rows, keys, Places(N - M, at, b), cfg)
-    cfg.CAPTURED_GRADIENT(s, sequence, head, i, j, ds, visible, values, integers, dcaptured_ptr)
+    _, own_M = query_span(lengths, b)
+    _, own_N = key_span(lengths, b)
+    places = Places(own_N - own_M, at, b)
+    offset = band_offset(lengths, SIDE)
+    start, stop = rows_of_band(offset, own_M, own_N, places, mask, cfg)
+    kept = ()
+    for n in tl.static_range(KEPT):  # noqa: B007
+        kept = kept + (tl.zeros([SIDE, SIDE], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    for m0 in range(start, stop, SIDE):
+        n0 = m0 + offset
+        ds, qk, visible = score_gradient_tile(
+            q, k, v, dout, lse_log2_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold,
+            drop_key, heads, b, h, m0, n0, cfg,
+        )  # fmt: skip
+        rows = m0 + tl.arange(0, SIDE)[:, None]
+        keys = n0 + tl.arange(0, SIDE)[None, :]
+        s = capped_score(qk, score, cfg)
+        sequence, head, i, j = indices_of_scores(b, h, rows, keys, places, cfg)
+        kept = cfg.CAPTURED_GRADIENT(
+            s, sequence, head, i, j, ds, visible, values, integers, dcaptured_ptr, kept
+        )
+    if (KEPT > 0) & (start < stop):
+        # The scores of the first row of the band, and to the left of them.
+        columns = tl.arange(0, SIDE)
+        wrapped = ()
+        above = ()
+        for n in tl.static_range(KEPT):
+            sums = diagonal_sums(kept[n])
+            above = above + (sums[0],)  # type: ignore[assignment]  # noqa: RUF005
+            wrapped = wrapped + (sums[1],)  # type: ignore[assignment]  # noqa: RUF005
+        sequence, head, i, j = indices_of_scores(b, h, start, start + offset + columns, places, cfg)
+        cfg.CAPTURED_SUMS(sequence, head, i, j, values, integers, dcaptured_ptr, above)
+        cfg.CAPTURED_SUMS(sequence, head, i, j - SIDE, values, integers, dcaptured_ptr, wrapped)

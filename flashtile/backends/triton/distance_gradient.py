@@ -18,14 +18,58 @@ from ...gpu.rows import HeadRows
 from ...problem import Operands, Options
 from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
 from .bias_gradient import score_gradient_tile
-from .tiles import dropout_key, key_span, query_span, visible_keys
+from .tiles import dropout_key, key_span, query_span
+
+
+@triton.jit
+def band_offset(lengths, SIDE: tl.constexpr):
+    """First key minus first row of the tiles of the program's band; under a causal mask, the
+    longest bands that are not empty come first (LPT order).
+    """
+    return (tl.cdiv(lengths.N, SIDE) - 1 - tl.program_id(1)) * SIDE
+
+
+@triton.jit
+def rows_of_band(offset, M, N, places, mask, cfg: tl.constexpr):
+    """Rows [start, stop) of a band for M queries and N keys; none if no score is visible.
+
+    A band has the scores whose key minus row is within (offset - SIDE, offset + SIDE).
+    """
+    SIDE: tl.constexpr = cfg.BLOCK_M
+    start = tl.maximum(-offset, 0)
+    stop = tl.minimum(M, N - offset)
+    if cfg.RUNS == 0:
+        if cfg.HAS_LEFT:
+            stop = tl.where(offset + SIDE <= places.shift - mask.left, start, stop)
+        if cfg.HAS_RIGHT:
+            stop = tl.where(offset - SIDE >= places.shift + mask.right, start, stop)
+        if cfg.HAS_CHUNK:
+            is_near = (offset + SIDE > places.shift - mask.chunk) & (
+                offset - SIDE < places.shift + mask.chunk
+            )
+            stop = tl.where(is_near, stop, start)
+    return start, stop
+
+
+@triton.jit
+def diagonal_sums(x):
+    """The sums of the diagonals of a square tile: (SIDE,) for those from column c of the first row,
+    and (SIDE,) for those from column c - SIDE, outside of the tile.
+    """
+    SIDE: tl.constexpr = x.shape[0]
+    # Row i moved left by i, with its first i columns behind the others: column c then holds the
+    # diagonal c, below the wrapped ones of the diagonal c - SIDE.
+    rows, columns = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
+    moved = tl.gather(x, (columns + rows) % SIDE, 1)
+    is_wrapped = columns + rows >= SIDE
+    return tl.sum(tl.where(is_wrapped, 0.0, moved), 0), tl.sum(tl.where(is_wrapped, moved, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
 def distance_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, sums_ptr, lse_ptr, delta_ptr, at, score_data, bias,
-    mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
+    dout_ptr, dout_batch, dout_row, dout_head, sums_ptr, lse_log2_ptr, delta_ptr, at, score_data,
+    bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
     mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr,
 ):  # fmt: skip
     """Sums of dS over the diagonals of one band of tiles, for one sequence and query head.
@@ -47,34 +91,23 @@ def distance_gradient_kernel(
     _, own_M = query_span(lengths, b)
     _, own_N = key_span(lengths, b)
     places = Places(own_N - own_M, at, b)
-    # First key minus first row of the tiles.
-    offset = (tl.program_id(1) - (lengths.M - 1) // SIDE) * SIDE
-    stop = tl.minimum(own_M, own_N - offset)
+    offset = band_offset(lengths, SIDE)
+    start, stop = rows_of_band(offset, own_M, own_N, places, mask, cfg)
     acc = tl.zeros([SIDE, SIDE], tl.float32)
-    for m0 in range(tl.maximum(-offset, 0), stop, SIDE):
-        n0 = m0 + offset
-        start_key, _ = visible_keys(m0, own_N, places, mask, cfg)
-        _, stop_key = visible_keys(tl.minimum(m0 + SIDE, own_M) - 1, own_N, places, mask, cfg)
-        if (n0 + SIDE > start_key) & (n0 < stop_key):
-            found = score_gradient_tile(
-                q, k, v, dout, lse_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold,
-                drop_key, heads, b, h, m0, n0, cfg,
-            )  # fmt: skip
-            acc += found[0]
-    # Row i moved left by i, with its first i columns behind the others: column c then holds the
-    # diagonal c, below the wrapped ones of the diagonal c - SIDE.
-    rows, columns = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
-    moved = tl.gather(acc, (columns + rows) % SIDE, 1)
-    is_wrapped = columns + rows >= SIDE
+    for m0 in range(start, stop, SIDE):
+        found = score_gradient_tile(
+            q, k, v, dout, lse_log2_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold,
+            drop_key, heads, b, h, m0, m0 + offset, cfg,
+        )  # fmt: skip
+        acc += found[0]
+    above, wrapped = diagonal_sums(acc)
     width = lengths.M + lengths.N - 1
     row = (tl.program_id(1) % 2).to(tl.int64) * lengths.B + b
     sums = sums_ptr + (row * heads + h) * width
     slots = tl.arange(0, SIDE) + offset - (own_N - own_M) + lengths.N - 1
-    total = tl.sum(tl.where(is_wrapped, 0.0, moved), 0)
-    tl.store(sums + slots, total, mask=(slots >= 0) & (slots < width))
+    tl.store(sums + slots, above, mask=(slots >= 0) & (slots < width))
     slots -= SIDE
-    total = tl.sum(tl.where(is_wrapped, moved, 0.0), 0)
-    tl.store(sums + slots, total, mask=(slots >= 0) & (slots < width))
+    tl.store(sums + slots, wrapped, mask=(slots >= 0) & (slots < width))
 
 
 def gradients_of(

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
+from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
 from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
@@ -32,16 +32,16 @@ from .tiles import (
     as_float16,
     between,
     dropout_key,
+    exponent_factor,
     head_swizzle,
     in_block_mask,
     kept,
     key_row_of_batch,
     key_span,
-    linear_scale,
     list_row,
     load_columns,
     query_span,
-    scores_log2,
+    scores_of,
     stats_count,
     stats_start,
     tile_source,
@@ -84,18 +84,20 @@ def attend_keys(
         k_scale = key_block_scale(score.data.k_block_descale, scale_block, n0, BLOCK_N)
         if k_scale is not None:
             qk *= k_scale
-    s_log2 = scores_log2(qk, rows, keys, (rows < lengths.M) & (keys < N), places, b, h, score, cfg)
+    corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
+    inside = (rows < lengths.M) & (keys < N)
+    s = scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg)
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
             visible = in_block_mask(rows, keys, visible, b, h_mask, blocks, cfg)
-        s_log2 = tl.where(visible, s_log2, -float("inf"))
-    factor = linear_scale(score, cfg)
-    new_max = tl.maximum(row_max, tl.max(s_log2, 1) * factor)
+        s = tl.where(visible, s, -float("inf"))
+    factor = exponent_factor(score, cfg)
+    new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
     pivot = new_max
     if IS_MASKED or not cfg.IS_LINEAR:  # nothing visible yet: -inf - -inf would be NaN
         pivot = tl.where(new_max == -float("inf"), 0.0, new_max)
-    p = tl.math.exp2(s_log2 * factor - pivot[:, None])
+    p = tl.math.exp2(s * factor - pivot[:, None])
     rescale = tl.math.exp2(row_max - pivot)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation

@@ -46,6 +46,7 @@ class BackwardBuffers(NamedTuple):
     dv: Tensor
     dbias: Tensor | None
     delta: Tensor
+    lse_log2: Tensor  # as `lse`: see `backward_pass.delta_kernel`
     distance_sums: Tensor | None  # see `distance_gradient.py`
     dcaptured: Tensor | None  # float32, zeros
 
@@ -105,10 +106,10 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     out, dout = with_aligned_rows(out), with_aligned_rows(dout)
     planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
     common = common_of(problem, operands)
-    launches = [delta_launch(problem, out, dout, dlse, made.delta, planned.queries)]
+    launches = [delta_launch(problem, out, lse, dout, dlse, made, planned.queries)]
     shared = {
         **row_arguments(q=q, k=k, v=v, dout=dout),
-        "lse_ptr": lse,
+        "lse_log2_ptr": made.lse_log2,
         "delta_ptr": made.delta,
         **common,
     }
@@ -137,28 +138,31 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     if made.dbias is not None:
         launches.append(bias_launch(problem, made.dbias, shared, planned.scores))
     if made.distance_sums is not None:
-        launches.append(distance_launch(problem, made.distance_sums, shared, planned.scores))
+        launches.append(distance_launch(problem, made.distance_sums, shared, planned.bands))
     if made.dcaptured is not None:
-        launches.append(captured_launch(problem, made.dcaptured, shared, planned.scores))
+        launches.append(captured_launch(problem, made.dcaptured, shared, planned.bands))
     return launches
 
 
 def delta_launch(
     problem: AttentionProblem,
     out: Tensor,
+    lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    delta: Tensor,
+    made: BackwardBuffers,
     kernel_plan: KernelPlan,
 ) -> Launch:
-    """rowsum(dO * O) - dlse of every row, packed or not."""
+    """rowsum(dO * O) - dlse and the log-sum-exp in base 2 of every row, packed or not."""
     sequences = problem.B if out.dim() == 4 else 1
     rows = out.shape[-3]
     config = kernel_plan.config
     arguments = {
         **row_arguments(out=out, dout=dout),
+        "lse_ptr": lse,
         "dlse_ptr": None if dlse is None else dlse.contiguous(),
-        "delta_ptr": delta,
+        "delta_ptr": made.delta,
+        "lse_log2_ptr": made.lse_log2,
         "rows_total": rows,
         "heads": problem.Hq,
         "BLOCK": config.BLOCK_M,
@@ -225,24 +229,29 @@ def distance_launch(
     problem: AttentionProblem, sums: Tensor, shared: dict[str, Any], kernel_plan: KernelPlan
 ) -> Launch:
     """The sums of dS over scores of equal distance, of each sequence and head."""
-    config = kernel_plan.config
-    side = min(config.BLOCK_M, config.BLOCK_N)
-    config = replace(config, BLOCK_M=side, BLOCK_N=side)
-    arguments = shared | {"sums_ptr": sums, "cfg": config}
-    bands = -(-problem.M // side) + -(-problem.N // side) - 1
-    grid = (problem.B * problem.Hq, bands if problem.M and problem.N else 0)
-    return Launch(distance_gradient_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+    return _launch_of_bands(
+        distance_gradient_kernel, problem, shared | {"sums_ptr": sums}, kernel_plan
+    )
 
 
 def captured_launch(
     problem: AttentionProblem, dcaptured: Tensor, shared: dict[str, Any], kernel_plan: KernelPlan
 ) -> Launch:
     """The gradients of what the score function captures."""
+    arguments = shared | {"dcaptured_ptr": dcaptured}
+    return _launch_of_bands(captured_gradient_kernel, problem, arguments, kernel_plan)
+
+
+def _launch_of_bands(
+    kernel: Any, problem: AttentionProblem, arguments: dict[str, Any], kernel_plan: KernelPlan
+) -> Launch:
+    """A program for each band of square tiles, of each sequence and head."""
     config = kernel_plan.config
-    arguments = shared | {"dcaptured_ptr": dcaptured, "cfg": config}
-    m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
-    grid = (problem.B * problem.Hq, m_tiles, n_tiles)
-    return Launch(captured_gradient_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+    side = min(config.BLOCK_M, config.BLOCK_N)
+    arguments["cfg"] = replace(config, BLOCK_M=side, BLOCK_N=side)
+    bands = -(-problem.M // side) + -(-problem.N // side) - 1
+    grid = (problem.B * problem.Hq, bands if problem.M and problem.N else 0)
+    return Launch(kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
 
 
 def probabilities_launch(

@@ -260,6 +260,7 @@ def _backward_allocator(
         new_dv(),
         None if new_dbias is None else new_dbias(),
         new_delta(),
+        new_delta(),
         None if new_sums is None else new_sums(),
         None if new_dcaptured is None else new_dcaptured(),
     )

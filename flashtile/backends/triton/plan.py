@@ -105,6 +105,12 @@ SCORED_BACKWARD: dict[str, dict[int, tuple[Tile, Tile]]] = {
     },
 }
 
+# The gradients of numbers by distance and of captured numbers, in bands of square tiles: with two
+# tiles in flight, and 8 warps, which need half of the registers.
+BANDS: dict[str, dict[int, Tile]] = {
+    "sm_90": dict.fromkeys((64, 128), Tile(64, 64, 8, 2)),
+}
+
 # Keys above MAX_HEAD_DIM are loaded through pointers, with two tiles in flight; not measured.
 WIDE_KEY_FORWARD = dict.fromkeys(("sm_80", "sm_90", "sm_100"), Tile(32, 32, 8, 2))
 
@@ -192,7 +198,9 @@ class KernelConfig:
     HAS_LONE_KEYS: bool = False  # dropout: four neighbouring keys need not be one group
     SCORE_MOD: Any = None  # the score function and its derivative: see `score_function.py`
     SCORE_GRADIENT: Any = None
-    CAPTURED_GRADIENT: Any = None
+    CAPTURED_GRADIENT: Any = None  # see `captured_source.py`
+    CAPTURED_SUMS: Any = None
+    CAPTURED_KEPT: int = 0  # tiles of sums that a program keeps for its band
 
 
 class KernelPlan(NamedTuple):
@@ -212,6 +220,7 @@ class Plan(NamedTuple):
     queries: KernelPlan
     values: KernelPlan | None  # None: `keys` also computes dV
     scores: KernelPlan
+    bands: KernelPlan  # see `distance_gradient.py`
 
 
 @memoised(4096)
@@ -246,6 +255,9 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
             BLOCK_M=min(forward.BLOCK_M, 64), BLOCK_N=min(forward.BLOCK_N, 64)
         )
     scores = Tile(min(queries.BLOCK_M, 64), min(queries.BLOCK_N, 64), queries.warps, 1)
+    bands = scores
+    if problem.dtype != torch.float32:
+        bands = BANDS.get(architecture(problem.capability), {}).get(column_of(head_dim), scores)
     split = _for_few_rows(forward, rows, problem, is_split=True)
     forward = _for_few_rows(forward, rows, problem, is_split=False)
     if problem.page_size > 0:  # half of the stages load the page indices that other loads need
@@ -258,6 +270,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         queries=_kernel_plan(problem, queries, False, aligned, described),
         values=_kernel_plan(problem, values[0], False, aligned, described) if values else None,
         scores=_kernel_plan(problem, scores, False, aligned, False),
+        bands=_kernel_plan(problem, bands, False, aligned, False),
     )
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arguments import Corners
+
 
 @triton.jit
 def query_positions(rows, places, cfg: tl.constexpr):
@@ -73,6 +75,19 @@ def indices_of_scores(b, h, rows, keys, places, cfg: tl.constexpr):
     """`indices_of_queries` with keys: what a score function gets beside the score."""
     b, h, queries = indices_of_queries(b, h, rows, places, cfg)
     return b, h, queries, key_positions(keys, places, cfg)
+
+
+@triton.jit
+def corners_of_scores(b, h, corners, places, cfg: tl.constexpr):
+    """The least and the greatest index of a tile's queries and keys, as `indices_of_scores` numbers
+    them."""
+    _, _, first_row, first_key = indices_of_scores(
+        b, h, corners.first_row, corners.first_key, places, cfg
+    )
+    _, _, last_row, last_key = indices_of_scores(
+        b, h, corners.last_row, corners.last_key, places, cfg
+    )
+    return Corners(first_row, last_row, first_key, last_key)
 
 
 @triton.jit

@@ -7,21 +7,21 @@ import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
-from .backward_pass import load_stats
+from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
+from .backward_pass import in_base_2
 from .pages import load_keys, page_list
 from .spans import in_spans, load_intervals
 from .tiles import (
     between,
     dropout_key,
+    exponent_factor,
     in_block_mask,
     kept,
     key_row_of_batch,
     key_span,
-    linear_scale,
     load_rows,
     query_span,
-    scores_log2,
+    scores_of,
     stats_start,
     visible_keys,
 )
@@ -75,10 +75,12 @@ def probabilities_kernel(
     )
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    s_log2 = scores_log2(qk, rows, keys, visible, places, b, h, score, cfg)
+    corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
+    s = scores_of(qk, rows, keys, visible, corners, places, b, h, score, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
-    lse_log2, _ = load_stats(lse_ptr + stats_row, lse_ptr + stats_row, offs_m, M, True)
-    p = tl.math.exp2(s_log2 * linear_scale(score, cfg) - lse_log2[:, None])
+    lse = tl.load(lse_ptr + stats_row + offs_m, mask=offs_m < M, other=-float("inf"))
+    lse_log2 = in_base_2(lse)
+    p = tl.math.exp2(s * exponent_factor(score, cfg) - lse_log2[:, None])
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)
         p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg), p, -p)

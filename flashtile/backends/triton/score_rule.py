@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.intrinsics import LOG2E, tanh
-from .positions import indices_of_scores
+from ...gpu.intrinsics import load_each, tanh
+from .positions import corners_of_scores, indices_of_scores, key_positions, query_positions
 
 
 @triton.jit
@@ -26,32 +26,43 @@ def capped_score(qk, score, cfg: tl.constexpr):
 
 
 @triton.jit
-def product_gradient(ds, qk, rows, keys, visible, b, h, places, score, cfg: tl.constexpr):
+def product_gradient(
+    ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
     """The gradient of the scaled products, from that of the scores, `ds`."""
     if cfg.SCORE_MOD is not None:
         s = capped_score(qk, score, cfg)
         values, integers = score.data.captured, score.data.captured_integers
         sequence, head, i, j = indices_of_scores(b, h, rows, keys, places, cfg)
-        ds = cfg.SCORE_GRADIENT(s, sequence, head, i, j, ds, values, integers)
-        ds = tl.where(visible, ds, 0.0)  # the derivative may be NaN elsewhere
+        indices = corners_of_scores(b, h, corners, places, cfg)
+        ds = cfg.SCORE_GRADIENT(s, sequence, head, i, j, indices, ds, values, integers)
+        if IS_MASKED:
+            ds = tl.where(visible, ds, 0.0)  # the derivative may be NaN elsewhere
     if cfg.HAS_SOFTCAP:
         ds = ds * score_slope(qk, score, cfg)
     return ds
 
 
 @triton.jit
-def add_relative_bias(s_log2, data, h, i, j):
-    """Scores in base 2 plus a relative bias, for queries at positions `i` and keys at `j`.
+def add_relative_bias(s, data, h, rows, keys, corners, places, cfg: tl.constexpr):
+    """Scores plus a relative bias.
 
-    Most tiles of a long sequence are farther from the diagonal than the table reaches. All their
-    scores add the same number of the table, so that one load replaces one for each score.
+    Most tiles of a long sequence are farther from the diagonal than a short table reaches. All
+    their scores add the same number, so that one load replaces one for each score.
     """
     R = data.table_reach
     middle = data.table_ptr + h * (2 * R + 1) + R
-    nearest, farthest = tl.min(j) - tl.max(i), tl.max(j) - tl.min(i)
+    first_i = query_positions(corners.first_row, places, cfg)
+    last_i = query_positions(corners.last_row, places, cfg)
+    first_j = key_positions(corners.first_key, places, cfg)
+    last_j = key_positions(corners.last_key, places, cfg)
+    nearest, farthest = first_j - last_i, last_j - first_i
+    i, j = query_positions(rows, places, cfg), key_positions(keys, places, cfg)
     if (nearest >= R) | (farthest <= -R):
-        s_log2 += tl.load(middle + tl.where(nearest >= R, R, -R)).to(tl.float32) * LOG2E
+        s += tl.load(middle + tl.where(nearest >= R, R, -R)).to(tl.float32)
     else:
-        d = tl.minimum(tl.maximum(j - i, -R), R)
-        s_log2 += tl.load(middle + d).to(tl.float32) * LOG2E
-    return s_log2
+        d = (j - first_i) - (i - first_i)  # fewer instructions than j - i
+        d = tl.minimum(tl.maximum(d, -R), R)
+        s += load_each(middle + d).to(tl.float32)
+    return s

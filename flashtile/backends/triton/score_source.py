@@ -7,18 +7,19 @@ int32 tensors that broadcast against each other, scores are float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ...lru import memoised
 from ...score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program, parsed
+from .index_facts import Facts, is_everywhere
 
 HEADER = """import triton
 import triton.language as tl
 
-from flashtile.gpu.intrinsics import tanh
+from flashtile.gpu.intrinsics import load_each, tanh
 
 
 @triton.jit
@@ -32,6 +33,7 @@ def remainder_of(a, b):
 def wrapped(index, size):
     # A negative index counts from the end.
     return tl.where(index < 0, index + size, index)
+
 """
 
 _TYPES = {
@@ -47,12 +49,11 @@ _TYPES = {
     torch.bool: "tl.int1",
 }
 
-# What a function is for: the score, its gradient, or the gradients of captured values.
-SCORE, GRADIENT, CAPTURED = KINDS = "score", "gradient", "captured"
+# What a function is for: the score, or its gradient.
+SCORE, GRADIENT = KINDS = "score", "gradient"
 _INPUTS = {
-    SCORE: ("s", *INDICES, "values_ptr", "integers_ptr"),
-    GRADIENT: ("s", *INDICES, "g", "values_ptr", "integers_ptr"),
-    CAPTURED: ("s", *INDICES, "g", "visible", "values_ptr", "integers_ptr", "total_ptr"),
+    SCORE: ("s", *INDICES, "corners", "values_ptr", "integers_ptr"),
+    GRADIENT: ("s", *INDICES, "corners", "g", "values_ptr", "integers_ptr"),
 }
 
 # Expressions by operation. Those of the first table compute in the dtype of their result, those of
@@ -124,38 +125,44 @@ def untranslatable(text: str) -> str:
 def source_of(text: str, kind: str) -> str:
     """The source of a module with the function ``score``, whose inputs depend on its `kind`.
 
-    ``total_ptr`` are the gradients of all captured values, to which the function adds those of a
-    tile with rows (BLOCK_M, 1) and keys (1, BLOCK_N), where it is ``visible``.
-
     Raises:
         Untranslatable: the kernels do not have an operation.
     """
-    program = parsed(text)
-    writer = _Writer(program)
-    statements = writer.statements()
-    statements += writer.additions() if kind == CAPTURED else [f"return {writer.result()}"]
+    writer = Writer(parsed(text))
+    return module_of([*writer.statements(), f"return {writer.result()}"], _INPUTS[kind])
+
+
+def module_of(statements: Iterable[str], inputs: Iterable[str]) -> str:
+    """The source of a module with the function ``score``."""
     body = "\n".join(f"    {line}" for line in statements)
-    inputs = ", ".join(_INPUTS[kind])
-    return f"{HEADER}\n\n@triton.jit\ndef score({inputs}):\n{body}\n"
+    return f"{HEADER}\n\n@triton.jit\ndef score({', '.join(inputs)}):\n{body}\n"
 
 
-class _Writer:
+class Writer:
     """The statements of one program."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._addresses: dict[Name, tuple[str, str]] = {}  # of captured numbers, and their mask
+    def __init__(self, program: Program, is_branching: bool = True) -> None:
+        """`is_branching`: tiles in which fewer numbers have to be read, or checked, have code of
+        their own; needs ``corners``.
+        """
+        self._program, self._is_branching = program, is_branching
+        self.addresses: dict[Name, tuple[str, str]] = {}  # of captured numbers, and their mask
         self._constants = {
             line.name: line.arguments[0] for line in program.lines if line.op == CONSTANT
         }
         self._dtypes = {Name("s"): torch.float32, Name("g"): torch.float32}
         self._dtypes |= {Name(x): torch.int32 for x in INDICES}
         self._lines = [self._narrowed(line) for line in program.lines]
+        self.facts = Facts(self._lines)
 
-    def statements(self) -> list[str]:
-        """One statement for each line, more for those that read captured tensors."""
+    def statements(self, needed: Container[Name] | None = None) -> list[str]:
+        """One statement for each line, or each of `needed`; more for those that read captured
+        tensors.
+        """
         found: list[str] = []
         for line in self._lines:
+            if needed is not None and line.name not in needed:
+                continue
             if line.op in (VALUES, INTEGERS):
                 found += self._read(line)
             elif line.op != CONSTANT:
@@ -164,34 +171,14 @@ class _Writer:
 
     def result(self) -> str:
         """The result for every score of the tile, whatever it depends on."""
-        return f"tl.zeros_like(s) + {self._as(self._program.result, torch.float32)}"
+        return self.spread(self._program.result)
 
-    def additions(self) -> list[str]:
-        """Add the gradients of captured values, each summed over what shares one in the tile."""
-        found = []
-        axes = self._axes()
-        for number, (line, gradient) in enumerate(self._program.captured):
-            x, (address, inside) = f"x{number}", self._addresses[line]
-            found.append(f"{x} = tl.zeros_like(s) + {self._as(gradient, torch.float32)}")
-            found.append(f"{x} = tl.where(visible, {x}, 0.0)")
-            shape = {
-                frozenset(): f"tl.sum(tl.sum({x}, 1), 0)",
-                frozenset("i"): f"tl.sum({x}, 1)[:, None]",
-                frozenset("j"): f"tl.sum({x}, 0)[None, :]",
-                frozenset("ij"): x,
-            }[axes[line]]
-            found.append(f"{x} = {shape}")
-            mask = f"{inside} & ({x} != 0)" if inside else f"{x} != 0"
-            found.append(f"tl.atomic_add(total_ptr + {address}, {x}, mask={mask})")
-        return found
-
-    def _axes(self) -> dict[Name, frozenset[str]]:
-        """Whether each number depends on the query, on the key, on both or on neither."""
-        found = {Name("i"): frozenset("i"), Name("j"): frozenset("j")}
-        found |= {Name(x): frozenset("ij") for x in "sg"}
-        for line in self._lines:
-            found[line.name] = frozenset().union(*(found.get(x, ()) for x in line.names))
-        return found
+    def spread(self, name: Name) -> str:
+        """A number in float32 for every score of the tile, whatever it depends on."""
+        found = self._as(name, torch.float32)
+        if is_everywhere(self.facts.axes(name)):
+            return found
+        return f"tl.zeros_like(s) + {found}"
 
     def _narrowed(self, line: Line) -> Line:
         """The line with the dtype of its result in the kernel: int32 for what is computed from
@@ -337,30 +324,75 @@ class _Writer:
     def _read(self, line: Line) -> list[str]:
         """Read captured numbers; an index outside of the tensor, as in the padding of a tile, gives
         0.
+
+        Where every score may read another number and the bounds of the indices are known, a tile
+        whose indices are all the same reads one number, and one without an index outside checks
+        none.
         """
+        _, sizes, *indices = line.arguments
+        given = {n: x for n, x in enumerate(indices) if self._is_variable(x)}
+        names = {n: f"{line.name}_{n}" for n in given}
+        checks = {n: f"{names[n]} = wrapped({x}, {sizes[n]})" for n, x in given.items()}
+        inside = {n: _inside(name, sizes[n]) for n, name in names.items()}
+        self.addresses[line.name] = self._address(line, names), " & ".join(inside.values())
+        spread = {n: x for n, x in given.items() if is_everywhere(self.facts.axes(x))}
+        load = self._load(line, names, inside.values(), is_each=bool(spread))
+        bounds = {n: self.facts.bounds(x) for n, x in spread.items()}
+        known = {n: x for n, x in bounds.items() if x is not None}
+        if not spread or len(known) < len(spread) or not self._is_branching:
+            return [*checks.values(), load]
+        shared = [check for n, check in checks.items() if n not in spread]
+        others = [x for n, x in inside.items() if n not in spread]
+        least, greatest = ({n: f"{names[n]}_{x}" for n in spread} for x in ("least", "greatest"))
+        is_one = " & ".join(f"({least[n]} == {greatest[n]})" for n in spread)
+        is_inside = " & ".join(f"({least[n]} >= 0) & ({greatest[n]} < {sizes[n]})" for n in spread)
+        one = {n: f"wrapped({least[n]}, {sizes[n]})" for n in spread}
+        in_one = [*others, *(_inside(x, sizes[n]) for n, x in one.items())]
+        return [
+            *shared,
+            *(f"{least[n]}, {greatest[n]} = {', '.join(x)}" for n, x in known.items()),
+            f"if {is_one}:",
+            f"    {self._load(line, names | one, in_one, is_each=False)}",
+            f"    {line.name} = tl.broadcast_to({line.name}, s.shape)",
+            f"elif {is_inside}:",
+            f"    {self._load(line, names | spread, others, is_each=True)}",
+            "else:",
+            *(f"    {checks[n]}" for n in spread),
+            f"    {load}",
+        ]
+
+    def _is_variable(self, index: Any) -> bool:
+        return isinstance(index, Name) and index not in self._constants
+
+    def _address(self, line: Line, names: Mapping[int, str]) -> str:
+        """The address of a captured number in its buffer; `names` are those of its indices."""
         offset, sizes, *indices = line.arguments
-        is_large = offset + math.prod(sizes) > 2**31
-        address = f"{offset}"
-        inside, stride, found = [], 1, []
-        for axis in range(len(sizes) - 1, -1, -1):
-            index, size = indices[axis], sizes[axis]
-            if isinstance(index, Name) and index not in self._constants:
-                at = f"{line.name}_{axis}"
-                found.append(f"{at} = wrapped({index}, {size})")
-                inside.append(f"({at} >= 0) & ({at} < {size})")
-                address += f" + {at}.to(tl.{'int64' if is_large else 'int32'}) * {stride}"
+        dtype = "tl.int64" if offset + math.prod(sizes) > 2**31 else "tl.int32"
+        address, stride = f"{offset}", 1
+        for n in range(len(sizes) - 1, -1, -1):
+            if n in names:
+                address += f" + {names[n]}.to({dtype}) * {stride}"
             else:
-                number = self._constants.get(index, index)
-                address += f" + {(number + size if number < 0 else number) * stride}"
-            stride *= size
-        self._addresses[line.name] = address, " & ".join(inside)
-        mask = f", mask={' & '.join(inside)}, other=0" if inside else ""
-        read = f"tl.load({line.op}_ptr + {address}{mask})"
-        if line.dtype == torch.bool:
-            read = f"{read} != 0"
+                number = self._constants.get(indices[n], indices[n])
+                address += f" + {(number + sizes[n] if number < 0 else number) * stride}"
+            stride *= sizes[n]
+        return address
+
+    def _load(
+        self, line: Line, names: Mapping[int, str], inside: Iterable[str], is_each: bool
+    ) -> str:
+        """The statement that loads captured numbers, with `load_each` or as Triton does."""
+        pointers, mask = f"{line.op}_ptr + {self._address(line, names)}", " & ".join(inside)
+        if is_each:
+            read = f"load_each({pointers}, {mask or None})"
         else:
-            read = f"{read}.to({_TYPES[line.dtype]})"
-        return [*found, f"{line.name} = {read}"]
+            read = f"tl.load({pointers}{f', mask={mask}, other=0' if mask else ''})"
+        is_bool = line.dtype == torch.bool
+        return f"{line.name} = {read}" + (" != 0" if is_bool else f".to({_TYPES[line.dtype]})")
+
+
+def _inside(index: str, size: int) -> str:
+    return f"({index} >= 0) & ({index} < {size})"
 
 
 def _is_small(line: Line, constants: dict[Name, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 A tile of scores has rows (queries) and keys. Row and key indices are tensors that broadcast against
 each other, (BLOCK_M, 1) with (1, BLOCK_N) or, in kernels that hold the transposed tile, (1,
-BLOCK_M) with (BLOCK_N, 1): every operation below works for both. Scores are in base 2 (suffix
+BLOCK_M) with (BLOCK_N, 1): every operation below works for both. Exponents are in base 2 (suffix
 `_log2`), because the hardware's exponential is 2**x.
 
 Arguments are grouped into the tuples of `arguments.py`; an absent tensor is None, which costs
@@ -14,8 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.intrinsics import IS_INTERPRETED, LOG2E, tanh
+from ...gpu.intrinsics import IS_INTERPRETED, LOG2E
 from .positions import (
+    corners_of_scores,
     indices_of_queries,
     indices_of_scores,
     key_positions,
@@ -221,37 +222,31 @@ def list_row(lists, b, h, heads, tile, tiles, capacity):
 
 
 @triton.jit
-def scores_log2(qk, rows, keys, inside, places, b, h, score, cfg: tl.constexpr):
-    """Scores in base 2 from q k^T: scale, softcap, score function, ALiBi, biases.
+def scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg: tl.constexpr):
+    """Scores from q k^T: scale, softcap, score function, ALiBi, biases. Times `exponent_factor`,
+    they are exponents of 2.
 
     If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `qk`, and the
-    scale is applied in the exponential (`linear_scale`). `inside` marks the elements of the bias
-    that may be read.
+    factor has the scale. `inside` marks the elements of the bias that may be read.
     """
     if cfg.IS_LINEAR:
-        s_log2 = qk
+        s = qk
     else:
-        s_log2 = qk * (score.data.scale * LOG2E)
-        if cfg.HAS_SOFTCAP:
-            s_log2 = tanh(qk * (score.data.scale / score.data.softcap)) * (
-                score.data.softcap * LOG2E
-            )
+        s = capped_score(qk, score, cfg)
         if cfg.SCORE_MOD is not None:
-            s = capped_score(qk, score, cfg)
             values, integers = score.data.captured, score.data.captured_integers
             sequence, head, i, j = indices_of_scores(b, h, rows, keys, places, cfg)
-            s = cfg.SCORE_MOD(s, sequence, head, i, j, values, integers)
-            s_log2 = s * LOG2E
+            indices = corners_of_scores(b, h, corners, places, cfg)
+            s = cfg.SCORE_MOD(s, sequence, head, i, j, indices, values, integers)
         if score.data.alibi_ptr is not None:
             slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h).to(tl.float32)
             distance = query_positions(rows, places, cfg) - key_positions(keys, places, cfg)
-            s_log2 -= slope * LOG2E * tl.abs(distance).to(tl.float32)
+            s -= slope * tl.abs(distance).to(tl.float32)
         if score.data.table_ptr is not None:
-            i, j = query_positions(rows, places, cfg), key_positions(keys, places, cfg)
-            s_log2 = add_relative_bias(s_log2, score.data, h, i, j)
+            s = add_relative_bias(s, score.data, h, rows, keys, corners, places, cfg)
         if score.bias.ptr is not None:
-            s_log2 += load_bias(score.bias, b, h, rows, keys, inside).to(tl.float32) * LOG2E
-    return s_log2
+            s += load_bias(score.bias, b, h, rows, keys, inside).to(tl.float32)
+    return s
 
 
 @triton.jit
@@ -302,12 +297,11 @@ def unpack_pairs(pairs):
 
 
 @triton.jit
-def linear_scale(score, cfg: tl.constexpr):
-    """The factor that `scores_log2` has not applied yet."""
+def exponent_factor(score, cfg: tl.constexpr):
+    """The positive factor that makes the results of `scores_of` exponents of 2."""
+    factor = LOG2E
     if cfg.IS_LINEAR:
         factor = score.data.scale * LOG2E
-    else:
-        factor = 1.0
     return factor
 
 
