@@ -67,8 +67,8 @@ class Backend(Protocol):
         """(out, lse).
 
         Args:
-            into: tensors to write them to, with any strides, in the results' dtypes. They hold 0
-                and -inf, which rows of no sequence may keep.
+            into: tensors to write them to, with any strides, in the results' dtypes. Rows of no
+                sequence may keep what they hold.
         """
 
     def prepared_forward(self, problem: AttentionProblem, tensors: Tensors) -> Run | None:
@@ -87,8 +87,9 @@ class Backend(Protocol):
         """Gradients of (out, lse) with cotangents `dout`, `dlse`.
 
         Args:
-            add_to: a tensor to add dq to, with any strides, in the dtype of `lse`, for a problem
-                that `is_partial`; it is the `dq` of the result.
+            add_to: a tensor to add dq to, with any strides, in the dtype of `lse` or that of q, to
+                which each sum is rounded once, for a problem that `is_partial`; it is the `dq` of
+                the result.
         """
 
     def prepared_backward(self, problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:

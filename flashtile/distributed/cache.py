@@ -26,7 +26,7 @@ from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
 from .agreement import agreed
 from .arguments import kind, shapes
 from .layout import Layout
-from .wire import Wire
+from .wire import Wire, connect
 
 OPTIONS = (
     "softmax_scale",
@@ -252,6 +252,7 @@ def _runs(call: Decoding) -> KV:
 def _deal(wire: Wire, layout: Layout, kv: KV, block: int, capacity: int | None) -> KV:
     """See `Decoder.deal`."""
     dealt, packed = agreed(wire, lambda: _prepared_deal(wire, layout, kv, block, capacity))
+    connect(wire, packed[0].device)
     rows = _most_rows(dealt, max(layout.keys.lengths, default=0))
     rows = rows if capacity is None else capacity
     tokens = [_tokens(layout, rank, packed[0].device) for rank in range(wire.ranks)]

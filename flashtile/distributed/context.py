@@ -45,7 +45,7 @@ from .ownership import first_documents, is_divided, repeated
 from .schedule import schedule
 from .sequence_tensors import indices
 from .tile_map import TileMap
-from .wire import ProcessWire, Wire
+from .wire import ProcessWire, Wire, connect
 from .work import Mask, Work
 
 if TYPE_CHECKING:
@@ -345,6 +345,7 @@ class ContextParallel(Decoder):
             call = agreed(
                 self.wire, lambda: self._runnable(qkv, layout, backend, options, return_lse)
             )
+            connect(self.wire, qkv[0].device)
             layout.agreed.add(key)
         layout.calls += known is None
         return self._run(call, layout, return_lse, rng_state, known)
@@ -382,7 +383,7 @@ class ContextParallel(Decoder):
             "tokens": sum(layout.queries.lengths),
             "the lengths of documents": layout.queries.lengths[:8],
             "who owns which tokens": (layout.queries.digest()[:12], layout.keys.digest()[:12]),
-            "dtype": q.dtype,
+            "device and dtype": (q.device.type, q.dtype),
             "heads": (q.shape[1], k.shape[1]),
             "head dims": (q.shape[2], v.shape[2]),
             "options": comparable(numbers, backend),

@@ -28,7 +28,8 @@ from .buffer_bias import add_bias_gradient, bias_of_buffer
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
 from .cost import Way
 from .rounded_wire import rounded
-from .schedule import Schedule, Stage
+from .row_copies import join_rows
+from .schedule import Rows, Schedule, Stage
 from .sequence_tensors import sequence_tensors
 from .wire import Pending, Wire
 
@@ -77,7 +78,8 @@ def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tup
     q, v = operands.q, operands.v
     total = lse_dtype(q.dtype)
     is_partial = len(plan.schedule.stages) > 1
-    out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=total if is_partial else q.dtype)
+    # The first call of some heads writes all of their rows.
+    out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=total if is_partial else q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=total, device=q.device)
     for step, keys, values in _fetched(plan, wire, operands):
         if not step.has_call:
@@ -108,18 +110,20 @@ def backward(
     dlse: Tensor | None,
     bias_needs_grad: bool,
 ) -> Gradients:
-    """Gradients of the rank's own tensors, in the dtype of lse, from what `forward` returned."""
+    """Gradients of the rank's own tensors, from what `forward` returned: those of q in its dtype if
+    no sum of them is needed, all others in the dtype of lse."""
     q, k, v = operands[:3]
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (q, k, v))
+    # With one stage, one call computes each row of dq, so no sum has to be more precise.
+    dq = torch.zeros_like(q, dtype=lse.dtype if len(plan.schedule.stages) > 1 else q.dtype)
+    dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (k, v))
     shared = _Shared.of(operands, plan.options, bias_needs_grad, lse.dtype)
     returning: list[_Return] = []
     back = rounded(wire, plan.gradient_dtype)
     for step, keys, values in _fetched(plan, wire, operands):
         heads = step.query_heads
-        dk_part, dv_part = (
-            torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (keys, values)
-        )
-        if step.has_call:
+        if not step.has_call:
+            dk_part, dv_part = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
+        else:
             given = _operands(plan, operands, step, keys, values)
             problem = _problem(plan, given, step, is_partial=True)
             problem = problem._replace(needs_grad=True, bias_needs_grad=bias_needs_grad)
@@ -221,24 +225,24 @@ class _Fetch:
 
     def __init__(self, wire: Wire, step: _Step, k: Tensor, v: Tensor) -> None:
         self.step, stage = step, step.stage
-        self.kv = (k[:, step.key_heads], v[:, step.key_heads])
+        kv = (k[:, step.key_heads], v[:, step.key_heads])
         # One message holds the keys and then the values.
-        self.arriving = {m.peer: _message(self.kv, m.rows) for m in stage.receives}
-        sends = {
-            m.peer: torch.cat([_rows(x, m.spans).flatten() for x in self.kv]) for m in stage.sends
-        }
-        self.pending: Pending = wire.exchange(sends, self.arriving, "keys and values")
+        arriving = {m.peer: _message(kv, m.rows) for m in stage.receives}
+        sends = {m.peer: _message(kv, m.rows) for m in stage.sends}
+        for message in stage.sends:
+            parts = _split(sends[message.peer], kv, message.rows)
+            pieces = [Rows(0, *span) for span in message.spans]
+            for x, part in zip(kv, parts, strict=True):
+                join_rows([x], pieces, part)
+        self.pending: Pending = wire.exchange(sends, arriving, "keys and values")
+        received = [_split(arriving[m.peer], kv, m.rows) for m in stage.receives]
+        self.sources = [[x, *parts] for x, *parts in zip(kv, *received, strict=True)]
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the buffer."""
         self.pending.wait()
-        stage = self.step.stage
-        parts = [[_rows(x, stage.own)] for x in self.kv]
-        for message in stage.receives:
-            split = _split(self.arriving[message.peer], self.kv, message.rows)
-            for part, x in zip(parts, split, strict=True):
-                part.append(x)
-        k, v = (_rows(torch.cat(part), stage.order) for part in parts)
+        k, v = (join_rows(sources, self.step.stage.order) for sources in self.sources)
+        self.sources = []  # the messages are no longer needed
         return k, v
 
 
@@ -247,32 +251,42 @@ class _Return:
 
     def __init__(self, wire: Wire, step: _Step, dk: Tensor, dv: Tensor) -> None:
         self.step, stage = step, step.stage
-        joined = [torch.empty_like(x) for x in (dk, dv)]
-        for target, x in zip(joined, (dk, dv), strict=True):
-            row = 0
-            for start, stop in stage.order:
-                target[start:stop] = x[row : row + stop - start]
-                row += stop - start
-        row = sum(stop - start for start, stop in stage.own)
-        self.own = [x[:row] for x in joined]
+        # By source of the buffer: rows there, and rows of the buffer.
+        places: list[list[tuple[Span, Rows]]] = [[] for _ in range(1 + len(stage.receives))]
+        row = 0
+        for source, start, stop in stage.order:
+            places[source].append(((start, stop), Rows(0, row, row + stop - start)))
+            row += stop - start
+        own, *of_messages = places
+        self.own = [(rows, dk[a:b], dv[a:b]) for rows, (_, a, b) in own]
         sends = {}
-        for message in stage.receives:
-            rows = slice(row, row + message.rows)
-            sends[message.peer] = torch.cat([x[rows].flatten() for x in joined])
-            row += message.rows
+        for message, placed in zip(stage.receives, of_messages, strict=True):
+            sends[message.peer] = _message((dk, dv), message.rows)
+            parts = _split(sends[message.peer], (dk, dv), message.rows)
+            pieces = [piece for _, piece in sorted(placed)]
+            for x, part in zip((dk, dv), parts, strict=True):
+                join_rows([x], pieces, part)
         self.arriving = {m.peer: _message((dk, dv), m.rows) for m in stage.sends}
         self.pending: Pending = wire.exchange(sends, self.arriving, "gradients of keys and values")
 
     def add_to(self, dk: Tensor, dv: Tensor) -> None:
-        """Add what was computed here and what arrived to the gradients of the rank's own keys."""
+        """Add what was computed here and what arrived to the gradients of the rank's own keys. The
+        first stage of some heads finds nothing there yet."""
         self.pending.wait()
         stage, heads = self.step.stage, self.step.key_heads
-        own = (dk[:, heads], dv[:, heads])
-        for total, x in zip(own, self.own, strict=True):
-            _add_rows(total, stage.own, x)
+        totals = (dk[:, heads], dv[:, heads])
+        if self.step.is_first and sum(b - a for (a, b), _, _ in self.own) < len(dk):
+            for total in totals:
+                total.zero_()
+        for (start, stop), *parts in self.own:
+            for total, x in zip(totals, parts, strict=True):
+                if self.step.is_first:
+                    total[start:stop] = x
+                else:
+                    total[start:stop] += x
         for message in sorted(stage.sends):
-            split = _split(self.arriving[message.peer], own, message.rows)
-            for total, x in zip(own, split, strict=True):
+            split = _split(self.arriving[message.peer], totals, message.rows)
+            for total, x in zip(totals, split, strict=True):
                 _add_rows(total, message.spans, x)
 
 
@@ -286,13 +300,6 @@ def _split(message: Tensor, kv: tuple[Tensor, Tensor], rows: int) -> list[Tensor
     sizes = [rows * x.shape[1] * x.shape[2] for x in kv]
     parts = message.split(sizes)
     return [part.view(rows, *x.shape[1:]) for part, x in zip(parts, kv, strict=True)]
-
-
-def _rows(x: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The rows of `spans`, one after the other."""
-    if len(spans) == 1:
-        return x[spans[0][0] : spans[0][1]]
-    return torch.cat([x[start:stop] for start, stop in spans]) if spans else x[:0]
 
 
 def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:

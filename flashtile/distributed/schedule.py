@@ -11,7 +11,7 @@ results are merged; they take the sources in the order in which a ring would pas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -35,14 +35,20 @@ class Message(NamedTuple):
         return sum(stop - start for start, stop in self.spans)
 
 
+class Rows(NamedTuple):
+    """Rows from `start` to `stop` of a source of a buffer."""
+
+    source: int  # 0 is the rank's own tensor, n the n-th message of those that the stage receives
+    start: int
+    stop: int
+
+
 class Stage(NamedTuple):
     """One exchange and one call."""
 
-    own: tuple[Span, ...]  # rows of the rank's own keys that the buffer takes
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
-    # The buffer in parts of the own rows followed by the messages received, one after the other.
-    order: tuple[Span, ...]
+    order: tuple[Rows, ...]  # the buffer
     keys: tuple[Positions, ...]  # of the buffer, for every sequence of the call
 
     @property
@@ -129,11 +135,11 @@ def _stage(
         Message(peer, _rows(keys, rank, _needed(queries, keys, mask, peer, rank))) for peer in peers
     ]
     documents = queries.documents(rank)
+    arriving = tuple(message for message in receives if message.rows and message.peer != rank)
     return Stage(
-        _rows(keys, rank, needs.get(rank, {})),
         tuple(message for message in sends if message.rows and message.peer != rank),
-        tuple(message for message in receives if message.rows and message.peer != rank),
-        _order(needs.values(), documents),
+        arriving,
+        _order(keys, needs, rank, [message.peer for message in arriving]),
         tuple(
             Positions.of(span for need in needs.values() for span in need.get(document, ()))
             for document in documents
@@ -186,27 +192,43 @@ def _intersection(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, 
 
 def _rows(keys: Ownership, source: int, needs: Needs) -> tuple[Span, ...]:
     """Where the needed keys lie in the tensor of `source`."""
-    spans, row = [], 0
+    return tuple(rows for _, rows in _located(keys, source, needs))
+
+
+def _located(keys: Ownership, source: int, needs: Needs) -> Iterator[tuple[tuple[int, int], Span]]:
+    """The needed keys of `source`: (document, first position) and rows of its tensor."""
+    row = 0
     for document, start, stop in keys.pieces[source]:
         for first, last in needs.get(document, ()):
             a, b = max(start, first), min(stop, last)
             if a < b:
-                spans.append((row + a - start, row + b - start))
+                yield (document, a), (row + a - start, row + b - start)
         row += stop - start
-    return tuple(spans)
 
 
-def _order(needs: Iterable[Needs], documents: Sequence[int]) -> tuple[Span, ...]:
-    """The rows of all sources, one after the other, in the order of documents and positions."""
-    located: list[tuple[int, int, Span]] = []  # rank of the document, position, rows
-    place = {document: index for index, document in enumerate(documents)}
-    row = 0
-    for need in needs:
-        for document in sorted(need):
-            for start, stop in need[document]:
-                located.append((place[document], start, (row, row + stop - start)))
-                row += stop - start
-    return tuple(rows for _, _, rows in sorted(located))
+def _order(
+    keys: Ownership, needs: Mapping[int, Needs], rank: int, peers: Sequence[int]
+) -> tuple[Rows, ...]:
+    """The needed keys of all sources in the order of documents and positions.
+
+    Args:
+        peers: those whose messages arrive.
+    """
+    located: list[tuple[tuple[int, int], Rows]] = []
+    for number, source in enumerate((rank, *peers)):
+        row = 0  # of the message
+        for place, (start, stop) in _located(keys, source, needs.get(source, {})):
+            if number:
+                start, stop = row, row + stop - start
+            located.append((place, Rows(number, start, stop)))
+            row += stop - start
+    joined: list[Rows] = []
+    for _, rows in sorted(located):
+        if joined and joined[-1][::2] == (rows.source, rows.start):
+            joined[-1] = joined[-1]._replace(stop=rows.stop)
+        else:
+            joined.append(rows)
+    return tuple(joined)
 
 
 def starts(positions: Sequence[Positions]) -> tuple[int, ...]:

@@ -45,7 +45,18 @@ class Wire(Protocol):
         """
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The `x` of every rank, on the CPU: a few bytes, of equal size on all ranks."""
+        """The `x` of every rank, on the CPU: a few bytes, of equal size on all ranks. They travel
+        as `exchange` sends tensors of its device; those of a CPU by any way."""
+
+
+def connect(wire: Wire, device: torch.device) -> None:
+    """Bring all ranks together on a device before the first exchange there.
+
+    NCCL connects the ranks of a group in its first operation, in which all of them have to take
+    part. The agreement before an exchange is not that operation if the group also has gloo.
+    """
+    if device.type != "cpu":
+        wire.all_gather(torch.zeros(1, device=device))
 
 
 class _Done:
@@ -54,11 +65,21 @@ class _Done:
 
 
 class _Works:
-    """The requests of one exchange."""
+    """The requests of one exchange.
 
-    def __init__(self, works: list[dist.Work], wire: ProcessWire, each: list[str]) -> None:
+    It keeps the tensors until `wait`: NCCL reads and writes them on a stream of its own, so their
+    memory must not be used again before.
+    """
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        wire: ProcessWire,
+        each: list[str],
+        tensors: list[Tensor],
+    ) -> None:
         # NCCL makes one request of a whole batch, gloo one of each message.
-        self.works, self.wire = works, wire
+        self.works, self.wire, self.tensors = works, wire, tensors
         self.each = each if len(works) == len(each) else ["; ".join(each)] * len(works)
 
     def wait(self) -> None:
@@ -73,6 +94,7 @@ class _Works:
                     f"context parallel: rank {self.wire.rank} failed while it waited for {what}: "
                     f"{error}"
                 ) from error
+        self.works, self.each, self.tensors = [], [], []
 
 
 class ProcessWire:
@@ -105,11 +127,12 @@ class ProcessWire:
                     each.append(f"{size:,} bytes {way} rank {peer} ({what})")
         if not operations:  # torch.distributed does not take an empty batch
             return _Done()
-        return _Works(dist.batch_isend_irecv(operations), self, each)
+        works = dist.batch_isend_irecv(operations)
+        return _Works(works, self, each, [operation.tensor for operation in operations])
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Wire`."""
-        here = x.to(self._device)
+        here = x if x.device.type != "cpu" else x.to(self._device)
         gathered = [torch.empty_like(here) for _ in range(self.ranks)]
         dist.all_gather(gathered, here, group=self.group)
         return [part.cpu() for part in gathered]
@@ -119,6 +142,8 @@ class ProcessWire:
         """The CPU, unless the group connects only GPUs."""
         if "cpu:" in dist.get_backend_config(self.group):
             return torch.device("cpu")
+        if self.group.bound_device_id is not None:
+            return self.group.bound_device_id
         return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -121,11 +122,12 @@ def test_buffers_hold_the_keys_in_the_order_of_their_positions() -> None:
         for rank in range(ranks):
             made = schedule(holders, holders, facts, rank, rng.randint(1, ranks))
             for stage in made.stages:
-                parts = [tokens[rank][a:b] for a, b in stage.own]
-                for message in stage.receives:
-                    parts += [tokens[message.peer][a:b] for a, b in message.spans]
-                joined = [token for part in parts for token in part]
-                buffer = [token for a, b in stage.order for token in joined[a:b]]
+                sources = [tokens[rank]]
+                for peer, spans in stage.receives:
+                    sources.append([token for a, b in spans for token in tokens[peer][a:b]])
+                buffer = [token for x, a, b in stage.order for token in sources[x][a:b]]
+                for one, other in pairwise(stage.order):  # no two of them are one
+                    assert one[::2] != (other.source, other.start)
                 assert buffer == [
                     (document, positions.at(row))
                     for document, positions in zip(made.documents, stage.keys, strict=True)

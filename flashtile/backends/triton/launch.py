@@ -132,7 +132,7 @@ def _backward(
     else:
         with torch.cuda.device_of(operands.q):
             made = allocator()()
-        where = dq.stride(), dq.data_ptr() % ALIGNMENT
+        where = dq.dtype, dq.stride(), dq.data_ptr() % ALIGNMENT
         run_all(f"{BACKWARD} into a sum", (problem, key_dtype, where), given, made, describe)
     return _gradients(problem, operands, lse, made)
 
