@@ -125,8 +125,9 @@ def backward(
             dk_part, dv_part = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
         else:
             given = _operands(plan, operands, step, keys, values)
-            problem = _problem(plan, given, step, is_partial=True)
-            problem = problem._replace(needs_grad=True, bias_needs_grad=bias_needs_grad)
+            problem = _problem(
+                plan, given, step, is_partial=True, needs_grad=True, bias_needs_grad=bias_needs_grad
+            )
             results = (out[:, heads], lse[heads], dout[:, heads])
             with autocast_off(q):
                 part = backends.load(problem.options.backend).backward(
@@ -346,8 +347,14 @@ def _operands(
     return tiles_of_buffer(local, schedule, stage)
 
 
-def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> AttentionProblem:
-    """The facts of a step's call, with its backend."""
+def _problem(
+    plan: Plan, operands: Operands, step: _Step, is_partial: bool, **needed: bool
+) -> AttentionProblem:
+    """The facts of a step's call, with its backend.
+
+    Args:
+        needed: the gradients of the problem, in a backward: not every backend has them.
+    """
     options = plan.options._replace(
         max_seqlen_q=max((p.length for p in plan.schedule.queries), default=0),
         max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
@@ -359,6 +366,7 @@ def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> A
         is_partial=is_partial,
         has_key_groups=groups,
         reserved_processors=plan.reserved_processors,
+        **needed,
     )
     name = dispatch.select(problem, plan.backend)
     return problem._replace(options=options._replace(backend=name))
@@ -367,8 +375,8 @@ def _problem(plan: Plan, operands: Operands, step: _Step, is_partial: bool) -> A
 def refuse_without_backend(
     operands: Operands, options: Options, backend: str | None, way: Way, is_divided: bool
 ) -> None:
-    """Raise if no backend runs a call over parts of sequences, also on a rank that has none, which
-    would wait for the ranks that have some.
+    """Raise if no backend runs a call and, if it needs gradients, its backward, also on a rank that
+    has no tokens, which would wait for the ranks that have some.
 
     Args:
         operands: packed, with all heads.
@@ -377,11 +385,10 @@ def refuse_without_backend(
     Raises:
         NotImplementedError: no backend can run it; the message lists each with its reasons.
     """
-    if not is_divided:
-        return
     problem = AttentionProblem.of(operands, options)
     is_partial = problem.needs_grad or way.stages > 1
-    problem = problem._replace(layout="packed", runs=2, is_partial=is_partial)
+    runs = 2 if is_divided else 0
+    problem = problem._replace(layout="packed", runs=runs, is_partial=is_partial)
     dispatch.select(problem, backend)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flashtile.distributed import ContextParallel
+from flashtile.call import dispatch
+from flashtile.distributed import ContextParallel, executor
+from flashtile.problem import AttentionProblem
 from flashtile.testing.wires import ThreadWire, run_ranks
 
 WAYS = ({"ulysses": 1, "stages": 1}, {"ulysses": 1, "stages": 2}, {"ulysses": 2})
@@ -113,3 +116,36 @@ def test_refused_derivatives(
             derive(lambda *qkv: parallel.attention(*qkv, layout), *leaves)
 
     run_ranks(2, run, timeout=10)
+
+
+@pytest.mark.parametrize("numbers", WAYS)
+def test_the_backend_of_a_backward_has_gradients(
+    numbers: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hopper's forward can mask packed documents by spans, its backward cannot."""
+    asked: list[AttentionProblem] = []
+    select = dispatch.select
+
+    def recording(problem: AttentionProblem, name: str | None = None) -> str:
+        asked.append(problem)
+        return select(problem, name)
+
+    monkeypatch.setattr(executor, "dispatch", SimpleNamespace(select=recording))
+
+    def run(wire: ThreadWire) -> Tensor:
+        layout = ContextParallel.over(wire, **numbers).layout(seq_len=64, grain=4)
+        out = layout.attend(*inputs(layout))
+        assert isinstance(out, Tensor)
+        return out
+
+    # The first call of a kind asks whether there is a backend.
+    outs = run_ranks(2, run)
+    assert {problem.needs_grad for problem in asked} == {True, False}
+    asked.clear()
+
+    def differentiate(wire: ThreadWire) -> None:
+        outs[wire.rank].sum().backward()
+
+    run_ranks(2, differentiate)
+    assert len(asked) > 0
+    assert all(problem.needs_grad for problem in asked)

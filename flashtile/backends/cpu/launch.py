@@ -91,14 +91,15 @@ def backward(
         dq, dk, dv = (_as_call(g, x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     else:
         dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (k, v))
-        is_sum = add_to is not None and add_to.dtype == lse.dtype
-        dq = add_to if is_sum else torch.zeros(q.shape, dtype=lse.dtype)
+        dq = torch.zeros(q.shape, dtype=lse.dtype)
+        if add_to is not None and add_to.dtype == lse.dtype:
+            dq = add_to
         for segment in parts:
             grads = _segment_backward(problem, operands, segment, plan, results, sums)
             segment.queries(dq).add_(grads[0])
             segment.add_to_keys(dk, grads[1])
             segment.add_to_keys(dv, grads[2])
-        if add_to is not None and not is_sum:
+        if add_to is not None and add_to is not dq:
             dq = add_to.add_(dq)
         if not problem.is_partial:
             dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
