@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import lcm
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from ..problem import Operands, Options, lse_dtype
 from . import balance, traced
 from .agreement import agreed
 from .arguments import (
-    UsedTokens,
     comparable,
     kind,
     lengths_of,
@@ -36,13 +35,12 @@ from .cost import Pricing, Shape, Way
 from .executor import Plan, refuse_without_backend
 from .explain import explained
 from .function import Route, attend, is_recomputing
-from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
 from .layout import Layout
 from .machine import Machine, machine_of
 from .measure import measured
 from .mesh import of_mesh
-from .ownership import first_documents, is_divided, repeated
-from .schedule import schedule
+from .ownership import is_divided, repeated
+from .paths import Call, paths_of
 from .sequence_tensors import indices
 from .tile_map import TileMap
 from .wire import ProcessWire, Wire, connect
@@ -287,7 +285,7 @@ class ContextParallel(Decoder):
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
-        call, _ = self._prepared((q, k, v), layout, backend, options, return_lse=False)
+        call = self._prepared((q, k, v), layout, backend, options)
         pricing = self._pricing(layout, call.operands, call.options, call.tiles)
         return explained(pricing, self.wanted, call.way)
 
@@ -340,7 +338,7 @@ class ContextParallel(Decoder):
         named = (*zip("qkv", qkv, strict=True), *sorted(options.items()))
         key = (return_lse, backend, *modes, *((name, kind(name, x)) for name, x in named))
         if key in layout.agreed:
-            call, _ = self._prepared(qkv, layout, backend, options, return_lse)
+            call = self._prepared(qkv, layout, backend, options)
         else:
             call = agreed(
                 self.wire, lambda: self._runnable(qkv, layout, backend, options, return_lse)
@@ -350,13 +348,37 @@ class ContextParallel(Decoder):
         layout.calls += known is None
         return self._run(call, layout, return_lse, rng_state, known)
 
-    def _runnable(self, *given: Any) -> tuple[_Call, dict[str, Any]]:
-        """`_prepared`, for a call that some backend can run on every rank."""
-        call, facts = self._prepared(*given)
+    def _runnable(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        layout: Layout,
+        backend: BackendName | None,
+        options: Mapping[str, Any],
+        return_lse: bool,
+    ) -> tuple[Call, dict[str, Any]]:
+        """`_prepared`, for a call that some backend can run on every rank, and the facts that have
+        to be equal on all ranks."""
+        call = self._prepared(qkv, layout, backend, options)
+        q, k, v = call.operands[:3]
         holders = call.used.queries, call.used.keys
         divided = is_divided(*holders, call.way.ulysses)
         refuse_without_backend(call.operands, call.options, call.backend, call.way, divided)
-        return call, facts
+        return call, {
+            "documents": len(layout.queries.lengths),
+            "tokens": sum(layout.queries.lengths),
+            "the lengths of documents": layout.queries.lengths[:8],
+            "who owns which tokens": (layout.queries.digest()[:12], layout.keys.digest()[:12]),
+            "device and dtype": (q.device.type, q.dtype),
+            "heads": (q.shape[1], k.shape[1]),
+            "head dims": (q.shape[2], v.shape[2]),
+            "options": comparable(call.options, backend),
+            "numbers of tokens in use": call.used.facts(),
+            "the block mask": call.tiles and call.tiles.digest,
+            "the shapes of optional tensors": shapes(options),
+            "return_lse": return_lse,
+            "ulysses, stages, head groups": tuple(call.way),
+            "gradient_dtype": self._gradient_dtype,
+        }
 
     def _prepared(
         self,
@@ -364,9 +386,8 @@ class ContextParallel(Decoder):
         layout: Layout,
         backend: BackendName | None,
         options: Mapping[str, Any],
-        return_lse: bool,
-    ) -> tuple[_Call, dict[str, Any]]:
-        """A checked call, and the facts that have to be equal on all ranks."""
+    ) -> Call:
+        """A checked call."""
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
         if self.reserved_processors < 0:
@@ -374,27 +395,8 @@ class ContextParallel(Decoder):
         refuse_unknown(options, ContextParallel.attention)
         refuse_transforms(qkv, options)
         operands, numbers, used, tiles, bias_has_rows = packed_call(qkv, layout, options)
-        q, k, v = operands[:3]
-        documents = len(layout.queries.lengths)
         way = self._way(layout, operands, numbers, tiles)
-        call = _Call(operands, numbers, backend, way, used, tiles, bias_has_rows)
-        facts = {
-            "documents": documents,
-            "tokens": sum(layout.queries.lengths),
-            "the lengths of documents": layout.queries.lengths[:8],
-            "who owns which tokens": (layout.queries.digest()[:12], layout.keys.digest()[:12]),
-            "device and dtype": (q.device.type, q.dtype),
-            "heads": (q.shape[1], k.shape[1]),
-            "head dims": (q.shape[2], v.shape[2]),
-            "options": comparable(numbers, backend),
-            "numbers of tokens in use": used.facts(),
-            "the block mask": tiles and tiles.digest,
-            "the shapes of optional tensors": shapes(options),
-            "return_lse": return_lse,
-            "ulysses, stages, head groups": tuple(way),
-            "gradient_dtype": self._gradient_dtype,
-        }
-        return call, facts
+        return Call(operands, numbers, backend, way, used, tiles, bias_has_rows)
 
     def _way(
         self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
@@ -419,7 +421,7 @@ class ContextParallel(Decoder):
 
     def _run(
         self,
-        call: _Call,
+        call: Call,
         layout: Layout,
         wants_lse: bool,
         rng_state: Tensor | None,
@@ -427,30 +429,28 @@ class ContextParallel(Decoder):
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's rows, padding included."""
         operands, options = call.operands, call.options
-        ulysses, stages, head_groups = call.way
-        outer, inner = divmod(self.wire.rank, ulysses)
-        shares = share_heads(operands.q.shape[1], operands.k.shape[1], ulysses)
-        # Neighbours exchange heads; those with the same place among their neighbours, keys.
-        ranks = self.wire.ranks
-        groups = [range(first, first + ulysses) for first in range(0, ranks, ulysses)]
         if options.dropout_p > 0:
             operands = operands._replace(rng_state=self._rng_state(rng_state, operands.q.device))
-        queries, keys = (merged(x, groups) for x in (call.used.queries, call.used.keys))
-        made = schedule(queries, keys, options.facts, outer, stages, call.tiles)
+        paths = paths_of(call, layout, self._gradient_dtype)
         slopes = operands.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
-            rows = indices(made.documents, slopes.device)
+            rows = indices(paths.schedule.documents, slopes.device)
             operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
-        first_head = shares[inner].queries.start
-        is_packed = call.bias_has_rows and not layout.sequences
-        how = head_groups, options, call.backend, first_head, self._gradient_dtype, is_packed
-        plan = Plan(made, *how, self.reserved_processors)
-        wire = SubWire(self.wire, [group[inner] for group in groups])
-        neighbours = self._neighbours(call, layout, groups[outer], shares) if ulysses > 1 else None
+        plan = Plan(
+            paths.schedule,
+            call.way.head_groups,
+            options,
+            call.backend,
+            paths.first_head,
+            self._gradient_dtype,
+            call.bias_has_rows and not layout.sequences,
+            self.reserved_processors,
+        )
         if known is not None:
             known = layout.results_without_padding(*known)
             known = call.used.of_used(*known)
-        out, lse = attend(Route(neighbours, plan, wire, wants_lse, known), operands)
+        route = Route(paths.neighbours, plan, paths.wire, wants_lse, known)
+        out, lse = attend(route, operands)
         tokens = layout.queries.tokens(self.wire.rank)
         return layout.with_padding(*call.used.with_unused(out, lse, tokens))
 
@@ -464,35 +464,3 @@ class ContextParallel(Decoder):
                 "restore its state; want None, for PyTorch's own"
             )
         return draw_rng_state(device, self.generator)
-
-    def _neighbours(
-        self, call: _Call, layout: Layout, members: range, shares: list[HeadShare]
-    ) -> Ulysses:
-        """How this rank and its neighbours exchange tokens for heads."""
-        wire = SubWire(self.wire, members)
-        bias, rows = call.operands.bias, None
-        if bias is not None and call.bias_has_rows:
-            holders = call.used.queries
-            if layout.sequences:  # where the bias has no batch, the rows of one stand for all
-                holders = first_documents(layout.queries, bias.shape[0])
-            rows = Exchange.of(wire, holders, members)
-        return Ulysses(
-            tuple(shares),
-            Exchange.of(wire, call.used.queries, members),
-            Exchange.of(wire, call.used.keys, members),
-            rows,
-            (call.operands.q.shape[1], call.operands.k.shape[1]),
-            self._gradient_dtype,
-        )
-
-
-class _Call(NamedTuple):
-    """A checked call of one rank."""
-
-    operands: Operands  # packed, without padding, without lengths
-    options: Options
-    backend: str | None
-    way: Way
-    used: UsedTokens
-    tiles: TileMap | None
-    bias_has_rows: bool

@@ -28,7 +28,7 @@ from .buffer_bias import add_bias_gradient, bias_of_buffer
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
 from .cost import Way
 from .rounded_wire import rounded
-from .row_copies import join_rows
+from .row_copies import KeyWords, join_rows
 from .schedule import Rows, Schedule, Stage
 from .sequence_tensors import sequence_tensors
 from .wire import Pending, Wire
@@ -212,8 +212,9 @@ def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step
     """The steps with their keys and values, (rows, key heads, head_dim). The exchange of the next
     step is under way while the caller works on this one."""
     ahead: _Fetch | None = None
+    words = KeyWords.of(operands.k, operands.v)
     for step in _steps(plan, operands):
-        fetch = _Fetch(wire, step, operands.k, operands.v)
+        fetch = _Fetch(wire, step, words.of_heads(step.key_heads))
         if ahead is not None:
             yield ahead.step, *ahead.wait()
         ahead = fetch
@@ -224,27 +225,26 @@ def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step
 class _Fetch:
     """The keys and values of a step on their way to the ranks that need them."""
 
-    def __init__(self, wire: Wire, step: _Step, k: Tensor, v: Tensor) -> None:
-        self.step, stage = step, step.stage
-        kv = (k[:, step.key_heads], v[:, step.key_heads])
-        # One message holds the keys and then the values.
-        arriving = {m.peer: _message(kv, m.rows) for m in stage.receives}
-        sends = {m.peer: _message(kv, m.rows) for m in stage.sends}
+    def __init__(self, wire: Wire, step: _Step, own: KeyWords) -> None:
+        self.step, self.own, stage = step, own, step.stage
+        sends = {}
         for message in stage.sends:
-            parts = _split(sends[message.peer], kv, message.rows)
+            sends[message.peer], k, v = own.message(message.rows)
             pieces = [Rows(0, *span) for span in message.spans]
-            for x, part in zip(kv, parts, strict=True):
-                join_rows([x], pieces, part)
-        self.pending: Pending = wire.exchange(sends, arriving, "keys and values")
-        received = [_split(arriving[m.peer], kv, m.rows) for m in stage.receives]
-        self.sources = [[x, *parts] for x, *parts in zip(kv, *received, strict=True)]
+            join_rows([own.k], pieces, k)
+            join_rows([own.v], pieces, v)
+        arriving = {message.peer: own.message(message.rows) for message in stage.receives}
+        self.k = [own.k, *(k for _, k, _ in arriving.values())]
+        self.v = [own.v, *(v for _, _, v in arriving.values())]
+        received = {peer: whole for peer, (whole, _, _) in arriving.items()}
+        self.pending: Pending = wire.exchange(sends, received, "keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the buffer."""
         self.pending.wait()
-        k, v = (join_rows(sources, self.step.stage.order) for sources in self.sources)
-        self.sources = []  # the messages are no longer needed
-        return k, v
+        k, v = (join_rows(sources, self.step.stage.order) for sources in (self.k, self.v))
+        self.k = self.v = []  # the messages are no longer needed
+        return self.own.numbers(k, v)
 
 
 class _Return:
@@ -260,15 +260,16 @@ class _Return:
             row += stop - start
         own, *of_messages = places
         self.own = [(rows, dk[a:b], dv[a:b]) for rows, (_, a, b) in own]
-        sends = {}
+        words, sends = KeyWords.of(dk, dv), {}
         for message, placed in zip(stage.receives, of_messages, strict=True):
-            sends[message.peer] = _message((dk, dv), message.rows)
-            parts = _split(sends[message.peer], (dk, dv), message.rows)
+            sends[message.peer], k, v = words.message(message.rows)
             pieces = [piece for _, piece in sorted(placed)]
-            for x, part in zip((dk, dv), parts, strict=True):
-                join_rows([x], pieces, part)
-        self.arriving = {m.peer: _message((dk, dv), m.rows) for m in stage.sends}
-        self.pending: Pending = wire.exchange(sends, self.arriving, "gradients of keys and values")
+            join_rows([words.k], pieces, k)
+            join_rows([words.v], pieces, v)
+        arriving = {message.peer: words.message(message.rows) for message in stage.sends}
+        self.arrived = {peer: words.numbers(k, v) for peer, (_, k, v) in arriving.items()}
+        received = {peer: whole for peer, (whole, _, _) in arriving.items()}
+        self.pending: Pending = wire.exchange(sends, received, "gradients of keys and values")
 
     def add_to(self, dk: Tensor, dv: Tensor) -> None:
         """Add what was computed here and what arrived to the gradients of the rank's own keys. The
@@ -286,21 +287,8 @@ class _Return:
                 else:
                     total[start:stop] += x
         for message in sorted(stage.sends):
-            split = _split(self.arriving[message.peer], totals, message.rows)
-            for total, x in zip(totals, split, strict=True):
+            for total, x in zip(totals, self.arrived[message.peer], strict=True):
                 _add_rows(total, message.spans, x)
-
-
-def _message(kv: tuple[Tensor, Tensor], rows: int) -> Tensor:
-    """Memory for `rows` rows of both tensors."""
-    return kv[0].new_empty(rows * sum(x.shape[1] * x.shape[2] for x in kv))
-
-
-def _split(message: Tensor, kv: tuple[Tensor, Tensor], rows: int) -> list[Tensor]:
-    """A message as the rows of both tensors."""
-    sizes = [rows * x.shape[1] * x.shape[2] for x in kv]
-    parts = message.split(sizes)
-    return [part.view(rows, *x.shape[1:]) for part, x in zip(parts, kv, strict=True)]
 
 
 def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:
@@ -393,13 +381,7 @@ def refuse_without_backend(
 
 
 def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
-    """Whether some sequence is not, to the mask, what its rows alone would be."""
+    """Whether something in the call counts rows and finds others than its own rows have."""
     counting = operands.alibi_slopes, operands.relative_bias, operands.rng_state
     has_rules = plan.options.facts or plan.options.score_mod
-    if not has_rules and all(x is None for x in counting):
-        return False
-    return any(
-        keys.spans != ((0, keys.length),)
-        or queries.spans != ((keys.length - queries.length, keys.length),)
-        for queries, keys in zip(plan.schedule.queries, stage.keys, strict=True)
-    )
+    return stage.has_parts and (bool(has_rules) or any(x is not None for x in counting))

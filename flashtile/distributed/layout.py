@@ -65,6 +65,7 @@ class Layout:
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
         self.ways: dict[Any, Way] = {}  # how the ranks run calls, by their kind
+        self.paths: dict[Any, Any] = {}  # `Paths` by kind of call, whose module imports this one
         self._copies: dict[Any, Tensor] = {}  # by what they hold, device and stream
 
     def __repr__(self) -> str:

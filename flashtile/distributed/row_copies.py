@@ -8,6 +8,7 @@ element at a time; here elements are as wide as the rows allow.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,35 +18,74 @@ from .schedule import Rows
 WORDS = (torch.complex128, torch.complex64, torch.int32)  # of 16, 8 and 4 bytes
 
 
+class KeyWords(NamedTuple):
+    """Keys and values (rows, heads, head_dim) as rows of words."""
+
+    k: Tensor  # (rows, words)
+    v: Tensor
+    heads: int
+    head_dims: tuple[int, int]
+    dtype: torch.dtype  # of the numbers
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> KeyWords:
+        """In the widest words that divide every head of both."""
+        flat = [x.flatten(1) for x in (k, v)]
+        size, together = k.element_size(), 0
+        for x, dim in zip(flat, (k.shape[2], v.shape[2]), strict=True):
+            together |= (dim | x.stride(0) | x.storage_offset()) * size | x.data_ptr()
+        words = [word for word in WORDS if word.itemsize > size and not together % word.itemsize]
+        if words and k.numel() and v.numel():
+            flat = [x.view(words[0]) for x in flat]
+        return cls(*flat, k.shape[1], (k.shape[2], v.shape[2]), k.dtype)
+
+    def of_heads(self, heads: slice) -> KeyWords:
+        """Some of the heads."""
+        k, v = (
+            x[:, heads.start * width : heads.stop * width]
+            for x, width in zip((self.k, self.v), self.widths, strict=True)
+        )
+        return self._replace(k=k, v=v, heads=heads.stop - heads.start)
+
+    def numbers(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of words as keys and values."""
+        dims = self.head_dims
+        return (
+            k.view(self.dtype).view(len(k), self.heads, dims[0]),
+            v.view(self.dtype).view(len(v), self.heads, dims[1]),
+        )
+
+    def message(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for rows of both: all of it as numbers, and as the rows of the keys and, after
+        them, of the values."""
+        widths = self.k.shape[1], self.v.shape[1]
+        words = self.k.new_empty(rows * sum(widths))
+        split = rows * widths[0]
+        k, v = words[:split].view(rows, widths[0]), words[split:].view(rows, widths[1])
+        return words.view(self.dtype), k, v
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Words of a head."""
+        size = self.dtype.itemsize
+        return (
+            self.head_dims[0] * size // self.k.element_size(),
+            self.head_dims[1] * size // self.v.element_size(),
+        )
+
+
 def join_rows(
     sources: Sequence[Tensor], pieces: Sequence[Rows], out: Tensor | None = None
 ) -> Tensor:
-    """Rows of several tensors (rows, heads, head_dim), one after the other.
+    """Rows of several tensors (rows, words), one after the other.
 
     Args:
         sources: by `Rows.source`; there is at least one.
         out: where to write them; None is new memory, or a view where they lie in one piece.
     """
-    parts = [sources[piece.source][piece.start : piece.stop] for piece in pieces]
-    if out is None and len(parts) < 2:
-        return parts[0] if parts else sources[0][:0]
-    if out is None:
-        rows = sum(len(part) for part in parts)
-        out = parts[0].new_empty(rows, *parts[0].shape[1:])
-    if out.numel():
-        *wide, target = _in_words([*parts, out])
-        torch.cat(wide, out=target)
-    return out
-
-
-def _in_words(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors as (rows, words), with the widest words that fit all of them."""
-    flat = [x.flatten(1) for x in tensors]
-    size = flat[0].element_size()
-    for dtype in WORDS:
-        ratio = dtype.itemsize // size
-        counts = (n for x in flat for n in (x.shape[1], x.stride(0), x.storage_offset()))
-        is_aligned = not any(x.data_ptr() % dtype.itemsize for x in flat)
-        if ratio > 1 and is_aligned and not any(n % ratio for n in counts):
-            return [x.view(dtype) for x in flat]
-    return flat
+    parts = [sources[source][start:stop] for source, start, stop in pieces]
+    if out is not None:
+        return torch.cat(parts, out=out)
+    if len(parts) > 1:
+        return torch.cat(parts)
+    return parts[0] if parts else sources[0][:0]

@@ -50,6 +50,8 @@ class Stage(NamedTuple):
     receives: tuple[Message, ...]
     order: tuple[Rows, ...]  # the buffer
     keys: tuple[Positions, ...]  # of the buffer, for every sequence of the call
+    # Whether some sequence is not, to a mask, what its rows alone would be.
+    has_parts: bool
 
     @property
     def rows(self) -> int:
@@ -100,17 +102,14 @@ def schedule(
     documents = tuple(queries.documents(rank))
     # The last query stands at the last key.
     shifts = tuple(keys.lengths[d] - queries.lengths[d] for d in documents)
-    return Schedule(
-        documents,
-        tuple(
-            queries.positions(rank, document).shifted(shift)
-            for document, shift in zip(documents, shifts, strict=True)
-        ),
-        shifts,
-        tuple(
-            _stage(queries, keys, (facts, tiles), rank, away) for away in distances(ranks, stages)
-        ),
+    rows = tuple(
+        queries.positions(rank, document).shifted(shift)
+        for document, shift in zip(documents, shifts, strict=True)
     )
+    made = [
+        _stage(queries, keys, (facts, tiles), rank, away, rows) for away in distances(ranks, stages)
+    ]
+    return Schedule(documents, rows, shifts, tuple(made))
 
 
 def distances(ranks: int, stages: int) -> list[tuple[int, ...]]:
@@ -124,7 +123,12 @@ def distances(ranks: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def _stage(
-    queries: Ownership, keys: Ownership, mask: Mask, rank: int, away: tuple[int, ...]
+    queries: Ownership,
+    keys: Ownership,
+    mask: Mask,
+    rank: int,
+    away: tuple[int, ...],
+    rows: tuple[Positions, ...],
 ) -> Stage:
     ranks = queries.ranks
     sources = [(rank - distance) % ranks for distance in away]  # the rank itself comes first
@@ -136,13 +140,19 @@ def _stage(
     ]
     documents = queries.documents(rank)
     arriving = tuple(message for message in receives if message.rows and message.peer != rank)
+    buffered = tuple(
+        Positions.of(span for need in needs.values() for span in need.get(document, ()))
+        for document in documents
+    )
     return Stage(
         tuple(message for message in sends if message.rows and message.peer != rank),
         arriving,
         _order(keys, needs, rank, [message.peer for message in arriving]),
-        tuple(
-            Positions.of(span for need in needs.values() for span in need.get(document, ()))
-            for document in documents
+        buffered,
+        any(
+            positions.spans != ((0, positions.length),)
+            or mine.spans != ((positions.length - mine.length, positions.length),)
+            for mine, positions in zip(rows, buffered, strict=True)
         ),
     )
 

@@ -1,11 +1,11 @@
-"""Rows of several tensors are joined, whatever their strides and the size of an element."""
+"""Rows of keys and values are copied in wide words, whatever their strides and element sizes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from flashtile.distributed.row_copies import join_rows
+from flashtile.distributed.row_copies import KeyWords, join_rows
 from flashtile.distributed.schedule import Rows
 from flashtile.testing import generator
 
@@ -18,28 +18,38 @@ def drawn(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> torch.Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("head_dim", [1, 2, 7, 8, 12, 128])
-def test_rows_of_some_heads(head_dim: int, dtype: torch.dtype) -> None:
-    whole = drawn(6, 4, head_dim, dtype), drawn(5, 4, head_dim, dtype)
+@pytest.mark.parametrize("dims", [(1, 1), (2, 7), (7, 8), (8, 8), (12, 8), (128, 64)], ids=str)
+def test_rows_of_some_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    own = [drawn(6, 4, dim, dtype) for dim in dims]
     for heads in (slice(0, 4), slice(2, 4), slice(1, 2), slice(0, 0)):
-        sources = [x[:, heads] for x in whole]
-        want = torch.cat([sources[x][a:b] for x, a, b in PIECES])
-        assert torch.equal(join_rows(sources, PIECES), want)
-        out = torch.full_like(want, 1.0)
-        assert join_rows(sources, PIECES, out) is out
-        assert torch.equal(out, want)
+        words = KeyWords.of(*own).of_heads(heads)
+        message, *parts = words.message(5)
+        message.copy_(torch.arange(len(message)))
+        received = words.numbers(*parts)
+        sent = torch.cat([x.flatten() for x in received])
+        assert torch.equal(sent, message)  # the keys, and then the values
+        joined = [
+            join_rows([x, part], PIECES) for x, part in zip((words.k, words.v), parts, strict=True)
+        ]
+        for got, x, part in zip(words.numbers(*joined), own, received, strict=True):
+            sources = x[:, heads], part
+            assert torch.equal(got, torch.cat([sources[n][a:b] for n, a, b in PIECES]))
 
 
 def test_odd_addresses() -> None:
     """Neither the start of a tensor nor its rows are at multiples of the words."""
-    memory = drawn(1, 1, 200, torch.bfloat16).flatten()
+    memory = drawn(1, 1, 300, torch.bfloat16).flatten()
     for first in range(9):
-        x = memory[first : first + 96].view(6, 2, 8)
-        want = torch.cat([x[4:6], x[0:3]])
-        assert torch.equal(join_rows([x], [Rows(0, 4, 6), Rows(0, 0, 3)]), want)
+        for gap in range(9):
+            k = memory[first:].as_strided((6, 2, 8), (16 + gap, 8, 1), first)
+            words = KeyWords.of(k, k)
+            pieces = [Rows(0, 4, 6), Rows(0, 0, 3)]
+            got, _ = words.numbers(*(join_rows([x], pieces) for x in (words.k, words.v)))
+            assert torch.equal(got, torch.cat([k[4:6], k[0:3]]))
 
 
 def test_rows_in_one_piece_are_not_copied() -> None:
     x = drawn(6, 4, 8, torch.float32)
-    assert join_rows([x], [Rows(0, 2, 5)]).data_ptr() == x[2].data_ptr()
-    assert join_rows([x], []).shape == (0, 4, 8)
+    words = KeyWords.of(x, x)
+    assert join_rows([words.k], [Rows(0, 2, 5)]).data_ptr() == x[2].data_ptr()
+    assert join_rows([words.k], []).shape[0] == 0
