@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,22 +11,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import flashtile as flashtile_package
 from flashtile.distributed import ContextParallel, Layout
 
 from .cases import ContextCase
+from .together import Unsupported
 from .zigzag_ring import zigzag_ring
-
-
-class Unsupported(Exception):
-    """Why a peer cannot run a case."""
 
 
 class Ready(NamedTuple):
     """A peer, ready to run a case on this rank."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]  # this rank's shards, in `layout`'s order
-    layout: Layout
+    layout: Layout | None  # None for all tokens
     way: str = ""  # what flashtile chose
     around: Callable[[], AbstractContextManager[object]] = nullcontext  # each run
 
@@ -51,29 +50,58 @@ def plain_ring(case: ContextCase, lengths: list[int]) -> Ready:
     return Ready(zigzag_ring, _zigzag(case))
 
 
-def torch_context_parallel(case: ContextCase, lengths: list[int]) -> Ready:
+def torch_cudnn(case: ContextCase, lengths: list[int]) -> Ready:
+    """PyTorch's ring over the attention of cuDNN."""
+    return _torch_ring(case, SDPBackend.CUDNN_ATTENTION)
+
+
+def torch_flash(case: ContextCase, lengths: list[int]) -> Ready:
+    """PyTorch's ring over its FlashAttention-2."""
+    return _torch_ring(case, SDPBackend.FLASH_ATTENTION)
+
+
+def alone(case: ContextCase, lengths: list[int]) -> Callable[..., Tensor]:
+    """Attention of the whole in one process."""
+    if case.variant != "packed":
+        return lambda q, k, v: flashtile_package.attention(q, k, v, **case.options)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    ends = ends.cuda() if torch.cuda.is_available() else ends
+    most = max(lengths)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtile_package.attention_varlen(q, k, v, ends, ends, most, most, **case.options)
+
+    return call
+
+
+def _torch_ring(case: ContextCase, backend: SDPBackend) -> Ready:
     """`torch.distributed.tensor.experimental.context_parallel`, which shards in zigzag, too."""
     from torch.distributed.tensor.experimental import context_parallel
 
     layout = _zigzag(case)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    if not torch.cuda.is_available():
         raise Unsupported("PyTorch's context parallelism has no CPU kernels")
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     groups = case.heads_q // case.heads_kv
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # It knows no grouped heads.
         k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         # The context replaces this attribute of the module.
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    def around() -> AbstractContextManager[object]:
+    @contextmanager
+    def around() -> Iterator[None]:
         # It wants something to shard; the shards of q, k and v are there already.
-        buffer = torch.zeros(1, case.tokens * dist.get_world_size(), device=device)
-        return context_parallel(
-            mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer}
-        )
+        buffer = torch.zeros(1, case.tokens * dist.get_world_size(), device="cuda")
+        with (
+            sdpa_kernel(backend),
+            context_parallel(
+                mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer}
+            ),
+        ):
+            yield
 
     return Ready(call, layout, around=around)
 
@@ -121,5 +149,6 @@ PEERS: dict[str, Callable[[ContextCase, list[int]], Ready]] = {
     "flashtile-gather": gather,
     "flashtile-ulysses": ulysses,
     "zigzag-ring": plain_ring,
-    "torch-context-parallel": torch_context_parallel,
+    "torch-cudnn": torch_cudnn,
+    "torch-flash": torch_flash,
 }

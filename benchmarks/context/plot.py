@@ -12,7 +12,8 @@ COLOURS = {
     "flashtile-gather": "#56b4e9",
     "flashtile-ulysses": "#009e73",
     "zigzag-ring": "#d55e00",
-    "torch-context-parallel": "#e69f00",
+    "torch-cudnn": "#e69f00",
+    "torch-flash": "#cc79a7",
 }
 TITLES = {"forward": "forward", "both": "forward + backward"}
 
@@ -26,7 +27,7 @@ def draw(path: Path, target: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [row for row in read(path) if row["efficiency"]]
+    rows = [row for row in read(path) if row["efficiency"] and row["peer"] in COLOURS]
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
     subjects = list(dict.fromkeys(map(_subject, rows)))
@@ -47,7 +48,7 @@ def draw(path: Path, target: Path) -> Path:
         [first["device"], first["process_group"], f"torch {first['torch']}", first["date"]]
     )
     figure.suptitle(
-        f"{first['ranks']} ranks: time of one process / (ranks x slowest rank)\n{origin}",
+        f"{first['ranks']} ranks, calls in a row: one process / (ranks x slowest rank)\n{origin}",
         fontsize=11,
     )
     handles, labels = axes[0].get_legend_handles_labels()

@@ -8,12 +8,19 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+ALONE = "one process"
+
 
 @dataclass(frozen=True)
 class ContextRow:
-    """Times of one pass; what was not measured is None, and a skipped peer says why."""
+    """Times of one pass; what was not measured is None, and a skipped peer says why.
 
-    peer: str
+    Efficiency is the time of one process on the whole sequence over ranks times the slowest rank.
+    An error is the root mean square of the distance from float64 over that of the truth, of the
+    first key head and its query heads.
+    """
+
+    peer: str  # `ALONE` for one process
     direction: str  # "forward" or "both"
     variant: str
     dtype: str
@@ -26,10 +33,16 @@ class ContextRow:
     ranks: int
     process_group: str  # gloo or nccl
     way: str = ""  # of flashtile
-    one_process_ms: float | None = None  # on the whole sequence, alone
-    slowest_rank_ms: float | None = None
-    efficiency: float | None = None  # one process / (ranks x slowest rank)
-    largest_error: float | None = None  # of out, from one process in the same dtype
+    single_ms: float | None = None  # a call alone, of the slowest rank
+    steady_ms: float | None = None  # each of calls in a row
+    single_efficiency: float | None = None
+    efficiency: float | None = None  # of calls in a row
+    out_error: float | None = None
+    dq_error: float | None = None
+    dk_error: float | None = None
+    dv_error: float | None = None
+    worst_error_ratio: float | None = None  # the largest quotient of an error and one process's
+    peak_mib: float | None = None  # of the rank that allocates most, inputs and results included
     skipped: str = ""
 
 

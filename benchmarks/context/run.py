@@ -5,213 +5,120 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-import flashtile
 from flashtile.cli.machine import busy, provenance
-from flashtile.testing import generator, normal
 
 from ..report import print_table
-from .cases import ContextCase, cases
-from .peers import PEERS, Ready, Unsupported
+from .case import measured
+from .cases import cases
+from .memory import memory_rows
 from .plot import draw
 from .rows import ContextRow, write
+from .together import Stuck, Team
 
-ROUNDS = 7
-DIRECTIONS = ("forward", "both")
-MOST_ERROR = 0.05  # of out: a peer that attends to other keys is further away
+HEADINGS = ["case", "pass", "peer", "alone, ms", "in a row, ms", "efficiency", "error", "MiB"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; rank 0 prints and writes. 2 if torchrun did not start this process."""
+    """Measure; rank 0 prints each row, and writes all rows after each case. 2 if torchrun did not
+    start this process or a case does not exist, 1 if a GPU hung, which ends the run."""
     if "RANK" not in os.environ:
         command = "torchrun --nproc-per-node 2 -m benchmarks --preset context"
         print(f"--preset context: got one process, want several: {command}", file=sys.stderr)
         return 2
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    every = cases(device)
+    numbers = args.cases or range(1, len(every) + 2)
+    if any(number > len(every) + 1 for number in numbers):
+        print(f"--cases: --preset context has {len(every) + 1} cases", file=sys.stderr)
+        return 2
+    bound = None
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        bound = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(bound)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=bound, timeout=timedelta(minutes=4))
+    team = Team.of(device)
+    groups = [partial(measured, case, team) for case in every]
+    if device == "cuda":  # the peak of a CPU's memory is not known
+        groups.append(partial(memory_rows, every[0], team))
+    chosen = [groups[number - 1] for number in numbers if number <= len(groups)]
+    rows: list[ContextRow] = []
     try:
-        rows = [row for case in cases(device) for row in _measured(case, device)]
+        for group in chosen:
+            for row in _shown(group()):
+                rows.append(row)
+            _keep(args, rows, device)
+    except Stuck as stuck:
         if dist.get_rank() == 0:
-            _report(args, rows, device)
-    finally:
-        dist.destroy_process_group()
+            print(f"stopped, since a GPU does not answer: {stuck}", flush=True)
+            _keep(args, rows, device)
+            print_table(HEADINGS, [_line(row) for row in rows])
+        sys.stdout.flush()
+        os._exit(1)  # neither NCCL nor the GPU ends otherwise
+    if dist.get_rank() == 0:
+        _report(args, rows)
+    dist.destroy_process_group()
     return 0
 
 
-def _report(args: argparse.Namespace, rows: list[ContextRow], device: str) -> None:
-    ranks = dist.get_world_size()
-    command = f"torchrun --nproc-per-node {ranks} -m benchmarks {shlex.join(args.command_line)}"
-    origin = provenance(device, command)
-    if warning := busy():
-        print(warning)
-    headings = ["case", "pass", "peer", "one process, ms", "slowest rank, ms", "efficiency"]
-    lines = []
+def _shown(rows: Iterator[ContextRow]) -> Iterator[ContextRow]:
+    """The rows, which rank 0 prints with the seconds since the last one."""
+    last = time.monotonic()
     for row in rows:
-        heads = f"{row.heads_q}:{row.heads_kv}"
-        subject = f"{row.variant} {row.dtype}, {heads} heads of {row.head_dim}, {row.tokens} tokens"
-        if row.efficiency is None:
-            lines.append([subject, row.direction, row.peer, row.skipped, "", ""])
-        else:
-            times = [f"{row.one_process_ms:.1f}", f"{row.slowest_rank_ms:.1f}"]
-            lines.append([subject, row.direction, row.peer, *times, f"{row.efficiency:.2f}"])
-    print_table(headings, lines)
-    if args.output:
-        args.csv = args.csv or args.output / "context.csv"
-    if args.csv:
-        write(args.csv, rows, origin)
-        print(f"wrote {args.csv}")
-    if args.output:
-        print(f"wrote {draw(args.csv, args.output / 'context.png')}")
+        if dist.get_rank() == 0:
+            now = time.monotonic()
+            print(*_line(row), f"+{now - last:.0f} s", sep=" | ", flush=True)
+            last = now
+        yield row
 
 
-def _measured(case: ContextCase, device: str) -> Iterator[ContextRow]:
-    """The rows of a case. All peers take turns, and so does one process on the whole sequence."""
-    ranks = dist.get_world_size()
-    lengths = case.lengths(ranks)
-    whole = _inputs(case, device, ranks)
-    row = ContextRow(
-        "", "", documents=len(lengths), ranks=ranks, process_group=dist.get_backend(),
-        **case._asdict(),
-    )  # fmt: skip
-    with torch.no_grad():
-        want = _alone(case, lengths)(*whole)
-    ready, errors, reasons = {}, {}, {}
-    for name, make in PEERS.items():
-        try:
-            ready[name] = make(case, lengths)
-            errors[name] = _error(ready[name], case, whole, want)
-        except Unsupported as reason:
-            reasons[name] = str(reason)
-        except (RuntimeError, NotImplementedError, AssertionError) as failure:
-            reasons[name] = f"failed: {str(failure).splitlines()[0]}"
-            ready.pop(name, None)
-    for name, error in errors.items():
-        if not error <= MOST_ERROR:
-            reasons[name] = f"wrong result: an error of {error:.2g}"
-            del ready[name]
-    for direction in DIRECTIONS:
-        alone, slowest = _times(case, direction, ready, lengths, whole)
-        for name in PEERS:
-            mine = replace(row, peer=name, direction=direction)
-            if name not in ready:
-                yield replace(mine, skipped=reasons[name])
-                continue
-            yield replace(
-                mine,
-                way=ready[name].way,
-                one_process_ms=alone,
-                slowest_rank_ms=slowest[name],
-                efficiency=alone / ranks / slowest[name],
-                largest_error=errors[name],
-            )
-
-
-def _inputs(case: ContextCase, device: str, ranks: int) -> list[Tensor]:
-    """q, k, v and the gradient of out, of the whole, the same on all ranks."""
-    batch = () if case.variant == "packed" else (1,)
-    g = generator(1)
+def _line(row: ContextRow) -> list[str]:
+    heads = f"{row.heads_q}:{row.heads_kv}"
+    subject = f"{row.variant} {row.dtype}, {heads} x {row.head_dim}, {row.tokens} a rank"
+    if row.skipped:
+        return [subject, row.direction, row.peer, row.skipped, "", "", "", ""]
     return [
-        normal(g, *batch, case.tokens * ranks, heads, case.head_dim).to(
-            device, getattr(torch, case.dtype)
-        )
-        for heads in (case.heads_q, case.heads_kv, case.heads_kv, case.heads_q)
+        subject,
+        row.direction,
+        row.peer,
+        _number(row.single_ms, ".2f"),
+        _number(row.steady_ms, ".2f"),
+        f"{_number(row.single_efficiency, '.2f')} / {_number(row.efficiency, '.2f')}",
+        _number(row.worst_error_ratio, ".3f"),
+        _number(row.peak_mib, ".0f"),
     ]
 
 
-def _alone(case: ContextCase, lengths: list[int]) -> Callable[..., Tensor]:
-    """Attention of the whole in one process."""
-    if case.variant != "packed":
-        return lambda q, k, v, *_: flashtile.attention(q, k, v, **case.options)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-        ends = torch.tensor([0, *lengths], device=q.device).cumsum(0).int()
-        most = max(lengths)
-        return flashtile.attention_varlen(q, k, v, ends, ends, most, most, **case.options)
-
-    return call
+def _number(x: float | None, form: str) -> str:
+    return "-" if x is None else format(x, form)
 
 
-def _error(ready: Ready, case: ContextCase, whole: list[Tensor], want: Tensor) -> float:
-    """The largest distance of out from one process, on any rank."""
-    shards = [ready.layout.shard(x) for x in whole[:3]]
-    with torch.no_grad(), ready.around():
-        out = ready.call(*shards)
-    error = (out.double() - ready.layout.shard(want).double()).abs().max().cpu()
-    errors = ready.layout.wire.all_gather(error.reshape(1))
-    return max(float(x) for x in errors)
+def _keep(args: argparse.Namespace, rows: list[ContextRow], device: str) -> None:
+    """Write what there is so far."""
+    if args.output and not args.csv:
+        args.csv = args.output / "context.csv"
+    if args.csv and dist.get_rank() == 0:
+        ranks = dist.get_world_size()
+        command = f"torchrun --nproc-per-node {ranks} -m benchmarks {shlex.join(args.command_line)}"
+        write(args.csv, rows, provenance(device, command))
 
 
-def _times(
-    case: ContextCase, direction: str, ready: dict[str, Ready], lengths: list[int],
-    whole: list[Tensor],
-) -> tuple[float, dict[str, float]]:  # fmt: skip
-    """Median milliseconds of one process on the whole, and of the slowest rank with each peer."""
-    alone = _pass(_alone(case, lengths), whole, direction)
-    calls = {
-        name: _pass(peer.call, [peer.layout.shard(x) for x in whole], direction)
-        for name, peer in ready.items()
-    }
-    samples: dict[str, list[float]] = {name: [] for name in ("", *calls)}
-    for round_ in range(ROUNDS + 1):
-        for name in samples:
-            with ready[name].around() if name else nullcontext():
-                _synchronise()
-                start = time.perf_counter()
-                if name:
-                    calls[name]()
-                elif dist.get_rank() == 0:  # the others wait at the barrier
-                    alone()
-                _wait_for_device()
-                mine = (time.perf_counter() - start) * 1e3
-            if round_:  # the first one warms up
-                samples[name].append(_largest(mine))
-    medians = {name: statistics.median(times) for name, times in samples.items()}
-    return medians.pop(""), medians
-
-
-def _pass(call: Callable[..., Tensor], inputs: list[Tensor], direction: str) -> Callable[[], None]:
-    q, k, v, dout = inputs
-    if direction == "forward":
-
-        def forward() -> None:
-            with torch.no_grad():
-                call(q, k, v)
-
-        return forward
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-    def both() -> None:
-        with torch.enable_grad():
-            torch.autograd.grad(call(*leaves), leaves, dout)
-
-    return both
-
-
-def _synchronise() -> None:
-    _wait_for_device()
-    dist.barrier()
-
-
-def _wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _largest(milliseconds: float) -> float:
-    """The largest of all ranks."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.tensor(milliseconds, dtype=torch.float64, device=device)
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    return float(x)
+def _report(args: argparse.Namespace, rows: list[ContextRow]) -> None:
+    if warning := busy():
+        print(warning)
+    print_table(HEADINGS, [_line(row) for row in rows])
+    print("efficiency: one process / (ranks x slowest rank), of a call alone / of calls in a row")
+    print("error: the largest quotient of an error from float64 and that of one process")
+    if args.csv:
+        print(f"wrote {args.csv}")
+    if args.output and any(row.efficiency for row in rows):
+        print(f"wrote {draw(args.csv, args.output / 'context.png')}")

@@ -336,13 +336,15 @@ def _operands(
 
 
 def _problem(
-    plan: Plan, operands: Operands, step: _Step, is_partial: bool, **needed: bool
+    plan: Plan,
+    operands: Operands,
+    step: _Step,
+    is_partial: bool,
+    needs_grad: bool = False,
+    bias_needs_grad: bool = False,
 ) -> AttentionProblem:
-    """The facts of a step's call, with its backend.
-
-    Args:
-        needed: the gradients of the problem, in a backward: not every backend has them.
-    """
+    """The facts of a step's call, with its backend. Not every backend has gradients, so a backward
+    says which it needs."""
     options = plan.options._replace(
         max_seqlen_q=max((p.length for p in plan.schedule.queries), default=0),
         max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
@@ -354,7 +356,8 @@ def _problem(
         is_partial=is_partial,
         has_key_groups=groups,
         reserved_processors=plan.reserved_processors,
-        **needed,
+        needs_grad=needs_grad,
+        bias_needs_grad=bias_needs_grad,
     )
     name = dispatch.select(problem, plan.backend)
     return problem._replace(options=options._replace(backend=name))

@@ -30,14 +30,14 @@ class KeyWords(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> KeyWords:
         """In the widest words that divide every head of both."""
-        flat = [x.flatten(1) for x in (k, v)]
+        rows_k, rows_v = k.flatten(1), v.flatten(1)
         size, together = k.element_size(), 0
-        for x, dim in zip(flat, (k.shape[2], v.shape[2]), strict=True):
-            together |= (dim | x.stride(0) | x.storage_offset()) * size | x.data_ptr()
+        for x, dim in ((rows_k, k.shape[2]), (rows_v, v.shape[2])):
+            together |= (dim | x.stride(0) | int(x.storage_offset())) * size | x.data_ptr()
         words = [word for word in WORDS if word.itemsize > size and not together % word.itemsize]
         if words and k.numel() and v.numel():
-            flat = [x.view(words[0]) for x in flat]
-        return cls(*flat, k.shape[1], (k.shape[2], v.shape[2]), k.dtype)
+            rows_k, rows_v = rows_k.view(words[0]), rows_v.view(words[0])
+        return cls(rows_k, rows_v, k.shape[1], (k.shape[2], v.shape[2]), k.dtype)
 
     def of_heads(self, heads: slice) -> KeyWords:
         """Some of the heads."""
