@@ -8,6 +8,8 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from distributed.caches import CacheCase
+from distributed.caches import compare_rounded as compare_caches
 from distributed.cases import Case, compare_rounded, on_one_generator
 
 from flashtile.distributed import ContextParallel
@@ -26,6 +28,16 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
         case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype, "cuda")
     )
     compare_rounded(case, results, dtype)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_decode_what_one_process_does(seed: int) -> None:
+    case = CacheCase(seed, ranks=1 + seed % 4, dtype=torch.bfloat16)
+    case.options.pop("alibi_slopes", None)  # only on CPUs
+    results = run_ranks(
+        case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire), device="cuda")
+    )
+    compare_caches(case, results)
 
 
 def test_a_call_like_an_earlier_one_does_not_wait_for_the_gpu() -> None:

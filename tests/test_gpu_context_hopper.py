@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashtile import Spans
 from flashtile.backends import hopper
 from flashtile.distributed import ContextParallel
 from flashtile.testing import (
@@ -27,6 +28,8 @@ pytestmark = [
 ]
 
 LENGTHS = [1500, 0, 130, 1, 700]
+ENDS = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+NAMES = ("out", "dq", "dk", "dv")
 DTYPE = torch.bfloat16
 # Options, each with a head dim: compiling a kernel takes seconds.
 OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -53,13 +56,12 @@ def test_ranks_compute_what_one_process_does(
 
     def one_rank(wire: Any) -> dict[str, torch.Tensor]:
         parallel = ContextParallel.over(wire, ulysses=1, stages=stages, head_groups=groups)
-        layout = parallel.layout([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], way=way)
+        layout = parallel.layout(ENDS, way=way)
         leaves = [layout.shard(x).cuda().requires_grad_() for x in (q, k, v)]
         on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
         out = parallel.attention(*leaves, layout, **on_gpu)
         gradients = torch.autograd.grad(out, leaves, layout.shard(dout).cuda())
-        names = ("out", "dq", "dk", "dv")
-        found = dict(zip(names, map(layout.unshard, (out, *gradients)), strict=True))
+        found = dict(zip(NAMES, map(layout.unshard, (out, *gradients)), strict=True))
         return {name: x.cpu() for name, x in found.items()}
 
     found = run_ranks(ranks, one_rank)[0]
@@ -97,4 +99,27 @@ def reference(
     bounds = (cu, cu, max(LENGTHS), max(LENGTHS))
     out = attention_varlen_reference(*leaves, *bounds, compute_dtype=dtype, **given).out
     gradients = torch.autograd.grad((out * dout.to(dtype)).sum(), leaves)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+    return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
+
+
+def test_spans_of_whole_documents_have_gradients() -> None:
+    """The forward of this backend masks packed documents by spans, its backward does not."""
+    q, k, v = packed_qkv(generator(0), LENGTHS, LENGTHS, D=64, dtype=DTYPE)
+    dout = normal(generator(1), *q.shape, dtype=DTYPE)
+    starts = torch.arange(len(q), dtype=torch.int32).remainder(40).view(1, 1, -1, 1)
+    mask = Spans(starts, starts + 300)
+
+    def one_rank(wire: Any) -> dict[str, torch.Tensor]:
+        layout = ContextParallel.over(wire, ulysses=2).layout(ENDS)
+        leaves = [layout.shard(x).cuda().requires_grad_() for x in (q, k, v)]
+        own = Spans(*(layout.shard(x, dim=2).cuda() for x in mask))
+        out = layout.attend(*leaves, causal=True, mask=own)
+        gradients = torch.autograd.grad(out, leaves, layout.shard(dout).cuda())
+        found = map(layout.unshard, (out, *gradients))
+        return dict(zip(NAMES, (x.cpu() for x in found), strict=True))
+
+    found = run_ranks(2, one_rank)[0]
+    given = {"causal": True, "mask": mask}
+    truth, plain = (reference((q, k, v), dout, given, x) for x in (torch.float64, DTYPE))
+    for name, got in found.items():
+        assert_close(name, got, truth[name], plain[name], dtype=DTYPE)

@@ -2,8 +2,8 @@
 
 Every rank has the queries and the new tokens. It writes those new tokens that it owns, attends to
 its own part of the cache, and sends the float32 result with its log-sum-exp to the others, so that
-each of them merges the same parts in the same order. What a query sees follows from positions, so
-masks, ALiBi and several new tokens are those of one process.
+each of them merges the same parts in the same order. What a query sees follows from positions: the
+keys that it sees are an interval of positions, and so of the rows of a rank.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..call import checks, dispatch
 from ..call.dispatch import BackendName
 from ..call.layouts import Cached
 from ..call.prepare import describe
+from ..masks import Window
 from ..ops.merge.op import merge_parts
 from ..positions import Dealt
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
@@ -73,10 +74,10 @@ class Decoder:
             k_cache, v_cache: (batch, capacity, kv_heads, head_dim), this rank's part.
             k, v: (batch, seq_new, kv_heads, head_dim), written by the ranks that own them.
             cache_seqlens: tokens of each whole sequence before the append, an int or (batch,)
-                int32.
+                int32, which the host reads.
             block: neighbouring tokens that lie on one rank.
             options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
-                `alibi_slopes` and `sink`, as in `attention_with_kvcache`.
+                `alibi_slopes` (on CPUs) and `sink`, as in `attention_with_kvcache`.
 
         Returns:
             out, shaped as q with value_head_dim, and on request lse (batch, heads, seq_q).
@@ -139,6 +140,7 @@ class Decoding(NamedTuple):
     backend: str | None
     new: KV | None  # (batch, seq_new, kv_heads, head_dim)
     before: Tensor  # (batch,) int64, tokens of every whole sequence without the new ones
+    lengths: list[int]  # the same, on the host
     dealt: Dealt
 
     @property
@@ -168,12 +170,16 @@ def _prepared(
         raise NotImplementedError(
             f"k_cache: got {k_cache.dtype}, context parallelism has no float8"
         )
-    if isinstance(q, Tensor) and q.device.type != "cpu":
-        raise NotImplementedError(f"q: got {q.device}, a cache over ranks is supported on CPUs")
+    if isinstance(q, Tensor) and q.device.type != "cpu" and options.get("alibi_slopes") is not None:
+        raise NotImplementedError(
+            f"alibi_slopes: got a cache over ranks on {q.device}, where want None; CPUs have it"
+        )
     if is_autocasting(q):  # a cache never changes: the others get its dtype
         q, k, v = (cast_input(x, k_cache.dtype) for x in (q, k, v))
+    lengths: list[int] | None = None
     if not isinstance(cache_seqlens, Tensor):
         count = checks.length("cache_seqlens", cache_seqlens)
+        lengths = [count] * len(q)
         cache_seqlens = torch.full(q.shape[:1], count, dtype=torch.int32, device=q.device)
     cached = Cached(cache_seqlens, k_new=k, v_new=v)
     given = {name: x for name, x in options.items() if x is not None}
@@ -181,13 +187,16 @@ def _prepared(
     assert operands.seqused_k is not None
     pair = None if k is None or v is None else (k, v)
     before = operands.seqused_k.long()
-    call = Decoding(operands._replace(seqused_k=None), numbers, backend, pair, before, dealt)
+    if lengths is None:
+        lengths = before.tolist()
+    operands = operands._replace(seqused_k=None)
+    call = Decoding(operands, numbers, backend, pair, before, lengths, dealt)
     _check_lengths(call)
     facts = {
         "q, k_cache, v_cache": [tuple(x.shape) for x in (q, k_cache, v_cache)],
         "new tokens": 0 if k is None else k.shape[1],
-        "cache_seqlens": before.tolist()[:8],
-        "dtype": q.dtype,
+        "cache_seqlens": lengths[:8],
+        "device and dtype": (q.device.type, q.dtype),
         "block": block,
         "options": numbers._replace(backend=backend or ""),
         "the shapes of optional tensors": shapes(options),
@@ -213,28 +222,61 @@ def _run(wire: Wire, call: Decoding) -> tuple[Tensor, Tensor]:
 
 
 def _append(call: Decoding, k: Tensor, v: Tensor) -> None:
-    """Write those of the new tokens that this rank owns."""
-    dealt = call.dealt
-    positions = call.before[:, None] + torch.arange(k.shape[1], device=k.device)
-    sequence, token = (dealt.owner(positions) == dealt.rank).nonzero(as_tuple=True)
-    rows = dealt.row(positions[sequence, token])
-    for cache, x in ((call.operands.k, k), (call.operands.v, v)):
-        cache[sequence, rows] = x[sequence, token]
+    """Write those of the new tokens that this rank owns.
+
+    A GPU writes all of them, `block` at a time, without being asked by the host which these are: a
+    token of another rank leaves a row as it was. That row has the same place in its block, so no
+    other token of the same block of tokens is written there.
+    """
+    dealt, device = call.dealt, k.device
+    sequence = torch.arange(len(k), device=device)[:, None]
+    for first in range(0, k.shape[1], dealt.block):
+        new = slice(first, first + dealt.block)
+        count = k[:, new].shape[1]
+        positions = call.before[:, None] + torch.arange(first, first + count, device=device)
+        is_own = dealt.owner(positions) == dealt.rank
+        rows = torch.where(is_own, dealt.row(positions), positions % dealt.block)
+        for cache, x in ((call.operands.k, k[:, new]), (call.operands.v, v[:, new])):
+            if cache.shape[1] < dealt.block:  # it may lack these rows
+                cache[sequence.expand_as(rows)[is_own], rows[is_own]] = x[is_own]
+            else:
+                kept = cache[sequence, rows]
+                cache[sequence, rows] = torch.where(is_own[..., None, None], x, kept)
 
 
 def _own_part(call: Decoding) -> tuple[Tensor, Tensor]:
     """Attention to this rank's part of the cache: out in float32 (float64 for float64), and lse."""
     operands = call.operands._replace(seqused_k=call.dealt.below(call.total).int())
+    options = call.options
     if call.dealt.rank > 0:  # the sink counts once
         operands = operands._replace(sink=None)
-    if call.options.facts or operands.alibi_slopes is not None:
+    if operands.alibi_slopes is not None:  # it needs the position of each key
         q_runs, k_runs = _runs(call)
         operands = operands._replace(q_runs=q_runs, k_runs=k_runs)
-    problem = AttentionProblem.of(operands, call.options)._replace(is_partial=True)
+    elif options.facts:
+        options = options._replace(window_left=None, window_right=None, attention_chunk=0)
+        if operands.q.shape[1] > 1 or call.options.facts != (Window(None, 0),):
+            starts, stops = _seen(call)
+            operands = operands._replace(span_starts=starts, span_stops=stops)
+    problem = AttentionProblem.of(operands, options)._replace(is_partial=True)
     name = dispatch.select(problem, call.backend)
     problem = problem._replace(options=problem.options._replace(backend=name))
     with autocast_off(operands.q):
         return backends.load(name).forward(problem, operands)
+
+
+def _seen(call: Decoding) -> KV:
+    """`Operands.span_starts` and `span_stops`: the rows of this rank that each query sees."""
+    count = call.operands.q.shape[1]
+    total = call.total[:, None]
+    positions = total - count + torch.arange(count, device=total.device)
+    starts, stops = torch.zeros_like(positions), total.expand_as(positions)
+    for fact in call.options.facts:
+        first, last = fact.key_range(positions, total)
+        starts, stops = torch.maximum(starts, first), torch.minimum(stops, last)
+    rows = (call.dealt.below(x.clamp(min=0).minimum(total)) for x in (starts, stops))
+    of_starts, of_stops = (x[:, None, :, None].int() for x in rows)
+    return of_starts, of_stops
 
 
 def _runs(call: Decoding) -> KV:
@@ -326,7 +368,8 @@ def _most_rows(dealt: Dealt, tokens: int) -> int:
 
 def _check_lengths(call: Decoding) -> None:
     """Every rank checks the rank that has the most tokens, so that all of them raise."""
-    before, after = call.before.tolist(), call.total.tolist()
+    before, new = call.lengths, 0 if call.new is None else call.new[0].shape[1]
+    after = [length + new for length in before]
     capacity = call.operands.k.shape[1]
     needed = _most_rows(call.dealt, max(after, default=0))
     if min(before, default=0) < 0 or needed > capacity:

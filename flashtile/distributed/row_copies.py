@@ -59,10 +59,11 @@ class KeyWords(NamedTuple):
         """Memory for rows of both: all of it as numbers, and as the rows of the keys and, after
         them, of the values."""
         widths = self.k.shape[1], self.v.shape[1]
-        words = self.k.new_empty(rows * sum(widths))
-        split = rows * widths[0]
+        count = rows * self.heads * sum(self.head_dims)
+        numbers = self.k.new_empty(count, dtype=self.dtype)
+        words, split = numbers.view(self.k.dtype), rows * widths[0]
         k, v = words[:split].view(rows, widths[0]), words[split:].view(rows, widths[1])
-        return words.view(self.dtype), k, v
+        return numbers, k, v
 
     @property
     def widths(self) -> tuple[int, int]:

@@ -11,18 +11,21 @@ from torch import Tensor
 import flashtile
 from flashtile.distributed import ContextParallel
 from flashtile.positions import Dealt
+from flashtile.testing.tolerance import assert_close
 
 
 class CacheCase:
     """Sequences of odd lengths that grow by a few tokens at a time."""
 
-    def __init__(self, seed: int, ranks: int) -> None:
+    def __init__(self, seed: int, ranks: int, dtype: torch.dtype | None = None) -> None:
         rng = random.Random(seed)
         self.g = torch.Generator().manual_seed(seed)
+        self.seed = seed
         self.ranks, self.block = ranks, rng.choice([1, 4, 7, 16])
         self.Hk, group, self.D, self.Dv = rng.choice([(1, 7, 8, 8), (2, 2, 16, 16), (4, 2, 8, 12)])
         self.Hq = self.Hk * group
-        self.dtype = rng.choice([torch.float64, torch.float32])
+        drawn = rng.choice([torch.float64, torch.float32])
+        self.dtype = drawn if dtype is None else dtype
         self.batch = rng.choice([1, 3])
         self.before = [rng.choice([0, 1, 5, 33, 64, 129]) for _ in range(self.batch)]
         # New tokens and queries of every step: also none, and fewer queries than tokens.
@@ -53,14 +56,14 @@ class CacheCase:
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.g, dtype=torch.float64).to(self.dtype)
 
-    def whole(self) -> list[tuple[Tensor, Tensor]]:
-        """(out, lse) of every step in one process, float64."""
-        k_cache, v_cache = self.k_cache.double(), self.v_cache.double()
+    def whole(self, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+        """(out, lse) of every step in one process, computed in `dtype`."""
+        k_cache, v_cache = (x.to(dtype, copy=True) for x in (self.k_cache, self.v_cache))
         lengths = torch.tensor(self.before, dtype=torch.int32)
-        options = {n: x.double() if n == "sink" else x for n, x in self.options.items()}
+        options = {n: x.to(dtype) if n == "sink" else x for n, x in self.options.items()}
         results = []
         for q, k, v in self.tensors:
-            tensors = (q.double(), k_cache, v_cache, k.double(), v.double())
+            tensors = (q.to(dtype), k_cache, v_cache, k.to(dtype), v.to(dtype))
             results.append(
                 flashtile.attention_with_kvcache(
                     *tensors, cache_seqlens=lengths, return_lse=True, **options
@@ -69,7 +72,9 @@ class CacheCase:
             lengths = lengths + k.shape[1]
         return results
 
-    def on_rank(self, parallel: ContextParallel) -> list[tuple[Tensor, Tensor]]:
+    def on_rank(
+        self, parallel: ContextParallel, device: str = "cpu"
+    ) -> list[tuple[Tensor, Tensor]]:
         """The same on a rank that has its part of the cache."""
         dealt = Dealt(self.block, self.ranks, parallel.wire.rank)
         rows = int(dealt._replace(rank=0).below(self.capacity))
@@ -78,10 +83,12 @@ class CacheCase:
         for x in (self.k_cache, self.v_cache):
             part = x.new_full((self.batch, rows, *x.shape[2:]), float("nan"))  # nobody reads these
             part[:, : len(own)] = x[:, own]
-            caches.append(part)
-        lengths = torch.tensor(self.before, dtype=torch.int32)
+            caches.append(part.to(device))
+        lengths = torch.tensor(self.before, dtype=torch.int32, device=device)
+        options = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in self.options.items()}
         results = []
-        for q, k, v in self.tensors:
+        for new in self.tensors:
+            q, k, v = (x.to(device) for x in new)
             out, lse = parallel.decode(
                 q,
                 *caches,
@@ -89,9 +96,9 @@ class CacheCase:
                 cache_seqlens=lengths,
                 block=self.block,
                 return_lse=True,
-                **self.options,
+                **options,
             )
-            results.append((out, lse))
+            results.append((out.cpu(), lse.cpu()))
             lengths = lengths + k.shape[1]
         return results
 
@@ -104,3 +111,13 @@ def compare(case: CacheCase, results: list[list[tuple[Tensor, Tensor]]]) -> None
             for got, expected, first in zip(result[step], want, results[0][step], strict=True):
                 torch.testing.assert_close(got.double(), expected, rtol=exact, atol=exact)
                 assert torch.equal(got, first), f"rank {rank} has other bits than rank 0"
+
+
+def compare_rounded(case: CacheCase, results: list[list[tuple[Tensor, Tensor]]]) -> None:
+    """The same of ranks that compute in 16 bits, by the rule of `flashtile.testing`."""
+    for step, (want, plain) in enumerate(zip(case.whole(), case.whole(case.dtype), strict=True)):
+        of_rank = results[0][step]
+        for name, got, truth, low in zip(("out", "lse"), of_rank, want, plain, strict=True):
+            assert_close(name, got, truth, low, dtype=case.dtype, seed=case.seed)
+        for rank, result in enumerate(results):
+            assert all(map(torch.equal, result[step], of_rank)), f"rank {rank} has other bits"

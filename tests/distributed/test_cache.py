@@ -84,7 +84,11 @@ def call(parallel: ContextParallel, **changes: Any) -> Tensor:
         ({"k": torch.zeros(2, 1, 1, 8)}, ValueError, "k: got"),
         ({"page_table": torch.zeros(2, 1).int()}, TypeError, "page_table"),
         ({"dropout_p": 0.5}, TypeError, "dropout_p"),
-        ({"q": torch.zeros(2, 1, 2, 8, device="meta")}, NotImplementedError, "on CPUs"),
+        (
+            {"q": torch.zeros(2, 1, 2, 8, device="meta"), "alibi_slopes": torch.ones(2)},
+            NotImplementedError,
+            "alibi_slopes: got a cache over ranks on meta",
+        ),
         ({"k_cache": torch.zeros(2, 3, 2, 8).to(torch.float8_e4m3fn)}, NotImplementedError, "fl"),
     ],
 )

@@ -17,13 +17,14 @@ import torch
 from configurations import FULL
 
 from flashtile.backends import triton as backend
-from flashtile.distributed import ContextParallel, executor
+from flashtile.distributed import ContextParallel, cache, executor
 from flashtile.testing.wires import run_ranks
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from distributed.caches import CacheCase, compare
 from distributed.cases import Case, compare_rounded
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
@@ -65,3 +66,14 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
         case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype)
     )
     compare_rounded(case, results, dtype)
+
+
+@pytest.mark.parametrize("seed", range(12) if FULL else range(3))
+def test_ranks_decode_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """Masks are spans of each rank's rows."""
+    here = SimpleNamespace(forward=forward)
+    monkeypatch.setattr(cache, "dispatch", SimpleNamespace(select=select))
+    monkeypatch.setattr(cache, "backends", SimpleNamespace(load=lambda name: here))
+    case = CacheCase(seed, ranks=2, dtype=torch.float32)
+    case.options.pop("alibi_slopes", None)  # only on CPUs
+    compare(case, run_ranks(2, lambda wire: case.on_rank(ContextParallel.over(wire))))
