@@ -37,6 +37,7 @@ from flashtile.backends.hopper.backward.launch import (
     config_of,
     lists_of,
 )
+from flashtile.backends.hopper.backward.row_kernels import round_kernel
 from flashtile.gpu.launch import Launch
 
 from .compile_ahead import CAPABILITY, report, specialize
@@ -76,9 +77,11 @@ RELOADS = {
 Call = tuple[Operands, Options]
 
 
-def launches_of(call: Call, parts: int = 1, is_partial: bool = False) -> list[Launch]:
+def launches_of(
+    call: Call, parts: int = 1, is_partial: bool = False, dq_dtype: torch.dtype = torch.float32
+) -> list[Launch]:
     """The launches that the backward of a call would make on the device, if `parts` programs share
-    a tile."""
+    a tile; `dq_dtype` is that of the sum of a partial problem."""
     operands, options = call
     problem = AttentionProblem.of(operands, options)
     facts = {"capability": CAPABILITY, "device_type": "cuda", "is_partial": is_partial}
@@ -90,7 +93,7 @@ def launches_of(call: Call, parts: int = 1, is_partial: bool = False) -> list[La
         patch.setattr(backward_launch, "parts_of_tile", lambda *_: parts)
         made = buffers(problem, operands)()
         if is_partial:
-            made = made._replace(dq=torch.zeros(q.shape))
+            made = made._replace(dq=torch.zeros(q.shape, dtype=dq_dtype))
         lists = lists_of(problem, config_of(problem, operands), operands)
         return backward_launches(problem, operands, out, lse, out, lse, made, lists)
 
@@ -232,3 +235,11 @@ def test_parts_of_sequences_compile(head_dim: int, parts: int):
     spills = SPILLS.get(f"packed {head_dim}", SPILLS["packed"]) + SPILLS["positions"]
     call = part_call("zigzag", "causal", head_dim, 0)[:2]
     check(call, spills, RELOADS["packed parts"], parts, is_partial=True)
+
+
+def test_a_sum_that_is_rounded_compiles():
+    """Where one call computes all of dq, the last kernel adds it to zeros in the inputs' dtype."""
+    call = part_call("zigzag", "causal", 128, 0)[:2]
+    *_, rounding = launches_of(call, is_partial=True, dq_dtype=torch.bfloat16)
+    assert rounding.kernel is round_kernel
+    assert report(rounding).spilled == 0
