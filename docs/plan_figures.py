@@ -21,7 +21,7 @@ PASSES = {"both": "-", "forward": ":"}
 
 
 def plan_model() -> Figure:
-    """Efficiency against the number of GPUs: a prediction."""
+    """Efficiency against the number of GPUs: a prediction, and what has been measured."""
     with (RESULTS / "model" / "context.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if int(row["ranks"]) > 1]
     sizes = sorted({int(row["tokens"]) for row in rows})
@@ -41,6 +41,17 @@ def plan_model() -> Figure:
                     label=strategy if line == "-" else None,
                     **style,
                 )
+        for column, face in (("both", BLUE), ("forward", "none")):
+            points = [row for row in _measured(rows[0], tokens) if row["direction"] == column]
+            axes.plot(
+                [int(row["ranks"]) for row in points],
+                [float(row["efficiency"]) for row in points],
+                linestyle="",
+                marker="*",
+                markersize=10,
+                color=BLUE,
+                markerfacecolor=face,
+            )
         axes.axvline(MACHINES["H200"].node, color=GREY, linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_xticks([2, 8, 64, 512, 4096], ["2", "8", "64", "512", "4096"])
@@ -54,9 +65,34 @@ def plan_model() -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     handles.append(plt.Line2D([], [], color=GREY, linestyle=PASSES["forward"]))
     labels.append("forward alone (dotted)")
+    if any(_measured(rows[0], tokens) for tokens in sizes):
+        handles.append(plt.Line2D([], [], color=BLUE, linestyle="", marker="*", markersize=10))
+        labels.append("measured (hollow: forward alone)")
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    figure.suptitle(f"A model, not a measurement: {_assumptions(rows[0])}", fontsize=9)
+    figure.suptitle(f"Lines are a model: {_assumptions(rows[0])}", fontsize=9)
     return figure
+
+
+def _measured(predicted: dict[str, str], tokens: int) -> list[dict[str, str]]:
+    """What flashtile reached over NCCL in calls in a row of the predicted kind."""
+    found: list[dict[str, str]] = []
+    for path in sorted(RESULTS.glob("*/context.csv")):
+        with path.open(encoding="utf-8") as file:
+            found += csv.DictReader(file)
+    wanted = {
+        "peer": "flashtile",
+        "process_group": "nccl",
+        "variant": "dense",
+        "head_dim": predicted["head_dim"],
+        "tokens": str(tokens),
+    }
+    return [
+        row
+        for row in found
+        if all(row.get(name) == value for name, value in wanted.items())
+        and f"{row['heads_q']}:{row['heads_kv']}" == predicted["heads"]
+        and row["efficiency"]
+    ]
 
 
 def _assumptions(row: dict[str, str]) -> str:

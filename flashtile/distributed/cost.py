@@ -182,7 +182,7 @@ class Pricing:
         if has_call and way.stages > 1:
             forward += 12 * rows * query_heads * Dv / machine.memory
         buffer = stage.received * per_key
-        copied = 4 * buffer / machine.memory  # written and read, once on arrival and once in order
+        copied = 4 * buffer / machine.memory  # read and written, into messages and in order
         forward += copied * shape.element_size
         backward += copied * (shape.element_size + FLOAT32)
         fetch = self._exchange(stage, per_key * shape.element_size)
