@@ -61,6 +61,19 @@ def measured(case: ContextCase, team: Team) -> Iterator[ContextRow]:
                 yield replace(mine, **_results(name, peers, calls, direction))
 
 
+def prepared_peer(case: ContextCase, name: str, direction: str, team: Team) -> Any:
+    """The call of one peer, in which kernels have been compiled.
+
+    Raises:
+        RuntimeError: the peer cannot run the case.
+    """
+    lengths = case.lengths(dist.get_world_size())
+    peers, reasons = _prepared(case, lengths, _whole(case, lengths, team), team)
+    if name in reasons:
+        raise RuntimeError(f"{name}: {reasons[name]}")
+    return _pass(peers[name], direction)
+
+
 def _prepared(
     case: ContextCase, lengths: list[int], whole: Data, team: Team
 ) -> tuple[dict[str, Running], dict[str, str]]:
@@ -154,6 +167,7 @@ def _results(
         if name != ALONE and ALONE in calls and calls[ALONE].single:
             one = median_of(getattr(calls[ALONE], column), min)
             found[of_ranks] = one / ranks / slowest
+    found["host_ms"] = median_of(calls[name].host, max)
     errors = peers[name].errors
     names = [f"{field}_error" for field in Results._fields]
     found |= zip(names, errors, strict=True)

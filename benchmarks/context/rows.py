@@ -35,6 +35,7 @@ class ContextRow:
     way: str = ""  # of flashtile
     single_ms: float | None = None  # a call alone, of the slowest rank
     steady_ms: float | None = None  # each of calls in a row
+    host_ms: float | None = None  # what the host of the slowest rank does for each of them
     single_efficiency: float | None = None
     efficiency: float | None = None  # of calls in a row
     out_error: float | None = None

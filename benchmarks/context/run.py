@@ -24,7 +24,8 @@ from .plot import draw
 from .rows import ContextRow, write
 from .together import Stuck, Team
 
-HEADINGS = ["case", "pass", "peer", "alone, ms", "in a row, ms", "efficiency", "error", "MiB"]
+HEADINGS = ["case", "pass", "peer", "alone, ms", "in a row, ms", "host, ms", "efficiency"]
+HEADINGS += ["error", "MiB"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,13 +86,14 @@ def _line(row: ContextRow) -> list[str]:
     heads = f"{row.heads_q}:{row.heads_kv}"
     subject = f"{row.variant} {row.dtype}, {heads} x {row.head_dim}, {row.tokens} a rank"
     if row.skipped:
-        return [subject, row.direction, row.peer, row.skipped, "", "", "", ""]
+        return [subject, row.direction, row.peer, row.skipped, *[""] * 5]
     return [
         subject,
         row.direction,
         row.peer,
         _number(row.single_ms, ".2f"),
         _number(row.steady_ms, ".2f"),
+        _number(row.host_ms, ".2f"),
         f"{_number(row.single_efficiency, '.2f')} / {_number(row.efficiency, '.2f')}",
         _number(row.worst_error_ratio, ".3f"),
         _number(row.peak_mib, ".0f"),

@@ -25,6 +25,8 @@ class Timed:
     Attributes:
         single, steady: milliseconds of every rank, by round: of a call alone, from when all ranks
             are ready until it is done, and of each of several calls in a row.
+        host: the same of what the host does for each of the calls in a row; on a GPU it does not
+            wait for them.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class Timed:
         self.team, self.call, self.around = team, call, around
         self.single: list[list[float]] = []
         self.steady: list[list[float]] = []
+        self.host: list[list[float]] = []
+        self._host = 0.0  # of the last sample on this rank
         self.calls = IN_A_ROW
 
     def warm_up(self) -> None:
@@ -47,14 +51,9 @@ class Timed:
 
     def measure(self) -> None:
         """Add a sample of both kinds."""
-        mine = self._sample(1), self._sample(self.calls)
-        self.told(self.team.tell(mine))
-
-    def told(self, of_ranks: list[tuple[float, float]]) -> None:
-        """Keep a round's samples."""
-        for kept, samples in zip(
-            (self.single, self.steady), zip(*of_ranks, strict=True), strict=True
-        ):
+        mine = self._sample(1), self._sample(self.calls), self._host
+        of_ranks = zip(*self.team.tell(mine), strict=True)
+        for kept, samples in zip((self.single, self.steady, self.host), of_ranks, strict=True):
             kept.append(list(samples))
 
     def once(self) -> float:
@@ -67,18 +66,22 @@ class Timed:
             self.team.finish()
             if self.team.device == "cpu":
                 self.team.meet()
-                begin = time.perf_counter()
-                for _ in range(calls):
-                    self.call()
-                return (time.perf_counter() - begin) * 1e3 / calls
+                self._host = self._calls(calls)
+                return self._host
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.team.meet()
             start.record()
-            for _ in range(calls):
-                self.call()
+            self._host = self._calls(calls)
             stop.record()
             self.team.finish()
             return start.elapsed_time(stop) / calls
+
+    def _calls(self, calls: int) -> float:
+        """Milliseconds of the host for each call."""
+        begin = time.perf_counter()
+        for _ in range(calls):
+            self.call()
+        return (time.perf_counter() - begin) * 1e3 / calls
 
 
 def median_of(samples: list[list[float]], of_ranks: Callable[[list[float]], float]) -> float:

@@ -1,0 +1,54 @@
+"""What the host does in calls of context parallelism: a profile of the functions on rank 0.
+
+``torchrun --nproc-per-node 2 -m benchmarks.context.host_profile --case 1 --direction forward``
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+
+import torch
+import torch.distributed as dist
+
+from .case import DIRECTIONS, prepared_peer
+from .cases import cases
+from .together import Team
+
+CALLS = 50
+
+
+def main() -> None:
+    """Profile and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.context.host_profile")
+    parser.add_argument("--case", type=int, default=1)
+    parser.add_argument("--direction", choices=DIRECTIONS, default="forward")
+    parser.add_argument("--peer", default="flashtile-gather")
+    parser.add_argument("--sort", default="tottime", help="a column of cProfile")
+    args = parser.parse_args()
+    device, bound = "cpu", None
+    if torch.cuda.is_available():
+        device, bound = "cuda", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(bound)
+    dist.init_process_group("nccl" if bound else "gloo", device_id=bound)
+    team = Team.of(device)
+    call = prepared_peer(cases(device)[args.case - 1], args.peer, args.direction, team)
+    for _ in range(5):
+        call()
+    team.finish()
+    profile = cProfile.Profile()
+    # The backward runs in a thread of PyTorch on a GPU, which the profile does not see.
+    with torch.autograd.set_multithreading_enabled(False), profile:
+        for _ in range(CALLS):
+            call()
+    team.finish()
+    if dist.get_rank() == 0:
+        print(f"{CALLS} calls of {args.peer}, {args.direction}, case {args.case}")
+        pstats.Stats(profile).sort_stats(args.sort).print_stats(45)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
