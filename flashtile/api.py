@@ -14,7 +14,7 @@ from .call import checks, shared_prefix
 from .call.append import append_and_attend
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
-from .call.layouts import Cached, Dense, Layout
+from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, packed_mask, tokens
 from .call.prepare import QKV, Given, prepare
@@ -124,7 +124,7 @@ def attention(
     algorithm 1.
     """
     refuse_unknown(options, AttentionOptions, attention)
-    return _run((q, k, v), Dense(), options, backend, return_lse, return_attn_probs, out)
+    return _run((q, k, v), DENSE, options, backend, return_lse, return_attn_probs, out)
 
 
 @accepts(VarlenOptions)
@@ -299,7 +299,7 @@ def _run_cached(
     layout: Cached,
     options: Given,
     backend: str | None,
-    return_lse: bool,
+    return_lse: Any,  # a flag as the caller gave it
     out: Tensor | None,
     shared_prefix_len: int | None,
 ) -> Result:
@@ -310,7 +310,8 @@ def _run_cached(
     if torch.is_grad_enabled():  # entering the context takes longer than asking
         with torch.no_grad():
             return _run_cached(qkv, layout, options, backend, return_lse, out, shared_prefix_len)
-    return_lse = checks.flag("return_lse", return_lse)
+    if type(return_lse) is not bool:
+        return_lse = checks.flag("return_lse", return_lse)
     call = prepare(qkv, layout, options, backend, out)
     if shared_prefix_len is None:
         result, lse = append_and_attend(call)
@@ -399,8 +400,8 @@ def _run(
     layout: Layout,
     options: Given,
     backend: str | None,
-    return_lse: bool,
-    return_attn_probs: bool,
+    return_lse: Any,  # a flag as the caller gave it
+    return_attn_probs: Any,
     out: Tensor | None,
     padded: tuple[int, int] | None = None,
 ) -> Result:
@@ -412,14 +413,16 @@ def _run(
     if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
         given = (qkv, layout, options, backend, return_lse, return_attn_probs, out, padded)
         return outside_of_graphs(_run)(*given)
-    return_lse = checks.flag("return_lse", return_lse)
-    return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
+    if type(return_lse) is not bool or type(return_attn_probs) is not bool:
+        return_lse = checks.flag("return_lse", return_lse)
+        return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
     wanted = out if padded is None else tokens("out", out)
     call = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
     problem, operands = call.problem, call.operands
     if problem.options.dropout_p > 0:
         operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device))
-    result, lse = autograd.attend(problem, operands, call.forward)
+    wants_lse = return_lse or return_attn_probs or padded is not None
+    result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
     probs = None
     if return_attn_probs:
         probs = autograd.attention_probabilities(problem, operands, lse.detach())

@@ -8,23 +8,26 @@ instead of silently being zero.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
 
 from . import backends, flops
-from .autocast import autocast_off
+from .autocast import autocast_off, is_any_autocast_on
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
     Operands,
     Options,
+    Presence,
     batch_size,
     captured_needs_grad,
     lse_dtype,
     lse_shape,
     output_dtype,
+    presence_of,
 )
 
 _TENSORS = ", ".join(
@@ -69,15 +72,22 @@ def attend(
     problem: AttentionProblem,
     operands: Operands,
     forward: backends.PreparedForward | None = None,
-) -> tuple[Tensor, Tensor]:
+    wants_lse: bool = True,
+) -> tuple[Tensor, Any]:
     """(out, lse) of a prepared call, recorded for gradients; the strides of the lse may be any.
 
     Args:
         forward: the prepared forward, if an equal call has been made before; its arguments are
             plain tensors then.
+        wants_lse: whether the caller reads the lse, which may be None otherwise.
     """
     # No call is prepared under a tracer.
-    compiling = forward is None and torch.compiler.is_compiling()
+    if forward is not None and not is_call_observed():
+        if problem.needs_grad:
+            return _record(problem, operands, forward, wants_lse)
+        made = _run_forward(problem, operands, forward)
+        return made[0], made[1]
+    compiling = torch.compiler.is_compiling()
     if compiling:
         operands = _dealiased(operands)
     else:
@@ -106,13 +116,30 @@ def attend(
         return torch.ops.flashtile.attention_forward(*operands, *options)
     # Nobody would see the ops, which cost as much time as all that is above.
     if problem.needs_grad:
-        return _apply_directly(problem, forward, operands, *_differentiable(operands))
-    return _run_forward(problem, operands, forward)
+        return _record(problem, operands, None, wants_lse)
+    made = _run_forward(problem, operands)
+    return made[0], made[1]
 
 
-def is_transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return torch._C._are_functorch_transforms_active()
+def _record(
+    problem: AttentionProblem,
+    operands: Operands,
+    forward: backends.PreparedForward | None,
+    wants_lse: bool,
+) -> tuple[Tensor, Any]:
+    """(out, lse) by `DirectAttention`; lse is None unless the caller wants it."""
+    presence = None if forward is None else forward.presence
+    if presence is None:
+        presence = presence_of(operands)
+        if forward is not None:
+            forward.presence = presence
+    leading = operands[: presence.differentiable]
+    results = _apply_directly((problem, presence, forward, wants_lse), operands, *leading)
+    return results if wants_lse else (results, None)
+
+
+# Whether a transform of torch.func is at work.
+is_transformed = torch._C._are_functorch_transforms_active
 
 
 def is_batched(x: Tensor | None) -> bool:
@@ -146,6 +173,11 @@ def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
     )
 
 
+def is_call_observed() -> bool:
+    """Whether anything but plain autograd is to see a call of plain tensors."""
+    return is_transformed() or torch.autograd.forward_ad._current_level >= 0 or _is_observed(())
+
+
 def _dealiased(operands: Operands) -> Operands:
     """Replace the second use of a tensor (as q and as k, or one cu_seqlens) with a view, because a
     tracer does not accept the same input of a Function twice.
@@ -169,29 +201,38 @@ def _run_forward(
     problem: AttentionProblem,
     operands: Operands,
     forward: backends.PreparedForward | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) from the backend that `problem` names."""
+) -> tuple[Tensor, ...]:
+    """Out, lse, and what else was allocated, from the backend that `problem` names."""
+    run: backends.Run = (
+        partial(backends.load(problem.options.backend).forward, problem)
+        if forward is None
+        else forward.run
+    )
+    if not is_any_autocast_on():  # entering a context takes longer than asking
+        return run(operands)
     with autocast_off(operands.q):
-        if forward is not None:
-            return forward(operands)
-        return backends.load(problem.options.backend).forward(problem, operands)
+        return run(operands)
 
 
 def _run_backward(
     problem: AttentionProblem,
     tensors: backends.Tensors,
-    prepared: backends.PreparedBackward | None = None,
+    present: tuple[Tensor, ...] = (),
+    forward: backends.PreparedForward | None = None,
 ) -> backends.Gradients:
-    """The gradients; `tensors` are the operands, out, lse, dout and dlse."""
-    q = tensors[0]
-    assert q is not None
-    with autocast_off(q):
-        if prepared is not None:
-            return prepared(tensors)
-        *given, out, lse, dout, dlse = tensors
-        assert out is not None and lse is not None and dout is not None
-        # As many as `Operands` has, of which only the optional ones are None.
-        operands = Operands(*given)  # type: ignore[arg-type]  # its fields
+    """The gradients.
+
+    Args:
+        tensors: the operands, out, lse, dout and dlse.
+        present: those of them that are not None; needed for a prepared `forward`.
+    """
+    *given, out, lse, dout, dlse = tensors
+    assert out is not None and lse is not None and dout is not None
+    # As many as `Operands` has, of which only the optional ones are None.
+    operands = Operands(*given)  # type: ignore[arg-type]  # its fields
+    with autocast_off(operands.q):
+        if forward is not None:
+            return forward.backward(tensors, present)
         backend = backends.load(problem.options.backend)
         return backend.backward(problem, operands, out, lse, dout, dlse)
 
@@ -204,7 +245,7 @@ def _run_probabilities(problem: AttentionProblem, operands: Operands, lse: Tenso
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)
-    out, lse = _run_forward(problem, operands)
+    out, lse, *_ = _run_forward(problem, operands)
     return out, lse.contiguous()
 
 
@@ -324,35 +365,40 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
 class DirectAttention(torch.autograd.Function):
     """`AttentionFunction` without the registered ops: it calls the backend directly.
 
-    (problem, its prepared forward, operands, the leading operands that may need gradients) -> (out,
-    lse). It is used when no tracer or dispatch mode is active, because at small sizes the host
-    limits the speed of training. If one becomes active before the backward, the backward calls its
-    op.
+    (call, operands, the leading operands that may need gradients) -> (out, lse), or only out if
+    nobody wants the lse. `call` is the problem, which operands there are, the prepared forward, and
+    whether the lse is wanted. It is used when no tracer or dispatch mode is active, because at
+    small sizes the host limits the speed of training. If one becomes active before the backward,
+    the backward calls its op.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        problem: AttentionProblem,
-        forward: backends.PreparedForward | None,
+        call: tuple[AttentionProblem, Presence, backends.PreparedForward | None, bool],
         operands: Operands,
         *differentiable: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _run_forward(problem, operands, forward)
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        problem, presence, forward, wants_lse = call
+        made = _run_forward(problem, operands, forward)
+        out, lse = made[0], made[1]
         ctx.set_materialize_grads(False)
-        ctx.problem = problem
-        ctx.prepared = None if forward is None else forward.backward
-        ctx.save_for_backward(*operands, out, lse)
-        return out, lse
+        ctx.call = call
+        ctx.save_for_backward(*presence.pick(operands), out, lse)
+        return (out, lse) if wants_lse else out
 
+    # PyTorch calls it in another thread than the forward, where reading what that one has written
+    # takes longer than anything else: it touches as few objects as it can.
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        problem, presence, forward, _ = ctx.call
+        saved = ctx.saved_tensors
         if dout is None:
             if dlse is None:
                 return (None,) * len(ctx.needs_input_grad)
-            dout = torch.zeros_like(saved[_INPUTS])
-        problem, tensors = ctx.problem, (*saved, dout, dlse)
+            dout = torch.zeros_like(saved[-2])
+        present = (*saved, dout) if dlse is None else (*saved, dout, dlse)
+        operands = presence.spread(saved)
         if (
             torch.is_grad_enabled()  # the derivative will be differentiated
             or is_transformed()
@@ -360,25 +406,20 @@ class DirectAttention(torch.autograd.Function):
             or is_batched(dlse)
             or is_negated(dout)
             or is_negated(dlse)
-            or is_traced(tensors)
+            or is_traced(present)
         ):
-            *operands, out, lse = saved
-            given = (dout, dlse, out, lse, problem.bias_needs_grad, *operands, *problem.options)
-            return None, None, None, *_seen_derivative(given, needed)
-        gradients = _run_backward(problem, tensors, ctx.prepared)
-        return None, None, None, *gradients[: len(needed)]
+            given = (dout, dlse, *saved[-2:], problem.bias_needs_grad, *operands, *problem.options)
+            return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])
+        tensors = (*operands, *saved[-2:], dout, dlse)
+        if forward is None or is_any_autocast_on():
+            gradients = _run_backward(problem, tensors, present, forward)
+        else:
+            gradients = forward.backward(tensors, present)
+        return None, None, *gradients[: presence.differentiable]
 
 
 # `Function.apply` without the part for transforms of torch.func, of which none is active.
 _apply_directly = super(torch.autograd.Function, DirectAttention).apply
-
-
-def _differentiable(operands: Operands) -> tuple[Tensor | None, ...]:
-    """The leading operands, up to the last one that may have a gradient."""
-    count = DIFFERENTIABLE
-    while operands[count - 1] is None:
-        count -= 1
-    return operands[:count]
 
 
 class AttentionBackwardFunction(torch.autograd.Function):

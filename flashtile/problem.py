@@ -8,12 +8,15 @@ hashable and its plan can be cached.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .lru import memoised
 from .masks import Chunk, Window, structure
 from .score_mod import parsed
 
@@ -56,6 +59,31 @@ class Operands(NamedTuple):
     span_starts: Tensor | None = None
     span_stops: Tensor | None = None
     captured_integers: Tensor | None = None  # (n,) int64, what `score_mod` reads
+
+
+class Presence:
+    """Which operands of a call are not None: few of them."""
+
+    def __init__(self, missing: tuple[bool, ...]) -> None:
+        present = [index for index, is_missing in enumerate(missing) if not is_missing]
+        self.pick: Callable[[Operands], tuple[Tensor, ...]] = itemgetter(*present)
+        # The leading operands up to the last one that may have a gradient.
+        self.differentiable = max(index for index in present if index < DIFFERENTIABLE) + 1
+        places = dict(zip(present, range(len(present)), strict=True))
+        self._spread = itemgetter(*(places.get(index, -1) for index in range(len(missing))))
+
+    def spread(self, picked: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """The operands whose `pick` is at the start of `picked`."""
+        operands: tuple[Any, ...] = self._spread((*picked, None))
+        return operands
+
+
+def presence_of(operands: Operands) -> Presence:
+    """The `Presence` of operands."""
+    return _presence(tuple([x is None for x in operands]))
+
+
+_presence = memoised(256)(Presence)
 
 
 class Options(NamedTuple):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor
 
 from ..gpu.rows import ALIGNMENT
-from ..problem import AttentionProblem, NewTokens, Operands
+from ..problem import AttentionProblem, NewTokens, Operands, Presence
 
 
 class Gradients(NamedTuple):
@@ -36,8 +36,8 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None  # also None if it is not needed (`problem.bias_needs_grad`)
-    dsink: Tensor | None
+    dbias: Tensor | None = None  # also None if it is not needed (`problem.bias_needs_grad`)
+    dsink: Tensor | None = None
     # Also None if they are not needed, as `Options` says.
     dcaptured: Tensor | None = None
     dalibi_slopes: Tensor | None = None
@@ -46,7 +46,7 @@ class Gradients(NamedTuple):
 
 Tensors = tuple[Tensor | None, ...]
 Results = tuple[Tensor, Tensor]  # (out, lse)
-Run = Callable[[Tensors], tuple[Tensor, Tensor]]
+Run = Callable[[Tensors], tuple[Tensor, ...]]  # out, lse, and what else was allocated
 RunBackward = Callable[[Tensors], Gradients]
 
 
@@ -143,26 +143,27 @@ class PreparedForward:
 
     def __init__(self, problem: AttentionProblem) -> None:
         self.problem = problem
+        self.presence: Presence | None = None  # of the operands, once a call has been recorded
         self.backward = PreparedBackward(problem)
         self._calls = 0
-        self._run: Run | None = None
+        # Out, lse, and what else was allocated, from the operands, followed by `NewTokens` to
+        # append to the cache if the problem is `appending`.
+        self.run: Run = self._run_unprepared
 
-    def __call__(
-        self, operands: Operands, new: NewTokens | tuple[()] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse); with `new` appended to the cache if the problem is `appending`."""
-        tensors = (*operands, *new) if new else operands
-        if self._run is not None:
-            return self._run(tensors)
+    def _run_unprepared(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         problem, backend = self.problem, load(self.problem.options.backend)
+        count = len(Operands._fields)
+        # As many as the tuples have, of which only the optional ones are None.
+        operands, new = Operands(*tensors[:count]), tensors[count:]  # type: ignore[arg-type]
         if new:
-            results = cast(Appender, backend).append_and_forward(problem, operands, new)
+            appender, tokens = cast(Appender, backend), NewTokens(*new)  # type: ignore[arg-type]
+            results = appender.append_and_forward(problem, operands, tokens)
         else:
             results = backend.forward(problem, operands)
         if self._calls < self._FIRST_CALLS:
             self._calls += 1
             if self._calls == self._FIRST_CALLS:
-                self._run = backend.prepared_forward(problem, tensors)
+                self.run = backend.prepared_forward(problem, tensors) or self.run
         return results
 
 
@@ -181,9 +182,16 @@ class PreparedBackward:
         self._last: Any = None  # what is known of the tensors of the last call
         self._known: tuple[Any, RunBackward] | None = None
 
-    def __call__(self, tensors: Tensors) -> Gradients:
-        """The gradients; `tensors` are the operands, out, lse, dout and dlse."""
-        facts = [x if x is None else (x.stride(), x.data_ptr() % ALIGNMENT) for x in tensors]
+    def __call__(self, tensors: Tensors, present: tuple[Tensor, ...]) -> Gradients:
+        """The gradients.
+
+        Args:
+            tensors: the operands, out, lse, dout and dlse.
+            present: those of them that are not None.
+        """
+        facts: list[Any] = [x.data_ptr() % ALIGNMENT for x in present]
+        # Asking whether it is contiguous makes no tuple of strides.
+        facts += [x.is_contiguous() or x.stride() for x in present]
         known = self._known  # another thread may replace it
         if known is not None and known[0] == facts:
             return known[1](tensors)

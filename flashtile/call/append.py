@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import autograd, backends
 from ..ops.append import formula, op
-from ..problem import FLOAT8, NewTokens, Operands
+from ..problem import FLOAT8, Operands
 from . import prefill
 from .absorbed import absorb_operands
 from .layouts import Cached
@@ -23,7 +23,7 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     """(out, lse) of a cached call."""
     problem, operands, layout = call.problem, call.operands, call.layout
     assert isinstance(layout, Cached)
-    if call.forward is not None and not _is_observed(()):  # tensors of an equal call are plain
+    if call.forward is not None and not autograd.is_call_observed():
         return _attend(call.forward, operands, layout)
     if problem.appending is not None:
         if not _is_observed((*operands, layout.k_new, layout.v_new)):
@@ -38,14 +38,15 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by one function of the backend, which also appends the new tokens if any."""
     if layout.k_new is None:
-        return forward(operands)
+        made = forward.run(operands)
+        return made[0], made[1]
     assert layout.v_new is not None
     cos, sin, base = layout.rotary_cos, layout.rotary_sin, None
     if cos is not None:
         base = operands.seqused_k if layout.rotary_seqlens is None else layout.rotary_seqlens
-    result = forward(operands, NewTokens(layout.k_new, layout.v_new, cos, sin, base))
+    made = forward.run((*operands, layout.k_new, layout.v_new, cos, sin, base))
     op.record_write(operands.k, operands.v)
-    return result
+    return made[0], made[1]
 
 
 def rotate_and_append(call: Prepared) -> Operands:

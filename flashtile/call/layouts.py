@@ -22,6 +22,9 @@ class Dense(NamedTuple):
         return Operands(q, k, v)
 
 
+DENSE = Dense()
+
+
 class Packed(NamedTuple):
     """q (total_q, heads, head_dim); k and v (total_k, kv_heads, head_dim), or pages of tokens
     (num_pages, page_size, kv_heads, head_dim).

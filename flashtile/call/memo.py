@@ -21,19 +21,25 @@ from ..masks import Window
 from ..problem import AttentionProblem
 from . import dispatch
 
+Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the operands, of the arguments and None
+
 
 class Decision(NamedTuple):
     """A call that has passed all checks."""
 
     problem: AttentionProblem  # with the backend
     has_extras: bool  # tensors besides q, k and v
-    forward: PreparedForward | None  # of a call whose operands are arguments themselves
+    pick: Pick | None  # of a call whose operands are arguments themselves
+    forward: PreparedForward | None  # of such a call, if it consists of launches
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TUPLES = frozenset((tuple, Window))
 _STRIDED = torch.strided
+_is_grad_enabled = torch.is_grad_enabled
+_is_deterministic = torch._C._get_deterministic_algorithms
+_is_transformed = torch._C._are_functorch_transforms_active
 _decisions: Memo[Any, Decision] = Memo(4096)
 
 
@@ -55,11 +61,13 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = 
     if indices is None:
         return None
     with_launches = _has_launches(given[0])
+    device = given[0].device
     facts: list[Any] = [
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
+        device,
+        _is_grad_enabled(),
+        _is_deterministic(),
         # Under them `requires_grad` does not say whether gradients are recorded.
-        torch._C._are_functorch_transforms_active(),
+        _is_transformed(),
         dispatch.forced(),
         with_launches,
         names,
@@ -68,13 +76,16 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = 
     ]
     for index in indices.tensors:
         x = given[index]
-        if x.is_nested or x.layout is not _STRIDED:  # which have no shape or no strides
+        # Tensors of other layouts have no shape or no strides; a check refuses those elsewhere.
+        if x.is_nested or x.layout is not _STRIDED or x.device != device:
             return None
-        facts += (x.shape, x.dtype, x.device, x.requires_grad)
+        facts += (x.shape, x.dtype, x.requires_grad)
         if with_launches:
             if x.is_neg():  # its memory holds the numbers with the opposite sign
                 return None
-            facts += (x.stride(), x.data_ptr() % ALIGNMENT)
+            # Its shape gives the strides of a contiguous tensor, except for dimensions of size 1,
+            # along which nothing steps. Asking takes less time than making a tuple of strides.
+            facts += (x.is_contiguous() or x.stride(), x.data_ptr() % ALIGNMENT)
         elif with_strides:
             facts.append(x.stride())
     for index in indices.tuples:
@@ -85,11 +96,11 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = 
     return tuple(facts)
 
 
-def _has_launches(x: Any) -> bool:
+def _has_launches(x: Tensor) -> bool:
     """Whether a call with this tensor consists of launches on a GPU. A tensor under a transform of
     torch.func has no address, and its call is no launch.
     """
-    return isinstance(x, Tensor) and x.is_cuda and not torch._C._are_functorch_transforms_active()
+    return x.is_cuda and not _is_transformed()
 
 
 class ArgumentIndices(NamedTuple):
@@ -102,12 +113,12 @@ class ArgumentIndices(NamedTuple):
 
 @memoised(1024)
 def _indices_by_type(types: tuple[type, ...]) -> ArgumentIndices | None:
-    """None if one argument has another type."""
+    """None if one argument has another type, or the first one is no tensor."""
 
     def of(wanted: Set[Any]) -> tuple[int, ...]:
         return tuple(index for index, kind in enumerate(types) if kind in wanted)
 
-    if not (_PLAIN | _TENSORS | _TUPLES).issuperset(types):
+    if types[0] not in _TENSORS or not (_PLAIN | _TENSORS | _TUPLES).issuperset(types):
         return None
     plain = of(_PLAIN - {type(None)})
     pick = itemgetter(*plain) if plain else _no_values

@@ -7,14 +7,16 @@ explained.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import current_layout
-from ..autocast import cast_input, is_autocasting
+from ..autocast import cast_input, is_any_autocast_on, is_autocasting
 from ..backends import PreparedForward
 from ..masks import BlockMask
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
@@ -57,6 +59,11 @@ class Description(BaseException):
         self.layout, self.given, self.backend = layout, given, backend
 
 
+_MASKS = frozenset(("block_mask", "mask"))
+_OPERANDS = {"cache_seqlens": "seqused_k", "cache_leftpad": "leftpad_k"}  # by the names in `Cached`
+new_tuple = tuple.__new__  # of a named tuple, in half the time of its own function
+
+
 class ThisThread(threading.local):
     """Whether `explain` asks about the calls of this thread."""
 
@@ -85,24 +92,20 @@ def prepare(
         NotImplementedError: no backend can run the call; the message lists each with its reasons.
         RuntimeError: a layout of context parallelism is in force.
     """
-    current_layout.refuse_local_attention()
+    if current_layout.blocks:
+        current_layout.refuse_local_attention()
     qkv, layout, given = _read(qkv, layout, given)
     compiling = torch.compiler.is_compiling()
     explains = not compiling and this_thread.explains
     key = None
     if not (compiling or explains):
-        key = _key(qkv, layout, given, backend, wants_probabilities)
-    decision = memo.get(key)
-    if decision is not None:
-        if isinstance(layout, Cached):
-            checks.length_on_host(qkv[1], layout)
-        if not decision.has_extras and out is None:
-            return Prepared(decision.problem, Operands(*qkv), layout, given, decision.forward)
-        operands = _operands(qkv, layout, given)
-        if not isinstance(layout, Cached):
-            operands = absorb_operands(operands, given.get("qv"))
-        _check_memory_and_values(layout, operands, decision.problem.options, out, given)
-        return Prepared(decision.problem, operands, layout, given, decision.forward)
+        arguments = _arguments(qkv, layout, given, backend, wants_probabilities)
+        # The strides of caches determine whether they already are packed sequences.
+        is_cached = isinstance(layout, Cached)
+        key = memo.key_of((type(layout), *given), arguments, with_strides=is_cached)
+        decision = memo.get(key)
+        if decision is not None:
+            return _decided(decision, arguments, qkv, layout, given, out)
     operands, options = describe(qkv, layout, given)
     _check_memory_and_values(layout, operands, options, out, given)
     if backend is not None:
@@ -114,14 +117,38 @@ def prepare(
     problem = decide(problem, operands, layout, backend)
     if key is not None:  # a tracer, for which there is none, cannot follow `_are_arguments`
         has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
-        prepares = problem.device_type == "cuda" and _are_arguments(operands, qkv, layout, given)
+        pick = _pick(operands, layout, given, arguments)
+        prepares = problem.device_type == "cuda" and pick is not None
         if isinstance(layout, Cached):
             prepares = prepares and decoding.is_one_call(problem, layout)
         forward = PreparedForward(problem) if prepares else None
-        memo.put(key, memo.Decision(problem, has_extras, forward))
+        memo.put(key, memo.Decision(problem, has_extras, pick, forward))
     if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
+
+
+def _decided(
+    decision: memo.Decision,
+    arguments: tuple[Any, ...],
+    qkv: QKV,
+    layout: Layout,
+    given: Given,
+    out: Tensor | None,
+) -> Prepared:
+    """A call like an earlier one."""
+    problem, has_extras, pick, forward = decision
+    if isinstance(layout, Cached):
+        checks.length_on_host(qkv[1], layout)
+    if pick is not None:
+        operands = new_tuple(Operands, pick((*arguments, None)))
+    else:
+        operands = _operands(qkv, layout, given)
+        if not isinstance(layout, Cached):
+            operands = absorb_operands(operands, given.get("qv"))
+    if has_extras or out is not None:
+        _check_memory_and_values(layout, operands, problem.options, out, given)
+    return new_tuple(Prepared, (problem, operands, layout, given, forward))
 
 
 def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]:
@@ -180,7 +207,7 @@ def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     """Cast the arguments as autocast requires, make numbers plain so that a memo can use them in a
     key, combine the mask tensors and trace the score function.
     """
-    if is_autocasting(qkv[0]):
+    if is_any_autocast_on() and is_autocasting(qkv[0]):
         qkv, layout, given = _cast(qkv, layout, given)
     sides = given.get("window_size")
     if sides is not None and type(sides) is not tuple:
@@ -214,31 +241,43 @@ def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     return (cast_input(q, dtype), k, v), layout, given
 
 
-def _key(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> Any:
-    """The key of the call in the memo; None if it has none."""
-    values = given.values()
+def _arguments(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> tuple[Any, ...]:
+    """The arguments of the call that decide it."""
     # It grows with each new token, and is checked separately.
     if isinstance(layout, Cached) and type(layout.cache_seqlens) is int:
         asked += ("a number of tokens",)
         layout = layout._replace(cache_seqlens=None)
-    mask = given.get("block_mask")
+    if _MASKS.isdisjoint(given):
+        return (*qkv, *layout, *given.values(), *asked)
+    values, mask = dict(given), given.get("block_mask")
     if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
-        values = {**given, "block_mask": None}.values()
+        values["block_mask"] = None
         asked += (*_tiles(mask).values(), mask.lengths)
     if isinstance(given.get("mask"), Spans):
-        values = {**given, "block_mask": None, "mask": None}.values()
+        values["mask"] = None
         asked += tuple(given["mask"])
-    names, arguments = (type(layout), *given), (*qkv, *layout, *values, *asked)
-    # The strides of caches determine whether they already are packed sequences.
-    return memo.key_of(names, arguments, with_strides=isinstance(layout, Cached))
+    return (*qkv, *layout, *values.values(), *asked)
 
 
-def _are_arguments(operands: Operands, qkv: QKV, layout: Layout, given: Given) -> bool:
-    """Whether every operand is an argument itself, so that the key has all that decides its
-    launches.
+def _pick(
+    operands: Operands, layout: Layout, given: Given, arguments: tuple[Any, ...]
+) -> memo.Pick | None:
+    """How to find the operands of calls like this one among their arguments, so that the key has
+    all that decides their launches; None if an operand is none of the arguments.
     """
-    arguments = {id(x) for x in (*qkv, *layout, *given.values())}
-    return all(x is None or id(x) in arguments for x in operands)
+    names = ("q", "k", "v", *(_OPERANDS.get(name, name) for name in layout._fields), *given)
+    by_name = dict(zip(names, enumerate(arguments), strict=False))
+    by_identity = {id(x): number for number, x in enumerate(arguments)}
+    times = Counter(map(id, arguments))
+    found = []
+    for name, x in operands._asdict().items():
+        number, same = by_name.get(name, (-1, None))
+        if x is not None and same is not x:  # an argument that is given twice has to have its name
+            if times[id(x)] != 1:
+                return None
+            number = by_identity[id(x)]
+        found.append(-1 if x is None else number)
+    return itemgetter(*found)
 
 
 def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:

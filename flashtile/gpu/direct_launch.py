@@ -38,69 +38,94 @@ _STREAM = object()  # stands for the stream in the arguments that we write down
 def are_launches_watched() -> bool:
     """Whether hooks, such as those of a profiler, are called at each launch."""
     runtime = knobs.runtime
-    return _does_something(runtime.launch_enter_hook) or _does_something(runtime.launch_exit_hook)
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        # Triton's own one is an object with a list of functions.
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
-def _does_something(hook: Any) -> bool:
-    """Whether a hook has an effect; Triton's own one is an object with a list of functions."""
-    return hook is not None and getattr(hook, "calls", True) != []
+# Where an argument is among the addresses of a call, of which the first is the stream: its index,
+# and the bytes between the address and the part of the tensor that the argument is.
+Place = tuple[int, int]
 
 
 class Parts(NamedTuple):
     """Arguments of the function in C, in order, and what differs from call to call."""
 
     constants: list[Any]
-    numbers: list[tuple[int, int]]  # index of the argument, and of its address in `Addresses`
-    maps: list[tuple[int, int, Encode]]  # likewise, of tensor maps
+    numbers: list[tuple[int, Place]]  # with the index of the argument
+    maps: list[tuple[int, Place, Encode]]  # likewise, of tensor maps
     tuples: list[tuple[int, Parts]]
 
-    def filled(self, addresses: list[int]) -> list[Any]:
+    def filled(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
         """The arguments with the stream and the addresses of a call."""
         arguments = self.constants.copy()
-        for index, place in self.numbers:
-            arguments[index] = addresses[place]
-        for index, place, encode in self.maps:
-            arguments[index] = _tensor_map(addresses[place], encode)
+        for index, (place, offset) in self.numbers:
+            arguments[index] = addresses[place] + offset
+        for index, (place, offset), encode in self.maps:
+            arguments[index] = _tensor_map(addresses[place] + offset, encode)
         for index, parts in self.tuples:
-            arguments[index] = tuple(parts.filled(addresses))
-        return arguments
+            arguments[index] = parts.filled(addresses)
+        return tuple(arguments)
 
 
 class Addresses:
-    """The indices of a stream and of the addresses of tensors in a list of them."""
+    """A list of a stream and the addresses of tensors, which grows with each new tensor."""
 
-    STREAM = 0
+    STREAM = 0, 0
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
         self.tensors: list[int] = []  # the indices of the tensors whose addresses follow the stream
 
-    def place_of(self, x: Tensor) -> int:
-        """The index of the address of `x`, which the list contains from now on.
+    def place_of(self, x: Tensor) -> Place:
+        """Where the address of `x` is, which the list contains from now on.
 
         Raises:
-            LookupError: `x` is not one of the call's tensors.
+            LookupError: `x` is neither one of the call's tensors nor a part of one.
         """
-        number = self._numbers.of(x)
+        number, offset = self._numbers.place_of(x)
         if number not in self.tensors:
             self.tensors.append(number)
-        return self.tensors.index(number) + 1
+        return self.tensors.index(number) + 1, offset
 
 
-class DirectLaunches(NamedTuple):
+Calls = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]  # functions in C and arguments
+
+
+class DirectLaunches:
     """Launches on one device that have been made before, without Triton's Python code."""
 
-    launches: list[tuple[Callable[..., Any], Parts]]
-    pick: Callable[[Tensors], tuple[Tensor, ...]]  # the tensors of `Addresses`
-    device: int
-    current_stream: Callable[[int], int]
+    def __init__(
+        self, launches: list[tuple[Callable[..., Any], Parts]], tensors: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            launches: functions in C with their arguments.
+            tensors: the indices of the tensors of `Addresses`, at least two.
+        """
+        self._launches = launches
+        self._pick: Callable[[Tensors], tuple[Tensor, ...]] = itemgetter(*tensors)
+        self._device = driver.active.get_current_device()
+        self._current_stream = driver.active.get_current_stream
 
     def run(self, tensors: Tensors) -> None:
         """Launch with other tensors."""
-        present = self.pick(tensors)
-        addresses = [self.current_stream(self.device), *map(Tensor.data_ptr, present)]
-        for function, parts in self.launches:
-            function(*parts.filled(addresses))
+        addresses = map(Tensor.data_ptr, self._pick(tensors))
+        for function, arguments in _calls(self, (self._current_stream(self._device), *addresses)):
+            function(*arguments)
+
+    def calls(self, addresses: tuple[int, ...]) -> Calls:
+        """What to call for a stream and addresses."""
+        return tuple((function, parts.filled(addresses)) for function, parts in self._launches)
+
+
+# Arguments depend on nothing but the launches and the numbers in `addresses`: they hold no tensor.
+# Programs use the same addresses again and again, because PyTorch's allocator does.
+@memoised(1024)
+def _calls(launches: DirectLaunches, addresses: tuple[int, ...]) -> Calls:
+    return launches.calls(addresses)
 
 
 def direct_launches(
@@ -118,12 +143,9 @@ def direct_launches(
         if parts is None:
             return None
         found.append((_function_in_c(kernel.run.launch), parts))
-    active = driver.active
-    device, current_stream = active.get_current_device(), active.get_current_stream
-    if len(addresses.tensors) < 2:  # no kernel of ours has so few; `pick` would not return a tuple
+    if len(addresses.tensors) < 2:  # no kernel of ours has so few
         return None
-    pick = itemgetter(*addresses.tensors)
-    return DirectLaunches(found, pick, device, current_stream)
+    return DirectLaunches(found, addresses.tensors)
 
 
 def _parts_of_launch(launch: Launch, compiled: Any, addresses: Addresses) -> Parts | None:
@@ -169,7 +191,7 @@ def _arguments_in_c(launch: Launch, compiled: Any) -> tuple[Any, ...]:
 
 
 def _parts(
-    arguments: Sequence[Any], addresses: Addresses, maps: Iterator[tuple[int, Encode]]
+    arguments: Sequence[Any], addresses: Addresses, maps: Iterator[tuple[Place, Encode]]
 ) -> Parts:
     """The stream, addresses and tensor maps among `arguments`, and in sequences among them."""
     parts = Parts(list(arguments), [], [], [])

@@ -12,7 +12,7 @@ share compiled kernels, such as packed batches, whose total length always differ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from ..lru import Memo
 from .direct_launch import DirectLaunches, are_launches_watched, direct_launches
 from .launch import Launch, ordered
+from .memory import NewTensor
 from .repeat import Numbers, Repeat, Tensors, public_maker, repeat_of
 from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
 
@@ -27,7 +28,7 @@ from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 Describe = Callable[[Tensors, Tensors], Sequence[Launch]]
-Made = TypeVar("Made", bound=tuple[Tensor | None, ...])
+Allocators = Sequence[NewTensor]
 
 
 class PreparedCall(NamedTuple):
@@ -35,15 +36,15 @@ class PreparedCall(NamedTuple):
 
     public: list[Repeat]  # through Triton's public interface
     direct: DirectLaunches | None  # without Triton's Python code
-    allocate: Callable[[], Any] | None  # None if the caller does
+    allocators: Allocators  # none if the caller allocates
+    device: int  # -1: a CPU
 
-    def run(self, given: Tensors) -> Any:
+    def run(self, given: Tensors) -> tuple[Tensor, ...]:
         """Allocate tensors, make the launches, and return what was allocated."""
-        assert self.allocate is not None
-        if _is_elsewhere(given):
-            with torch.cuda.device(given[0].device):  # type: ignore[union-attr]  # never None
+        if self.device != _current_device() and self.device >= 0:
+            with torch.cuda.device(self.device):
                 return self.run(given)
-        made = self.allocate()
+        made = tuple([allocate() for allocate in self.allocators])
         self.launch(given + made)
         return made
 
@@ -92,34 +93,34 @@ def run_all(
         known.launch(given + made)
     else:
         kind = _kind(key, name, given, config)
-        _launch_described(key, kind, known, given, made, describe, None)
+        _launch_described(key, kind, known, given, made, describe, ())
 
 
 def allocate_and_run_all(
     name: str,
     call: Any,
     given: Tensors,
-    allocator: Callable[[], Callable[[], Made]],
+    allocators: Callable[[], Allocators],
     describe: Describe,
     config: Callable[[], Any],
-) -> Made:
+) -> tuple[Tensor, ...]:
     """As `run_all`, but allocate `made` and return it.
 
     Args:
-        allocator: returns the function that allocates it, for this call and for those like it.
+        allocators: returns the functions that allocate it, for this call and for those like it.
         config: returns what `run_all` gets.
     """
     if _is_elsewhere(given):
         with torch.cuda.device(given[0].device):  # type: ignore[union-attr]  # never None
-            return allocate_and_run_all(name, call, given, allocator, describe, config)
+            return allocate_and_run_all(name, call, given, allocators, describe, config)
     key = _key(name, call, given)
     known = _prepared.get(key, NEVER)
     if isinstance(known, PreparedCall):
         return known.run(given)
-    allocate = allocator()
-    made = allocate()
+    new = allocators()
+    made = tuple([allocate() for allocate in new])
     kind = _kind(key, name, given, config())
-    _launch_described(key, kind, known, given, made, describe, allocate)
+    _launch_described(key, kind, known, given, made, describe, new)
     return made
 
 
@@ -129,10 +130,15 @@ def prepared_call(name: str, call: Any, given: Tensors) -> PreparedCall | None:
     return known if isinstance(known, PreparedCall) else None
 
 
+def _device(tensors: Tensors) -> int:
+    """The index of the GPU of the tensors; -1 on a CPU."""
+    return tensors[0].get_device()  # type: ignore[union-attr]  # never None
+
+
 def _is_elsewhere(given: Tensors) -> bool:
     """Whether the tensors are on another GPU than the current one."""
-    index = given[0].get_device()  # type: ignore[union-attr]  # never None
-    return index >= 0 and index != _current_device()  # -1 on a CPU
+    index = _device(given)
+    return index >= 0 and index != _current_device()
 
 
 def _launch_described(
@@ -142,7 +148,7 @@ def _launch_described(
     given: Tensors,
     made: Tensors,
     describe: Describe,
-    allocate: Callable[[], Any] | None,
+    allocators: Allocators,
 ) -> None:
     """Describe the launches of a call that is not prepared, make them, and prepare the call if it
     is the second one.
@@ -155,7 +161,7 @@ def _launch_described(
     if known == NEVER:
         _prepared[key] = ONCE
     elif known == ONCE:
-        _prepared[key] = _prepare(launches, compiled, tensors, allocate)
+        _prepared[key] = _prepare(launches, compiled, tensors, allocators)
 
 
 def _key(name: str, call: Any, given: Tensors) -> Any:
@@ -197,7 +203,7 @@ def _prepare(
     launches: Sequence[Launch],
     compiled: list[Any],
     tensors: Tensors,
-    allocate: Callable[[], Any] | None,
+    allocators: Allocators,
 ) -> PreparedCall | str:
     """IMPOSSIBLE for an empty grid, and for launches that read a copy of a tensor."""
     if None in compiled:
@@ -209,6 +215,7 @@ def _prepare(
             repeat_of(launch.launcher(kernel), ordered(launch), maker)
             for launch, kernel in zip(launches, compiled, strict=True)
         ]
-        return PreparedCall(public, direct_launches(launches, compiled, numbers), allocate)
+        direct = direct_launches(launches, compiled, numbers)
+        return PreparedCall(public, direct, allocators, _device(tensors))
     except LookupError:
         return IMPOSSIBLE

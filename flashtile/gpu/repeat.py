@@ -5,7 +5,7 @@ tensors of the call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -49,23 +49,41 @@ def split(arguments: Sequence[Any], maker: Maker) -> tuple[list[Any], list[tuple
 
 
 class Numbers:
-    """Which of a call's tensors an argument is."""
+    """Which of a call's tensors an argument is, or which part of one."""
 
     def __init__(self, tensors: Tensors) -> None:
         present = [(number, x) for number, x in enumerate(tensors) if x is not None]
         self._by_identity = {id(x): number for number, x in present}
-        # A view that starts where exactly one of the tensors does is a view of that one.
-        starts = Counter(x.data_ptr() for _, x in present)
-        self._by_start = {x.data_ptr(): n for n, x in present if starts[x.data_ptr()] == 1}
+        # A view that starts where exactly one of the tensors does is a view of that one, and so is
+        # any view of memory in which exactly one of the tensors is.
+        self._by_start = _of_one_tensor((x.data_ptr(), number) for number, x in present)
+        self._by_memory = _of_one_tensor((_memory(x), number) for number, x in present)
+        self._starts = {number: x.data_ptr() for number, x in present}
 
-    def of(self, x: Tensor) -> int:
-        """The index of `x`.
+    def place_of(self, x: Tensor) -> tuple[int, int]:
+        """The index of the tensor that `x` is a view of, and the bytes between their starts.
 
         Raises:
             LookupError: `x` is a copy, or not one of the call's tensors at all.
         """
         number = self._by_identity.get(id(x))
-        return self._by_start[x.data_ptr()] if number is None else number
+        if number is None:
+            number = self._by_start.get(x.data_ptr())
+        if number is not None:
+            return number, 0
+        number = self._by_memory[_memory(x)]
+        return number, x.data_ptr() - self._starts[number]
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _of_one_tensor(found: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The number of the tensor at each address where there is only one."""
+    pairs = list(found)
+    times = Counter(address for address, _ in pairs)
+    return {address: number for address, number in pairs if times[address] == 1}
 
 
 def public_maker(numbers: Numbers) -> Maker:
@@ -73,14 +91,31 @@ def public_maker(numbers: Numbers) -> Maker:
 
     def maker(argument: Any) -> Make | None:
         if isinstance(argument, Tensor):
-            return itemgetter(numbers.of(argument))
+            return _tensor_maker(argument, numbers)
         if isinstance(argument, tuple):
             return tuple_maker(argument, maker)
         if is_descriptor(argument):
-            return _descriptor_maker(argument, numbers.of(argument.base))
+            return _descriptor_maker(argument, _tensor_maker(argument.base, numbers))
         return None
 
     return maker
+
+
+def _tensor_maker(x: Tensor, numbers: Numbers) -> Make:
+    """The maker of a tensor that starts where `x` does in one of the call's tensors."""
+    number, offset = numbers.place_of(x)
+    if offset == 0:
+        return itemgetter(number)
+    sizes, strides, dtype, size = x.shape, x.stride(), x.dtype, x.element_size()
+
+    def make(tensors: Tensors) -> Tensor:
+        whole = tensors[number]
+        assert whole is not None
+        start = whole.storage_offset() * whole.element_size() + offset
+        part: Tensor = whole.view(dtype).as_strided(sizes, strides, start // size)
+        return part
+
+    return make
 
 
 def is_descriptor(argument: Any) -> bool:
@@ -104,7 +139,7 @@ def tuple_maker(argument: Any, maker: Maker) -> Make | None:
     return make
 
 
-def _descriptor_maker(argument: Any, number: int) -> Make:
+def _descriptor_maker(argument: Any, make_base: Make) -> Make:
     """The maker of a TMA descriptor: it copies the descriptor without Triton's checks."""
     kind = type(argument)
     fields = {**vars(argument), "base": None}
@@ -112,7 +147,7 @@ def _descriptor_maker(argument: Any, number: int) -> Make:
     def make(tensors: Tensors) -> Any:
         fresh = object.__new__(kind)
         fresh.__dict__ = fields.copy()
-        fresh.__dict__["base"] = tensors[number]
+        fresh.__dict__["base"] = make_base(tensors)
         return fresh
 
     return make

@@ -49,8 +49,8 @@ def launch_of(operands: Operands, options: Options, **facts: object) -> Launch:
     problem = problem._replace(capability=CAPABILITY, device_type="cuda", **facts)
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
-    out, lse = outputs(operands, config)()
-    tiles = tile_list(problem, config, operands)()
+    out, lse = (allocate() for allocate in outputs(operands, config))
+    tiles = next((allocate() for allocate in tile_list(problem, config, operands)), None)
     launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles)
     launch.arguments["blocks"] = lists_of(problem, config, operands)
     if problem.spans > 0:

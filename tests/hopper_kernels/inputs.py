@@ -76,7 +76,8 @@ def unwritten_span_lists(
     problem: AttentionProblem, config: KernelConfig, operands: Operands
 ) -> SpanLists:
     """What the kernel that lists the blocks of spans has to write."""
-    made = span_tensors(problem, operands, config.BLOCK_M, config.BLOCK_N)()
+    new = span_tensors(problem, operands, config.BLOCK_M, config.BLOCK_N)
+    made = [allocate() for allocate in new]
     for x in made:
         x.fill_(UNWRITTEN)
     return SpanLists._make((*made, *steps_of(problem, operands)))

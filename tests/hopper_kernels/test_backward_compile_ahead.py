@@ -30,10 +30,10 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     # The backend refuses it too, with this reason.
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
+from flashtile.backends.hopper.backward import buffers
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.backward.launch import (
     backward_launches,
-    buffers,
     config_of,
     lists_of,
 )
@@ -90,8 +90,9 @@ def launches_of(
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward_launch, "parts_of_tile", lambda *_: parts)
-        made = buffers(problem, operands)()
+        for module in (buffers, backward_launch):
+            patch.setattr(module, "parts_of_tile", lambda *_: parts)
+        made = buffers.allocation(problem, operands).buffers()
         if is_partial:
             made = made._replace(dq=torch.zeros(q.shape, dtype=dq_dtype))
         lists = lists_of(problem, config_of(problem, operands), operands)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward import launch
+from flashtile.backends.hopper.backward import buffers, launch
 from flashtile.backends.hopper.backward.launch import (
     backward,
     backward_launches,
-    buffers,
     config_of,
     lists_of,
     sink_gradient,
@@ -61,8 +60,9 @@ def gradients(
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     problem = problem._replace(is_partial=add_to is not None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "parts_of_tile", lambda *_: parts)
-        found = buffers(problem, operands)()
+        for module in (buffers, launch):
+            patch.setattr(module, "parts_of_tile", lambda *_: parts)
+        found = buffers.allocation(problem, operands).buffers()
         if add_to is not None:
             found = found._replace(dq=add_to)
         lists = lists_of(problem, config_of(problem, operands), operands)

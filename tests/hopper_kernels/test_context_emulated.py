@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import hopper
+from flashtile.backends.hopper.backward import buffers as backward_buffers
 from flashtile.backends.hopper.backward import launch as backward_path
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.distributed import ContextParallel
@@ -48,11 +49,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     grids.clear()
 
     def run(
-        name: str, call: Any, given: Any, allocator: Callable[[], Any], describe: Any, config: Any
+        name: str, call: Any, given: Any, allocators: Callable[[], Any], describe: Any, config: Any
     ) -> Any:
         with lock:
             passes.append(name)
-            made = allocator()()
+            made = tuple(allocate() for allocate in allocators())
             given = tuple(None if x is None else x.detach() for x in given)
             for launch in describe(given, made):
                 emulator.run_chain([launch], seed=0)
@@ -68,7 +69,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     patch(forward_path, allocate_and_run_all=run, tile_counter=counter)
     patch(backward_path, allocate_and_run_all=run, prepared_call=lambda *_: None)
-    for module in (forward_path, backward_path):
+    for module in (forward_path, backward_buffers):
         patch(module, multiprocessors=lambda device: PROGRAMS)
     with as_if_on_a_gpu():
         yield passes

@@ -314,7 +314,7 @@ def compared(
 
         def run(operands: Operands) -> Any:
             with driver.launches() as got:
-                out, lse = run_prepared(operands)
+                out, lse, *_ = run_prepared(operands)
             counter = shared_path.tile_counter(out.device)
             config = plan(problem)
             launch = forward_path.forward_launch(

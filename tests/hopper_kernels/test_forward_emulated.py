@@ -24,7 +24,7 @@ from flashtile.backends.hopper.forward.launch import (
     with_lists,
 )
 from flashtile.backends.hopper.forward.plan import plan
-from flashtile.backends.hopper.shared.spare_rows import PARTS
+from flashtile.backends.hopper.shared.packing_order import PARTS
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -140,8 +140,8 @@ def emulate(
     problem = problem._replace(is_partial=is_partial)
     counter = torch.zeros(2, dtype=torch.int32)
     config = plan(problem)
-    out, lse = into or outputs(operands, config)()
-    tiles = tile_list(problem, config, operands)()
+    out, lse = into or [allocate() for allocate in outputs(operands, config)]
+    tiles = next((allocate() for allocate in tile_list(problem, config, operands)), None)
     if tiles is not None:
         tiles.fill_(UNWRITTEN)
     launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter, tiles)

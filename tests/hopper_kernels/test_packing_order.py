@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward import launch
-from flashtile.backends.hopper.backward.launch import backward_launches, buffers
+from flashtile.backends.hopper.backward import buffers, launch
+from flashtile.backends.hopper.backward.launch import backward_launches
 from flashtile.backends.hopper.shared.packing_order import Side, list_tiles, most_tiles
 from flashtile.call.layouts import Packed
 from flashtile.call.prepare import describe
@@ -93,8 +93,9 @@ def test_few_programs_have_no_tile():
     problem = AttentionProblem.of(operands, options)
     lse = torch.zeros(q.shape[1], q.shape[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "parts_of_tile", lambda *_: 1)
-        made = buffers(problem, operands)()
+        for module in (buffers, launch):
+            patch.setattr(module, "parts_of_tile", lambda *_: 1)
+        made = buffers.allocation(problem, operands).buffers()
         launches = backward_launches(problem, operands, v, lse, v, None, made, None)
     blocks = sum(-(-n // 128) for n in lengths)
     heads = (q.shape[1], k.shape[1], q.shape[1])

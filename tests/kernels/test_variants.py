@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import hopper
+from flashtile.backends.hopper.backward import buffers as hopper_buffers
 from flashtile.backends.hopper.backward import launch as hopper_backward
 from flashtile.backends.hopper.forward import launch as hopper_forward
 from flashtile.backends.hopper.forward.plan import plan
@@ -30,7 +31,7 @@ MULTIPROCESSORS = 132
 
 @pytest.fixture(autouse=True)
 def _a_gpu_of_usual_size(monkeypatch: pytest.MonkeyPatch):
-    for module in (triton_launch, hopper_backward):
+    for module in (triton_launch, hopper_buffers):
         monkeypatch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
 
 
@@ -46,10 +47,11 @@ def hopper_launches(call: Call) -> list[Launch]:
     if hopper.unsupported_reasons(problem):
         return []
     config = plan(problem)
-    out, lse = hopper_forward.outputs(operands, config)()
+    out, lse = (allocate() for allocate in hopper_forward.outputs(operands, config))
     counter = torch.zeros(2, dtype=torch.int32)
-    made = hopper_backward.buffers(problem, operands)()
-    tiles = hopper_forward.tile_list(problem, config, operands)()
+    made = hopper_buffers.allocation(problem, operands).buffers()
+    new_tiles = hopper_forward.tile_list(problem, config, operands)
+    tiles = next((allocate() for allocate in new_tiles), None)
     forward = hopper_forward.forward_launch(
         problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles
     )

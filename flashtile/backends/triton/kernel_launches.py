@@ -44,11 +44,11 @@ class BackwardBuffers(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None
     delta: Tensor
     lse_log2: Tensor  # as `lse`: see `backward_pass.delta_kernel`
-    distance_sums: Tensor | None  # see `distance_gradient.py`
-    dcaptured: Tensor | None  # float32, zeros
+    dbias: Tensor | None = None
+    distance_sums: Tensor | None = None  # see `distance_gradient.py`
+    dcaptured: Tensor | None = None  # float32, zeros
 
 
 def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[Launch]:

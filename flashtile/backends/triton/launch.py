@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...gpu.hardware import multiprocessors
-from ...gpu.launch import run
-from ...gpu.memory import filled, uninitialised
+from ...gpu.launch import Launch, run
+from ...gpu.memory import NewTensor, Scratch, filled, uninitialised
 from ...gpu.relaunch import Tensors, allocate_and_run_all, prepared_call, run_all
 from ...gpu.rows import ALIGNMENT, is_aligned, is_in_place
 from ...lru import memoised
@@ -29,23 +30,30 @@ from .plan import plan
 from .splits import splits_of
 
 PASS, BACKWARD = "triton forward", "triton backward"
-NewTensors = Callable[[], tuple[Tensor, Tensor]]
+SINK = Operands._fields.index("sink")
 
 
 def forward(
     problem: AttentionProblem, operands: Operands, new: NewTokens | tuple[()] = ()
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem; `new` tokens are appended to the cache if it is `appending`."""
-    describe, memory = partial(forward_launches, problem), operands.workspace
+    memory = operands.workspace
     if memory is None:
-        given, allocator = (*operands, *new), partial(_allocator, problem, operands)
-        made = allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: None)
+        splits = _splits_of(problem, operands)
+
+        def describe(given: Tensors, made: Tensors) -> list[Launch]:
+            out, lse, *rest = made
+            parts = _parts(problem, operands, splits).named(rest) if splits > 1 else ()
+            return forward_launches(problem, given, (out, lse, *parts))
+
+        given, allocators = (*operands, *new), partial(_allocators, problem, operands, splits)
+        made = allocate_and_run_all(PASS, problem, given, allocators, describe, lambda: None)
     else:
         with torch.cuda.device_of(operands.q):
             made = forward_buffers(problem, operands)
         call = problem, memory.data_ptr() % ALIGNMENT
         given = (*operands._replace(workspace=None), *new)  # the buffers are in the workspace
-        run_all(f"{PASS} in a workspace", call, given, made, describe)
+        run_all(f"{PASS} in a workspace", call, given, made, partial(forward_launches, problem))
     return made[0], made[1]
 
 
@@ -66,14 +74,7 @@ def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """`forward` of calls like one that has been made with the operands and new tokens `tensors`;
     None if that one was not prepared, as in a workspace."""
     prepared = prepared_call(PASS, problem, tensors)
-    if prepared is None:
-        return None
-
-    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        made = prepared.run(tensors)
-        return made[0], made[1]
-
-    return run
+    return None if prepared is None else prepared.run
 
 
 def backward(
@@ -99,16 +100,20 @@ def backward(
 def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
     """`backward` of calls like an earlier one, whose operands, out, lse, dout and dlse were
     `tensors`; None if that one was not prepared, as is true of a cache."""
-    call = problem, Operands(*tensors[:OPERANDS]).k.dtype  # type: ignore[arg-type]  # q, k, v exist
-    prepared = prepared_call(BACKWARD, call, tensors)
+    first = Operands(*tensors[:OPERANDS])  # type: ignore[arg-type]  # its fields
+    prepared = prepared_call(BACKWARD, (problem, first.k.dtype), tensors)
     if prepared is None:
         return None
+    names = tuple(_backward_allocators(problem, first, first.k.dtype))
 
     def run(tensors: Tensors) -> Gradients:
+        made = prepared.run(tensors)
+        if names == ("dq", "dk", "dv", "delta", "lse_log2") and tensors[SINK] is None:
+            return Gradients(made[0], made[1], made[2])
         *operands, _, lse, _, _ = tensors
         assert lse is not None  # every forward with gradients keeps it
         given = Operands(*operands)  # type: ignore[arg-type]  # its fields
-        return _gradients(problem, given, lse, prepared.run(tensors))
+        return _gradients(problem, given, lse, _named(names, made))
 
     return run
 
@@ -124,17 +129,29 @@ def _backward(
     dq: Tensor | None = None,
 ) -> Gradients:
     given = (*operands, out, lse, dout, dlse)
-    describe = partial(backward_launches, problem)
-    allocator = partial(_backward_allocator, problem, operands, key_dtype, dq)
+    new = _backward_allocators(problem, operands, key_dtype, dq)
+
+    def describe(given: Tensors, made: Tensors) -> list[Launch]:
+        return backward_launches(problem, given, _named(new, made))
+
+    made: Tensors
     if dq is None:
-        call = problem, key_dtype
-        made = allocate_and_run_all(BACKWARD, call, given, allocator, describe, lambda: None)
+        call, allocators = (problem, key_dtype), list(new.values())
+        made = allocate_and_run_all(
+            BACKWARD, call, given, lambda: allocators, describe, lambda: None
+        )
     else:
         with torch.cuda.device_of(operands.q):
-            made = allocator()()
+            made = tuple(allocate() for allocate in new.values())
         where = dq.dtype, dq.stride(), dq.data_ptr() % ALIGNMENT
         run_all(f"{BACKWARD} into a sum", (problem, key_dtype, where), given, made, describe)
-    return _gradients(problem, operands, lse, made)
+    return _gradients(problem, operands, lse, _named(new, made))
+
+
+def _named(names: Iterable[str], made: Tensors) -> BackwardBuffers:
+    """What `_backward_allocators` have made, by name."""
+    # Only optional buffers are None, which mypy does not see.
+    return BackwardBuffers(**dict(zip(names, made, strict=True)))  # type: ignore[arg-type]
 
 
 def _gradients(
@@ -163,17 +180,20 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
     """(out, lse), and if the KV loop is split, (out, lse) of its parts, on the current device."""
-    return _allocator(problem, operands)()
-
-
-def _allocator(problem: AttentionProblem, operands: Operands) -> Callable[[], tuple[Tensor, ...]]:
-    """The function that makes `forward_buffers`, for all calls of this kind without a workspace."""
     splits = _splits_of(problem, operands)
-    new_outputs = _outputs(problem, operands, splits)
+    out, lse = (allocate() for allocate in _outputs(problem, operands, splits))
     if splits == 1:
-        return new_outputs
-    new_parts = _parts(problem, operands, splits)
-    return lambda: (*new_outputs(), *new_parts())
+        return out, lse
+    if operands.workspace is not None:
+        return out, lse, *_parts_in(operands.workspace, problem, operands, splits)
+    parts = _parts(problem, operands, splits)
+    return out, lse, *parts.named([allocate() for allocate in parts.allocators])
+
+
+def _allocators(problem: AttentionProblem, operands: Operands, splits: int) -> list[NewTensor]:
+    """What makes `forward_buffers` without a workspace: out, lse, and what holds the parts."""
+    new = list(_outputs(problem, operands, splits))
+    return [*new, *_parts(problem, operands, splits).allocators] if splits > 1 else new
 
 
 def _splits_of(problem: AttentionProblem, operands: Operands) -> int:
@@ -186,8 +206,10 @@ def _splits(problem: AttentionProblem, aligned: bool, device: torch.device, toke
     return splits_of(problem, plan(problem, aligned).split.config, multiprocessors(device), tokens)
 
 
-def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> NewTensors:
-    """The function that makes (out, lse). Merging parts writes every row, else rows that belong to
+def _outputs(
+    problem: AttentionProblem, operands: Operands, splits: int
+) -> tuple[NewTensor, NewTensor]:
+    """The functions that make out and lse. Merging parts writes every row, else rows that belong to
     no sequence are written by no program."""
     q = operands.q
     shape, lse_sizes = (*q.shape[:-1], problem.Dv), lse_shape(operands)
@@ -198,41 +220,68 @@ def _outputs(problem: AttentionProblem, operands: Operands, splits: int) -> NewT
     else:
         new_out = filled(shape, dtype, 0.0, q.device)
         new_lse = filled(lse_sizes, torch.float32, -torch.inf, q.device)
-    return lambda: (new_out(), new_lse())
+    return new_out, new_lse
 
 
-def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> NewTensors:
-    """The function that makes what the programs of a split KV loop write to, in float32, in the
-    caller's workspace if there is one; a row that no program writes has weight 0."""
-    q, workspace = operands.q, operands.workspace
-    shape, lse_sizes = (splits, *q.shape[:-1], problem.Dv), (splits, *lse_shape(operands))
-    if workspace is None:
-        new_out = uninitialised(shape, torch.float32, q.device)
-        new_lse = uninitialised(lse_sizes, torch.float32, q.device)
-        if problem.layout != "dense":
-            new_lse = filled(lse_sizes, torch.float32, -torch.inf, q.device)
-        return lambda: (new_out(), new_lse())
-    sizes = (math.prod(shape), math.prod(lse_sizes))
+class Parts(NamedTuple):
+    """What the programs of a split KV loop write to, in float32."""
+
+    scratch: Scratch
+    lse: NewTensor | None  # of packed queries: a row that no program writes has weight 0
+
+    @property
+    def allocators(self) -> list[NewTensor]:
+        """The functions that allocate it."""
+        return [self.scratch.allocate] if self.lse is None else [self.scratch.allocate, self.lse]
+
+    def named(self, made: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the parts, from what `allocators` have made."""
+        found = self.scratch.parts(made[0])
+        return found["out"], (found["lse"] if self.lse is None else made[1])
+
+
+def _parts(problem: AttentionProblem, operands: Operands, splits: int) -> Parts:
+    out, lse = _part_shapes(problem, operands, splits)
+    kinds, device = {"out": (out, torch.float32)}, operands.q.device
+    if problem.layout != "dense":
+        new_lse = filled(lse, torch.float32, -torch.inf, device)
+        return Parts(Scratch(kinds, device), new_lse)
+    return Parts(Scratch(kinds | {"lse": (lse, torch.float32)}, device), None)
+
+
+def _parts_in(
+    workspace: Tensor, problem: AttentionProblem, operands: Operands, splits: int
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `Parts` in the caller's workspace."""
+    shapes = _part_shapes(problem, operands, splits)
+    sizes = [math.prod(shape) for shape in shapes]
     out, lse = workspace[: 4 * sum(sizes)].view(torch.float32).split(sizes)
     if problem.layout != "dense":
         lse.fill_(-torch.inf)
-    return lambda: (out.view(shape), lse.view(lse_sizes))
+    return out.view(shapes[0]), lse.view(shapes[1])
+
+
+def _part_shapes(
+    problem: AttentionProblem, operands: Operands, splits: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (splits, *operands.q.shape[:-1], problem.Dv), (splits, *lse_shape(operands))
 
 
 def backward_buffers(
     problem: AttentionProblem, operands: Operands, key_dtype: torch.dtype
 ) -> BackwardBuffers:
     """Memory for the gradients, dk and dv in `key_dtype`, and for delta, on the current device."""
-    return _backward_allocator(problem, operands, key_dtype)()
+    new = _backward_allocators(problem, operands, key_dtype)
+    return _named(new, tuple(allocate() for allocate in new.values()))
 
 
-def _backward_allocator(
+def _backward_allocators(
     problem: AttentionProblem,
     operands: Operands,
     key_dtype: torch.dtype,
     dq: Tensor | None = None,
-) -> Callable[[], BackwardBuffers]:
-    """The function that makes `backward_buffers`, for all calls of this kind unless `dq` is given.
+) -> dict[str, NewTensor]:
+    """The functions that make `backward_buffers`, for all calls of this kind unless `dq` is given.
     That of a partial problem is added to."""
     q, k, v, bias = operands[:4]
     empty, zeros = (
@@ -243,27 +292,22 @@ def _backward_allocator(
     has_gaps = problem.layout != "dense" or problem.has_lengths
     new = zeros if has_gaps or 0 in (problem.M, problem.N) else empty
     new_dq = zeros(q.shape, torch.float32) if problem.is_partial else new(q.shape, q.dtype)
-    new_dbias = new_sums = new_dcaptured = None
+    found = {
+        "dq": new_dq if dq is None else lambda: dq,
+        "dk": new(k.shape, key_dtype),
+        "dv": new(v.shape, key_dtype),
+        "delta": empty(lse_shape(operands), torch.float32),
+        "lse_log2": empty(lse_shape(operands), torch.float32),
+    }
     if bias is not None and problem.bias_needs_grad:
-        new_dbias = zeros(bias.shape, bias.dtype)
+        found["dbias"] = zeros(bias.shape, bias.dtype)
     options, captured = problem.options, operands.captured
     if options.alibi_needs_grad or options.relative_bias_needs_grad:
         distances = max(problem.M + problem.N - 1, 0)
-        new_sums = zeros((2, problem.B, problem.Hq, distances), torch.float32)
+        found["distance_sums"] = zeros((2, problem.B, problem.Hq, distances), torch.float32)
     if captured is not None and captured_needs_grad(options):
-        new_dcaptured = zeros(captured.shape, torch.float32)
-    new_dk, new_dv = new(k.shape, key_dtype), new(v.shape, key_dtype)
-    new_delta = empty(lse_shape(operands), torch.float32)
-    return lambda: BackwardBuffers(
-        new_dq() if dq is None else dq,
-        new_dk(),
-        new_dv(),
-        None if new_dbias is None else new_dbias(),
-        new_delta(),
-        new_delta(),
-        None if new_sums is None else new_sums(),
-        None if new_dcaptured is None else new_dcaptured(),
-    )
+        found["dcaptured"] = zeros(captured.shape, torch.float32)
+    return found
 
 
 def _backward_of_cache(

@@ -4,18 +4,14 @@ fourth one if several programs share a tile of keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
-from ....gpu.memory import filled, uninitialised
 from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
@@ -24,17 +20,25 @@ from ... import Gradients, RunBackward, Tensors
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.block_lists import BlockLists, lists_by_keys
 from ..shared.launch import descriptor, readable, sequences_of
-from ..shared.packing_order import most_tiles
 from ..shared.softmax import Pointers
 from ..shared.span_lists import SpanLists, steps_of
+from .buffers import (
+    Allocation,
+    Buffers,
+    allocation,
+    config_of,
+    key_blocks,
+    key_tiles,
+    parts_of_tile,
+    workspace_blocks,
+)
 from .dq import PIECE_ROWS, rows_of_piece
 from .kernel import KeyGradients, backward_kernel
 from .part_sums import add_parts_kernel, pieces_of
-from .parts import parts_of
-from .plan import BackwardConfig, backward_plan, backward_swizzle, leaves_keys_unseen
+from .plan import BackwardConfig, backward_swizzle
 from .row_kernels import delta_kernel, round_kernel
 from .schedule import KeyOrder, order_reciprocals
-from .span_lists import SpanBuffers, lists_of_buffers, span_buffers, span_launches
+from .span_lists import lists_of_buffers, span_launches
 
 OPERANDS = len(Operands._fields)
 
@@ -59,12 +63,11 @@ def backward(
     if problem.is_partial and (add_to is None or not is_aligned(add_to)):
         sums = torch.zeros(operands.q.shape, dtype=torch.float32, device=operands.q.device)
     given = (*operands, out, lse, dout, dlse, sums)
-    prepared = prepared_call(PASS, problem, given)
-    if prepared is None:
-        made = run_backward(problem, operands, out, lse, dout, dlse, sums)
+    run = _prepared(problem, given)
+    if run is None:
+        found = run_backward(problem, operands, out, lse, dout, dlse, sums)
     else:
-        made = prepared.run(given)
-    found = gradients(operands.sink, made)
+        found = run(given)
     if sums is None:
         return found
     if add_to is not None and add_to is not sums:
@@ -76,20 +79,30 @@ def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackwar
     """`backward` of calls like an earlier one, whose operands, out, lse, dout and dlse were
     `tensors`; None if that one was not prepared, as is true of a partial problem.
     """
-    prepared = prepared_call(PASS, problem, (*tensors, None))
+    run = _prepared(problem, (*tensors, None))
+    return None if run is None else lambda tensors: run((*tensors, None))
+
+
+def _prepared(problem: AttentionProblem, given: Tensors) -> RunBackward | None:
+    """The backward of calls like one that has been prepared with the tensors `given`."""
+    prepared = prepared_call(PASS, problem, given)
     if prepared is None:
         return None
-    return lambda tensors: gradients(tensors[SINK], prepared.run((*tensors, None)))
+    memory = allocation(problem, Operands(*given[:OPERANDS]))  # type: ignore[arg-type]  # its fields
+    return lambda given: gradients(given[SINK], memory, prepared.run(given))
 
 
 PASS = "hopper backward"
 SINK = Operands._fields.index("sink")
 
 
-def gradients(sink: Tensor | None, made: Buffers) -> Gradients:
+def gradients(sink: Tensor | None, memory: Allocation, made: tuple[Tensor, ...]) -> Gradients:
     """The gradients of what a backward has filled."""
-    dsink = None if sink is None else sink_gradient(sink, made.lse_log2, made.minus_delta)
-    return Gradients(made.dq, made.dk, made.dv, None, dsink)
+    if sink is None:
+        return Gradients(made[0], made[1], made[2])
+    found = memory.named(made)
+    dsink = sink_gradient(sink, found.lse_log2, found.minus_delta)
+    return Gradients(found.dq, found.dk, found.dv, None, dsink)
 
 
 def run_backward(
@@ -100,17 +113,19 @@ def run_backward(
     dout: Tensor,
     dlse: Tensor | None,
     dq: Tensor | None,
-) -> Buffers:
-    """The results of a call that was not prepared; `dout` is copied if TMA cannot read it. dq of a
-    partial problem is added to the tensor `dq`.
+) -> Gradients:
+    """The gradients of a call that was not prepared; `dout` is copied if TMA cannot read it. That
+    of the queries of a partial problem is added to the tensor `dq`.
     """
-    config = config_of(problem, operands)
+    config, memory = config_of(problem, operands), allocation(problem, operands)
     lists = lists_of(problem, config, operands)
 
     def describe(given: Any, made: Any) -> list[Launch]:
         tensors, (out, lse, dout, dlse, dq, *listed) = given[:OPERANDS], given[OPERANDS:]
         own_lists = None if lists is None else lists.with_tensors(*listed)
-        results = Buffers(*made) if dq is None else Buffers(*made)._replace(dq=dq)
+        results = memory.named(made)
+        if dq is not None:
+            results = results._replace(dq=dq)
         return backward_launches(
             problem, Operands(*tensors), out, lse, dout, dlse, results, own_lists
         )
@@ -122,43 +137,10 @@ def run_backward(
         kind = config, lists.steps
     elif problem.spans > 0:
         kind = config, steps_of(problem, operands)
-    allocator = partial(buffers, problem, operands)
-    return allocate_and_run_all(PASS, problem, given, allocator, describe, lambda: kind)
-
-
-class Buffers(NamedTuple):
-    """The tensors that the kernels of a backward write to."""
-
-    dq: Tensor  # of a partial problem, the caller's
-    dk: Tensor
-    dv: Tensor
-    workspace: Tensor  # dq in float32
-    lse_log2: Tensor  # see `delta_kernel`
-    minus_delta: Tensor
-    semaphores: Tensor | None  # the dQ semaphores, for ordered additions
-    counter: Tensor | None  # see `KeyOrder`
-    tiles: Tensor | None
-    dk_parts: Tensor | None  # see `part_sums.py`
-    dv_parts: Tensor | None
-    span_counts: Tensor | None  # see `SpanBuffers`, as the next three
-    span_entries: Tensor | None
-    span_intervals: Tensor | None
-    span_extremes: Tensor | None
-
-    @property
-    def of_spans(self) -> SpanBuffers | None:
-        """What the kernels that list the blocks of spans write to, if there are any."""
-        return None if self.span_counts is None else SpanBuffers._make(self[-4:])
-
-
-def parts_of_tile(problem: AttentionProblem, operands: Operands) -> int:
-    """The number of programs that share a tile of keys."""
-    return parts_of(problem, operands.k.shape[0], multiprocessors(operands.k.device))
-
-
-def config_of(problem: AttentionProblem, operands: Operands) -> BackwardConfig:
-    """The compile-time constants of a call."""
-    return backward_plan(problem, parts_of_tile(problem, operands) > 1)
+    made = allocate_and_run_all(
+        PASS, problem, given, lambda: memory.allocators, describe, lambda: kind
+    )
+    return gradients(operands.sink, memory, made)
 
 
 def lists_of(
@@ -177,56 +159,6 @@ def lists_of_spans(
     """The lists of a call's spans, if it has some."""
     of_spans = made.of_spans
     return None if of_spans is None else lists_of_buffers(problem, operands, of_spans)
-
-
-def buffers(problem: AttentionProblem, operands: Operands) -> Callable[[], Buffers]:
-    """A function that allocates the gradients and the intermediate results between the kernels."""
-    config = config_of(problem, operands)
-    q, k, v = operands[:3]
-    empty = partial(uninitialised, device=q.device)
-    zeros = partial(filled, value=0, device=q.device)
-    of_keys = zeros if leaves_keys_unseen(problem) else empty
-    rows = problem.Hq * workspace_blocks(problem, operands, config)
-    lines = rows * config.BLOCK_M * (config.BLOCK_D + config.TAIL_D) // 256
-    of_rows = (rows, config.BLOCK_M), torch.float32
-    lse_log2, minus_delta = empty(*of_rows), empty(*of_rows)
-    if problem.layout != "dense" and operands.sink is not None:
-        lse_log2 = filled(*of_rows, torch.inf, q.device)  # rows of no sequence have P = 0
-        minus_delta = zeros(*of_rows)
-    semaphores = counter = tiles = dk_parts = dv_parts = None
-    if config.IS_ORDERED:
-        semaphores = empty((rows * config.ADDERS,), torch.int32)
-        counter = empty((1,), torch.int32)
-    if config.IS_PACKED:
-        tiles = empty((key_tiles(problem, operands, config), 2), torch.int32)
-    if config.IS_PARTED:
-        sums = problem.Hk * key_blocks(problem, operands, config)
-        sums *= parts_of_tile(problem, operands)
-        of_a_key = config.BLOCK_D + config.TAIL_D
-        of_a_value = config.BLOCK_DV + config.TAIL_DV
-        dk_parts = empty((sums, config.BLOCK_N * of_a_key), torch.float32)
-        dv_parts = empty((sums, config.BLOCK_N * of_a_value), torch.float32)
-    dtype = torch.float32 if config.IS_PARTIAL else q.dtype
-    of_spans: Sequence[Callable[[], Tensor] | None] = (None,) * 4
-    if config.SPANS > 0:
-        of_spans = span_buffers(problem, operands, config.BLOCK_M, config.BLOCK_N)
-    new = (
-        None if config.IS_PARTIAL else empty(q.shape, dtype),
-        of_keys(k.shape, dtype),
-        of_keys(v.shape, dtype),
-        empty((lines, 256), torch.float32),
-        lse_log2,
-        minus_delta,
-        semaphores,
-        counter,
-        tiles,
-        dk_parts,
-        dv_parts,
-        *of_spans,
-    )
-    # Not None are those that `Buffers` always has.
-    # Which buffers may be None is a fact of each field, which mypy loses in a list.
-    return lambda: Buffers(*[None if make is None else make() for make in new])  # type: ignore[arg-type]
 
 
 def backward_launches(
@@ -268,27 +200,6 @@ def backward_launches(
     if config.IS_PARTED:
         launches.append(add_parts_launch(problem, operands, made, common))
     return launches
-
-
-def workspace_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
-    """Blocks of rows of one head; see `schedule.blocks_before`."""
-    if problem.layout == "dense":
-        return problem.B * -(-problem.M // config.BLOCK_M)
-    return operands.q.shape[0] // config.BLOCK_M + problem.B
-
-
-def key_blocks(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
-    """Tiles of keys of one head in the sums of the parts; see `schedule.blocks_before`."""
-    if problem.layout == "dense":
-        return problem.B * -(-problem.N // config.BLOCK_N)
-    return operands.k.shape[0] // config.BLOCK_N + problem.B
-
-
-def key_tiles(problem: AttentionProblem, operands: Operands, config: BackwardConfig) -> int:
-    """The most tiles of keys of one head."""
-    if problem.layout == "dense":
-        return problem.B * -(-problem.N // config.BLOCK_N)
-    return most_tiles(operands.k.shape[0], problem.B, problem.N, config.BLOCK_N)
 
 
 def delta_launch(

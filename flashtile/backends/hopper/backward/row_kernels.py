@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
-from ..shared.packing_order import Side, list_tiles, rows_of
+from ..shared.packing_order import PARTS, Side, fill_spare_rows, list_tiles, rows_of
 from ..shared.schedule import NUMBERS
-from ..shared.spare_rows import PARTS, fill_spare_rows
 from .dq import PIECE
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -7,17 +7,14 @@ one makes the lists from the extremes. In the forward one kernel does both (`sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
 from ....gpu.launch import Launch
-from ....gpu.memory import uninitialised
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ..shared.schedule import NUMBERS
@@ -45,12 +42,13 @@ class SpanBuffers(NamedTuple):
 
 def span_buffers(
     problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_N: int
-) -> list[Callable[[], Tensor]]:
-    """Functions that allocate the fields of `SpanBuffers`."""
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the fields of `SpanBuffers`, by their names in `Buffers`."""
     masks, R = masks_of(problem, operands), problem.spans
     tiles, blocks = -(-problem.N // BLOCK_N), -(-problem.M // BLOCK_M)
     shapes = (tiles, 2), (tiles, blocks), (blocks, R, 2, BLOCK_M), (blocks, R, 4)
-    return [uninitialised((*masks, *x), torch.int32, operands.q.device) for x in shapes]
+    names = (f"span_{name}" for name in SpanBuffers._fields)
+    return {name: (*masks, *x) for name, x in zip(names, shapes, strict=True)}
 
 
 def lists_of_buffers(problem: AttentionProblem, operands: Operands, made: SpanBuffers) -> SpanLists:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
-from ....gpu.memory import uninitialised
+from ....gpu.memory import NewTensor, uninitialised
 from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
@@ -19,10 +20,9 @@ from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ... import Results, Run, Tensors
 from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
-from ..shared.packing_order import most_tiles
+from ..shared.packing_order import PARTS, most_tiles
 from ..shared.softmax import Pointers
 from ..shared.span_lists import SpanLists, span_lists_launch, span_tensors, steps_of
-from ..shared.spare_rows import PARTS
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 from .tile_list import tile_list_kernel
@@ -52,21 +52,25 @@ def run_forward(
     are written to the tensors `into` if given, whose rows of no sequence keep what they hold.
     """
     if 0 in operands.q.shape:
+        if into is not None:
+            return into
         with torch.cuda.device_of(operands.q):
-            return into or outputs(operands, config)()
+            new_out, new_lse = outputs(operands, config)
+            return new_out(), new_lse()
 
     lists = lists_of(problem, config, operands)
 
-    def allocator() -> Callable[[], Any]:
-        new_outputs = outputs(operands, config) if into is None else tuple
-        device = operands.q.device
-        new_list = tile_list(problem, config, operands)
+    def allocators() -> list[NewTensor]:
+        new_outputs = outputs(operands, config) if into is None else ()
+        new_counter = partial(tile_counter, operands.q.device)
+        new_lists = tile_list(problem, config, operands)
         new_spans = span_tensors(problem, operands, config.BLOCK_M, config.BLOCK_N)
-        return lambda: (*new_outputs(), tile_counter(device), new_list(), *new_spans())
+        return [*new_outputs, new_counter, *new_lists, *new_spans]
 
     def describe(given: Any, made: Any) -> list[Launch]:
         tensors, more = given[:OPERANDS], given[OPERANDS:]
-        new, (counter, tiles, *spans) = made[:own], made[own:]
+        new, (counter, *spans) = made[:own], made[own:]
+        tiles = spans.pop(0) if config.IS_RAGGED else None
         out, lse = new if into is None else more
         of_call = Operands(*tensors)
         programs = max(multiprocessors(out.device) - problem.reserved_processors, 1)
@@ -89,7 +93,7 @@ def run_forward(
         kind = config, lists.steps
     elif problem.spans > 0:
         kind = config, steps_of(problem, operands)
-    made = allocate_and_run_all(name, problem, given, allocator, describe, lambda: kind)
+    made = allocate_and_run_all(name, problem, given, allocators, describe, lambda: kind)
     return into or (made[0], made[1])
 
 
@@ -109,23 +113,16 @@ def lists_of(
 def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """`run_forward` of calls like one that has been made; None if that one was not prepared."""
     prepared = prepared_call(PASS, problem, tensors)
-    if prepared is None:
-        return None
-
-    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = prepared.run(tensors)
-        return out, lse
-
-    return run
+    return None if prepared is None else prepared.run
 
 
-def outputs(operands: Operands, config: KernelConfig) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that allocates (out, lse)."""
+def outputs(operands: Operands, config: KernelConfig) -> tuple[NewTensor, NewTensor]:
+    """The functions that allocate out and lse."""
     q = operands.q
     dtype = torch.float32 if config.IS_PARTIAL else output_dtype(q.dtype)
     out = uninitialised((*q.shape[:-1], config.DV), dtype, q.device)
     lse = uninitialised(lse_shape(operands), torch.float32, q.device)
-    return lambda: (out(), lse())
+    return out, lse
 
 
 def forward_launch(
@@ -196,12 +193,12 @@ def entries(problem: AttentionProblem, config: KernelConfig, operands: Operands)
 
 def tile_list(
     problem: AttentionProblem, config: KernelConfig, operands: Operands
-) -> Callable[[], Tensor | None]:
-    """A function that allocates the list of the tiles, see `packing_order`, if there is one."""
+) -> list[NewTensor]:
+    """What allocates the list of the tiles, see `packing_order`; nothing if there is none."""
     if not config.IS_RAGGED:
-        return lambda: None
+        return []
     shape = entries(problem, config, operands), 2
-    return uninitialised(shape, torch.int32, operands.q.device)
+    return [uninitialised(shape, torch.int32, operands.q.device)]
 
 
 def with_lists(

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 
 from ....gpu.intrinsics import let_next_kernel_start
-from ..shared.packing_order import Side, list_tiles, rows_of
+from ..shared.packing_order import Side, fill_spare_rows, list_tiles, rows_of
 from ..shared.schedule import NUMBERS
-from ..shared.spare_rows import fill_spare_rows
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "entries", "together"])

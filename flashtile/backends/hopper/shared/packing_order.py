@@ -12,6 +12,10 @@ causal mask, from the longest loop to the shortest. If several sequences run at 
 
 Every sequence counts the tiles before its own: neither a sort nor a second launch is needed. Every
 entry is written even if the lengths are wrong; tiles that do not fit are dropped from the end.
+
+The kernels write only the rows of sequences. The kernel that makes a list also fills the spare
+rows, which belong to no sequence: those before, between and after the sequences. So no launch has
+to fill the whole tensor. Most batches have none.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(256)
+FILLED = tl.constexpr(4096)  # elements that a program fills at once
+PARTS = tl.constexpr(8)  # programs that share the rows after a sequence
 
 
 class Side(NamedTuple):
@@ -106,3 +112,36 @@ def store_entries(list_ptr, place, b, n, mask):
     """Write (b, n) at each place."""
     tl.store(list_ptr + 2 * place, b + 0 * place, mask=mask)
     tl.store(list_ptr + 2 * place + 1, n + 0 * place, mask=mask)
+
+
+@triton.jit
+def fill_spare_rows(ptr, value, runs, step, width, b, count, part, parts, B, side):
+    """Write `value` into the rows from row `count` of sequence `b` to the next sequence, and into
+    those before sequence 0.
+
+    `side` has the lengths. The tensor at `ptr`, of one sequence if the batch is dense, consists of
+    `runs` runs at multiples of `step`; in each, a row has `width` elements and rows are adjacent.
+    `parts` programs share the work.
+    """
+    start, _ = rows_of(b, side)
+    stop = start + side.longest
+    if side.cu_seqlens is not None:
+        stop = start * 0 + side.total
+        if b + 1 < B:
+            stop, _ = rows_of(b + 1, side)
+        if b == 0:
+            fill_rows(ptr, value, runs, step, width, start * 0, start, part, parts)
+    fill_rows(ptr, value, runs, step, width, start + count, stop, part, parts)
+
+
+@triton.jit
+def fill_rows(ptr, value, runs, step, width, first, stop, part, parts):
+    """Write `value` into the rows [first, stop) of all runs; one of `parts` shares."""
+    size = tl.maximum(stop - first, 0).to(tl.int64) * width
+    if size > 0:
+        ptr += first.to(tl.int64) * width
+        for _ in range(runs):
+            for offset in range(part * FILLED, size, parts * FILLED):
+                offs = offset + tl.arange(0, FILLED)
+                tl.store(ptr + offs, value, mask=offs < size)
+            ptr += step

@@ -10,7 +10,6 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
 from ....gpu.launch import Launch
-from ....gpu.memory import uninitialised
+from ....gpu.memory import NewTensor, uninitialised
 from ....problem import AttentionProblem, Operands
 from .packing_order import Side, rows_of
 from .schedule import NUMBERS
@@ -64,14 +63,13 @@ def masks_of(problem: AttentionProblem, operands: Operands) -> tuple[int, int]:
 
 def span_tensors(
     problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_N: int
-) -> Callable[[], tuple[Tensor, ...]]:
-    """A function that allocates the tensors of `SpanLists`; none without spans."""
+) -> list[NewTensor]:
+    """What allocates the tensors of `SpanLists`; nothing without spans."""
     if problem.spans == 0:
-        return tuple
+        return []
     lists = *masks_of(problem, operands), -(-problem.M // BLOCK_M)
     last_sizes = (2,), (-(-problem.N // BLOCK_N),), (problem.spans, 2, BLOCK_M)
-    new = [uninitialised((*lists, *x), torch.int32, operands.q.device) for x in last_sizes]
-    return lambda: tuple(make() for make in new)
+    return [uninitialised((*lists, *x), torch.int32, operands.q.device) for x in last_sizes]
 
 
 def span_lists_launch(
