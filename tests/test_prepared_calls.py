@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile import backends
+from flashtile import autograd, backends
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
@@ -47,6 +47,23 @@ def test_a_forward_that_cannot_be_prepared_runs_as_any_other(monkeypatch):
         wanted = backend.forward(problem, operands)
         assert all(map(torch.equal, forward.run(operands), wanted))
     assert len(asked) == 1
+
+
+def test_a_prepared_call_saves_the_state_of_its_dropout():
+    """Which is no argument of the call, so nothing else of the call tells that it is there."""
+    options = Options(5, 7, 1.0, dropout_p=0.5, backend="cpu")
+    leaves = [x.requires_grad_() for x in qkv()]
+    operands = Operands(*leaves, rng_state=torch.tensor([3, 5]))
+    problem = AttentionProblem.of(operands, options)
+    forward = backends.PreparedForward(problem)
+
+    def gradients(forward):
+        out, _ = autograd.attend(problem, operands, forward, wants_lse=False)
+        return torch.autograd.grad(out.sum(), leaves)
+
+    wanted = gradients(None)
+    for _ in range(5):
+        assert all(map(torch.equal, gradients(forward), wanted))
 
 
 class WritesDown:

@@ -146,7 +146,9 @@ def _decided(
         operands = _operands(qkv, layout, given)
         if not isinstance(layout, Cached):
             operands = absorb_operands(operands, given.get("qv"))
-    if has_extras or out is not None:
+    is_on_gpu = problem.device_type == "cuda"
+    checks_values = has_extras and not (is_on_gpu and not checks.checks_values_on_gpu())
+    if checks_values or out is not None or operands.workspace is not None:
         _check_memory_and_values(layout, operands, problem.options, out, given)
     return new_tuple(Prepared, (problem, operands, layout, given, forward))
 

@@ -118,6 +118,42 @@ def test_one_tensor_in_two_places_may_be_two_later():
     assert len(kernel.compiled) == 1 and len(kernel.repeated) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_a_part_of_a_tensor_is_the_same_part_of_later_ones(dtype: torch.dtype):
+    kernel = Kernel()
+
+    def launches(given: Any, made: Any) -> list[Launch]:
+        (x, _), (z,) = given, made
+        part = z[6:14].view(dtype).view(4, 2)
+        arguments = {"n": 1, "cfg": "c", "desc": Described(part[1:], 8), "pair": Pair(part, 3)}
+        return [Launch(kernel, (5, 3), {**arguments, "x": x}, warps=8)]
+
+    for repeat in range(4):
+        x, y, z = torch.zeros(4, 2), torch.zeros(4, 2), torch.arange(20.0) + repeat
+        run_all("pass", PROBLEM, (x, y), (z,), launches, "c")
+        if repeat > 0:
+            got_x, pair, _, desc, _ = kernel.repeated[-1]
+            part = z[6:14].view(dtype).view(4, 2)
+            assert got_x.data_ptr() == x.data_ptr()
+            for got, wanted in ((pair.x, part), (desc.base, part[1:])):
+                assert torch.equal(got, wanted) and got.data_ptr() == wanted.data_ptr()
+    assert isinstance(*relaunch._prepared.values(), relaunch.PreparedCall)
+
+
+def test_a_part_of_memory_that_two_tensors_share_is_described_each_time():
+    kernel, described = Kernel(), Described.made
+    for _ in range(4):
+        memory = torch.zeros(30)
+        given = memory[:8].view(4, 2), memory[8:16].view(4, 2)
+        part = memory[20:24]  # starts where neither does
+
+        def launches(given: Any, made: Any, part: Tensor = part) -> list[Launch]:
+            return describe(kernel)(given, (part,))
+
+        run_all("pass", PROBLEM, given, (), launches, "c")
+    assert Described.made - described == 4
+
+
 def test_a_call_with_copies_is_described_each_time():
     kernel, described = Kernel(), Described.made
     for repeat in range(4):

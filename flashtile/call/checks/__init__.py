@@ -11,6 +11,7 @@ from .keywords import unexpected_keywords
 from .layouts import PAGES, cumulative, dense, one_page_table, packed, padded
 from .on_host import (
     checking_values,
+    checks_values_on_gpu,
     longest,
     page_lengths,
     values,

@@ -35,6 +35,15 @@ def longest(name: str, given: Any, name_of_starts: str, cu_seqlens: Any, q: Any)
     return max(cu_seqlens.diff().tolist(), default=0)
 
 
+def _asked() -> str:
+    return os.environ.get("FLASHTILE_CHECK", "")
+
+
+def checks_values_on_gpu() -> bool:
+    """Whether `checking_values` can be true of tensors on a GPU."""
+    return _asked() not in ("", "0")
+
+
 def checking_values(given: Iterable[Any]) -> bool:
     """Whether to check the values of the tensors among `given`.
 
@@ -44,7 +53,7 @@ def checking_values(given: Iterable[Any]) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    asked = os.environ.get("FLASHTILE_CHECK", "")
+    asked = _asked()
     if asked == "0" or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
