@@ -142,9 +142,13 @@ def _record(
 is_transformed = torch._C._are_functorch_transforms_active
 
 
+# Whether a gradient is many at once, as ``is_grads_batched=True`` makes them.
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
 def is_batched(x: Tensor | None) -> bool:
-    """Whether `x` is many gradients at once, as ``is_grads_batched=True`` makes them."""
-    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+    """`is_legacy_batched`; False for None."""
+    return x is not None and is_legacy_batched(x)
 
 
 def is_negated(x: Tensor | None) -> bool:
@@ -402,10 +406,9 @@ class DirectAttention(torch.autograd.Function):
         if (
             torch.is_grad_enabled()  # the derivative will be differentiated
             or is_transformed()
-            or is_batched(dout)
-            or is_batched(dlse)
-            or is_negated(dout)
-            or is_negated(dlse)
+            or is_legacy_batched(dout)
+            or dout.is_neg()
+            or (dlse is not None and (is_legacy_batched(dlse) or dlse.is_neg()))
             or is_traced(present)
         ):
             given = (dout, dlse, *saved[-2:], problem.bias_needs_grad, *operands, *problem.options)
