@@ -317,11 +317,11 @@ class TestCompile:
         def as_on_a_gpu(problem, *call):
             return decide(problem, *call)._replace(device_type="cuda")
 
-        def are_arguments(*call):
+        def pick(*call):
             raise AssertionError("called")
 
         monkeypatch.setattr(prepare, "decide", as_on_a_gpu)
-        monkeypatch.setattr(prepare, "_are_arguments", are_arguments)
+        monkeypatch.setattr(prepare, "_pick", pick)
         monkeypatch.setattr(memo, "_decisions", {})
         function = getattr(flashtile, name)
         call = cache_call(5, "contiguous")

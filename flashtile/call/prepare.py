@@ -115,7 +115,7 @@ def prepare(
     if explains:
         raise Description(problem, operands, layout, given, backend)
     problem = decide(problem, operands, layout, backend)
-    if key is not None:  # a tracer, for which there is none, cannot follow `_are_arguments`
+    if key is not None:  # a tracer, for which there is none, cannot follow `_pick`
         has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
         pick = _pick(operands, layout, given, arguments)
         prepares = problem.device_type == "cuda" and pick is not None
