@@ -424,7 +424,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
         )
     )
     interpreting = SimpleNamespace(runtime=SimpleNamespace(interpret=True))
-    module("triton", jit=jit, language=plain, knobs=interpreting)
+    module("triton", jit=jit, constexpr_function=jit, language=plain, knobs=interpreting)
     return found
 
 
