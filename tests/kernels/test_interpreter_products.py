@@ -19,10 +19,17 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.products import add_product, operand, parts, product, transposed
+from flashtile.backends.triton.products import (
+    add_product,
+    add_product_in_halves,
+    operand,
+    parts,
+    product,
+    product_in_halves,
+)
 from flashtile.testing import generator
 
-SIZE = 16
+SIZE = 32
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -45,13 +52,15 @@ def parts_kernel(x_ptr, parts_ptr, COUNT: tl.constexpr):
 def product_kernel(x_ptr, y_ptr, found_ptr, cfg: tl.constexpr, SIZE: tl.constexpr):
     offs = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x, y = operand(tl.load(x_ptr + offs), cfg), operand(tl.load(y_ptr + offs), cfg)
-    found = product(x, transposed(y, cfg), cfg)
-    tl.store(found_ptr + offs, add_product(found, x, y, cfg))
+    found = add_product(product(x, y, cfg), x, y, cfg)
+    tl.store(found_ptr + offs, found)
+    found = add_product_in_halves(product_in_halves(x, y, cfg), x, y, cfg)
+    tl.store(found_ptr + SIZE * SIZE + offs, found)
 
 
 def products(x: Tensor, y: Tensor, is_bf16x6: bool) -> Tensor:
-    """x y^T + x y."""
-    found = torch.full_like(x, torch.nan)
+    """x y^T + x y: as one sum, and in halves."""
+    found = torch.full((2, *x.shape), torch.nan)
     product_kernel[(1,)](x, y, found, Config(is_bf16x6), SIZE)
     return found
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from ...gpu.intrinsics import LOG2E, rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
-from .products import add_product, operand, product, transposed
+from .products import add_product, operand, product, product_in_halves
 from .score_rule import product_gradient
 from .spans import (
     full_tile_of,
@@ -149,7 +149,7 @@ def add_queries(
     )
     # (BLOCK_N, BLOCK_M)
     q_operand = operand(q_tile, cfg)
-    qk = product(k_operand, transposed(q_operand, cfg), cfg)
+    qk = product(k_operand, q_operand, cfg)
     lse_log2, delta = load_stats(lse_log2_ptr, delta_ptr, offs_m, M, IS_MASKED)
     visible = keys < N
     if IS_MASKED:
@@ -176,7 +176,7 @@ def add_queries(
         dv_acc = add_product(dv_acc, operand(p_kept, cfg), do_operand, cfg)
     if HAS_DK:
         # (BLOCK_N, BLOCK_M)
-        dp = product(v_operand, transposed(do_operand, cfg), cfg)
+        dp = product_in_halves(v_operand, do_operand, cfg)
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[None, :])
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg
@@ -313,8 +313,8 @@ def add_keys(
     )
     # (BLOCK_M, BLOCK_N)
     k_operand = operand(k_tile, cfg)
-    qk = product(q_operand, transposed(k_operand, cfg), cfg)
-    dp = product(do_operand, transposed(operand(v_tile, cfg), cfg), cfg)
+    qk = product(q_operand, k_operand, cfg)
+    dp = product_in_halves(do_operand, operand(v_tile, cfg), cfg)
     visible = keys < N
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)

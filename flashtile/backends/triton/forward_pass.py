@@ -19,7 +19,7 @@ from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
 from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
-from .products import add_product, operand, product, transposed
+from .products import add_product_in_halves, operand, product
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
 from .spans import (
     full_tile_of,
@@ -74,7 +74,7 @@ def attend_keys(
     else:
         if cfg.HAS_FLOAT8_KEYS:
             k_tile = k_tile.to(tl.float16)
-        qk = product(q_tile, transposed(operand(k_tile, cfg), cfg), cfg)
+        qk = product(q_tile, operand(k_tile, cfg), cfg)
     if cfg.TAIL_D > 0:
         # (BLOCK_N, BLOCK_TAIL)
         k_tail = load_keys(
@@ -128,7 +128,9 @@ def weighted_sum(acc, rescale, p, v_tile, v_scale, cfg: tl.constexpr):
     """The output so far, rescaled, plus P V; `v_scale` is the scale of the values, or None."""
     acc = acc * rescale[:, None]
     if v_scale is None:
-        acc = add_product(acc, operand(p.to(v_tile.dtype), cfg), operand(v_tile, cfg), cfg)
+        acc = add_product_in_halves(
+            acc, operand(p.to(v_tile.dtype), cfg), operand(v_tile, cfg), cfg
+        )
     else:
         acc += tl.dot(p.to(v_tile.dtype), v_tile) * v_scale
     return acc

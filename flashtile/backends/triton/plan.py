@@ -138,15 +138,11 @@ SINGLE: dict[int, tuple[Tile, ...]] = {
     256: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-# float32 on tensor cores (`products.py`), where they are faster than the other units and add up
-# exactly enough. Those of sm_86, sm_89 and sm_120 are not faster. Those of sm_80 lose more of sums
-# over a head dim of 128 than the rule allows, those of sm_90 over 256. For sm_100, Triton 3.6
-# compiles these kernels to a trap.
+# float32 on tensor cores (`products.py`), where it is faster and exact enough: log/float32.md.
 BF16X6: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "sm_80": {64: (Tile(64, 32, 4, 2), Tile(16, 64, 4, 1), Tile(64, 16, 4, 1))},
     "sm_90": {
-        64: (Tile(128, 64, 8, 2), Tile(32, 128, 8, 1), Tile(128, 32, 8, 1)),
-        128: (Tile(128, 32, 8, 2), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 2)),
+        64: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
+        128: (Tile(128, 32, 8, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 2)),
     },
 }
 # The same for up to FEW_ROWS rows of queries (keys, warps, stages).
@@ -327,8 +323,7 @@ def column_of(head_dim: int) -> int:
 def is_bf16x6(problem: AttentionProblem) -> bool:
     """Whether tiles are multiplied as `products.py` describes."""
     columns = BF16X6.get(architecture(problem.capability), {})
-    is_narrow = column_of(max(problem.D, problem.Dv)) in columns
-    return problem.dtype == torch.float32 and is_narrow
+    return problem.dtype == torch.float32 and column_of(max(problem.D, problem.Dv)) in columns
 
 
 @memoised(8)

@@ -12,7 +12,10 @@ nearest, and 2^-26 |x y| on average. Three products in TF32 cost as much, but le
 cannot be read transposed from shared memory, and are summed in shorter steps.
 
 Tensor cores truncate every partial sum. So each product starts from zero, and is added to what has
-been summed before in float32: what is lost does not grow with the number of tiles.
+been summed before in float32: what is lost does not grow with the number of tiles. Where all terms
+have one sign, losses do not cancel. Those of P V and dO V^T matter most, because dS is the small
+difference of dP = dO V^T and delta = rowsum(dO * O). So these two are summed in halves, and so is
+Q K^T above head dim 64.
 
 An operand is a tile, or its three parts where `cfg.IS_BF16X6`: `plan.is_bf16x6` says when.
 """
@@ -77,38 +80,75 @@ def first_bits(x, ADDED: tl.constexpr):
 
 
 @triton.jit
-def transposed(x, cfg: tl.constexpr):
-    """An operand's transpose."""
+def product(x, y, cfg: tl.constexpr):
+    """x y^T of two operands, in float32."""
     if cfg.IS_BF16X6:
-        found = tl.trans(x[0]), tl.trans(x[1]), tl.trans(x[2])
+        found = sum_of_columns(x, y, 64)
     else:
-        found = tl.trans(x)
+        found = tl.dot(x, tl.trans(y), input_precision="ieee")
     return found
 
 
 @triton.jit
-def product(x, y, cfg: tl.constexpr):
-    """The product of two operands, in float32."""
+def product_in_halves(x, y, cfg: tl.constexpr):
+    """`product`, but parts are summed in two halves."""
     if cfg.IS_BF16X6:
-        found = product_of_parts(x, y)
+        found = sum_of_columns(x, y, 16)
     else:
-        found = tl.dot(x, y, input_precision="ieee")
+        found = tl.dot(x, tl.trans(y), input_precision="ieee")
     return found
 
 
 @triton.jit
 def add_product(acc, x, y, cfg: tl.constexpr):
-    """`acc` (float32) and the product of two operands."""
+    """`acc` (float32) and x y of two operands."""
     if cfg.IS_BF16X6:
-        acc += product_of_parts(x, y)
+        acc += tl.dot(x[0], y[0], small_terms(x, y))
     else:
         acc = tl.dot(x, y, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def product_of_parts(x, y):
-    """The product of two operands in parts, the small terms first.
+def add_product_in_halves(acc, x, y, cfg: tl.constexpr):
+    """`add_product`, but parts are summed in two halves."""
+    if cfg.IS_BF16X6:
+        acc += sum_of_columns(x, transposed(y), 16)
+    else:
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def transposed(x):
+    """The transpose of an operand in parts."""
+    return tl.trans(x[0]), tl.trans(x[1]), tl.trans(x[2])
+
+
+@triton.jit
+def sum_of_columns(x, y, LONGEST: tl.constexpr):
+    """x y^T of two operands in parts. Of more than LONGEST columns (at least 16, which a tensor
+    core sums), it is a sum over even columns and one over odd columns.
+    """
+    small = small_terms(x, transposed(y))
+    if x[0].shape[1] > LONGEST:
+        even_x, odd_x = even_and_odd(x[0])
+        even_y, odd_y = even_and_odd(y[0])
+        found = tl.dot(even_x, tl.trans(even_y), small) + tl.dot(odd_x, tl.trans(odd_y))
+    else:
+        found = tl.dot(x[0], tl.trans(y[0]), small)
+    return found
+
+
+@triton.jit
+def even_and_odd(x):
+    """The even columns and the odd columns."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def small_terms(x, y):
+    """The terms of x y beside the product of the first parts, the smallest first.
 
     They are NaN next to an infinity, which only the first parts represent, and then left out.
     """
@@ -117,5 +157,4 @@ def product_of_parts(x, y):
     small = tl.dot(x[1], y[1], small)
     small = tl.dot(x[1], y[0], small)
     small = tl.dot(x[0], y[1], small)
-    small = tl.where(small == small, small, 0.0)
-    return tl.dot(x[0], y[0], small)
+    return tl.where(small == small, small, 0.0)
