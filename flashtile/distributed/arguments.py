@@ -144,9 +144,7 @@ def packed_call(
     if any(x.dtype in FLOAT8 for x in (q, k, v)):
         raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
     padded = q
-    q = layout.without_padding("q", q, layout.queries, layout.local_tokens)
-    k = layout.without_padding("k", k, layout.keys, layout.local_keys)
-    v = layout.without_padding("v", v, layout.keys, layout.local_keys)
+    q, k, v = layout.packed(q, k, v)
     qv = absorbed_query(options.get("qv"), padded, v, layout)
     bias = score_bias(options, padded, layout)
     bias_has_rows = has_rows(bias, layout)
@@ -350,6 +348,12 @@ def kind(name: str, x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(kind(name, part) for part in x)
     return repr(x)
+
+
+def are_numbers(options: Mapping[str, Any]) -> bool:
+    """Whether the options have neither tensors nor masks nor functions."""
+    parts = (x if type(x) is tuple else (x,) for x in options.values())
+    return all(x is None or type(x) in (int, float, bool, str) for part in parts for x in part)
 
 
 def shapes(options: Mapping[str, Any]) -> dict[str, list[int]]:

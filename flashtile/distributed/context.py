@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..autocast import is_autocasting
 from ..autograd import is_transformed
 from ..call import checks
 from ..call.dispatch import BackendName
@@ -20,6 +21,8 @@ from ..problem import Operands, Options, lse_dtype
 from . import balance, traced
 from .agreement import agreed
 from .arguments import (
+    UsedTokens,
+    are_numbers,
     comparable,
     kind,
     lengths_of,
@@ -337,6 +340,12 @@ class ContextParallel(Decoder):
         modes = is_transformed(), forward_ad._current_level >= 0, torch.is_grad_enabled()
         named = (*zip("qkv", qkv, strict=True), *sorted(options.items()))
         key = (return_lse, backend, *modes, *((name, kind(name, x)) for name, x in named))
+        layout.calls += known is None
+        again = self._repeat_key(key, qkv[0], options)
+        repeated = None if again is None else layout.repeats.get(again)
+        if repeated is not None:
+            operands = Operands(*layout.packed(*qkv))
+            return self._run(*repeated, operands, layout, rng_state, known)
         if key in layout.agreed:
             call = self._prepared(qkv, layout, backend, options)
         else:
@@ -345,8 +354,22 @@ class ContextParallel(Decoder):
             )
             connect(self.wire, qkv[0].device)
             layout.agreed.add(key)
-        layout.calls += known is None
-        return self._run(call, layout, return_lse, rng_state, known)
+        route = self._route(call, layout, return_lse, again is not None)
+        if again is not None:
+            layout.repeats[again] = route, call.used
+        operands, slopes = call.operands, call.operands.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            rows = indices(route.plan.schedule.documents, slopes.device)
+            operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
+        return self._run(route, call.used, operands, layout, rng_state, known)
+
+    def _repeat_key(self, key: Any, q: Tensor, options: Mapping[str, Any]) -> Any:
+        """A key that has all that decides how a call runs, besides the contents of q, k and v; None
+        if that is not known: other tensors take part, or autocast changes their dtypes."""
+        if not are_numbers(options) or is_autocasting(q):
+            return None
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return key, self.machine, self.reserved_processors, deterministic
 
     def _runnable(
         self,
@@ -419,40 +442,40 @@ class ContextParallel(Decoder):
         machine = self.machine or machine_of(q.device)
         return Pricing(machine, shape, layout.queries, layout.keys, options.facts, tiles)
 
-    def _run(
-        self,
-        call: Call,
-        layout: Layout,
-        wants_lse: bool,
-        rng_state: Tensor | None,
-        known: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of this rank's rows, padding included."""
-        operands, options = call.operands, call.options
-        if options.dropout_p > 0:
-            operands = operands._replace(rng_state=self._rng_state(rng_state, operands.q.device))
+    def _route(self, call: Call, layout: Layout, wants_lse: bool, has_only_numbers: bool) -> Route:
+        """What this rank does in calls of one kind."""
         paths = paths_of(call, layout, self._gradient_dtype)
-        slopes = operands.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            rows = indices(paths.schedule.documents, slopes.device)
-            operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
         plan = Plan(
             paths.schedule,
             call.way.head_groups,
-            options,
+            call.options,
             call.backend,
             paths.first_head,
             self._gradient_dtype,
             call.bias_has_rows and not layout.sequences,
             self.reserved_processors,
+            {} if has_only_numbers else None,
         )
+        return Route(paths.neighbours, plan, paths.wire, wants_lse)
+
+    def _run(
+        self,
+        route: Route,
+        used: UsedTokens,
+        operands: Operands,
+        layout: Layout,
+        rng_state: Tensor | None,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of this rank's rows, padding included."""
+        if route.plan.options.dropout_p > 0:
+            operands = operands._replace(rng_state=self._rng_state(rng_state, operands.q.device))
         if known is not None:
-            known = layout.results_without_padding(*known)
-            known = call.used.of_used(*known)
-        route = Route(paths.neighbours, plan, paths.wire, wants_lse, known)
+            route = route._replace(known=used.of_used(*layout.results_without_padding(*known)))
         out, lse = attend(route, operands)
-        tokens = layout.queries.tokens(self.wire.rank)
-        return layout.with_padding(*call.used.with_unused(out, lse, tokens))
+        if used.query_rows is not None:
+            out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
+        return layout.with_padding(out, lse)
 
     def _rng_state(self, given: Tensor | None, device: torch.device) -> Tensor:
         """The seed and offset of dropout."""

@@ -8,7 +8,8 @@ groups of heads take turns. The model prices the schedules that the executor wou
 - an exchange takes its latency, plus the bytes over the bandwidth; buffers are copied in memory;
 - the exchange of a step runs while the step before computes, so the longer one counts; the first
   fetch, the last return of gradients and exchanges for heads are waited for;
-- merging partial results takes 12 bytes of memory for each element.
+- merging partial results takes `MERGE_BYTES` of memory for each element;
+- the host needs time for each exchange and call; on an idle GPU, work waits for it.
 
 It knows neither stragglers nor congestion. Of the mask, it knows windows, chunks and the tiles of
 block masks, but not spans, which are on the device.
@@ -30,6 +31,7 @@ from .work import Facts
 MOST_RANKS = 8  # of which schedules are priced: evenly spread over more ranks
 TILE_ROWS = 128
 FLOAT32 = 4
+MERGE_BYTES = 36  # read and written for each element: two products, a sum and a copy
 
 
 class Way(NamedTuple):
@@ -149,14 +151,32 @@ class Pricing:
         if where not in self._of_heads:
             self._of_heads[where] = self._exchanges_of_heads(*where)
         spread, collected = self._of_heads[where]
+        forward, backward = spread + _forward_seconds(steps), collected + _backward_seconds(steps)
+        calls = sum(step.calls for step in steps)
+        fetches = sum(step.fetch > 0 for step in steps)
+        has_heads = spread > 0  # exchanges of q, k, v, out and lse, and of dout, dq, dk and dv
         return Price(
             sum(stage.scores for stage in stages),
             sum(received) * way.head_groups,
             max(received),
-            sum(step.calls for step in steps),
-            spread + _forward_seconds(steps),
-            collected + _backward_seconds(steps),
+            calls,
+            self._with_host(forward, 5 * has_heads, fetches, calls),
+            self._with_host(backward, 4 * has_heads, 2 * fetches, calls),
         )
+
+    def _with_host(self, seconds: float, of_heads: int, of_keys: int, calls: int) -> float:
+        """Seconds of a pass whose work takes `seconds`, with what the host does for it: the mean of
+        a pass that follows others, during which the host works ahead, and of one that begins on an
+        idle GPU, which waits until two exchanges of keys and the first call have been started.
+
+        Args:
+            of_heads, of_keys: numbers of exchanges.
+            calls: of the backend.
+        """
+        host = self.machine.host
+        first = host.seconds(of_heads + min(of_keys, 2), min(calls, 1))
+        following = max(seconds, host.seconds(of_heads + of_keys, calls))
+        return (following + first + seconds) / 2
 
     def _step(
         self,
@@ -180,7 +200,7 @@ class Pricing:
             forward = self._call(2 * (D + Dv) * scores / machine.forward, tiles)
             backward = self._call(2 * (3 * D + 2 * Dv) * scores / machine.backward, tiles)
         if has_call and way.stages > 1:
-            forward += 12 * rows * query_heads * Dv / machine.memory
+            forward += MERGE_BYTES * rows * query_heads * Dv / machine.memory
         buffer = stage.received * per_key
         copied = 4 * buffer / machine.memory  # read and written, into messages and in order
         forward += copied * shape.element_size

@@ -11,8 +11,8 @@ them, which add them in float32, in the order of stages and ranks, so that resul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from .buffer_bias import add_bias_gradient, bias_of_buffer
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
 from .cost import Way
 from .rounded_wire import rounded
-from .row_copies import KeyWords, join_rows
-from .schedule import Rows, Schedule, Stage
-from .sequence_tensors import sequence_tensors
+from .row_copies import KeyWords
+from .schedule import Schedule, Stage
+from .sequence_tensors import SequenceTensors, sequence_tensors, stream_of
 from .wire import Pending, Wire
 
 
@@ -45,21 +45,25 @@ class Plan(NamedTuple):
     gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
     has_packed_bias: bool = False  # its rows are those of q: see `buffer_bias`
     reserved_processors: int = 0  # see `AttentionProblem`
+    # What earlier calls with this plan have found out: only if all of them have tensors with the
+    # same metadata, and none but q, k and v.
+    known: dict[Any, Any] | None = None
 
 
 class _Step(NamedTuple):
     """One exchange and the call on what it brings."""
 
+    number: int
     query_heads: slice
     key_heads: slice
     stage: Stage
     is_first: bool  # of the stages of these heads
+    has_call: bool  # there is something to compute
+    has_all_heads: bool
 
-    @property
-    def has_call(self) -> bool:
-        """Whether there is anything to compute: the first call handles rows without keys."""
-        heads = self.query_heads.stop - self.query_heads.start
-        return heads > 0 and len(self.stage.keys) > 0 and (self.is_first or self.stage.rows > 0)
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Its heads of a tensor (tokens, query heads, ...)."""
+        return x if self.has_all_heads else x[:, self.query_heads]
 
 
 def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
@@ -80,14 +84,15 @@ def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tup
     is_partial = len(plan.schedule.stages) > 1
     # The first call of some heads writes all of their rows.
     out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=total if is_partial else q.dtype)
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=total, device=q.device)
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=total)
     for step, keys, values in _fetched(plan, wire, operands):
         if not step.has_call:
+            if step.is_first:
+                lse[step.query_heads].fill_(-torch.inf)
             continue
         given = _operands(plan, operands, step, keys, values)
-        problem = _problem(plan, given, step, is_partial or wants_grad)
-        problem = problem._replace(is_partial=is_partial)
-        rows, statistics = out[:, step.query_heads], lse[step.query_heads]
+        problem = _problem(plan, given, step, is_partial, is_partial or wants_grad)
+        rows, statistics = step.of_queries(out), lse[step.query_heads]
         backend = backends.load(problem.options.backend)
         with autocast_off(q):
             if step.is_first:
@@ -126,16 +131,16 @@ def backward(
         else:
             given = _operands(plan, operands, step, keys, values)
             problem = _problem(
-                plan, given, step, is_partial=True, needs_grad=True, bias_needs_grad=bias_needs_grad
+                plan, given, step, True, needs_grad=True, bias_needs_grad=bias_needs_grad
             )
-            results = (out[:, heads], lse[heads], dout[:, heads])
+            results = (step.of_queries(out), lse[heads], step.of_queries(dout))
             with autocast_off(q):
                 part = backends.load(problem.options.backend).backward(
                     problem,
                     given,
                     *results,
                     None if dlse is None else dlse[heads],
-                    add_to=dq[:, heads],
+                    add_to=step.of_queries(dq),
                 )
             dk_part, dv_part = part.dk, part.dv
             if part.dk.shape[-1] > k.shape[-1]:  # values beside the keys
@@ -195,17 +200,27 @@ class _Shared(NamedTuple):
             self.drelative_bias[heads] += part.drelative_bias
 
 
-def _steps(plan: Plan, operands: Operands) -> Iterator[_Step]:
-    query_heads = operands.q.shape[1] // plan.head_groups
-    key_heads = operands.k.shape[1] // plan.head_groups
+def _steps(plan: Plan, operands: Operands) -> list[_Step]:
+    """The steps in their order. The first call of some heads handles rows without keys, too."""
+    heads = [x.shape[1] // plan.head_groups for x in operands[:2]]
+    steps: list[_Step] = []
     for group in range(plan.head_groups):
+        of_queries, of_keys = (slice(group * count, (group + 1) * count) for count in heads)
         for number, stage in enumerate(plan.schedule.stages):
-            yield _Step(
-                slice(group * query_heads, (group + 1) * query_heads),
-                slice(group * key_heads, (group + 1) * key_heads),
-                stage,
-                is_first=number == 0,
-            )
+            is_first = number == 0
+            has_call = heads[0] > 0 and len(stage.keys) > 0 and (is_first or stage.rows > 0)
+            whole = plan.head_groups == 1
+            steps.append(_Step(len(steps), of_queries, of_keys, stage, is_first, has_call, whole))
+    return steps
+
+
+def _remembered(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
+    """What `make` makes, from an earlier call of the plan if there was one."""
+    if plan.known is None:
+        return make()
+    if key not in plan.known:
+        plan.known[key] = make()
+    return plan.known[key]
 
 
 def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step, Tensor, Tensor]]:
@@ -213,7 +228,7 @@ def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step
     step is under way while the caller works on this one."""
     ahead: _Fetch | None = None
     words = KeyWords.of(operands.k, operands.v)
-    for step in _steps(plan, operands):
+    for step in _remembered(plan, "steps", lambda: _steps(plan, operands)):
         fetch = _Fetch(wire, step, words.of_heads(step.key_heads))
         if ahead is not None:
             yield ahead.step, *ahead.wait()
@@ -227,24 +242,27 @@ class _Fetch:
 
     def __init__(self, wire: Wire, step: _Step, own: KeyWords) -> None:
         self.step, self.own, stage = step, own, step.stage
-        sends = {}
-        for message in stage.sends:
-            sends[message.peer], k, v = own.message(message.rows)
-            pieces = [Rows(0, *span) for span in message.spans]
-            join_rows([own.k], pieces, k)
-            join_rows([own.v], pieces, v)
-        arriving = {message.peer: own.message(message.rows) for message in stage.receives}
-        self.k = [own.k, *(k for _, k, _ in arriving.values())]
-        self.v = [own.v, *(v for _, _, v in arriving.values())]
-        received = {peer: whole for peer, (whole, _, _) in arriving.items()}
-        self.pending: Pending = wire.exchange(sends, received, "keys and values")
+        sends = {message.peer: own.message(message.spans) for message in stage.sends}
+        received = {message.peer: own.empty(message.rows) for message in stage.receives}
+        self.sources = [own.rows]
+        for message in stage.receives:
+            self.sources.append(own.split(received[message.peer], message.rows))
+        self.pending = _exchange(wire, sends, received, "keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the buffer."""
-        self.pending.wait()
-        k, v = (join_rows(sources, self.step.stage.order) for sources in (self.k, self.v))
-        self.k = self.v = []  # the messages are no longer needed
-        return self.own.numbers(k, v)
+        if self.pending is not None:
+            self.pending.wait()
+        rows = self.own.buffer(self.sources, self.step.stage.order)
+        self.sources = []  # the messages are no longer needed
+        return self.own.numbers(rows)
+
+
+def _exchange(
+    wire: Wire, sends: dict[int, Tensor], received: dict[int, Tensor], what: str
+) -> Pending | None:
+    """None if this rank has no part in it."""
+    return wire.exchange(sends, received, what) if sends or received else None
 
 
 class _Return:
@@ -253,28 +271,30 @@ class _Return:
     def __init__(self, wire: Wire, step: _Step, dk: Tensor, dv: Tensor) -> None:
         self.step, stage = step, step.stage
         # By source of the buffer: rows there, and rows of the buffer.
-        places: list[list[tuple[Span, Rows]]] = [[] for _ in range(1 + len(stage.receives))]
+        places: list[list[tuple[Span, Span]]] = [[] for _ in range(1 + len(stage.receives))]
         row = 0
         for source, start, stop in stage.order:
-            places[source].append(((start, stop), Rows(0, row, row + stop - start)))
+            places[source].append(((start, stop), (row, row + stop - start)))
             row += stop - start
         own, *of_messages = places
-        self.own = [(rows, dk[a:b], dv[a:b]) for rows, (_, a, b) in own]
-        words, sends = KeyWords.of(dk, dv), {}
-        for message, placed in zip(stage.receives, of_messages, strict=True):
-            sends[message.peer], k, v = words.message(message.rows)
-            pieces = [piece for _, piece in sorted(placed)]
-            join_rows([words.k], pieces, k)
-            join_rows([words.v], pieces, v)
-        arriving = {message.peer: words.message(message.rows) for message in stage.sends}
-        self.arrived = {peer: words.numbers(k, v) for peer, (_, k, v) in arriving.items()}
-        received = {peer: whole for peer, (whole, _, _) in arriving.items()}
-        self.pending: Pending = wire.exchange(sends, received, "gradients of keys and values")
+        self.own = [(rows, dk[a:b], dv[a:b]) for rows, (a, b) in own]
+        words = KeyWords.of(dk, dv)
+        sends = {
+            message.peer: words.message([span for _, span in sorted(placed)])
+            for message, placed in zip(stage.receives, of_messages, strict=True)
+        }
+        received = {message.peer: words.empty(message.rows) for message in stage.sends}
+        self.arrived = {
+            message.peer: words.numbers(words.split(received[message.peer], message.rows))
+            for message in stage.sends
+        }
+        self.pending = _exchange(wire, sends, received, "gradients of keys and values")
 
     def add_to(self, dk: Tensor, dv: Tensor) -> None:
         """Add what was computed here and what arrived to the gradients of the rank's own keys. The
         first stage of some heads finds nothing there yet."""
-        self.pending.wait()
+        if self.pending is not None:
+            self.pending.wait()
         stage, heads = self.step.stage, self.step.key_heads
         totals = (dk[:, heads], dv[:, heads])
         if self.step.is_first and sum(b - a for (a, b), _, _ in self.own) < len(dk):
@@ -303,9 +323,13 @@ def _operands(
 ) -> Operands:
     """The tensors of a step's call: packed sequences of which this rank has some rows."""
     schedule, stage, heads = plan.schedule, step.stage, step.query_heads
-    device = operands.q.device
     if operands.q.shape[-1] > keys.shape[-1]:
         keys = torch.cat((keys, values), dim=-1)
+    q = step.of_queries(operands.q)
+    sequences = _sequences(plan, operands, step)
+    if plan.known is not None:  # nothing but q, k and v
+        ends = sequences._asdict()
+        return Operands(q, keys, values, rng_state=operands.rng_state, **ends)
     slopes, bias, table = operands.alibi_slopes, operands.bias, operands.relative_bias
     if bias is not None:
         bias = bias_of_buffer(of_heads(bias, heads), schedule, stage, plan.has_packed_bias)
@@ -313,13 +337,8 @@ def _operands(
         x if x is None else rows_before(of_heads(x, heads), schedule.queries, stage.keys)
         for x in (operands.span_starts, operands.span_stops)
     ]
-    with_positions = _needs_positions(plan, operands, stage)
-    numbers = None
-    if operands.rng_state is not None or plan.options.score_mod:
-        numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
-    sequences = sequence_tensors(schedule.queries, stage.keys, with_positions, numbers, device)
     local = operands._replace(
-        q=operands.q[:, heads],
+        q=q,
         k=keys,
         v=values,
         bias=bias,
@@ -335,32 +354,54 @@ def _operands(
     return tiles_of_buffer(local, schedule, stage)
 
 
+def _sequences(plan: Plan, operands: Operands, step: _Step) -> SequenceTensors:
+    """The tensors that say which sequences a step's call has."""
+    schedule, stage, device = plan.schedule, step.stage, operands.q.device
+
+    def make() -> SequenceTensors:
+        numbers = None
+        if operands.rng_state is not None or plan.options.score_mod:
+            numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
+        with_positions = _needs_positions(plan, operands, stage)
+        return sequence_tensors(schedule.queries, stage.keys, with_positions, numbers, device)
+
+    key = "sequences", step.number, stream_of(device)
+    found: SequenceTensors = _remembered(plan, key, make)
+    return found
+
+
 def _problem(
     plan: Plan,
     operands: Operands,
     step: _Step,
     is_partial: bool,
+    is_selected_as_partial: bool = True,
     needs_grad: bool = False,
     bias_needs_grad: bool = False,
 ) -> AttentionProblem:
     """The facts of a step's call, with its backend. Not every backend has gradients, so a backward
-    says which it needs."""
-    options = plan.options._replace(
-        max_seqlen_q=max((p.length for p in plan.schedule.queries), default=0),
-        max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
-        first_head=plan.first_head + step.query_heads.start,
-    )
-    groups = options.dropout_p > 0 and all(p.begin_at_multiples(4) for p in step.stage.keys)
-    problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(
-        is_partial=is_partial,
-        has_key_groups=groups,
-        reserved_processors=plan.reserved_processors,
-        needs_grad=needs_grad,
-        bias_needs_grad=bias_needs_grad,
-    )
-    name = dispatch.select(problem, plan.backend)
-    return problem._replace(options=options._replace(backend=name))
+    says which it needs, and a forward before it selects a backend that also has partial results."""
+
+    def make() -> AttentionProblem:
+        options = plan.options._replace(
+            max_seqlen_q=max((p.length for p in plan.schedule.queries), default=0),
+            max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
+            first_head=plan.first_head + step.query_heads.start,
+        )
+        groups = options.dropout_p > 0 and all(p.begin_at_multiples(4) for p in step.stage.keys)
+        problem = AttentionProblem.of(operands, options)._replace(
+            is_partial=is_selected_as_partial,
+            has_key_groups=groups,
+            reserved_processors=plan.reserved_processors,
+            needs_grad=needs_grad,
+            bias_needs_grad=bias_needs_grad,
+        )
+        options = options._replace(backend=dispatch.select(problem, plan.backend))
+        return problem._replace(options=options, is_partial=is_partial)
+
+    asked = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, dispatch.forced()
+    found: AttentionProblem = _remembered(plan, ("problem", step.number, *asked), make)
+    return found
 
 
 def refuse_without_backend(

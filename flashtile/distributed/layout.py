@@ -66,6 +66,7 @@ class Layout:
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
         self.ways: dict[Any, Way] = {}  # how the ranks run calls, by their kind
         self.paths: dict[Any, Any] = {}  # `Paths` by kind of call, whose module imports this one
+        self.repeats: dict[Any, Any] = {}  # what equal calls share
         self._copies: dict[Any, Tensor] = {}  # by what they hold, device and stream
 
     def __repr__(self) -> str:
@@ -187,6 +188,18 @@ class Layout:
                 "model use flashtile? Other attention sees only the tokens of this rank"
             )
 
+    def packed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Shards of queries, keys and values as packed tokens.
+
+        Raises:
+            ValueError: one of them has another shape.
+        """
+        return (
+            self.without_padding("q", q, self.queries, self.local_tokens),
+            self.without_padding("k", k, self.keys, self.local_keys),
+            self.without_padding("v", v, self.keys, self.local_keys),
+        )
+
     def without_padding(self, name: str, x: Tensor, holders: Ownership, rows: int) -> Tensor:
         """A shard (batch, rows, heads, head_dim) or (rows, heads, head_dim) as packed tokens.
 
@@ -202,11 +215,13 @@ class Layout:
 
     def with_padding(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Results for packed tokens, (tokens, heads, head_dim) and (heads, tokens), as a shard."""
+        missing = self.local_tokens - out.shape[0] // max(self.sequences, 1)
         if self.sequences:
             sizes = (self.sequences, out.shape[0] // self.sequences)
-            out = out.unflatten(0, sizes).transpose(0, 1)
-            lse = lse.unflatten(1, sizes).transpose(0, 1)
-        missing = self.local_tokens - out.shape[0]
+            out, lse = out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1)
+            if not missing:
+                return out, lse
+            out = out.transpose(0, 1)
         if missing:
             out = torch.cat([out, out.new_zeros(missing, *out.shape[1:])])
             lse = torch.cat([lse, lse.new_full((*lse.shape[:-1], missing), -torch.inf)], -1)

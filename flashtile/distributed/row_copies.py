@@ -2,7 +2,8 @@
 
 A copy takes as long as its bytes take to be read and written, if the GPU moves many of them in an
 instruction. PyTorch joins tensors with gaps between their rows, such as some heads of all, one
-element at a time; here elements are as wide as the rows allow.
+element at a time; here elements are as wide as the rows allow. Keys and values of equal width are
+copied by one kernel, since a launch may take longer than the copy.
 """
 
 from __future__ import annotations
@@ -13,16 +14,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..positions import Span
 from .schedule import Rows
 
 WORDS = (torch.complex128, torch.complex64, torch.int32)  # of 16, 8 and 4 bytes
 
 
-class KeyWords(NamedTuple):
-    """Keys and values (rows, heads, head_dim) as rows of words."""
+class KeyRows(NamedTuple):
+    """Keys and values as rows of words."""
 
     k: Tensor  # (rows, words)
     v: Tensor
+
+    def pieces(self, spans: Sequence[Span]) -> tuple[list[Tensor], list[Tensor]]:
+        """Some of the rows."""
+        return [self.k[a:b] for a, b in spans], [self.v[a:b] for a, b in spans]
+
+
+class KeyWords(NamedTuple):
+    """The keys and values (rows, heads, head_dim) that `rows` holds."""
+
+    rows: KeyRows
     heads: int
     head_dims: tuple[int, int]
     dtype: torch.dtype  # of the numbers
@@ -37,56 +49,72 @@ class KeyWords(NamedTuple):
         words = [word for word in WORDS if word.itemsize > size and not together % word.itemsize]
         if words and k.numel() and v.numel():
             rows_k, rows_v = rows_k.view(words[0]), rows_v.view(words[0])
-        return cls(rows_k, rows_v, k.shape[1], (k.shape[2], v.shape[2]), k.dtype)
+        return cls(KeyRows(rows_k, rows_v), k.shape[1], (k.shape[2], v.shape[2]), k.dtype)
 
     def of_heads(self, heads: slice) -> KeyWords:
         """Some of the heads."""
-        k, v = (
+        count = heads.stop - heads.start
+        if count == self.heads:
+            return self
+        parts = (
             x[:, heads.start * width : heads.stop * width]
-            for x, width in zip((self.k, self.v), self.widths, strict=True)
+            for x, width in zip(self.rows, self._words_of_head(), strict=True)
         )
-        return self._replace(k=k, v=v, heads=heads.stop - heads.start)
+        return self._replace(rows=KeyRows(*parts), heads=count)
 
-    def numbers(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _words_of_head(self) -> list[int]:
+        size = self.rows.k.element_size()
+        return [dim * self.dtype.itemsize // size for dim in self.head_dims]
+
+    def numbers(self, rows: KeyRows) -> tuple[Tensor, Tensor]:
         """Rows of words as keys and values."""
-        dims = self.head_dims
-        return (
-            k.view(self.dtype).view(len(k), self.heads, dims[0]),
-            v.view(self.dtype).view(len(v), self.heads, dims[1]),
+        k, v = (
+            x.view(self.dtype).view(x.shape[0], self.heads, dim)
+            for x, dim in zip(rows, self.head_dims, strict=True)
         )
+        return k, v
 
-    def message(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory for rows of both: all of it as numbers, and as the rows of the keys and, after
-        them, of the values."""
-        widths = self.k.shape[1], self.v.shape[1]
+    def message(self, spans: Sequence[Span]) -> Tensor:
+        """Some of the rows, as numbers: those of the keys, and then those of the values."""
+        return self._joined(*self.rows.pieces(spans)).view(self.dtype)
+
+    def buffer(self, sources: Sequence[KeyRows], order: Sequence[Rows]) -> KeyRows:
+        """Rows of several sources, one after the other: new memory, or a view where they lie in
+        one piece."""
+        if not order:
+            return KeyRows(self.rows.k[:0], self.rows.v[:0])
+        k = [sources[source].k[start:stop] for source, start, stop in order]
+        v = [sources[source].v[start:stop] for source, start, stop in order]
+        if len(order) == 1:
+            return KeyRows(k[0], v[0])
+        return self.split(self._joined(k, v), sum(stop - start for _, start, stop in order))
+
+    def empty(self, rows: int) -> Tensor:
+        """Memory for a message of so many rows, as numbers."""
         count = rows * self.heads * sum(self.head_dims)
-        numbers = self.k.new_empty(count, dtype=self.dtype)
-        words, split = numbers.view(self.k.dtype), rows * widths[0]
-        k, v = words[:split].view(rows, widths[0]), words[split:].view(rows, widths[1])
-        return numbers, k, v
+        return self.rows.k.new_empty(count, dtype=self.dtype)
+
+    def split(self, whole: Tensor, rows: int) -> KeyRows:
+        """A message of so many rows, as numbers or as words."""
+        words = whole.view(self.rows.k.dtype)
+        if self._widths_are_equal:
+            return KeyRows(*words.view(2, rows, self.rows.k.shape[1]).unbind())
+        end = rows * self.rows.k.shape[1]
+        return KeyRows(
+            words[:end].view(rows, self.rows.k.shape[1]),
+            words[end:].view(rows, self.rows.v.shape[1]),
+        )
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Words of a head."""
-        size = self.dtype.itemsize
-        return (
-            self.head_dims[0] * size // self.k.element_size(),
-            self.head_dims[1] * size // self.v.element_size(),
-        )
+    def _widths_are_equal(self) -> bool:
+        return self.rows.k.shape[1] == self.rows.v.shape[1]
 
-
-def join_rows(
-    sources: Sequence[Tensor], pieces: Sequence[Rows], out: Tensor | None = None
-) -> Tensor:
-    """Rows of several tensors (rows, words), one after the other.
-
-    Args:
-        sources: by `Rows.source`; there is at least one.
-        out: where to write them; None is new memory, or a view where they lie in one piece.
-    """
-    parts = [sources[source][start:stop] for source, start, stop in pieces]
-    if out is not None:
-        return torch.cat(parts, out=out)
-    if len(parts) > 1:
-        return torch.cat(parts)
-    return parts[0] if parts else sources[0][:0]
+    def _joined(self, k: list[Tensor], v: list[Tensor]) -> Tensor:
+        """Pieces of the keys and then those of the values, as words without gaps."""
+        if self._widths_are_equal:
+            return torch.cat(k + v).view(-1)
+        rows = sum(x.shape[0] for x in k)
+        whole = self.rows.k.new_empty(rows * sum(x.shape[1] for x in self.rows))
+        for pieces, out in zip((k, v), self.split(whole, rows), strict=True):
+            torch.cat(pieces, out=out)
+        return whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Protocol
@@ -116,7 +115,6 @@ class ProcessWire:
         # all ranks call the same collectives.
         self._has_all_to_all = (
             dist.get_debug_level() != dist.DebugLevel.DETAIL
-            and os.environ.get("FLASHTILE_CONTEXT_BATCH", "0") != "1"
             and "nccl" in dist.get_backend_config(self.group)
         )
         self.global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.ranks)]

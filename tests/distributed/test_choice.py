@@ -11,7 +11,7 @@ from test_schedule import CAUSAL, random_facts, visible_scores
 from flashtile.distributed import ContextParallel, balance
 from flashtile.distributed.choice import Wanted, candidates, choose
 from flashtile.distributed.cost import Pricing, Shape, Way
-from flashtile.distributed.machine import MACHINES, Link
+from flashtile.distributed.machine import MACHINES, Host, Link
 from flashtile.distributed.ownership import Ownership, Piece
 from flashtile.distributed.work import Facts, Work
 from flashtile.masks import Chunk, Window
@@ -19,6 +19,9 @@ from flashtile.testing.wires import ThreadWire, run_ranks
 
 ANY = Wanted("auto", "auto", None, None)
 HEADS = [(1, 1), (7, 1), (8, 2), (12, 3), (32, 8)]
+
+
+NO_HOST = Host(0.0, 0.0, 0.0)
 
 
 def random_pricing(rng: random.Random) -> Pricing:
@@ -118,7 +121,8 @@ def test_stage_tokens_limits_what_is_fetched_at_once() -> None:
 
 def test_expected_ways() -> None:
     """Those that the papers of ring attention and Ulysses recommend."""
-    assert choose(ANY, zigzag(2, 8192, 32, 8)) == Way(1, 1, 2)  # hides half of the fetch
+    assert choose(ANY, zigzag(2, 65536, 32, 8)) == Way(1, 1, 2)  # hides half of the fetch
+    assert choose(ANY, zigzag(2, 8192, 32, 8)) == Way(1, 1, 1)  # which takes the host longer
     assert choose(ANY, zigzag(64, 8192, 64, 8)).ulysses == 8  # inside a node
     assert choose(ANY, zigzag(64, 8192, 16, 1)).stages > 1  # one key head
     holders = balance.contiguous([65536], 4, 128)
@@ -137,6 +141,25 @@ def test_more_work_takes_longer() -> None:
     slow.machine = slow.machine._replace(inside=Link(1e9, 1e-3))
     assert slow.slowest(way).forward > base.forward
     assert slow.slowest(way).backward - slow.slowest(way).forward > base.backward - base.forward
+
+
+@pytest.mark.parametrize(
+    ("host", "seconds"),
+    [
+        (Host(1.0, 0.0, 0.0), [(1.0, 1.0), (1.0, 1.0)]),
+        (Host(0.0, 1.0, 0.0), [(1.0, 2.0), (2.0, 3.0)]),  # on an idle GPU, two are waited for
+        (Host(0.0, 0.0, 1.0), [(1.0, 1.0), (1.5, 1.5)]),
+    ],
+)
+def test_the_host_starts_exchanges_and_calls(
+    host: Host, seconds: list[tuple[float, float]]
+) -> None:
+    pricing = zigzag(2, 1024, 8, 2)
+    pricing.machine = pricing.machine._replace(host=host)
+    for groups, (forward, backward) in enumerate(seconds, start=1):
+        price = pricing.slowest(Way(1, 1, groups))
+        assert price.forward == pytest.approx(forward, abs=2e-3)
+        assert price.backward == pytest.approx(backward, abs=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +185,7 @@ def test_empty_ranks_have_a_price() -> None:
 def test_the_longer_of_computing_and_exchanging_counts() -> None:
     """With one of both free, the other one adds up."""
     way, base = Way(1, 4, 1), zigzag(4, 4096, 8, 2)
-    free = base.machine._replace(forward=1e30, backward=1e30, memory=1e30, launch=0.0)
+    free = base.machine._replace(forward=1e30, backward=1e30, memory=1e30, launch=0.0, host=NO_HOST)
     wire = base.machine._replace(inside=Link(1e30, 0.0), across=Link(1e30, 0.0))
     size = 2 * 128 * 2  # numbers of a key and its value, with two heads
     keys = base.slowest(way).received

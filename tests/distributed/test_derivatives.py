@@ -130,7 +130,9 @@ def test_the_backend_of_a_backward_has_gradients(
         asked.append(problem)
         return select(problem, name)
 
-    monkeypatch.setattr(executor, "dispatch", SimpleNamespace(select=recording))
+    monkeypatch.setattr(
+        executor, "dispatch", SimpleNamespace(select=recording, forced=lambda: None)
+    )
 
     def run(wire: ThreadWire) -> Tensor:
         layout = ContextParallel.over(wire, **numbers).layout(seq_len=64, grain=4)

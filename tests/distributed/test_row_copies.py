@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.distributed.row_copies import KeyWords, join_rows
+from flashtile.distributed.row_copies import KeyWords
 from flashtile.distributed.schedule import Rows
 from flashtile.testing import generator
 
@@ -23,17 +23,18 @@ def test_rows_of_some_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
     own = [drawn(6, 4, dim, dtype) for dim in dims]
     for heads in (slice(0, 4), slice(2, 4), slice(1, 2), slice(0, 0)):
         words = KeyWords.of(*own).of_heads(heads)
-        message, *parts = words.message(5)
+        message = words.empty(5)
         message.copy_(torch.arange(len(message)))
-        received = words.numbers(*parts)
+        arrived = words.split(message, 5)
+        received = words.numbers(arrived)
         sent = torch.cat([x.flatten() for x in received])
         assert torch.equal(sent, message)  # the keys, and then the values
-        joined = [
-            join_rows([x, part], PIECES) for x, part in zip((words.k, words.v), parts, strict=True)
-        ]
-        for got, x, part in zip(words.numbers(*joined), own, received, strict=True):
+        joined = words.numbers(words.buffer([words.rows, arrived], PIECES))
+        for got, x, part in zip(joined, own, received, strict=True):
             sources = x[:, heads], part
             assert torch.equal(got, torch.cat([sources[n][a:b] for n, a, b in PIECES]))
+        sent = torch.cat([torch.cat([x[4:6, heads], x[:1, heads]]).flatten() for x in own])
+        assert torch.equal(words.message([(4, 6), (0, 1)]), sent)
 
 
 def test_odd_addresses() -> None:
@@ -44,12 +45,13 @@ def test_odd_addresses() -> None:
             k = memory[first:].as_strided((6, 2, 8), (16 + gap, 8, 1), first)
             words = KeyWords.of(k, k)
             pieces = [Rows(0, 4, 6), Rows(0, 0, 3)]
-            got, _ = words.numbers(*(join_rows([x], pieces) for x in (words.k, words.v)))
-            assert torch.equal(got, torch.cat([k[4:6], k[0:3]]))
+            for got in words.numbers(words.buffer([words.rows], pieces)):
+                assert torch.equal(got, torch.cat([k[4:6], k[0:3]]))
 
 
 def test_rows_in_one_piece_are_not_copied() -> None:
     x = drawn(6, 4, 8, torch.float32)
     words = KeyWords.of(x, x)
-    assert join_rows([words.k], [Rows(0, 2, 5)]).data_ptr() == x[2].data_ptr()
-    assert join_rows([words.k], []).shape[0] == 0
+    for piece in words.buffer([words.rows], [Rows(0, 2, 5)]):
+        assert piece.data_ptr() == x[2].data_ptr()
+    assert all(len(piece) == 0 for piece in words.buffer([words.rows], []))
