@@ -344,8 +344,9 @@ class ContextParallel(Decoder):
         again = self._repeat_key(key, qkv[0], options)
         repeated = None if again is None else layout.repeats.get(again)
         if repeated is not None:
+            route, used = repeated
             operands = Operands(*layout.packed(*qkv))
-            return self._run(*repeated, operands, layout, rng_state, known)
+            return self._run(route, used, operands, layout, rng_state, known)
         if key in layout.agreed:
             call = self._prepared(qkv, layout, backend, options)
         else:
