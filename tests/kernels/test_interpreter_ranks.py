@@ -57,7 +57,7 @@ SEEDS = range(40) if FULL else (0, 8, 12, 23, 27)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch):
     here = SimpleNamespace(forward=forward, backward=backward)
-    monkeypatch.setattr(executor, "dispatch", SimpleNamespace(select=select))
+    monkeypatch.setattr(executor, "dispatch", SimpleNamespace(select=select, forced=lambda: None))
     monkeypatch.setattr(executor, "backends", SimpleNamespace(load=lambda name: here))
     dtype = torch.float16
     case = Case(seed).rounded(dtype)
