@@ -110,11 +110,11 @@ class KeyWords(NamedTuple):
         return self.rows.k.shape[1] == self.rows.v.shape[1]
 
     def _joined(self, k: list[Tensor], v: list[Tensor]) -> Tensor:
-        """Pieces of the keys and then those of the values, as words without gaps."""
+        """Pieces of the keys and then those of the values, without gaps, as words or numbers."""
         if self._widths_are_equal:
             return torch.cat(k + v).view(-1)
         rows = sum(x.shape[0] for x in k)
-        whole = self.rows.k.new_empty(rows * sum(x.shape[1] for x in self.rows))
+        whole = self.empty(rows)
         for pieces, out in zip((k, v), self.split(whole, rows), strict=True):
             torch.cat(pieces, out=out)
         return whole
