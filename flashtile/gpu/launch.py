@@ -52,9 +52,16 @@ class Launch(NamedTuple):
         launcher = compiled[self.grid_of_three]
         return partial(with_scratch, launcher) if self.needs_scratch else launcher
 
+    def compile(self) -> None:
+        """Compile for the current device without launching."""
+        self.kernel.warmup(grid=self.grid, **self.arguments, **self._options())
+
     def _run(self) -> Any:
         precompute_key(self.kernel)
-        kernel = self.kernel[self.grid]
+        return self.kernel[self.grid](**self.arguments, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """The options of the compiler and of the launch, by Triton's names."""
         options: dict[str, Any] = {"num_warps": self.warps}
         if self.stages is not None:
             options["num_stages"] = self.stages
@@ -62,7 +69,7 @@ class Launch(NamedTuple):
             options["maxnreg"] = self.registers
         if self.is_early:
             options["launch_pdl"] = True
-        return kernel(**self.arguments, **options)
+        return options
 
 
 def ordered(launch: Launch) -> list[Any]:

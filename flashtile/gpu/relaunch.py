@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..lru import Memo
+from .compilation import compile_together
 from .direct_launch import DirectLaunches, are_launches_watched, direct_launches
 from .launch import Launch, ordered
 from .memory import NewTensor
@@ -190,6 +191,7 @@ def _launched(launches: Sequence[Launch], kind: Any) -> list[Any]:
     """Launch and return the compiled kernels; None for an empty grid and under the interpreter."""
     compiled = _compiled.get(kind)
     if compiled is None:
+        compile_together(launches)
         compiled = [launch.run() for launch in launches]
         if None not in compiled:
             _compiled[kind] = compiled

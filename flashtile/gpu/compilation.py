@@ -1,0 +1,64 @@
+"""Compiles the kernels of a call at the same time, before the first of them is launched.
+
+Every kernel is compiled on its own thread. Triton's compiler is used through its public interface,
+as if several threads of the program made first calls: MLIR and LLVM release the interpreter's lock,
+and ptxas is another process. `triton.AsyncCompileMode` is not used. In Triton 3.6 it stays active
+after an error, and in 3.9 other threads find its unfinished kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from triton import JITFunction
+
+from ..lru import Memo
+from .kernel_keys import precompute_key
+from .launch import Launch
+
+# The variants that have been compiled by this process. Later calls do not start threads for them.
+_known: Memo[Any, bool] = Memo(4096)
+
+
+def compile_together(launches: Sequence[Launch]) -> None:
+    """Compile the kernels of `launches`, which Triton then finds.
+
+    Returns when all are compiled or have failed, and raises the error of the first launch that
+    failed. Does nothing if at most one kernel is new, or if kernels are interpreted.
+    """
+    new: dict[Any, Launch] = {}
+    for launch in launches:
+        if isinstance(launch.kernel, JITFunction) and 0 not in launch.grid:
+            precompute_key(launch.kernel)  # here, because its result depends on the order
+            variant = _variant(launch)
+            if not _known.get(variant):
+                new[variant] = launch
+    if len(new) > 1:
+        with ThreadPoolExecutor(len(new), "flashtile-compile", _enter, (_device(),)) as threads:
+            list(threads.map(Launch.compile, new.values()))
+    for variant in new:
+        _known[variant] = True
+
+
+def _variant(launch: Launch) -> Any:
+    """What determines a compiled kernel, except for the types and the divisibility of arguments. A
+    kernel that differs only in these is compiled by its launch.
+    """
+    kernel = launch.kernel
+    constants = [launch.arguments[kernel.arg_names[index]] for index in kernel.constexprs]
+    options = launch.warps, launch.stages, launch.is_early, launch.registers
+    return kernel, *options, *constants
+
+
+def _device() -> int | None:
+    """The current GPU, if CUDA has started."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _enter(device: int | None) -> None:
+    """Make `device` the current one of this thread, because Triton compiles for that one."""
+    if device is not None:
+        torch.cuda.set_device(device)

@@ -1,0 +1,158 @@
+"""The kernels of a call compile at the same time, with Triton's own compiler and no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Barrier, Thread, get_ident
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton.language as tl
+from triton import knobs
+
+from flashtile import clear_caches
+from flashtile.gpu import compilation, relaunch
+from flashtile.gpu.launch import Launch
+from flashtile.gpu.relaunch import run_all
+
+from .fake_cuda import Driver, fake_driver
+
+pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="needs the compiler")
+
+
+_kept: list[Any] = []  # Triton 3.9 unloads what nobody holds, which needs the driver
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    with fake_driver(tmp_path_factory.mktemp("cuda")) as active:
+        yield active
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known() -> Iterator[None]:
+    clear_caches()
+    yield
+    clear_caches()
+
+
+def kernels(fails: bool = False) -> tuple[Any, Any]:
+    """Two kernels that nobody has compiled; the second one may not compile."""
+
+    @triton.jit
+    def first(x_ptr, n, C: tl.constexpr):
+        tl.store(x_ptr + n, C)
+
+    @triton.jit
+    def second(x_ptr, n, C: tl.constexpr):
+        tl.static_assert(C > 10, "the second kernel is wrong")
+        tl.store(x_ptr + n, C + 1)
+
+    @triton.jit
+    def third(x_ptr, n, C: tl.constexpr):
+        tl.store(x_ptr + n, C + 2)
+
+    both = first, second if fails else third
+    _kept.append(both)
+    return both
+
+
+class Watch:
+    """Called before each compilation: waits for others, and writes down kernels and threads."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, together: int = 1):
+        self.names: list[str] = []
+        self.threads: set[int] = set()
+        self.barrier = Barrier(together)
+        patch.setattr(knobs.runtime, "jit_cache_hook", self)
+
+    def __call__(self, *, fn: Any, **_: Any) -> None:
+        self.names.append(fn.name.rpartition(".")[2])
+        self.threads.add(get_ident())
+        self.barrier.wait(timeout=60)
+
+
+def call(both: tuple[Any, Any], x: torch.Tensor, n: int = 5) -> None:
+    """A call with a launch of each kernel, of 2 and of 3 programs."""
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        arguments = {"x_ptr": given[0], "n": n, "C": 7}
+        return [
+            Launch(kernel, (size,), arguments) for kernel, size in zip(both, (2, 3), strict=True)
+        ]
+
+    run_all("pass", n, (x,), (), describe)
+
+
+def sizes(made: Any) -> list[int]:
+    return [launch.grid[0] for launch in made]
+
+
+def test_kernels_compile_at_the_same_time_and_start_in_order(driver, monkeypatch):
+    watch = Watch(monkeypatch, together=2)  # one after the other, the first would wait in vain
+    both, x = kernels(), torch.zeros(16)
+    for repeat in range(3):
+        with driver.launches() as made:
+            call(both, x)
+        assert sizes(made) == [2, 3], repeat
+    assert sorted(watch.names) == ["first", "third"]
+    assert len(watch.threads) == 2 and get_ident() not in watch.threads
+
+
+def test_an_error_has_its_own_message_and_leaves_no_trace(driver, monkeypatch):
+    watch = Watch(monkeypatch)
+    both, x = kernels(fails=True), torch.zeros(16)
+    for _ in range(2):
+        with (
+            driver.launches() as made,
+            pytest.raises(triton.CompilationError, match="the second kernel is wrong"),
+        ):
+            call(both, x)
+        assert sizes(made) == []
+    assert sorted(watch.names) == ["first", "second", "second"]  # what compiled is not lost
+    assert relaunch._prepared.get(relaunch._key("pass", 5, (x,))) is None
+
+
+def test_known_kernels_start_no_thread(driver, monkeypatch):
+    both, x = kernels(), torch.zeros(16)
+    call(both, x)
+    monkeypatch.setattr(compilation, "ThreadPoolExecutor", None)
+    watch = Watch(monkeypatch)
+    with driver.launches() as made:
+        call(both, x, n=7)
+        call(both, x, n=16)  # a multiple of 16 is another variant of Triton's
+    assert sizes(made) == [2, 3, 2, 3]
+    assert watch.names == ["first", "third"] and watch.threads == {get_ident()}
+
+
+def test_two_threads_make_first_calls(driver):
+    both, x, got = kernels(), torch.zeros(16), []
+    start = Barrier(2)
+
+    def work() -> None:
+        start.wait(timeout=60)
+        with driver.launches() as made:
+            call(both, x)
+            got.append(sizes(made))
+
+    threads = [Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [[2, 3], [2, 3]]
+
+
+def test_threads_compile_for_the_current_device(driver, monkeypatch):
+    entered: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda i: entered.append((i, get_ident())))
+    watch = Watch(monkeypatch, together=2)
+    call(kernels(), torch.zeros(16))
+    assert {index for index, _ in entered} == {3}
+    assert {thread for _, thread in entered} == watch.threads
