@@ -3,13 +3,14 @@
     python -m benchmarks.first_call                      # all cases, some minutes on a GPU
     python -m benchmarks.first_call --cases dense-128    # one of them
     python -m benchmarks.first_call --cases masks        # next to FlexAttention
+    python -m benchmarks.first_call --cases quick --warm-runs 1    # about a minute
 
 Every case runs in fresh processes: one with an empty cache, and then some with the cache that it
-left. The measured call is a forward and backward (or one step of decoding) that ends when the GPU
-has finished. It includes the import of the backend and of Triton, which the call does itself, but
-neither `import torch, flashtile` nor the start of CUDA, which are reported on their own. The calls
-with a mask or a score function include making the mask; FlexAttention's include compiling it, but
-not its import, which is part of `device_start`.
+left. The measured call is a forward and backward (or one step of decoding), each of which ends when
+the GPU has finished. It includes the import of the backend and of Triton, which the call does
+itself, but neither `import torch, flashtile` nor the start of CUDA, which are reported on their
+own. The calls with a mask or a score function include making the mask; FlexAttention's include
+compiling it, but not its import, which is part of `device_start`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # what is imported before the first call is part of the measurement
     from torch import Tensor
 
-STAGES = ("imports", "device_start", "first_call", "second_call")
+STAGES = ("imports", "device_start", "forward", "backward", "first_call", "second_call")
 WARM_RUNS = 5
 DISK_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
-def dense(head_dim: int, backend: Literal["triton"] | None = None) -> Callable[[], None]:
-    """A forward and backward of 4,096 tokens."""
+def dense(
+    head_dim: int, backend: Literal["triton"] | None = None, causal: bool = True
+) -> Callable[[], Tensor]:
+    """Attention of 4,096 tokens."""
     import torch
 
     import flashtile
@@ -48,16 +51,15 @@ def dense(head_dim: int, backend: Literal["triton"] | None = None) -> Callable[[
         for _ in "qkv"
     ]
 
-    def call() -> None:
+    def call() -> Tensor:
         q, k, v = tensors
-        out = flashtile.attention(q, k, v, causal=True, backend=backend)
-        out.backward(out.detach())
+        return flashtile.attention(q, k, v, causal=causal, backend=backend)
 
     return call
 
 
-def packed(head_dim: int) -> Callable[[], None]:
-    """A forward and backward of four packed sequences."""
+def packed(head_dim: int) -> Callable[[], Tensor]:
+    """Attention of four packed sequences."""
     import torch
 
     import flashtile
@@ -68,17 +70,16 @@ def packed(head_dim: int) -> Callable[[], None]:
     ]
     offsets = torch.tensor([0, 1000, 1100, 3000, 4096], device="cuda", dtype=torch.int32)
 
-    def call() -> None:
+    def call() -> Tensor:
         q, k, v = tensors
-        out = flashtile.attention_varlen(
+        return flashtile.attention_varlen(
             q, k, v, offsets, offsets, max_seqlen_q=1900, max_seqlen_k=1900, causal=True
         )
-        out.backward(out.detach())
 
     return call
 
 
-def decode(head_dim: int) -> Callable[[], None]:
+def decode(head_dim: int) -> Callable[[], Tensor]:
     """One new token for each of 16 sequences."""
     import torch
 
@@ -91,8 +92,8 @@ def decode(head_dim: int) -> Callable[[], None]:
     k_cache, v_cache = zeros(16, 4096, 8, head_dim), zeros(16, 4096, 8, head_dim)
     lengths = torch.full((16,), 4000, device="cuda", dtype=torch.int32)
 
-    def call() -> None:
-        flashtile.attention_with_kvcache(
+    def call() -> Tensor:
+        return flashtile.attention_with_kvcache(
             q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, causal=True
         )
 
@@ -135,22 +136,20 @@ def score_function() -> Callable[..., Tensor]:
 
 
 def with_score_function() -> Callable[[], Tensor]:
-    """A forward and backward with ALiBi as a function."""
+    """Attention with ALiBi as a function."""
     import flashtile
 
     q, k, v = qkv()
     alibi = score_function()
 
     def call() -> Tensor:
-        out = flashtile.attention(q, k, v, causal=True, score_mod=alibi)
-        out.backward(out.detach())
-        return out
+        return flashtile.attention(q, k, v, causal=True, score_mod=alibi)
 
     return call
 
 
 def with_relative_bias() -> Callable[[], Tensor]:
-    """A forward and backward with a number for each distance, which has a gradient."""
+    """Attention with a number for each distance, which has a gradient."""
     import torch
 
     import flashtile
@@ -159,15 +158,13 @@ def with_relative_bias() -> Callable[[], Tensor]:
     table = torch.zeros(HEADS, 2 * REACH + 1, device=q.device, requires_grad=True)
 
     def call() -> Tensor:
-        out = flashtile.attention(q, k, v, causal=True, relative_bias=table)
-        out.backward(out.detach())
-        return out
+        return flashtile.attention(q, k, v, causal=True, relative_bias=table)
 
     return call
 
 
 def with_spans() -> Callable[[], Tensor]:
-    """A forward and backward of documents in one sequence."""
+    """Attention of documents in one sequence."""
     import torch
 
     import flashtile
@@ -177,9 +174,7 @@ def with_spans() -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         mask = flashtile.Spans.documents_of_lengths(lengths, TOKENS)
-        out = flashtile.attention(q, k, v, mask=mask)
-        out.backward(out.detach())
-        return out
+        return flashtile.attention(q, k, v, mask=mask)
 
     return call
 
@@ -213,9 +208,7 @@ def flex(kind: Literal["score function", "relative bias", "spans"]) -> Callable[
         if q.device.type == "cpu":
             with torch.no_grad():
                 return compiled(*(x.detach() for x in (q, k, v)), scores, block_mask)
-        out = compiled(q, k, v, scores, block_mask)
-        out.backward(out.detach())
-        return out
+        return compiled(q, k, v, scores, block_mask)
 
     return call
 
@@ -228,16 +221,27 @@ MASK_CASES: dict[str, Callable[[], Callable[[], Tensor]]] = {
     "spans-128": with_spans,
     "flex-spans-128": partial(flex, "spans"),
 }
-CASES: dict[str, Callable[[], Callable[[], object]]] = {
+CASES: dict[str, Callable[[], Callable[[], Tensor]]] = {
     "dense-64": lambda: dense(64),
     "dense-128": lambda: dense(128),
     "dense-256": lambda: dense(256),
+    "full-128": lambda: dense(128, causal=False),
     "packed-128": lambda: packed(128),
     "triton-128": lambda: dense(128, backend="triton"),
     "decode-128": lambda: decode(128),
     **MASK_CASES,
 }
-GROUPS = {"masks": list(MASK_CASES)}
+GROUPS = {
+    "masks": list(MASK_CASES),
+    "quick": [
+        "full-128",
+        "dense-128",
+        "triton-128",
+        "decode-128",
+        "score-function-128",
+        "spans-128",
+    ],
+}
 
 
 def stages(name: str) -> dict[str, float]:
@@ -251,13 +255,18 @@ def stages(name: str) -> dict[str, float]:
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     call = CASES[name]()
     wait()
-    for _ in range(2):
-        marks.append(time.perf_counter())
-        call()
-        wait()
     marks.append(time.perf_counter())
-    spans = (later - earlier for earlier, later in pairwise(marks))
-    return dict(zip(STAGES, spans, strict=True))
+    for _ in range(2):
+        out = call()
+        wait()
+        marks.append(time.perf_counter())
+        if out.requires_grad:
+            out.backward(out.detach())
+            wait()
+        marks.append(time.perf_counter())
+    imports, start, forward, backward, *second = (b - a for a, b in pairwise(marks))
+    times = imports, start, forward, backward, forward + backward, sum(second)
+    return dict(zip(STAGES, times, strict=True))
 
 
 def in_fresh_processes(name: str, warm_runs: int) -> Iterator[tuple[str, dict[str, float]]]:
@@ -306,7 +315,8 @@ def main() -> int:
         choices=[*GROUPS, *CASES],
         default=list(CASES),
         metavar="NAME",
-        help=f"of {', '.join(CASES)}, or masks for the last six (default: all)",
+        help=f"of {', '.join(CASES)}, or masks for the last six, or quick for six of all kinds "
+        "(default: all)",
     )
     parser.add_argument(
         "--warm-runs",

@@ -76,6 +76,17 @@ def test_a_group_is_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured == [[*first_call.MASK_CASES, "dense-64"]]
 
 
+def test_a_first_call_is_a_forward_and_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_call, "TOKENS", 64)
+    monkeypatch.setattr(first_call, "EDGES", (0, 10, 11, 40, 64))
+    inputs = [x.detach().requires_grad_() for x in first_call.qkv()]
+    monkeypatch.setattr(first_call, "qkv", lambda: inputs)
+    seconds = first_call.stages("spans-128")
+    assert list(seconds) == list(first_call.STAGES) and min(seconds.values()) > 0
+    assert seconds["first_call"] == seconds["forward"] + seconds["backward"]
+    assert all(x.grad is not None for x in inputs)
+
+
 @pytest.mark.parametrize("name", ["score-function-128", "relative-bias-128", "spans-128"])
 def test_flex_makes_the_same_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_call, "TOKENS", 64)
