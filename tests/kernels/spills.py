@@ -30,12 +30,6 @@ ALLOWED = {
     ("sm_100", "large", "bfloat16", 512, "dK"): (8, ASSEMBLER),
     ("sm_100", "large", "bfloat16", 512, "dV"): (16, ASSEMBLER),
     ("sm_120", "large", "bfloat16", 512, "dV"): (24, ASSEMBLER),
-    ("sm_80", "large", "float32", 64, "forward"): (8, ASSEMBLER),  # only with the newest Triton
-    ("sm_80", "large", "float32", 64, "dK and dV"): (48, UNTUNED),
-    ("sm_90", "large", "float32", 128, "forward"): (80, UNTUNED),
-    ("sm_90", "large", "float32", 128, "dK"): (352, UNTUNED),
-    ("sm_90", "large", "float32", 128, "dV"): (120, UNTUNED),
-    ("sm_90", "large", "float32", 128, "dQ"): (304, UNTUNED),
     ("sm_80", "large", "float32", 256, "dK"): (240, FLOAT32),
     ("sm_80", "large", "float32", 256, "dV"): (8, FLOAT32),
     ("sm_80", "large", "float32", 256, "dQ"): (16, FLOAT32),

@@ -47,11 +47,6 @@ def test_through_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, 
     assert_case(backend, name, torch.float16, seed, capability=(9, 0))
 
 
-@pytest.mark.parametrize("name", ["causal", "packed", "odd head dims", "pages", "relative bias"])
-def test_float32_on_tensor_cores(name: str, seed: int):
-    assert_case(backend, name, torch.float32, seed, capability=(9, 0))
-
-
 @pytest.mark.parametrize("name", ["causal", "dropout", "packed", "pages", "block mask", "softcap"])
 def test_probabilities(name: str, seed: int):
     operands, options = make_call(name, torch.float32, seed)

@@ -14,7 +14,6 @@ import triton.language as tl
 from ...gpu.intrinsics import LOG2E, rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
-from .products import add_product, operand, product, product_in_halves
 from .score_rule import product_gradient
 from .spans import (
     full_tile_of,
@@ -133,9 +132,10 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 
 @triton.jit
 def add_queries(
-    dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, lse_log2_ptr,
-    delta_ptr, n0, keys, start_q, M, N, places, b, h, mask, score, blocks, drop_threshold, drop_key,
-    IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
+    dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_log2_ptr, delta_ptr, n0,
+    keys, start_q, M, N, places, b, h, mask,
+    score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
+    HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dK and dV: the queries [m0, m0 + BLOCK_M). Tiles of scores are transposed,
     (BLOCK_N, BLOCK_M).
@@ -148,8 +148,7 @@ def add_queries(
         q_source, q, m0, M, cfg, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
     )
     # (BLOCK_N, BLOCK_M)
-    q_operand = operand(q_tile, cfg)
-    qk = product(k_operand, q_operand, cfg)
+    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
     lse_log2, delta = load_stats(lse_log2_ptr, delta_ptr, offs_m, M, IS_MASKED)
     visible = keys < N
     if IS_MASKED:
@@ -170,18 +169,17 @@ def add_queries(
     do_tile = load_tile(
         dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV, cfg.OUT_ALIGNMENT,
     )  # fmt: skip
-    do_operand = operand(do_tile, cfg)
     if HAS_DV:
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
-        dv_acc = add_product(dv_acc, operand(p_kept, cfg), do_operand, cfg)
+        dv_acc = tl.dot(p_kept, do_tile, dv_acc, input_precision="ieee")
     if HAS_DK:
         # (BLOCK_N, BLOCK_M)
-        dp = product_in_halves(v_operand, do_operand, cfg)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[None, :])
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg
         )
-        dk_acc = add_product(dk_acc, operand(ds.to(q_tile.dtype), cfg), q_operand, cfg)
+        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
 
 
@@ -232,7 +230,6 @@ def key_gradient_kernel(
     v_tile = load_rows(
         v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, BLOCK_DV, cfg.ALIGNMENT
     )
-    k_operand, v_operand = operand(k_tile, cfg), operand(v_tile, cfg)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Rows that see the first key of the tile, and the last.
@@ -267,7 +264,7 @@ def key_gradient_kernel(
             else:
                 m0 = (full_begin + i) * BLOCK_M
             dk_acc, dv_acc = add_queries(
-                dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, lse_row,
+                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
                 delta_row, n0, keys, start_q, M, N, places, b, h, mask, score, blocks,
                 drop_threshold, drop_key, False, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
@@ -277,7 +274,7 @@ def key_gradient_kernel(
             else:
                 m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M
             dk_acc, dv_acc = add_queries(
-                dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, lse_row,
+                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
                 delta_row, n0, keys, start_q, M, N, places, b, h, mask, score, blocks,
                 drop_threshold, drop_key, True, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
@@ -297,7 +294,7 @@ def key_gradient_kernel(
 
 @triton.jit
 def add_keys(
-    dq_acc, q_operand, do_operand, lse_log2, delta, n0, k, k_source, v, v_source, rows, start, stop,
+    dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start, stop,
     intervals, M, N, places, b, h, score, blocks,
     drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -312,9 +309,8 @@ def add_keys(
         v_source, v, n0, N, cfg, IS_MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV, cfg.ALIGNMENT
     )
     # (BLOCK_M, BLOCK_N)
-    k_operand = operand(k_tile, cfg)
-    qk = product(q_operand, k_operand, cfg)
-    dp = product_in_halves(do_operand, operand(v_tile, cfg), cfg)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
     visible = keys < N
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
@@ -330,7 +326,7 @@ def add_keys(
     )  # fmt: skip
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
     ds = product_gradient(ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg)
-    return add_product(dq_acc, operand(ds.to(k_tile.dtype), cfg), k_operand, cfg)
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dq"))
@@ -389,7 +385,6 @@ def query_gradient_kernel(
         BLOCK_DV,
         cfg.OUT_ALIGNMENT,
     )
-    q_operand, do_operand = operand(q_tile, cfg), operand(do_tile, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     lse_log2, delta = load_stats(lse_log2_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
@@ -417,9 +412,9 @@ def query_gradient_kernel(
         else:
             n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
-            dq_acc, q_operand, do_operand, lse_log2, delta, n0, k, k_source, v, v_source, rows,
-            start, stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key,
-            False, cfg,
+            dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
+            stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key, False,
+            cfg,
         )  # fmt: skip
     for i in range(0, masked_count):
         if cfg.MASK_TILE_M > 0:
@@ -427,9 +422,9 @@ def query_gradient_kernel(
         else:
             n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
-            dq_acc, q_operand, do_operand, lse_log2, delta, n0, k, k_source, v, v_source, rows,
-            start, stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key,
-            True, cfg,
+            dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
+            stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key, True,
+            cfg,
         )  # fmt: skip
 
     dq_acc = dq_acc * score.data.scale

@@ -13,7 +13,6 @@ from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
 from .backward_pass import drop, load_stats, recompute_p
-from .products import operand, product, product_in_halves
 from .spans import in_spans, load_intervals
 from .tiles import (
     between,
@@ -67,8 +66,8 @@ def score_gradient_tile(
         cfg.ALIGNMENT,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
-    qk = product(operand(q_tile, cfg), operand(k_tile, cfg), cfg)
-    dp = product_in_halves(operand(do_tile, cfg), operand(v_tile, cfg), cfg)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
     stats_row = stats_start(lengths, b, h, heads) + start_q
     lse_log2, delta = load_stats(lse_log2_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
     keep = visible

@@ -19,7 +19,6 @@ from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
 from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
-from .products import add_product_in_halves, operand, product
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
 from .spans import (
     full_tile_of,
@@ -72,9 +71,7 @@ def attend_keys(
         qk = tl.dot(q_tile[0], even_tile)
         qk = tl.dot(q_tile[1], odd_tile, qk)
     else:
-        if cfg.HAS_FLOAT8_KEYS:
-            k_tile = k_tile.to(tl.float16)
-        qk = product(q_tile, operand(k_tile, cfg), cfg)
+        qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee")
     if cfg.TAIL_D > 0:
         # (BLOCK_N, BLOCK_TAIL)
         k_tail = load_keys(
@@ -113,24 +110,22 @@ def attend_keys(
     v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
     if cfg.PAIR == 2:
         even_tile, odd_tile = unpack_pairs(v_tile)
-        even = weighted_sum(acc[0], rescale, p, even_tile, v_scale, cfg)
-        odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale, cfg)
+        even = weighted_sum(acc[0], rescale, p, even_tile, v_scale)
+        odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale)
         acc = even, odd
     else:
         if cfg.HAS_FLOAT8_KEYS:
             v_tile = v_tile.to(tl.float16)
-        acc = weighted_sum(acc, rescale, p, v_tile, v_scale, cfg)
+        acc = weighted_sum(acc, rescale, p, v_tile, v_scale)
     return acc, new_max, row_sum
 
 
 @triton.jit
-def weighted_sum(acc, rescale, p, v_tile, v_scale, cfg: tl.constexpr):
+def weighted_sum(acc, rescale, p, v_tile, v_scale):
     """The output so far, rescaled, plus P V; `v_scale` is the scale of the values, or None."""
     acc = acc * rescale[:, None]
     if v_scale is None:
-        acc = add_product_in_halves(
-            acc, operand(p.to(v_tile.dtype), cfg), operand(v_tile, cfg), cfg
-        )
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
     else:
         acc += tl.dot(p.to(v_tile.dtype), v_tile) * v_scale
     return acc
@@ -231,7 +226,7 @@ def forward_kernel(
     if cfg.APPENDING is not None:
         q_parts = load_queries(q_rows, rows, M, b, new, table_rows, cfg)
     else:
-        q_tile = operand(load_columns(q_rows, rows < M, 0, cfg.D, BLOCK_D, cfg.ALIGNMENT), cfg)
+        q_tile = load_columns(q_rows, rows < M, 0, cfg.D, BLOCK_D, cfg.ALIGNMENT)
     q_tail = None
     if cfg.TAIL_D > 0:
         # (BLOCK_M, BLOCK_TAIL)
@@ -275,7 +270,7 @@ def forward_kernel(
                 k, v, new, added, table_rows, b, kv_head, heads, start_k, pages, begin, full_begin,
                 full_end, end, lengths, score, cfg,
             )  # fmt: skip
-            q_tile = operand(rotated_queries(q_parts, q, cfg), cfg)
+            q_tile = rotated_queries(q_parts, q, cfg)
     qk_scale, scale_block = 1.0, 0
     if cfg.HAS_FLOAT8_KEYS:
         q_tile, q_factor = as_float16(q_tile)

@@ -131,22 +131,13 @@ SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64,
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
 
-# float32 without tensor cores: the tiles are the same on all GPUs.
+# float32 is multiplied without tensor cores, so its tiles are the same on all GPUs.
 SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)),
     128: (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1)),
     256: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-# float32 on tensor cores (`products.py`), where it is faster and exact enough: log/float32.md.
-BF16X6: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "sm_90": {
-        64: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
-        128: (Tile(128, 32, 8, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 2)),
-    },
-}
-# The same for up to FEW_ROWS rows of queries (keys, warps, stages).
-BF16X6_FEW_ROWS: dict[int, tuple[int, int, int]] = {64: (64, 4, 2), 128: (32, 4, 2)}
 _forced: dict[str, Tile] = {}  # set by `forced_tile`, for all threads
 
 # The rows of `HALF` that an architecture uses; a newer architecture uses the last ones.
@@ -182,7 +173,6 @@ class KernelConfig:
     BLOCK_TAIL: int
     GROUP: int  # query heads that share a key head
     IS_PACKED_GROUP: bool  # a tile holds rows of all heads of a group
-    IS_BF16X6: bool  # float32 is multiplied as in `products.py`
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -242,7 +232,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     described = aligned and _pays_descriptors(problem)
     head_dim = max(problem.D, problem.Dv)
     table = architecture(problem.capability)
-    if table in FOR_DESCRIPTORS and not described and problem.dtype != torch.float32:
+    if table in FOR_DESCRIPTORS and not described:
         table = "pointers"  # smaller tiles, because pointers take registers
     forward, keys, queries, *values = tiles_for(table, problem.dtype, head_dim)
     if problem.block_tile is not None and problem.dtype != torch.float32:
@@ -288,7 +278,7 @@ def tiles_for(name: str, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
     """Tiles of `PASSES` for a name in `HALF`: measured tiles if there are any, else the table's."""
     column = column_of(head_dim)
     if dtype == torch.float32:
-        return BF16X6.get(name, {}).get(column, SINGLE[column])
+        return SINGLE[column]
     measured = tuned(name).get(str(column), {}) | _forced
     table = HALF[name][column]
     return tuple(
@@ -318,12 +308,6 @@ def forced_tile(kernel: str, tile: Tile) -> Iterator[None]:
 def column_of(head_dim: int) -> int:
     """The head dim of the table's row."""
     return next(size for size in (64, 128, 256, 512) if head_dim <= size or size == MAX_HEAD_DIM)
-
-
-def is_bf16x6(problem: AttentionProblem) -> bool:
-    """Whether tiles are multiplied as `products.py` describes."""
-    columns = BF16X6.get(architecture(problem.capability), {})
-    return problem.dtype == torch.float32 and column_of(max(problem.D, problem.Dv)) in columns
 
 
 @memoised(8)
@@ -406,7 +390,7 @@ def _kernel_plan(
     plain = plain and not options.score_mod
     D = min(problem.D, MAX_HEAD_DIM)
     tail = problem.D - D
-    BLOCK_D, BLOCK_DV = (padded(x, problem) for x in (D, problem.Dv))
+    BLOCK_D, BLOCK_DV = (padded(x, problem.dtype, problem.capability) for x in (D, problem.Dv))
     config = KernelConfig(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
@@ -415,10 +399,9 @@ def _kernel_plan(
         BLOCK_D=BLOCK_D,
         BLOCK_DV=BLOCK_DV,
         TAIL_D=tail,
-        BLOCK_TAIL=padded(tail, problem) if tail else 0,
+        BLOCK_TAIL=padded(tail, problem.dtype, problem.capability) if tail else 0,
         GROUP=problem.group,
         IS_PACKED_GROUP=packed,
-        IS_BF16X6=is_bf16x6(problem),
         IS_LINEAR=plain and options.softmax_scale > 0,
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
@@ -460,8 +443,6 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
             return Tile(FEW_ROWS, *few)
         if rows <= 32 and name != "sm_90" and head_dim <= 256:
             return Tile(32, *few)
-    if is_bf16x6(problem) and rows <= FEW_ROWS:
-        return Tile(FEW_ROWS, *BF16X6_FEW_ROWS[head_dim])
     for height in (16, 64):
         if rows <= height < tile.BLOCK_M:
             warps = tile.warps if height * head_dim > 64 * 128 else 4
@@ -481,15 +462,14 @@ def _cover(block: int, mask_tile: int) -> int:
     return (block + mask_tile - 2) // mask_tile + 1
 
 
-def padded(head_dim: int, problem: AttentionProblem) -> int:
+def padded(head_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
     """The next power of two, at least 16, the smallest size that matrix units multiply.
 
     At least 64 if tiles are multiplied from shared memory (16 bits on Hopper and newer): for
     narrower tiles, Triton 3.6 reads keys past the sixteenth at wrong addresses, even outside of the
     tile.
     """
-    has_half = problem.dtype != torch.float32 or is_bf16x6(problem)
-    reads_shared = hardware.has_tma(problem.capability) and has_half
+    reads_shared = hardware.has_tma(capability) and dtype != torch.float32
     return max(64 if reads_shared else 16, 1 << (head_dim - 1).bit_length())
 
 
