@@ -119,7 +119,8 @@ def fake_driver(folder: Path, records: bool = True) -> Iterator[Driver]:
     source = Path(__file__).with_suffix(".c")
     build = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", library, source]
     subprocess.run(build, check=True)
-    cuda = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    cuda = ctypes.CDLL("libcuda.so.1")  # the first one that the process loaded, as Triton finds it
     sizes: dict[int, list[int]] = {}
     load = CompiledKernel._init_handles
 
