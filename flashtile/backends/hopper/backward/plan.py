@@ -163,7 +163,7 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
         return 0
     if columns < 128:
         return 800
-    if options.window_right is not None or problem.spans > 0:
+    if options.window_right is not None:
         return 0
     return 400 if problem.layout == "dense" else 800
 
