@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward.plan import backward_plan
+from flashtile.backends.hopper.backward.plan import backward_plan, tile_bands
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem
@@ -59,3 +59,15 @@ def test_values_have_fewer_columns_than_keys_above_128(
 def test_keys_and_values_in_registers(D: int, in_registers: tuple[bool, bool]):
     config = backward_plan(problem(D))
     assert in_registers == (config.HAS_K_IN_REGISTERS, config.HAS_V_IN_REGISTERS)
+
+
+def test_bands_of_ordered_additions_where_tiles_become_shorter():
+    def bands(heads: int, **options: Any) -> list[tuple[int, int]]:
+        given = problem(deterministic=True, **options)
+        return tile_bands(given._replace(Hq=heads, Hk=heads, M=16384, N=16384), 127)
+
+    assert bands(16, causal=True) == [(64, 4), (32, 8), (31, 16)]
+    assert bands(3, causal=True) == [(64, 4), (32, 4), (31, 4)]  # no more heads than there are
+    assert bands(16) == [(127, 4)]
+    assert bands(16, window_size=(4096, 0)) == [(127, 4)]
+    assert len(tile_bands(problem(causal=True), 127)) == 1

@@ -315,16 +315,41 @@ def test_head_swizzle(heads: int, swizzle: int):
         for batch in (size for size in (1, 3, 7) if heads % size == 0):
             divisors = schedule.order_reciprocals(m_tiles, batch, heads // batch, swizzle)
             sizes = SimpleNamespace(
-                N=64 * m_tiles, heads=heads // batch, swizzle=swizzle, reciprocals=divisors
+                N=64 * m_tiles, heads=heads // batch, swizzle=swizzle, dense=divisors
             )
+            config = SimpleNamespace(BLOCK_N=64, BANDS=1)
             for n, (m, bh) in zip(numbers, found, strict=True):
-                coordinates = tuple(map(int, schedule.dense_order(n, sizes, 64)))
+                coordinates = tuple(map(int, schedule.dense_order(n, sizes, config)))
                 assert coordinates == (m, *divmod(bh, heads // batch))
     assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]
     last = [(m, h) for m in range(m_tiles) for h in range(heads - width, heads)]
     assert found[-len(last) :] == last
     for head in range(heads):  # the dQ semaphores of the backward are released in this order
         assert [m for m, h in found if h == head] == list(range(m_tiles))
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 3), (1, 7)])
+@pytest.mark.parametrize(
+    "bands", [[(4, 1), (2, 2), (1, 4)], [(3, 2), (2, 3), (2, 6)], [(7, 2), (0, 4), (0, 4)]]
+)
+def test_bands(batch: int, heads: int, bands: list[tuple[int, int]]):
+    """Each band has the order of the head swizzle, and a head's tiles follow each other."""
+    together, first, wanted = batch * heads, 0, []
+    with emulator.emulated() as load_file:
+        order = load_file("flashtile.backends.hopper.shared.schedule").swizzled_order
+        for count, swizzle in bands:
+            for number in map(emulator.tile, range(count * together)):
+                n, h = map(int, order(number, count, together, swizzle))
+                wanted.append((first + n, *divmod(h, heads)))
+            first += count
+        schedule = load_file("flashtile.backends.hopper.backward.schedule")
+        dense = schedule.bands_of_order(bands, batch, heads)
+        sizes, config = SimpleNamespace(heads=heads, dense=dense), SimpleNamespace(BANDS=3)
+        numbers = map(emulator.tile, range(first * together))
+        found = [tuple(map(int, schedule.dense_order(n, sizes, config))) for n in numbers]
+    assert found == wanted
+    for b, h in {place[1:] for place in found}:  # ordered additions wait for earlier programs only
+        assert [n for n, *place in found if place == [b, h]] == list(range(first))
 
 
 @pytest.mark.parametrize(

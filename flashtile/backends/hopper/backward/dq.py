@@ -55,6 +55,14 @@ def piece_layout(columns):
     return gl.SharedLinearLayout(bases + [[0, bit] for bit in (8, 16, 32, 64) if bit < columns])
 
 
+@gluon.constexpr_function
+def full_pairs(cfg, slots):
+    """The number of full barriers of the staging ring. Each writer has a barrier of its own: a
+    writer that shared one with others could miss a phase.
+    """
+    return max(slots, cfg.WRITERS)
+
+
 @gluon.jit
 def make_staging(workspace, cfg: gl.constexpr):
     """The ring of pairs of pieces: both consumers fill a slot, and the writer empties it. With
@@ -70,11 +78,14 @@ def make_staging(workspace, cfg: gl.constexpr):
         ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
         tails = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS, 256], workspace.layout)
     if cfg.ADDERS == 1:
-        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        FULL: gl.constexpr = full_pairs(cfg, SLOTS)
+        full = gl.allocate_shared_memory(gl.int64, [FULL, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for slot in gl.static_range(SLOTS):
             mbarrier.init(full.index(slot), count=2)
             mbarrier.init(empty.index(slot), count=1)
+        for number in gl.static_range(SLOTS, FULL):
+            mbarrier.init(full.index(number), count=2)
         staging = Channel(staging, tails, full, empty, SLOTS)
     return staging
 
@@ -96,7 +107,7 @@ def put_piece(ME: gl.constexpr, dq, staging, i, cfg: gl.constexpr):
     recast(tile, gl.float32, [64, COLUMNS], piece_layout(COLUMNS)).store(dq)
     fence_async_shared()
     sync_warps()
-    arrive_alone(staging.full.index(slot))
+    arrive_alone(staging.full.index(i % full_pairs(cfg, staging.SLOTS)))
 
 
 @gluon.jit
@@ -221,8 +232,8 @@ def start_additions(
 # The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.
 #
 # An ordered addition takes longer than a step: acquire the semaphore, add, release it. Therefore
-# two writers process alternate steps. Two steps of a tile add to different blocks; only tiles that
-# add to the same block are ordered.
+# cfg.WRITERS writers process the steps in turn. Two steps of a tile add to different blocks; only
+# tiles that add to the same block are ordered.
 #
 # With cfg.HAS_DQ_IN_REGISTERS the writer is idle. Above 128 columns there are writers only for
 # ordered additions. Shared memory has no room for a second pair of pieces there, so consumers wait
@@ -231,8 +242,8 @@ def start_additions(
 
 @gluon.jit
 def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.constexpr):
-    """Add dQ of a tile of keys: every step or, with two writers, every second step."""
-    if cfg.ADDERS == 1:
+    """Add dQ of a tile of keys: every step or, with several writers, those of this writer."""
+    if cfg.ADDERS == 1 and ME < cfg.WRITERS:
         work = key_work(tile, sizes, at, mask, cfg)
         add_pairs(ME, outputs, staging, work, sizes, mask, cfg)
 
@@ -244,7 +255,7 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, mask, cfg: gl.con
     i = 0  # pairs so far
     if not cfg.IS_SPLIT:  # the first pair belongs to no step
         if ME == 0 and count > 0:
-            staging.acquire(0)
+            await_pair(staging, 0, cfg)
             staging.release(0)
         i += 1
     first_head, stop_head = own_heads(work, sizes, cfg)
@@ -270,13 +281,20 @@ def add_pair(outputs, staging, i, index, block, turn, work, cfg: gl.constexpr):
     """Add pair `i` to block `index` of the workspace, which is block `block` of its sequence."""
     if cfg.IS_ORDERED:
         acquire_semaphore(outputs.semaphores + index, turn, block, work, cfg)
-    staging.acquire(i)
+    await_pair(staging, i, cfg)
     start_addition(outputs.workspace, staging, i % staging.SLOTS, index, cfg)
     tma.store_wait(0)
     staging.release(i)
     if cfg.IS_ORDERED:
         await_additions()
         release_semaphore(outputs.semaphores + index, work, cfg)
+
+
+@gluon.jit
+def await_pair(staging, i, cfg: gl.constexpr):
+    """Wait until both consumers have put pair `i`."""
+    COUNT: gl.constexpr = full_pairs(cfg, staging.SLOTS)
+    mbarrier.wait(staging.full.index(i % COUNT), (i // COUNT) & 1)
 
 
 @gluon.jit

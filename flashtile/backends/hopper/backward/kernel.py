@@ -108,7 +108,7 @@ class KeySizes(NamedTuple):
     heads: Any  # number of key heads
     group: Any
     swizzle: Any
-    reciprocals: Any  # OrderReciprocals
+    dense: Any  # OrderReciprocals, or a tuple of cfg.BANDS `Band`s
     blocks: Any  # number of blocks of the workspace per head
     parts: Any  # programs that share a tile; None without cfg.IS_PARTED
 
@@ -235,14 +235,12 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace,
     workspace_tail_desc, plain, semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k,
-    heads, group, swizzle, reciprocals, blocks, parts, left, right, chunk, lists, alibi_batch,
+    heads, group, swizzle, dense, blocks, parts, left, right, chunk, lists, alibi_batch,
     scale, softcap,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ; each program has one tile of keys, or a part of its steps."""
-    sizes = KeySizes(
-        B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts
-    )  # fmt: skip
+    sizes = KeySizes(B, M, N, total_q, total_k, heads, group, swizzle, dense, blocks, parts)
     mask = Mask(left, right, chunk, lists, at.q_runs, at.k_runs)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
     q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)
@@ -267,9 +265,10 @@ def backward_kernel(
                 (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
                 (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
                 (writer, (1, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+                (writer, (2, outputs, channels.staging, tile, sizes, at, mask, cfg)),
             ],
-            [4, 1, 1, 1],
-            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
+            [4, 1, 1, 1, 1],
+            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
         )
     elif cfg.IS_SPLIT:
         gl.warp_specialize(
@@ -281,7 +280,7 @@ def backward_kernel(
             [4, 1],
             [OF_CONSUMERS, OF_OTHERS],
         )
-    elif cfg.WRITERS == 2:
+    elif cfg.IS_ORDERED:
         gl.warp_specialize(
             [
                 (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
@@ -289,9 +288,10 @@ def backward_kernel(
                 (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
                 (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
                 (writer, (1, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+                (writer, (2, outputs, channels.staging, tile, sizes, at, mask, cfg)),
             ],
-            [4, 1, 1, 1],
-            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
+            [4, 1, 1, 1, 1],
+            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
         )
     else:
         gl.warp_specialize(

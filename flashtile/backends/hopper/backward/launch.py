@@ -34,9 +34,9 @@ from .buffers import (
 from .dq import PIECE_ROWS, rows_of_piece
 from .kernel import KeyGradients, backward_kernel
 from .part_sums import add_parts_kernel, pieces_of
-from .plan import BackwardConfig, backward_swizzle
+from .plan import BackwardConfig, backward_swizzle, tile_bands
 from .row_kernels import delta_kernel, round_kernel
-from .schedule import KeyOrder, order_reciprocals
+from .schedule import KeyOrder, bands_of_order, order_reciprocals
 from .span_lists import lists_of_buffers, span_launches
 
 OPERANDS = len(Operands._fields)
@@ -256,6 +256,9 @@ def key_launch(
     parts = parts_of_tile(problem, operands) if config.IS_PARTED else None
     plain = (made.dk_parts, made.dv_parts) if config.IS_PARTED else (made.dk, made.dv)
     tiles, swizzle = -(-problem.N // config.BLOCK_N), backward_swizzle(problem)
+    dense: Any = order_reciprocals(tiles, problem.B, problem.Hk, swizzle)
+    if config.BANDS > 1:
+        dense = bands_of_order(tile_bands(problem, tiles), problem.B, problem.Hk)
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(operands, dout, made, config),
@@ -267,7 +270,7 @@ def key_launch(
         "heads": problem.Hk,
         "group": problem.group,
         "swizzle": swizzle,
-        "reciprocals": order_reciprocals(tiles, problem.B, problem.Hk, swizzle),
+        "dense": dense,
         "parts": parts,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),

@@ -5,6 +5,7 @@ Pure Python, like `forward/plan.py`.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,11 @@ TILES = {
     256: BackwardTile(64, 64, 2, 1, True),
 }
 
+
+# Of ordered additions; the environment variables are for measurements.
+ORDERED_WRITERS = int(os.environ.get("FT_WRITERS", "3"))  # 2 or 3
+COUNTS_DQ = os.environ.get("FT_COUNT_DQ", "0") == "1"  # in the head swizzle, besides Q and dO
+HAS_BANDS = os.environ.get("FT_BANDS", "auto") == "auto"  # see `tile_bands`
 
 # Widest head swizzle with ordered additions, larger because tiles that add to the same rows then
 # start one after the other and wait less.
@@ -80,6 +86,7 @@ class BackwardConfig:
     IS_ASCENDING: bool  # a tile visits the blocks of queries from the first one that sees it
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
     IS_PARTED: bool  # several programs share a tile of keys: see `parts.py`
+    BANDS: int  # of the order of a dense batch's tiles: see `tile_bands`
     STAGGER: int  # cycles by which the second consumer starts later than the first
     RUNS: int  # as in the forward
     IS_PARTIAL: bool  # gradients are parts of sums: float32, and dQ is added to what is there
@@ -108,7 +115,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         DO_STAGES=tile.do_stages,
         IS_SPLIT=tile.is_split,
         ADDERS=1 if options.deterministic or not (tile.is_split or from_registers) else 2,
-        WRITERS=2 if options.deterministic else 1,
+        WRITERS=ORDERED_WRITERS if options.deterministic else 1,
         HAS_DQ_IN_REGISTERS=from_registers,
         HAS_CARRIED_LSE=64 < columns <= 128 and (problem.layout == "dense" or from_registers),
         IS_DQ_FIRST=64 < columns <= 128,
@@ -129,6 +136,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         IS_ASCENDING=is_ascending(problem),
         IS_ORDERED=options.deterministic,
         IS_PARTED=is_parted,
+        BANDS=band_count(problem),
         STAGGER=stagger(problem, columns),
         RUNS=problem.runs,
         IS_PARTIAL=problem.is_partial,
@@ -220,7 +228,37 @@ def backward_swizzle(problem: AttentionProblem) -> int:
     if not is_uneven(problem) and not ordered:
         return 1
     of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
+    if ordered and COUNTS_DQ:
+        of_a_head += problem.M * padded_columns(problem) * 4 * problem.group
     return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_ORDERED if ordered else WIDEST_SWIZZLE)
+
+
+def band_count(problem: AttentionProblem) -> int:
+    """The number of bands of the tiles of a dense batch: more than one with ordered additions if
+    the tiles of a head become shorter and shorter.
+    """
+    options = problem.options
+    is_short = options.window_left is not None or options.attention_chunk > 0
+    able = HAS_BANDS and options.deterministic and not is_short and not has_lists(problem)
+    return 3 if able and problem.layout == "dense" and options.window_right is not None else 1
+
+
+def tile_bands(problem: AttentionProblem, tiles: int) -> list[tuple[int, int]]:
+    """(tiles of each head, head swizzle) of each band of a dense batch, which has `tiles` tiles of
+    each head.
+
+    Of many short tiles of a head, each would wait for the one before it. Therefore the longer half
+    of the tiles of all heads comes first, then the longer half of the rest, and the shortest tiles
+    come last. The shorter tiles of a band need less of the cache, so its swizzle is twice that of
+    the band before it: more heads run at the same time, with fewer tiles of each.
+    """
+    swizzle, bands = backward_swizzle(problem), []
+    for later in reversed(range(band_count(problem))):
+        count = tiles - tiles // 2 if later else tiles
+        bands.append((count, swizzle))
+        tiles -= count
+        swizzle = min(2 * swizzle, max(problem.B * problem.Hk, swizzle))
+    return bands
 
 
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:
@@ -267,7 +305,7 @@ def describe_backward(problem: AttentionProblem) -> str:
     order = "in the order of the keys" if config.IS_ORDERED else "in the order of arrival"
     others = "a producer warp"
     if config.ADDERS == 1:
-        writers = ("a writer warp", "2 writer warps")[config.WRITERS - 1]
+        writers = "a writer warp" if config.WRITERS == 1 else f"{config.WRITERS} writer warps"
         others = f"{others} and {writers}"
     columns = config.BLOCK_D + config.TAIL_D
     return (

@@ -10,6 +10,7 @@ Under a block mask, the blocks that see a tile are a list (`shared/block_lists.p
 count positions in this list instead of blocks, and `block_at` reads the block.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -53,25 +54,91 @@ def order_reciprocals(tiles: int, sequences: int, heads: int, swizzle: int) -> O
     return OrderReciprocals(*map(unspecialized, (missing, *map(reciprocal, divisors))))
 
 
+class Band(NamedTuple):
+    """A range of the tiles of every head of a dense batch, with a head swizzle of its own. The
+    programs of a band come before those of the next. All numbers are `unspecialized`.
+    """
+
+    start: Any  # number of tiles of all heads before the band
+    first: Any  # first tile of each head
+    tiles: Any  # tiles of each head
+    swizzle: Any
+    by: OrderReciprocals
+
+
+def bands_of_order(
+    bands: Sequence[tuple[int, int]], sequences: int, heads: int
+) -> tuple[Band, ...]:
+    """The bands of a dense batch, from the tiles of each head and the head swizzle of each."""
+    found, first = [], 0
+    for tiles, swizzle in bands:
+        band = Band(
+            start=unspecialized(first * sequences * heads),
+            first=unspecialized(first),
+            tiles=unspecialized(tiles),
+            swizzle=unspecialized(swizzle),
+            by=order_reciprocals(tiles, sequences, heads, swizzle),
+        )
+        found.append(band)
+        first += tiles
+    return tuple(found)
+
+
 @gluon.jit
-def dense_order(tile, sizes, BLOCK_N: gl.constexpr):
-    """(tile in its head, sequence, head) of a tile index: `swizzled_order` without divisions, for
-    which every role of a program would wait before it starts.
+def band_of(tile, bands, BANDS: gl.constexpr):
+    """The band of a tile index."""
+    found = bands[0]
+    for k in gl.static_range(1, BANDS):
+        band = bands[k]
+        there = tile >= restored(band.start)
+        found = Band(
+            gl.where(there, band.start, found.start),
+            gl.where(there, band.first, found.first),
+            gl.where(there, band.tiles, found.tiles),
+            gl.where(there, band.swizzle, found.swizzle),
+            OrderReciprocals(
+                gl.where(there, band.by.missing, found.by.missing),
+                gl.where(there, band.by.by_section, found.by.by_section),
+                gl.where(there, band.by.by_swizzle, found.by.by_swizzle),
+                gl.where(there, band.by.by_first, found.by.by_first),
+                found.by.by_heads,
+            ),
+        )
+    return found
+
+
+@gluon.jit
+def dense_order(tile, sizes, cfg: gl.constexpr):
+    """(tile in its head, sequence, head) of a tile index: `swizzled_order`, in each band if there
+    are several, without divisions, for which every role of a program would wait before it starts.
     """
     # Without this zero, the compiler decodes the numbers once for all roles, which then read them
     # from the stack.
     zero = opaque_zero(tile)
-    by = sizes.reciprocals
-    tiles = gl.cdiv(sizes.N + zero, BLOCK_N)
+    if cfg.BANDS == 1:
+        tiles = gl.cdiv(sizes.N + zero, cfg.BLOCK_N)
+        n, b, h = order_in_band(tile, tiles, sizes.swizzle, sizes.dense, sizes.heads, zero)
+    else:
+        band = band_of(tile + zero, sizes.dense, cfg.BANDS)
+        tile -= restored(band.start + zero)
+        tiles, swizzle = restored(band.tiles + zero), restored(band.swizzle + zero)
+        n, b, h = order_in_band(tile, tiles, swizzle, band.by, sizes.heads, zero)
+        n += restored(band.first + zero)
+    return n, b, h
+
+
+@gluon.jit
+def order_in_band(tile, tiles, swizzle, by, heads, zero):
+    """(tile in its head, sequence, head) of a tile index, where each head has `tiles` tiles."""
     missing, by_section = restored(by.missing + zero), restored(by.by_section + zero)
-    section, _ = divide(tile + missing * tiles, tiles * sizes.swizzle, by_section)
-    start = section * sizes.swizzle - missing
+    section, _ = divide(tile + missing * tiles, tiles * swizzle, by_section)
+    start = section * swizzle - missing
     is_first = start < 0
-    width = sizes.swizzle - gl.where(is_first, missing, 0)
+    width = swizzle - gl.where(is_first, missing, 0)
     by_width = restored(gl.where(is_first, by.by_first, by.by_swizzle) + zero)
     start = gl.maximum(start, 0)
     n, head = divide(tile - start * tiles, width, by_width)
-    b, head = divide(start + head, sizes.heads, restored(by.by_heads + zero))
+    b, head = divide(start + head, heads, restored(by.by_heads + zero))
     return n, b, head
 
 
@@ -163,7 +230,7 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
         b, h, n = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         steps = gl.load(entry + 3)
     elif not cfg.IS_PACKED:
-        n, b, h = dense_order(index, sizes, cfg.BLOCK_N)
+        n, b, h = dense_order(index, sizes, cfg)
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
     if cfg.IS_PACKED:
