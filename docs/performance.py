@@ -108,6 +108,13 @@ def speed_table(direction: str) -> str:
     return tflops_table(rows, "head_dim", (1024, 4096, 16384))
 
 
+def h100_table(direction: str) -> str:
+    """The same on an H100, as far as it has been measured there."""
+    rows = read("h100/dense-128", "h100/dense-256")
+    rows = [row for row in rows if row["pass"] == direction]
+    return tflops_table(rows, "head_dim", (1024, 4096, 16384))
+
+
 def preset_block(name: str, key: str, lengths: tuple[int, ...], about: str) -> str:
     """The picture and the tables of a preset's folder, or how to measure it."""
     rows = h200_folder(name)
@@ -314,6 +321,8 @@ def main() -> int:
                 "summary": summary_table(),
                 "forward": speed_table("forward"),
                 "backward": speed_table("backward"),
+                "forward h100": h100_table("forward"),
+                "backward h100": h100_table("backward"),
                 "forward variants": variants_table("forward"),
                 "backward variants": variants_table("backward"),
                 "decode": decode_table(),

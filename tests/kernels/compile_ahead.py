@@ -143,8 +143,12 @@ class Report(NamedTuple):
 
 
 def report(launch: Launch, device: str) -> Report:
-    """Compile one launch for `device`."""
+    """Compile one launch for `device`.
+
+    Triton makes a kernel that only traps of some that it cannot compile, and says nothing.
+    """
     compiled = _compiled(launch, device)
+    assert "llvm.trap" not in compiled.asm["llir"], f"{launch.kernel.__name__} only traps"
     read = _read_nvidia if DEVICES[device].target.backend == "cuda" else _read_amd
     return Report(launch.kernel.__name__, *read(compiled.asm), compiled.metadata.shared)
 
