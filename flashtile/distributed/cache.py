@@ -224,9 +224,9 @@ def _run(wire: Wire, call: Decoding) -> tuple[Tensor, Tensor]:
 def _append(call: Decoding, k: Tensor, v: Tensor) -> None:
     """Write those of the new tokens that this rank owns.
 
-    A GPU writes all of them, `block` at a time, without being asked by the host which these are: a
-    token of another rank leaves a row as it was. That row has the same place in its block, so no
-    other token of the same block of tokens is written there.
+    A GPU writes all of them, `block` at a time, so that the host need not ask which ones this rank
+    owns: a token of another rank leaves a row as it was. That row has the same place in its block,
+    so no other token of the same block of tokens is written there.
     """
     dealt, device = call.dealt, k.device
     sequence = torch.arange(len(k), device=device)[:, None]

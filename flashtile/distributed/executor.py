@@ -425,7 +425,7 @@ def refuse_without_backend(
 
 
 def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
-    """Whether something in the call counts rows and finds others than its own rows have."""
+    """Whether a sequence is here only in part, and something in the call depends on positions."""
     counting = operands.alibi_slopes, operands.relative_bias, operands.rng_state
     has_rules = plan.options.facts or plan.options.score_mod
     return stage.has_parts and (bool(has_rules) or any(x is not None for x in counting))

@@ -27,8 +27,8 @@ class Link(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Seconds that the program of a rank needs to start what its GPU does, which may finish first:
-    NCCL and launches take as long for little data as for much."""
+    """Seconds that the host of a rank needs to start the work of its GPU, which may be done before
+    the host is: NCCL and launches take as long for little data as for much."""
 
     call: float  # of a pass, besides the next two
     exchange: float
@@ -57,7 +57,7 @@ class Machine(NamedTuple):
 
 
 # Two H100 over NCCL: forwards of little work took 1 ms without an exchange, 1.6 ms with one, and
-# 2.3 ms with two exchanges and two calls of the backend. Repeated calls are 0.3 ms shorter now.
+# 2.3 ms with two exchanges and two calls of the backend, before repeated calls became shorter.
 HOST = Host(500e-6, 600e-6, 150e-6)
 NVLINK = Link(360e9, 20e-6)
 INFINIBAND = Link(45e9, 40e-6)  # 400 Gbit/s for each GPU

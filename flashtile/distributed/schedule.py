@@ -50,7 +50,7 @@ class Stage(NamedTuple):
     receives: tuple[Message, ...]
     order: tuple[Rows, ...]  # the buffer
     keys: tuple[Positions, ...]  # of the buffer, for every sequence of the call
-    # Whether some sequence is not, to a mask, what its rows alone would be.
+    # Whether positions differ from row numbers in some sequence.
     has_parts: bool
 
     @property

@@ -45,8 +45,8 @@ class Wire(Protocol):
         """
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The `x` of every rank, on the CPU: a few bytes, of equal size on all ranks. They travel
-        as `exchange` sends tensors of its device; those of a CPU by any way."""
+        """The `x` of every rank, on the CPU: a few bytes, of equal size on all ranks. A tensor
+        of a GPU travels as in `exchange`, one of a CPU in any way."""
 
 
 def connect(wire: Wire, device: torch.device) -> None:
