@@ -341,7 +341,7 @@ class ContextParallel(Decoder):
         named = (*zip("qkv", qkv, strict=True), *sorted(options.items()))
         key = (return_lse, backend, *modes, *((name, kind(name, x)) for name, x in named))
         layout.calls += known is None
-        again = self._repeat_key(key, qkv[0], options)
+        again = self._repeat_key(key, qkv[0], options) if layout.context is self else None
         repeated = None if again is None else layout.repeats.get(again)
         if repeated is not None:
             route, used = repeated

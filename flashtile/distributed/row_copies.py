@@ -20,6 +20,12 @@ from .schedule import Rows
 WORDS = (torch.complex128, torch.complex64, torch.int32)  # of 16, 8 and 4 bytes
 
 
+def _adjacent(x: Tensor) -> Tensor:
+    """The rows of (rows, heads, head_dim); a copy if their numbers do not follow each other."""
+    x = x.resolve_neg().flatten(1)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 class KeyRows(NamedTuple):
     """Keys and values as rows of words."""
 
@@ -42,7 +48,7 @@ class KeyWords(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> KeyWords:
         """In the widest words that divide every head of both."""
-        rows_k, rows_v = k.flatten(1), v.flatten(1)
+        rows_k, rows_v = _adjacent(k), _adjacent(v)
         size, together = k.element_size(), 0
         for x, dim in ((rows_k, k.shape[2]), (rows_v, v.shape[2])):
             together |= (dim | x.stride(0) | int(x.storage_offset())) * size | x.data_ptr()

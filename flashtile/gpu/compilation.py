@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,9 +39,16 @@ def compile_together(launches: Sequence[Launch]) -> None:
                 new[variant] = launch
     if len(new) > 1:
         with ThreadPoolExecutor(len(new), "flashtile-compile", _enter, (_device(),)) as threads:
-            list(threads.map(Launch.compile, new.values()))
+            list(threads.map(_compile, new.values()))
     for variant in new:
         _known[variant] = True
+
+
+def _compile(launch: Launch) -> None:
+    # Two threads that parse Python at the same time may get this error, though rarely, in Python
+    # before 3.13 (github.com/python/cpython/issues/106905). Then the launch compiles the kernel.
+    with suppress(SystemError):
+        launch.compile()
 
 
 def _variant(launch: Launch) -> Any:

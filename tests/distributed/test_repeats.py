@@ -96,6 +96,21 @@ def test_what_decides_a_call_is_part_of_its_kind() -> None:
     run_ranks(2, one_rank)
 
 
+def test_a_layout_belongs_to_one_context() -> None:
+    """In a call like an earlier one of the layout's own context, too."""
+
+    def one_rank(wire: ThreadWire) -> None:
+        own, other = ContextParallel.over(wire), ContextParallel.over(wire)
+        layout = own.layout(seq_len=16)
+        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        for _ in range(2):
+            own.attention(q, k, v, layout)
+            with pytest.raises(ValueError, match="layout: got one of another ContextParallel"):
+                other.attention(q, k, v, layout)
+
+    run_ranks(2, one_rank)
+
+
 def test_no_tensor_of_a_call_is_kept() -> None:
     def one_rank(wire: ThreadWire) -> None:
         parallel = ContextParallel.over(wire)

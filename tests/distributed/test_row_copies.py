@@ -55,3 +55,12 @@ def test_rows_in_one_piece_are_not_copied() -> None:
     for piece in words.buffer([words.rows], [Rows(0, 2, 5)]):
         assert piece.data_ptr() == x[2].data_ptr()
     assert all(len(piece) == 0 for piece in words.buffer([words.rows], []))
+
+
+@pytest.mark.parametrize("name", ["every second number", "negative"])
+def test_numbers_that_words_do_not_hold(name: str) -> None:
+    plain = drawn(6, 4, 16, torch.float32)
+    own = plain[..., ::2] if name == "every second number" else torch._neg_view(plain)
+    words = KeyWords.of(own, own)
+    for got in words.numbers(words.buffer([words.rows], [Rows(0, 4, 6), Rows(0, 0, 3)])):
+        assert torch.equal(got, torch.cat([own[4:6], own[0:3]]))

@@ -106,6 +106,23 @@ def test_kernels_compile_at_the_same_time_and_start_in_order(driver, monkeypatch
     assert len(watch.threads) == 2 and get_ident() not in watch.threads
 
 
+def test_a_parser_that_fails_in_a_thread_is_asked_again(driver, monkeypatch):
+    """As Python's own may: see `compilation._compile`."""
+    compile_, failures = Launch.compile, []
+
+    def fails_once(launch: Launch) -> None:
+        if not failures:
+            failures.append(launch)
+            raise SystemError("AST constructor recursion depth mismatch")
+        compile_(launch)
+
+    monkeypatch.setattr(Launch, "compile", fails_once)
+    both, x = kernels(), torch.zeros(16)
+    with driver.launches() as made:
+        call(both, x)
+    assert failures and sizes(made) == [2, 3]
+
+
 def test_an_error_has_its_own_message_and_leaves_no_trace(driver, monkeypatch):
     watch = Watch(monkeypatch)
     both, x = kernels(fails=True), torch.zeros(16)

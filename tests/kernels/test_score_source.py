@@ -156,6 +156,8 @@ def facts(function: ScoreMod) -> tuple[Facts, str]:
         (lambda i, j: (i - j) + j, "dj"),
         (lambda i, j: (i - j) * j, "dj"),
         (lambda i, j: i - i, "i"),
+        (lambda i, j: i.to(torch.uint8) - j, "ij"),  # wraps around
+        (lambda i, j: i.to(torch.int64) - j, "d"),
     ],
 )
 def test_on_what_an_index_depends(index: Callable[..., Tensor], axes: str) -> None:

@@ -20,6 +20,8 @@ QUERY, KEY, DIFFERENCE = "i", "j", "d"
 Axes = frozenset[str]
 Bounds = tuple[str, str]
 
+# Integers that hold every index; narrower ones wrap around.
+_WIDE = (torch.int32, torch.int64)
 # Operations whose result has the bounds of the first argument, but for the limits given.
 _SAME = ("_to_copy", "detach", "alias", "clone")
 
@@ -74,7 +76,7 @@ class Facts:
 
     def _slope_of(self, line: Line) -> tuple[int, int] | None:
         name = line.op.partition(".")[0]
-        if name not in ("add", "sub", "neg", *_SAME) or line.dtype.is_floating_point:
+        if name not in ("add", "sub", "neg", *_SAME) or line.dtype not in _WIDE:
             return None
         known = [self._slopes.get(x, None if self.axes(x) else (0, 0)) for x in line.arguments[:2]]
         one, *others = known
