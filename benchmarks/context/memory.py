@@ -36,6 +36,7 @@ def memory_rows(case: ContextCase, team: Team) -> Iterator[ContextRow]:
         for name in (ALONE, "flashtile"):
             found: list[tuple[float, float, str]] = []
 
+            # Called before the loop goes on, so it sees the `sized` and `lengths` of its own turn.
             def step(name: str = name) -> None:
                 if name == ALONE:
                     found.append((*_peak(sized, whole, alone(sized, lengths), team), ""))  # noqa: B023

@@ -51,6 +51,7 @@ def captured_gradient_kernel(
     offset = band_offset(lengths, SIDE)
     start, stop = rows_of_band(offset, own_M, own_N, places, mask, cfg)
     kept = ()
+    # Triton unrolls this loop, joins tuples with `+` only, and lets a name change its type.
     for n in tl.static_range(KEPT):  # noqa: B007
         kept = kept + (tl.zeros([SIDE, SIDE], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     for m0 in range(start, stop, SIDE):
