@@ -25,7 +25,7 @@ from flashtile.backends.hopper.forward.plan import plan
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
 
-from .inputs import unwritten_span_lists
+from .inputs import unwritten_spans
 
 CAPABILITY = (9, 0)
 TARGET = GPUTarget("cuda", 90, 32)
@@ -54,7 +54,7 @@ def launch_of(operands: Operands, options: Options, **facts: object) -> Launch:
     launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles)
     launch.arguments["blocks"] = lists_of(problem, config, operands)
     if problem.spans > 0:
-        launch.arguments["blocks"] = unwritten_span_lists(problem, config, operands)
+        launch.arguments["blocks"] = unwritten_spans(problem, config, operands)
     return launch
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.hopper.forward.plan import KernelConfig
-from flashtile.backends.hopper.shared.span_lists import SpanLists, span_tensors, steps_of
+from flashtile.backends.hopper.shared.span_lists import SpanData, SpanLists, span_tensors, spans_of
 from flashtile.call.layouts import Packed
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands
@@ -72,12 +72,11 @@ def random_spans(g: torch.Generator, shape: tuple[int, ...], keys: int) -> Spans
     return Spans(starts.int(), (starts + lengths).int())
 
 
-def unwritten_span_lists(
+def unwritten_spans(
     problem: AttentionProblem, config: KernelConfig, operands: Operands
-) -> SpanLists:
-    """What the kernel that lists the blocks of spans has to write."""
-    new = span_tensors(problem, operands, config.BLOCK_M, config.BLOCK_N)
-    made = [allocate() for allocate in new]
+) -> SpanLists | SpanData:
+    """What the forward reads of spans, with lists that a kernel has yet to write."""
+    made = tuple(allocate() for allocate in span_tensors(problem, operands, config))
     for x in made:
         x.fill_(UNWRITTEN)
-    return SpanLists._make((*made, *steps_of(problem, operands)))
+    return spans_of(problem, operands, made)

@@ -47,7 +47,7 @@ from .inputs import (
     packed_inputs,
     random_mask,
     random_spans,
-    unwritten_span_lists,
+    unwritten_spans,
 )
 
 PROGRAMS = 3
@@ -147,7 +147,7 @@ def emulate(
     launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter, tiles)
     launch.arguments["blocks"] = lists_of(problem, config, operands)
     if problem.spans > 0:
-        launch.arguments["blocks"] = unwritten_span_lists(problem, config, operands)
+        launch.arguments["blocks"] = unwritten_spans(problem, config, operands)
     if into is None:
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
@@ -420,9 +420,10 @@ def test_spans_of_everyday_masks(mask: str, head_dim: int):
     dense(sizes={"B": 2, "M": 460, "N": 460, "D": head_dim}, mask=MASKS[mask])
 
 
+@pytest.mark.parametrize("intervals", [1, 2])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_spans_with_other_options(option: str):
-    mask = random_spans(generator(5), (1, 1, 330, 2), 500)
+def test_spans_with_other_options(option: str, intervals: int):
+    mask = random_spans(generator(5), (1, 1, 330, intervals), 500)
     dense(1, sizes={"M": 330, "N": 500, "Hq": 2}, mask=mask, **OPTIONS[option])
 
 
@@ -440,6 +441,29 @@ def test_spans_of_a_batch_with_lengths(lead: tuple[int, int]):
 def test_spans_of_packed_sequences(used: bool, heads: int):
     mask = random_spans(generator(8), (1, heads, 336, 2), 265)  # five rows are spare
     packed(4, used, mask=mask, causal=True)
+
+
+def test_consumers_skip_the_blocks_of_others():
+    """A consumer with 64 rows computes no block that only other rows of its tile see: an infinite
+    value there would make NaN of a weight of 0."""
+    q, k, v = dense_inputs(10, "contiguous", {"M": 128, "N": 512})
+    starts = (torch.arange(128) // 64 * 256).int().view(1, 1, -1, 1)
+    v[:, 256:] = torch.inf
+    operands, options = describe((q, k, v), Dense(), {"mask": Spans(starts, starts + 128)})
+    out, _ = emulate(operands, options, seed=10)
+    assert out[:, :64].isfinite().all()
+
+
+def test_blocks_begin_with_the_first_visible_key():
+    """A document that begins inside of a multiple of the block size needs no more blocks: the
+    neighbours of its keys may be NaN."""
+    q, k, v = dense_inputs(11, "contiguous", {"M": 128, "N": 512})
+    k[:, :100], v[:, :100], k[:, 356:], v[:, 356:] = (torch.nan,) * 4
+    starts = torch.full((1, 1, 128, 1), 100, dtype=torch.int32)
+    operands, options = describe((q, k, v), Dense(), {"mask": Spans(starts, starts + 256)})
+    out, lse = emulate(operands, options, seed=11)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
 
 
 def test_tiles_that_spans_hide_are_not_visited():

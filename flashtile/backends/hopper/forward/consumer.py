@@ -26,23 +26,22 @@ from ..shared.intrinsics import (
     rows_of_heads,
     show_written,
 )
-from ..shared.positions import query_positions
 from ..shared.schedule import (
     blocks_after,
     blocks_before,
     first_entry,
-    first_key,
-    full_blocks,
+    key_of_block,
     list_of,
     own_blocks,
     read_work,
-    visible_keys,
+    seen_by,
 )
 from ..shared.softmax import (
     SLACK_LOG2,
     alibi_slope,
     as_left_operand,
     distances,
+    has_starts,
     lazy_max,
     linear_scale,
     masked,
@@ -64,9 +63,9 @@ class Rows:
     """The rows of a consumer, and the keys that they see."""
 
     number: gl.tensor  # (64,) index in the sequence
-    start: gl.tensor  # (64,) visible keys [start, stop)
+    start: gl.tensor  # (64,) visible keys [start, stop), counted from the tile's first key
     stop: gl.tensor
-    shift: gl.tensor  # position of row 0
+    shift: gl.tensor  # position of row 0, counted likewise
     slope: gl.tensor  # ALiBi, base 2
     entries: gl.tensor  # pointer to the list of blocks
     masks: gl.tensor  # pointer to these rows in the first tile of bits, or in the intervals
@@ -168,9 +167,7 @@ def attend(
     is in flight, the state of the loop, and the arithmetic of the tile.
     """
     first_row = work.m0 + ME * CONSUMER_ROWS
-    last_row = gl.minimum(first_row + CONSUMER_ROWS, work.M) - 1
-    begin, end = own_blocks(first_row, last_row, work, mask, cfg)
-    full_begin, full_end = full_blocks(first_row, last_row, begin, end, work, sizes, mask, cfg)
+    begin, full_begin, full_end, end = own_blocks(first_row, work, sizes, mask, cfg)
     rows = rows_of(ME, work, sizes, mask, score, cfg)
     math = math_of(ME, scales, sizes, work, score, cfg)
     q_use = count * cfg.CONSUMERS + ME
@@ -184,10 +181,10 @@ def attend(
         now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, False, cfg)
         now = key_loop(math, ME, now, q, q_tail, end, channels, rows, score, True, cfg)
     else:  # three phases: masked, full, masked
-        if cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS:
+        if cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS or cfg.HAS_SPAN:
             now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, True, cfg)
         now = key_loop(math, ME, now, q, q_tail, full_begin, channels, rows, score, False, cfg)
-        if (cfg.HAS_LEFT or cfg.HAS_CHUNK) and not cfg.HAS_LISTS:
+        if has_starts(cfg) and not cfg.HAS_LISTS:
             now = key_loop(math, ME, now, q, q_tail, begin, channels, rows, score, True, cfg)
     if not cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:
         channels.q.release_operand(q_use)
@@ -243,8 +240,8 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
     number = work.m0 + ME * CONSUMER_ROWS
     number += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     shift = work.N - work.M
-    p = query_positions(number, number + shift, work.b, mask, cfg)
-    start, stop = visible_keys(p, work.b, work.N, mask, cfg)
+    start, stop = seen_by(number, work.b, work.h, work.start_q, work.M, work.N, mask, cfg)
+    start, stop, shift = start - work.first_key, stop - work.first_key, shift - work.first_key
     entries, masks = shift, shift
     if cfg.HAS_LISTS:
         index = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
@@ -254,7 +251,8 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
     if cfg.SPANS > 0:
         masks = mask.blocks.intervals + index.to(gl.int64) * (2 * cfg.SPANS * cfg.BLOCK_M)
         masks += ME * CONSUMER_ROWS
-    return Rows(number, start, stop, shift, alibi_slope(work.b, work.h, score, cfg), entries, masks)
+    slope = alibi_slope(work.b, work.h, score, cfg)
+    return Rows(number, start, stop, shift, slope, entries, masks)
 
 
 @gluon.jit
@@ -310,17 +308,18 @@ class Math16:
         self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
     ):
         """The first step of the loop."""
-        n0, own = first_key(block, rows, cfg), own_mask(block, rows, cfg)
+        n0, own = key_of_block(block, rows, cfg), own_mask(block, rows, cfg)
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
         if cfg.IS_RAGGED:
             channels.v.acquire(i)
-            clear_past_end(ME, channels.v.tile(i), work.N - n0, cfg.BLOCK_DV, cfg)
+            rest = work.N - work.first_key - n0
+            clear_past_end(ME, channels.v.tile(i), rest, cfg.BLOCK_DV, cfg)
             if cfg.TAIL_DV > 0:
-                clear_past_end(ME, channels.v.tail(i), work.N - n0, cfg.TAIL_DV, cfg)
+                clear_past_end(ME, channels.v.tail(i), rest, cfg.TAIL_DV, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
-        IS_MASKED: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS
+        IS_MASKED: gl.constexpr = cfg.HAS_RIGHT or cfg.HAS_LISTS or has_starts(cfg)
         s = finished_scores(s, n0, own, rows, score, IS_MASKED, cfg)
         if not IS_MASKED:  # noqa: SIM102 -- known while compiling
             if n0 + cfg.BLOCK_N > work.N:
@@ -348,7 +347,7 @@ class Math16:
         VALUE_PRODUCTS: gl.constexpr = 1 if cfg.TAIL_DV == 0 else 2
         i, block = now.i + 1, now.block + (1 if cfg.IS_ASCENDING else -1)
         # Loaded before the product, which hides the latency.
-        n0, own = first_key(block, rows, cfg), own_mask(block, rows, cfg)
+        n0, own = key_of_block(block, rows, cfg), own_mask(block, rows, cfg)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
         s = issue_scores(q, q_tail, i, channels, cfg)

@@ -115,7 +115,7 @@ def scheduler(counter_ptr, channels, sizes, at, mask, cfg: gl.constexpr):
 def send_work(number, count, channels, sizes, at, mask, cfg: gl.constexpr):
     """Send the tile of index `number`, the program's tile `count`, and return its work."""
     work = work_of(number, sizes, at, mask, cfg)
-    put_work(channels.work, count, work)
+    put_work(channels.work, count, work, cfg)
     return work
 
 
@@ -177,7 +177,7 @@ def load_blocks(k, v, i, channels, work, sizes, at, mask, cfg: gl.constexpr):
     head = work.h // sizes.group
     for j in range(work.end - work.begin):
         block = visited_block(j, work, cfg)
-        row = work.start_k
+        row = work.start_k + work.first_key
         if cfg.HAS_LISTS:
             number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
             row += gl.load(first_entry(number, sizes, mask, cfg) + entry_size(cfg) * block)

@@ -22,7 +22,7 @@ from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
 from ..shared.packing_order import PARTS, most_tiles
 from ..shared.softmax import Pointers
-from ..shared.span_lists import SpanLists, span_lists_launch, span_tensors, steps_of
+from ..shared.span_lists import span_lists_launch, span_tensors, spans_of, steps_of
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 from .tile_list import tile_list_kernel
@@ -64,7 +64,7 @@ def run_forward(
         new_outputs = outputs(operands, config) if into is None else ()
         new_counter = partial(tile_counter, operands.q.device)
         new_lists = tile_list(problem, config, operands)
-        new_spans = span_tensors(problem, operands, config.BLOCK_M, config.BLOCK_N)
+        new_spans = span_tensors(problem, operands, config)
         return [*new_outputs, new_counter, *new_lists, *new_spans]
 
     def describe(given: Any, made: Any) -> list[Launch]:
@@ -77,8 +77,8 @@ def run_forward(
         launch = launch_of(problem, config, of_call, out, lse, programs, counter, tiles)
         if lists is not None:
             launch.arguments["blocks"] = lists.with_tensors(*more)
-        if spans:
-            launch.arguments["blocks"] = SpanLists._make((*spans, *steps_of(problem, of_call)))
+        if problem.spans > 0:
+            launch.arguments["blocks"] = spans_of(problem, of_call, spans)
         return with_lists(problem, config, of_call, launch, fills=into is None)
 
     own = 2 if into is None else 0  # outputs that are allocated here
@@ -91,7 +91,7 @@ def run_forward(
     kind: Any = config
     if lists is not None:
         kind = config, lists.steps
-    elif problem.spans > 0:
+    elif config.SPANS > 0:
         kind = config, steps_of(problem, operands)
     made = allocate_and_run_all(name, problem, given, allocators, describe, lambda: kind)
     return into or (made[0], made[1])
@@ -210,7 +210,7 @@ def with_lists(
 ) -> list[Launch]:
     """`with_list`, and the launch that lists the blocks of spans."""
     found = with_list(problem, config, launch, fills)
-    if problem.spans > 0:
+    if config.SPANS > 0:
         found.insert(-1, span_lists_launch(problem, operands, launch.arguments))
         found[-1] = launch._replace(is_early=True)
     return found

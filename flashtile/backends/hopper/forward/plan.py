@@ -196,7 +196,8 @@ class KernelConfig:
     HAS_RIGHT: bool
     HAS_CHUNK: bool
     HAS_BLOCK_MASK: bool
-    SPANS: int  # intervals of keys of each row; 0 without spans
+    HAS_SPAN: bool  # one interval of keys of each row, without lists, see `schedule.py`
+    SPANS: int  # intervals of each row, with lists; 0 without spans
     HAS_LISTS: bool  # tiles visit the blocks of lists: those of a block mask, or of spans
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
@@ -336,8 +337,9 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
         HAS_BLOCK_MASK=problem.block_tile is not None,
-        SPANS=problem.spans,
-        HAS_LISTS=problem.block_tile is not None or problem.spans > 0,
+        HAS_SPAN=problem.spans > 0 and not lists_spans(problem),
+        SPANS=problem.spans if lists_spans(problem) else 0,
+        HAS_LISTS=problem.block_tile is not None or lists_spans(problem),
         HAS_SOFTCAP=has_softcap,
         HAS_ALIBI=problem.has_alibi,
         IS_PACKED=packed,
@@ -346,6 +348,15 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         RUNS=problem.runs,
         IS_PARTIAL=problem.is_partial,
     )
+
+
+def lists_spans(problem: AttentionProblem) -> bool:
+    """Whether a kernel lists the blocks of a mask of spans. With one interval for each row, the
+    forward needs no lists, but for lengths and for more than 128 columns it lacks the registers.
+    """
+    is_whole = problem.layout == "dense" and not problem.has_lengths
+    reads_rows = problem.spans == 1 and is_whole and max(problem.D, problem.Dv) <= 128
+    return problem.spans > 0 and not reads_rows
 
 
 def swizzle_of(problem: AttentionProblem) -> int:

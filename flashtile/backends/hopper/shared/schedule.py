@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .channels import number_of, put
-from .intrinsics import aggregate
+from .intrinsics import CONSUMER_ROWS, CONSUMER_WARPS, aggregate
 from .positions import keys_before, query_positions
 
 WORK_NUMBERS = gl.constexpr(9)  # fields of `Work`
@@ -77,9 +77,10 @@ class Work:
     begin: gl.tensor  # first block of keys; at least one block is visited
     end: gl.tensor
     start_k: gl.tensor  # first row of the sequence's keys
+    first_key: gl.tensor  # that of block 0, where the tile has no list
 
     @gluon.constexpr_function
-    def __init__(self, b, h, m0, start_q, M, N, begin, end, start_k):
+    def __init__(self, b, h, m0, start_q, M, N, begin, end, start_k, first_key):
         self.b = b
         self.h = h
         self.m0 = m0
@@ -89,6 +90,7 @@ class Work:
         self.begin = begin
         self.end = end
         self.start_k = start_k
+        self.first_key = first_key
 
 
 @gluon.jit
@@ -146,6 +148,90 @@ def visible_keys(p, b, N, mask, cfg: gl.constexpr):
     return start, stop
 
 
+# Masks as spans with one interval for each row, in a dense batch (cfg.HAS_SPAN): they act like a
+# window whose bounds differ from row to row. Every role reads the bounds of its tile, so no kernel
+# runs before the forward, and each consumer visits only the blocks that its own rows see. All other
+# spans need lists (`span_lists.py`).
+
+
+@gluon.jit
+def seen_by_spans(rows, start, stop, b, h, start_q, M, spans):
+    """Those of the keys [start, stop) of each row that its interval contains. `spans` are
+    `span_lists.SpanData`.
+    """
+    b, h, row = b.to(gl.int64), h.to(gl.int64), (start_q + rows).to(gl.int64)
+    starts = spans.starts + b * spans.starts_batch + h * spans.starts_head
+    stops = spans.stops + b * spans.stops_batch + h * spans.stops_head
+    inside = rows < M
+    own_start = gl.load(starts + row * spans.starts_row, mask=inside, other=0)
+    own_stop = gl.load(stops + row * spans.stops_row, mask=inside, other=0)
+    # At least 0: an interval may end anywhere, and the difference to a key must not overflow.
+    return gl.maximum(start, own_start), gl.maximum(gl.minimum(stop, own_stop), 0)
+
+
+@gluon.jit
+def extremes(start, stop, inside, N):
+    """(start, stop) of the keys that some row sees, start >= stop if none, and of those that every
+    row sees. Only rows `inside` count, and a row that sees nothing sees no part of N keys.
+    """
+    sees = inside & (start < stop)
+    least_start = gl.min(gl.where(sees, start, N), 0)
+    greatest_stop = gl.max(gl.where(sees, stop, 0), 0)
+    greatest_start = gl.max(gl.where(sees, start, gl.where(inside, N, 0)), 0)
+    least_stop = gl.min(gl.where(sees, stop, gl.where(inside, 0, N)), 0)
+    return (least_start, greatest_stop), (greatest_start, least_stop)
+
+
+@gluon.jit
+def seen_by(rows, b, h, start_q, M, N, mask, cfg: gl.constexpr):
+    """Keys [start, stop) that the queries `rows` of a sequence see: by the mask rules and, with
+    cfg.HAS_SPAN, by the spans.
+    """
+    p = query_positions(rows, rows + N - M, b, mask, cfg)
+    start, stop = visible_keys(p, b, N, mask, cfg)
+    if cfg.HAS_SPAN:
+        start, stop = seen_by_spans(rows, start, stop, b, h, start_q, M, mask.blocks)
+    return start, stop
+
+
+@gluon.jit
+def keys_of_tile(b, h, m0, start_q, M, N, mask, cfg: gl.constexpr):
+    """The keys [start, stop) that some row of a tile sees, in a role of one warp; the first key if
+    none.
+    """
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    STEPS: gl.constexpr = cfg.BLOCK_M // 32
+    lane = gl.arange(0, 32, layout=LANES)
+    start, stop = lane * 0 + N, lane * 0
+    # Not unrolled: with more registers here, the assembler moves those of the consumers' loops.
+    for step in range(STEPS):
+        rows = m0 + step * 32 + lane
+        own_start, own_stop = seen_by(rows, b, h, start_q, M, N, mask, cfg)
+        sees = (rows < M) & (own_start < own_stop)
+        start = gl.where(sees, gl.minimum(start, own_start), start)
+        stop = gl.where(sees, gl.maximum(stop, own_stop), stop)
+    start, stop = gl.min(start, 0), gl.max(stop, 0)
+    is_empty = start >= stop
+    return gl.where(is_empty, 0, start), gl.where(is_empty, 1, stop)
+
+
+@gluon.jit
+def keys_of_consumer(first, work, mask, cfg: gl.constexpr):
+    """The keys that some row of a consumer sees, and those that every row sees, counted from
+    `work.first_key`.
+    """
+    rows = first + consumer_rows(CONSUMER_WARPS)
+    start, stop = seen_by(rows, work.b, work.h, work.start_q, work.M, work.N, mask, cfg)
+    start, stop = start - work.first_key, stop - work.first_key
+    return extremes(start, stop, rows < work.M, work.N)
+
+
+@gluon.jit
+def consumer_rows(WARPS: gl.constexpr):
+    """The numbers of a consumer's rows, all of them in each of WARPS warps."""
+    return gl.arange(0, CONSUMER_ROWS, layout=gl.BlockedLayout([2], [32], [WARPS], [0]))
+
+
 @gluon.jit
 def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
     """The work of a tile index, without blocks of keys if there is no such tile.
@@ -172,17 +258,21 @@ def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
     # LPT order: the longest KV loops first
     if cfg.HAS_BLOCK_MASK:  # spans have no such order
         m = gl.load(mask.blocks.order + list_of(b, h, 0, sizes, mask, cfg) + m)
-    elif cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS:
+    elif cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS or cfg.HAS_SPAN:
         m = m_tiles - 1 - m
     m0 = m * cfg.BLOCK_M
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
+    first_key = m * 0
     if cfg.HAS_LISTS:
         begin = m * 0
         end = gl.load(mask.blocks.counts + 2 * list_of(b, h, m0, sizes, mask, cfg) + 1)
+    elif cfg.HAS_SPAN:
+        first_key, stop = keys_of_tile(b, h, m0, start_q, M, N, mask, cfg)
+        begin, end = m * 0, gl.cdiv(stop - first_key, cfg.BLOCK_N)
     else:
         begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, b, M, N, mask, cfg)
     end = gl.where(exists, end, begin)
-    return Work(b, h, m0, start_q, M, N, begin, end, start_k)
+    return Work(b, h, m0, start_q, M, N, begin, end, start_k, first_key)
 
 
 @gluon.jit
@@ -208,8 +298,10 @@ def first_entry(number, sizes, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def first_key(block, listed, cfg: gl.constexpr):
-    """The first key of a block of the tile; with a list, of its entry `block`."""
+def key_of_block(block, listed, cfg: gl.constexpr):
+    """The first key of a block of the tile, counted from `work.first_key`; with a list, of its
+    entry `block`.
+    """
     n0 = block * cfg.BLOCK_N
     if cfg.HAS_LISTS:
         n0 = gl.load(listed.entries + entry_size(cfg) * block)
@@ -217,10 +309,13 @@ def first_key(block, listed, cfg: gl.constexpr):
 
 
 @gluon.jit
-def put_work(queue, i, work):
+def put_work(queue, i, work, cfg: gl.constexpr):
     """Send the next tile to the other roles, which saves them the divisions."""
+    begin = work.begin
+    if cfg.HAS_SPAN:  # its blocks begin with number 0
+        begin = work.first_key
     put(queue, i, (
-        work.b, work.h, work.m0, work.start_q, work.M, work.N, work.begin, work.end, work.start_k,
+        work.b, work.h, work.m0, work.start_q, work.M, work.N, begin, work.end, work.start_k,
     ))  # fmt: skip
 
 
@@ -231,17 +326,19 @@ def read_work(queue, i, sizes, WARPS: gl.constexpr, cfg: gl.constexpr):
     """
     W: gl.constexpr = WARPS
     begin, M, N = 0 * sizes.M, sizes.M, sizes.N
-    start_q, start_k = begin, begin
+    start_q, start_k, first_key = begin, begin, begin
     if cfg.IS_RAGGED:
         start_q = number_of(queue, i, 3, W)
         M = number_of(queue, i, 4, W)
         N = number_of(queue, i, 5, W)
         start_k = number_of(queue, i, 8, W)
-    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+    if cfg.HAS_SPAN:
+        first_key = number_of(queue, i, 6, W)
+    elif cfg.HAS_LEFT or cfg.HAS_CHUNK:
         begin = number_of(queue, i, 6, W)
     b, h = number_of(queue, i, 0, W), number_of(queue, i, 1, W)
     m0, end = number_of(queue, i, 2, W), number_of(queue, i, 7, W)
-    return Work(b, h, m0, start_q, M, N, begin, end, start_k)
+    return Work(b, h, m0, start_q, M, N, begin, end, start_k, first_key)
 
 
 @gluon.jit
@@ -258,33 +355,33 @@ def blocks_of(first, last, b, M, N, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def own_blocks(first, last, work, mask, cfg: gl.constexpr):
-    """The blocks of keys [begin, end) of the tile that some row of [first, last] sees; at least
-    one block. With a list, all its entries.
+def own_blocks(first, work, sizes, mask, cfg: gl.constexpr):
+    """The blocks of keys (begin, full_begin, full_end, end) of the tile for the rows of a consumer
+    from row `first`: some row sees a key of [begin, end), which is at least one block, and every
+    row sees [full_begin, full_end) completely. With a list, [begin, end) are all its entries.
     """
+    last = gl.minimum(first + CONSUMER_ROWS, work.M) - 1
     begin, end = work.begin, work.end
-    if not cfg.HAS_LISTS:
-        begin, end = blocks_of(first, last, work.b, work.M, work.N, mask, cfg)
-        begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
-        end = gl.minimum(gl.maximum(end, begin + 1), work.end)
-    return begin, end
-
-
-@gluon.jit
-def full_blocks(first, last, begin, end, work, sizes, mask, cfg: gl.constexpr):
-    """The blocks of [begin, end) that every row of [first, last] sees completely."""
     if cfg.HAS_LISTS:
         number = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
         full_begin, full_end = begin, gl.load(mask.blocks.counts + 2 * number)
     else:
-        shift = work.N - work.M
-        p = query_positions(first, first + shift, work.b, mask, cfg)
-        _, stop = visible_keys(p, work.b, work.N, mask, cfg)
-        p = query_positions(last, last + shift, work.b, mask, cfg)
-        start, _ = visible_keys(p, work.b, work.N, mask, cfg)
+        if cfg.HAS_SPAN:
+            some, every = keys_of_consumer(first, work, mask, cfg)
+            begin, end = some[0] // cfg.BLOCK_N, gl.cdiv(some[1], cfg.BLOCK_N)
+            start, stop = every
+        else:
+            begin, end = blocks_of(first, last, work.b, work.M, work.N, mask, cfg)
+            shift = work.N - work.M
+            p = query_positions(first, first + shift, work.b, mask, cfg)
+            _, stop = visible_keys(p, work.b, work.N, mask, cfg)
+            p = query_positions(last, last + shift, work.b, mask, cfg)
+            start, _ = visible_keys(p, work.b, work.N, mask, cfg)
+        begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
+        end = gl.minimum(gl.maximum(end, begin + 1), work.end)
         full_end = gl.minimum(gl.maximum(stop // cfg.BLOCK_N, begin), end)
         full_begin = gl.minimum(gl.maximum(gl.cdiv(start, cfg.BLOCK_N), begin), full_end)
-    return full_begin, full_end
+    return begin, full_begin, full_end, end
 
 
 @gluon.jit

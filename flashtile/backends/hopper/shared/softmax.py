@@ -99,6 +99,12 @@ def distances(position, n0, s, cfg: gl.constexpr):
     return gl.convert_layout(d.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def has_starts(cfg):
+    """Whether the visible keys of a row may start after the first key."""
+    return cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.HAS_SPAN
+
+
 @gluon.jit
 def masked(s, start, stop, n0, cfg: gl.constexpr):
     """-inf where a key of [n0, n0 + BLOCK_N) is outside its row's [start, stop), both (64,)."""
@@ -106,7 +112,7 @@ def masked(s, start, stop, n0, cfg: gl.constexpr):
     LAYOUT: gl.constexpr = by_eights.type.layout
     eight = eights(LAYOUT, cfg)
     visible = eight < bounds(stop - n0, LAYOUT)
-    if cfg.HAS_LEFT or cfg.HAS_CHUNK:
+    if has_starts(cfg):
         visible = visible & (eight >= bounds(start - n0, LAYOUT))
     by_eights = gl.where(visible, by_eights, -float("inf"))
     return gl.convert_layout(by_eights.reshape(s.shape), s.type.layout, assert_trivial=True)

@@ -1,5 +1,6 @@
 """Masks as spans (`flashtile.spans.Spans`): the kernel that lists the blocks of keys that each tile
-of queries visits, before the forward.
+of queries visits, before the forward. With one interval for each row, the forward of a dense batch
+does without (`schedule.py`).
 
 The mask is data of the call, so the lists are made on the device, for every call. They have the
 form of those of a block mask (`block_lists.py`), and the same loops walk them. A block is full if
@@ -10,6 +11,7 @@ the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,14 +63,12 @@ def masks_of(problem: AttentionProblem, operands: Operands) -> tuple[int, int]:
     return (1 if is_shared else problem.B), starts.shape[1]
 
 
-def span_tensors(
-    problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_N: int
-) -> list[NewTensor]:
-    """What allocates the tensors of `SpanLists`; nothing without spans."""
-    if problem.spans == 0:
+def span_tensors(problem: AttentionProblem, operands: Operands, config: Any) -> list[NewTensor]:
+    """What allocates the tensors of `SpanLists`; nothing if the forward has no lists of spans."""
+    if config.SPANS == 0:
         return []
-    lists = *masks_of(problem, operands), -(-problem.M // BLOCK_M)
-    last_sizes = (2,), (-(-problem.N // BLOCK_N),), (problem.spans, 2, BLOCK_M)
+    lists = *masks_of(problem, operands), -(-problem.M // config.BLOCK_M)
+    last_sizes = (2,), (-(-problem.N // config.BLOCK_N),), (config.SPANS, 2, config.BLOCK_M)
     return [uninitialised((*lists, *x), torch.int32, operands.q.device) for x in last_sizes]
 
 
@@ -94,15 +94,27 @@ def span_lists_launch(
 
 def strides(operands: Operands) -> dict[str, int]:
     """The strides of a call's spans; 0 from one sequence to the next where they share a mask, or
-    are packed.
+    are packed, and from one head to the next where those share it.
     """
     found = {}
     for name, x in (("starts", operands.span_starts), ("stops", operands.span_stops)):
         assert x is not None
-        batch, *others = x.stride()
+        batch, head, row, interval = x.stride()
         found[f"{name}_batch"] = batch if x.shape[0] > 1 else 0
-        found |= zip([f"{name}_{of}" for of in ("head", "row", "interval")], others, strict=True)
+        found[f"{name}_head"] = head if x.shape[1] > 1 else 0
+        found[f"{name}_row"], found[f"{name}_interval"] = row, interval
     return found
+
+
+def spans_of(
+    problem: AttentionProblem, operands: Operands, made: Sequence[Tensor]
+) -> SpanLists | SpanData:
+    """What the forward reads of a call's spans: the lists in the tensors `made` if there are any,
+    or else the intervals.
+    """
+    if made:
+        return SpanLists._make((*made, *steps_of(problem, operands)))
+    return SpanData(starts=operands.span_starts, stops=operands.span_stops, **strides(operands))
 
 
 class SpanData(NamedTuple):
