@@ -102,10 +102,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(("intervals", "D"), [(1, 64), (1, 128), (2, 128)])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_with_other_options(options: str, seed: int) -> None:
-    mask = random_spans(generator(seed), (2, 4, 700, 2), 900)
-    check(inputs(seed, 128), mask, seed, **OPTIONS[options])
+def test_with_other_options(options: str, intervals: int, D: int, seed: int) -> None:
+    mask = random_spans(generator(seed), (2, 4, 700, intervals), 900)
+    check(inputs(seed, D), mask, seed, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -130,7 +131,7 @@ def test_packed_sequences(heads: int, seed: int) -> None:
     assert_close("out", out.cpu(), truth, plain, dtype=torch.bfloat16, seed=seed)
 
 
-def changing_call(D: int = 128) -> tuple[Any, list[Spans]]:
+def changing_call(D: int) -> tuple[Any, list[Spans]]:
     """A call without gradients, and masks for it of the same shape."""
     tensors = [x.cuda() for x in inputs(0, D, 900, 900)]
     masks = [MASKS["prefix"](900), random_spans(generator(1), (2, 1, 900, 1), 900)]
@@ -142,8 +143,9 @@ def changing_call(D: int = 128) -> tuple[Any, list[Spans]]:
     return call, [on_gpu(mask) for mask in masks]
 
 
-def test_a_captured_graph_serves_other_masks() -> None:
-    call, masks = changing_call()
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_captured_graph_serves_other_masks(D: int) -> None:
+    call, masks = changing_call(D)
     given = Spans(*(x.clone() for x in masks[0]))
     call(*given)
     torch.cuda.synchronize()
@@ -157,15 +159,17 @@ def test_a_captured_graph_serves_other_masks() -> None:
         assert torch.equal(out, call(*mask))
 
 
-def test_compiled_calls() -> None:
-    call, masks = changing_call()
+@pytest.mark.parametrize("D", [64, 128])
+def test_compiled_calls(D: int) -> None:
+    call, masks = changing_call(D)
     compiled = torch.compile(call, fullgraph=True)
     for mask in masks:
         assert torch.equal(compiled(*mask), call(*mask))
 
 
-def test_no_wait_of_the_host() -> None:
-    call, masks = changing_call()
+@pytest.mark.parametrize("D", [64, 128])
+def test_no_wait_of_the_host(D: int) -> None:
+    call, masks = changing_call(D)
     for mask in (*masks, *masks):  # compiled, and prepared
         call(*mask)
     torch.cuda.set_sync_debug_mode("error")
@@ -176,8 +180,9 @@ def test_no_wait_of_the_host() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_two_hundred_repeats_agree_bit_for_bit() -> None:
-    call, masks = changing_call(64)
+@pytest.mark.parametrize("D", [64, 128])
+def test_two_hundred_repeats_agree_bit_for_bit(D: int) -> None:
+    call, masks = changing_call(D)
     wanted = [call(*mask) for mask in masks]
     for repeat in range(200):
         torch.empty(1 << 22, device="cuda").normal_()

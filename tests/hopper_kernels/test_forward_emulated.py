@@ -420,11 +420,12 @@ def test_spans_of_everyday_masks(mask: str, head_dim: int):
     dense(sizes={"B": 2, "M": 460, "N": 460, "D": head_dim}, mask=MASKS[mask])
 
 
-@pytest.mark.parametrize("intervals", [1, 2])
+@pytest.mark.parametrize(("intervals", "head_dim"), [(1, 64), (1, 128), (2, 128)])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_spans_with_other_options(option: str, intervals: int):
+def test_spans_with_other_options(option: str, intervals: int, head_dim: int):
     mask = random_spans(generator(5), (1, 1, 330, intervals), 500)
-    dense(1, sizes={"M": 330, "N": 500, "Hq": 2}, mask=mask, **OPTIONS[option])
+    sizes = {"M": 330, "N": 500, "Hq": 2, "D": head_dim}
+    dense(1, sizes=sizes, mask=mask, **OPTIONS[option])
 
 
 @pytest.mark.parametrize("lead", [(1, 1), (4, 2)], ids=str)
@@ -446,7 +447,7 @@ def test_spans_of_packed_sequences(used: bool, heads: int):
 def test_consumers_skip_the_blocks_of_others():
     """A consumer with 64 rows computes no block that only other rows of its tile see: an infinite
     value there would make NaN of a weight of 0."""
-    q, k, v = dense_inputs(10, "contiguous", {"M": 128, "N": 512})
+    q, k, v = dense_inputs(10, "contiguous", {"M": 128, "N": 512, "D": 64})
     starts = (torch.arange(128) // 64 * 256).int().view(1, 1, -1, 1)
     v[:, 256:] = torch.inf
     operands, options = describe((q, k, v), Dense(), {"mask": Spans(starts, starts + 128)})
@@ -457,7 +458,7 @@ def test_consumers_skip_the_blocks_of_others():
 def test_blocks_begin_with_the_first_visible_key():
     """A document that begins inside of a multiple of the block size needs no more blocks: the
     neighbours of its keys may be NaN."""
-    q, k, v = dense_inputs(11, "contiguous", {"M": 128, "N": 512})
+    q, k, v = dense_inputs(11, "contiguous", {"M": 128, "N": 512, "D": 64})
     k[:, :100], v[:, :100], k[:, 356:], v[:, 356:] = (torch.nan,) * 4
     starts = torch.full((1, 1, 128, 1), 100, dtype=torch.int32)
     operands, options = describe((q, k, v), Dense(), {"mask": Spans(starts, starts + 256)})

@@ -352,10 +352,11 @@ def plan(problem: AttentionProblem) -> KernelConfig:
 
 def lists_spans(problem: AttentionProblem) -> bool:
     """Whether a kernel lists the blocks of a mask of spans. With one interval for each row, the
-    forward needs no lists, but for lengths and for more than 128 columns it lacks the registers.
+    forward needs no lists, but for lengths it lacks the registers, and beyond 64 columns lists are
+    faster: fewer consumers share one, and the loop lacks instructions for the bounds of rows.
     """
     is_whole = problem.layout == "dense" and not problem.has_lengths
-    reads_rows = problem.spans == 1 and is_whole and max(problem.D, problem.Dv) <= 128
+    reads_rows = problem.spans == 1 and is_whole and max(problem.D, problem.Dv) <= 64
     return problem.spans > 0 and not reads_rows
 
 
