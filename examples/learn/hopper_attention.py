@@ -77,18 +77,21 @@ class Ring(NamedTuple):
 
     tiles: Any  # (SLOTS, rows, SIZE)
     full: Any  # (SLOTS, 1) mbarriers: the copy has arrived
-    empty: Any  # (SLOTS, 1) mbarriers: every reader has released the slot
+    empty: Any  # (SLOTS, 1) mbarriers: all readers have released the slot; or full, see `make_ring`
 
 
 @gluon.jit
 def make_ring(dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, READERS: gl.constexpr):
-    """A ring of empty slots."""
+    """A ring of empty slots. With READERS = 0 each slot gets one tile, and nobody releases it."""
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, SIZE], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
+    empty = full
+    if READERS > 0:
+        empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(SLOTS):
+            mbarrier.init(empty.index(slot), count=READERS)
     return Ring(tiles, full, empty)
 
 
@@ -256,7 +259,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr = 2 if cfg.HAS_ROLES else 1
     dtype: gl.constexpr = q_desc.dtype
     rings = (
-        make_ring(dtype, CONSUMERS, SIZE // CONSUMERS, 1),
+        make_ring(dtype, CONSUMERS, SIZE // CONSUMERS, 0),
         make_ring(dtype, STAGES, SIZE, CONSUMERS),
         make_ring(dtype, STAGES, SIZE, CONSUMERS),
     )

@@ -39,6 +39,7 @@ class Report(NamedTuple):
     spilled: int  # bytes a thread
     shared: int  # bytes a program
     warnings: list[str]
+    unused_barriers: list[str]  # mbarriers that no role but the first one uses
     value_products: list[str]  # left operand of every wgmma with V: a register, or a descriptor
     blocks: list[list[str]]  # names of the instructions of every innermost loop with a product
 
@@ -84,9 +85,21 @@ def report(launch: Launch) -> Report:
         spilled=_number(r"(\d+) bytes spill stores", log),
         shared=compiled.metadata.shared,
         warnings=re.findall(r".*(?:warning|Potential).*", log),
+        unused_barriers=_unused_barriers(compiled.asm["ttgir"]),
         value_products=products,
         blocks=_blocks(assembly.splitlines()),
     )
+
+
+def _unused_barriers(code: str) -> list[str]:
+    """The mbarriers that a program with roles allocates but does not hand to one of them. Triton
+    gives their memory to other tensors, which the multiprocessor overwrites with its own copy of
+    the barrier when the GPU turns to another process.
+    """
+    handed = {name for names in re.findall(r"warp_specialize\((.*?)\)", code) for name in
+              re.findall(r"%\w+", names)}  # fmt: skip
+    barriers = re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<\d+x1xi64", code)
+    return [name for name in barriers if handed and name not in handed]
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:

@@ -161,6 +161,7 @@ def check(
         found = report(launch)
         assert found.shared <= SHARED_LIMIT
         assert found.warnings == []  # among them those of products that wait for each other
+        assert found.unused_barriers == []
         assert found.spilled <= spills
         for block in found.blocks:
             has_mask = any(name.startswith("FSEL") for name in block)

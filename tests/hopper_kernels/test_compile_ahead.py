@@ -114,6 +114,7 @@ def check(call: tuple[Operands, Options], spills: int, **facts: object) -> None:
     found = report(launch_of(*call, **facts))
     assert found.shared <= SHARED_LIMIT
     assert found.warnings == []  # among them those of products that wait for each other
+    assert found.unused_barriers == []
     assert found.spilled <= spills + SPILLS_OF_NEWER
     assert found.value_products
     assert all(operand.startswith("R") for operand in found.value_products)  # P stays put

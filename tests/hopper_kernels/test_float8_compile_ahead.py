@@ -91,6 +91,7 @@ def test_options_compile(option: str):
     found = report(launch_of(OPTIONS[option]()))
     assert found.shared <= SHARED_LIMIT
     assert found.warnings == []  # among them those of products that wait for each other
+    assert found.unused_barriers == []
     assert found.spilled == 0
 
 

@@ -28,6 +28,7 @@ def test_it_compiles_to_what_the_lesson_says(schedule: Schedule, is_traced: bool
     found = report(describe(x, x, x, x, replace(schedule, IS_TRACED=is_traced), trace))
     assert found.spilled == 0 and found.shared <= SHARED_LIMIT
     assert found.warnings == []  # among them those of products that wait for each other
+    assert found.unused_barriers == []
     assert all(operand.startswith("R") for operand in found.value_products)  # P stays put
     # One KV loop for each consumer, with the waits that its schedule names.
     assert len(found.blocks) == (2 if schedule.HAS_ROLES else 1)

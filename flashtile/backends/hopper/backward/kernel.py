@@ -146,6 +146,20 @@ def make_exchange(tiles, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def make_handover(tiles):
+    """One tile that a consumer passes to the other, which `ds` and `p` answer for each other: dS of
+    a step says that P of the step was read, and P of the next step that dS was.
+
+    So nothing waits for an empty tile, and there is no barrier for that: Triton would give the
+    memory of a barrier that no role uses to other tensors, and the multiprocessor writes its own
+    copy of a barrier back to memory when the GPU turns to another process.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    return Channel(tiles, tiles, full, full, 1)
+
+
+@gluon.jit
 def make_channels(inputs, workspace, cfg: gl.constexpr):
     """Allocate the rings and set up their barriers."""
     dtype: gl.constexpr = inputs.q.tiles.dtype
@@ -155,8 +169,7 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
     ds = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
     if cfg.IS_SPLIT:
         p = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
-        p = make_channel(p, p, 1, 1)
-        ds = make_channel(ds, ds, 1, 1)
+        p, ds = make_handover(p), make_handover(ds)
         staging = make_split_staging(workspace, cfg)
     else:
         ds = make_exchange(ds, 2)
