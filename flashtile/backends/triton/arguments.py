@@ -154,6 +154,14 @@ class Corners(NamedTuple):
     last_key: Any
 
 
+class RowStats(NamedTuple):
+    """Of the rows of a backward, in pointers or tiles: see `backward_pass.delta_kernel`."""
+
+    pivot: Any
+    log_sum: Any  # None without HAS_LARGE_SCORES
+    delta: Any
+
+
 class Mask(NamedTuple):
     """The mask rules, which flags of `KernelConfig` select."""
 
@@ -190,7 +198,7 @@ NUMBERS = (
     "mask_columns", "drop_threshold",
 )  # fmt: skip
 # Tensors that are read by rows of any length, where alignment saves nothing.
-POINTERS = ("lse_ptr", "lse_log2_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
+POINTERS = ("lse_ptr", "pivot_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
 
 
 def unspecialised(*tensors: str) -> list[str]:

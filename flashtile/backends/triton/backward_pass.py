@@ -11,9 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.intrinsics import LOG2E, rows_base
+from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
+from .arguments import Blocks, Corners, Lengths, Mask, Places, RowStats, Score, unspecialised
+from .exponentials import exponent_factor, exponentials, pivot_of_lse
 from .score_rule import product_gradient
 from .spans import (
     full_tile_of,
@@ -26,7 +27,6 @@ from .spans import (
 from .tiles import (
     between,
     dropout_key,
-    exponent_factor,
     head_swizzle,
     in_block_mask,
     kept,
@@ -38,6 +38,7 @@ from .tiles import (
     query_span,
     scores_of,
     seeing_rows,
+    stats_count,
     stats_start,
     store_rows,
     tile_phases,
@@ -49,11 +50,13 @@ from .tiles import (
 @triton.jit(do_not_specialize=["rows_total", *unspecialised("out", "dout")])
 def delta_kernel(
     out_ptr, out_batch, out_row, out_head, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr,
-    dlse_ptr, delta_ptr, lse_log2_ptr, rows_total, heads, BLOCK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ALIGNMENT: tl.constexpr,
+    dlse_ptr, delta_ptr, pivot_ptr, rows_total, heads, BLOCK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ALIGNMENT: tl.constexpr, HAS_LARGE_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) minus the gradient of the log-sum-exp, and the log-sum-exp in base 2,
-    for every row of one head.
+    """For every row of one head: delta = rowsum(dO * O) minus the gradient of the log-sum-exp, and
+    the log-sum-exp as the pivot of its scores.
+
+    HAS_LARGE_SCORES: zeros follow the pivots of all rows; see `row_sums.py`.
     """
     out = HeadRows(out_ptr, out_batch, out_row, out_head)
     dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
@@ -75,31 +78,46 @@ def delta_kernel(
         delta -= tl.load(dlse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
     tl.store(delta_ptr + stats_offs, delta, mask=rows < rows_total)
     lse = tl.load(lse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
-    tl.store(lse_log2_ptr + stats_offs, in_base_2(lse), mask=rows < rows_total)
+    tl.store(pivot_ptr + stats_offs, pivot_of_lse(lse, HAS_LARGE_SCORES), mask=rows < rows_total)
+    if HAS_LARGE_SCORES:
+        log_sum_offs = tl.num_programs(0).to(tl.int64) * rows_total + stats_offs
+        tl.store(pivot_ptr + log_sum_offs, tl.zeros_like(lse), mask=rows < rows_total)
 
 
 @triton.jit
-def in_base_2(lse):
-    """A log-sum-exp in base 2. Rows that saw no key get +inf, which makes P zero."""
-    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+def stats_at(pivot_ptr, delta_ptr, start, lengths, heads, cfg: tl.constexpr):
+    """Pointers to the statistics of the rows from `start`."""
+    log_sum = None
+    if cfg.HAS_LARGE_SCORES:
+        log_sum = pivot_ptr + stats_count(lengths, heads) + start
+    return RowStats(pivot_ptr + start, log_sum, delta_ptr + start)
 
 
 @triton.jit
-def load_stats(lse_log2_ptr, delta_ptr, rows, M, IS_MASKED: tl.constexpr):
-    """Log-sum-exp in base 2, and delta. Rows past the end get +inf, which makes P zero."""
+def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr):
+    """The statistics of `rows`, in tiles of size 1 along AXIS. Rows past the end get the pivot
+    +inf, which makes P zero.
+    """
+    log_sum = None
     if IS_MASKED:
-        lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < M, other=float("inf"))
-        delta = tl.load(delta_ptr + rows, mask=rows < M, other=0.0)
+        pivot = tl.load(stats.pivot + rows, mask=rows < M, other=float("inf"))
+        if stats.log_sum is not None:
+            log_sum = tl.load(stats.log_sum + rows, mask=rows < M, other=0.0)
+        delta = tl.load(stats.delta + rows, mask=rows < M, other=0.0)
     else:
-        lse_log2 = tl.load(lse_log2_ptr + rows)
-        delta = tl.load(delta_ptr + rows)
-    return lse_log2, delta
+        pivot = tl.load(stats.pivot + rows)
+        if stats.log_sum is not None:
+            log_sum = tl.load(stats.log_sum + rows)
+        delta = tl.load(stats.delta + rows)
+    if stats.log_sum is not None:
+        log_sum = tl.expand_dims(log_sum, AXIS)
+    return RowStats(tl.expand_dims(pivot, AXIS), log_sum, tl.expand_dims(delta, AXIS))
 
 
 @triton.jit
 def recompute_p(
     qk,
-    lse_log2,
+    stats,
     rows,
     keys,
     visible,
@@ -113,10 +131,10 @@ def recompute_p(
     IS_MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):
-    """P = exp(S - lse) of a tile or of a transposed tile."""
+    """P = exp(S - lse) of a tile or of a transposed tile, whose rows have `stats`."""
     inside = (rows < M) & (keys < N)
     s = scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg)
-    p = tl.math.exp2(s * exponent_factor(score, cfg) - lse_log2)
+    p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
     if IS_MASKED:
         p = tl.where(visible, p, 0.0)
     return p
@@ -132,8 +150,8 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 
 @triton.jit
 def add_queries(
-    dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_log2_ptr, delta_ptr, n0,
-    keys, start_q, M, N, places, b, h, mask,
+    dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys, start_q,
+    M, N, places, b, h, mask,
     score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +167,7 @@ def add_queries(
     )
     # (BLOCK_N, BLOCK_M)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-    lse_log2, delta = load_stats(lse_log2_ptr, delta_ptr, offs_m, M, IS_MASKED)
+    stats = load_stats(stats, offs_m, M, IS_MASKED, 0)
     visible = keys < N
     if IS_MASKED:
         start, stop = visible_keys(rows, N, places, mask, cfg)
@@ -162,8 +180,7 @@ def add_queries(
         keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, places, cfg))
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
     p = recompute_p(
-        qk, lse_log2[None, :], rows, keys, visible, corners, places, b, h, score, M, N, IS_MASKED,
-        cfg,
+        qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, IS_MASKED, cfg,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_DV)
     do_tile = load_tile(
@@ -175,7 +192,7 @@ def add_queries(
     if HAS_DK:
         # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
-        ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[None, :])
+        ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg
         )
@@ -187,7 +204,7 @@ def add_queries(
 def key_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dk_ptr, dk_batch, dk_row, dk_head, dv_ptr, dv_batch,
-    dv_row, dv_head, lse_log2_ptr, delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B,
+    dv_row, dv_head, pivot_ptr, delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B,
     M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
     drop_threshold, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -248,8 +265,7 @@ def key_gradient_kernel(
             dout, rows_base(dout, b, start_q, h), M, cfg, cfg.DV, BLOCK_M, BLOCK_DV
         )
         stats_row = stats_start(lengths, b, h, heads) + start_q
-        lse_row = lse_log2_ptr + stats_row
-        delta_row = delta_ptr + stats_row
+        stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
         if HAS_LISTS:
             capacity = tl.cdiv(lengths.M, BLOCK_M)
             counts, tiles = list_row(lists, b, h, heads, tile, n_tiles, capacity)
@@ -264,8 +280,8 @@ def key_gradient_kernel(
             else:
                 m0 = (full_begin + i) * BLOCK_M
             dk_acc, dv_acc = add_queries(
-                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
-                delta_row, n0, keys, start_q, M, N, places, b, h, mask, score, blocks,
+                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys,
+                start_q, M, N, places, b, h, mask, score, blocks,
                 drop_threshold, drop_key, False, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
         for i in range(0, masked_count):
@@ -274,8 +290,8 @@ def key_gradient_kernel(
             else:
                 m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M
             dk_acc, dv_acc = add_queries(
-                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, lse_row,
-                delta_row, n0, keys, start_q, M, N, places, b, h, mask, score, blocks,
+                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys,
+                start_q, M, N, places, b, h, mask, score, blocks,
                 drop_threshold, drop_key, True, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
 
@@ -294,7 +310,7 @@ def key_gradient_kernel(
 
 @triton.jit
 def add_keys(
-    dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start, stop,
+    dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start, stop,
     intervals, M, N, places, b, h, score, blocks,
     drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -321,10 +337,9 @@ def add_keys(
         keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
     p = recompute_p(
-        qk, lse_log2[:, None], rows, keys, visible, corners, places, b, h, score, M, N, IS_MASKED,
-        cfg,
+        qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, IS_MASKED, cfg,
     )  # fmt: skip
-    ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None])
+    ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
     ds = product_gradient(ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
@@ -332,7 +347,7 @@ def add_keys(
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dq"))
 def query_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, lse_log2_ptr,
+    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, pivot_ptr,
     delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B, M, N, total_q, total_k,
     page_columns, left, right, chunk, heads, mask_rows, mask_columns, drop_threshold,
     IS_ADDED: tl.constexpr, cfg: tl.constexpr,
@@ -386,7 +401,8 @@ def query_gradient_kernel(
         cfg.OUT_ALIGNMENT,
     )
     stats_row = stats_start(lengths, b, h, heads) + start_q
-    lse_log2, delta = load_stats(lse_log2_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
+    stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    stats = load_stats(stats, offs_m, M, True, 1)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
     start, stop = visible_keys(rows, N, places, mask, cfg)
@@ -412,7 +428,7 @@ def query_gradient_kernel(
         else:
             n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
-            dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
+            dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start,
             stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key, False,
             cfg,
         )  # fmt: skip
@@ -422,7 +438,7 @@ def query_gradient_kernel(
         else:
             n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
-            dq_acc, q_tile, do_tile, lse_log2, delta, n0, k, k_source, v, v_source, rows, start,
+            dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start,
             stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key, True,
             cfg,
         )  # fmt: skip

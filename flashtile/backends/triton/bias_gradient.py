@@ -12,7 +12,7 @@ import triton.language as tl
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
-from .backward_pass import drop, load_stats, recompute_p
+from .backward_pass import drop, load_stats, recompute_p, stats_at
 from .spans import in_spans, load_intervals
 from .tiles import (
     between,
@@ -29,7 +29,7 @@ from .tiles import (
 
 @triton.jit
 def score_gradient_tile(
-    q, k, v, dout, lse_log2_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold, drop_key,
+    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold, drop_key,
     heads, b, h,
     m0, n0, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -69,21 +69,20 @@ def score_gradient_tile(
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
     stats_row = stats_start(lengths, b, h, heads) + start_q
-    lse_log2, delta = load_stats(lse_log2_ptr + stats_row, delta_ptr + stats_row, offs_m, M, True)
+    stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    stats = load_stats(stats, offs_m, M, True, 1)
     keep = visible
     if cfg.HAS_DROPOUT:
         keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
-    p = recompute_p(
-        qk, lse_log2[:, None], rows, keys, visible, corners, places, b, h, score, M, N, True, cfg
-    )
-    return p * (drop(dp, keep, score.data.drop_scale, cfg) - delta[:, None]), qk, visible
+    p = recompute_p(qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, True, cfg)
+    return p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta), qk, visible
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
 def bias_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dbias, lse_log2_ptr, delta_ptr, at, score_data, bias,
+    dout_ptr, dout_batch, dout_row, dout_head, dbias, pivot_ptr, delta_ptr, at, score_data, bias,
     mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
     mask_rows, mask_columns, drop_threshold, IS_BATCH_SHARED: tl.constexpr,
     IS_HEAD_SHARED: tl.constexpr, IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr,
@@ -121,7 +120,7 @@ def bias_gradient_kernel(
             for m0 in range(own_m, stop_m, BLOCK_M):
                 for n0 in range(own_n, stop_n, BLOCK_N):
                     ds, _, _ = score_gradient_tile(
-                        q, k, v, dout, lse_log2_ptr, delta_ptr, lengths, mask, score, blocks,
+                        q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks,
                         drop_threshold,
                         drop_key, heads, b, h, m0, n0, cfg,
                     )  # fmt: skip

@@ -14,9 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
+from ...gpu.intrinsics import LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
+from .exponentials import as_pivot, exponent_factor, exponentials, log_sum_exp, rescaling
 from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
@@ -32,7 +33,6 @@ from .tiles import (
     as_float16,
     between,
     dropout_key,
-    exponent_factor,
     head_swizzle,
     in_block_mask,
     kept,
@@ -93,12 +93,12 @@ def attend_keys(
             visible = in_block_mask(rows, keys, visible, b, h_mask, blocks, cfg)
         s = tl.where(visible, s, -float("inf"))
     factor = exponent_factor(score, cfg)
-    new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+    new_max = tl.maximum(row_max, as_pivot(tl.max(s, 1), factor, cfg))
     pivot = new_max
     if IS_MASKED or not cfg.IS_LINEAR:  # nothing visible yet: -inf - -inf would be NaN
         pivot = tl.where(new_max == -float("inf"), 0.0, new_max)
-    p = tl.math.exp2(s * factor - pivot[:, None])
-    rescale = tl.math.exp2(row_max - pivot)
+    p = exponentials(s, pivot[:, None], factor, cfg)
+    rescale = rescaling(row_max, pivot, cfg)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
         p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg), p, 0.0)
@@ -136,7 +136,8 @@ def first_sums(sink_ptr, h, cfg: tl.constexpr):
     """The running maximum and sum of every row before the KV loop, (BLOCK_M,)."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     if sink_ptr is not None:  # a key of logit `sink` whose value is zero
-        row_max = tl.load(sink_ptr + h).to(tl.float32) * LOG2E + tl.zeros([BLOCK_M, 1], tl.float32)
+        sink = as_pivot(tl.load(sink_ptr + h).to(tl.float32), LOG2E, cfg)
+        row_max = sink + tl.zeros([BLOCK_M, 1], tl.float32)
         row_max = tl.reshape(row_max, [BLOCK_M])
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
         if cfg.IS_SPLIT:  # only the first part has the sink; elsewhere its weight is 0
@@ -308,7 +309,7 @@ def forward_kernel(
     row_sum = row_sum[:, None]
     seen = (row_sum > 0.0) & (rows < M)
     safe_sum = tl.where(seen, row_sum, 1.0)
-    lse = tl.where(seen, (row_max + tl.math.log2(safe_sum)) * LN2, -float("inf"))
+    lse = tl.where(seen, log_sum_exp(row_max, safe_sum, cfg), -float("inf"))
     lse_offs = stats_start(lengths, b, h, heads) + start_q + rows
     if cfg.IS_SPLIT:
         lse_offs += tl.program_id(1) * stats_count(lengths, heads)

@@ -45,7 +45,7 @@ class BackwardBuffers(NamedTuple):
     dk: Tensor
     dv: Tensor
     delta: Tensor
-    lse_log2: Tensor  # as `lse`: see `backward_pass.delta_kernel`
+    pivot: Tensor  # as `lse`, or twice as large: see `backward_pass.delta_kernel`
     dbias: Tensor | None = None
     distance_sums: Tensor | None = None  # see `distance_gradient.py`
     dcaptured: Tensor | None = None  # float32, zeros
@@ -109,7 +109,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     launches = [delta_launch(problem, out, lse, dout, dlse, made, planned.queries)]
     shared = {
         **row_arguments(q=q, k=k, v=v, dout=dout),
-        "lse_log2_ptr": made.lse_log2,
+        "pivot_ptr": made.pivot,
         "delta_ptr": made.delta,
         **common,
     }
@@ -162,13 +162,14 @@ def delta_launch(
         "lse_ptr": lse,
         "dlse_ptr": None if dlse is None else dlse.contiguous(),
         "delta_ptr": made.delta,
-        "lse_log2_ptr": made.lse_log2,
+        "pivot_ptr": made.pivot,
         "rows_total": rows,
         "heads": problem.Hq,
         "BLOCK": config.BLOCK_M,
         "DV": config.DV,
         "BLOCK_DV": config.BLOCK_DV,
         "ALIGNMENT": config.OUT_ALIGNMENT,
+        "HAS_LARGE_SCORES": config.HAS_LARGE_SCORES,
     }
     grid = (sequences * problem.Hq, -(-rows // config.BLOCK_M))
     return Launch(delta_kernel, grid, arguments, 4, 1)

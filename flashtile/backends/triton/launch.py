@@ -26,7 +26,7 @@ from .kernel_launches import (
     forward_launches,
     probabilities_launch,
 )
-from .plan import plan
+from .plan import has_large_scores, plan
 from .splits import splits_of
 
 PASS, BACKWARD = "triton forward", "triton backward"
@@ -108,7 +108,7 @@ def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackwar
 
     def run(tensors: Tensors) -> Gradients:
         made = prepared.run(tensors)
-        if names == ("dq", "dk", "dv", "delta", "lse_log2") and tensors[SINK] is None:
+        if names == ("dq", "dk", "dv", "delta", "pivot") and tensors[SINK] is None:
             return Gradients(made[0], made[1], made[2])
         *operands, _, lse, _, _ = tensors
         assert lse is not None  # every forward with gradients keeps it
@@ -297,7 +297,7 @@ def _backward_allocators(
         "dk": new(k.shape, key_dtype),
         "dv": new(v.shape, key_dtype),
         "delta": empty(lse_shape(operands), torch.float32),
-        "lse_log2": empty(lse_shape(operands), torch.float32),
+        "pivot": empty((1 + has_large_scores(problem), *lse_shape(operands)), torch.float32),
     }
     if bias is not None and problem.bias_needs_grad:
         found["dbias"] = zeros(bias.shape, bias.dtype)

@@ -174,6 +174,7 @@ class KernelConfig:
     GROUP: int  # query heads that share a key head
     IS_PACKED_GROUP: bool  # a tile holds rows of all heads of a group
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
+    HAS_LARGE_SCORES: bool  # scores from the caller's tensors or functions: `exponentials.py`
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_CHUNK: bool
@@ -385,9 +386,7 @@ def _kernel_plan(
     options = problem.options
     mask_m, mask_n = problem.block_tile or (0, 0)
     BLOCK_M, BLOCK_N = _fit(tile.BLOCK_M, mask_m), _fit(tile.BLOCK_N, mask_n)
-    has_bias = problem.has_bias or problem.relative_distance is not None
-    plain = options.softcap == 0 and not problem.has_alibi and not has_bias
-    plain = plain and not options.score_mod
+    plain = options.softcap == 0 and not problem.has_alibi and not has_large_scores(problem)
     D = min(problem.D, MAX_HEAD_DIM)
     tail = problem.D - D
     BLOCK_D, BLOCK_DV = (padded(x, problem.dtype, problem.capability) for x in (D, problem.Dv))
@@ -403,6 +402,7 @@ def _kernel_plan(
         GROUP=problem.group,
         IS_PACKED_GROUP=packed,
         IS_LINEAR=plain and options.softmax_scale > 0,
+        HAS_LARGE_SCORES=has_large_scores(problem),
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
@@ -427,6 +427,12 @@ def _kernel_plan(
         SPANS=problem.spans,
     )
     return KernelPlan(config, tile.warps, tile.stages)
+
+
+def has_large_scores(problem: AttentionProblem) -> bool:
+    """Whether scores come from the caller's tensors or functions, and may be as large as -1e30."""
+    has_bias = problem.has_bias or problem.relative_distance is not None
+    return has_bias or bool(problem.options.score_mod)
 
 
 def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bool) -> Tile:

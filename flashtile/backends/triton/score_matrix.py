@@ -8,13 +8,12 @@ import triton.language as tl
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
-from .backward_pass import in_base_2
+from .exponentials import exponent_factor, exponentials, pivot_of_lse
 from .pages import load_keys, page_list
 from .spans import in_spans, load_intervals
 from .tiles import (
     between,
     dropout_key,
-    exponent_factor,
     in_block_mask,
     kept,
     key_row_of_batch,
@@ -79,8 +78,8 @@ def probabilities_kernel(
     s = scores_of(qk, rows, keys, visible, corners, places, b, h, score, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     lse = tl.load(lse_ptr + stats_row + offs_m, mask=offs_m < M, other=-float("inf"))
-    lse_log2 = in_base_2(lse)
-    p = tl.math.exp2(s * exponent_factor(score, cfg) - lse_log2[:, None])
+    pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
+    p = exponentials(s, pivot[:, None], exponent_factor(score, cfg), cfg)
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)
         p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg), p, -p)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.intrinsics import IS_INTERPRETED, LOG2E
+from ...gpu.intrinsics import IS_INTERPRETED
 from .positions import (
     corners_of_scores,
     indices_of_queries,
@@ -294,15 +294,6 @@ def unpack_pairs(pairs):
             "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     return even, odd
-
-
-@triton.jit
-def exponent_factor(score, cfg: tl.constexpr):
-    """The positive factor that makes the results of `scores_of` exponents of 2."""
-    factor = LOG2E
-    if cfg.IS_LINEAR:
-        factor = score.data.scale * LOG2E
-    return factor
 
 
 # Dropout: the definition is flashtile/dropout.py
