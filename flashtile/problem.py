@@ -276,6 +276,11 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+# Size of a log-sum-exp from which a backward adds up P = exp(S - lse) first, and divides by the
+# sum: rounding the log-sum-exp to float32 changes P by up to 2**-24 of it.
+LARGE_LSE = 1024.0
+
+
 def lse_shape(operands: Operands) -> tuple[int, ...]:
     """(B, Hq, M), or (Hq, total_q) when the queries are packed."""
     q = operands.q

@@ -28,12 +28,13 @@ from .tiles import (
 
 
 @triton.jit
-def score_gradient_tile(
-    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold, drop_key,
-    heads, b, h,
-    m0, n0, cfg: tl.constexpr,
+def probability_tile(
+    q, k, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
+    cfg: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of scores: dS (BLOCK_M, BLOCK_N), zero where masked, Q K^T, and the mask."""
+    """Of one tile of scores: P (BLOCK_M, BLOCK_N), zero where masked, Q K^T, the mask, and the
+    statistics of the rows.
+    """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     start_q, M = query_span(lengths, b)
@@ -49,7 +50,7 @@ def score_gradient_tile(
     visible = in_spans(keys, visible, intervals, cfg)
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
-    # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D), (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_DV)
+    # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D)
     q_tile = load_rows(
         q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
     )
@@ -57,26 +58,47 @@ def score_gradient_tile(
         k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D,
         cfg.ALIGNMENT,
     )  # fmt: skip
+    # (BLOCK_M, BLOCK_N)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    stats_row = stats_start(lengths, b, h, heads) + start_q
+    stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    stats = load_stats(stats, offs_m, M, True, 1)
+    corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
+    p = recompute_p(qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, True, cfg)
+    return p, qk, visible, stats
+
+
+@triton.jit
+def score_gradient_tile(
+    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold, drop_key,
+    heads, b, h, m0, n0, cfg: tl.constexpr,
+):  # fmt: skip
+    """Of one tile of scores: dS (BLOCK_M, BLOCK_N), zero where masked, Q K^T, and the mask."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    p, qk, visible, stats = probability_tile(
+        q, k, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0, cfg
+    )
+    # (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_DV)
     do_tile = load_rows(
         dout, rows_base(dout, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, cfg.BLOCK_DV,
         cfg.OUT_ALIGNMENT,
     )  # fmt: skip
     v_tile = load_rows(
-        v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, cfg.BLOCK_DV,
+        v, rows_base(v, b, start_k, h // cfg.GROUP), n0, N, True, cfg.DV, BLOCK_N, cfg.BLOCK_DV,
         cfg.ALIGNMENT,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-    stats_row = stats_start(lengths, b, h, heads) + start_q
-    stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
-    stats = load_stats(stats, offs_m, M, True, 1)
     keep = visible
     if cfg.HAS_DROPOUT:
+        rows = m0 + tl.arange(0, BLOCK_M)[:, None]
+        places = Places(N - M, lengths.at, b)
         keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
-    corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
-    p = recompute_p(qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, True, cfg)
-    return p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta), qk, visible
+    ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
+    return ds, qk, visible
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))

@@ -29,6 +29,7 @@ from .captured_gradient import captured_gradient_kernel
 from .distance_gradient import distance_gradient_kernel
 from .forward_pass import forward_kernel
 from .plan import KernelPlan
+from .row_sums import row_sums_kernel
 from .score_function import plan_with_functions
 from .score_matrix import probabilities_kernel
 
@@ -107,6 +108,9 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
     common = common_of(problem, operands)
     launches = [delta_launch(problem, out, lse, dout, dlse, made, planned.queries)]
+    if planned.scores.config.HAS_LARGE_SCORES and not problem.is_partial:
+        sink = at_boundary(operands.sink)
+        launches.append(row_sums_launch(problem, q, k, sink, made, common, planned.scores))
     shared = {
         **row_arguments(q=q, k=k, v=v, dout=dout),
         "pivot_ptr": made.pivot,
@@ -173,6 +177,29 @@ def delta_launch(
     }
     grid = (sequences * problem.Hq, -(-rows // config.BLOCK_M))
     return Launch(delta_kernel, grid, arguments, 4, 1)
+
+
+def row_sums_launch(
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    sink: Tensor | None,
+    made: BackwardBuffers,
+    common: dict[str, Any],
+    kernel_plan: KernelPlan,
+) -> Launch:
+    """The row sums that large log-sum-exps have lost; not for a part of the keys."""
+    config = kernel_plan.config
+    arguments = {
+        **row_arguments(q=q, k=k),
+        "pivot_ptr": made.pivot,
+        "delta_ptr": made.delta,
+        "sink_ptr": sink,
+        **{name: common[name] for name in ("at", "score_data", "bias", "mask_data", *NUMBERS)},
+        "cfg": config,
+    }
+    grid = (problem.B * problem.Hq, -(-problem.M // config.BLOCK_M))
+    return Launch(row_sums_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
 
 
 def lists_launch(
