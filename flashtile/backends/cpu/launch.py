@@ -145,7 +145,12 @@ def _segment_forward(
     problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     if _runs_native(segment, plan):
-        return _native_forward(problem, operands, segment, plan)
+        O, L = _native_forward(problem, operands, segment, plan)
+        # Pieces of keys are merged by their L, which may have lost the sizes of the parts.
+        is_whole = native.single_piece(segment.mask, plan.BLOCK_M) is not None
+        if is_whole or operands.bias is None or not tiles.is_large(L).any():
+            return O, L
+        plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
     if plan.kernel == "float8":
         unscaled = operands._replace(q_descale=None, k_descale=None, v_descale=None)
         scales = float8.scales(operands, segment)
@@ -162,8 +167,10 @@ def _segment_backward(
     sums: Sums,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a segment; adds to `sums`."""
+    out, lse, dout, _ = results
+    if operands.bias is not None and tiles.is_large(segment.rows(lse)).any():
+        plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
     if _runs_native(segment, plan):
-        out, lse, dout, _ = results
         return _native_backward(problem, operands, segment, plan, out, lse, dout, sums.dsink)
     return _plain_backward(problem, operands, segment, plan, results, sums)
 
@@ -239,6 +246,7 @@ def _plain_backward(
         None if sums.dbias is None else segment.per_score(sums.dbias),
         sums.dcaptured,
         _distance_gradients(sums, segment),
+        problem.is_partial,
     )
     if sums.dsink is not None:
         assert grads.dsink is not None

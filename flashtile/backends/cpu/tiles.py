@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ... import dropout
+from ...problem import LARGE_LSE
 from .distances import DistanceGradients, adjacent_columns
 from .distances import bias_tile as relative_tile
 from .indices import Indices
@@ -126,6 +127,7 @@ def backward(
     dbias: Tensor | None,
     dcaptured: Tensor | None = None,
     of_distances: DistanceGradients | None = None,
+    is_partial: bool = False,
 ) -> TileGradients:
     """Gradients from the stored log-sum-exp.
 
@@ -136,6 +138,7 @@ def backward(
         dbias: tensor of the bias's shape to which its gradient is added; None if not needed.
         dcaptured: likewise for the values that the score function captures.
         of_distances: likewise for ALiBi's slopes and the relative bias.
+        is_partial: L is of more keys than these.
     """
     dQ, dK, dV = torch.zeros_like(tp.Q), torch.zeros_like(tp.K), torch.zeros_like(tp.V)
     L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that see no key: P = exp(S - inf) = 0
@@ -143,13 +146,14 @@ def backward(
         Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
         dO_tile = fold(dO[:, :, m0:m1], tp.K)
         L_tile, delta_tile = L[:, :, m0:m1, None], delta[:, :, m0:m1, None]
+        log_sums = None if is_partial else lost_log_sums(tp, Q, L_tile, m0, m1)
         dQ_tile = torch.zeros_like(Q)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
             keys = slice(run.start, run.stop)
             K, V = tp.K[:, :, keys], tp.V[:, :, keys]
             S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
             assert slope is not None
-            P = exp_(S.sub_(L_tile))
+            P = relative_exponentials(S, L_tile, log_sums)
             dP = unfold(dO_tile @ V.mT, tp.Q)
             P_kept = P
             if tp.dropout is not None:
@@ -178,9 +182,11 @@ def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
     L = L.masked_fill(L == -INFINITY, INFINITY)
     for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
         Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
+        L_tile = L[:, :, m0:m1, None]
+        log_sums = lost_log_sums(tp, Q, L_tile, m0, m1)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
             S, _ = scores(tp, Q @ tp.K[:, :, run.start : run.stop].mT, m0, m1, run)
-            P = exp_(S.sub_(L[:, :, m0:m1, None]))
+            P = relative_exponentials(S, L_tile, log_sums)
             if tp.dropout is not None:
                 P.mul_(torch.where(tp.dropout.factor(m0, m1, run, P.dtype) > 0, 1.0, -1.0))
             out[:, :, m0:m1, run.start : run.stop] = P
@@ -228,6 +234,34 @@ def exp_(x: Tensor) -> Tensor:
     """
     flush = math.log2(torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps)
     return torch.threshold_(x.mul_(LOG2_E), flush, -INFINITY).exp2_()
+
+
+def is_large(L: Tensor) -> Tensor:
+    """Which log-sum-exps are so large that rounding them has changed exp(S - L)."""
+    return (L.abs() >= LARGE_LSE) & L.isfinite()
+
+
+def lost_log_sums(tp: TileProblem, Q: Tensor, L: Tensor, m0: int, m1: int) -> Tensor | None:
+    """log of the row sums of exp(S - L), (batch, heads, rows, 1), where L is large; 0 elsewhere.
+    None if no L is large.
+
+    L = m + log(l) is rounded by a part of its size. At -1e9 it is m, and exp(S - L) would be 1
+    for each of l equal keys. Masks that add huge negative numbers make such rows.
+    """
+    large = is_large(L)
+    if not large.any():
+        return None
+    l = torch.zeros_like(L) if tp.sink is None else torch.exp(tp.sink[:, None, None] - L)
+    for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
+        S, _ = scores(tp, Q @ tp.K[:, :, run.start : run.stop].mT, m0, m1, run)
+        l += exp_(S.sub_(L)).sum(-1, keepdim=True)
+    return torch.where(large & (l > 0), l, 1.0).log_()
+
+
+def relative_exponentials(S: Tensor, L: Tensor, log_sums: Tensor | None) -> Tensor:
+    """P = exp(S - L), in place, with row sums of 1 where `lost_log_sums` gives them."""
+    S.sub_(L)
+    return exp_(S if log_sums is None else S.sub_(log_sums))
 
 
 def first_statistics(tp: TileProblem, rows: int) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,11 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """
     lse = torch.logaddexp(lse_a, lse_b)
     pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # -inf - -inf would be NaN
-    weight_a = torch.exp(lse_a - pivot).unsqueeze(-1)
-    weight_b = torch.exp(lse_b - pivot).unsqueeze(-1)
-    return out_a * weight_a + out_b * weight_b, lse
+    weight_a, weight_b = torch.exp(lse_a - pivot), torch.exp(lse_b - pivot)
+    # 1, unless the log-sum-exps are so large that their sum is lost in rounding
+    total = (weight_a + weight_b).masked_fill(lse == -torch.inf, 1.0)
+    share_a, share_b = ((weight / total).unsqueeze(-1) for weight in (weight_a, weight_b))
+    return out_a * share_a + out_b * share_b, lse
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,4 +59,6 @@ def merge_parts(
     weight = torch.exp(lse_partial - pivot).unsqueeze(-1)
     # A part that saw no key may hold NaN, and 0 times NaN would be NaN.
     parts = out_partial.to(lse.dtype).masked_fill(weight == 0, 0.0)
-    return (parts * weight).sum(0).to(dtype), lse
+    # 1, unless the log-sum-exps are so large that their sum is lost in rounding
+    total = weight.sum(0)
+    return ((parts * weight).sum(0) / total.masked_fill(total == 0, 1.0)).to(dtype), lse

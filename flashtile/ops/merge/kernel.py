@@ -66,11 +66,11 @@ def merge_kernel(
         offs = part[:, None] * out_parts.part + (dims * out_parts.dim)[None, :]
         inside = exists[:, None] & (dims < DV)[None, :]
         out_part = tl.load(out_base + offs, mask=inside, other=0.0).to(tl.float32)
-        lse_log2 = lse_part * LOG2E
-        new_max = tl.maximum(row_max, tl.max(lse_log2, 0))
+        new_max = tl.maximum(row_max, tl.max(lse_part, 0))
         finite = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf would be NaN
-        weight = tl.math.exp2(lse_log2 - finite)
-        rescale = tl.math.exp2(row_max - finite)
+        # Subtracted first, because the log-sum-exp may be as large as -1e38.
+        weight = tl.math.exp2((lse_part - finite) * LOG2E)
+        rescale = tl.math.exp2((row_max - finite) * LOG2E)
         row_sum = row_sum * rescale + tl.sum(weight, 0)
         weighted = tl.where((weight > 0.0)[:, None], out_part * weight[:, None], 0.0)
         acc = acc * rescale + tl.sum(weighted, 0)
@@ -79,7 +79,7 @@ def merge_kernel(
     seen = row_sum > 0.0
     safe_sum = tl.where(seen, row_sum, 1.0)
     if tl.program_id(1) == 0:
-        lse_value = tl.where(seen, (row_max + tl.math.log2(safe_sum)) * LN2, -float("inf"))
+        lse_value = tl.where(seen, row_max + tl.math.log2(safe_sum) * LN2, -float("inf"))
         tl.store(rows_base(lse, b, row, h), lse_value)
     result = acc / safe_sum
     out_ptr = rows_base(out, b, row, h) + dims * out.dim
