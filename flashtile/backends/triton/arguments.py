@@ -158,7 +158,7 @@ class RowStats(NamedTuple):
     """Of the rows of a backward, in pointers or tiles: see `backward_pass.delta_kernel`."""
 
     pivot: Any
-    log_sum: Any  # None without HAS_LARGE_SCORES
+    log_sum: Any  # unused without HAS_LARGE_SCORES
     delta: Any
 
 

@@ -87,31 +87,33 @@ def delta_kernel(
 @triton.jit
 def stats_at(pivot_ptr, delta_ptr, start, lengths, heads, cfg: tl.constexpr):
     """Pointers to the statistics of the rows from `start`."""
-    log_sum = None
+    pivot = pivot_ptr + start
+    log_sum = pivot  # a function of Triton cannot return None in a tuple
     if cfg.HAS_LARGE_SCORES:
-        log_sum = pivot_ptr + stats_count(lengths, heads) + start
-    return RowStats(pivot_ptr + start, log_sum, delta_ptr + start)
+        log_sum += stats_count(lengths, heads)
+    return RowStats(pivot, log_sum, delta_ptr + start)
 
 
 @triton.jit
-def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr):
+def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr, cfg: tl.constexpr):
     """The statistics of `rows`, in tiles of size 1 along AXIS. Rows past the end get the pivot
     +inf, which makes P zero.
     """
-    log_sum = None
     if IS_MASKED:
         pivot = tl.load(stats.pivot + rows, mask=rows < M, other=float("inf"))
-        if stats.log_sum is not None:
-            log_sum = tl.load(stats.log_sum + rows, mask=rows < M, other=0.0)
         delta = tl.load(stats.delta + rows, mask=rows < M, other=0.0)
     else:
         pivot = tl.load(stats.pivot + rows)
-        if stats.log_sum is not None:
-            log_sum = tl.load(stats.log_sum + rows)
         delta = tl.load(stats.delta + rows)
-    if stats.log_sum is not None:
-        log_sum = tl.expand_dims(log_sum, AXIS)
-    return RowStats(tl.expand_dims(pivot, AXIS), log_sum, tl.expand_dims(delta, AXIS))
+    log_sum = delta
+    if cfg.HAS_LARGE_SCORES:
+        if IS_MASKED:
+            log_sum = tl.load(stats.log_sum + rows, mask=rows < M, other=0.0)
+        else:
+            log_sum = tl.load(stats.log_sum + rows)
+    return RowStats(
+        tl.expand_dims(pivot, AXIS), tl.expand_dims(log_sum, AXIS), tl.expand_dims(delta, AXIS)
+    )
 
 
 @triton.jit
@@ -167,7 +169,7 @@ def add_queries(
     )
     # (BLOCK_N, BLOCK_M)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-    stats = load_stats(stats, offs_m, M, IS_MASKED, 0)
+    stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
     visible = keys < N
     if IS_MASKED:
         start, stop = visible_keys(rows, N, places, mask, cfg)
@@ -402,7 +404,7 @@ def query_gradient_kernel(
     )
     stats_row = stats_start(lengths, b, h, heads) + start_q
     stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
-    stats = load_stats(stats, offs_m, M, True, 1)
+    stats = load_stats(stats, offs_m, M, True, 1, cfg)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
     start, stop = visible_keys(rows, N, places, mask, cfg)

@@ -62,7 +62,7 @@ def probability_tile(
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     stats_row = stats_start(lengths, b, h, heads) + start_q
     stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
-    stats = load_stats(stats, offs_m, M, True, 1)
+    stats = load_stats(stats, offs_m, M, True, 1, cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
     p = recompute_p(qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, True, cfg)
     return p, qk, visible, stats

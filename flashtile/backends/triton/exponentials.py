@@ -74,6 +74,7 @@ def log_sum_exp(pivot, row_sum, cfg: tl.constexpr):
 @triton.jit
 def pivot_of_lse(lse, HAS_LARGE_SCORES: tl.constexpr):
     """A log-sum-exp as a pivot. Rows that saw no key get +inf, which makes P zero."""
+    pivot = lse
     if not HAS_LARGE_SCORES:
-        lse = tl.where(lse == -float("inf"), lse, lse * LOG2E)
-    return tl.where(lse == -float("inf"), float("inf"), lse)
+        pivot = lse * LOG2E
+    return tl.where(lse == -float("inf"), float("inf"), pivot)

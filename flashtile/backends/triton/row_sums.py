@@ -47,7 +47,7 @@ def row_sums_kernel(
     stats_row = stats_start(lengths, b, h, heads) + start_q
     rows = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
     # (BLOCK_M, 1)
-    pivot = load_stats(rows, offs_m, M, True, 1).pivot
+    pivot = load_stats(rows, offs_m, M, True, 1, cfg).pivot
     size = tl.abs(pivot)
     is_large = (size >= LARGE) & (size < float("inf"))
     if tl.max(is_large.to(tl.int32)) == 0:
