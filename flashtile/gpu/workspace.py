@@ -26,4 +26,5 @@ def workspace_size(
     parts = num_splits * rows
     if num_splits == 0:
         parts = min(MAX_SPLITS * rows, MOST_PART_ROWS * multiprocessors(device))
-    return parts * (value_head_dim + 1) * torch.float32.itemsize
+    # A row maximum and a row sum beside the output, which with most options are one number.
+    return parts * (value_head_dim + 2) * torch.float32.itemsize

@@ -38,7 +38,7 @@ QUERIES = (1, 2, 0, 3)  # of each sequence where they are packed
 PLAIN: dict[str, Any] = {
     "M": 1, "Hq": 4, "Hk": 2, "D": 16, "Dv": 16, "page_size": 0, "leftpad": False, "rows": False,
     "packed": False, "block_mask": False, "sink": False, "alibi": False, "bias": False,
-    "float8": False, "latent": False, "spans": 0,
+    "hidden": False, "float8": False, "latent": False, "spans": 0,
 }  # fmt: skip
 
 # DeepSeek's MLA: one key head, whose values are the first columns of its keys.
@@ -59,6 +59,14 @@ CASES: dict[str, dict[str, Any]] = {
     "negative scale": {"softmax_scale": -0.3},
     "alibi": {"M": 2, "alibi": True, "causal": True},
     "bias": {"bias": True},
+    "bias of huge numbers": {"bias": True, "hidden": True, "M": 3},
+    "bias of huge numbers, pages, packed queries": {
+        "bias": True,
+        "hidden": True,
+        "page_size": 16,
+        "packed": True,
+        "sink": True,
+    },
     "sink": {"sink": True, "M": 5, "causal": True},
     "block mask": {"M": 40, "Hq": 1, "Hk": 1, "block_mask": True},
     "spans": {"spans": 2, "M": 3},
@@ -124,11 +132,15 @@ def make_decoding(
             k[b, length:], v[b, length:] = torch.nan, torch.nan
     if sizes["leftpad"]:
         where["leftpad_k"] = torch.tensor([0, 1, 5, 130], dtype=torch.int32)
+    bias = normal(g, B, 1, M, CAPACITY, dtype=dtype) if sizes["bias"] else None
+    if sizes["hidden"]:  # left padding of whole parts, and rows without a key
+        bias = torch.zeros(B, 1, M, CAPACITY, dtype=dtype)
+        bias[..., :70], bias[::2] = torch.finfo(dtype).min, torch.finfo(dtype).min
     given = dict(
         **case,
         sink=normal(g, Hq) if sizes["sink"] else None,
         alibi_slopes=alibi_slopes(g, Hq) if sizes["alibi"] else None,
-        bias=normal(g, B, 1, M, CAPACITY, dtype=dtype) if sizes["bias"] else None,
+        bias=bias,
         block_mask=_some_tiles(g, M) if sizes["block_mask"] else None,
     )
     if sizes["packed"]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.intrinsics import LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
+from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
 from .exponentials import as_pivot, exponent_factor, exponentials, log_sum_exp, rescaling
@@ -313,6 +313,10 @@ def forward_kernel(
     lse_offs = stats_start(lengths, b, h, heads) + start_q + rows
     if cfg.IS_SPLIT:
         lse_offs += tl.program_id(1) * stats_count(lengths, heads)
+        if cfg.HAS_LARGE_SCORES:  # the sum for itself: a large maximum would swallow it
+            sum_offs = lse_offs + tl.num_programs(1) * stats_count(lengths, heads)
+            tl.store(lse_ptr + sum_offs, tl.math.log2(safe_sum) * LN2, mask=rows < written)
+            lse = tl.where(seen, row_max, -float("inf"))
     tl.store(lse_ptr + lse_offs, lse, mask=rows < written)
     if PAIR == 2:
         acc = tl.interleave(acc[0], acc[1])

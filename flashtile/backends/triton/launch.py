@@ -227,7 +227,9 @@ class Parts(NamedTuple):
     """What the programs of a split KV loop write to, in float32."""
 
     scratch: Scratch
-    lse: NewTensor | None  # of packed queries: a row that no program writes has weight 0
+    # Of packed queries: a row that no program writes has weight 0. With `has_large_scores`, row
+    # maxima come first, then logarithms of row sums.
+    lse: NewTensor | None
 
     @property
     def allocators(self) -> list[NewTensor]:
@@ -264,7 +266,8 @@ def _parts_in(
 def _part_shapes(
     problem: AttentionProblem, operands: Operands, splits: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (splits, *operands.q.shape[:-1], problem.Dv), (splits, *lse_shape(operands))
+    rows = (1 + has_large_scores(problem)) * splits, *lse_shape(operands)
+    return (splits, *operands.q.shape[:-1], problem.Dv), rows
 
 
 def backward_buffers(

@@ -38,11 +38,14 @@ FEWEST_PARTS, MOST_PARTS = 32, 256
 def merge_kernel(
     out_parts, lse_parts, out, lse, splits, rows, heads,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_LOG_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Merge some features of one row of one head, PARTS parts at a time.
 
     The order is fixed, so results are bitwise reproducible. The output of a part that saw no key is
     ignored.
+
+    HAS_LOG_SUMS: the log-sum-exp of a part is a sum of two numbers, `splits` parts apart.
     """
     if IS_EARLY:
         wait_for_earlier_kernels()
@@ -70,6 +73,9 @@ def merge_kernel(
         finite = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf would be NaN
         # Subtracted first, because the log-sum-exp may be as large as -1e38.
         weight = tl.math.exp2((lse_part - finite) * LOG2E)
+        if HAS_LOG_SUMS:
+            log_sums = lse_base + (splits + part) * lse_parts.part
+            weight *= tl.math.exp2(tl.load(log_sums, mask=exists, other=0.0) * LOG2E)
         rescale = tl.math.exp2((row_max - finite) * LOG2E)
         row_sum = row_sum * rescale + tl.sum(weight, 0)
         weighted = tl.where((weight > 0.0)[:, None], out_part * weight[:, None], 0.0)
@@ -93,7 +99,8 @@ def merge_launch(
 
     Args:
         out_parts: (parts, batch, rows, heads, head_dim) or (parts, rows, heads, head_dim).
-        lse_parts: (parts, batch, heads, rows) or (parts, heads, rows), float32.
+        lse_parts: (parts, batch, heads, rows) or (parts, heads, rows), float32; or twice as many,
+            the row maxima of all parts and then the logarithms of their sums.
         out, lse: shaped like one part; `lse` float32.
         is_early: launch the kernel while the kernel that computes the parts still runs.
     """
@@ -121,6 +128,7 @@ def merge_launch(
         "BLOCK_DV": block_dim,
         "PARTS": parts_a_step,
         "IS_EARLY": is_early,
+        "HAS_LOG_SUMS": lse_parts.shape[0] > splits,
     }
     grid = (batch * rows * heads, -(-head_dim // block_dim))
     return Launch(merge_kernel, grid, arguments, 4, 1, is_early=is_early)
