@@ -19,6 +19,7 @@ from kernels.cases import CASES
 from kernels.compare import assert_case
 from kernels.decoding import CASES as DECODING
 from kernels.decoding import FLOAT8_CASES, assert_decoding
+from kernels.huge_scores import HUGE_CASES, assert_huge_case
 
 import flashtile
 from flashtile.backends import triton
@@ -52,6 +53,14 @@ def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", CASES)
 def test_case(name, dtype, seed):
     assert_case(triton, name, dtype, seed, device="cuda")
+
+
+@pytest.mark.usefixtures("tiles_come_through")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
+@pytest.mark.parametrize("name", HUGE_CASES)
+def test_masks_of_huge_numbers(name, dtype, seed):
+    """Where fused multiply-adds made NaN, zeros or infinity of scores above 2**31."""
+    assert_huge_case(triton, name, dtype, seed, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))

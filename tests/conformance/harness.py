@@ -143,29 +143,6 @@ def bias_with_infinities(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> Te
     return bias
 
 
-def bias_of_huge_numbers(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> Tensor:
-    """An additive mask as transformers makes it, with the smallest number of the dtype (of float32
-    for float64): left padding, and rows without a key; and a row of large positive scores.
-    """
-    lowest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
-    bias = torch.zeros(s.B, 1, s.M, s.N, dtype=dtype)
-    bias[: s.B // 2, ..., : s.N // 3] = lowest
-    bias[s.B // 2 :].masked_fill_(torch.rand(s.M, s.N, generator=g) < 0.3, lowest)
-    bias[..., ::5, :] = lowest
-    bias[:, :, 1:2] = max(-1e30, lowest)
-    bias[:, :, 2:3] = min(1e30, -lowest)
-    return bias
-
-
-def hidden_by_huge_numbers(g: torch.Generator, s: Sizes) -> ScoreFunction:
-    """-1e30 in place of the scores of some keys, and of all scores of some rows."""
-
-    def hide(hidden: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.where(hidden[b, i] | (hidden[b, j] & (j > 2)), -1e30, score)
-
-    return partial(hide, torch.rand(s.B, max(s.M, s.N, 1), generator=g) < 0.3)
-
-
 def used(g: torch.Generator, B: int, longest: int) -> Tensor:
     """Used lengths int32 (B,) from 0 to `longest`."""
     return torch.randint(0, longest + 1, (B,), generator=g, dtype=torch.int32)
@@ -221,7 +198,6 @@ OPTIONS: dict[str, Make] = {
     "bias for each head": lambda g, s, t: {"bias": normal(g, s.Hq, 1, s.N, dtype=t)},
     "bias matrix": lambda g, s, t: {"bias": normal(g, s.M, s.N, dtype=t)},
     "bias with -inf": lambda g, s, t: {"bias": bias_with_infinities(g, s, t)},
-    "bias of huge numbers": lambda g, s, t: {"bias": bias_of_huge_numbers(g, s, t)},
     "sink": lambda g, s, t: {"sink": normal(g, s.Hq, dtype=sink_dtype(t))},
     "dropout": lambda g, s, t: {"dropout_p": 0.3},
     "seqused": lambda g, s, t: {
@@ -237,7 +213,6 @@ OPTIONS: dict[str, Make] = {
     "score function": lambda g, s, t: {"score_mod": relative_table(g, s)},
     "curved score function": lambda g, s, t: {"score_mod": curved(g, s)},
     "score function that hides": lambda g, s, t: {"score_mod": same_document(g, s)},
-    "score function of huge numbers": lambda g, s, t: {"score_mod": hidden_by_huge_numbers(g, s)},
     "deterministic": lambda g, s, t: {"deterministic": True},
 }
 

@@ -57,8 +57,6 @@ OPTIONS = (
     "alibi for each batch",
     "bias",
     "bias for each key",
-    "bias of huge numbers",
-    "causal + score function of huge numbers",
     "causal + relative bias",
     "relative bias of all distances",
     "sink",

@@ -97,39 +97,6 @@ def bias(*shape: int) -> Callable[..., dict[str, Any]]:
     return options
 
 
-def huge_numbers(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-    """A bias as a mask with the smallest number of the dtype: left padding, and rows without a key;
-    and a row of large positive scores."""
-    x, lowest = torch.zeros(2, 1, 37, 45, dtype=dtype), torch.finfo(dtype).min
-    x[0, ..., :20] = lowest
-    x[1].masked_fill_(torch.rand(37, 45, generator=g) < 0.3, lowest)
-    x[..., ::5, :], x[:, :, 1], x[:, :, 2] = lowest, max(-1e30, lowest), min(1e30, -lowest)
-    return {"bias": x}
-
-
-def with_bias_of_keys(make: Make) -> Make:
-    """The call with a bias that hides the keys of every other sequence, and some of the others, by
-    a huge number."""
-
-    def with_bias(g: torch.Generator, dtype: torch.dtype) -> Call:
-        operands, options = make(g, dtype)
-        N = options.max_seqlen_k
-        hidden = torch.rand(4, 1, 1, N, generator=g) < 0.3
-        hidden[::2] = True
-        x = torch.zeros(4, 1, 1, N, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
-        return operands._replace(bias=x), options
-
-    return with_bias
-
-
-def hidden_by_huge_numbers(g: torch.Generator) -> ScoreFunction:
-    """-1e30 in place of some scores, and of all scores of some rows."""
-    hidden = torch.rand(4, 200, generator=g) < 0.3
-    return lambda score, b, h, i, j: torch.where(
-        hidden[b, i] | (hidden[b, j] & (j > 2)), -1e30, score
-    )
-
-
 def dropped(make: Make, p: float = 0.3) -> Make:
     """The call with dropout."""
 
@@ -319,7 +286,6 @@ SCORE_CASES: dict[str, Make] = {
         ),
         table_of_distances,
     ),
-    "score function of huge numbers": scored(dense(**SMALL)(), hidden_by_huge_numbers),
     "score function of captured numbers": scored(
         dense(**SMALL)(lambda g, t: {"sink": normal(g, 4)}), only_captured
     ),
@@ -353,11 +319,6 @@ CASES: dict[str, Make] = (
         "bias of heads": dense(**SMALL)(bias(1, 4, 37, 45)),
         "bias of keys": dense(**SMALL)(bias(2, 1, 1, 45)),
         "bias of rows": dense(**SMALL)(bias(1, 4, 37, 1)),
-        "bias of huge numbers": dense(**SMALL)(huge_numbers),
-        "bias of huge numbers, dropout and sink": dropped(
-            dense(**SMALL)(lambda g, t: huge_numbers(g, t) | {"causal": True, "sink": normal(g, 4)})
-        ),
-        "packed bias of huge numbers": with_bias_of_keys(packed),
         "sink": dense(**(SMALL | {"M": 50}))(lambda g, t: {"sink": normal(g, 4), "causal": True}),
         "negative scale": dense(**SMALL)(lambda g, t: {"softmax_scale": -0.3, "causal": True}),
         "lengths": dense(**SMALL)(

@@ -54,10 +54,10 @@ def row_sums_kernel(
         return
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for n0 in range(0, N, BLOCK_N):
-        p, _, _, _ = probability_tile(
+        found = probability_tile(
             q, k, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0, cfg
         )
-        row_sum += tl.sum(p, 1)
+        row_sum += tl.sum(found[0], 1)
     row_sum = row_sum[:, None]
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h).to(tl.float32)

@@ -1,0 +1,36 @@
+"""Masks made of huge numbers, in Triton's interpreter.
+
+The interpreter does not fuse a multiplication with an addition. What fused ones make of scores
+above 2**31 shows only on a GPU, where `tests/test_gpu_kernels.py` runs the same cases.
+
+Runs in a separate process, because Triton decides at import whether it interprets:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_huge_scores.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from configurations import one_kind_each
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends import triton as backend
+
+from .huge_scores import HUGE_CASES, assert_huge_case
+
+DTYPES = (torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    one_kind_each(HUGE_CASES, DTYPES),
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
+    assert_huge_case(backend, name, dtype, seed)
