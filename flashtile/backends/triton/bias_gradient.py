@@ -29,17 +29,16 @@ from .tiles import (
 
 @triton.jit
 def probability_tile(
-    q, k, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
+    q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of scores: P (BLOCK_M, BLOCK_N), zero where masked, Q K^T, the mask, and the
-    statistics of the rows.
+    """Of the scores of one tile of queries and one of keys: P (BLOCK_M, BLOCK_N), zero where
+    masked, Q K^T, the mask, and the statistics of the rows.
     """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     start_q, M = query_span(lengths, b)
-    start_k, N = key_span(lengths, b)
-    kv_head = h // cfg.GROUP
+    _, N = key_span(lengths, b)
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
@@ -50,14 +49,6 @@ def probability_tile(
     visible = in_spans(keys, visible, intervals, cfg)
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
-    # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D)
-    q_tile = load_rows(
-        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
-    )
-    k_tile = load_rows(
-        k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D,
-        cfg.ALIGNMENT,
-    )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     stats_row = stats_start(lengths, b, h, heads) + start_q
@@ -78,20 +69,29 @@ def score_gradient_tile(
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
-    p, qk, visible, stats = probability_tile(
-        q, k, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0, cfg
+    kv_head = h // cfg.GROUP
+    # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D), (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_DV)
+    q_tile = load_rows(
+        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
     )
-    # (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_DV)
+    k_tile = load_rows(
+        k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D,
+        cfg.ALIGNMENT,
+    )  # fmt: skip
     do_tile = load_rows(
         dout, rows_base(dout, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, cfg.BLOCK_DV,
         cfg.OUT_ALIGNMENT,
     )  # fmt: skip
     v_tile = load_rows(
-        v, rows_base(v, b, start_k, h // cfg.GROUP), n0, N, True, cfg.DV, BLOCK_N, cfg.BLOCK_DV,
+        v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, cfg.BLOCK_DV,
         cfg.ALIGNMENT,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+    p, qk, visible, stats = probability_tile(
+        q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
+        cfg,
+    )  # fmt: skip
     keep = visible
     if cfg.HAS_DROPOUT:
         rows = m0 + tl.arange(0, BLOCK_M)[:, None]

@@ -12,13 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from ...problem import LARGE_LSE
 from .arguments import Blocks, Lengths, Mask, Score, unspecialised
 from .backward_pass import load_stats, stats_at
 from .bias_gradient import probability_tile
 from .exponentials import exponent_factor, exponentials
-from .tiles import key_span, query_span, stats_start
+from .tiles import key_span, load_rows, query_span, stats_start
 
 LARGE = tl.constexpr(LARGE_LSE)
 
@@ -41,7 +42,7 @@ def row_sums_kernel(
     h = tl.program_id(0) % heads
     b = tl.program_id(0) // heads
     start_q, M = query_span(lengths, b)
-    _, N = key_span(lengths, b)
+    start_k, N = key_span(lengths, b)
     m0 = tl.program_id(1) * BLOCK_M
     offs_m = m0 + tl.arange(0, BLOCK_M)
     stats_row = stats_start(lengths, b, h, heads) + start_q
@@ -52,11 +53,17 @@ def row_sums_kernel(
     is_large = (size >= LARGE) & (size < float("inf"))
     if tl.max(is_large.to(tl.int32)) == 0:
         return
+    # (BLOCK_M, BLOCK_D)
+    q_base, k_base = rows_base(q, b, start_q, h), rows_base(k, b, start_k, h // cfg.GROUP)
+    q_tile = load_rows(q, q_base, m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for n0 in range(0, N, BLOCK_N):
+        # (BLOCK_N, BLOCK_D)
+        k_tile = load_rows(k, k_base, n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D, cfg.ALIGNMENT)
         found = probability_tile(
-            q, k, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0, cfg
-        )
+            q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
+            cfg,
+        )  # fmt: skip
         row_sum += tl.sum(found[0], 1)
     row_sum = row_sum[:, None]
     if sink_ptr is not None:
