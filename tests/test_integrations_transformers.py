@@ -241,6 +241,23 @@ def test_custom_masks(name):
     assert_same(run(model, name, input_ids=tokens(), attention_mask=visible), want)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_left_padding_in_an_additive_mask(device):
+    """Its rows hide every key by the smallest number, and weigh all keys equally. Outputs and
+    gradients through all tokens, padding included."""
+    model = build("llama").to(device)
+    seen = padding("left").bool()[:, None, None] & torch.ones(24, 24, dtype=torch.bool).tril()
+    mask = torch.zeros(3, 1, 24, 24).masked_fill(~seen, torch.finfo(torch.float32).min)
+    found = []
+    for name in ("eager", NAME):
+        out = run(model, name, input_ids=tokens().to(device), attention_mask=mask.to(device))
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(device)
+        gradients = torch.autograd.grad(out, list(model.parameters()), cotangent)
+        found.append((out, *(x / x.abs().max() for x in gradients)))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
 @both_names
 @torch.no_grad()
 def test_unknown_mask_function(name):

@@ -163,16 +163,19 @@ def split_range(full_count, masked_count):
 
 
 @triton.jit
-def store_lse(lse_ptr, offs, row_max, row_sum, seen, inside, lengths, heads, cfg: tl.constexpr):
-    """Store the log-sum-exp of rows, -inf where nothing was `seen`."""
+def store_lse(
+    lse_ptr, row_max, row_sum, seen, start_q, rows, count, b, h, heads, lengths, cfg: tl.constexpr
+):  # fmt: skip
+    """Store the log-sum-exp of those of `rows` below `count`, -inf where nothing was `seen`."""
     lse = tl.where(seen, log_sum_exp(row_max, row_sum, cfg), -float("inf"))
+    offs = stats_start(lengths, b, h, heads) + start_q + rows
     if cfg.IS_SPLIT:
         offs += tl.program_id(1) * stats_count(lengths, heads)
         if cfg.HAS_LARGE_SCORES:  # the sum for itself: a large maximum would swallow it
             sum_offs = offs + tl.num_programs(1) * stats_count(lengths, heads)
-            tl.store(lse_ptr + sum_offs, tl.math.log2(row_sum) * LN2, mask=inside)
+            tl.store(lse_ptr + sum_offs, tl.math.log2(row_sum) * LN2, mask=rows < count)
             lse = tl.where(seen, row_max, -float("inf"))
-    tl.store(lse_ptr + offs, lse, mask=inside)
+    tl.store(lse_ptr + offs, lse, mask=rows < count)
 
 
 @triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "out"), "added", "table_rows"])
@@ -322,8 +325,7 @@ def forward_kernel(
     row_sum = row_sum[:, None]
     seen = (row_sum > 0.0) & (rows < M)
     safe_sum = tl.where(seen, row_sum, 1.0)
-    lse_offs = stats_start(lengths, b, h, heads) + start_q + rows
-    store_lse(lse_ptr, lse_offs, row_max, safe_sum, seen, rows < written, lengths, heads, cfg)
+    store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
     if PAIR == 2:
         acc = tl.interleave(acc[0], acc[1])
     acc = acc * tl.where(seen, score.data.drop_scale * v_scale / safe_sum, 0.0)
