@@ -30,11 +30,11 @@ def test_cpu(name: str, dtype: torch.dtype, seed: int):
 def test_a_mask_without_a_gradient(causal: bool, device: str, seed: int):
     """As in a model: left padding under a causal mask, with the smallest number of float32."""
     g = generator(seed)
-    q, k, v, dout = (normal(g, 2, 2, n, 16).to(device) for n in (300, 340, 340, 300))
+    q, k, v, dout = (normal(g, 2, 2, n, 16).to(device) for n in (600, 640, 640, 600))
     lowest = torch.finfo(torch.float32).min
-    mask = torch.zeros(2, 1, 300, 340, device=device)
+    mask = torch.zeros(2, 1, 600, 640, device=device)
     mask[0, ..., :90], mask[1, :, 7] = lowest, lowest
-    hidden = torch.ones(300, 340, dtype=torch.bool, device=device).triu(41)
+    hidden = torch.ones(600, 640, dtype=torch.bool, device=device).triu(41)
     seen = mask.masked_fill(hidden, -torch.inf) if causal else mask
 
     def gradients(attend):
