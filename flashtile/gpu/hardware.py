@@ -25,6 +25,12 @@ def has_tma(capability: tuple[int, int] | None) -> bool:
     return capability is not None and capability >= (9, 0) and not is_rocm()
 
 
+@memoised(64)
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU with an index, which PyTorch takes microseconds to say."""
+    return torch.cuda.get_device_capability(device)
+
+
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors (SMs) of a GPU; without an index, of the current one."""
     if device.type == "cpu" or not torch.cuda.is_available():  # the interpreter: as on an H100

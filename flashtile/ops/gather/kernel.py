@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...gpu.launch import Launch, run
+from ...gpu.launch import Launch
+from ...gpu.memory import NewTensor, uninitialised
+from ...gpu.relaunch import allocate_and_run_all
 from ...gpu.rows import rows_of
 
 # Elements of K, and of V, that a program copies.
@@ -84,6 +86,14 @@ def gather_launch(
 def gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     """`formula.gather_pages`; the unused pages are neither read nor written."""
     batch, columns = page_table.shape
-    k_rows, v_rows = (x.new_empty(batch, columns * x.shape[1], *x.shape[2:]) for x in (k, v))
-    run([gather_launch(k, v, page_table, used, k_rows, v_rows)], k)
+
+    def allocators() -> list[NewTensor]:
+        rows = batch, columns * k.shape[1]
+        return [uninitialised((*rows, *x.shape[2:]), x.dtype, x.device) for x in (k, v)]
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        return [gather_launch(*given, *made)]
+
+    given = (k, v, page_table, used)
+    k_rows, v_rows = allocate_and_run_all("gather", (), given, allocators, describe, lambda: None)
     return k_rows, v_rows

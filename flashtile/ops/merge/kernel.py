@@ -5,7 +5,7 @@ Source: flash-decoding; FlashAttention-2, section 3.1.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.intrinsics import LN2, LOG2E, rows_base, wait_for_earlier_kernels
-from ...gpu.launch import Launch, run
+from ...gpu.launch import Launch
+from ...gpu.memory import NewTensor, uninitialised
+from ...gpu.relaunch import allocate_and_run_all
 from ...gpu.rows import Rows, rows_of
 
 
@@ -136,8 +138,17 @@ def merge_launch(
 
 def merge_parts(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`formula.merge_parts` for float32 log-sum-exps (parts, ..., rows, heads)."""
-    out = torch.empty(out_parts.shape[1:], dtype=dtype, device=out_parts.device)
-    lse = torch.empty(lse_parts.shape[1:], dtype=torch.float32, device=out_parts.device)
-    launch = merge_launch(out_parts, lse_parts.transpose(-1, -2), out, lse.transpose(-1, -2))
-    run([launch], out_parts)
+
+    def allocators() -> list[NewTensor]:
+        return [
+            uninitialised(x.shape[1:], made, x.device)
+            for x, made in ((out_parts, dtype), (lse_parts, torch.float32))
+        ]
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        (out_parts, lse_parts), (out, lse) = given, made
+        return [merge_launch(out_parts, lse_parts.transpose(-1, -2), out, lse.transpose(-1, -2))]
+
+    given = (out_parts, lse_parts)
+    out, lse = allocate_and_run_all("merge", dtype, given, allocators, describe, lambda: None)
     return out, lse

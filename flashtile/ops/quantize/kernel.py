@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...gpu.launch import Launch, run
-from ...gpu.rows import Rows
+from ...gpu.launch import Launch
+from ...gpu.relaunch import run_all
+from ...gpu.rows import Rows, rows_of
 
 # Columns of a tile.
 WIDTH = 64
@@ -68,6 +69,16 @@ class Job(NamedTuple):
     cos_ptr: Any  # (positions, HALF)
     sin_ptr: Any
     cu_seqlens_ptr: Any
+
+    @classmethod
+    def of(cls, x: Tensor, out: Tensor, *pointers: Tensor | None) -> Job:
+        """The job of these tensors, in the order of the fields."""
+        return cls(rows_of(x), rows_of(out), *pointers)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What `of` gets."""
+        return (self.x.ptr, self.out.ptr, *self[2:])
 
 
 @triton.jit
@@ -327,11 +338,16 @@ def quantize_launch(
     return Launch(quantize_kernel, (programs,), arguments, warps, registers=REGISTERS)
 
 
-def quantize(
-    jobs: Sequence[Job], recipes: Sequence[QuantizeConfig], sizes: dict[str, Any], q: Tensor
-) -> None:
-    """Launch on the device of `q`; `sizes` are the named arguments of `quantize_launch`."""
-    run([quantize_launch(jobs, recipes, **sizes)], q)
+def quantize(jobs: Sequence[Job], recipes: Sequence[QuantizeConfig], sizes: dict[str, Any]) -> None:
+    """Launch `quantize_launch`; `sizes` are its named arguments."""
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        count = len(Job._fields)
+        jobs = [Job.of(*given[start : start + count]) for start in range(0, len(given), count)]
+        return [quantize_launch(jobs, recipes, **sizes)]
+
+    given = tuple(x for job in jobs for x in job.tensors)
+    run_all("quantize", (*recipes, *sizes.values()), given, (), describe)
 
 
 def warps_of(recipes: Sequence[QuantizeConfig]) -> int:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...autocast import without_autocast
-from ...gpu.hardware import TRITON_IS_INSTALLED, multiprocessors
-from ...gpu.rows import rows_of as head_rows
+from ...gpu.hardware import TRITON_IS_INSTALLED, capability, multiprocessors
 from ...lru import memoised
 from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from ..rotary import op as rotary_op
@@ -61,7 +60,7 @@ def runs_as_kernel(q: Tensor) -> bool:
         return False
     if torch.compiler.is_compiling():
         return False
-    return torch.cuda.get_device_capability(q.device) == CAPABILITY
+    return capability(q.device) == CAPABILITY
 
 
 def quantize_on_gpu(
@@ -123,7 +122,7 @@ def _quantize(given: tuple[Given, Given, Given], recipe: Recipe, **launch: Any) 
     configs = [config_of(x, kv_heads, recipe) for x in given]
     descales = [_scales_of_blocks(x) for x in given]
     jobs = [job_of(x, descale, recipe) for x, descale in zip(given, descales, strict=True)]
-    kernel.quantize(jobs, configs, sizes, q.x)
+    kernel.quantize(jobs, configs, sizes)
     if recipe.scales == "block":
         return descales
     # The first pass stored a scale for each block; the largest one fits all blocks.
@@ -131,7 +130,7 @@ def _quantize(given: tuple[Given, Given, Given], recipe: Recipe, **launch: Any) 
     descales = [torch.where(x > 0, x, 1.0) for x in descales]
     configs = [replace(x, IS_MEASUREMENT=False, HAS_SCALES=True) for x in configs]
     jobs = [job._replace(descale_ptr=x) for job, x in zip(jobs, descales, strict=True)]
-    kernel.quantize(jobs, configs, sizes, q.x)
+    kernel.quantize(jobs, configs, sizes)
     return descales
 
 
@@ -177,16 +176,8 @@ def job_of(given: Given, descale: Tensor, recipe: Recipe) -> Any:
 
     x, rotary = given.x, given.rotary
     matrix = signs(x.shape[-1], recipe.seed if given.rotates else None, x.dtype, x.device)
-    return kernel.Job(
-        x=head_rows(x),
-        out=head_rows(given.out),
-        descale_ptr=descale,
-        matrix_ptr=matrix,
-        mean_ptr=given.mean,
-        cos_ptr=None if rotary is None else rotary.cos,
-        sin_ptr=None if rotary is None else rotary.sin,
-        cu_seqlens_ptr=given.rows.cu_seqlens,
-    )
+    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+    return kernel.Job.of(x, given.out, descale, matrix, given.mean, cos, sin, given.rows.cu_seqlens)
 
 
 @memoised(32)

@@ -60,8 +60,11 @@ def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
 
 def _rotate_rows(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     # A compiler derives a lean backward from the formula and cannot trace the Function's jvp. The
-    # gradients of learned tables need x, which the Function does not keep.
-    if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
+    # gradients of learned tables need x, which the Function does not keep. Where nothing is
+    # recorded, `apply` would take longer than rotating a token.
+    is_recorded = torch.is_grad_enabled() and x.requires_grad
+    learns = cos.requires_grad or sin.requires_grad
+    if torch.compiler.is_compiling() or learns or not is_recorded:
         return _rotate_pairs(x, cos, sin, interleaved)
     return _Rotation.apply(x, cos, sin, interleaved)
 

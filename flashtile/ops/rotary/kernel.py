@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...gpu.launch import Launch, run
+from ...gpu.launch import Launch
+from ...gpu.relaunch import run_all
 from ...gpu.rows import rows_of
 
 # Pairs of features that one step of a program rotates.
@@ -174,7 +175,6 @@ def rotary_launch(
     which may be `x`.
     """
     packed = cu_seqlens is not None
-    in_place = out.data_ptr() == x.data_ptr()
     arguments = {
         "x": rows_of(x),
         "out": rows_of(out),
@@ -188,13 +188,36 @@ def rotary_launch(
         "table_rows": cos.shape[0],
         "HEADS": x.shape[-2],
         "DIM": x.shape[-1],
-        "IS_IN_PLACE": in_place,
+        "IS_IN_PLACE": _is_in_place(x, out),
         "rotation": rotation_of(cos, x.shape[-1], interleaved, backward),
     }
     tokens = x.shape[0] if packed else x.shape[0] * x.shape[1]
     return Launch(rotary_kernel, (tokens if x.numel() else 0,), arguments, 4, 1)
 
 
-def rotate(x: Tensor, *args: Any) -> None:
+def _is_in_place(x: Tensor, out: Tensor) -> bool:
+    return out.data_ptr() == x.data_ptr()
+
+
+def rotate(
+    x: Tensor,
+    out: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    offsets: Tensor | None,
+    offset: int,
+    cu_seqlens: Tensor | None,
+    interleaved: bool,
+    backward: bool,
+) -> None:
     """Launch `rotary_launch` with the same arguments."""
-    run([rotary_launch(x, *args)], x)
+
+    def describe(given: Any, made: Any) -> list[Launch]:
+        x, out, cos, sin, offsets, cu_seqlens = given
+        how = (offset, cu_seqlens, interleaved, backward)
+        return [rotary_launch(x, out, cos, sin, offsets, *how)]
+
+    # A number that grows with each step of decoding is a number of the kernel, of 32 or 64 bits.
+    kernel = (interleaved, backward, _is_in_place(x, out), offset.bit_length() < 32)
+    given = (x, out, cos, sin, offsets, cu_seqlens)
+    run_all("rotary", (offset, *kernel), given, (), describe, kernel)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...gpu.hardware import OLDEST_CAPABILITY, TRITON_IS_INSTALLED
+from ...gpu.hardware import OLDEST_CAPABILITY, TRITON_IS_INSTALLED, capability
 from . import formula
 from .formula import Angles
 
@@ -28,7 +28,7 @@ _library.define(
 def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
     """Rotate `x` (batch, seq, heads, head_dim), or packed (total, heads, head_dim)."""
     if runs_as_kernel(x, angles.cos, angles.sin):
-        return _KernelRotation.apply(x, *angles, interleaved, False)
+        return _rotated(x, angles, interleaved, False)
     return formula.rotate(x, angles, interleaved)
 
 
@@ -54,14 +54,16 @@ def runs_as_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     )
-    return not transformed and torch.cuda.get_device_capability(x.device) >= OLDEST_CAPABILITY
+    return not transformed and capability(x.device) >= OLDEST_CAPABILITY
 
 
 class _KernelRotation(torch.autograd.Function):
     """The rotation into a new tensor; its derivative rotates by the opposite angle."""
 
+    # Without `setup_context`, for which `apply` takes three times as long: it is for transforms.
     @staticmethod
     def forward(
+        ctx: Any,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -70,20 +72,24 @@ class _KernelRotation(torch.autograd.Function):
         interleaved: bool,
         backward: bool,
     ) -> Tensor:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rotate_tokens(x, out, Angles(cos, sin, offsets, cu_seqlens), interleaved, backward)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, cos, sin, ctx.offsets, cu_seqlens, ctx.interleaved, ctx.is_backward = inputs
+        ctx.offsets, ctx.interleaved, ctx.is_backward = offsets, interleaved, backward
         ctx.save_for_backward(cos, sin, cu_seqlens)
+        return _rotated(x, Angles(cos, sin, offsets, cu_seqlens), interleaved, backward)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         cos, sin, cu_seqlens = ctx.saved_tensors
-        how = (ctx.offsets, cu_seqlens, ctx.interleaved, not ctx.is_backward)
-        return _KernelRotation.apply(grad, cos, sin, *how), *(None,) * 6
+        angles = Angles(cos, sin, ctx.offsets, cu_seqlens)
+        return _rotated(grad, angles, ctx.interleaved, not ctx.is_backward), *(None,) * 6
+
+
+def _rotated(x: Tensor, angles: Angles, interleaved: bool, backward: bool) -> Tensor:
+    """A new tensor, recorded for gradients if one may be asked for."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _KernelRotation.apply(x, *angles, interleaved, backward)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate_tokens(x, out, angles, interleaved, backward)
+    return out
 
 
 def _rotate_tokens(
