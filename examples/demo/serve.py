@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashtile import attention_with_kvcache
@@ -71,6 +72,48 @@ class Pages:
         self.free.extend(pages)
 
 
+class Layer:
+    """A layer of the model. Weights that multiply the same tokens are one matrix, and a norm is one
+    operation: the step of a few requests takes as long as its operations take to launch.
+    """
+
+    def __init__(self, layer: Any):
+        self.attention, self.mlp = layer.self_attn, layer.mlp
+        self.norms = layer.input_layernorm, layer.post_attention_layernorm
+        attention, mlp = self.attention, self.mlp
+        self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_and_up = joined(mlp.gate_proj, mlp.up_proj)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of the tokens `x` (batch, seq, width)."""
+        attention, (batch, seq, _) = self.attention, x.shape
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        counts = [y.out_features // attention.head_dim for y in projections]
+        found = F.linear(normed(self.norms[0], x), *self.qkv)
+        return found.view(batch, seq, -1, attention.head_dim).split(counts, dim=2)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What the layer makes of its tokens `x` and of what they attended to."""
+        x = x + self.attention.o_proj(attended.flatten(2))
+        gate, up = F.linear(normed(self.norms[1], x), *self.gate_and_up).chunk(2, dim=-1)
+        return x + self.mlp.down_proj(self.mlp.act_fn(gate) * up)
+
+
+def joined(*layers: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of several layers as one; their own weights become parts of it."""
+    weight = torch.cat([x.weight.detach() for x in layers])
+    for x, part in zip(layers, weight.split([x.out_features for x in layers]), strict=True):
+        x.weight.data = part
+    if layers[0].bias is None:
+        return weight, None
+    return weight, torch.cat([x.bias.detach() for x in layers])
+
+
+def normed(norm: Any, x: Tensor) -> Tensor:
+    """RMSNorm of the last dimension."""
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
 class Server:
     """A Llama model of transformers over a paged cache, `slots` requests at a time.
 
@@ -82,6 +125,7 @@ class Server:
 
     def __init__(self, model: Any, slots: int, longest: int, pages: int | None = None):
         self.model, config, device = model, model.config, model.device
+        self.layers = [Layer(layer) for layer in model.model.layers]
         columns = -(-longest // PAGE_SIZE)
         count = pages or 1 + slots * columns
         head_dim = model.model.layers[0].self_attn.head_dim
@@ -105,15 +149,9 @@ class Server:
     def forward(self, tokens: Tensor, lengths: Tensor, page_table: Tensor) -> Tensor:
         """The likeliest next token after `tokens` (batch, seq), which are appended to the `lengths`
         tokens of each sequence: (batch, 1)."""
-        batch, seq = tokens.shape
         x = self.model.model.embed_tokens(tokens)
-        for i, layer in enumerate(self.model.model.layers):
-            attention = layer.self_attn
-            normed = layer.input_layernorm(x)
-            q, k, v = (
-                project(normed).view(batch, seq, -1, attention.head_dim)
-                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
+        for i, layer in enumerate(self.layers):
+            q, k, v = layer.heads(x)
             attended = attention_with_kvcache(
                 q,
                 self.k_cache[i],
@@ -125,12 +163,11 @@ class Server:
                 rotary_interleaved=False,
                 cache_seqlens=lengths,
                 page_table=page_table,
-                softmax_scale=attention.scaling,
+                softmax_scale=layer.attention.scaling,
                 causal=True,
             )
-            x = x + attention.o_proj(attended.flatten(2))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        logits = self.model.lm_head(self.model.model.norm(x[:, -1:]))
+            x = layer.after(x, attended)
+        logits = self.model.lm_head(normed(self.model.model.norm, x[:, -1:]))
         return logits.argmax(-1)
 
     def step(self) -> None:
