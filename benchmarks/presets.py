@@ -228,13 +228,14 @@ def _host() -> list[Case]:
     ]
     steps = [
         plain_case(
-            128, 1024, batch=batch, heads_q=32, heads_kv=8, seqlen_q=1, causal=True, cached=True,
-            appends=appends, rotates=rotates, variant=name,
+            128, 1024, batch=batch, heads_q=32, heads_kv=8, seqlen_q=tokens, causal=True,
+            cached=True, appends=appends, rotates=rotates, variant=name,
         )
-        for name, appends, rotates in (
-            ("decode", False, False),
-            ("decode, append", True, False),
-            ("decode, append and rotary", True, True),
+        for name, tokens, appends, rotates in (
+            ("decode", 1, False, False),
+            ("decode, append", 1, True, False),
+            ("decode, append and rotary", 1, True, True),
+            ("4 tokens, append and rotary", 4, True, True),
         )
         for batch in (1, 8, 16)
     ]  # fmt: skip
@@ -405,8 +406,8 @@ PRESETS = {
         "the host's time of an eager call at small shapes, and of a decoding step",
         _host(),
         replace(
-            # Not SDPA with a given backend, because selecting it takes host time as well. Nor FA4,
-            # which compiles for longer than all others are measured.
+            # Not SDPA with a given backend, because selecting it takes host time as well. FA4 is
+            # measured where --peers names it: it compiles for longer than the others take.
             _settings("flashtile flashtile-triton sdpa fa3", ("forward", "both"), 0.05),
             host=True,
             memory=False,

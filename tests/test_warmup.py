@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,15 @@ def test_work_runs_in_processes_and_errors_are_kept() -> None:
     found = dict(in_processes.in_processes(int, ["1", "x", "3"], 2))
     assert (found["1"], found["3"]) == (1, 3)
     assert isinstance(found["x"], RuntimeError) and "ValueError: invalid" in str(found["x"])
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_shows_what_is_done(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(in_processes, "BAR", 4)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert list(in_processes.with_progress(iter("ab"), 2, "compiled")) == ["a", "b"]
+    lines = ["compiled [##..] 1 of 2", "compiled [####] 2 of 2"]
+    wanted = "".join(f"\r{line}" for line in lines) if is_terminal else "\n".join(lines)
+    assert capsys.readouterr().out == f"{wanted}\n"

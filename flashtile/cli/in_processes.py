@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+BAR = 40  # characters of a progress bar
 MOST_PROCESSES = 8  # each holds a CUDA context, several hundred MiB on the GPU
 
 
@@ -46,12 +47,11 @@ def _attempt(function: Callable[[Item], Result], item: Item) -> Result | Excepti
 
 
 def with_progress(found: Iterator[Any], count: int, what: str) -> Iterator[Any]:
-    """The same, with a bar where rich is installed, else with a line for each."""
-    if find_spec("rich") is None:
-        for number, item in enumerate(found):
-            print(f"{what} {number + 1} of {count}", flush=True)
-            yield item
-        return
-    from rich.progress import track
-
-    yield from track(found, description=what, total=count)
+    """The same, with a bar in a terminal, else with a line for each."""
+    begin, end = ("\r", "") if sys.stdout.isatty() else ("", "\n")
+    for number, item in enumerate(found, 1):
+        bar = ("#" * (BAR * number // count)).ljust(BAR, ".")
+        print(f"{begin}{what} [{bar}] {number} of {count}", end=end, flush=True)
+        yield item
+    if not end:
+        print()
