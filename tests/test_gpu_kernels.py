@@ -10,6 +10,7 @@ run under a checker of memory accesses is short:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from kernels.compare import assert_case
 from kernels.decoding import CASES as DECODING
 from kernels.decoding import FLOAT8_CASES, assert_decoding
 from kernels.huge_scores import HUGE_CASES, assert_huge_case
+from processes import output_of
 
 import flashtile
 from flashtile.backends import triton
@@ -107,3 +109,9 @@ def test_a_prompt_in_pieces(storage, seed, monkeypatch):
     chosen = {d.problem.options.backend for d in decisions.values() if d.problem.M == 700}
     if torch.cuda.get_device_capability() == (9, 0):
         assert "hopper" in chosen
+
+
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_fifty_layouts_compile_four_variants_at_most(head_dim: int) -> None:
+    """In a process that has compiled nothing."""
+    output_of(Path(__file__).parent / "compiled_variants.py", head_dim, seconds=400)
