@@ -99,7 +99,7 @@ class Layer:
         return x + self.mlp.down_proj(self.mlp.act_fn(gate) * up)
 
 
-def joined(*layers: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
+def joined(*layers: Any) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of several layers as one; their own weights become parts of it."""
     weight = torch.cat([x.weight.detach() for x in layers])
     for x, part in zip(layers, weight.split([x.out_features for x in layers]), strict=True):

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from flashtile.gpu.launch import Launch
 from flashtile.ops.quantize import kernel as quantize
 from flashtile.ops.quantize.formula import Recipe, keys_adjacent_like
-from flashtile.ops.quantize.op import Given, Rotary, config_of, job_of
+from flashtile.ops.quantize.op import Given, Rotary, config_of, tensors_of
 from flashtile.ops.quantize.rows import Rows
 
 from .compile_ahead import DEVICES, ptx, report
@@ -36,7 +36,7 @@ def launch_of(head_dim: int, rotary_dim: int = 0) -> Launch:
         Given(x, keys_adjacent_like(x), rows, 128, False),
     )
     return quantize.quantize_launch(
-        [job_of(one, torch.empty(2, 4, 4), Recipe()) for one in given],
+        [quantize.Job.of(*tensors_of(one, torch.empty(2, 4, 4), Recipe())) for one in given],
         [config_of(one, 4, Recipe()) for one in given],
         B=2,
         M=256,

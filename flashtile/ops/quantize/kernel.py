@@ -13,7 +13,7 @@ identity, because a product reads prefetched tiles and transposes them at no cos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...gpu.launch import Launch
 from ...gpu.relaunch import run_all
+from ...gpu.repeat import Tensors
 from ...gpu.rows import Rows, rows_of
 
 # Columns of a tile.
@@ -71,14 +72,9 @@ class Job(NamedTuple):
     cu_seqlens_ptr: Any
 
     @classmethod
-    def of(cls, x: Tensor, out: Tensor, *pointers: Tensor | None) -> Job:
+    def of(cls, x: Any, out: Any, *pointers: Tensor | None) -> Job:
         """The job of these tensors, in the order of the fields."""
         return cls(rows_of(x), rows_of(out), *pointers)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What `of` gets."""
-        return (self.x.ptr, self.out.ptr, *self[2:])
 
 
 @triton.jit
@@ -338,16 +334,28 @@ def quantize_launch(
     return Launch(quantize_kernel, (programs,), arguments, warps, registers=REGISTERS)
 
 
-def quantize(jobs: Sequence[Job], recipes: Sequence[QuantizeConfig], sizes: dict[str, Any]) -> None:
-    """Launch `quantize_launch`; `sizes` are its named arguments."""
+def quantize(
+    tensors: Sequence[Tensors],
+    recipes_of: Callable[[], Sequence[QuantizeConfig]],
+    call: Any,
+    sizes: dict[str, int],
+) -> None:
+    """Launch `quantize_launch`.
 
-    def describe(given: Any, made: Any) -> list[Launch]:
+    Args:
+        tensors: of the jobs of q, k and v, in the order of the fields.
+        recipes_of: returns the recipes, for this call and for those like it.
+        call: hashable; together with the tensors' metadata, it determines the recipes.
+        sizes: the named arguments.
+    """
+
+    def describe(given: Tensors, made: Tensors) -> list[Launch]:
         count = len(Job._fields)
         jobs = [Job.of(*given[start : start + count]) for start in range(0, len(given), count)]
-        return [quantize_launch(jobs, recipes, **sizes)]
+        return [quantize_launch(jobs, recipes_of(), **sizes)]
 
-    given = tuple(x for job in jobs for x in job.tensors)
-    run_all("quantize", (*recipes, *sizes.values()), given, (), describe)
+    given = tuple(x for each in tensors for x in each)
+    run_all("quantize", (call, *sizes.values()), given, (), describe)
 
 
 def warps_of(recipes: Sequence[QuantizeConfig]) -> int:

@@ -119,18 +119,26 @@ def _quantize(given: tuple[Given, Given, Given], recipe: Recipe, **launch: Any) 
         "multiprocessors": launch.get("multiprocessors") or multiprocessors(q.x.device),
     }
     kv_heads = k.x.shape[-2]
-    configs = [config_of(x, kv_heads, recipe) for x in given]
+    is_interleaved = q.rotary is not None and q.rotary.interleaved
+
+    def launch_with(descales: list[Tensor], is_second_pass: bool = False) -> None:
+        def configs() -> list[Any]:
+            found = [config_of(x, kv_heads, recipe) for x in given]
+            if not is_second_pass:
+                return found
+            return [replace(x, IS_MEASUREMENT=False, HAS_SCALES=True) for x in found]
+
+        tensors = [tensors_of(x, y, recipe) for x, y in zip(given, descales, strict=True)]
+        kernel.quantize(tensors, configs, (recipe, is_interleaved, is_second_pass), sizes)
+
     descales = [_scales_of_blocks(x) for x in given]
-    jobs = [job_of(x, descale, recipe) for x, descale in zip(given, descales, strict=True)]
-    kernel.quantize(jobs, configs, sizes)
+    launch_with(descales)
     if recipe.scales == "block":
         return descales
     # The first pass stored a scale for each block; the largest one fits all blocks.
     descales = [shared(x, recipe, kv_heads) for x in descales]
     descales = [torch.where(x > 0, x, 1.0) for x in descales]
-    configs = [replace(x, IS_MEASUREMENT=False, HAS_SCALES=True) for x in configs]
-    jobs = [job._replace(descale_ptr=x) for job, x in zip(jobs, descales, strict=True)]
-    kernel.quantize(jobs, configs, sizes)
+    launch_with(descales, is_second_pass=True)
     return descales
 
 
@@ -170,14 +178,12 @@ def config_of(given: Given, kv_heads: int, recipe: Recipe) -> Any:
     )
 
 
-def job_of(given: Given, descale: Tensor, recipe: Recipe) -> Any:
-    """The `Job` of the first pass."""
-    from . import kernel
-
+def tensors_of(given: Given, descale: Tensor, recipe: Recipe) -> tuple[Tensor | None, ...]:
+    """What the `Job` of a tensor is made of."""
     x, rotary = given.x, given.rotary
     matrix = signs(x.shape[-1], recipe.seed if given.rotates else None, x.dtype, x.device)
     cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
-    return kernel.Job.of(x, given.out, descale, matrix, given.mean, cos, sin, given.rows.cu_seqlens)
+    return x, given.out, descale, matrix, given.mean, cos, sin, given.rows.cu_seqlens
 
 
 @memoised(32)
