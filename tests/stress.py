@@ -29,6 +29,7 @@ from poison import poisoned_makers
 from torch import Tensor
 
 import flashtile
+from flashtile.layers.rotary import apply_rotary_emb
 from flashtile.testing import (
     STRIDE_STYLES,
     allowed_error,
@@ -61,6 +62,7 @@ class Call:
     layout: str = "contiguous"  # one of STRIDE_STYLES
     wanted: str = "qkv"  # the tensors that require a gradient
     deterministic: bool = True
+    decodes: bool = False  # also a decoding step, with append and rotary embedding, and a rotation
     seed: int = 0
 
     def tensors(self, device: str = DEVICE) -> list[Tensor]:
@@ -91,13 +93,32 @@ class Call:
         for x in leaves.values():
             x.requires_grad_()
 
+        extra = self._ops(*qkv) if self.decodes else dict
+
         def run() -> Results:
             out, lse = function(**named, deterministic=deterministic, return_lse=True)
             found = {"out": out.detach(), "lse": lse.detach()}
             if leaves:
                 gradients = torch.autograd.grad(out, list(leaves.values()), dout)
                 found |= dict(zip(leaves, gradients, strict=True))
-            return found
+            return found | extra()
+
+        return run
+
+    def _ops(self, *qkv: Tensor) -> Callable[[], Results]:
+        """Two tokens that are appended at the same place by each call, and the rotated queries."""
+        q, k, v = (x.detach() for x in qkv)
+        k_cache, v_cache = k.clone(), v.clone()
+        angles = torch.arange(2000, device=DEVICE)[:, None] / torch.arange(1, 9, device=DEVICE)
+        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        lengths = torch.full((len(q),), self.N - 5, dtype=torch.int32, device=DEVICE)
+
+        def run() -> Results:
+            step: Any = flashtile.attention_with_kvcache(
+                q[:, :2], k_cache, v_cache, k[:, :2], v[:, :2], cache_seqlens=lengths,
+                rotary_cos=cos, rotary_sin=sin, causal=True,
+            )  # fmt: skip
+            return {"step": step, "rotated": apply_rotary_emb(q, cos, sin)}
 
         return run
 
@@ -204,6 +225,7 @@ def case(number: int) -> Call:
         layout=chance.choice(STRIDE_STYLES),
         wanted=chance.choice(["qkv", "qkv", "", "q", "kv"]),
         deterministic=chance.random() < 0.7,
+        decodes=number % 2 == 1 and number % 5 > 0,
         seed=number,
     )
 

@@ -84,7 +84,7 @@ FOLDERS = {
 # some units only, the optional packages.
 REQUIRED = {"torch", "typing_extensions"}
 OPTIONAL = {
-    "cli": {"rich", "transformers", "triton"},
+    "cli": {"transformers", "triton"},
     "integrations": {"diffusers", "transformers"},
     "backends": {"triton"},
     "ops": {"triton"},

@@ -42,13 +42,17 @@ def test_threads_streams_and_graphs_give_the_results_of_fresh_processes(tmp_path
     output_of(SCRIPT, "threads", REPEATS, tmp_path, seconds=SECONDS)
 
 
+def _small_case(number: int) -> Call:
+    return Call(16, number == 1, True, 30, 40, (2, 1), decodes=number == 2)
+
+
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without a GPU, with a few cases."""
     monkeypatch.setattr(stress, "ON_GPU", False)
     monkeypatch.setattr(stress, "DEVICE", "cpu")
     monkeypatch.setattr(stress, "CASES", 3)
-    monkeypatch.setattr(stress, "case", lambda number: Call(16, number == 1, True, 30, 40, (2, 1)))
+    monkeypatch.setattr(stress, "case", _small_case)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -86,19 +90,31 @@ def test_first_results_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_threads_find_results_that_are_not_those_of_a_fresh_process(tmp_path: Path) -> None:
-    for number in range(3):
-        stress.alone(number, tmp_path)
+@pytest.mark.parametrize(("number", "name"), [(1, "dk"), (2, "step"), (2, "rotated")])
+def test_threads_find_results_that_are_not_those_of_a_fresh_process(
+    number: int, name: str, tmp_path: Path
+) -> None:
+    for each in range(3):
+        stress.alone(each, tmp_path)
     stress.threads(3, tmp_path)
-    kept = torch.load(tmp_path / "1.pt")
-    kept["dk"][3, 0, 5] += 0.5
-    torch.save(kept, tmp_path / "1.pt")
-    with pytest.raises(AssertionError, match=r"packed=True.*\['dk'\]"):
+    kept = torch.load(tmp_path / f"{number}.pt")
+    kept[name].view(-1)[5] += 0.5
+    torch.save(kept, tmp_path / f"{number}.pt")
+    with pytest.raises(AssertionError, match=rf"packed={number == 1}.*\['{name}'\]"):
         stress.threads(8, tmp_path)
 
 
 def test_the_cases_differ_in_what_callers_may_change() -> None:
     calls = [stress.case(number) for number in range(stress.CASES)]
-    for name in ("head_dim", "packed", "causal", "M", "layout", "wanted", "deterministic"):
+    for name in (
+        "head_dim",
+        "packed",
+        "causal",
+        "M",
+        "layout",
+        "wanted",
+        "deterministic",
+        "decodes",
+    ):
         assert len({getattr(call, name) for call in calls}) > 1, name
     assert {call.layout for call in calls} == set(stress.STRIDE_STYLES)
