@@ -7,15 +7,19 @@ what can be computed again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import _lru_cache_wrapper, lru_cache
 from typing import Any, Generic, TypeVar, overload
+from weakref import WeakSet
 
 K = TypeVar("K")
 V = TypeVar("V")
 Default = TypeVar("Default")
 
-_caches: list[_lru_cache_wrapper[Any]] = []
+# A cache that belongs to an object ends with it.
+_caches: WeakSet[_lru_cache_wrapper[Any]] = WeakSet()
+_adding = threading.Lock()
 
 
 def memoised(size: int) -> Callable[[Callable[..., V]], _lru_cache_wrapper[V]]:
@@ -23,7 +27,8 @@ def memoised(size: int) -> Callable[[Callable[..., V]], _lru_cache_wrapper[V]]:
 
     def decorate(function: Callable[..., V]) -> _lru_cache_wrapper[V]:
         cached = lru_cache(maxsize=size)(function)
-        _caches.append(cached)
+        with _adding:
+            _caches.add(cached)
         return cached
 
     return decorate
@@ -68,5 +73,7 @@ def clear_caches() -> None:
 
     Triton's own caches of compiled kernels stay as they are.
     """
-    for cached in _caches:
+    with _adding:
+        caches = list(_caches)
+    for cached in caches:
         cached.cache_clear()

@@ -12,18 +12,18 @@ import pytest
 TESTS = Path(__file__).parent
 
 
-def run(script: str, world: int, rendezvous: Path) -> None:
-    """Run ``tests/<script> rank world rendezvous`` once for each rank, and expect that all of them
+def run(script: str, world: int, rendezvous: Path, *arguments: str) -> None:
+    """Run ``tests/<script> rank world rendezvous ...`` once for each rank, and expect that all of them
     succeed."""
     paths = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(
-            [sys.executable, str(TESTS / "one_rank.py"), str(TESTS / script), *arguments],
+            [sys.executable, str(TESTS / "one_rank.py"), str(TESTS / script), *given],
             env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for arguments in ([str(rank), str(world), str(rendezvous)] for rank in range(world))
+        for given in ([str(rank), str(world), str(rendezvous), *arguments] for rank in range(world))
     ]
     errors = []
     for process in processes:

@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from .wire import Wire
+from .watch import AGREED, NEW, REFUSED, Note
+from .wire import ProcessWire, Wire
 
 NOTE_BYTES = 2048
+KINDS = 1024  # that ranks remember to have compared
 
 Result = TypeVar("Result")
 _ERRORS: dict[str, type[Exception]] = {
@@ -57,6 +59,57 @@ def agreed(wire: Wire, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]) 
             found = "; ".join(f"{_ranks(ranks)} {fact}" for fact, ranks in holders.items())
             raise ValueError(f"context parallel: the ranks disagree on {name}: {found}")
     return result
+
+
+class Compared:
+    """The kinds of calls that all ranks have compared.
+
+    All ranks add a kind in the same call and drop the oldest one in the same call, so none of them
+    compares alone. `clear_caches`, which a rank may call alone, leaves them as they are.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire, self._notes = wire, dict[Any, Note]()
+        self._watch = wire.watch if isinstance(wire, ProcessWire) else None
+
+    def knows(self, kind: Any) -> bool:
+        """Whether the ranks have compared it; if they have, a call of it begins."""
+        note = self._notes.get(kind)
+        if note is not None and self._watch is not None:
+            self._watch.begin(note)
+        return note is not None
+
+    def agreed(
+        self,
+        kind: Any,
+        facts: Mapping[str, Any],
+        prepare: Callable[[], tuple[Result, Mapping[str, Any]]],
+    ) -> Result:
+        """As the function `agreed`, for the first call of a kind.
+
+        Args:
+            facts: what the kind is, by names that a user understands.
+        """
+        note, state = Note.of(facts, {}), REFUSED
+        equal: Mapping[str, Any] = {}
+
+        def prepared() -> tuple[Result, Mapping[str, Any]]:
+            nonlocal equal
+            result, equal = prepare()
+            return result, equal
+
+        if self._watch is not None:
+            self._watch.begin(note, NEW)
+        try:
+            result = agreed(self.wire, prepared)
+            note, state = Note.of(facts, equal), AGREED
+        finally:
+            if self._watch is not None:
+                self._watch.settle(note, state)
+        self._notes[kind] = note
+        if len(self._notes) > KINDS:
+            del self._notes[next(iter(self._notes))]
+        return result
 
 
 def told(wire: Wire, note: Mapping[str, Any]) -> list[dict[str, Any]]:

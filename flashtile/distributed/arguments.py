@@ -337,9 +337,11 @@ def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap | None:
 
 
 def kind(name: str, x: Any) -> Any:
-    """What decides whether two values of an argument need one agreement of the ranks or two."""
+    """What decides whether two values of an argument need one agreement of the ranks or two. It is
+    equal on all ranks, whose GPUs have numbers of their own."""
     if isinstance(x, Tensor):
-        facts = tuple(x.shape), x.dtype, x.device, x.requires_grad
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        facts = tuple(x.shape), x.dtype, x.device.type, needs_grad
         is_read = name in USED and checks.is_readable(x)
         return (*facts, tuple(x.tolist())) if is_read else facts
     if isinstance(x, BlockMask):
@@ -348,6 +350,12 @@ def kind(name: str, x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(kind(name, part) for part in x)
     return repr(x)
+
+
+def needs_gradients(qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Whether a backward may follow for some of the tensors."""
+    q, k, v = qkv
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def are_numbers(options: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from ..masks import Window
 from ..ops.merge.op import merge_parts
 from ..positions import Dealt
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
-from .agreement import agreed
+from .agreement import Compared, agreed
 from .arguments import kind, shapes
 from .layout import Layout
 from .wire import Wire, connect
@@ -46,7 +46,7 @@ class Decoder:
     """The part of `ContextParallel` that decodes."""
 
     wire: Wire
-    _agreed: set[Any]  # the kinds of decoding that all ranks have compared
+    _compared: Compared  # the kinds of decoding
 
     def decode(
         self,
@@ -88,10 +88,6 @@ class Decoder:
 
         Source: flash-decoding (Dao et al. 2023), with ranks in the place of splits.
         """
-        named = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)
-        kinds = tuple((n, kind(n, x)) for n, x in (*named, *sorted(options.items())))
-        key = (block, backend, *kinds)
-
         def prepare() -> tuple[Decoding, dict[str, Any]]:
             unknown = [name for name in options if name not in OPTIONS]
             if unknown:
@@ -100,8 +96,13 @@ class Decoder:
             return _prepared(self.wire, tensors, new, cache_seqlens, block, backend, options)
 
         with torch.no_grad():
-            call = prepare()[0] if key in self._agreed else agreed(self.wire, prepare)
-            self._agreed.add(key)
+            named = ("q", q), ("k", k), ("v", v), *sorted(options.items())
+            kinds = tuple((name, kind(name, x)) for name, x in named)
+            facts = (("block", block), ("backend", backend), *kinds)
+            if self._compared.knows(facts):
+                call = prepare()[0]
+            else:
+                call = self._compared.agreed(facts, dict(facts), prepare)
             out, lse = _run(self.wire, call)
         return (out, lse) if return_lse else out
 

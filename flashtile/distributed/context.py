@@ -17,15 +17,17 @@ from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.score_function import outside_of_graphs
 from ..dropout import draw_rng_state
+from ..lru import Memo
 from ..problem import Operands, Options, lse_dtype
 from . import balance, traced
-from .agreement import agreed
+from .agreement import KINDS, Compared
 from .arguments import (
     UsedTokens,
     are_numbers,
     comparable,
     kind,
     lengths_of,
+    needs_gradients,
     packed_call,
     refuse_transforms,
     refuse_unknown,
@@ -130,7 +132,7 @@ class ContextParallel(Decoder):
         self.machine = machine
         self.reserved_processors = 0
         self.generator: torch.Generator | None = None
-        self._agreed = set()
+        self._compared = Compared(wire)
 
     def layout(
         self,
@@ -336,25 +338,24 @@ class ContextParallel(Decoder):
             known: (out, lse) of an equal call, to record its gradients without computing again.
         """
         options = with_program(qkv[0], options)
-        # Transforms no rank agrees to; gradients not every backend has.
-        modes = is_transformed(), forward_ad._current_level >= 0, torch.is_grad_enabled()
-        named = (*zip("qkv", qkv, strict=True), *sorted(options.items()))
-        key = (return_lse, backend, *modes, *((name, kind(name, x)) for name, x in named))
+        facts = self._kind(qkv, options, return_lse, backend)
         layout.calls += known is None
-        again = self._repeat_key(key, qkv[0], options) if layout.context is self else None
+        is_known = layout.compared.knows(facts)
+        again = self._repeat_key(facts, qkv, options) if layout.context is self else None
         repeated = None if again is None else layout.repeats.get(again)
-        if repeated is not None:
+        if repeated is not None and is_known:
             route, used = repeated
             operands = Operands(*layout.packed(*qkv))
             return self._run(route, used, operands, layout, rng_state, known)
-        if key in layout.agreed:
+        if is_known:
             call = self._prepared(qkv, layout, backend, options)
         else:
-            call = agreed(
-                self.wire, lambda: self._runnable(qkv, layout, backend, options, return_lse)
+            call = layout.compared.agreed(
+                facts,
+                {"who owns which tokens": layout.digests, **dict(facts)},
+                lambda: self._runnable(qkv, layout, backend, options, return_lse),
             )
             connect(self.wire, qkv[0].device)
-            layout.agreed.add(key)
         route = self._route(call, layout, return_lse, again is not None)
         if again is not None:
             layout.repeats[again] = route, call.used
@@ -364,13 +365,36 @@ class ContextParallel(Decoder):
             operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
         return self._run(route, call.used, operands, layout, rng_state, known)
 
-    def _repeat_key(self, key: Any, q: Tensor, options: Mapping[str, Any]) -> Any:
+    def _kind(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        options: Mapping[str, Any],
+        return_lse: bool,
+        backend: BackendName | None,
+    ) -> tuple[tuple[str, Any], ...]:
+        """What a call is, by name: what decides which messages it has and whether it is refused,
+        and nothing in which ranks may differ. Which of q, k and v require gradients is up to each
+        rank, if some tensor does; a backward follows on all ranks or on none."""
+        return (
+            ("return_lse", return_lse),
+            ("backend", backend),
+            # Transforms no rank agrees to.
+            ("transforms", (is_transformed(), forward_ad._current_level >= 0)),
+            ("gradients", needs_gradients(qkv)),
+            ("machine", self.machine),
+            *[(name, (x.shape, x.dtype, x.device.type)) for name, x in zip("qkv", qkv, strict=True)],
+            *[(name, kind(name, x)) for name, x in sorted(options.items())],
+        )
+
+    def _repeat_key(
+        self, facts: Any, qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]
+    ) -> Any:
         """A key that has all that decides how a call runs, besides the contents of q, k and v; None
         if that is not known: other tensors take part, or autocast changes their dtypes."""
-        if not are_numbers(options) or is_autocasting(q):
+        if not are_numbers(options) or is_autocasting(qkv[0]):
             return None
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return key, self.machine, self.reserved_processors, deterministic
+        return facts, *[x.device for x in qkv], self.reserved_processors, deterministic
 
     def _runnable(
         self,
@@ -391,7 +415,7 @@ class ContextParallel(Decoder):
             "documents": len(layout.queries.lengths),
             "tokens": sum(layout.queries.lengths),
             "the lengths of documents": layout.queries.lengths[:8],
-            "who owns which tokens": (layout.queries.digest()[:12], layout.keys.digest()[:12]),
+            "who owns which tokens": layout.digests,
             "device and dtype": (q.device.type, q.dtype),
             "heads": (q.shape[1], k.shape[1]),
             "head dims": (q.shape[2], v.shape[2]),
@@ -402,6 +426,7 @@ class ContextParallel(Decoder):
             "return_lse": return_lse,
             "ulysses, stages, head groups": tuple(call.way),
             "gradient_dtype": self._gradient_dtype,
+            "gradients": needs_gradients(qkv),
         }
 
     def _prepared(
@@ -428,9 +453,10 @@ class ContextParallel(Decoder):
         """How the ranks run a call: the same way for all calls of its kind in a layout."""
         pricing = self._pricing(layout, operands, options, tiles)
         kind = pricing.shape, pricing.facts, pricing.machine, tiles and tiles.digest
-        if kind not in layout.ways:
-            layout.ways[kind] = choose(self.wanted, pricing)
-        return layout.ways[kind]
+        way = layout.ways.get(kind)
+        if way is None:
+            way = layout.ways[kind] = choose(self.wanted, pricing)
+        return way
 
     def _pricing(
         self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
@@ -455,7 +481,7 @@ class ContextParallel(Decoder):
             self._gradient_dtype,
             call.bias_has_rows and not layout.sequences,
             self.reserved_processors,
-            {} if has_only_numbers else None,
+            Memo(KINDS) if has_only_numbers else None,
         )
         return Route(paths.neighbours, plan, paths.wire, wants_lse)
 

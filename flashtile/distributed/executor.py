@@ -21,6 +21,7 @@ from .. import backends
 from ..autocast import autocast_off
 from ..backends import Gradients
 from ..call import dispatch
+from ..lru import Memo
 from ..ops.merge.formula import merge
 from ..positions import Span
 from ..problem import AttentionProblem, Operands, Options, captured_needs_grad, lse_dtype
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
     reserved_processors: int = 0  # see `AttentionProblem`
     # What earlier calls with this plan have found out: only if all of them have tensors with the
     # same metadata, and none but q, k and v.
-    known: dict[Any, Any] | None = None
+    known: Memo[Any, Any] | None = None
 
 
 class _Step(NamedTuple):
@@ -218,9 +219,10 @@ def _remembered(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
     """What `make` makes, from an earlier call of the plan if there was one."""
     if plan.known is None:
         return make()
-    if key not in plan.known:
-        plan.known[key] = make()
-    return plan.known[key]
+    found = plan.known.get(key)
+    if found is None:
+        found = plan.known[key] = make()
+    return found
 
 
 def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step, Tensor, Tensor]]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import current_layout
+from ..lru import Memo
 from . import tickets
-from .agreement import agreed
+from .agreement import KINDS, Compared
 from .cost import Way
 from .model_inputs import local_inputs
 from .ownership import Ownership
@@ -60,14 +61,16 @@ class Layout:
         self.positions = _padded(self._positions(), self.local_tokens, 0)
         counts = [queries.positions(self.rank, d).length for d in documents]
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
-        self.agreed: set[Any] = set()  # the kinds of calls that all ranks have compared
+        self.compared = Compared(wire)
+        self._digests: tuple[str, str] | None = None
         self.ticket = tickets.ticket(self)
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
-        self.ways: dict[Any, Way] = {}  # how the ranks run calls, by their kind
-        self.paths: dict[Any, Any] = {}  # `Paths` by kind of call, whose module imports this one
-        self.repeats: dict[Any, Any] = {}  # what equal calls share
-        self._copies: dict[Any, Tensor] = {}  # by what they hold, device and stream
+        self.ways: Memo[Any, Way] = Memo(KINDS)  # how the ranks run calls, by their kind
+        self.paths: Memo[Any, Any] = Memo(KINDS)  # `Paths` by kind, whose module imports this one
+        self.repeats: Memo[Any, Any] = Memo(KINDS)  # what equal calls share
+        # By what they hold, device and stream.
+        self._copies: Memo[Any, Tensor] = Memo(KINDS + wire.ranks)
 
     def __repr__(self) -> str:
         count = self.sequences or len(self.queries.lengths)
@@ -162,16 +165,22 @@ class Layout:
     def together(self, what: str, check: Callable[[], None]) -> None:
         """Run `check`. When all ranks do this for the first time, they compare whether it raises,
         and raise the same error."""
-        if what in self.agreed:
+        if self.compared.knows(what):
             check()
             return
 
         def prepare() -> tuple[None, dict[str, Any]]:
             check()
-            return None, {}
+            return None, {"the call": what}
 
-        agreed(self.wire, prepare)
-        self.agreed.add(what)
+        self.compared.agreed(what, {"the call": what}, prepare)
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Texts that differ when others own the queries, or the keys."""
+        if self._digests is None:
+            self._digests = self.queries.digest()[:12], self.keys.digest()[:12]
+        return self._digests
 
     def __enter__(self) -> Layout:
         block = current_layout.in_force(self)
@@ -257,10 +266,11 @@ class Layout:
         """A tensor of the layout, copied to a device once: each copy makes the host wait."""
         if torch.compiler.is_compiling():
             return make().to(device)
-        found = self._copies.get((key, device, stream_of(device)))
+        what = key, device, stream_of(device)
+        found = self._copies.get(what)
         if found is None:
             with torch.inference_mode(False):  # later calls may need gradients
-                found = self._copies[key, device, stream_of(device)] = make().to(device)
+                found = self._copies[what] = make().to(device)
         return found
 
     def _positions(self) -> Tensor:

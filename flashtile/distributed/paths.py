@@ -54,9 +54,9 @@ def paths_of(call: Call, layout: Layout, gradient_dtype: torch.dtype | None) -> 
     if of_part or call.operands.bias is not None:  # they depend on more than the kind
         return _made(call, layout, gradient_dtype)
     kind = call.way, call.options.facts, call.tiles and call.tiles.digest, call.heads
-    if kind not in layout.paths:
-        layout.paths[kind] = _made(call, layout, gradient_dtype)
-    found: Paths = layout.paths[kind]
+    found: Paths | None = layout.paths.get(kind)
+    if found is None:
+        found = layout.paths[kind] = _made(call, layout, gradient_dtype)
     return found
 
 

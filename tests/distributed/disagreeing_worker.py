@@ -1,0 +1,158 @@
+"""One process of `test_disagreement`: ranks that make other calls than before, over gloo.
+
+Run as ``python disagreeing_worker.py rank world_size rendezvous-file scenario``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flashtile
+from flashtile.distributed import ContextParallel, Layout
+
+LIMIT = 10.0  # seconds until all ranks have raised; the group would wait for much longer
+
+
+class Model:
+    """Calls of one layout."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.last = rank, world - 1
+        self.parallel = ContextParallel()
+        self.layout = self.parallel.layout(seq_len=64 * world)
+
+    def of_documents(self, world: int) -> Layout:
+        """A layout in which nothing travels."""
+        return self.parallel.layout([64 * n for n in range(world + 1)])
+
+    def call(self, layout: Layout | None = None, **options: object) -> Tensor:
+        layout = layout or self.layout
+        shape = (1,) if layout.sequences else ()
+        x = torch.randn(*shape, layout.local_tokens, 2, 8)
+        grad = bool(options.pop("grad", False))
+        return self.parallel.attention(x, x, x.requires_grad_(grad), layout, **options)
+
+
+def another_option(model: Model, world: int) -> str:
+    """One that the last rank has not had before."""
+    model.call()
+    model.call(**({"causal": True} if model.rank == model.last else {}))
+    return "causal"
+
+
+def gradients(model: Model, world: int) -> str:
+    """Only the last rank records its call."""
+    model.call()
+    model.call(grad=model.rank == model.last)
+    return "gradients"
+
+
+def another_shape(model: Model, world: int) -> str:
+    """The last rank would refuse its call."""
+    model.call()
+    options = {"sink": torch.zeros(3)} if model.rank == model.last else {}
+    model.call(**options)
+    return "sink"
+
+
+def known_calls(model: Model, world: int) -> str:
+    """All ranks know both calls, which exchange the same bytes, and make them in another order."""
+    for softcap in (1.0, 2.0):
+        model.call(softcap=softcap)
+    while True:
+        model.call(softcap=1.0 if model.rank == model.last else 2.0)
+
+
+def without_messages(model: Model, world: int) -> str:
+    """Ranks that need nothing of each other go on alone, until they hear of it."""
+    layout = model.of_documents(world)
+    model.call(layout)
+    if model.rank == model.last:
+        model.call(layout, softcap=1.0)
+    while True:
+        model.call(layout)
+        time.sleep(0.01)
+
+
+def decoding(model: Model, world: int) -> str:
+    """The last rank decodes with another window."""
+    cache = torch.randn(2, 1, 64, 2, 8)
+    q = torch.randn(1, 1, 2, 8)
+    for window in (-1, 5 if model.rank == model.last else -1):
+        model.parallel.decode(q, *cache, cache_seqlens=40, window_size=(window, -1))
+    return "window_size"
+
+
+REFUSED: dict[str, tuple[Callable[[Model, int], str], str]] = {
+    "another option": (another_option, "causal"),
+    "gradients": (gradients, "gradients"),
+    "another shape": (another_shape, "sink"),
+    "known calls": (known_calls, "softcap"),
+    "without messages": (without_messages, "softcap"),
+    "decoding": (decoding, "window_size"),
+}
+
+
+def refused(scenario: str, rank: int, world: int) -> None:
+    """All ranks raise the same error, which names what differs."""
+    call, name = REFUSED[scenario]
+    model, started, found = Model(rank, world), time.monotonic(), ""
+    try:
+        call(model, world)
+    except ValueError as error:
+        found = str(error)
+    assert time.monotonic() - started < LIMIT
+    assert found.startswith(f"context parallel: the ranks disagree on {name} in call "), found
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"error of {rank}", found)
+    assert {store.get(f"error of {peer}").decode() for peer in range(world)} == {found}
+    try:
+        model.call()
+    except ValueError as error:
+        assert str(error) == found  # later calls of the object, too
+
+
+def accepted(rank: int, world: int) -> None:
+    """What is up to each rank: caches, which tensors require gradients, when it calls."""
+    model = Model(rank, world)
+    for _ in range(3):
+        x = torch.randn(3, 1, model.layout.local_tokens, 2, 8)
+        q, k, v = x.unbind()
+        (q, k, v)[rank % 3].requires_grad_()
+        model.parallel.attention(q, k, v, model.layout, causal=True).sum().backward()
+        if rank == 0:
+            flashtile.clear_caches()
+            time.sleep(1.2)
+    try:
+        model.call(softcap=-1.0 if rank == 0 else 1.0)
+    except ValueError as error:
+        assert "rank 0: softcap" in str(error)  # compared by all ranks, which go on
+    time.sleep(1.2)
+    for _ in range(2):
+        model.call(**({"causal": False} if rank == 0 else {}))  # the default
+        time.sleep(1.2)
+        model.call(softcap=1.0)
+        model.call(model.of_documents(world))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    rank, world, rendezvous, scenario = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    if scenario == "accepted":
+        accepted(rank, world)
+    else:
+        refused(scenario, rank, world)
