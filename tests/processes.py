@@ -13,8 +13,8 @@ TESTS = Path(__file__).parent
 
 
 def run(script: str, world: int, rendezvous: Path, *arguments: str) -> None:
-    """Run ``tests/<script> rank world rendezvous ...`` once for each rank, and expect that all of them
-    succeed."""
+    """Run ``tests/<script> rank world rendezvous ...`` once for each rank, and expect that all of
+    them succeed."""
     paths = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(

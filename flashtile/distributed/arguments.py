@@ -336,34 +336,6 @@ def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap | None:
     return TileMap.of(mask)
 
 
-def kind(name: str, x: Any) -> Any:
-    """What decides whether two values of an argument need one agreement of the ranks or two. It is
-    equal on all ranks, whose GPUs have numbers of their own."""
-    if isinstance(x, Tensor):
-        needs_grad = x.requires_grad and torch.is_grad_enabled()
-        facts = tuple(x.shape), x.dtype, x.device.type, needs_grad
-        is_read = name in USED and checks.is_readable(x)
-        return (*facts, tuple(x.tolist())) if is_read else facts
-    if isinstance(x, BlockMask):
-        digest = TileMap.of(x).digest if checks.is_readable(x.kinds) else None
-        return x.lengths, x.tile_size, digest
-    if isinstance(x, tuple):
-        return tuple(kind(name, part) for part in x)
-    return repr(x)
-
-
-def needs_gradients(qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
-    """Whether a backward may follow for some of the tensors."""
-    q, k, v = qkv
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
-def are_numbers(options: Mapping[str, Any]) -> bool:
-    """Whether the options have neither tensors nor masks nor functions."""
-    parts = (x if type(x) is tuple else (x,) for x in options.values())
-    return all(x is None or type(x) in (int, float, bool, str) for part in parts for x in part)
-
-
 def shapes(options: Mapping[str, Any]) -> dict[str, list[int]]:
     """The shapes of optional tensors, which are equal on all ranks."""
     tensors = {name: x.starts if isinstance(x, Spans) else x for name, x in options.items()}

@@ -25,7 +25,8 @@ from ..ops.merge.op import merge_parts
 from ..positions import Dealt
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
 from .agreement import Compared, agreed
-from .arguments import kind, shapes
+from .arguments import shapes
+from .kinds import kind
 from .layout import Layout
 from .wire import Wire, connect
 
@@ -88,6 +89,7 @@ class Decoder:
 
         Source: flash-decoding (Dao et al. 2023), with ranks in the place of splits.
         """
+
         def prepare() -> tuple[Decoding, dict[str, Any]]:
             unknown = [name for name in options if name not in OPTIONS]
             if unknown:

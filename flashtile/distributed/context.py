@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..autocast import is_autocasting
-from ..autograd import is_transformed
 from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.score_function import outside_of_graphs
@@ -23,11 +20,8 @@ from . import balance, traced
 from .agreement import KINDS, Compared
 from .arguments import (
     UsedTokens,
-    are_numbers,
     comparable,
-    kind,
     lengths_of,
-    needs_gradients,
     packed_call,
     refuse_transforms,
     refuse_unknown,
@@ -40,6 +34,7 @@ from .cost import Pricing, Shape, Way
 from .executor import Plan, refuse_without_backend
 from .explain import explained
 from .function import Route, attend, is_recomputing
+from .kinds import call_facts, needs_gradients, repeat_key
 from .layout import Layout
 from .machine import Machine, machine_of
 from .measure import measured
@@ -338,15 +333,20 @@ class ContextParallel(Decoder):
             known: (out, lse) of an equal call, to record its gradients without computing again.
         """
         options = with_program(qkv[0], options)
-        facts = self._kind(qkv, options, return_lse, backend)
+        facts = call_facts(qkv, options, return_lse, backend, self.machine)
         layout.calls += known is None
         is_known = layout.compared.knows(facts)
-        again = self._repeat_key(facts, qkv, options) if layout.context is self else None
+        again = repeat_key(facts, qkv, options, self.reserved_processors)
+        if layout.context is not self:
+            again = None
         repeated = None if again is None else layout.repeats.get(again)
         if repeated is not None and is_known:
             route, used = repeated
-            operands = Operands(*layout.packed(*qkv))
-            return self._run(route, used, operands, layout, rng_state, known)
+            if route.tokens is None or known is not None:
+                operands, route = Operands(*layout.packed(*qkv)), route._replace(tokens=None)
+                return self._run(route, used, operands, layout, rng_state, known)
+            operands = self._with_rng_state(route, Operands(*layout.flat(*qkv)), rng_state)
+            return layout.flat_results(*attend(route, operands), return_lse)
         if is_known:
             call = self._prepared(qkv, layout, backend, options)
         else:
@@ -358,43 +358,15 @@ class ContextParallel(Decoder):
             connect(self.wire, qkv[0].device)
         route = self._route(call, layout, return_lse, again is not None)
         if again is not None:
-            layout.repeats[again] = route, call.used
+            # The rows of one sequence, or of packed documents, have the padding at their end.
+            is_flat = layout.sequences <= 1 and route.ulysses is None
+            tokens = layout.tokens if is_flat else None
+            layout.repeats[again] = route._replace(tokens=tokens), call.used
         operands, slopes = call.operands, call.operands.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             rows = indices(route.plan.schedule.documents, slopes.device)
             operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
         return self._run(route, call.used, operands, layout, rng_state, known)
-
-    def _kind(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        options: Mapping[str, Any],
-        return_lse: bool,
-        backend: BackendName | None,
-    ) -> tuple[tuple[str, Any], ...]:
-        """What a call is, by name: what decides which messages it has and whether it is refused,
-        and nothing in which ranks may differ. Which of q, k and v require gradients is up to each
-        rank, if some tensor does; a backward follows on all ranks or on none."""
-        return (
-            ("return_lse", return_lse),
-            ("backend", backend),
-            # Transforms no rank agrees to.
-            ("transforms", (is_transformed(), forward_ad._current_level >= 0)),
-            ("gradients", needs_gradients(qkv)),
-            ("machine", self.machine),
-            *[(name, (x.shape, x.dtype, x.device.type)) for name, x in zip("qkv", qkv, strict=True)],
-            *[(name, kind(name, x)) for name, x in sorted(options.items())],
-        )
-
-    def _repeat_key(
-        self, facts: Any, qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]
-    ) -> Any:
-        """A key that has all that decides how a call runs, besides the contents of q, k and v; None
-        if that is not known: other tensors take part, or autocast changes their dtypes."""
-        if not are_numbers(options) or is_autocasting(qkv[0]):
-            return None
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return facts, *[x.device for x in qkv], self.reserved_processors, deterministic
 
     def _runnable(
         self,
@@ -495,14 +467,19 @@ class ContextParallel(Decoder):
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's rows, padding included."""
-        if route.plan.options.dropout_p > 0:
-            operands = operands._replace(rng_state=self._rng_state(rng_state, operands.q.device))
+        operands = self._with_rng_state(route, operands, rng_state)
         if known is not None:
             route = route._replace(known=used.of_used(*layout.results_without_padding(*known)))
         out, lse = attend(route, operands)
         if used.query_rows is not None:
             out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
         return layout.with_padding(out, lse)
+
+    def _with_rng_state(self, route: Route, operands: Operands, given: Tensor | None) -> Operands:
+        """The operands with the seed and offset of dropout, if the call has it."""
+        if route.plan.options.dropout_p <= 0:
+            return operands
+        return operands._replace(rng_state=self._rng_state(given, operands.q.device))
 
     def _rng_state(self, given: Tensor | None, device: torch.device) -> Tensor:
         """The seed and offset of dropout."""

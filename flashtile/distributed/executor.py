@@ -61,16 +61,20 @@ class _Step(NamedTuple):
     is_first: bool  # of the stages of these heads
     has_call: bool  # there is something to compute
     has_all_heads: bool
+    own: Span | None  # of a step without messages: its keys, as rows of the rank's own
 
     def of_queries(self, x: Tensor) -> Tensor:
         """Its heads of a tensor (tokens, query heads, ...)."""
         return x if self.has_all_heads else x[:, self.query_heads]
 
 
-def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    plan: Plan, wire: Wire, operands: Operands, wants_grad: bool, padding: int = 0
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rank's own queries.
 
     Args:
+        padding: how many rows of zeros follow those of out.
         wants_grad: whether `backward` will follow, which the backend must support, too.
         operands: the rank's own tokens, packed: q (tokens, heads, head_dim), k and v; with `qv`, q
             also has its columns, and each call gets keys and values side by side; `bias` has
@@ -84,7 +88,13 @@ def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tup
     total = lse_dtype(q.dtype)
     is_partial = len(plan.schedule.stages) > 1
     # The first call of some heads writes all of their rows.
-    out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=total if is_partial else q.dtype)
+    tokens, heads, _ = q.shape
+    dtype = total if is_partial else q.dtype
+    padded = q.new_empty(tokens + padding, heads, v.shape[-1], dtype=dtype)
+    out = padded
+    if padding:
+        out = padded[:tokens]
+        padded[tokens:].zero_()
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=total)
     for step, keys, values in _fetched(plan, wire, operands):
         if not step.has_call:
@@ -103,7 +113,7 @@ def forward(plan: Plan, wire: Wire, operands: Operands, wants_grad: bool) -> tup
         merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
         rows.copy_(merged_out)
         statistics.copy_(merged_lse.mT)
-    return out.to(q.dtype), lse
+    return padded.to(q.dtype), lse
 
 
 def backward(
@@ -115,13 +125,27 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     bias_needs_grad: bool,
+    padding: tuple[int, int] = (0, 0),
 ) -> Gradients:
-    """Gradients of the rank's own tensors, from what `forward` returned: those of q in its dtype if
-    no sum of them is needed, all others in the dtype of lse."""
+    """Gradients of the rank's own tensors, from what `forward` returned: those of q, k and v in
+    their dtype if no sum of them is needed, all others in the dtype of lse.
+
+    Args:
+        padding: how many rows of zeros follow those of dq, and those of dk and dv.
+    """
     q, k, v = operands[:3]
+    steps = _remembered(plan, "steps", lambda: _steps(plan, operands))
     # With one stage, one call computes each row of dq, so no sum has to be more precise.
-    dq = torch.zeros_like(q, dtype=lse.dtype if len(plan.schedule.stages) > 1 else q.dtype)
-    dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (k, v))
+    dtype = lse.dtype if len(plan.schedule.stages) > 1 else q.dtype
+    all_dq = q.new_zeros(q.shape[0] + padding[0], *q.shape[1:], dtype=dtype)
+    dtype = k.dtype if len(steps) == 1 and steps[0].own is not None else lse.dtype
+    all_dk, all_dv = (
+        x.new_empty(x.shape[0] + padding[1], *x.shape[1:], dtype=dtype) for x in (k, v)
+    )
+    dq, dk, dv = all_dq[: len(q)], all_dk[: len(k)], all_dv[: len(v)]
+    if padding[1]:
+        for x in (all_dk, all_dv):
+            x[len(k) :].zero_()
     shared = _Shared.of(operands, plan.options, bias_needs_grad, lse.dtype)
     returning: list[_Return] = []
     back = rounded(wire, plan.gradient_dtype)
@@ -153,7 +177,7 @@ def backward(
             returning.pop(0).add_to(dk, dv)
     for last in returning:
         last.add_to(dk, dv)
-    return Gradients(dq, dk, dv, *shared)
+    return Gradients(all_dq, all_dk, all_dv, *shared)
 
 
 class _Shared(NamedTuple):
@@ -211,8 +235,19 @@ def _steps(plan: Plan, operands: Operands) -> list[_Step]:
             is_first = number == 0
             has_call = heads[0] > 0 and len(stage.keys) > 0 and (is_first or stage.rows > 0)
             whole = plan.head_groups == 1
-            steps.append(_Step(len(steps), of_queries, of_keys, stage, is_first, has_call, whole))
+            own = _own_keys(stage) if whole else None
+            steps.append(
+                _Step(len(steps), of_queries, of_keys, stage, is_first, has_call, whole, own)
+            )
     return steps
+
+
+def _own_keys(stage: Stage) -> Span | None:
+    """The keys of a stage, if they are rows of the rank's own that lie in one piece."""
+    if stage.sends or stage.receives or len(stage.order) != 1:
+        return None
+    _, start, stop = stage.order[0]
+    return start, stop
 
 
 def _remembered(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
@@ -228,9 +263,15 @@ def _remembered(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
 def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step, Tensor, Tensor]]:
     """The steps with their keys and values, (rows, key heads, head_dim). The exchange of the next
     step is under way while the caller works on this one."""
+    steps = _remembered(plan, "steps", lambda: _steps(plan, operands))
+    k, v = operands.k, operands.v
+    if len(steps) == 1 and steps[0].own is not None and k.is_contiguous() and v.is_contiguous():
+        start, stop = steps[0].own
+        yield steps[0], k[start:stop], v[start:stop]
+        return
     ahead: _Fetch | None = None
-    words = KeyWords.of(operands.k, operands.v)
-    for step in _remembered(plan, "steps", lambda: _steps(plan, operands)):
+    words = KeyWords.of(k, v)
+    for step in steps:
         fetch = _Fetch(wire, step, words.of_heads(step.key_heads))
         if ahead is not None:
             yield ahead.step, *ahead.wait()
@@ -272,6 +313,10 @@ class _Return:
 
     def __init__(self, wire: Wire, step: _Step, dk: Tensor, dv: Tensor) -> None:
         self.step, stage = step, step.stage
+        if step.own is not None:
+            start, stop = step.own
+            self.own, self.arrived, self.pending = [((start, stop), dk, dv)], {}, None
+            return
         # By source of the buffer: rows there, and rows of the buffer.
         places: list[list[tuple[Span, Span]]] = [[] for _ in range(1 + len(stage.receives))]
         row = 0

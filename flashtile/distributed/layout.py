@@ -57,6 +57,7 @@ class Layout:
         self.queries, self.keys = queries, keys
         self.local_tokens, self.local_keys = local_tokens
         self.rank = wire.rank
+        self.tokens = queries.tokens(self.rank), keys.tokens(self.rank)  # without padding
         documents = queries.documents(self.rank)
         self.positions = _padded(self._positions(), self.local_tokens, 0)
         counts = [queries.positions(self.rank, d).length for d in documents]
@@ -219,7 +220,7 @@ class Layout:
         if x.dim() != len(want) + 2 or tuple(x.shape[: len(want)]) != want:
             shape = ", ".join(map(str, (*want, "heads", "head_dim")))
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({shape}) in this layout")
-        tokens = holders.tokens(self.rank)
+        tokens = self.tokens[0 if holders is self.queries else 1]
         return x[:, : tokens // self.sequences].flatten(0, 1) if self.sequences else x[:tokens]
 
     def with_padding(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,6 +236,20 @@ class Layout:
             out = torch.cat([out, out.new_zeros(missing, *out.shape[1:])])
             lse = torch.cat([lse, lse.new_full((*lse.shape[:-1], missing), -torch.inf)], -1)
         return (out.transpose(0, 1), lse) if self.sequences else (out, lse)
+
+    def flat(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Shards (1, rows, heads, head_dim) or (rows, heads, head_dim) as packed tokens, with the
+        padding at their end."""
+        if self.sequences:
+            return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        return q, k, v
+
+    def flat_results(self, out: Tensor, lse: Tensor, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        """Results of shards that `flat` made: `out` with padding, `lse` without it."""
+        missing = out.shape[0] - lse.shape[1]
+        if missing and wants_lse:
+            lse = torch.cat([lse, lse.new_full((lse.shape[0], missing), -torch.inf)], -1)
+        return (out.unsqueeze(0), lse.unsqueeze(0)) if self.sequences else (out, lse)
 
     def results_without_padding(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The reverse of `with_padding`."""

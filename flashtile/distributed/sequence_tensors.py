@@ -52,7 +52,11 @@ def indices(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 def stream_of(device: torch.device) -> int:
     """The current stream. What was made on it may still be read there when a cache drops it, so
     another stream gets tensors of its own."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    number = torch.cuda.current_device() if device.index is None else device.index
+    raw: int = torch._C._cuda_getCurrentRawStream(number)  # without an object for each call
+    return raw
 
 
 @memoised(256)

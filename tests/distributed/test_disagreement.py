@@ -1,5 +1,5 @@
-"""Ranks that differ in a later call, in processes that gloo connects: all raise the same error within
-seconds, and what is up to each rank is no difference."""
+"""Ranks that differ in a later call, in processes that gloo connects: all raise the same error
+within seconds, and what is up to each rank is no difference."""
 
 from __future__ import annotations
 
