@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import os
 import pstats
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from .case import DIRECTIONS, prepared_peer
 from .cases import cases
-from .together import Team
+from .together import Team, connected
 
 CALLS = 50
 
@@ -28,11 +27,7 @@ def main() -> None:
     parser.add_argument("--peer", default="flashtile-gather")
     parser.add_argument("--sort", default="tottime", help="a column of cProfile")
     args = parser.parse_args()
-    device, bound = "cpu", None
-    if torch.cuda.is_available():
-        device, bound = "cuda", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(bound)
-    dist.init_process_group("nccl" if bound else "gloo", device_id=bound)
+    device = connected()
     team = Team.of(device)
     call = prepared_peer(cases(device)[args.case - 1], args.peer, args.direction, team)
     for _ in range(5):

@@ -5,6 +5,7 @@ Ranks talk about failures over gloo, which works while a GPU waits for a rank th
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,17 @@ class Unsupported(Exception):
 
 class Stuck(Exception):
     """A GPU waits for ever, so nothing else can run on it."""
+
+
+def connected() -> str:
+    """Connect the processes that ``torchrun`` started, on "cuda" or "cpu", which it returns."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return "cpu"
+    bound = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(bound)
+    dist.init_process_group("nccl", device_id=bound)
+    return "cuda"
 
 
 class Team(NamedTuple):

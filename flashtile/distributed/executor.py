@@ -113,7 +113,7 @@ def forward(
         merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
         rows.copy_(merged_out)
         statistics.copy_(merged_lse.mT)
-    return padded.to(q.dtype), lse
+    return (padded.to(q.dtype) if is_partial else padded), lse
 
 
 def backward(

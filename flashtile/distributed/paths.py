@@ -73,7 +73,7 @@ def _made(call: Call, layout: Layout, gradient_dtype: torch.dtype | None) -> Pat
     return Paths(
         schedule(queries, keys, call.options.facts, outer, stages, call.tiles),
         shares[inner].queries.start,
-        SubWire(wire, [group[inner] for group in groups]),
+        wire if ulysses == 1 else SubWire(wire, [group[inner] for group in groups]),
         neighbours,
     )
 

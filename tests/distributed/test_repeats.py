@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed import ContextParallel
+from flashtile.backends import cpu
+from flashtile.distributed import ContextParallel, agreement, executor
 from flashtile.testing import generator
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -46,19 +48,18 @@ def results(parallel: ContextParallel, layout: Any, x: tuple[Tensor, ...], optio
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("batch", [(), (1,), (2,)], ids=["packed", "one", "two"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_repeated_calls(way: dict[str, Any], is_packed: bool, options: dict[str, Any]) -> None:
+def test_repeated_calls(way: dict[str, Any], batch: tuple[int, ...], options: Any) -> None:
     def made(wire: ThreadWire) -> tuple[ContextParallel, Any]:
         parallel = ContextParallel.over(wire, **way)
-        if not is_packed:
-            return parallel, parallel.layout(seq_len=13, batch=2, grain=1)
+        if batch:
+            return parallel, parallel.layout(seq_len=13, batch=batch[0], grain=1)
         ends = torch.tensor([0, *LENGTHS]).cumsum(0)
         return parallel, parallel.layout(cu_seqlens=ends, grain=1)
 
     def one_rank(wire: ThreadWire) -> None:
         parallel, layout = made(wire)
-        batch = () if is_packed else (2,)
         for seed in range(3):
             x = drawn(seed * 10 + wire.rank, layout.local_tokens, batch)
             found = results(parallel, layout, x, options)
@@ -67,6 +68,92 @@ def test_repeated_calls(way: dict[str, Any], is_packed: bool, options: dict[str,
         assert layout.repeats._cell.cache_info().currsize == 1
 
     run_ranks(2, one_rank)
+
+
+@pytest.mark.parametrize("has_gaps", [False, True])
+@pytest.mark.parametrize("batch", [(), (1,)], ids=["packed", "one"])
+def test_calls_in_which_nothing_travels(
+    batch: tuple[int, ...], has_gaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend gets the rank's own keys, and writes beside the padding of the output."""
+    seen: list[tuple[int, int]] = []  # where the keys and the output are
+
+    def forward(problem: Any, operands: Any, into: Any) -> Any:
+        seen.append((operands.k.data_ptr(), into[0].data_ptr()))
+        return cpu.forward(problem, operands, into)
+
+    recording = SimpleNamespace(**{**vars(cpu), "forward": forward})
+    monkeypatch.setattr(executor.backends, "load", lambda name: recording)
+
+    def one_rank(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire)
+
+        def layout() -> Any:
+            if batch:
+                return parallel.layout(seq_len=13, way="contiguous", grain=1)
+            return parallel.layout([0, 7, 12], way="contiguous", grain=1)
+
+        options: Any = {"window_size": (0, 0)} if batch else {"window_size": (3, 0)}
+        kept = layout()
+        for seed in range(3):
+            q, k, v, dout = drawn(seed * 10 + wire.rank, kept.local_tokens, batch)
+            if has_gaps:
+                k, v = torch.stack((k, v), -2).unbind(-2)
+            found = results(parallel, kept, (q, k, v, dout), options)
+            wanted = results(parallel, layout(), (q, k, v, dout), options)
+            assert all(map(torch.equal, found, wanted))
+            with torch.no_grad():
+                out = kept.attend(q, k, v, **options)
+            assert torch.equal(out, found[0])
+            # The first call without gradients is a kind of its own.
+            assert seed == 0 or has_gaps or (k.data_ptr(), out.data_ptr()) in seen
+
+    run_ranks(2, one_rank)
+
+
+def test_results_are_freed_at_once() -> None:
+    """No cycle keeps them until Python collects garbage."""
+
+    def one_rank(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout([0, 7, 12], grain=1)
+        for _ in range(3):
+            q, k, v, _ = drawn(3, layout.local_tokens, ())
+            out = layout.attend(q.requires_grad_(), k, v)
+            known = [weakref.ref(x) for x in (out, out.grad_fn, q)]
+            gc.disable()
+            try:
+                del q, out
+                assert [ref() for ref in known] == [None] * 3
+            finally:
+                gc.enable()
+
+    run_ranks(2, one_rank)
+
+
+def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But not what the ranks have compared: one rank alone may empty its caches."""
+    monkeypatch.setattr(agreement, "KINDS", 3)
+
+    def one_rank(wire: ThreadWire) -> list[int]:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(seq_len=16)
+        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        notes = []
+        for softcap in (1.0, 2.0, 2.0, 3.0, 1.0, 4.0, 1.0):
+            layout.attend(q, k, v, softcap=softcap)
+            if wire.rank == 0:
+                flashtile.clear_caches()
+            notes.append(wire.notes)
+        if wire.rank == 0:
+            assert layout.repeats._cell.cache_info().currsize == 0
+            assert layout.ways._cell.cache_info().currsize == 0
+        return notes
+
+    # The fourth kind drops the first one, which the ranks then compare again.
+    assert run_ranks(2, one_rank) == [[1, 2, 2, 3, 3, 4, 5]] * 2
 
 
 def test_what_decides_a_call_is_part_of_its_kind() -> None:
