@@ -1,6 +1,6 @@
-"""One process of `test_disagreement`: ranks that make other calls than before, over gloo.
+"""One process of `test_disagreement`: ranks that make other calls than before, over gloo or NCCL.
 
-Run as ``python disagreeing_worker.py rank world_size rendezvous-file scenario``.
+Run as ``python disagreeing_worker.py rank world_size rendezvous-file scenario [nccl]``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 import flashtile
 from flashtile.distributed import ContextParallel, Layout
 
+DEVICE = "cuda" if sys.argv[5:] == ["nccl"] else "cpu"
 LIMIT = 10.0  # seconds until all ranks have raised; the group would wait for much longer
 
 
@@ -36,7 +37,7 @@ class Model:
     def call(self, layout: Layout | None = None, **options: object) -> Tensor:
         layout = layout or self.layout
         shape = (1,) if layout.sequences else ()
-        x = torch.randn(*shape, layout.local_tokens, 2, 8)
+        x = torch.randn(*shape, layout.local_tokens, 2, 8, device=DEVICE)
         grad = bool(options.pop("grad", False))
         return self.parallel.attention(x, x, x.requires_grad_(grad), layout, **options)
 
@@ -58,7 +59,7 @@ def gradients(model: Model, world: int) -> str:
 def another_shape(model: Model, world: int) -> str:
     """The last rank would refuse its call."""
     model.call()
-    options = {"sink": torch.zeros(3)} if model.rank == model.last else {}
+    options = {"sink": torch.zeros(3, device=DEVICE)} if model.rank == model.last else {}
     model.call(**options)
     return "sink"
 
@@ -69,6 +70,7 @@ def known_calls(model: Model, world: int) -> str:
         model.call(softcap=softcap)
     while True:
         model.call(softcap=1.0 if model.rank == model.last else 2.0)
+        time.sleep(0.05)
 
 
 def without_messages(model: Model, world: int) -> str:
@@ -79,13 +81,13 @@ def without_messages(model: Model, world: int) -> str:
         model.call(layout, softcap=1.0)
     while True:
         model.call(layout)
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def decoding(model: Model, world: int) -> str:
     """The last rank decodes with another window."""
-    cache = torch.randn(2, 1, 64, 2, 8)
-    q = torch.randn(1, 1, 2, 8)
+    cache = torch.randn(2, 1, 64, 2, 8, device=DEVICE)
+    q = torch.randn(1, 1, 2, 8, device=DEVICE)
     for window in (-1, 5 if model.rank == model.last else -1):
         model.parallel.decode(q, *cache, cache_seqlens=40, window_size=(window, -1))
     return "window_size"
@@ -107,6 +109,9 @@ def refused(scenario: str, rank: int, world: int) -> None:
     model, started, found = Model(rank, world), time.monotonic(), ""
     try:
         call(model, world)
+        while time.monotonic() - started < LIMIT:  # a GPU waits, and the host goes on
+            model.call()
+            time.sleep(0.05)
     except ValueError as error:
         found = str(error)
     assert time.monotonic() - started < LIMIT
@@ -123,7 +128,7 @@ def accepted(rank: int, world: int) -> None:
     """What is up to each rank: caches, which tensors require gradients, when it calls."""
     model = Model(rank, world)
     for _ in range(3):
-        x = torch.randn(3, 1, model.layout.local_tokens, 2, 8)
+        x = torch.randn(3, 1, model.layout.local_tokens, 2, 8, device=DEVICE)
         q, k, v = x.unbind()
         (q, k, v)[rank % 3].requires_grad_()
         model.parallel.attention(q, k, v, model.layout, causal=True).sum().backward()
@@ -142,9 +147,11 @@ def accepted(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    rank, world, rendezvous, scenario = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    rank, world, rendezvous, scenario = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if DEVICE == "cuda" else "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=world,
