@@ -337,16 +337,9 @@ class ContextParallel(Decoder):
         layout.calls += known is None
         is_known = layout.compared.knows(facts)
         again = repeat_key(facts, qkv, options, self.reserved_processors)
-        if layout.context is not self:
-            again = None
-        repeated = None if again is None else layout.repeats.get(again)
-        if repeated is not None and is_known:
-            route, used = repeated
-            if route.tokens is None or known is not None:
-                operands, route = Operands(*layout.packed(*qkv)), route._replace(tokens=None)
-                return self._run(route, used, operands, layout, rng_state, known)
-            operands = self._with_rng_state(route, Operands(*layout.flat(*qkv)), rng_state)
-            return layout.flat_results(*attend(route, operands), return_lse)
+        repeated = again and layout.repeats.get(again)
+        if repeated and is_known and layout.context is self:
+            return self._run_alike(repeated, qkv, layout, rng_state, known)
         if is_known:
             call = self._prepared(qkv, layout, backend, options)
         else:
@@ -361,7 +354,9 @@ class ContextParallel(Decoder):
             # The rows of one sequence, or of packed documents, have the padding at their end.
             is_flat = layout.sequences <= 1 and route.ulysses is None
             tokens = layout.tokens if is_flat else None
-            layout.repeats[again] = route._replace(tokens=tokens), call.used
+            layout.repeats[again] = alike = route._replace(tokens=tokens), call.used
+            # The first call runs as the others: checkpoints compare what they keep.
+            return self._run_alike(alike, qkv, layout, rng_state, known)
         operands, slopes = call.operands, call.operands.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             rows = indices(route.plan.schedule.documents, slopes.device)
@@ -457,6 +452,22 @@ class ContextParallel(Decoder):
         )
         return Route(paths.neighbours, plan, paths.wire, wants_lse)
 
+    def _run_alike(
+        self,
+        alike: tuple[Route, UsedTokens],
+        qkv: tuple[Tensor, Tensor, Tensor],
+        layout: Layout,
+        rng_state: Tensor | None,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`_run`, for a call that has nothing but q, k and v."""
+        route, used = alike
+        if route.tokens is None or known is not None:
+            operands, route = Operands(*layout.packed(*qkv)), route._replace(tokens=None)
+            return self._run(route, used, operands, layout, rng_state, known)
+        operands = self._with_rng_state(route, Operands(*layout.flat(*qkv)), rng_state)
+        return layout.flat_results(*attend(route, operands), route.wants_lse)
+
     def _run(
         self,
         route: Route,
@@ -479,15 +490,11 @@ class ContextParallel(Decoder):
         """The operands with the seed and offset of dropout, if the call has it."""
         if route.plan.options.dropout_p <= 0:
             return operands
-        return operands._replace(rng_state=self._rng_state(given, operands.q.device))
-
-    def _rng_state(self, given: Tensor | None, device: torch.device) -> Tensor:
-        """The seed and offset of dropout."""
-        if given is not None:
-            return given
-        if self.generator is not None and is_recomputing():
+        if given is None and self.generator is not None and is_recomputing():
             raise NotImplementedError(
                 "generator: got a torch.Generator in an activation checkpoint, which does not "
                 "restore its state; want None, for PyTorch's own"
             )
-        return draw_rng_state(device, self.generator)
+        if given is None:
+            given = draw_rng_state(operands.q.device, self.generator)
+        return operands._replace(rng_state=given)

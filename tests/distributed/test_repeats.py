@@ -40,11 +40,12 @@ def results(parallel: ContextParallel, layout: Any, x: tuple[Tensor, ...], optio
     q, k, v = leaves = [t.clone().requires_grad_() for t in x[:3]]
     parallel.generator = torch.Generator().manual_seed(3)
     out, lse = parallel.attention(q, k, v, layout, return_lse=True, **options)
-    return (
-        out,
-        lse,
-        *torch.autograd.grad((out, lse.nan_to_num(neginf=0.0).sum()), leaves, (x[3], None)),
-    )
+    gradients = torch.autograd.grad((out, lse.nan_to_num(neginf=0.0).sum()), leaves, (x[3], None))
+    used = layout.tokens[0] // max(layout.sequences, 1)  # rows of padding follow
+    for rows in (out, *gradients):
+        assert not rows.narrow(-3, used, layout.local_tokens - used).count_nonzero()
+    assert lse[..., used:].isneginf().all()
+    return out, lse, *gradients
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -1,0 +1,95 @@
+"""What ranks tell each other about their calls, without processes: they share a store."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from flashtile.distributed import watch
+from flashtile.distributed.watch import AGREED, NEW, REFUSED, Note, Watch
+
+A, B = (Note.of({"causal": causal}, {"options": causal}) for causal in (True, False))
+
+
+class Ranks:
+    """Watches whose threads do not run."""
+
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(watch, "PERIOD", 1e6)
+        store, self.stopped = dist.HashStore(), [0] * ranks
+        self.watches = [
+            Watch(rank, ranks, lambda: store, lambda rank=rank: self.stop(rank))
+            for rank in range(ranks)
+        ]
+
+    def stop(self, rank: int) -> None:
+        self.stopped[rank] += 1
+
+    def errors(self) -> set[str]:
+        """After all have looked, and looked again."""
+        for _ in range(2):
+            for one in self.watches:
+                if not one.error:
+                    one.look()
+        return {one.error for one in self.watches}
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(3, monkeypatch)
+
+
+def test_a_rank_that_is_behind_differs_from_nobody(three: Ranks) -> None:
+    for rank, one in enumerate(three.watches):
+        for note in (A, B, A, B)[: 2 + rank]:
+            one.begin(note)
+    assert three.errors() == {""}
+    three.watches[0].begin(B)  # the others have A
+    assert three.errors() == {
+        "context parallel: the ranks disagree on causal in call 3 of attention over all ranks: "
+        "rank 0 has False; rank 1 has True"
+    } or three.errors() == {
+        "context parallel: the ranks disagree on causal in call 3 of attention over all ranks: "
+        "rank 0 has False; rank 2 has True"
+    }
+    assert three.stopped == [1, 1, 1]
+    with pytest.raises(ValueError, match="causal in call 3"):
+        three.watches[1].begin(A)
+
+
+def test_an_earlier_difference_is_found(three: Ranks) -> None:
+    """Though it was over when the ranks looked."""
+    for rank, one in enumerate(three.watches):
+        for note in (A, B if rank == 2 else A, A):
+            one.begin(note)
+    (error,) = three.errors()
+    assert error.endswith("disagree on what they called before call 3 of attention over all ranks")
+
+
+@pytest.mark.parametrize("ends", [(AGREED, AGREED), (REFUSED, REFUSED), (AGREED, ""), ("", "")])
+def test_what_ranks_compare_themselves_is_left_to_them(
+    ends: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with arguments that differ in form."""
+    ranks = Ranks(2, monkeypatch)
+    for one, note, end in zip(ranks.watches, (A, B), ends, strict=True):
+        one.begin(note, NEW)
+        if end:
+            one.settle(Note.of(note.facts, {"options": "equal"}), end)
+    assert ranks.errors() == {""}
+    if all(ends):
+        for one in ranks.watches:
+            one.begin(A)
+        assert ranks.errors() == ({""})
+
+
+@pytest.mark.parametrize("end", [AGREED, REFUSED, ""])
+def test_one_that_compares_alone_is_a_difference(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has had this kind before, and sends nothing but its tokens."""
+    ranks = Ranks(2, monkeypatch)
+    ranks.watches[0].begin(A)
+    ranks.watches[1].begin(B, NEW)
+    if end:
+        ranks.watches[1].settle(B, end)
+    (error,) = ranks.errors()
+    assert "disagree on causal in call 1 of attention" in error
