@@ -1,9 +1,9 @@
-"""The tables of masks and score functions on performance.md, from benchmarks/results/h200/masks.
+"""The tables of masks and score functions on performance.md, from benchmarks/results.
 
-masks.csv         python -m benchmarks --preset gpu-masks
-cascade.csv       python -m benchmarks --preset gpu-cascade
-first-call.csv    python -m benchmarks.first_call --cases masks
-block-masks.csv   python -m benchmarks.block_masks
+h100/masks/masks-*.csv      python -m benchmarks --preset gpu-masks
+h100/masks/first-call.csv   python -m benchmarks.first_call --cases masks
+h100/masks/block-masks.csv  python -m benchmarks.block_masks
+h200/masks/cascade.csv      python -m benchmarks --preset gpu-cascade
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from generated import markdown_table
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200" / "masks"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 WAYS = {
     "flashtile": "as options",
     "flashtile-function": "as functions",
@@ -34,13 +34,13 @@ def blocks() -> dict[str, str]:
     }
 
 
-def read(name: str) -> list[Row]:
-    """The lines of a file; none before it was measured."""
-    path = FOLDER / f"{name}.csv"
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def read(pattern: str) -> list[Row]:
+    """The lines of all files with such a name; none before they were measured."""
+    rows: list[Row] = []
+    for path in sorted(RESULTS.glob(f"{pattern}.csv")):
+        with path.open(encoding="utf-8") as file:
+            rows += csv.DictReader(file)
+    return rows
 
 
 def missing(command: str) -> str:
@@ -50,7 +50,8 @@ def missing(command: str) -> str:
 def speeds(direction: str) -> str:
     """Milliseconds of a pass, and in brackets how many times as fast as FlexAttention."""
     cases: dict[tuple[str, str], dict[str, float]] = {}
-    for row in read("masks"):
+    rows = sorted(read("h100/masks/masks-*"), key=lambda row: int(row["index"]))
+    for row in rows:
         if row["pass"] == direction and row["median_ms"]:
             case = cases.setdefault((row["head_dim"], row["variant"]), {})
             case[row["provider"]] = float(row["median_ms"])
@@ -72,7 +73,10 @@ def _time(mine: float | None, flex: float | None) -> str:
 
 def first_calls() -> str:
     """Seconds of the first call, with an empty disk cache and with the kernels on disk."""
-    seconds = {(row["case"], row["cache"]): float(row["first_call"]) for row in read("first-call")}
+    seconds = {
+        (row["case"], row["cache"]): float(row["first_call"])
+        for row in read("h100/masks/first-call")
+    }
     names = [name for name, cache in seconds if cache == "cold" and not name.startswith("flex-")]
     lines = []
     for name in names:
@@ -93,7 +97,7 @@ def first_calls() -> str:
 def block_masks() -> str:
     """Milliseconds of making a block mask from a function."""
     cases: dict[str, dict[str, Row]] = {}
-    for row in read("block-masks"):
+    for row in read("h100/masks/block-masks"):
         cases.setdefault(row["mask"], {})[row["maker"]] = row
     if not cases:
         return missing("benchmarks.block_masks")
@@ -109,7 +113,7 @@ def block_masks() -> str:
 def cascade() -> str:
     """Microseconds of a decoding step."""
     cases: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in read("cascade"):
+    for row in read("h200/masks/cascade"):
         if row["median_ms"]:
             case = cases.setdefault((row["variant"], row["heads_q"], row["heads_kv"]), {})
             case[row["provider"]] = 1e3 * float(row["median_ms"])
