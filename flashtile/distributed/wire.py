@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -11,12 +10,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllToAllOptions
 
 from .watch import Watch
 
-# To be measured: NCCL on the current stream, without events and without a stream of its own.
-ON_CURRENT_STREAM = os.environ.get("FLASHTILE_EXCHANGE") == "current stream"
 STOP = 0x5709  # the tag of a message that nobody sends
 
 
@@ -169,13 +165,6 @@ class ProcessWire:
         nothing = given[0].new_empty(0)
         out = [receives.get(rank, nothing).view(-1) for rank in range(self.ranks)]
         into = [sends.get(rank, nothing).view(-1) for rank in range(self.ranks)]
-        if ON_CURRENT_STREAM:
-            options = AllToAllOptions()
-            options.asyncOp = False
-            work = self.group.alltoall(out, into, options)
-            if work is not None:
-                work.wait()
-            return _Done()
         work = dist.all_to_all(out, into, group=self.group, async_op=True)
         size = sum(x.numel() * x.element_size() for x in given)
         each = f"{size:,} bytes to ranks {sorted(sends)} and from {sorted(receives)} ({what})"
