@@ -215,6 +215,9 @@ def _run(
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         out, lse = _run(_Tensors(*args[:_COUNT]), _Numbers(*args[_COUNT:]))
+    missing = out.shape[-3] - lse.shape[-1]
+    if missing:  # nobody sees lse, but graphs rely on its shape
+        lse = torch.nn.functional.pad(lse, (0, missing), value=-torch.inf)
     return out.contiguous(), lse.contiguous()
 
 

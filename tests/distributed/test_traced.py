@@ -63,6 +63,24 @@ def test_ops(options: dict[str, Any], return_lse: bool) -> None:
     run_ranks(1, run)
 
 
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_shapes_with_padding(return_lse: bool) -> None:
+    """A rank with fewer rows returns what the graph expects, also where nobody sees lse."""
+
+    def run(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire, ulysses=1)
+        for layout in (parallel.layout([0, 5, 6, 18, 25]), parallel.layout(seq_len=13, grain=1)):
+            shape = (layout.sequences,) if layout.sequences else ()
+            x = torch.randn(*shape, layout.local_tokens, 2, 8)
+            for _ in range(2):
+                with Calls() as calls:
+                    found = traced.attend((x, x, x), layout, {}, return_lse, None)
+                expected = traced._fake_forward(*calls.arguments[0])
+                assert [t.shape for t in found] == [t.shape for t in expected]
+
+    run_ranks(2, run)
+
+
 def test_a_layout_that_is_gone() -> None:
     with pytest.raises(RuntimeError, match="layout: got number 1000000000"):
         tickets.layout_of(torch.tensor(10**9))
