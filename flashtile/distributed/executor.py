@@ -126,19 +126,22 @@ def backward(
     dlse: Tensor | None,
     bias_needs_grad: bool,
     padding: tuple[int, int] = (0, 0),
+    has_shared_keys: bool = False,
 ) -> Gradients:
     """Gradients of the rank's own tensors, from what `forward` returned: those of q, k and v in
     their dtype if no sum of them is needed, all others in the dtype of lse.
 
     Args:
         padding: how many rows of zeros follow those of dq, and those of dk and dv.
+        has_shared_keys: whether the caller adds dk and dv to those of other ranks.
     """
     q, k, v = operands[:3]
     steps = _remembered(plan, "steps", lambda: _steps(plan, operands))
     # With one stage, one call computes each row of dq, so no sum has to be more precise.
     dtype = lse.dtype if len(plan.schedule.stages) > 1 else q.dtype
     all_dq = q.new_zeros(q.shape[0] + padding[0], *q.shape[1:], dtype=dtype)
-    dtype = k.dtype if len(steps) == 1 and steps[0].own is not None else lse.dtype
+    is_final = len(steps) == 1 and steps[0].own is not None and not has_shared_keys
+    dtype = k.dtype if is_final else lse.dtype
     all_dk, all_dv = (
         x.new_empty(x.shape[0] + padding[1], *x.shape[1:], dtype=dtype) for x in (k, v)
     )

@@ -90,7 +90,7 @@ class _FirstDerivative(torch.autograd.Function):
             assert dlse is not None
             dout = out.new_zeros(dlse.shape[1], heads, out.shape[2])
         if wants_lse and dlse is None:  # on this rank, perhaps not on the others
-            dlse = lse.new_zeros(heads, dout.shape[0])
+            dlse = lse.new_zeros(heads, dout.shape[0] if tokens is None else tokens[0])
         padding = 0, 0
         if tokens is not None:
             out, dout = out[: tokens[0]], dout[: tokens[0]]
@@ -101,7 +101,10 @@ class _FirstDerivative(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         bias_needs_grad = needed[Operands._fields.index("bias")]
         results = out, lse, dout, dlse
-        gradients = executor.backward(plan, wire, operands, *results, bias_needs_grad, padding)
+        is_shared = ulysses is not None and ulysses.has_shared_keys
+        gradients = executor.backward(
+            plan, wire, operands, *results, bias_needs_grad, padding, is_shared
+        )
         if ulysses is not None:
             gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
         found = zip(gradients, with_padding[:DIFFERENTIABLE], needed, strict=True)

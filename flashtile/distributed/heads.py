@@ -129,6 +129,11 @@ class Ulysses(NamedTuple):
         """The heads of this rank."""
         return self.shares[self.queries.wire.rank]
 
+    @property
+    def has_shared_keys(self) -> bool:
+        """Whether several ranks have a key head, whose gradients are then added up."""
+        return sum(heads.stop - heads.start for heads in self._key_heads) > self.heads[1]
+
     def spread(self, operands: Operands) -> Operands:
         """The tensors of this rank's heads, with the tokens of all its neighbours."""
         bias, sink, slopes = operands.bias, operands.sink, operands.alibi_slopes

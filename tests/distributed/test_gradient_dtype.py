@@ -55,6 +55,27 @@ def test_half_the_bytes_and_sums_in_float32(ways: dict[str, int]) -> None:
     assert owned  # the sums themselves are not rounded
 
 
+def test_gradients_of_a_shared_key_head_are_added_before_they_are_rounded() -> None:
+    """Of four ranks with a quarter of its query heads each; the inputs are bfloat16."""
+    g = torch.Generator().manual_seed(5)
+    whole = [torch.randn(1, 256, heads, 16, generator=g).bfloat16() for heads in (8, 1, 1, 8)]
+
+    def of(ulysses: int, dtype: torch.dtype) -> list[Tensor]:
+        def one_rank(wire: ThreadWire) -> list[Tensor]:
+            parallel = ContextParallel.over(wire, ulysses=ulysses)
+            layout = parallel.layout(seq_len=256, grain=4)
+            q, k, v, dout = (layout.shard(x).to(dtype) for x in whole)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = layout.attend(*leaves, causal=True)
+            return [layout.unshard(x).double() for x in torch.autograd.grad(out, leaves, dout)]
+
+        return run_ranks(4, one_rank)[0]
+
+    exact, once = of(1, torch.float64), of(1, torch.bfloat16)
+    for found, rounded_once, want in zip(of(4, torch.bfloat16), once, exact, strict=True):
+        assert (found - want).norm() < 1.1 * (rounded_once - want).norm()
+
+
 def test_ranks_that_disagree() -> None:
     def one_rank(wire: ThreadWire) -> None:
         dtype = torch.float32 if wire.rank else torch.bfloat16
