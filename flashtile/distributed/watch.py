@@ -17,8 +17,8 @@ import hashlib
 import json
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
@@ -76,8 +76,7 @@ class Watch:
     ) -> None:
         self.rank, self.ranks, self._store, self._stop = rank, ranks, store, stop
         self.error = ""  # what the ranks disagree on, the same text on all of them
-        # Whether a call begins, its state, and what it is.
-        self._events: deque[tuple[bool, str, Note]] = deque(maxlen=KEPT)
+        # Written where the calls are made, and read by the thread.
         self._entries: dict[int, _Entry] = {}
         self._latest = _Entry(0, KNOWN, 0, {})
         self._written: _Entry | None = None
@@ -93,26 +92,25 @@ class Watch:
             raise ValueError(self.error)
         if not self._name and self.ranks > 1:
             self._start()
-        self._events.append((True, state, note))
+        self._enter(self._latest.number + 1, state, note)
 
     def settle(self, note: Note, state: str) -> None:
         """Say how the comparison of the latest call has ended."""
-        self._events.append((False, state, note))
+        self._enter(self._latest.number, state, note)
 
     def reason(self) -> str:
         """Why an operation of the group may have failed: what the ranks disagree on, or nothing."""
         if self._name and not self.error:
-            self._read_error(self._store())
+            with suppress(Exception):  # the store is gone, which need not be the reason
+                self._read_error(self._store())
         return self.error
 
     def look(self) -> None:
         """Write what is the latest call, and read those of others."""
-        store = self._store()
-        while self._events:
-            self._enter(*self._events.popleft())
-        if self._latest != self._written and self._latest.number:
-            self._written = self._latest
-            store.set(self._key(self.rank), json.dumps(self._latest))
+        store, latest = self._store(), self._latest
+        if latest is not self._written and latest.number:
+            self._written = latest
+            store.set(self._key(self.rank), json.dumps(latest))
         self._read_error(store)
         for peer in {(self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks} - {self.rank}:
             if not self.error and store.check([self._key(peer)]):
@@ -130,11 +128,10 @@ class Watch:
     def _key(self, what: object) -> str:
         return f"{self._name} {what}"
 
-    def _enter(self, begins: bool, state: str, note: Note) -> None:
-        number = self._latest.number + begins
+    def _enter(self, number: int, state: str, note: Note) -> None:
         before = self._entries.get(number - 1)
         history = hash((before.history if before else 0, note.digest))
-        self._latest = self._entries[number] = _Entry(number, state, history, note.facts)
+        self._entries[number] = self._latest = _Entry(number, state, history, note.facts)
         self._entries.pop(number - KEPT, None)
 
     def _compare(self, store: Any, peer: int, theirs: _Entry) -> None:

@@ -66,6 +66,29 @@ def test_an_earlier_difference_is_found(three: Ranks) -> None:
     assert error.endswith("disagree on what they called before call 3 of attention over all ranks")
 
 
+def test_a_rank_that_looks_late_differs_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it has made more calls than are kept."""
+    ranks = Ranks(2, monkeypatch)
+    for call in range(watch.KEPT + 4000):
+        for one in ranks.watches:
+            one.begin(A if call % 3 else B)
+        if call % 1000 == 0:
+            ranks.watches[0].look()
+    assert ranks.errors() == {""}
+    ranks.watches[0].begin(A)
+    ranks.watches[1].begin(B)
+    assert "disagree on causal in call" in ranks.errors().pop()
+
+
+def test_without_a_store_an_error_keeps_its_reason() -> None:
+    """The store ends with the process that has it, and another error has come before."""
+    store: list[dist.Store] = [dist.HashStore()]
+    alone = Watch(0, 2, lambda: store[0], lambda: None)
+    alone.begin(A)
+    store.clear()
+    assert alone.reason() == ""
+
+
 @pytest.mark.parametrize("ends", [(AGREED, AGREED), (REFUSED, REFUSED), (AGREED, ""), ("", "")])
 def test_what_ranks_compare_themselves_is_left_to_them(
     ends: tuple[str, str], monkeypatch: pytest.MonkeyPatch
