@@ -51,12 +51,17 @@ def without_autocast(function: _Function) -> _Function:
     return cast(_Function, run)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts on the device of `x`; None where it is off."""
+    return torch.get_autocast_dtype(x.device.type) if is_autocasting(x) else None
+
+
 def cast_inputs(*inputs: Any) -> tuple[Any, ...]:
     """Cast as PyTorch's own operations do: if autocast is on for the device of the first input,
     cast every float16, bfloat16 or float32 tensor to the autocast dtype."""
-    if not is_autocasting(inputs[0]):
+    dtype = autocast_dtype(inputs[0])
+    if dtype is None:
         return inputs
-    dtype = torch.get_autocast_dtype(inputs[0].device.type)
     return tuple(cast_input(x, dtype) for x in inputs)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..autocast import is_autocasting
+from ..autocast import autocast_dtype, is_autocasting
 from ..autograd import is_transformed
 from ..call import checks
 from ..call.dispatch import BackendName
@@ -39,6 +39,7 @@ def call_facts(
         ("backend", backend),
         ("transforms", (is_transformed(), forward_ad._current_level >= 0)),
         ("gradients", needs_gradients(qkv)),
+        ("autocast", autocast_dtype(qkv[0])),
         ("machine", machine),
         *[(name, (x.shape, x.dtype, x.device.type)) for name, x in zip("qkv", qkv, strict=True)],
         *[(name, kind(name, x)) for name, x in sorted(options.items())],

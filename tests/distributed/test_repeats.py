@@ -184,6 +184,23 @@ def test_what_decides_a_call_is_part_of_its_kind() -> None:
     run_ranks(2, one_rank)
 
 
+def test_ranks_compare_a_call_under_autocast() -> None:
+    """It sends other bytes than the same call without autocast, which they have compared."""
+
+    def one_rank(wire: ThreadWire) -> list[int]:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(seq_len=16)
+        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        notes = []
+        for dtype in (None, torch.bfloat16, torch.bfloat16, torch.float16, None):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                layout.attend(q, k, v)
+            notes.append(wire.notes)
+        return notes
+
+    assert run_ranks(2, one_rank) == [[1, 2, 2, 3, 3]] * 2
+
+
 def test_a_layout_belongs_to_one_context() -> None:
     """In a call like an earlier one of the layout's own context, too."""
 
