@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .watch import AGREED, NEW, REFUSED, Note
+from .watch import Note
 from .wire import ProcessWire, Wire
 
 NOTE_BYTES = 2048
@@ -90,7 +90,6 @@ class Compared:
         Args:
             facts: what the kind is, by names that a user understands.
         """
-        note, state = Note.of(facts, {}), REFUSED
         equal: Mapping[str, Any] = {}
 
         def prepared() -> tuple[Result, Mapping[str, Any]]:
@@ -99,13 +98,11 @@ class Compared:
             return result, equal
 
         if self._watch is not None:
-            self._watch.begin(note, NEW)
-        try:
-            result = agreed(self.wire, prepared)
-            note, state = Note.of(facts, equal), AGREED
-        finally:
-            if self._watch is not None:
-                self._watch.settle(note, state)
+            self._watch.begin(Note.of(facts, {}), is_compared=True)
+        result = agreed(self.wire, prepared)
+        note = Note.of(facts, equal)
+        if self._watch is not None:
+            self._watch.settle(note)
         self._notes[kind] = note
         if len(self._notes) > KINDS:
             del self._notes[next(iter(self._notes))]

@@ -25,9 +25,6 @@ from weakref import WeakSet, ref
 PERIOD = 0.5  # seconds between two looks at the store
 KEPT = 1 << 14  # of the latest calls; ranks are never so far apart
 
-KNOWN = "known"  # a call of a kind that the ranks have compared before
-NEW, AGREED, REFUSED = "new", "agreed", "refused"  # one that they compare, and how that ends
-
 _log = logging.getLogger(__name__)
 _stopped = threading.Event()  # the process ends
 
@@ -50,16 +47,16 @@ class _Entry(NamedTuple):
     """A call of a rank."""
 
     number: int
-    state: str
+    is_compared: bool  # by a message to all ranks, because this rank has not had its kind before
     history: int  # a hash of this call and of all before it
     facts: Mapping[str, str]
 
     def differs_from(self, other: _Entry) -> bool:
         """Whether two ranks have made other calls, and will not find out by themselves, because
         not both of them compare what they do."""
-        if self.state == other.state == KNOWN:
-            return self.history != other.history
-        return KNOWN in (self.state, other.state)
+        if self.is_compared or other.is_compared:
+            return self.is_compared != other.is_compared
+        return self.history != other.history
 
 
 class Watch:
@@ -78,12 +75,12 @@ class Watch:
         self.error = ""  # what the ranks disagree on, the same text on all of them
         # Written where the calls are made, and read by the thread.
         self._entries: dict[int, _Entry] = {}
-        self._latest = _Entry(0, KNOWN, 0, {})
+        self._latest = _Entry(0, False, 0, {})
         self._written: _Entry | None = None
         self._name = ""
 
-    def begin(self, note: Note, state: str = KNOWN) -> None:
-        """Count a call; in the state `NEW`, `settle` follows.
+    def begin(self, note: Note, is_compared: bool = False) -> None:
+        """Count a call. If the ranks compare it and agree, `settle` follows.
 
         Raises:
             ValueError: the ranks disagree on an earlier call.
@@ -92,11 +89,11 @@ class Watch:
             raise ValueError(self.error)
         if not self._name and self.ranks > 1:
             self._start()
-        self._enter(self._latest.number + 1, state, note)
+        self._enter(self._latest.number + 1, is_compared, note)
 
-    def settle(self, note: Note, state: str) -> None:
-        """Say how the comparison of the latest call has ended."""
-        self._enter(self._latest.number, state, note)
+    def settle(self, note: Note) -> None:
+        """Say what the ranks have agreed on in the latest call, which they have compared."""
+        self._enter(self._latest.number, True, note)
 
     def reason(self) -> str:
         """Why an operation of the group may have failed: what the ranks disagree on, or nothing."""
@@ -128,10 +125,10 @@ class Watch:
     def _key(self, what: object) -> str:
         return f"{self._name} {what}"
 
-    def _enter(self, number: int, state: str, note: Note) -> None:
+    def _enter(self, number: int, is_compared: bool, note: Note) -> None:
         before = self._entries.get(number - 1)
         history = hash((before.history if before else 0, note.digest))
-        self._entries[number] = self._latest = _Entry(number, state, history, note.facts)
+        self._entries[number] = self._latest = _Entry(number, is_compared, history, note.facts)
         self._entries.pop(number - KEPT, None)
 
     def _compare(self, store: Any, peer: int, theirs: _Entry) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from flashtile.distributed import watch
-from flashtile.distributed.watch import AGREED, NEW, REFUSED, Note, Watch
+from flashtile.distributed.watch import Note, Watch
 
 A, B = (Note.of({"causal": causal}, {"options": causal}) for causal in (True, False))
 
@@ -89,30 +89,32 @@ def test_without_a_store_an_error_keeps_its_reason() -> None:
     assert alone.reason() == ""
 
 
-@pytest.mark.parametrize("ends", [(AGREED, AGREED), (REFUSED, REFUSED), (AGREED, ""), ("", "")])
+@pytest.mark.parametrize("ends", [(True, True), (False, False), (True, False)])
 def test_what_ranks_compare_themselves_is_left_to_them(
-    ends: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with arguments that differ in form."""
+    """Also with arguments that differ in form, which they agree on, refuse, or still compare."""
     ranks = Ranks(2, monkeypatch)
-    for one, note, end in zip(ranks.watches, (A, B), ends, strict=True):
-        one.begin(note, NEW)
-        if end:
-            one.settle(Note.of(note.facts, {"options": "equal"}), end)
+    for one, note, has_agreed in zip(ranks.watches, (A, B), ends, strict=True):
+        one.begin(Note.of(note.facts, {}), is_compared=True)
+        if has_agreed:
+            one.settle(Note.of(note.facts, {"options": "equal"}))
     assert ranks.errors() == {""}
-    if all(ends):
+    if ends[0] == ends[1]:
         for one in ranks.watches:
             one.begin(A)
-        assert ranks.errors() == ({""})
+        assert ranks.errors() == {""}
 
 
-@pytest.mark.parametrize("end", [AGREED, REFUSED, ""])
-def test_one_that_compares_alone_is_a_difference(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_agreed", [True, False])
+def test_one_that_compares_alone_is_a_difference(
+    has_agreed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other one has had this kind before, and sends nothing but its tokens."""
     ranks = Ranks(2, monkeypatch)
     ranks.watches[0].begin(A)
-    ranks.watches[1].begin(B, NEW)
-    if end:
-        ranks.watches[1].settle(B, end)
+    ranks.watches[1].begin(Note.of(B.facts, {}), is_compared=True)
+    if has_agreed:
+        ranks.watches[1].settle(B)
     (error,) = ranks.errors()
     assert "disagree on causal in call 1 of attention" in error
