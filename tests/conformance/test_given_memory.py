@@ -125,4 +125,4 @@ def test_a_larger_call_never_wants_less():
         assert flashtile.workspace_size(**(sizes | {name: 50 * size})) >= one
     assert flashtile.workspace_size(**sizes, device="cpu") == 0
     assert flashtile.workspace_size(**sizes, num_splits=1) == 0
-    assert flashtile.workspace_size(**sizes, num_splits=7) == 7 * 3 * 2 * 4 * 65 * 4
+    assert flashtile.workspace_size(**sizes, num_splits=7) == 7 * 3 * 2 * 4 * 66 * 4
