@@ -20,9 +20,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from flashtile.backends import cpu
 from flashtile.backends import triton as backend
+from flashtile.problem import AttentionProblem
+from flashtile.testing import assert_close, floor_of, generator, rounding_variance
 
+from .compare import converted
 from .huge_scores import HUGE_CASES, assert_huge_case
+from .reference import reference
 
 DTYPES = (torch.float32, torch.float16)
 
@@ -34,3 +39,20 @@ DTYPES = (torch.float32, torch.float16)
 )
 def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
     assert_huge_case(backend, name, dtype, seed)
+
+
+@pytest.mark.parametrize("name", ["dense", "softcap, sink and dropout", "packed", "pages"])
+def test_probabilities(name: str, seed: int):
+    torch.manual_seed(seed)  # of the dropout
+    operands, options = HUGE_CASES[name](True)(generator(seed), torch.float32)
+    torch.manual_seed(seed)
+    calm, calm_options = HUGE_CASES[name](False)(generator(seed), torch.float32)
+    exact = converted(operands, torch.float64)
+    problem, exact_problem = (AttentionProblem.of(x, options) for x in (operands, exact))
+    _, lse = cpu.forward(exact_problem, exact)
+    truth = cpu.probabilities(exact_problem, exact, lse)
+    got = backend.probabilities(problem, operands, lse.float())
+    plain = cpu.probabilities(problem, operands, lse.float())
+    attend = rounding_variance(torch.float32)
+    floor = floor_of(reference(calm, calm_options, attend=attend).probs)
+    assert_close("probs", got, truth, plain, floor=floor, seed=seed)

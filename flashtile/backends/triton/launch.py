@@ -16,7 +16,14 @@ from ...gpu.memory import NewTensor, Scratch, filled, uninitialised
 from ...gpu.relaunch import Tensors, allocate_and_run_all, prepared_call, run_all
 from ...gpu.rows import ALIGNMENT, is_aligned, is_in_place
 from ...lru import memoised
-from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_grad, lse_shape
+from ...problem import (
+    LARGE_LSE,
+    AttentionProblem,
+    NewTokens,
+    Operands,
+    captured_needs_grad,
+    lse_shape,
+)
 from .. import Gradients, Results, Run, RunBackward
 from .distance_gradient import gradients_of
 from .kernel_launches import (
@@ -175,7 +182,24 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     shape = (problem.B, problem.Hq, problem.M, problem.N)
     probs = operands.q.new_zeros(shape)
     run([probabilities_launch(problem, operands, lse.contiguous(), probs)], operands.q)
+    if has_large_scores(problem):
+        probs.mul_(_lost_factors(probs, operands, lse)[..., None])
     return probs
+
+
+def _lost_factors(probs: Tensor, operands: Operands, lse: Tensor) -> Tensor:
+    """(batch, heads, M): 1 over the sum of a row whose log-sum-exp is large; else 1. See
+    `row_sums.py`.
+    """
+    if operands.cu_seqlens_q is not None:
+        index = torch.arange(probs.shape[2], device=lse.device)
+        index = operands.cu_seqlens_q[:-1, None] + index  # (batch, M)
+        lse = lse[:, index.clamp(max=lse.shape[1] - 1)].transpose(0, 1)
+    sums = torch.linalg.vector_norm(probs, 1, dim=-1, dtype=torch.float32)
+    if operands.sink is not None:
+        sums += torch.exp(operands.sink.float()[:, None] - lse)
+    is_large = (lse.abs() >= LARGE_LSE) & lse.isfinite() & (sums > 0)
+    return torch.where(is_large, 1 / sums, 1.0)
 
 
 def forward_buffers(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
