@@ -93,7 +93,7 @@ class Layer:
         return found.view(batch, seq, -1, attention.head_dim).split(counts, dim=2)
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What the layer makes of its tokens `x` and of what they attended to."""
+        """The layer's output for its tokens `x`, which have `attended` to values."""
         x = x + self.attention.o_proj(attended.flatten(2))
         gate, up = F.linear(normed(self.norms[1], x), *self.gate_and_up).chunk(2, dim=-1)
         return x + self.mlp.down_proj(self.mlp.act_fn(gate) * up)

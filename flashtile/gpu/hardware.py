@@ -27,7 +27,7 @@ def has_tma(capability: tuple[int, int] | None) -> bool:
 
 @memoised(64)
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU with an index, which PyTorch takes microseconds to say."""
+    """The compute capability of a GPU with an index; PyTorch takes microseconds to return it."""
     return torch.cuda.get_device_capability(device)
 
 
