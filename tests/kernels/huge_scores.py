@@ -18,6 +18,8 @@ from flashtile.testing import generator, normal
 from .cases import FEW, SMALL, Call, Make, dense, dropped, packed, pages, scored, spanned
 from .compare import assert_call
 
+WIDE = SMALL | {"D": 80}
+
 MakeTwin = Callable[[bool], Make]  # from whether the scores are huge
 
 
@@ -63,6 +65,17 @@ def by_function(make: Make) -> MakeTwin:
     return lambda is_huge: scored(make, hiding(-1e30 if is_huge else 0.0))
 
 
+def wide(make: Make) -> Make:
+    """The call with head dim 80."""
+
+    def widened(g: torch.Generator, dtype: torch.dtype) -> Call:
+        operands, options = make(g, dtype)
+        q, k = (torch.cat(5 * [x], -1)[..., :80] for x in (operands.q, operands.k))
+        return operands._replace(q=q, k=k), options._replace(softmax_scale=80**-0.5)
+
+    return widened
+
+
 def options(**given: Any) -> Make:
     return dense(**SMALL)(lambda g, t: given)
 
@@ -78,6 +91,11 @@ HUGE_CASES: dict[str, MakeTwin] = {
     "packed": masked(packed, 4, 1, 33, 20),
     "pages": masked(pages, 2, 1, 37, 48),
     "spans": masked(spanned(dense(**SMALL)(), 2, batch=2), 2, 1, 37, 45),
+    # Above head dim 64, kernels subtract first only in heads with a huge log-sum-exp.
+    "wide heads": masked(dense(**WIDE)(), 2, 4, 37, 45),
+    "wide heads, some sequences": masked(dense(**WIDE)(lambda g, t: {"causal": True}), 2, 1, 1, 45),
+    "wide heads, packed": masked(wide(packed), 4, 1, 33, 20),
+    "wide heads, score function": by_function(dense(**WIDE)()),
     "score function": by_function(options()),
     "score function, causal window": by_function(options(causal=True, window_size=(20, 0))),
     "score function, packed": by_function(packed),

@@ -25,7 +25,7 @@ from flashtile.backends import triton as backend
 from flashtile.problem import AttentionProblem
 from flashtile.testing import assert_close, floor_of, generator, rounding_variance
 
-from .compare import converted
+from .compare import converted, everything
 from .huge_scores import HUGE_CASES, assert_huge_case
 from .reference import reference
 
@@ -56,3 +56,17 @@ def test_probabilities(name: str, seed: int):
     attend = rounding_variance(torch.float32)
     floor = floor_of(reference(calm, calm_options, attend=attend).probs)
     assert_close("probs", got, truth, plain, floor=floor, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["dense", "packed", "wide heads", "score function"])
+def test_a_part_of_the_keys(name: str, seed: int):
+    """Its log-sum-exps are of all keys, so no sum is added up. The CPU backend does the same."""
+    operands, options = HUGE_CASES[name](True)(generator(seed), torch.float32)
+    torch.manual_seed(seed)
+    *rows, Hq, _ = operands.q.shape
+    dout = torch.randn(*rows, Hq, operands.v.shape[-1])
+    dlse = torch.zeros((Hq, *rows) if len(rows) == 1 else (rows[0], Hq, rows[1]))
+    given = operands, options, dout, dlse
+    got, wanted = (everything(x, *given, is_partial=True) for x in (backend, cpu))
+    for field in ("dq", "dk", "dv"):
+        torch.testing.assert_close(got[field], wanted[field], rtol=1e-4, atol=1e-4)

@@ -155,11 +155,15 @@ class Corners(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Of the rows of a backward, in pointers or tiles: see `backward_pass.delta_kernel`."""
+    """Of the rows of a backward: see `backward_pass.delta_kernel`."""
 
-    pivot: Any
-    log_sum: Any  # unused without HAS_LARGE_SCORES
-    delta: Any
+    pivot: Any  # pointer or tile
+    delta: Any  # pointer or tile
+    # Unused without HAS_LARGE_SCORES:
+    exact_pivot: Any  # pointer
+    log_sum: Any  # pointer
+    is_large: Any  # whether the log-sum-exps may be large, and P needs both
+    is_masked: Any  # whether rows may be past the end
 
 
 class Mask(NamedTuple):

@@ -14,7 +14,7 @@ import triton.language as tl
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, Places, RowStats, Score, unspecialised
-from .exponentials import exponent_factor, exponentials, pivot_of_lse
+from .exponentials import exponent_factor, pivot_of_lse
 from .score_rule import product_gradient
 from .spans import (
     full_tile_of,
@@ -56,7 +56,8 @@ def delta_kernel(
     """For every row of one head: delta = rowsum(dO * O) minus the gradient of the log-sum-exp, and
     the log-sum-exp as the pivot of its scores.
 
-    HAS_LARGE_SCORES: zeros follow the pivots of all rows; see `row_sums.py`.
+    HAS_LARGE_SCORES: the pivots of all rows are followed by those in natural units, and by what
+    `row_sums.py` changes: a zero for each row and one for each head.
     """
     out = HeadRows(out_ptr, out_batch, out_row, out_head)
     dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
@@ -78,25 +79,44 @@ def delta_kernel(
         delta -= tl.load(dlse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
     tl.store(delta_ptr + stats_offs, delta, mask=rows < rows_total)
     lse = tl.load(lse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
-    tl.store(pivot_ptr + stats_offs, pivot_of_lse(lse, HAS_LARGE_SCORES), mask=rows < rows_total)
+    tl.store(pivot_ptr + stats_offs, pivot_of_lse(lse, False), mask=rows < rows_total)
     if HAS_LARGE_SCORES:
-        log_sum_offs = tl.num_programs(0).to(tl.int64) * rows_total + stats_offs
-        tl.store(pivot_ptr + log_sum_offs, tl.zeros_like(lse), mask=rows < rows_total)
+        count = tl.num_programs(0).to(tl.int64) * rows_total
+        exact = pivot_ptr + count + stats_offs
+        tl.store(exact, pivot_of_lse(lse, True), mask=rows < rows_total)
+        tl.store(exact + count, tl.zeros_like(lse), mask=rows < rows_total)
+        if tl.program_id(1) == 0:
+            tl.store(pivot_ptr + 3 * count + tl.program_id(0), 0.0)
 
 
 @triton.jit
-def stats_at(pivot_ptr, delta_ptr, start, lengths, heads, cfg: tl.constexpr):
-    """Pointers to the statistics of the rows from `start`."""
-    pivot = pivot_ptr + start
-    log_sum = pivot  # a function of Triton cannot return None in a tuple
+def stats_at(pivot_ptr, delta_ptr, start_q, b, h, lengths, heads, cfg: tl.constexpr):
+    """The statistics of (b, h), from row `start_q`: pointers, and whether P must be exact."""
+    start = stats_start(lengths, b, h, heads) + start_q
+    exact_pivot, log_sum, is_large = pivot_ptr, pivot_ptr, False
     if cfg.HAS_LARGE_SCORES:
-        log_sum += stats_count(lengths, heads)
-    return RowStats(pivot, log_sum, delta_ptr + start)
+        count = stats_count(lengths, heads)
+        exact_pivot += count + start
+        log_sum += 2 * count + start
+        if cfg.BLOCK_D <= 64:  # a branch would take the registers of a third program
+            is_large = True
+        else:
+            is_large = tl.load(large_flag(pivot_ptr, b, h, lengths, heads)) > 0.0
+    return RowStats(pivot_ptr + start, delta_ptr + start, exact_pivot, log_sum, is_large, True)
 
 
 @triton.jit
-def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr, cfg: tl.constexpr):
-    """The statistics of `rows`, in tiles of size 1 along AXIS. Rows past the end get the pivot
+def large_flag(pivot_ptr, b, h, lengths, heads):
+    """Pointer to the flag that `row_sums.py` sets for (b, h), or for h of all packed sequences."""
+    head = h
+    if lengths.at.cu_seqlens_q is None:
+        head += b * heads
+    return pivot_ptr + 3 * stats_count(lengths, heads) + head
+
+
+@triton.jit
+def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr):
+    """Pivot and delta of `rows`, in tiles of size 1 along AXIS. Rows past the end get the pivot
     +inf, which makes P zero.
     """
     if IS_MASKED:
@@ -105,15 +125,8 @@ def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr, cfg:
     else:
         pivot = tl.load(stats.pivot + rows)
         delta = tl.load(stats.delta + rows)
-    log_sum = delta
-    if cfg.HAS_LARGE_SCORES:
-        if IS_MASKED:
-            log_sum = tl.load(stats.log_sum + rows, mask=rows < M, other=0.0)
-        else:
-            log_sum = tl.load(stats.log_sum + rows)
-    return RowStats(
-        tl.expand_dims(pivot, AXIS), tl.expand_dims(log_sum, AXIS), tl.expand_dims(delta, AXIS)
-    )
+    pivot, delta = tl.expand_dims(pivot, AXIS), tl.expand_dims(delta, AXIS)
+    return RowStats(pivot, delta, stats.exact_pivot, stats.log_sum, stats.is_large, IS_MASKED)
 
 
 @triton.jit
@@ -133,10 +146,23 @@ def recompute_p(
     IS_MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):
-    """P = exp(S - lse) of a tile or of a transposed tile, whose rows have `stats`."""
+    """P = exp(S - lse) of a tile or of a transposed tile, whose rows have `stats`.
+
+    Ordinary rows take one fused multiply-add for each score, large ones an exact subtraction.
+    """
     inside = (rows < M) & (keys < N)
     s = scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg)
-    p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
+    factor = exponent_factor(score, cfg)
+    if stats.is_large:
+        if stats.is_masked:
+            pivot = tl.load(stats.exact_pivot + rows, mask=rows < M, other=float("inf"))
+            log_sum = tl.load(stats.log_sum + rows, mask=rows < M, other=0.0)
+        else:
+            pivot = tl.load(stats.exact_pivot + rows)
+            log_sum = tl.load(stats.log_sum + rows)
+        p = tl.math.exp2((s - pivot) * factor - log_sum)
+    else:
+        p = tl.math.exp2(s * factor - stats.pivot)
     if IS_MASKED:
         p = tl.where(visible, p, 0.0)
     return p
@@ -169,7 +195,7 @@ def add_queries(
     )
     # (BLOCK_N, BLOCK_M)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-    stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
+    stats = load_stats(stats, offs_m, M, IS_MASKED, 0)
     visible = keys < N
     if IS_MASKED:
         start, stop = visible_keys(rows, N, places, mask, cfg)
@@ -266,8 +292,7 @@ def key_gradient_kernel(
         dout_source = tile_source(
             dout, rows_base(dout, b, start_q, h), M, cfg, cfg.DV, BLOCK_M, BLOCK_DV
         )
-        stats_row = stats_start(lengths, b, h, heads) + start_q
-        stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+        stats = stats_at(pivot_ptr, delta_ptr, start_q, b, h, lengths, heads, cfg)
         if HAS_LISTS:
             capacity = tl.cdiv(lengths.M, BLOCK_M)
             counts, tiles = list_row(lists, b, h, heads, tile, n_tiles, capacity)
@@ -402,9 +427,8 @@ def query_gradient_kernel(
         BLOCK_DV,
         cfg.OUT_ALIGNMENT,
     )
-    stats_row = stats_start(lengths, b, h, heads) + start_q
-    stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
-    stats = load_stats(stats, offs_m, M, True, 1, cfg)
+    stats = stats_at(pivot_ptr, delta_ptr, start_q, b, h, lengths, heads, cfg)
+    stats = load_stats(stats, offs_m, M, True, 1)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
     start, stop = visible_keys(rows, N, places, mask, cfg)

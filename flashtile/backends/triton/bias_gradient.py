@@ -22,18 +22,16 @@ from .tiles import (
     key_span,
     load_rows,
     query_span,
-    stats_start,
     visible_keys,
 )
 
 
 @triton.jit
 def probability_tile(
-    q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
-    cfg: tl.constexpr,
-):  # fmt: skip
+    q_tile, k_tile, stats, lengths, mask, score, blocks, b, h, m0, n0, cfg: tl.constexpr
+):
     """Of the scores of one tile of queries and one of keys: P (BLOCK_M, BLOCK_N), zero where
-    masked, Q K^T, the mask, and the statistics of the rows.
+    masked, Q K^T, the mask, and delta. `stats`: of (b, h).
     """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
@@ -51,12 +49,10 @@ def probability_tile(
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    stats_row = stats_start(lengths, b, h, heads) + start_q
-    stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
-    stats = load_stats(stats, offs_m, M, True, 1, cfg)
+    stats = load_stats(stats, offs_m, M, True, 1)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
     p = recompute_p(qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, True, cfg)
-    return p, qk, visible, stats
+    return p, qk, visible, stats.delta
 
 
 @triton.jit
@@ -88,16 +84,16 @@ def score_gradient_tile(
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-    p, qk, visible, stats = probability_tile(
-        q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
-        cfg,
-    )  # fmt: skip
+    stats = stats_at(pivot_ptr, delta_ptr, start_q, b, h, lengths, heads, cfg)
+    p, qk, visible, delta = probability_tile(
+        q_tile, k_tile, stats, lengths, mask, score, blocks, b, h, m0, n0, cfg
+    )
     keep = visible
     if cfg.HAS_DROPOUT:
         rows = m0 + tl.arange(0, BLOCK_M)[:, None]
         places = Places(N - M, lengths.at, b)
         keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
-    ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
+    ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - delta)
     return ds, qk, visible
 
 

@@ -9,6 +9,7 @@ digit. This is nothing for scores below 2**20, and infinity for those above 2**3
 Masks made of numbers, such as -1e30 or ``torch.finfo(dtype).min``, are that large. They come as a
 bias or from a score function (HAS_LARGE_SCORES). Those kernels keep pivots in natural units and
 subtract them first, which costs one more instruction for each score and is exact at the largest.
+The backward above head dim 64 does so only in heads that have a large log-sum-exp (`row_sums.py`).
 """
 
 from __future__ import annotations
@@ -37,15 +38,10 @@ def as_pivot(s, factor, cfg: tl.constexpr):
 
 
 @triton.jit
-def exponentials(s, pivot, factor, cfg: tl.constexpr, log_sum=None):
-    """exp(s - pivot) of results of `scores_of`, divided by 2**log_sum; `factor` is
-    `exponent_factor`.
-    """
+def exponentials(s, pivot, factor, cfg: tl.constexpr):
+    """exp(s - pivot) of results of `scores_of`; `factor` is `exponent_factor`."""
     if cfg.HAS_LARGE_SCORES:
-        exponent = (s - pivot) * LOG2E
-        if log_sum is not None:
-            exponent -= log_sum
-        p = tl.math.exp2(exponent)
+        p = tl.math.exp2((s - pivot) * LOG2E)
     else:
         p = tl.math.exp2(s * factor - pivot)
     return p

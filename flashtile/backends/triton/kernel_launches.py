@@ -46,7 +46,7 @@ class BackwardBuffers(NamedTuple):
     dk: Tensor
     dv: Tensor
     delta: Tensor
-    pivot: Tensor  # as `lse`, or twice as large: see `backward_pass.delta_kernel`
+    pivot: Tensor  # flat, of all rows: see `backward_pass.delta_kernel`
     dbias: Tensor | None = None
     distance_sums: Tensor | None = None  # see `distance_gradient.py`
     dcaptured: Tensor | None = None  # float32, zeros
@@ -108,7 +108,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
     common = common_of(problem, operands)
     launches = [delta_launch(problem, out, lse, dout, dlse, made, planned.queries)]
-    if planned.scores.config.HAS_LARGE_SCORES and not problem.is_partial:
+    if planned.scores.config.HAS_LARGE_SCORES:
         sink = at_boundary(operands.sink)
         launches.append(row_sums_launch(problem, q, k, sink, made, common, planned.scores))
     shared = {
@@ -188,7 +188,7 @@ def row_sums_launch(
     common: dict[str, Any],
     kernel_plan: KernelPlan,
 ) -> Launch:
-    """The row sums that large log-sum-exps have lost; not for a part of the keys."""
+    """The row sums that large log-sum-exps have lost."""
     config = kernel_plan.config
     arguments = {
         **row_arguments(q=q, k=k),
@@ -196,6 +196,7 @@ def row_sums_launch(
         "delta_ptr": made.delta,
         "sink_ptr": sink,
         **{name: common[name] for name in ("at", "score_data", "bias", "mask_data", *NUMBERS)},
+        "IS_PARTIAL": problem.is_partial,
         "cfg": config,
     }
     grid = (problem.B * problem.Hq, -(-problem.M // config.BLOCK_M))

@@ -324,7 +324,7 @@ def _backward_allocators(
         "dk": new(k.shape, key_dtype),
         "dv": new(v.shape, key_dtype),
         "delta": empty(lse_shape(operands), torch.float32),
-        "pivot": empty((1 + has_large_scores(problem), *lse_shape(operands)), torch.float32),
+        "pivot": empty(_pivot_size(problem, operands), torch.float32),
     }
     if bias is not None and problem.bias_needs_grad:
         found["dbias"] = zeros(bias.shape, bias.dtype)
@@ -335,6 +335,13 @@ def _backward_allocators(
     if captured is not None and captured_needs_grad(options):
         found["dcaptured"] = zeros(captured.shape, torch.float32)
     return found
+
+
+def _pivot_size(problem: AttentionProblem, operands: Operands) -> tuple[int]:
+    """The numbers that `delta_kernel` stores besides delta."""
+    *heads, rows = lse_shape(operands)
+    per_head = 3 * rows + 1 if has_large_scores(problem) else rows
+    return (math.prod(heads) * per_head,)
 
 
 def _backward_of_cache(

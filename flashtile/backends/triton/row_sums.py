@@ -4,7 +4,8 @@ The log-sum-exp is m + log(l), for a row's maximum m and sum l. Its float32 numb
 2**-24 of its size, and so is every P = exp(S - lse) of the row. At -1e9, where m + log(l) rounds to
 m, that is all of l: P would be 1 for each of l equal keys. So the backward adds up P first in rows
 of large scores, such as those whose every key a mask hides by adding a huge negative number.
-Programs without such a row return at once.
+Programs without such a row return at once; the others set a flag, which makes the kernels of the
+backward take the exact path in `backward_pass.recompute_p`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import triton.language as tl
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from ...problem import LARGE_LSE
-from .arguments import Blocks, Lengths, Mask, Score, unspecialised
-from .backward_pass import load_stats, stats_at
+from .arguments import Blocks, Lengths, Mask, RowStats, Score, unspecialised
+from .backward_pass import large_flag, stats_at
 from .bias_gradient import probability_tile
 from .exponentials import exponent_factor, exponentials
-from .tiles import key_span, load_rows, query_span, stats_start
+from .tiles import key_span, load_rows, query_span
 
 LARGE = tl.constexpr(LARGE_LSE)
 
@@ -28,9 +29,12 @@ LARGE = tl.constexpr(LARGE_LSE)
 def row_sums_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, pivot_ptr, delta_ptr, sink_ptr,
     at, score_data, bias, mask_data, B, M, N, total_q, total_k, page_columns, left, right, chunk,
-    heads, mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr,
+    heads, mask_rows, mask_columns, drop_threshold, IS_PARTIAL: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the row sums of P, after the pivots; 0 where the log-sum-exp is not large."""
+    """Where a log-sum-exp is large, set the flag of its head and store log2 of the row's sum of P.
+
+    IS_PARTIAL: the log-sum-exps are of more keys than these, so that the sums are not known.
+    """
     q = HeadRows(q_ptr, q_batch, q_row, q_head)
     k = HeadRows(k_ptr, k_batch, k_row, k_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
@@ -45,14 +49,17 @@ def row_sums_kernel(
     start_k, N = key_span(lengths, b)
     m0 = tl.program_id(1) * BLOCK_M
     offs_m = m0 + tl.arange(0, BLOCK_M)
-    stats_row = stats_start(lengths, b, h, heads) + start_q
-    rows = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    stats = stats_at(pivot_ptr, delta_ptr, start_q, b, h, lengths, heads, cfg)
     # (BLOCK_M, 1)
-    pivot = load_stats(rows, offs_m, M, True, 1, cfg).pivot
+    pivot = tl.load(stats.exact_pivot + offs_m, mask=offs_m < M, other=float("inf"))[:, None]
     size = tl.abs(pivot)
     is_large = (size >= LARGE) & (size < float("inf"))
     if tl.max(is_large.to(tl.int32)) == 0:
         return
+    tl.store(large_flag(pivot_ptr, b, h, lengths, heads), 1.0)
+    if IS_PARTIAL:
+        return
+    stats = RowStats(stats.pivot, stats.delta, stats.exact_pivot, stats.log_sum, True, True)
     # (BLOCK_M, BLOCK_D)
     q_base, k_base = rows_base(q, b, start_q, h), rows_base(k, b, start_k, h // cfg.GROUP)
     q_tile = load_rows(q, q_base, m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT)
@@ -61,13 +68,12 @@ def row_sums_kernel(
         # (BLOCK_N, BLOCK_D)
         k_tile = load_rows(k, k_base, n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D, cfg.ALIGNMENT)
         found = probability_tile(
-            q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
-            cfg,
-        )  # fmt: skip
+            q_tile, k_tile, stats, lengths, mask, score, blocks, b, h, m0, n0, cfg
+        )
         row_sum += tl.sum(found[0], 1)
     row_sum = row_sum[:, None]
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h).to(tl.float32)
         row_sum += exponentials(sink, pivot, exponent_factor(score, cfg), cfg)
     log_sum = tl.math.log2(tl.where(is_large & (row_sum > 0.0), row_sum, 1.0))
-    tl.store(rows.log_sum + offs_m[:, None], log_sum, mask=offs_m[:, None] < M)
+    tl.store(stats.log_sum + offs_m[:, None], log_sum, mask=offs_m[:, None] < M)
