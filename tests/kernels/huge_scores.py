@@ -61,8 +61,8 @@ def hiding(value: float) -> Callable[[torch.Generator], ScoreFunction]:
     return function
 
 
-def by_function(make: Make) -> MakeTwin:
-    return lambda is_huge: scored(make, hiding(-1e30 if is_huge else 0.0))
+def by_function(make: Make, value: float = -1e30) -> MakeTwin:
+    return lambda is_huge: scored(make, hiding(value if is_huge else 0.0))
 
 
 def wide(make: Make) -> Make:
@@ -91,11 +91,12 @@ HUGE_CASES: dict[str, MakeTwin] = {
     "packed": masked(packed, 4, 1, 33, 20),
     "pages": masked(pages, 2, 1, 37, 48),
     "spans": masked(spanned(dense(**SMALL)(), 2, batch=2), 2, 1, 37, 45),
-    # Above head dim 64, kernels subtract first only in heads with a huge log-sum-exp.
+    # Above head dim 64, 16-bit kernels subtract first only in heads with a large log-sum-exp.
     "wide heads": masked(dense(**WIDE)(), 2, 4, 37, 45),
     "wide heads, some sequences": masked(dense(**WIDE)(lambda g, t: {"causal": True}), 2, 1, 1, 45),
     "wide heads, packed": masked(wide(packed), 4, 1, 33, 20),
     "wide heads, score function": by_function(dense(**WIDE)()),
+    "wide heads, packed score function": by_function(wide(packed), -3e38),
     "score function": by_function(options()),
     "score function, causal window": by_function(options(causal=True, window_size=(20, 0))),
     "score function, packed": by_function(packed),

@@ -98,10 +98,10 @@ def stats_at(pivot_ptr, delta_ptr, start_q, b, h, lengths, heads, cfg: tl.conste
         count = stats_count(lengths, heads)
         exact_pivot += count + start
         log_sum += 2 * count + start
-        if cfg.BLOCK_D <= 64:  # a branch would take the registers of a third program
-            is_large = True
-        else:
+        if cfg.HAS_LARGE_FLAGS:
             is_large = tl.load(large_flag(pivot_ptr, b, h, lengths, heads)) > 0.0
+        else:
+            is_large = True
     return RowStats(pivot_ptr + start, delta_ptr + start, exact_pivot, log_sum, is_large, True)
 
 

@@ -9,7 +9,7 @@ digit. This is nothing for scores below 2**20, and infinity for those above 2**3
 Masks made of numbers, such as -1e30 or ``torch.finfo(dtype).min``, are that large. They come as a
 bias or from a score function (HAS_LARGE_SCORES). Those kernels keep pivots in natural units and
 subtract them first, which costs one more instruction for each score and is exact at the largest.
-The backward above head dim 64 does so only in heads that have a large log-sum-exp (`row_sums.py`).
+With HAS_LARGE_FLAGS, the backward does so only in heads with a large log-sum-exp (`row_sums.py`).
 """
 
 from __future__ import annotations

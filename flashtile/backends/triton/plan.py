@@ -175,6 +175,7 @@ class KernelConfig:
     IS_PACKED_GROUP: bool  # a tile holds rows of all heads of a group
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LARGE_SCORES: bool  # scores from the caller's tensors or functions: `exponentials.py`
+    HAS_LARGE_FLAGS: bool  # the backward asks which heads have large scores: `row_sums.py`
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_CHUNK: bool
@@ -403,6 +404,8 @@ def _kernel_plan(
         IS_PACKED_GROUP=packed,
         IS_LINEAR=plain and options.softmax_scale > 0,
         HAS_LARGE_SCORES=has_large_scores(problem),
+        # A branch keeps a tile of scores in registers, which other kernels do not have.
+        HAS_LARGE_FLAGS=problem.D > 64 and problem.dtype != torch.float32,
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
