@@ -15,13 +15,16 @@ from benchmarks.rows import Row, write_csv
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ORIGIN = {"device": "some GPU"}
+NEW, OLD = "h100/masks", "h200/masks"  # where the results are
 
 
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(DOCS))
     module = importlib.import_module("mask_results")
-    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    for folder in (NEW, OLD):
+        (tmp_path / folder).mkdir(parents=True)
     return module
 
 
@@ -51,13 +54,13 @@ def test_what_was_not_measured_says_how(results: ModuleType) -> None:
 
 def test_times_and_how_many_times_as_fast(results: ModuleType, tmp_path: Path) -> None:
     times = {"flashtile": 1.0, "flashtile-function": 4.0, "flashtile-spans": 9.0, "flex": 3.0}
-    write_preset(tmp_path / "masks.csv", "gpu-masks", times, skipped="flashtile-spans")
+    write_preset(tmp_path / NEW / "masks-64.csv", "gpu-masks", times, skipped="flashtile-spans")
     for direction in ("forward", "backward"):
         header, _, *lines = results.speeds(direction).splitlines()
         assert len(lines) == len(presets.preset_cases("gpu-masks"))
         assert header.count("|") == lines[0].count("|")
         assert lines[0] == "| 64, causal | 1.00 (3.00×) | 4.00 (0.75×) | – | 3.00 |"
-    write_preset(tmp_path / "masks.csv", "gpu-masks", times, skipped="flex")
+    write_preset(tmp_path / NEW / "masks-64.csv", "gpu-masks", times, skipped="flex")
     assert results.speeds("forward").splitlines()[2] == "| 64, causal | 1.00 | 4.00 | 9.00 | – |"
 
 
@@ -67,7 +70,7 @@ def test_first_calls(results: ModuleType, tmp_path: Path) -> None:
         for n, name in enumerate([*first_call.MASK_CASES, "dense-64"])
         for cache in ("cold", "warm")
     ]
-    write_lines(tmp_path / "first-call.csv", lines)
+    write_lines(tmp_path / NEW / "first-call.csv", lines)
     header, _, *found = results.first_calls().splitlines()
     assert header.count("|") == 6
     assert found == [
@@ -84,7 +87,7 @@ def test_block_masks(results: ModuleType, tmp_path: Path) -> None:
         for mask in block_masks.functions(64, "cpu")
         for n, maker in enumerate(makers, 1)
     ]
-    write_lines(tmp_path / "block-masks.csv", lines[:-1])
+    write_lines(tmp_path / NEW / "block-masks.csv", lines[:-1])
     header, _, *found = results.block_masks().splitlines()
     assert header.count("|") == 5
     assert found[0] == "| causal | 10 | 20 | 30 |"
@@ -93,7 +96,7 @@ def test_block_masks(results: ModuleType, tmp_path: Path) -> None:
 
 def test_the_cascade(results: ModuleType, tmp_path: Path) -> None:
     write_preset(
-        tmp_path / "cascade.csv", "gpu-cascade", {"flashtile": 0.2, "flashtile-unshared": 0.5}
+        tmp_path / OLD / "cascade.csv", "gpu-cascade", {"flashtile": 0.2, "flashtile-unshared": 0.5}
     )
     header, _, *found = results.cascade().splitlines()
     assert header.count("|") == 6

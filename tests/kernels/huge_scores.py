@@ -31,7 +31,8 @@ def masked(make: Make, *shape: int) -> MakeTwin:
             bias = mask(torch.Generator().manual_seed(7), shape, dtype)
             if not is_huge:
                 hidden = bias != 0
-                bias.masked_fill_(hidden, -torch.inf)
+                # Not -inf: other rules may leave a row only hidden keys, which it then sees.
+                bias.masked_fill_(hidden, -20.0)
                 bias.masked_fill_(hidden.all(-1, keepdim=True), 0.0)
             return operands._replace(bias=bias), options
 
