@@ -1,6 +1,6 @@
 """Masks as spans (`flashtile.spans.Spans`): the kernel that lists the blocks of keys that each tile
 of queries visits, before the forward. With one interval for each row, the forward of a dense batch
-does without (`schedule.py`).
+does without up to head dim 64 (`schedule.py`).
 
 The mask is data of the call, so the lists are made on the device, for every call. They have the
 form of those of a block mask (`block_lists.py`), and the same loops walk them. A block is full if
