@@ -219,7 +219,7 @@ def copy_out(desc: Descriptor, coord: list[Any], source: Shared, add: bool) -> N
 
 
 tickets: dict[Any, int] = {}  # what a program drew
-additions: list[tuple[int, int]] = []  # (row of the workspace, ticket), in order
+additions: list[tuple[int, int]] = []  # (block of the workspace, ticket), in order
 
 
 def store_wait(pending: int) -> None:

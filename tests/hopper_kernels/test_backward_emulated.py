@@ -137,10 +137,10 @@ def check(
 
 
 def assert_ascending(added: list[tuple[int, int]]) -> None:
-    """Every row of the workspace was added to by tiles of keys in ascending order."""
+    """Every block of the workspace was added to by tiles of keys in ascending order."""
     adders = defaultdict(list)
-    for row, tile in added:
-        adders[row].append(tile)
+    for block, tile in added:
+        adders[block].append(tile)
     assert any(len(tiles) > 1 for tiles in adders.values())
     assert all(tiles == sorted(tiles) for tiles in adders.values())
 
@@ -170,7 +170,8 @@ def test_head_dims(head_dim: int, causal: bool):
     "head_dims",
     [
         (40, 40), (72, 72), (80, 96), (96, 40), (40, 88), (96, 104),
-        (152, 136), (192, 192), (192, 128), (192, 72), (256, 176), (64, 200),
+        (152, 136), (176, 176), (192, 192), (192, 128), (192, 72), (208, 208), (256, 176),
+        (64, 200),
     ],
 )  # fmt: skip
 def test_padded_head_dims(head_dims: tuple[int, int]):

@@ -2,7 +2,9 @@
 
 A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer, so both the stores
 to shared memory and the addition, a contiguous TMA transfer, run at full speed. The kernel that
-rounds restores the order of the elements.
+rounds restores the order of the elements. The last piece of a block may lack its last columns,
+which are zero (cfg.DQ_COLUMNS): their additions lie outside of what the tensor map describes, so
+TMA leaves them out.
 
 Up to 128 columns, a consumer computes one piece in each step. With 80 or 96 columns, the second
 consumer has the tail, so its piece is smaller. A slot of the staging ring holds the pieces of both
@@ -33,14 +35,14 @@ from .schedule import (
     visited_block,
 )
 
-PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
+PIECE_ROWS = gl.constexpr(16)  # of a block of the workspace, 256 columns wide
 PAIRS = gl.constexpr(2)  # slots of the staging ring
 PIECE = tl.constexpr(4096)
 
 
 @gluon.constexpr_function
 def rows_of_piece(columns):
-    """Rows of the workspace that 64 queries by `columns` columns occupy."""
+    """Rows of a block of the workspace that 64 queries by `columns` columns occupy."""
     return columns // 4
 
 
@@ -64,11 +66,11 @@ def make_staging(workspace, cfg: gl.constexpr):
     PIECES: gl.constexpr = 2 * SLOTS if cfg.TAIL_D == 0 else SLOTS  # without those of the tail
     staging = workspace
     if not cfg.HAS_DQ_IN_REGISTERS:
-        staging = gl.allocate_shared_memory(gl.float32, [PIECES, PIECE_ROWS, 256], workspace.layout)
+        staging = boxes_in_shared(workspace, PIECES, PIECE_ROWS)
     tails = staging
     if cfg.TAIL_D > 0 and not cfg.HAS_DQ_IN_REGISTERS:
         ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
-        tails = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS, 256], workspace.layout)
+        tails = boxes_in_shared(workspace, SLOTS, ROWS)
     if cfg.ADDERS == 1:
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -77,6 +79,12 @@ def make_staging(workspace, cfg: gl.constexpr):
             mbarrier.init(empty.index(slot), count=1)
         staging = Channel(staging, tails, full, empty, SLOTS)
     return staging
+
+
+@gluon.jit
+def boxes_in_shared(workspace, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """Shared memory for COUNT boxes of ROWS rows of the workspace."""
+    return gl.allocate_shared_memory(gl.float32, [COUNT, 1, ROWS, 256], workspace.layout)
 
 
 @gluon.jit
@@ -114,7 +122,7 @@ def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
     It is (64, 64), or (64, TAIL_D) for a tail.
     """
     SIZE: gl.constexpr = 64 * dq.shape[1]
-    BLOCK: gl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)
+    BLOCK: gl.constexpr = cfg.BLOCK_M * cfg.DQ_COLUMNS
     piece = in_register_order(dq)
     start = workspace + block.to(gl.int64) * BLOCK + ME * PIECE
     gl.atomic_add(start + gl.arange(0, SIZE, layout=piece.type.layout), piece, sem="relaxed")
@@ -161,10 +169,9 @@ def make_split_staging(workspace, cfg: gl.constexpr):
     """The staging tiles: a piece or a smaller one for the value consumer, two for the key
     consumer.
     """
-    LAYOUT: gl.constexpr = workspace.layout
     OF_VALUES: gl.constexpr = rows_of_piece(last_columns(cfg))
-    values = gl.allocate_shared_memory(gl.float32, [1, OF_VALUES, 256], LAYOUT)
-    keys = gl.allocate_shared_memory(gl.float32, [KEY_COLUMNS // 64, PIECE_ROWS, 256], LAYOUT)
+    values = boxes_in_shared(workspace, 1, OF_VALUES)
+    keys = boxes_in_shared(workspace, KEY_COLUMNS // 64, PIECE_ROWS)
     if cfg.IS_ORDERED:
         values, keys = to_writers(values, cfg), to_writers(keys, cfg)
     return Staging(values, keys)
@@ -210,12 +217,14 @@ def start_additions(
     tiles, FIRST: gl.constexpr, COLUMNS: gl.constexpr, block, outputs, cfg: gl.constexpr
 ):  # fmt: skip
     """Start adding COLUMNS columns of dQ, from FIRST, to block `block` of the workspace."""
-    row = block * rows_of_piece(cfg.BLOCK_D + cfg.TAIL_D) + rows_of_piece(FIRST)
+    ROW: gl.constexpr = rows_of_piece(FIRST)
     if COLUMNS < 64:
-        add_to_global(outputs.workspace_tail, [row, 0], tiles.index(0))
+        add_to_global(outputs.workspace_tail, [block, ROW, 0], tiles.index(0))
     else:
         for piece in gl.static_range(COLUMNS // 64):
-            add_to_global(outputs.workspace, [row + piece * PIECE_ROWS, 0], tiles.index(piece))
+            add_to_global(
+                outputs.workspace, [block, ROW + piece * PIECE_ROWS, 0], tiles.index(piece)
+            )
 
 
 # The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.
@@ -317,16 +326,15 @@ def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
     SLOTS: gl.constexpr = staging.SLOTS
     LAYOUT: gl.constexpr = workspace.layout
     if cfg.TAIL_D == 0:
-        pairs = recast(staging.tiles, gl.float32, [SLOTS, 2 * PIECE_ROWS, 256], LAYOUT)
-        add_to_global(workspace, [index * (2 * PIECE_ROWS), 0], pairs.index(slot))
+        pairs = recast(staging.tiles, gl.float32, [SLOTS, 1, 2 * PIECE_ROWS, 256], LAYOUT)
+        add_to_global(workspace, [index, 0, 0], pairs.index(slot))
     else:
         ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
         COUNT: gl.constexpr = PIECE_ROWS // ROWS
-        boxes = recast(staging.tiles, gl.float32, [COUNT * SLOTS, ROWS, 256], LAYOUT)
-        row = index * (PIECE_ROWS + ROWS)
+        boxes = recast(staging.tiles, gl.float32, [COUNT * SLOTS, 1, ROWS, 256], LAYOUT)
         for box in gl.static_range(COUNT):
-            add_to_global(workspace, [row + box * ROWS, 0], boxes.index(COUNT * slot + box))
-        add_to_global(workspace, [row + PIECE_ROWS, 0], staging.tails.index(slot))
+            add_to_global(workspace, [index, box * ROWS, 0], boxes.index(COUNT * slot + box))
+        add_to_global(workspace, [index, PIECE_ROWS, 0], staging.tails.index(slot))
 
 
 # The dQ semaphores, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n - 1.

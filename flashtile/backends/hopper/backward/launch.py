@@ -381,12 +381,15 @@ def workspace_arguments(workspace: Tensor, config: BackwardConfig) -> dict[str, 
     return {"workspace": described, "workspace_tail_desc": tail}
 
 
-PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)
+PLAIN = {rank: gl.NVMMASharedLayout(0, element_bitwidth=32, rank=rank) for rank in (2, 3)}
 
 
 def plain_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of float32 `x` (n, columns) in boxes of `rows` whole rows, without a swizzle."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], PLAIN)
+    """A descriptor of float32 `x` (n, columns) or (blocks, n, columns) in boxes of `rows` whole
+    rows, without a swizzle.
+    """
+    box = [1] * (x.dim() - 2) + [rows, x.shape[-1]]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, PLAIN[x.dim()])
 
 
 def sink_gradient(sink: Tensor, lse_log2: Tensor, minus_delta: Tensor) -> Tensor:

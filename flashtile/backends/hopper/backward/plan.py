@@ -83,6 +83,7 @@ class BackwardConfig:
     STAGGER: int  # cycles by which the second consumer starts later than the first
     RUNS: int  # as in the forward
     IS_PARTIAL: bool  # gradients are parts of sums: float32, and dQ is added to what is there
+    DQ_COLUMNS: int  # of the workspace of dQ: without columns of zeros where TMA leaves them out
 
 
 @memoised(4096)
@@ -132,6 +133,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         STAGGER=stagger(problem, columns),
         RUNS=problem.runs,
         IS_PARTIAL=problem.is_partial,
+        DQ_COLUMNS=dq_columns(problem, columns),
     )
 
 
@@ -147,6 +149,19 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
     is_short = options.window_left is not None or options.attention_chunk > 0
     able = 64 < columns <= 128 and not options.deterministic and not has_lists(problem)
     return able and (is_short or problem.layout != "dense")
+
+
+def dq_columns(problem: AttentionProblem, columns: int) -> int:
+    """Columns of the workspace of dQ: those of the heads, in groups of 8, which are contiguous.
+
+    Additions are the largest part of the traffic of the L2 cache above 128 columns. All columns of
+    the tile are there where threads add them or tails have boxes of their own, and at 64, where
+    two pieces of the same columns follow each other.
+    """
+    is_whole = HEAD_DIMS[columns][1] > 0 or TILES[columns].BLOCK_M > 64
+    if is_whole or adds_from_registers(problem, columns):
+        return columns
+    return -(-problem.D // 8) * 8
 
 
 def stagger(problem: AttentionProblem, columns: int) -> int:

@@ -41,8 +41,7 @@ def delta_kernel(
     """
     let_next_kernel_start()
     BLOCK: tl.constexpr = cfg.BLOCK_M
-    BLOCK_D: tl.constexpr = cfg.BLOCK_D
-    TAIL_D: tl.constexpr = cfg.TAIL_D
+    SIZE: tl.constexpr = cfg.BLOCK_M * cfg.DQ_COLUMNS  # of a block of the workspace
     ADDERS: tl.constexpr = cfg.ADDERS
     b, h, m, start, count, first_block = block_of_rows(at, B, M, total_q, heads, BLOCK)
     if cfg.IS_ORDERED:
@@ -99,16 +98,9 @@ def delta_kernel(
         target = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(lse_log2_ptr + target, tl.where(dead, float("inf"), lse * LOG2E))
         tl.store(minus_delta_ptr + target, tl.where(dead, 0.0, minus_delta))
-        workspace = workspace_ptr + block * (BLOCK * (BLOCK_D + TAIL_D))
-        clear(workspace, BLOCK * BLOCK_D)
-        if TAIL_D > 0:
-            clear(workspace + BLOCK * BLOCK_D, BLOCK * TAIL_D)
-
-
-@triton.jit
-def clear(ptr, SIZE: tl.constexpr):
-    """Write SIZE zeros."""
-    tl.store(ptr + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+        for piece in tl.static_range((SIZE + PIECE - 1) // PIECE):
+            offsets = piece * PIECE + tl.arange(0, PIECE)
+            tl.store(workspace_ptr + block * SIZE + offsets, 0.0, mask=offsets < SIZE)
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, *STRIDES, "blocks"])
@@ -121,25 +113,21 @@ def round_kernel(
     """
     wait_for_earlier_kernels()
     BLOCK: tl.constexpr = cfg.BLOCK_M
-    PIECES: tl.constexpr = cfg.BLOCK_M * cfg.BLOCK_D // PIECE
-    SIZE: tl.constexpr = cfg.BLOCK_M * (cfg.BLOCK_D + cfg.TAIL_D)
+    ACROSS: tl.constexpr = BLOCK // 64  # pieces of the same columns
+    SIZE: tl.constexpr = cfg.BLOCK_M * cfg.DQ_COLUMNS
     b, h, m, start, count, first_block = block_of_rows(at, B, M, total_q, heads, BLOCK)
     if (m >= 0) & (m * BLOCK < count):
         batch = b if at.cu_seqlens_q is None else b * 0
         base = dq_ptr + batch.to(tl.int64) * dq_batch + h.to(tl.int64) * dq_head
         pieces = workspace_ptr + (h * blocks + first_block + m).to(tl.int64) * SIZE
-        for piece in tl.static_range(PIECES):
-            down, across = (piece % (BLOCK // 64)) * 64, (piece // (BLOCK // 64)) * 64
-            row = m * BLOCK + down
-            x = tl.load(pieces + piece * PIECE + tl.arange(0, PIECE)) * scale
-            store_piece(x, base, start, row, count, dq_row, across, 64, cfg.D, cfg.IS_PARTIAL)
-        if cfg.TAIL_D > 0:
-            TAIL: tl.constexpr = 64 * cfg.TAIL_D
-            x = tl.load(pieces + PIECES * PIECE + tl.arange(0, TAIL)) * scale
-            row = m * BLOCK
-            store_piece(
-                x, base, start, row, count, dq_row, cfg.BLOCK_D, cfg.TAIL_D, cfg.D, cfg.IS_PARTIAL
-            )  # fmt: skip
+        for piece in tl.static_range((SIZE + PIECE - 1) // PIECE):
+            row, column = m * BLOCK + (piece % ACROSS) * 64, (piece // ACROSS) * 64
+            ptrs = pieces + piece * PIECE + tl.arange(0, PIECE)
+            if (piece + 1) * PIECE <= SIZE:
+                x = tl.load(ptrs) * scale
+            else:  # see cfg.DQ_COLUMNS
+                x = tl.load(ptrs, mask=tl.arange(0, PIECE) < SIZE % PIECE, other=0.0) * scale
+            store_piece(x, base, start, row, count, dq_row, column, 64, cfg.D, cfg.IS_PARTIAL)
 
 
 @triton.jit
