@@ -23,7 +23,7 @@ class Buffers(NamedTuple):
     dq: Tensor  # of a partial problem, the caller's
     dk: Tensor
     dv: Tensor
-    workspace: Tensor  # dq in float32, (blocks, rows, 256): see `dq.py`
+    workspace: Tensor  # dq in float32
     lse_log2: Tensor  # see `delta_kernel`
     minus_delta: Tensor
     semaphores: Tensor | None = None  # the dQ semaphores, for ordered additions
@@ -87,8 +87,8 @@ def allocation(problem: AttentionProblem, operands: Operands) -> Allocation:
     dq = empty((0,) if config.IS_PARTIAL else q.shape, dtype)
     gradients = dq, of_keys(k.shape, dtype), of_keys(v.shape, dtype)
     blocks = problem.Hq * workspace_blocks(problem, operands, config)
-    of_block = config.BLOCK_M * config.DQ_COLUMNS // 256, 256
-    shapes: dict[str, tuple[int, ...]] = {"workspace": (blocks, *of_block)}
+    lines = blocks * config.BLOCK_M * config.DQ_COLUMNS // 256
+    shapes: dict[str, tuple[int, ...]] = {"workspace": (lines, 256)}
     rows = {}
     if problem.layout != "dense" and operands.sink is not None:
         of_rows = (blocks, config.BLOCK_M), torch.float32

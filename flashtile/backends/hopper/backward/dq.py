@@ -2,9 +2,8 @@
 
 A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer, so both the stores
 to shared memory and the addition, a contiguous TMA transfer, run at full speed. The kernel that
-rounds restores the order of the elements. The last piece of a block may lack its last columns,
-which are zero (cfg.DQ_COLUMNS): their additions lie outside of what the tensor map describes, so
-TMA leaves them out.
+rounds restores the order of the elements. Groups of 8 columns are contiguous in a piece, so above
+128 columns a block ends with the last column that is not filled up with zeros (cfg.DQ_COLUMNS).
 
 Up to 128 columns, a consumer computes one piece in each step. With 80 or 96 columns, the second
 consumer has the tail, so its piece is smaller. A slot of the staging ring holds the pieces of both
@@ -35,14 +34,14 @@ from .schedule import (
     visited_block,
 )
 
-PIECE_ROWS = gl.constexpr(16)  # of a block of the workspace, 256 columns wide
+PIECE_ROWS = gl.constexpr(16)  # of the workspace, 256 columns wide
 PAIRS = gl.constexpr(2)  # slots of the staging ring
 PIECE = tl.constexpr(4096)
 
 
 @gluon.constexpr_function
 def rows_of_piece(columns):
-    """Rows of a block of the workspace that 64 queries by `columns` columns occupy."""
+    """Rows of the workspace that 64 queries by `columns` columns occupy."""
     return columns // 4
 
 
@@ -66,11 +65,11 @@ def make_staging(workspace, cfg: gl.constexpr):
     PIECES: gl.constexpr = 2 * SLOTS if cfg.TAIL_D == 0 else SLOTS  # without those of the tail
     staging = workspace
     if not cfg.HAS_DQ_IN_REGISTERS:
-        staging = boxes_in_shared(workspace, PIECES, PIECE_ROWS)
+        staging = gl.allocate_shared_memory(gl.float32, [PIECES, PIECE_ROWS, 256], workspace.layout)
     tails = staging
     if cfg.TAIL_D > 0 and not cfg.HAS_DQ_IN_REGISTERS:
         ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
-        tails = boxes_in_shared(workspace, SLOTS, ROWS)
+        tails = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS, 256], workspace.layout)
     if cfg.ADDERS == 1:
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -79,12 +78,6 @@ def make_staging(workspace, cfg: gl.constexpr):
             mbarrier.init(empty.index(slot), count=1)
         staging = Channel(staging, tails, full, empty, SLOTS)
     return staging
-
-
-@gluon.jit
-def boxes_in_shared(workspace, COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """Shared memory for COUNT boxes of ROWS rows of the workspace."""
-    return gl.allocate_shared_memory(gl.float32, [COUNT, 1, ROWS, 256], workspace.layout)
 
 
 @gluon.jit
@@ -155,6 +148,21 @@ def value_puts(cfg):
     return 2 if first_of_last(cfg) > KEY_COLUMNS else 1
 
 
+@gluon.constexpr_function
+def columns_there(first, columns, cfg):
+    """How many of `columns` columns from `first` the workspace has."""
+    return max(min(cfg.DQ_COLUMNS - first, columns), 0)
+
+
+@gluon.constexpr_function
+def rows_of_rest(columns):
+    """Rows of the boxes in which TMA adds the columns beyond whole pieces; it needs a power of
+    two. 0 if there are none.
+    """
+    rows = columns % 64 // 4
+    return rows & -rows
+
+
 class Staging(NamedTuple):
     """dQ of each consumer on its way to memory: one piece of the workspace after the other. With
     cfg.IS_ORDERED, a `Channel` to the writers: one slot, and a full barrier for each writer.
@@ -169,9 +177,10 @@ def make_split_staging(workspace, cfg: gl.constexpr):
     """The staging tiles: a piece or a smaller one for the value consumer, two for the key
     consumer.
     """
+    LAYOUT: gl.constexpr = workspace.layout
     OF_VALUES: gl.constexpr = rows_of_piece(last_columns(cfg))
-    values = boxes_in_shared(workspace, 1, OF_VALUES)
-    keys = boxes_in_shared(workspace, KEY_COLUMNS // 64, PIECE_ROWS)
+    values = gl.allocate_shared_memory(gl.float32, [1, OF_VALUES, 256], LAYOUT)
+    keys = gl.allocate_shared_memory(gl.float32, [KEY_COLUMNS // 64, PIECE_ROWS, 256], LAYOUT)
     if cfg.IS_ORDERED:
         values, keys = to_writers(values, cfg), to_writers(keys, cfg)
     return Staging(values, keys)
@@ -216,15 +225,21 @@ def emit_pieces(
 def start_additions(
     tiles, FIRST: gl.constexpr, COLUMNS: gl.constexpr, block, outputs, cfg: gl.constexpr
 ):  # fmt: skip
-    """Start adding COLUMNS columns of dQ, from FIRST, to block `block` of the workspace."""
-    ROW: gl.constexpr = rows_of_piece(FIRST)
-    if COLUMNS < 64:
-        add_to_global(outputs.workspace_tail, [block, ROW, 0], tiles.index(0))
-    else:
-        for piece in gl.static_range(COLUMNS // 64):
-            add_to_global(
-                outputs.workspace, [block, ROW + piece * PIECE_ROWS, 0], tiles.index(piece)
-            )
+    """Start adding COLUMNS columns of dQ, from FIRST, to block `block` of the workspace: those that
+    are there, whole pieces and then the rest.
+    """
+    FOUND: gl.constexpr = columns_there(FIRST, COLUMNS, cfg)
+    PIECES: gl.constexpr = FOUND // 64
+    row = block * rows_of_piece(cfg.DQ_COLUMNS) + rows_of_piece(FIRST)
+    for piece in gl.static_range(PIECES):
+        add_to_global(outputs.workspace, [row + piece * PIECE_ROWS, 0], tiles.index(piece))
+    if FOUND % 64 > 0:
+        BOX: gl.constexpr = rows_of_rest(cfg.DQ_COLUMNS)
+        BOXES: gl.constexpr = tiles.shape[0] * tiles.shape[1] // BOX
+        boxes = recast(tiles, gl.float32, [BOXES, BOX, 256], outputs.workspace.layout)
+        for box in gl.static_range(rows_of_piece(FOUND % 64) // BOX):
+            at = PIECES * PIECE_ROWS + box * BOX
+            add_to_global(outputs.workspace_rest, [row + at, 0], boxes.index(at // BOX))
 
 
 # The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.
@@ -326,15 +341,16 @@ def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
     SLOTS: gl.constexpr = staging.SLOTS
     LAYOUT: gl.constexpr = workspace.layout
     if cfg.TAIL_D == 0:
-        pairs = recast(staging.tiles, gl.float32, [SLOTS, 1, 2 * PIECE_ROWS, 256], LAYOUT)
-        add_to_global(workspace, [index, 0, 0], pairs.index(slot))
+        pairs = recast(staging.tiles, gl.float32, [SLOTS, 2 * PIECE_ROWS, 256], LAYOUT)
+        add_to_global(workspace, [index * (2 * PIECE_ROWS), 0], pairs.index(slot))
     else:
         ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
         COUNT: gl.constexpr = PIECE_ROWS // ROWS
-        boxes = recast(staging.tiles, gl.float32, [COUNT * SLOTS, 1, ROWS, 256], LAYOUT)
+        boxes = recast(staging.tiles, gl.float32, [COUNT * SLOTS, ROWS, 256], LAYOUT)
+        row = index * (PIECE_ROWS + ROWS)
         for box in gl.static_range(COUNT):
-            add_to_global(workspace, [index, box * ROWS, 0], boxes.index(COUNT * slot + box))
-        add_to_global(workspace, [index, PIECE_ROWS, 0], staging.tails.index(slot))
+            add_to_global(workspace, [row + box * ROWS, 0], boxes.index(COUNT * slot + box))
+        add_to_global(workspace, [row + PIECE_ROWS, 0], staging.tails.index(slot))
 
 
 # The dQ semaphores, for cfg.IS_ORDERED: tile n of a sequence adds to a block after tile n - 1.

@@ -31,7 +31,7 @@ from .buffers import (
     parts_of_tile,
     workspace_blocks,
 )
-from .dq import PIECE_ROWS, rows_of_piece
+from .dq import PIECE_ROWS, rows_of_piece, rows_of_rest
 from .kernel import KeyGradients, backward_kernel
 from .part_sums import add_parts_kernel, pieces_of
 from .plan import BackwardConfig, backward_swizzle
@@ -366,30 +366,28 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def workspace_arguments(workspace: Tensor, config: BackwardConfig) -> dict[str, Any]:
-    """The workspace as a pointer, or in boxes of one TMA addition: a pair of pieces, or one; with a
-    tail also that of the tail, alone if a writer adds everything in such boxes.
+    """The workspace as a pointer, or in boxes of one TMA addition: a pair of pieces, or a tail if
+    there is one. Above 128 columns: a piece, and separately a part of the columns beyond pieces.
     """
     described: Any = workspace
-    tail = None
-    of_tail = rows_of_piece(config.TAIL_D)
+    rest = None
     if config.IS_SPLIT:
         described = plain_descriptor(workspace, PIECE_ROWS.value)
-        if 0 < of_tail < PIECE_ROWS.value:
-            tail = plain_descriptor(workspace, of_tail)
+        if rows := rows_of_rest(config.DQ_COLUMNS):
+            rest = plain_descriptor(workspace, rows)
     elif not config.HAS_DQ_IN_REGISTERS:
-        described = plain_descriptor(workspace, of_tail or 2 * PIECE_ROWS.value)
-    return {"workspace": described, "workspace_tail_desc": tail}
+        described = plain_descriptor(
+            workspace, rows_of_piece(config.TAIL_D) or 2 * PIECE_ROWS.value
+        )
+    return {"workspace": described, "workspace_rest_desc": rest}
 
 
-PLAIN = {rank: gl.NVMMASharedLayout(0, element_bitwidth=32, rank=rank) for rank in (2, 3)}
+PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)
 
 
 def plain_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of float32 `x` (n, columns) or (blocks, n, columns) in boxes of `rows` whole
-    rows, without a swizzle.
-    """
-    box = [1] * (x.dim() - 2) + [rows, x.shape[-1]]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, PLAIN[x.dim()])
+    """A descriptor of float32 `x` (n, columns) in boxes of `rows` whole rows, without a swizzle."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], PLAIN)
 
 
 def sink_gradient(sink: Tensor, lse_log2: Tensor, minus_delta: Tensor) -> Tensor:

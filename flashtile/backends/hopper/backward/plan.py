@@ -83,7 +83,7 @@ class BackwardConfig:
     STAGGER: int  # cycles by which the second consumer starts later than the first
     RUNS: int  # as in the forward
     IS_PARTIAL: bool  # gradients are parts of sums: float32, and dQ is added to what is there
-    DQ_COLUMNS: int  # of the workspace of dQ: without columns of zeros where TMA leaves them out
+    DQ_COLUMNS: int  # of the workspace of dQ
 
 
 @memoised(4096)
@@ -152,16 +152,10 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
 
 
 def dq_columns(problem: AttentionProblem, columns: int) -> int:
-    """Columns of the workspace of dQ: those of the heads, in groups of 8, which are contiguous.
-
-    Additions are the largest part of the traffic of the L2 cache above 128 columns. All columns of
-    the tile are there where threads add them or tails have boxes of their own, and at 64, where
-    two pieces of the same columns follow each other.
+    """Columns of the workspace of dQ. Above 128 columns, additions to it are the largest part of
+    the traffic of the L2 cache, so those of zeros are left out, in groups of 8.
     """
-    is_whole = HEAD_DIMS[columns][1] > 0 or TILES[columns].BLOCK_M > 64
-    if is_whole or adds_from_registers(problem, columns):
-        return columns
-    return -(-problem.D // 8) * 8
+    return -(-problem.D // 8) * 8 if TILES[columns].is_split else columns
 
 
 def stagger(problem: AttentionProblem, columns: int) -> int:
