@@ -314,11 +314,9 @@ def test_head_swizzle(heads: int, swizzle: int):
         schedule = load_file("flashtile.backends.hopper.backward.schedule")
         for batch in (size for size in (1, 3, 7) if heads % size == 0):
             divisors = schedule.order_reciprocals(m_tiles, batch, heads // batch, swizzle)
-            sizes = SimpleNamespace(
-                N=64 * m_tiles, heads=heads // batch, swizzle=swizzle, reciprocals=divisors
-            )
+            sizes = SimpleNamespace(N=64 * m_tiles, swizzle=swizzle, reciprocals=divisors)
             for n, (m, bh) in zip(numbers, found, strict=True):
-                coordinates = tuple(map(int, schedule.dense_order(n, sizes, 64)))
+                coordinates = tuple(map(int, schedule.dense_order(n, heads // batch, sizes, 64)))
                 assert coordinates == (m, *divmod(bh, heads // batch))
     assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]
     last = [(m, h) for m in range(m_tiles) for h in range(heads - width, heads)]

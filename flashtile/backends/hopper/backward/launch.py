@@ -220,7 +220,7 @@ def delta_launch(
 ) -> Launch:
     """The launch that computes the statistics of all rows and clears the workspace."""
     config = common["cfg"]
-    out = readable(out)
+    out, parts = readable(out), parts_of_tile(problem, operands)
     arguments = {
         "out_ptr": out,
         "dout_ptr": dout,
@@ -235,7 +235,7 @@ def delta_launch(
         "dk_ptr": made.dk,
         "dv_ptr": made.dv,
         "entries": key_tiles(problem, operands, config),
-        "together": max(backward_swizzle(problem) // problem.Hk, 1),
+        "together": max(backward_swizzle(problem, parts) // (problem.Hk * parts), 1),
         "heads": problem.Hq,
         "group": problem.group,
         **common,
@@ -253,9 +253,9 @@ def key_launch(
 ) -> Launch:
     """The launch that computes dk, dv, and the sum for dq."""
     config, options = common["cfg"], problem.options
-    parts = parts_of_tile(problem, operands) if config.IS_PARTED else None
+    parts = parts_of_tile(problem, operands)
     plain = (made.dk_parts, made.dv_parts) if config.IS_PARTED else (made.dk, made.dv)
-    tiles, swizzle = -(-problem.N // config.BLOCK_N), backward_swizzle(problem)
+    tiles, swizzle = -(-problem.N // config.BLOCK_N), backward_swizzle(problem, parts)
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(operands, dout, made, config),
@@ -267,8 +267,8 @@ def key_launch(
         "heads": problem.Hk,
         "group": problem.group,
         "swizzle": swizzle,
-        "reciprocals": order_reciprocals(tiles, problem.B, problem.Hk, swizzle),
-        "parts": parts,
+        "reciprocals": order_reciprocals(tiles, problem.B, problem.Hk * parts, swizzle),
+        "parts": parts if config.IS_PARTED else None,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
         "chunk": as_kernel_number(options.attention_chunk),
@@ -278,7 +278,7 @@ def key_launch(
         "softcap": options.softcap,
         **common,
     }
-    programs = key_tiles(problem, operands, config) * problem.Hk * (parts or 1)
+    programs = key_tiles(problem, operands, config) * problem.Hk * parts
     return Launch(backward_kernel, (programs,), arguments, is_early=True)
 
 

@@ -221,15 +221,21 @@ def is_uneven(problem: AttentionProblem) -> bool:
     return ruled or has_lists(problem)
 
 
-def backward_swizzle(problem: AttentionProblem) -> int:
-    """The number of key heads whose tiles run at the same time; see `swizzle_of` of the forward.
-    For each key head, the queries of a whole group pass through the cache.
+def backward_swizzle(problem: AttentionProblem, parts: int = 1) -> int:
+    """The number of heads whose tiles run at the same time; see `swizzle_of` of the forward.
+
+    They are key heads, and the queries of a whole group pass through the cache, or they are parts
+    of key heads, each with its share of the group. With ordered additions, the parts of a key head
+    run at the same time, so that its tiles start further apart and wait less for each other.
     """
     ordered = problem.options.deterministic
     if not is_uneven(problem) and not ordered:
         return 1
+    if ordered and parts > 1:
+        return parts * backward_swizzle(problem)
     of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
-    return min(max(CACHED_BYTES // of_a_head, 1), WIDEST_ORDERED if ordered else WIDEST_SWIZZLE)
+    widest = WIDEST_ORDERED if ordered else WIDEST_SWIZZLE
+    return min(max(parts * CACHED_BYTES // of_a_head, 1), widest)
 
 
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:

@@ -1,7 +1,9 @@
 """Which tile of keys a program has, and which blocks of queries see it.
 
 The steps of a tile are its blocks of queries, one query head of the group after the other. With
-cfg.IS_PARTED, several programs share a tile: each has a range of the steps, a part.
+cfg.IS_PARTED, several programs share a tile: each has a range of the steps, a part. The order of
+the programs treats a part of a key head like a head of its own, because programs that pass over
+other query heads share nothing in the cache.
 
 The float32 workspace of dQ and the row statistics consist of whole blocks of BLOCK_M rows: every
 sequence starts a new block, and `blocks_before` counts the blocks before it.
@@ -43,35 +45,44 @@ class OrderReciprocals(NamedTuple):
     by_section: Any  # of the number of tiles of a section
     by_swizzle: Any
     by_first: Any  # of the number of heads of the first section
-    by_heads: Any
+    by_heads: Any  # of `program_heads`
 
 
 def order_reciprocals(tiles: int, sequences: int, heads: int, swizzle: int) -> OrderReciprocals:
-    """The reciprocals for `tiles` tiles of each head of a dense batch."""
+    """The reciprocals for `tiles` tiles of each of the `program_heads` of a dense batch."""
     missing = -sequences * heads % swizzle
     divisors = (max(tiles, 1) * swizzle, swizzle, swizzle - missing, heads)
     return OrderReciprocals(*map(unspecialized, (missing, *map(reciprocal, divisors))))
 
 
 @gluon.jit
-def dense_order(tile, sizes, BLOCK_N: gl.constexpr):
-    """(tile in its head, sequence, head) of a tile index: `swizzled_order` without divisions, for
-    which every role of a program would wait before it starts.
+def program_heads(sizes, cfg: gl.constexpr):
+    """The heads of `swizzled_order`: the parts of each key head, one key head after the other."""
+    heads = sizes.heads
+    if cfg.IS_PARTED:
+        heads = heads * sizes.parts
+    return heads
+
+
+@gluon.jit
+def dense_order(number, heads, sizes, BLOCK_N: gl.constexpr):
+    """(tile in its head, sequence, head) of the number of a program: `swizzled_order` without
+    divisions, for which every role of a program would wait before it starts.
     """
     # Without this zero, the compiler decodes the numbers once for all roles, which then read them
     # from the stack.
-    zero = opaque_zero(tile)
+    zero = opaque_zero(number)
     by = sizes.reciprocals
     tiles = gl.cdiv(sizes.N + zero, BLOCK_N)
     missing, by_section = restored(by.missing + zero), restored(by.by_section + zero)
-    section, _ = divide(tile + missing * tiles, tiles * sizes.swizzle, by_section)
+    section, _ = divide(number + missing * tiles, tiles * sizes.swizzle, by_section)
     start = section * sizes.swizzle - missing
     is_first = start < 0
     width = sizes.swizzle - gl.where(is_first, missing, 0)
     by_width = restored(gl.where(is_first, by.by_first, by.by_swizzle) + zero)
     start = gl.maximum(start, 0)
-    n, head = divide(tile - start * tiles, width, by_width)
-    b, head = divide(start + head, sizes.heads, restored(by.by_heads + zero))
+    n, head = divide(number - start * tiles, width, by_width)
+    b, head = divide(start + head, heads, restored(by.by_heads + zero))
     return n, b, head
 
 
@@ -122,9 +133,7 @@ class KeyWork:
 
 
 class Tile(NamedTuple):
-    """The number of a program, and in packed batches the sequence and the index of its tile there.
-    Without parts, the number is that of the tile.
-    """
+    """The number of a program; in packed batches, the sequence and the index there of its tile."""
 
     number: Any
     b: Any
@@ -137,10 +146,7 @@ def listed_tile(number, order, sizes, cfg: gl.constexpr):
     b = number * 0
     n = b
     if cfg.IS_PACKED:
-        programs = sizes.heads
-        if cfg.IS_PARTED:
-            programs = programs * sizes.parts
-        entry = order.tiles + 2 * (number // programs)
+        entry = order.tiles + 2 * (number // program_heads(sizes, cfg))
         b = gl.load(entry)
         n = gl.load(entry + 1)
     return Tile(number, b, n)
@@ -149,28 +155,29 @@ def listed_tile(number, order, sizes, cfg: gl.constexpr):
 @gluon.jit
 def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
     """The work of a program, in the order of the head swizzle. The first keys come first, because
-    under a causal mask most queries see them (LPT order). The parts of a tile are neighbours. In
-    packed batches the swizzle stays within a sequence: the programs of entry (b, n) take the n-th
-    run of `heads` tiles in its swizzled order. The tile has no blocks if the program has no steps.
+    under a causal mask most queries see them (LPT order). In packed batches the swizzle stays
+    within a sequence: the programs of entry (b, n) take the n-th run of `program_heads` numbers in
+    its swizzled order. The tile has no blocks if the program has no steps.
     """
     b, index = tile.b, tile.number
-    part = index * 0
-    if cfg.IS_PARTED:
-        part = index % sizes.parts
-        index = index // sizes.parts
+    heads = program_heads(sizes, cfg)
     if cfg.HAS_BLOCK_MASK:
         entry = mask.blocks.order + 4 * index
         b, h, n = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         steps = gl.load(entry + 3)
     elif not cfg.IS_PACKED:
-        n, b, h = dense_order(index, sizes, cfg.BLOCK_N)
+        n, b, h = dense_order(index, heads, sizes, cfg.BLOCK_N)
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
     if cfg.IS_PACKED:
         n_tiles = gl.maximum(gl.cdiv(N, cfg.BLOCK_N), 1)
-        number = gl.maximum(tile.n, 0) * sizes.heads + index % sizes.heads
-        n, h = swizzled_order(number, n_tiles, sizes.heads, sizes.swizzle)
+        number = gl.maximum(tile.n, 0) * heads + index % heads
+        n, h = swizzled_order(number, n_tiles, heads, sizes.swizzle)
         n = gl.where(tile.n < 0, n_tiles, n)  # no tile, therefore no key
+    part = index * 0
+    if cfg.IS_PARTED:
+        part = h % sizes.parts
+        h = h // sizes.parts
     n0 = n * cfg.BLOCK_N
     _, _, _, before = blocks_seeing(n0 - cfg.BLOCK_N, b, M, N, mask, cfg)
     begin, full_begin, full_end, end = blocks_seeing(n0, b, M, N, mask, cfg)
