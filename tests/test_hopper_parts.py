@@ -10,10 +10,12 @@ import torch
 
 from flashtile.backends.hopper.backward.parts import (
     makespan,
+    missed_share,
     parts_of,
     sequences_of,
     tile_lengths,
 )
+from flashtile.backends.hopper.backward.plan import backward_swizzle
 from flashtile.masks import Visibility
 from flashtile.problem import AttentionProblem, Operands, Options
 
@@ -86,8 +88,32 @@ def test_enough_tiles_stay_whole(heads: tuple[int, int], M: int, window_right: i
 
 
 def test_long_tiles_of_unlike_lengths_are_split_earlier():
-    assert parts((8, 1), 32768) == 1  # two waves of equal tiles
-    assert parts((8, 1), 32768, window_right=0) > 1  # the longest takes half of the time
+    assert parts((4, 2), 16384) == 1  # two waves of equal tiles
+    assert parts((4, 2), 16384, window_right=0) > 1  # the longest takes half of the time
+
+
+def test_rows_of_a_part_fit_the_cache():
+    """Even if there are so many tiles that the last ones hardly matter."""
+    of_a_head = {"M": 13938, "D": 112, "B": 2, "window_right": 0}  # 13 MB in 128 columns
+    assert parts((128, 32), **of_a_head) == 1
+    assert 2 <= parts((32, 4), **of_a_head) <= 4
+    assert 4 <= parts((512, 32), **of_a_head) <= 8
+    assert parts((512, 32), **of_a_head | {"window_left": 1000}) == 1
+    assert parts((512, 32), **of_a_head, deterministic=True) == 1
+
+
+def test_so_many_parts_run_at_the_same_time_as_fit_the_cache():
+    problem = problem_of((32, 4), 13938, D=112, B=2, window_right=0)
+    assert [backward_swizzle(problem, count) for count in (1, 2, 4, 8)] == [1, 1, 2, 5]
+    ordered = problem._replace(options=problem.options._replace(deterministic=True))
+    assert [backward_swizzle(ordered, count) for count in (1, 2, 4, 8)] == [1, 2, 4, 8]
+
+
+def test_parts_that_share_heads_miss_more():
+    problem = problem_of((6, 1), 30000, window_right=0)
+    shares = [missed_share(problem, 30000 // 64, parts) for parts in (1, 2, 3, 4, 5, 6)]
+    assert shares[0] > shares[1] > shares[2] and shares[5] == 0
+    assert shares[3] > shares[2]
 
 
 def test_short_problems_stay_whole():

@@ -4,6 +4,9 @@ A program with a whole tile loops over the queries of all heads of a group. A pr
 heads has few, long tiles: multiprocessors idle if there are fewer tiles than multiprocessors, and
 while the last ones finish. Parts of tiles fill them, but their sums pass through memory.
 
+If the rows of a group do not fit the L2 cache, its programs, which soon are at different heads,
+load them from memory again and again. The programs of a part load only the rows of its own heads.
+
 Pure Python, like `forward/plan.py`.
 """
 
@@ -27,6 +30,14 @@ BYTES_PER_US = 3e6
 # 28:4 at 6,000.
 UNEVEN_END = 0.3
 
+# Programs that pass over the same heads find Q, dO and dQ in the L2 cache if the longest of them
+# loads at most so many bytes. Simulated with unequally fast multiprocessors and a cache of 30 MB,
+# which gives the traffic that ncu counted for 32:4 heads at 13,938 tokens, causal, on an H200.
+FITTING_BYTES = 6e7
+# Rows loaded again because the cache lost them, while other programs multiply: between what an H100
+# and an H200 lose where the rows of a group do not fit (`docs/log/hopper.md`).
+MISSED_BYTES_PER_US = 2.5e7
+
 MOST_PARTS = 16
 MOST_LENGTHS = 8  # of the sequences of a packed batch
 MOST_WAVES = 8  # with more tiles for each multiprocessor, little is lost at the end
@@ -44,7 +55,9 @@ def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> int:
     if has_lists(problem):
         return 1
     rows = problem.B * problem.N if problem.layout == "dense" else keys
-    if rows * problem.Hk > MOST_WAVES * multiprocessors * TILES[padded_columns(problem)].BLOCK_N:
+    tile = TILES[padded_columns(problem)]
+    has_waves = rows * problem.Hk > MOST_WAVES * multiprocessors * tile.BLOCK_N
+    if has_waves and missed_share(problem, -(-problem.M // tile.BLOCK_M), 1) == 0:
         return 1
     tiles = tiles_of(problem, keys)
     most = min(MOST_PARTS, problem.group) if problem.options.deterministic else MOST_PARTS
@@ -65,11 +78,34 @@ def time_of(
     time = makespan(programs, multiprocessors)
     if len(programs) > 1:
         time += UNEVEN_END * programs[0][0]
+    steps = problem.group * sum(length * count for length, count in tiles)
+    missed = missed_share(problem, tiles[0][0], parts) * steps
+    time += missed * bytes_of_step(problem) / MISSED_BYTES_PER_US
     if parts > 1:
         both = columns + value_columns(problem)
         sums = sum(count for _, count in programs) * TILES[columns].BLOCK_N * both * 4
         time += KERNEL_US + 2 * sums / BYTES_PER_US  # written and read
     return time
+
+
+def missed_share(problem: AttentionProblem, length: int, parts: int) -> float:
+    """The share of all steps that do not find their rows in the cache; the longest tile has
+    `length` steps of each head. With ordered additions, parts would not help: see
+    `backward_swizzle`.
+    """
+    if problem.options.deterministic:
+        return 0.0
+    heads = problem.group / parts
+    if problem.group % parts and parts % problem.group:
+        heads += 1  # a part that begins and ends within heads shares both with others
+    loaded = heads * length * bytes_of_step(problem)
+    return max(1 - FITTING_BYTES / max(loaded, 1), 0.0)
+
+
+def bytes_of_step(problem: AttentionProblem) -> int:
+    """Bytes of a block of Q, dO, and dQ in float32."""
+    columns = padded_columns(problem)
+    return TILES[columns].BLOCK_M * (2 * (problem.D + problem.Dv) + 4 * columns)
 
 
 def makespan(programs: list[tuple[float, int]], multiprocessors: int) -> float:
