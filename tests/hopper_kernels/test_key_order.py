@@ -1,0 +1,124 @@
+"""The order of the programs of the Hopper backward, each with a tile of keys or a part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends.hopper.backward import buffers, launch
+from flashtile.backends.hopper.backward.launch import backward_launches
+from flashtile.call.layouts import Dense, Packed
+from flashtile.call.prepare import describe
+from flashtile.problem import AttentionProblem
+from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv
+
+from . import emulator
+
+BLOCK_N = 128
+GROUP, HEADS, ROWS = 4, 2, 300
+
+
+class Program(NamedTuple):
+    b: int
+    n: int
+    head: int  # of keys
+    part: int
+    steps: tuple[tuple[int, int, int], ...]  # of each query head of the group: (head, first, stop)
+
+
+def programs(
+    lengths: Sequence[int] | None, parts: int, swizzle: int, deterministic: bool
+) -> list[Program]:
+    """The programs with a tile, in the order of their numbers: of 3 dense sequences of ROWS
+    tokens, or of a packed batch of `lengths`.
+    """
+    sizes = {"Hq": GROUP * HEADS, "Hk": HEADS, "D": 128, "dtype": torch.bfloat16}
+    layout: Any = Dense()
+    if lengths is None:
+        q, k, v = qkv(generator(0), B=3, M=ROWS, N=ROWS, **sizes)
+    else:
+        q, k, v = packed_qkv(generator(0), list(lengths), list(lengths), **sizes)
+        layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), max(lengths), max(lengths))
+    operands, options = describe(
+        (q, k, v), layout, {"causal": True, "deterministic": deterministic}
+    )
+    problem = AttentionProblem.of(operands, options)
+    lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (buffers, launch):
+            patch.setattr(module, "parts_of_tile", lambda *_: parts)
+        patch.setattr(launch, "backward_swizzle", lambda *_: swizzle)
+        made = buffers.allocation(problem, operands).buffers()
+        launches = backward_launches(problem, operands, q, lse, q, None, made, None)
+    if lengths is not None:
+        emulator.run(launches[0], seed=0)  # lists the tiles
+    return listed(launches[1])
+
+
+def listed(of_keys: Any) -> list[Program]:
+    given = {name: emulator.argument(x) for name, x in of_keys.arguments.items()}
+    sizes = SimpleNamespace(**given)
+    mask = SimpleNamespace(left=None, right=given["right"], q_runs=None, k_runs=None)
+    found = []
+    with emulator.emulated() as load_file:
+        schedule = load_file("flashtile.backends.hopper.backward.schedule")
+        cfg = given["cfg"]
+        for number in map(emulator.tile, range(of_keys.grid[0])):
+            tile = schedule.listed_tile(number, given["order"], sizes, cfg)
+            work = schedule.key_work(tile, sizes, given["at"], mask, cfg)
+            first, stop = schedule.own_heads(work, sizes, cfg)
+            count = work.end - work.begin
+            steps = tuple(
+                (g, *map(int, schedule.own_steps(emulator.tile(g), count, work, cfg)))
+                for g in range(int(first), int(stop))
+            )
+            if work.n0 < work.N:
+                of_tile = int(work.b), int(work.n), int(work.kv_head), int(work.part)
+                found.append(Program(*of_tile, steps))
+    return found
+
+
+CASES: dict[str, Any] = {"dense": None, "packed": [300, 130, 0, 1, 299]}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("swizzle", [1, 3, 16])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_every_part_comes_once(case: str, parts: int, swizzle: int, deterministic: bool):
+    found = programs(CASES[case], parts, swizzle, deterministic)
+    lengths = CASES[case] or [ROWS] * 3
+    wanted = [
+        (b, n, head, part)
+        for b, N in enumerate(lengths)
+        for n in range(-(-N // BLOCK_N))
+        for head in range(HEADS)
+        for part in range(parts)
+    ]
+    assert sorted(program[:4] for program in found) == wanted
+
+    for b, n, head, _ in wanted[::parts]:
+        of_tile = sorted(p for p in found if (p.b, p.n, p.head) == (b, n, head))
+        blocks = -(-lengths[b] // 64) - 2 * n  # from the diagonal
+        steps = [(g, j) for p in of_tile for g, *ends in p.steps for j in range(*ends)]
+        assert steps == [(g, j) for g in range(GROUP) for j in range(blocks)]
+        if GROUP % parts == 0 or deterministic:  # whole heads
+            assert all(ends == [0, blocks] for p in of_tile for _, *ends in p.steps)
+
+    # The tiles of a sequence and a part follow each other, which ordered additions rely on, and
+    # those of at most `swizzle` parts alternate.
+    heads: dict[tuple[int, ...], list[int]] = {}
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, (b, n, head, part, _) in enumerate(found):
+        heads.setdefault((b, head, part), []).append(n)
+        places.setdefault((b, head, part), []).append(place)
+    assert all(tiles == sorted(tiles) for tiles in heads.values())
+    if case == "dense":
+        for of_head in places.values():
+            assert of_head[-1] - of_head[0] < len(of_head) * swizzle
