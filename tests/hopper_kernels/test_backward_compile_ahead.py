@@ -57,7 +57,7 @@ SPILLS = {
     "spans": 480,  # nearly all of it in partial blocks
     "packed": 640 if NEWER else 208,
     "packed 128": 576 if NEWER else 132,
-    "positions": 48 if NEWER else 16,  # besides those of packed batches
+    "positions": 48 if NEWER else 24,  # besides those of packed batches
 }
 # Loads and stores of such bytes a step, in a loop over blocks without masks.
 RELOADS = {
