@@ -35,7 +35,7 @@ def problem_of(
 
 def parts(heads: tuple[int, int], M: int, **given: Any) -> int:
     problem = problem_of(heads, M, **given)
-    return parts_of(problem, problem.N, MULTIPROCESSORS)
+    return parts_of(problem, problem.N, MULTIPROCESSORS).number
 
 
 MASKS: list[dict[str, Any]] = [
@@ -104,9 +104,22 @@ def test_rows_of_a_part_fit_the_cache():
 
 def test_so_many_parts_run_at_the_same_time_as_fit_the_cache():
     problem = problem_of((32, 4), 13938, D=112, B=2, window_right=0)
-    assert [backward_swizzle(problem, count) for count in (1, 2, 4, 8)] == [1, 1, 2, 5]
-    ordered = problem._replace(options=problem.options._replace(deterministic=True))
-    assert [backward_swizzle(ordered, count) for count in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    counts = (1, 2, 4, 8)
+    assert [backward_swizzle(problem, count, are_apart=True) for count in counts] == [1, 1, 2, 5]
+    assert [backward_swizzle(problem, count) for count in counts] == [1, 2, 4, 8]
+
+
+def test_parts_are_apart_where_the_cache_asks_for_them():
+    def are_apart(heads: tuple[int, int], M: int, **given: Any) -> bool:
+        problem = problem_of(heads, M, **given)
+        return parts_of(problem, problem.N, MULTIPROCESSORS).are_apart
+
+    assert are_apart((32, 4), 13938, D=112, B=2, window_right=0)
+    assert are_apart((8, 1), 29481, D=176)  # all tiles are as long
+    assert not are_apart((8, 1), 32768, window_right=0)  # the longest must start first
+    assert not are_apart((8, 1), 8192, window_right=0)
+    assert not are_apart((8, 1), 2048)
+    assert not are_apart((32, 8), 8192, window_right=0)
 
 
 def test_parts_that_share_heads_miss_more():
@@ -127,8 +140,8 @@ def test_parts_have_whole_heads_with_ordered_additions():
 
 def test_packed_sequences_count_their_rows():
     problem = problem_of((8, 2), 4096)._replace(layout="packed", B=4)
-    assert parts_of(problem, 4096, MULTIPROCESSORS) > 1
-    assert parts_of(problem, 100 * 4096, MULTIPROCESSORS) == 1
+    assert parts_of(problem, 4096, MULTIPROCESSORS).number > 1
+    assert parts_of(problem, 100 * 4096, MULTIPROCESSORS).number == 1
 
 
 def test_sequences_of_a_packed_batch():
@@ -144,5 +157,5 @@ def test_sequences_of_a_packed_batch():
 
 def test_the_longest_of_unlike_sequences_are_split():
     problem = problem_of((18, 3), 1678, D=144, window_right=0)._replace(layout="packed")
-    assert parts_of(problem._replace(B=12), 6712, MULTIPROCESSORS) > 1
-    assert parts_of(problem._replace(B=4), 6712, MULTIPROCESSORS) == 1  # all as long
+    assert parts_of(problem._replace(B=12), 6712, MULTIPROCESSORS).number > 1
+    assert parts_of(problem._replace(B=4), 6712, MULTIPROCESSORS).number == 1  # all as long

@@ -12,7 +12,7 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.memory import NewTensor, Scratch, filled, uninitialised
 from ....problem import AttentionProblem, Operands
 from ..shared.packing_order import most_tiles
-from .parts import parts_of
+from .parts import Parts, parts_of
 from .plan import BackwardConfig, backward_plan, leaves_keys_unseen
 from .span_lists import SpanBuffers, span_buffers
 
@@ -68,6 +68,15 @@ class Allocation(NamedTuple):
 
 def parts_of_tile(problem: AttentionProblem, operands: Operands) -> int:
     """The number of programs that share a tile of keys."""
+    return _parts(problem, operands).number
+
+
+def parts_are_apart(problem: AttentionProblem, operands: Operands) -> bool:
+    """Whether other programs come between those that share a tile of keys."""
+    return _parts(problem, operands).are_apart
+
+
+def _parts(problem: AttentionProblem, operands: Operands) -> Parts:
     return parts_of(problem, operands.k.shape[0], multiprocessors(operands.k.device))
 
 

@@ -154,15 +154,6 @@ def columns_there(first, columns, cfg):
     return max(min(cfg.DQ_COLUMNS - first, columns), 0)
 
 
-@gluon.constexpr_function
-def rows_of_rest(columns):
-    """Rows of the boxes in which TMA adds the columns beyond whole pieces; it needs a power of
-    two. 0 if there are none.
-    """
-    rows = columns % 64 // 4
-    return rows & -rows
-
-
 class Staging(NamedTuple):
     """dQ of each consumer on its way to memory: one piece of the workspace after the other. With
     cfg.IS_ORDERED, a `Channel` to the writers: one slot, and a full barrier for each writer.
@@ -234,12 +225,11 @@ def start_additions(
     for piece in gl.static_range(PIECES):
         add_to_global(outputs.workspace, [row + piece * PIECE_ROWS, 0], tiles.index(piece))
     if FOUND % 64 > 0:
-        BOX: gl.constexpr = rows_of_rest(cfg.DQ_COLUMNS)
-        BOXES: gl.constexpr = tiles.shape[0] * tiles.shape[1] // BOX
-        boxes = recast(tiles, gl.float32, [BOXES, BOX, 256], outputs.workspace.layout)
-        for box in gl.static_range(rows_of_piece(FOUND % 64) // BOX):
-            at = PIECES * PIECE_ROWS + box * BOX
-            add_to_global(outputs.workspace_rest, [row + at, 0], boxes.index(at // BOX))
+        ROWS: gl.constexpr = rows_of_piece(FOUND % 64)
+        BOXES: gl.constexpr = tiles.shape[0] * tiles.shape[1] // ROWS
+        boxes = recast(tiles, gl.float32, [BOXES, ROWS, 256], outputs.workspace.layout)
+        at = PIECES * PIECE_ROWS
+        add_to_global(outputs.workspace_rest, [row + at, 0], boxes.index(at // ROWS))
 
 
 # The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.

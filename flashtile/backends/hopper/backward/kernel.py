@@ -83,7 +83,7 @@ class Outputs(NamedTuple):
     dk: Any  # Described
     dv: Any  # Described
     workspace: Any  # a pointer if the consumers add from their registers, else a descriptor
-    workspace_rest: Any  # a descriptor in boxes of `dq.rows_of_rest`, or None
+    workspace_rest: Any  # a descriptor in boxes of the columns beyond whole pieces, or None
     plain: Any  # KeyGradients
     semaphores: Any
 

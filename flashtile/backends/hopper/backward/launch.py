@@ -28,10 +28,11 @@ from .buffers import (
     config_of,
     key_blocks,
     key_tiles,
+    parts_are_apart,
     parts_of_tile,
     workspace_blocks,
 )
-from .dq import PIECE_ROWS, rows_of_piece, rows_of_rest
+from .dq import PIECE_ROWS, rows_of_piece
 from .kernel import KeyGradients, backward_kernel
 from .part_sums import add_parts_kernel, pieces_of
 from .plan import BackwardConfig, backward_swizzle
@@ -221,6 +222,7 @@ def delta_launch(
     """The launch that computes the statistics of all rows and clears the workspace."""
     config = common["cfg"]
     out, parts = readable(out), parts_of_tile(problem, operands)
+    swizzle = backward_swizzle(problem, parts, parts_are_apart(problem, operands))
     arguments = {
         "out_ptr": out,
         "dout_ptr": dout,
@@ -235,7 +237,7 @@ def delta_launch(
         "dk_ptr": made.dk,
         "dv_ptr": made.dv,
         "entries": key_tiles(problem, operands, config),
-        "together": max(backward_swizzle(problem, parts) // (problem.Hk * parts), 1),
+        "together": max(swizzle // (problem.Hk * parts), 1),
         "heads": problem.Hq,
         "group": problem.group,
         **common,
@@ -255,7 +257,8 @@ def key_launch(
     config, options = common["cfg"], problem.options
     parts = parts_of_tile(problem, operands)
     plain = (made.dk_parts, made.dv_parts) if config.IS_PARTED else (made.dk, made.dv)
-    tiles, swizzle = -(-problem.N // config.BLOCK_N), backward_swizzle(problem, parts)
+    tiles = -(-problem.N // config.BLOCK_N)
+    swizzle = backward_swizzle(problem, parts, parts_are_apart(problem, operands))
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(operands, dout, made, config),
@@ -367,13 +370,13 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 def workspace_arguments(workspace: Tensor, config: BackwardConfig) -> dict[str, Any]:
     """The workspace as a pointer, or in boxes of one TMA addition: a pair of pieces, or a tail if
-    there is one. Above 128 columns: a piece, and separately a part of the columns beyond pieces.
+    there is one. Above 128 columns: a piece, and separately the columns beyond whole pieces.
     """
     described: Any = workspace
     rest = None
     if config.IS_SPLIT:
         described = plain_descriptor(workspace, PIECE_ROWS.value)
-        if rows := rows_of_rest(config.DQ_COLUMNS):
+        if rows := rows_of_piece(config.DQ_COLUMNS % 64):
             rest = plain_descriptor(workspace, rows)
     elif not config.HAS_DQ_IN_REGISTERS:
         described = plain_descriptor(

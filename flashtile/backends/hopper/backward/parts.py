@@ -13,10 +13,11 @@ Pure Python, like `forward/plan.py`.
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from .plan import TILES, has_lists, padded_columns, value_columns
+from .plan import TILES, dq_columns, has_lists, is_uneven, padded_columns, value_columns
 
 # Of a step with so many columns, on an H200: measured at 64, 80, 128, 144 and 160, else from the
 # predicted speed.
@@ -46,28 +47,64 @@ LEAST_GAIN = 0.05
 LEAST_GAIN_US = 10.0
 
 
-@memoised(4096)
-def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> int:
-    """The number of programs for each tile of keys; `keys` is the number of rows of a packed k.
+class Parts(NamedTuple):
+    """How programs share tiles of keys."""
 
-    Under a block mask, the lengths of the loops are not known here, and tiles are not shared.
+    number: int  # of programs for each tile
+    are_apart: bool  # in the order of programs, which then takes some heads after the others
+
+
+WHOLE = Parts(1, False)
+
+
+@memoised(4096)
+def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> Parts:
+    """The parts of each tile of keys; `keys` is the number of rows of a packed k.
+
+    The parts that balance the multiprocessors are neighbours, so that the longest tiles start
+    first. Where balance needs none, or all tiles are as long, the cache decides, and parts are
+    apart. Under a block mask, the lengths of the loops are not known here, and tiles stay whole.
     """
     if has_lists(problem):
-        return 1
+        return WHOLE
     rows = problem.B * problem.N if problem.layout == "dense" else keys
     tile = TILES[padded_columns(problem)]
     has_waves = rows * problem.Hk > MOST_WAVES * multiprocessors * tile.BLOCK_N
-    if has_waves and missed_share(problem, -(-problem.M // tile.BLOCK_M), 1) == 0:
-        return 1
+    misses = missed_share(problem, -(-problem.M // tile.BLOCK_M), 1) > 0
+    if has_waves and not misses:
+        return WHOLE
     tiles = tiles_of(problem, keys)
+    number = 1
+    if is_uneven(problem) or not misses:
+        number = fastest(problem, tiles, multiprocessors, counts_misses=False)
+    if number > 1 or not misses:
+        return Parts(number, False)
+    number = fastest(problem, tiles, multiprocessors, counts_misses=True)
+    return Parts(number, number > 1)
+
+
+def fastest(
+    problem: AttentionProblem,
+    tiles: list[tuple[int, int]],
+    multiprocessors: int,
+    counts_misses: bool,
+) -> int:
+    """The number of parts with the least time, if it is less than that of whole tiles by enough."""
     most = min(MOST_PARTS, problem.group) if problem.options.deterministic else MOST_PARTS
-    times = [time_of(problem, tiles, parts, multiprocessors) for parts in range(1, most + 1)]
+    times = [
+        time_of(problem, tiles, parts, multiprocessors, counts_misses)
+        for parts in range(1, most + 1)
+    ]
     gain = times[0] - min(times)
     return times.index(min(times)) + 1 if gain > max(LEAST_GAIN * times[0], LEAST_GAIN_US) else 1
 
 
 def time_of(
-    problem: AttentionProblem, tiles: list[tuple[int, int]], parts: int, multiprocessors: int
+    problem: AttentionProblem,
+    tiles: list[tuple[int, int]],
+    parts: int,
+    multiprocessors: int,
+    counts_misses: bool = True,
 ) -> float:
     """Microseconds of the programs of `tiles_of` and of the addition of their parts."""
     columns = padded_columns(problem)
@@ -78,9 +115,10 @@ def time_of(
     time = makespan(programs, multiprocessors)
     if len(programs) > 1:
         time += UNEVEN_END * programs[0][0]
-    steps = problem.group * sum(length * count for length, count in tiles)
-    missed = missed_share(problem, tiles[0][0], parts) * steps
-    time += missed * bytes_of_step(problem) / MISSED_BYTES_PER_US
+    if counts_misses:
+        steps = problem.group * sum(length * count for length, count in tiles)
+        missed = missed_share(problem, tiles[0][0], parts) * steps
+        time += missed * bytes_of_step(problem) / MISSED_BYTES_PER_US
     if parts > 1:
         both = columns + value_columns(problem)
         sums = sum(count for _, count in programs) * TILES[columns].BLOCK_N * both * 4
@@ -105,7 +143,8 @@ def missed_share(problem: AttentionProblem, length: int, parts: int) -> float:
 def bytes_of_step(problem: AttentionProblem) -> int:
     """Bytes of a block of Q, dO, and dQ in float32."""
     columns = padded_columns(problem)
-    return TILES[columns].BLOCK_M * (2 * (problem.D + problem.Dv) + 4 * columns)
+    of_dq = 4 * dq_columns(problem, columns)
+    return TILES[columns].BLOCK_M * (2 * (problem.D + problem.Dv) + of_dq)
 
 
 def makespan(programs: list[tuple[float, int]], multiprocessors: int) -> float:

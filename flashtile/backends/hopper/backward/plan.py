@@ -153,9 +153,13 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
 
 def dq_columns(problem: AttentionProblem, columns: int) -> int:
     """Columns of the workspace of dQ. Above 128 columns, additions to it are the largest part of
-    the traffic of the L2 cache, so those of zeros are left out, in groups of 8.
+    the traffic of the L2 cache, so those of zeros are left out where whole pieces of 64 columns and
+    one box of TMA are left, whose rows are a power of two. Several boxes took longer than zeros.
     """
-    return -(-problem.D // 8) * 8 if TILES[columns].is_split else columns
+    if not TILES[columns].is_split:
+        return columns
+    pieces, rest = divmod(problem.D, 64)
+    return 64 * pieces + next(size for size in (0, 8, 16, 32, 64) if rest <= size)
 
 
 def stagger(problem: AttentionProblem, columns: int) -> int:
@@ -221,18 +225,17 @@ def is_uneven(problem: AttentionProblem) -> bool:
     return ruled or has_lists(problem)
 
 
-def backward_swizzle(problem: AttentionProblem, parts: int = 1) -> int:
+def backward_swizzle(problem: AttentionProblem, parts: int = 1, are_apart: bool = False) -> int:
     """The number of heads whose tiles run at the same time; see `swizzle_of` of the forward.
 
     They are key heads, and the queries of a whole group pass through the cache, or they are parts
-    of key heads, each with its share of the group. With ordered additions, the parts of a key head
-    run at the same time, so that its tiles start further apart and wait less for each other.
+    of key heads, each with its share of the group. Parts that are not apart count together.
     """
+    if parts > 1 and not are_apart:
+        return parts * backward_swizzle(problem)
     ordered = problem.options.deterministic
     if not is_uneven(problem) and not ordered:
         return 1
-    if ordered and parts > 1:
-        return parts * backward_swizzle(problem)
     of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
     widest = WIDEST_ORDERED if ordered else WIDEST_SWIZZLE
     return min(max(parts * CACHED_BYTES // of_a_head, 1), widest)
