@@ -176,10 +176,13 @@ class ProcessWire:
         gathered = [torch.empty_like(here) for _ in range(self.ranks)]
         try:
             dist.all_gather(gathered, here, group=self.group)
-            return [part.cpu() for part in gathered]
+            found = [part.cpu() for part in gathered]
         except RuntimeError as error:
             self.raise_disagreement(error)
             raise
+        if self.watch.error:  # NCCL, which was stopped while it waited, raises nothing
+            raise ValueError(self.watch.error)
+        return found
 
     def raise_disagreement(self, error: RuntimeError) -> None:
         """Raise what the ranks disagree on, if an operation has failed because they do."""

@@ -6,7 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from flashtile.distributed import watch
+from flashtile.distributed.agreement import agreed
 from flashtile.distributed.watch import Note, Watch
+from flashtile.distributed.wire import ProcessWire
 
 A, B = (Note.of({"causal": causal}, {"options": causal}) for causal in (True, False))
 
@@ -118,3 +120,21 @@ def test_one_that_compares_alone_is_a_difference(
         ranks.watches[1].settle(B)
     (error,) = ranks.errors()
     assert "disagree on causal in call 1 of attention" in error
+
+
+def test_notes_that_a_stopped_group_leaves_unwritten_are_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL ends a collective that it stops without an error."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wire = ProcessWire()
+
+        def stopped(*_: object, **__: object) -> None:
+            wire.watch.error = "the ranks disagree on causal"
+
+        monkeypatch.setattr(dist, "all_gather", stopped)
+        with pytest.raises(ValueError, match=r"^the ranks disagree on causal$"):
+            agreed(wire, lambda: (None, {}))
+    finally:
+        dist.destroy_process_group()
