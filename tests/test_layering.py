@@ -58,7 +58,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("problem",),
     ("score_mod",),
     ("masks", "spans", "dropout", "flops", "lazy", "lru", "native_kernels"),
-    ("autocast", "current_layout", "positions", "block_tiles"),
+    ("autocast", "current_layout", "eager", "positions", "block_tiles"),
 )
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 

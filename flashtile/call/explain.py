@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import backends
+from ..eager import compiled_functions_run_eagerly
 from ..problem import AttentionProblem, Options, dtype_name
 from ..score_mod import parsed, times_traced
 from . import dispatch
@@ -77,26 +75,13 @@ def explained(
         return torch.compiler.disable(explained)(function, call, options)
     before, this_thread.explains = this_thread.explains, True
     try:
-        with _compiled_functions_run_eagerly():
+        with compiled_functions_run_eagerly():  # a graph would run the call and write its results
             function(*call, **options)
     except Description as description:
         return _explanation(description)
     finally:
         this_thread.explains = before
     raise ValueError(f"explain: {function} makes no call of attention")
-
-
-_stance_lock = threading.RLock()  # PyTorch has one stance for all threads
-
-
-@contextmanager
-def _compiled_functions_run_eagerly() -> Iterator[None]:
-    """Run compiled functions eagerly; a compiled graph would run the call and write its results."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
-        yield
-        return
-    with _stance_lock, torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _explanation(call: Description) -> Explanation:

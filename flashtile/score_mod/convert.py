@@ -16,10 +16,10 @@ _POINTWISE = frozenset(
     (_aten._to_copy.default, _aten.detach.default, _aten.floor_divide.default,
      _aten.floor_divide.Scalar, _aten.alias.default)
 )  # fmt: skip
-# Views of one number, which are that number.
+# Views and copies of one number, which are that number.
 _SAME = frozenset(
     (_aten.view.default, _aten.reshape.default, _aten.expand.default, _aten._unsafe_view.default,
-     _aten.squeeze.default, _aten.lift_fresh_copy.default, _aten.lift_fresh.default)
+     _aten.squeeze.default, _aten.lift_fresh_copy.default)
 )  # fmt: skip
 _FULL = frozenset((_aten.full.default, _aten.full_like.default, _aten.new_full.default))
 _ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default))
@@ -47,7 +47,7 @@ class _Reading(NamedTuple):
 class Conversion:
     """The lines of a program while they are written, one for each node of a graph."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: tuple[str, ...], prefix: str = "t") -> None:
+    def __init__(self, graph: fx.Graph, inputs: tuple[str, ...], prefix: str = "t") -> None:
         self.lines: list[Line] = []
         self.roots: list[Root] = []
         self._graph = graph
@@ -55,14 +55,14 @@ class Conversion:
         self._sizes = {VALUES: 0, INTEGERS: 0}
         self._known: dict[fx.Node, Any] = {}  # a Name or a _Reading
         self._depends: set[fx.Node] = set()  # on the score or its indices
-        placeholders = (node for node in graph.graph.nodes if node.op == "placeholder")
+        placeholders = (node for node in graph.nodes if node.op == "placeholder")
         for node, name in zip(placeholders, inputs, strict=True):
             self._known[node] = Name(name)
             self._depends.add(node)
 
     def run(self) -> list[Name]:
         """Write all lines; the names of the results."""
-        for node in self._graph.graph.nodes:
+        for node in self._graph.nodes:
             if node.op == "output":
                 results = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
                 return [self.name(x) for x in results]
@@ -101,7 +101,7 @@ class Conversion:
     def _root(self, node: fx.Node) -> Root:
         x = _value(node)
         for root in self.roots:
-            if root.node is node or (node.op == "get_attr" and _value(root.node) is x):
+            if root.node is node:
                 return root
         if x.dtype.is_complex:
             raise TypeError(f"score_mod: captures a tensor of dtype {x.dtype}, want real numbers")
@@ -124,13 +124,11 @@ class Conversion:
         if function in _SAME:
             _one_number(node)
             return self.name(node.args[0])
-        if not isinstance(function, torch._ops.OpOverload):  # such as a higher-order operator
+        if not isinstance(function, torch._ops.OpOverload) or "val" not in node.meta:  # a tuple
             raise _refused(node)
         value = _constant(node)  # zeros_like of a score
         if value is not None:
             return self._write(_value(node).dtype, CONSTANT, (value,))
-        if function._schema.is_mutable:
-            function = _functional(node)
         if function not in _POINTWISE and torch.Tag.pointwise not in function.tags:
             raise _refused(node)
         _one_number(node)
@@ -167,7 +165,7 @@ class Conversion:
         return known._replace(indices=(*known.indices, *indices))
 
 
-def convert(graph: fx.GraphModule, dtype: torch.dtype) -> tuple[Program, list[Root]]:
+def convert(graph: fx.Graph, dtype: torch.dtype) -> tuple[Program, list[Root]]:
     """The program of a score function, from its graph for scores of `dtype`.
 
     Raises:
@@ -180,9 +178,8 @@ def convert(graph: fx.GraphModule, dtype: torch.dtype) -> tuple[Program, list[Ro
 
 def _value(node: fx.Node) -> Tensor:
     """A tensor of the shape and the dtype of a node."""
-    if node.op == "get_attr":
-        return getattr(node.graph.owning_module, str(node.target))
-    return node.meta["val"]
+    value: Tensor = node.meta["val"]
+    return value
 
 
 def _one_number(node: fx.Node) -> None:
@@ -201,19 +198,9 @@ def _refused(node: fx.Node) -> NotImplementedError:
     )
 
 
-def _functional(node: fx.Node) -> Any:
-    """The operation that computes what an in-place operation writes."""
-    packet, overload = str(node.target).removeprefix("aten.").split(".")
-    function = getattr(getattr(_aten, packet.removesuffix("_"), None), overload, None)
-    if function is None or not packet.endswith("_"):
-        raise _refused(node)
-    return function
-
-
 def _constant(node: fx.Node) -> float | int | bool | None:
     """The number that a node is, whatever the call; None if it is none."""
-    value = _value(node) if node.op == "call_function" else None
-    if not isinstance(value, Tensor) or value.dim() > 0:
+    if node.op != "call_function" or "val" not in node.meta or _value(node).dim() > 0:
         return None
     target = node.target
     number: Any = None

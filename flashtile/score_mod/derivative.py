@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor, fx
 
 from ..lru import memoised
 from .convert import Conversion
 from .evaluate import operation
 from .program import CONSTANT, INDICES, INTEGERS, VALUES, Name, Program, parsed
-from .trace import tracing
+from .record import Recorder, recording
 
 
 @memoised(256)
@@ -32,42 +32,52 @@ def derivative(text: str, dtype: torch.dtype, of_captured: bool) -> str:
     reads = [line for line in program.lines if line.op in (VALUES, INTEGERS)]
     wanted = [line.name for line in reads if line.op == VALUES] if of_captured else []
 
-    def pullback(*numbers: Tensor) -> tuple[Tensor, ...]:
-        s, *indices, g = numbers[: 2 + len(INDICES)]
-        given = dict(zip(INDICES, indices, strict=True))
-        given |= zip((line.name for line in reads), numbers[2 + len(INDICES) :], strict=True)
-
-        def result(s: Tensor, *captured: Tensor) -> Tensor:
-            return _result(program, given | {"s": s} | dict(zip(wanted, captured, strict=True)))
-
-        gradients = torch.func.vjp(result, s, *(given[name] for name in wanted))[1]
-        found: tuple[Tensor, ...] = gradients(g)
-        return found
-
-    def traced() -> torch.fx.GraphModule:
-        with tracing(), torch.autocast("cpu", enabled=False), torch.enable_grad():
-            score = torch.ones((), dtype=dtype)
-            indices = [torch.ones((), dtype=torch.int64) for _ in INDICES]
-            captured = [torch.ones((), dtype=line.dtype) for line in reads]
-            return make_fx(pullback)(score, *indices, score.clone(), *captured)
-
-    # `torch.func` refuses to work under hooks for saved tensors, such as those of checkpointing. A
-    # new thread has none.
-    with ThreadPoolExecutor(1) as thread:
+    dtypes = {"s": dtype, **dict.fromkeys(INDICES, torch.int64), "g": dtype}
+    dtypes |= {line.name: line.dtype for line in reads}
+    # A new thread has no modes, transforms, autocast or hooks for saved tensors, such as those of
+    # checkpointing.
+    with recording, ThreadPoolExecutor(1) as thread:
         try:
-            graph = thread.submit(traced).result()
+            graph = thread.submit(_recorded, program, dtypes, ["s", *wanted]).result()
         except RuntimeError as error:
             raise NotImplementedError(f"score_mod: has no derivative: {error}") from error
-    inputs = ("s", *INDICES, "g", *(line.name for line in reads))
-    conversion = Conversion(graph, inputs, prefix="d")
+    conversion = Conversion(graph, tuple(dtypes), prefix="d")
     try:
         gradient, *others = conversion.run()
     except NotImplementedError as error:
         raise NotImplementedError(f"{error}; it is part of the derivative") from error
+    assert not conversion.roots, "the derivative reads a tensor that the function does not read"
     found = Program(
         (*program.lines, *conversion.lines), gradient, tuple(zip(wanted, others, strict=True))
     )
     return str(found.without_unused())
+
+
+def _recorded(program: Program, dtypes: dict[str, torch.dtype], wanted: list[str]) -> fx.Graph:
+    """The graph from the numbers with these dtypes to the gradients of the wanted ones."""
+    given = {name: torch.ones((), dtype=dtype) for name, dtype in dtypes.items()}
+    inputs = [given[name].requires_grad_() for name in wanted]
+    recorder = Recorder(given.values())
+    with recorder:
+        gradients = _gradients(_result(program, given), inputs, given["g"])
+    graph = recorder.finish(gradients)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])  # a derivative is not differentiated
+        graph.erase_node(node)
+    return graph
+
+
+def _gradients(result: Tensor, inputs: list[Tensor], gradient: Tensor) -> Sequence[Tensor]:
+    """The gradients of the inputs, by that of the result."""
+    if not result.requires_grad:
+        return list(map(torch.zeros_like, inputs))
+    # As an argument of `grad`, the gradient would make PyTorch import sympy, which takes seconds.
+    result.register_hook(lambda _: gradient)
+    # With `create_graph`, they consist of operations that have derivatives themselves, instead of
+    # special ones (`silu_backward`), which backends would have to know.
+    return torch.autograd.grad(
+        result, inputs, create_graph=True, allow_unused=True, materialize_grads=True
+    )
 
 
 def _result(program: Program, given: dict[str, Tensor]) -> Tensor:

@@ -1,14 +1,13 @@
 """Trace a score function once, on single numbers, and write it as a `Program`.
 
-The function runs under `make_fx`. Tensors that it captures are replaced by stand-ins, so that the
-trace does not depend on their values and cannot change them. What the function computes from
+The function runs under a `Recorder`. Tensors that it captures are replaced by stand-ins, so that
+the trace does not depend on their values and cannot change them. What the function computes from
 captured tensors only (``slopes.exp()``) is no part of the program: it is the `Preparation`, which
 every call runs once, with gradients.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..autocast import autocast_off
+from ..eager import compiled_functions_run_eagerly
 from .convert import Root, convert
+from .record import Recorder, recording
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -34,15 +34,16 @@ class Traced(NamedTuple):
     preparation: fx.GraphModule  # from `captured` to the tensors that the program reads
 
 
-_lock = threading.RLock()
-
-
 @contextmanager
-def tracing() -> Iterator[None]:
-    """A trace without the modes and transforms of the call. PyTorch patches its modules while it
-    traces, so threads wait for each other.
-    """
-    with _lock, _disable_current_modes(), temporarily_clear_interpreter_stack():
+def _without_modes() -> Iterator[None]:
+    """A trace does not depend on the modes and transforms of the call."""
+    with (
+        compiled_functions_run_eagerly(),
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -54,30 +55,24 @@ def traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) ->
         NotImplementedError: an operation cannot be traced or does not work on single scores; the
             message names it.
     """
-    captures = _Captures()
-    operations = _Operations(captures)
-
-    def on_stand_ins(*scores: Tensor) -> Tensor:
-        captures.inputs(scores)
-        with captures, operations:
-            result = function(*scores)
-        return captures.stand_in(_checked(result, dtype))
-
-    with tracing(), torch.no_grad():
+    with recording, _without_modes():
         score = torch.zeros((), dtype=dtype, device=device)
         indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
+        operations = _Operations((score, *indices))
+        captures = _Captures(operations)
         try:
-            with autocast_off(score):
-                graph = make_fx(on_stand_ins)(score, *indices)
+            with autocast_off(score), captures, operations:
+                result = function(score, *indices)
         except NotImplementedError:
             raise
         except (RuntimeError, IndexError) as error:
             raise NotImplementedError(
-                f"score_mod: the operation {captures.last} cannot be traced for single scores: "
+                f"score_mod: the operation {operations.caller} cannot be traced for single scores: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        graph = operations.finish([captures.stand_in(_checked(result, dtype))])
     program, roots = convert(graph, dtype)
-    return Traced(str(program), captures.captured, _preparation(graph, roots, captures))
+    return Traced(str(program), captures.captured, _preparation(roots, operations, captures))
 
 
 def _checked(result: Any, dtype: torch.dtype) -> Tensor:
@@ -105,10 +100,9 @@ class _Captures(TorchFunctionMode):
         )
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, operations: _Operations) -> None:
         super().__init__()
-        self.last = "none"  # the last operation of the function, for messages
-        self._known: dict[int, Tensor] = {}  # results of operations and stand-ins, by id
+        self._operations = operations
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the captured one
 
     @property
@@ -117,15 +111,20 @@ class _Captures(TorchFunctionMode):
         return tuple(x for x, _ in self._stand_ins.values())
 
     @property
-    def numbers(self) -> dict[int, int]:
-        """The number of each captured tensor, by the id of its stand-in."""
-        pairs = enumerate(self._stand_ins.values())
-        return {id(stand_in): number for number, (_, stand_in) in pairs}
+    def numbers(self) -> dict[fx.Node, int]:
+        """The number of each captured tensor, by the node of its stand-in."""
+        stand_ins = (stand_in for _, stand_in in self._stand_ins.values())
+        return {self._operations.node(x): number for number, x in enumerate(stand_ins)}
 
     def stand_in(self, x: Tensor) -> Tensor:
         """`x` itself if the function has made it, else its stand-in."""
-        if id(x) in self._known:
+        if self._operations.knows(x):
             return x
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"score_mod: {self._operations.caller} runs in a transform of torch.func inside of "
+                "the function; want the operations themselves"
+            )
         if id(x) not in self._stand_ins:
             if x.is_nested or x.is_quantized or x.layout is not torch.strided:
                 kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
@@ -136,22 +135,19 @@ class _Captures(TorchFunctionMode):
             with _disable_current_modes():  # it is no operation of the function
                 zero = torch.zeros((), dtype=dtype, device=x.device)
                 new = zero.expand([int(n) for n in x.shape])
+                self._operations.node(new)
             self._stand_ins[id(x)] = (x, new)
-            self._known[id(new)] = new
         return self._stand_ins[id(x)][1]
-
-    def inputs(self, scores: tuple[Tensor, ...]) -> None:
-        """Say which tensors are no captured ones."""
-        self._known |= {id(x): x for x in scores}
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = resolve_name(function) or getattr(function, "__name__", str(function))
-        self.last = name.removeprefix("torch.Tensor.").removeprefix("torch.")
+        caller = name.removeprefix("torch.Tensor.").removeprefix("torch.")
+        self._operations.caller = caller
         if function in self._READ_NUMBERS:
             raise NotImplementedError(
-                f"score_mod: {self.last} reads the value of a tensor, which is not known in "
+                f"score_mod: {caller} reads the value of a tensor, which is not known in "
                 "advance; use torch.where instead of if"
             )
         if getattr(function, "__name__", "") == "__get__" and not _makes_tensor(function):
@@ -160,13 +156,8 @@ class _Captures(TorchFunctionMode):
             Tensor, self.stand_in, (args, kwargs or {})
         )
         if function is Tensor.__getitem__:
-            result = _indexed(*args)
-        else:
-            result = function(*args, **kwargs)
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, Tensor):
-                self._known[id(x)] = x
-        return result
+            return _indexed(*args)
+        return function(*args, **kwargs)
 
 
 def _makes_tensor(getter: Any) -> bool:
@@ -193,12 +184,10 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
     return torch.ops.aten.index(x, numbers)
 
 
-class _Operations(TorchDispatchMode):
-    """Refuse operations whose result a trace cannot stand for."""
+class _Operations(Recorder):
+    """Record the operations of a score function, but not those whose result depends on numbers."""
 
-    def __init__(self, captures: _Captures) -> None:
-        super().__init__()
-        self._captures = captures
+    caller = "none"  # the function of PyTorch that the score function has called last
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -207,38 +196,34 @@ class _Operations(TorchDispatchMode):
         if function is not torch.ops.aten.index.Tensor and (
             torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
         ):
-            raise NotImplementedError(
-                f"score_mod: {self._captures.last} ({function}) reads the value of a tensor, which "
-                "is not known in advance; use torch.where instead of if"
+            raise self.refused(
+                function,
+                "reads the value of a tensor, which is not known in advance; use torch.where "
+                "instead of if",
             )
         if torch.Tag.nondeterministic_seeded in tags:
-            raise NotImplementedError(
-                f"score_mod: {self._captures.last} ({function}) draws random numbers; use dropout_p"
-            )
-        if function._schema.is_mutable and id(args[0]) in self._captures.numbers:
-            raise NotImplementedError(
-                f"score_mod: {self._captures.last} ({function}) changes a captured tensor"
-            )
-        return function(*args, **(kwargs or {}))
+            raise self.refused(function, "draws random numbers; use dropout_p")
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def refused(self, function: Any, reason: str) -> NotImplementedError:
+        return NotImplementedError(f"score_mod: {self.caller} ({function}) {reason}")
 
 
-def _preparation(graph: fx.GraphModule, roots: list[Root], captures: _Captures) -> fx.GraphModule:
+def _preparation(
+    roots: list[Root], operations: _Operations, captures: _Captures
+) -> fx.GraphModule:
     """What has to be computed from the captured tensors before a call: from those tensors to the
     ones that the program reads.
     """
     made = fx.Graph()
-    stand_ins, numbers = [], captures.numbers
-    for number in range(len(captures.captured)):
-        stand_ins.append(made.placeholder(f"captured_{number}"))
+    numbers = captures.numbers
+    stand_ins = [made.placeholder(f"captured_{number}") for number in numbers.values()]
     nodes: dict[fx.Node, Any] = {}
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in nodes:
-            number = None
-            if node.op == "get_attr":
-                number = numbers.get(id(getattr(graph, str(node.target))))
-            if number is not None:
-                nodes[node] = stand_ins[number]
+            if node in numbers:
+                nodes[node] = stand_ins[numbers[node]]
             else:
                 for x in node.all_input_nodes:
                     copied(x)
@@ -246,4 +231,4 @@ def _preparation(graph: fx.GraphModule, roots: list[Root], captures: _Captures) 
         return nodes[node]
 
     made.output(tuple(copied(root.node) for root in roots))
-    return fx.GraphModule(graph, made)
+    return fx.GraphModule(operations.constants, made)

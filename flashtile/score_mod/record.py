@@ -1,0 +1,143 @@
+"""Record what a function computes from tensors as a graph of operations.
+
+PyTorch's `make_fx` does this, too, but imports the whole compiler of PyTorch when it runs first,
+which takes up to seconds. Here a dispatch mode sees each operation below autograd, runs it and
+appends a node. The graph has no operations that write: what an in-place operation computes becomes
+the new value of the tensor, so earlier readers keep what they have read.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_aten = torch.ops.aten
+
+# To be held while a recorder is active: PyTorch says in global variables whether any dispatch mode
+# is, and two threads that leave their modes at once would leave them set.
+recording = threading.RLock()
+
+
+class Recorder(TorchDispatchMode):
+    """Record every operation under this mode, with all results as ``meta["val"]`` of their nodes.
+
+    Args:
+        inputs: the tensors that the graph is a function of. All others are constants.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}  # by the targets of their nodes
+        # The value of each tensor; None after a write to a part of its memory. Of a tensor to which
+        # there is another reference, PyTorch's factories would return a copy.
+        self._values: MutableMapping[Tensor, fx.Node | None] = WeakTensorKeyDictionary()
+        for number, x in enumerate(inputs):
+            self._track(x, self.graph.placeholder(f"input_{number}"))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import its compiler to keep it away from this class."""
+        return False
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether `x` is an input, a constant or the result of an operation."""
+        return x in self._values
+
+    def node(self, x: Tensor) -> fx.Node:
+        """The present value of `x`, which becomes a constant if it is not known."""
+        if not self.knows(x):
+            name = f"constant_{len(self.constants)}"
+            self.constants[name] = x
+            self._track(x, self.graph.get_attr(name))
+        node = self._values[x]
+        if node is None:
+            raise NotImplementedError(
+                "score_mod: reads a tensor after an operation in place on a view of it; use an "
+                "operation that returns a new tensor, such as torch.where"
+            )
+        return node
+
+    def finish(self, results: Iterable[Tensor]) -> fx.Graph:
+        """The graph with these results, without operations that they do not need."""
+        self.graph.output(tuple(map(self.node, results)))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def refused(self, function: Any, reason: str) -> NotImplementedError:
+        """The error for an operation that cannot be recorded."""
+        return NotImplementedError(f"score_mod: the operation {function} {reason}")
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with self:  # operations made of others arrive whole in inference mode
+            result = function.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if function is _aten.lift_fresh.default:  # of the constant that torch.tensor has made,
+            function = _aten.lift_fresh_copy.default  # which later writes must not change
+        if function._schema.is_mutable:
+            return self._run_in_place(function, args, kwargs)
+        return self._run(function, args, kwargs)
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        node = self.graph.call_function(function, *tree_map_only(Tensor, self.node, (args, kwargs)))
+        result = function(*args, **kwargs)
+        self._track(result, node)
+        return result
+
+    def _run_in_place(self, function: Any, args: Any, kwargs: Any) -> Any:
+        pure = _out_of_place(function)
+        if pure is None:
+            raise self.refused(function, "writes to a tensor that is an argument")
+        x = args[0]
+        is_of_memory = torch.Tag.inplace_view not in function.tags  # not of shape and strides
+        aliases = [y for y in self._values if y is x or (is_of_memory and _share_memory(x, y))]
+        if any(y is z for y in aliases for z in self.constants.values()):
+            raise self.refused(function, "changes a captured tensor")
+        value = self._run(pure, args, kwargs)
+        if value.dtype != x.dtype:
+            value = self._run(_aten._to_copy.default, (value,), {"dtype": x.dtype})
+        same = [_layout(y) == _layout(x) for y in aliases]
+        result = function(*args, **kwargs)
+        for y, is_same in zip(aliases, same, strict=True):
+            self._values[y] = self.node(value) if is_same else None
+        return result
+
+    def _track(self, result: Any, node: fx.Node) -> None:
+        """Say that `node` is the value of a result, and likewise for each part of a tuple."""
+        if isinstance(result, Tensor):
+            self._values[result] = node
+            node.meta["val"] = result.detach()  # the shape of `result` itself may change
+        elif isinstance(result, (tuple, list)):
+            for number, x in enumerate(result):
+                self._track(x, self.graph.call_function(operator.getitem, (node, number)))
+
+
+def _out_of_place(function: Any) -> Any:
+    """The operation that computes what an in-place operation writes; None if there is none."""
+    namespace, packet, overload = str(function).split(".")
+    if namespace != "aten" or not packet.endswith("_"):
+        return None
+    return getattr(getattr(_aten, packet.removesuffix("_"), None), overload, None)
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    if y.layout is not torch.strided:
+        return False
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    """Which elements of its memory `x` has, and how it reads them."""
+    return x.dtype, x.storage_offset(), x.shape, x.stride()
