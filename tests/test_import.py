@@ -41,6 +41,20 @@ milliseconds = 1e3 * (time.thread_time() - start)
 print(json.dumps({"new": sorted(set(sys.modules) - before), "milliseconds": milliseconds}))
 """
 
+SCORE_FUNCTION = """
+import json, sys
+import torch, flashtile
+before = set(sys.modules)
+q, k, v = (torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3))
+slopes = torch.rand(4, requires_grad=True)
+out = flashtile.attention(
+    q, k, v, score_mod=lambda score, b, h, i, j: torch.tanh(score) + slopes.exp()[h] * (j - i)
+)
+out.sum().backward()
+assert slopes.grad.abs().sum() > 0
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
 SIDE_EFFECTS = """
 import json, logging, os, sys, warnings
 import torch
@@ -127,6 +141,13 @@ def test_the_first_call_of_a_process_may_be_a_compiled_one():
         'torch.compile(flashtile.flash_attn_func, fullgraph=True, backend="aot_eager")',
     )
     assert run(code) == "True True"
+
+
+def test_a_score_function_imports_no_compiler():
+    """The import of PyTorch's compiler takes seconds, which the first call would take longer."""
+    new = json.loads(run(SCORE_FUNCTION))
+    compiler = ("torch._dynamo", "torch._inductor", "torch._functorch._aot_autograd", "sympy")
+    assert not [name for name in new if name.startswith(compiler)]
 
 
 @pytest.mark.parametrize("name", OPTIONAL)

@@ -99,10 +99,12 @@ class Recorder(TorchDispatchMode):
     def _run_in_place(self, function: Any, args: Any, kwargs: Any) -> Any:
         pure = _out_of_place(function)
         if pure is None:
-            raise self.refused(function, "writes to a tensor that is an argument")
+            raise self.refused(function, "writes to one of its arguments")
         x = args[0]
-        is_of_memory = torch.Tag.inplace_view not in function.tags  # not of shape and strides
-        aliases = [y for y in self._values if y is x or (is_of_memory and _share_memory(x, y))]
+        self.node(x)
+        aliases = [x]
+        if torch.Tag.inplace_view not in function.tags:  # which changes the shape of `x` only
+            aliases = [y for y in self._values if torch._C._is_alias_of(x, y)]  # type: ignore[attr-defined]
         if any(y is z for y in aliases for z in self.constants.values()):
             raise self.refused(function, "changes a captured tensor")
         value = self._run(pure, args, kwargs)
@@ -130,12 +132,6 @@ def _out_of_place(function: Any) -> Any:
     if namespace != "aten" or not packet.endswith("_"):
         return None
     return getattr(getattr(_aten, packet.removesuffix("_"), None), overload, None)
-
-
-def _share_memory(x: Tensor, y: Tensor) -> bool:
-    if y.layout is not torch.strided:
-        return False
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:

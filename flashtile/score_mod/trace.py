@@ -121,10 +121,7 @@ class _Captures(TorchFunctionMode):
         if self._operations.knows(x):
             return x
         if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(
-                f"score_mod: {self._operations.caller} runs in a transform of torch.func inside of "
-                "the function; want the operations themselves"
-            )
+            raise self._refused("runs in a transform of torch.func inside of the function")
         if id(x) not in self._stand_ins:
             if x.is_nested or x.is_quantized or x.layout is not torch.strided:
                 kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
@@ -139,17 +136,20 @@ class _Captures(TorchFunctionMode):
             self._stand_ins[id(x)] = (x, new)
         return self._stand_ins[id(x)][1]
 
+    def _refused(self, reason: str) -> NotImplementedError:
+        return NotImplementedError(f"score_mod: {self._operations.caller} {reason}")
+
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = resolve_name(function) or getattr(function, "__name__", str(function))
-        caller = name.removeprefix("torch.Tensor.").removeprefix("torch.")
-        self._operations.caller = caller
+        self._operations.called = function
         if function in self._READ_NUMBERS:
-            raise NotImplementedError(
-                f"score_mod: {caller} reads the value of a tensor, which is not known in "
-                "advance; use torch.where instead of if"
+            raise self._refused(
+                "reads the value of a tensor, which is not known in advance; use torch.where "
+                "instead of if"
             )
+        if function == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise self._refused("replaces the numbers of a tensor; want an operation")
         if getattr(function, "__name__", "") == "__get__" and not _makes_tensor(function):
             return function(*args, **(kwargs or {}))
         args, kwargs = torch.utils._pytree.tree_map_only(
@@ -187,7 +187,13 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
 class _Operations(Recorder):
     """Record the operations of a score function, but not those whose result depends on numbers."""
 
-    caller = "none"  # the function of PyTorch that the score function has called last
+    called: Any = None  # the function of PyTorch that the score function has called last
+
+    @property
+    def caller(self) -> str:
+        """The name of that function."""
+        name = resolve_name(self.called) or getattr(self.called, "__name__", str(self.called))
+        return name.removeprefix("torch.Tensor.").removeprefix("torch.")
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -209,9 +215,7 @@ class _Operations(Recorder):
         return NotImplementedError(f"score_mod: {self.caller} ({function}) {reason}")
 
 
-def _preparation(
-    roots: list[Root], operations: _Operations, captures: _Captures
-) -> fx.GraphModule:
+def _preparation(roots: list[Root], operations: _Operations, captures: _Captures) -> fx.GraphModule:
     """What has to be computed from the captured tensors before a call: from those tensors to the
     ones that the program reads.
     """
