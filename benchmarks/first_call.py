@@ -6,11 +6,20 @@
     python -m benchmarks.first_call --cases quick --warm-runs 1    # about a minute
 
 Every case runs in fresh processes: one with an empty cache, and then some with the cache that it
-left. The measured call is a forward and backward (or one step of decoding), each of which ends when
-the GPU has finished. It includes the import of the backend and of Triton, which the call does
-itself, but neither `import torch, flashtile` nor the start of CUDA, which are reported on their
-own. The calls with a mask or a score function include making the mask; FlexAttention's include
-compiling it, but not its import, which is part of `device_start`.
+left. A process passes these stages, each of which ends when the GPU has finished:
+
+    imports        import torch, flashtile
+    peer_import    of FlexAttention and the compiler that it needs; 0 for flashtile
+    device_start   the start of CUDA, and making the inputs
+    forward        with the import of the backend and of Triton, which the call does itself, and
+                   with making the mask; FlexAttention's also with compiling it
+    backward       of a scalar loss, as in training; 0 for a step of decoding
+    first_call     forward and backward
+    with_import    peer_import and first_call: what a user of FlexAttention waits for
+    second_call    forward and backward again
+
+A case that fails, such as one that does not fit into the GPU's shared memory, is reported with the
+last line of its error. Each line of the CSV is written when it has been measured.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +43,10 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # what is imported before the first call is part of the measurement
     from torch import Tensor
 
-STAGES = ("imports", "device_start", "forward", "backward", "first_call", "second_call")
+STAGES = (
+    "imports", "peer_import", "device_start", "forward", "backward", "first_call", "with_import",
+    "second_call",
+)  # fmt: skip
 WARM_RUNS = 5
 DISK_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -179,6 +192,14 @@ def with_spans() -> Callable[[], Tensor]:
     return call
 
 
+def import_flex() -> None:
+    """Import all that the module and `torch.compile` import before a first call."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compile(flex_attention)
+
+
 def flex(kind: Literal["score function", "relative bias", "spans"]) -> Callable[[], Tensor]:
     """The same by FlexAttention, compiled. Forward only on a CPU, where it has no backward."""
     import torch
@@ -252,6 +273,9 @@ def stages(name: str) -> dict[str, float]:
     import flashtile  # noqa: F401  # what the user's program imports
 
     marks.append(time.perf_counter())
+    if name.startswith("flex-"):
+        import_flex()
+    marks.append(time.perf_counter())
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     call = CASES[name]()
     wait()
@@ -261,27 +285,63 @@ def stages(name: str) -> dict[str, float]:
         wait()
         marks.append(time.perf_counter())
         if out.requires_grad:
-            out.backward(out.detach())
+            # A scalar loss. `out.backward(gradient)` would make PyTorch import sympy to check the
+            # gradient's shape, up to 2 s for every library, which no training program waits for.
+            # The gradient of a plain sum would be expanded from one number.
+            out.square().sum().backward()
             wait()
         marks.append(time.perf_counter())
-    imports, start, forward, backward, *second = (b - a for a, b in pairwise(marks))
-    times = imports, start, forward, backward, forward + backward, sum(second)
+    imports, peer, start, forward, backward, *second = (b - a for a, b in pairwise(marks))
+    peer = peer if name.startswith("flex-") else 0.0
+    first = forward + backward
+    times = imports, peer, start, forward, backward, first, peer + first, sum(second)
     return dict(zip(STAGES, times, strict=True))
 
 
-def in_fresh_processes(name: str, warm_runs: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """The stages with an empty cache, then those with the cache that it filled."""
+class Failed(Exception):
+    """A process that ended with an error; its last line."""
+
+
+def in_fresh_processes(name: str, warm_runs: int) -> Iterator[tuple[str, list[dict[str, float]]]]:
+    """The stages of the process with an empty cache, then those of all that find what it left.
+
+    Raises:
+        Failed: a process has failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(1 + warm_runs):
-            command = [sys.executable, "-m", "benchmarks.first_call", "--measure", name]
-            done = subprocess.run(
-                command,
-                env={**os.environ, **dict.fromkeys(DISK_CACHES, folder)},
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            yield ("cold", "warm")[number > 0], json.loads(done.stdout.splitlines()[-1])
+        yield "cold", [_in_fresh_process(name, folder)]
+        if warm_runs:
+            yield "warm", [_in_fresh_process(name, folder) for _ in range(warm_runs)]
+
+
+def _in_fresh_process(name: str, cache: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.first_call", "--measure", name],
+        env={**os.environ, **dict.fromkeys(DISK_CACHES, cache)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise Failed(lines[-1] if lines else f"exit status {done.returncode}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows(name: str, warm_runs: int) -> Iterator[dict[str, str | int]]:
+    """The lines of the CSV for a case: with an empty cache, then medians with a full one. Where a
+    process fails, its line says so and is the last one.
+    """
+    cache = "cold"
+    try:
+        for cache, runs in in_fresh_processes(name, warm_runs):
+            medians = {stage: statistics.median(run[stage] for run in runs) for stage in STAGES}
+            timed = {stage: f"{seconds:.4f}" for stage, seconds in medians.items()}
+            yield {"case": name, "cache": cache, "runs": len(runs), **timed, "failed": ""}
+            cache = "warm"
+    except Failed as error:
+        empty = dict.fromkeys(STAGES, "")
+        yield {"case": name, "cache": cache, "runs": 0, **empty, "failed": str(error)}
 
 
 def measure(names: list[str], warm_runs: int, output: Path | None) -> None:
@@ -289,22 +349,23 @@ def measure(names: list[str], warm_runs: int, output: Path | None) -> None:
     from flashtile.cli.machine import provenance
 
     origin = provenance(device(), "python -m benchmarks.first_call")
-    rows = []
+    columns = ("case", "cache", "runs", *STAGES, "failed", *origin)
     print(f"{'case':23s} {'cache':5s} " + " ".join(f"{stage:>12s}" for stage in STAGES))
-    for name in names:
-        found: dict[str, list[dict[str, float]]] = {}
-        for cache, seconds in in_fresh_processes(name, warm_runs):
-            found.setdefault(cache, []).append(seconds)
-        for cache, runs in found.items():
-            medians = [statistics.median(run[stage] for run in runs) for stage in STAGES]
-            print(f"{name:23s} {cache:5s} " + " ".join(f"{x:11.3f}s" for x in medians), flush=True)
-            timed = {stage: f"{x:.4f}" for stage, x in zip(STAGES, medians, strict=True)}
-            rows.append({"case": name, "cache": cache, "runs": len(runs), **timed, **origin})
-    if output is not None:
-        with output.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    with output.open("w", 1, "utf-8", newline="") if output else nullcontext() as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n") if file else None
+        if writer:
             writer.writeheader()
-            writer.writerows(rows)
+        for name in names:
+            for row in rows(name, warm_runs):
+                _show(row)
+                if writer:  # at once, because the file is buffered by lines
+                    writer.writerow(row | origin)
+
+
+def _show(row: dict[str, str | int]) -> None:
+    seconds = " ".join(f"{float(row[stage]):11.3f}s" for stage in STAGES if row[stage])
+    shown = f"failed: {row['failed']}" if row["failed"] else seconds
+    print(f"{row['case']:23s} {row['cache']:5s} {shown}", flush=True)
 
 
 def main() -> int:

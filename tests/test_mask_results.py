@@ -66,17 +66,25 @@ def test_times_and_how_many_times_as_fast(results: ModuleType, tmp_path: Path) -
 
 def test_first_calls(results: ModuleType, tmp_path: Path) -> None:
     lines = [
-        {"case": name, "cache": cache, "first_call": n + (0.5 if cache == "warm" else 1)}
+        {
+            "case": name,
+            "cache": cache,
+            "first_call": n + (0.5 if cache == "warm" else 1),
+            "peer_import": 6.25 if name.startswith("flex-") else 0,
+            "failed": "",
+        }
         for n, name in enumerate([*first_call.MASK_CASES, "dense-64"])
         for cache in ("cold", "warm")
     ]
+    failed = {"case": "flex-relative-bias-128", "cache": "cold", "failed": "out of shared memory"}
+    lines[6:8] = [dict.fromkeys(lines[0], "") | failed]
     write_lines(tmp_path / NEW / "first-call.csv", lines)
     header, _, *found = results.first_calls().splitlines()
     assert header.count("|") == 6
     assert found == [
-        "| score function | 1.00 | 2.00 | 0.50 | 1.50 |",
-        "| relative bias | 3.00 | 4.00 | 2.50 | 3.50 |",
-        "| spans | 5.00 | 6.00 | 4.50 | 5.50 |",
+        "| score function | 1.00 | 2.00 + 6.25 | 0.50 | 1.50 + 6.25 |",
+        "| relative bias | 3.00 | fails | 2.50 | – |",
+        "| spans | 5.00 | 6.00 + 6.25 | 4.50 | 5.50 + 6.25 |",
     ]
 
 
