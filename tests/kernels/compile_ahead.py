@@ -159,6 +159,17 @@ def ptx(launch: Launch) -> str:
     return text
 
 
+def serialises_wgmma(launch: Launch) -> bool:
+    """Whether ptxas makes a kernel for sm_90 wait for each wgmma, where its PTX waits for groups of
+    them.
+
+    ptxas does so where it cannot follow the accumulators (its remark C7515).
+    """
+    asm = _compiled(launch, "sm_90").asm
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR", _cuobjdump("-sass", asm["cubin"])))
+    return waits > asm["ptx"].count("wgmma.wait_group")
+
+
 def _compiled(launch: Launch, device: str) -> Any:
     target, fn = DEVICES[device].target, launch.kernel
     backend, (bound, specialized, kwargs) = _bind(launch, target)

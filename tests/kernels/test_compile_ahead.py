@@ -35,7 +35,16 @@ from flashtile.quantize import quantize_qkv
 from flashtile.score_mod import derivative
 from flashtile.testing import alibi_slopes, generator, normal, qkv
 
-from .cases import Call, lengths, make_call, spanned
+from .cases import (
+    Call,
+    by_distance,
+    dense,
+    lengths,
+    make_call,
+    scored,
+    spanned,
+    table_of_near_distances,
+)
 from .compile_ahead import (
     DEVICES,
     append_launches,
@@ -45,6 +54,7 @@ from .compile_ahead import (
     ptx,
     report,
     rotary_launches,
+    serialises_wgmma,
     specialization,
     step_launches,
 )
@@ -98,6 +108,28 @@ def test_default_kernels_fit(device: str, size: str, dtype: torch.dtype, head_di
         if found.spilled > allowed:
             too_much.append(f"{name}: spills {found.spilled} bytes, not {allowed} ({reason})")
     assert not too_much, "\n".join(too_much)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rule", ["none", "alibi", "relative bias", "function"])
+def test_forward_and_dq_wait_for_groups_of_wgmma(rule: str, head_dim: int):
+    """Not for each instruction: the sums of the loop stay in flight until its next step."""
+    for launch in launches(*ruled(rule, head_dim), "sm_90"):
+        if launch.kernel.__name__ in ("forward_kernel", "query_gradient_kernel"):
+            assert not serialises_wgmma(launch), launch.kernel.__name__
+
+
+def ruled(rule: str, head_dim: int) -> Call:
+    """A causal call with a rule for scores."""
+    sizes = {"B": 1, "M": 256, "N": 256, "Hq": 4, "Hk": 4, "D": head_dim}
+    make = dense(**sizes)(lambda g, dtype: {"causal": True})
+    if rule == "alibi":
+        make = by_distance(make, reach=None)
+    elif rule == "relative bias":
+        make = by_distance(make, slopes=None)
+    elif rule == "function":
+        make = scored(make, table_of_near_distances)
+    return make(generator(0), torch.bfloat16)
 
 
 def pass_of(launch: Launch) -> str:

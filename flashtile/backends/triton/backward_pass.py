@@ -424,7 +424,9 @@ def query_gradient_kernel(
             first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
         )
         full_count, masked_count = step_counts(ranges, cfg)
-    for i in range(0, full_count):
+    # Counted in keys, as in the forward.
+    for offset in range(0, full_count * BLOCK_N, BLOCK_N):
+        i = offset // BLOCK_N
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + i) * BLOCK_N
         else:

@@ -299,7 +299,10 @@ def forward_kernel(
     full_start, masked_start = 0, 0
     if cfg.IS_SPLIT:
         full_start, full_count, masked_start, masked_count = split_range(full_count, masked_count)
-    for i in range(full_start, full_count):
+    # Counted in keys, which keeps wgmma asynchronous: if LLVM turns a count of tiles into keys, it
+    # does so on the path around the loop, too, where the assembler refuses all but wgmma (C7515).
+    for offset in range(full_start * BLOCK_N, full_count * BLOCK_N, BLOCK_N):
+        i = offset // BLOCK_N
         if cfg.MASK_TILE_M > 0:
             n0 = tl.load(tiles + i) * BLOCK_N
         else:

@@ -49,7 +49,8 @@ def add_relative_bias(s, data, h, rows, keys, corners, places, cfg: tl.constexpr
     """Scores plus a relative bias.
 
     Most tiles of a long sequence are farther from the diagonal than a short table reaches. All
-    their scores add the same number, so that one load replaces one for each score.
+    their scores add the same number, so that one load replaces one for each score. The branch reads
+    no scores, so that the numbers arrive while the scores are multiplied.
     """
     R = data.table_reach
     middle = data.table_ptr + h * (2 * R + 1) + R
@@ -60,9 +61,10 @@ def add_relative_bias(s, data, h, rows, keys, corners, places, cfg: tl.constexpr
     nearest, farthest = first_j - last_i, last_j - first_i
     i, j = query_positions(rows, places, cfg), key_positions(keys, places, cfg)
     if (nearest >= R) | (farthest <= -R):
-        s += tl.load(middle + tl.where(nearest >= R, R, -R)).to(tl.float32)
+        bias = tl.load(middle + tl.where(nearest >= R, R, -R)).to(tl.float32)
+        bias = tl.broadcast_to(bias, s.shape)
     else:
         d = (j - first_i) - (i - first_i)  # fewer instructions than j - i
         d = tl.minimum(tl.maximum(d, -R), R)
-        s += load_each(middle + d).to(tl.float32)
-    return s
+        bias = load_each(middle + d).to(tl.float32)
+    return s + bias
