@@ -101,6 +101,7 @@ class _Works:
                     f"{error}"
                 ) from error
         self.works, self.each, self.tensors = [], [], []
+        self.wire.raise_if_stopped()
 
 
 class ProcessWire:
@@ -180,9 +181,14 @@ class ProcessWire:
         except RuntimeError as error:
             self.raise_disagreement(error)
             raise
-        if self.watch.error:  # NCCL, which was stopped while it waited, raises nothing
-            raise ValueError(self.watch.error)
+        self.raise_if_stopped()
         return found
+
+    def raise_if_stopped(self) -> None:
+        """Raise what the ranks disagree on, if they do: NCCL ends an operation that was stopped
+        without an error."""
+        if self.watch.error:
+            raise ValueError(self.watch.error)
 
     def raise_disagreement(self, error: RuntimeError) -> None:
         """Raise what the ranks disagree on, if an operation has failed because they do."""

@@ -3,7 +3,7 @@
 A piece is 64 queries by 64 columns, 16 KiB, in the register order of a consumer, so both the stores
 to shared memory and the addition, a contiguous TMA transfer, run at full speed. The kernel that
 rounds restores the order of the elements. Groups of 8 columns are contiguous in a piece, so above
-128 columns a block ends with the last column that is not filled up with zeros (cfg.DQ_COLUMNS).
+128 columns a block need not contain all columns of zeros: see `plan.dq_columns`.
 
 Up to 128 columns, a consumer computes one piece in each step. With 80 or 96 columns, the second
 consumer has the tail, so its piece is smaller. A slot of the staging ring holds the pieces of both

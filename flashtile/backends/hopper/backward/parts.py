@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     """How programs share tiles of keys."""
 
     number: int  # of programs for each tile
-    are_apart: bool  # in the order of programs, which then takes some heads after the others
+    are_apart: bool  # whether the programs of a tile are apart in the order of all programs
 
 
 WHOLE = Parts(1, False)
@@ -61,8 +61,8 @@ WHOLE = Parts(1, False)
 def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> Parts:
     """The parts of each tile of keys; `keys` is the number of rows of a packed k.
 
-    The parts that balance the multiprocessors are neighbours, so that the longest tiles start
-    first. Where balance needs none, or all tiles are as long, the cache decides, and parts are
+    Parts that balance the multiprocessors are neighbours, so that the longest tiles start first. If
+    balance needs no parts, or if all tiles are equally long, the cache decides, and parts are
     apart. Under a block mask, the lengths of the loops are not known here, and tiles stay whole.
     """
     if has_lists(problem):
@@ -91,12 +91,23 @@ def fastest(
 ) -> int:
     """The number of parts with the least time, if it is less than that of whole tiles by enough."""
     most = min(MOST_PARTS, problem.group) if problem.options.deterministic else MOST_PARTS
+    if counts_misses:
+        most = min(most, parts_in_workspace(problem))
     times = [
         time_of(problem, tiles, parts, multiprocessors, counts_misses)
         for parts in range(1, most + 1)
     ]
     gain = times[0] - min(times)
     return times.index(min(times)) + 1 if gain > max(LEAST_GAIN * times[0], LEAST_GAIN_US) else 1
+
+
+def parts_in_workspace(problem: AttentionProblem) -> int:
+    """How many parts have sums of dK and dV about as large as the workspace of dQ: for equally long
+    queries and keys, half as many as a group has heads. The cache alone is worth no more memory.
+    """
+    columns = padded_columns(problem)
+    of_part = problem.N * (columns + value_columns(problem))
+    return max(-(-problem.M * problem.group * dq_columns(problem, columns) // of_part), 1)
 
 
 def time_of(

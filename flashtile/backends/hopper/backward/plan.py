@@ -153,8 +153,10 @@ def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
 
 def dq_columns(problem: AttentionProblem, columns: int) -> int:
     """Columns of the workspace of dQ. Above 128 columns, additions to it are the largest part of
-    the traffic of the L2 cache, so those of zeros are left out where whole pieces of 64 columns and
-    one box of TMA are left, whose rows are a power of two. Several boxes took longer than zeros.
+    the L2 cache's traffic. The columns after D are therefore left out as far as whole pieces of 64
+    columns and at most one smaller box remain. The rows of a TMA box are a power of two, so the
+    rest is rounded up to 8, 16, 32 or 64 columns. With several boxes, the kernel was slower than
+    with the zeros.
     """
     if not TILES[columns].is_split:
         return columns
