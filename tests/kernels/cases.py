@@ -298,6 +298,9 @@ CASES: dict[str, Make] = (
         "full": dense(**SMALL)(),
         "causal": dense(**SMALL)(lambda g, t: {"causal": True}),
         "causal, dead rows": dense(**(SMALL | {"M": 50}))(lambda g, t: {"causal": True}),
+        "causal, full tiles": dense(B=1, M=300, N=300, Hq=2, Hk=1, D=16)(
+            lambda g, t: {"causal": True}
+        ),
         "window": dense(**(SMALL | {"M": 90, "N": 100}))(lambda g, t: {"window_size": (20, 7)}),
         "left window": dense(**(SMALL | {"M": 90}))(lambda g, t: {"window_size": (33, -1)}),
         "window after the query": dense(**(SMALL | {"M": 90, "N": 100}))(

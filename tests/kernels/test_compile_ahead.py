@@ -10,6 +10,7 @@ import os
 import re
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 import pytest
 import torch
@@ -26,14 +27,14 @@ from flashtile import ops
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 from flashtile.backends.triton.float8 import with_wide_queries
-from flashtile.call.layouts import Dense
+from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.gpu import hardware
 from flashtile.gpu.launch import Launch
 from flashtile.masks import BlockMask
 from flashtile.quantize import quantize_qkv
 from flashtile.score_mod import derivative
-from flashtile.testing import alibi_slopes, generator, normal, qkv
+from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
 from .cases import (
     Call,
@@ -119,10 +120,30 @@ def test_forward_and_dq_wait_for_groups_of_wgmma(rule: str, head_dim: int):
             assert not serialises_wgmma(launch), launch.kernel.__name__
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rule", ["none", "full", "window", "grouped heads", "packed", "alibi"])
+def test_dk_and_dv_wait_for_groups_of_wgmma(rule: str, head_dim: int):
+    """The same, but for score functions and relative biases: Triton 3.9 serialises those."""
+    (launch,) = (
+        launch
+        for launch in launches(*ruled(rule, head_dim), "sm_90")
+        if launch.kernel.__name__ == "key_gradient_kernel"
+    )
+    assert not serialises_wgmma(launch)
+
+
 def ruled(rule: str, head_dim: int) -> Call:
-    """A causal call with a rule for scores."""
-    sizes = {"B": 1, "M": 256, "N": 256, "Hq": 4, "Hk": 4, "D": head_dim}
-    make = dense(**sizes)(lambda g, dtype: {"causal": True})
+    """A causal call with a rule for scores, with another mask, or with another layout."""
+    heads = {"Hq": 4, "Hk": 1 if rule == "grouped heads" else 4, "D": head_dim}
+    options: dict[str, Any] = {
+        "full": {},
+        "window": {"window_size": (100, 0)},
+    }.get(rule, {"causal": True})
+    if rule == "packed":
+        rows = [130, 100]
+        q, k, v = packed_qkv(generator(0), rows, rows, **heads, dtype=torch.bfloat16)
+        return describe((q, k, v), Packed(cu_seqlens(rows), cu_seqlens(rows), 130, 130), options)
+    make = dense(B=1, M=256, N=256, **heads)(lambda g, dtype: options)
     if rule == "alibi":
         make = by_distance(make, reach=None)
     elif rule == "relative bias":

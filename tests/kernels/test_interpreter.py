@@ -40,7 +40,9 @@ def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
     assert_case(backend, name, dtype, seed)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "packed", "odd head dims", "block mask"])
+@pytest.mark.parametrize(
+    "name", ["causal, full tiles", "window", "packed", "odd head dims", "block mask"]
+)
 def test_through_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, seed: int):
     monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
     plan.plan.cache_clear()
