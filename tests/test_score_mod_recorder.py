@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +78,31 @@ def in_inference_mode(score, b, h, i, j):
         return torch.where(i > j, torch.nn.functional.hardsigmoid(score), 0.5) + score
 
 
+def powers(score, b, h, i, j):
+    """In-place operations whose overloads have other names than those that return a result."""
+    square = score * 1
+    square **= 2
+    power = square + 0.5
+    power.pow_(NUMBERS[h])
+    return (power * 1).ldexp_(h)
+
+
+def quotients(score, b, h, i, j):
+    new = score * 1
+    new //= 0.5
+    return new.floor_divide_(NUMBERS[h])
+
+
+def replaced(score, b, h, i, j):
+    """Values that do not depend on the ones before."""
+    new, bias, zero, mask, truncated = score * 1, score * 1, score * 1, score > i, (score + j).int()
+    new[...] = score * NUMBERS[h]
+    bias.copy_(i)
+    mask.fill_(5)
+    truncated.fill_(2.7)
+    return torch.where(mask, new + bias.fill_(NUMBERS.sum()) + zero.zero_(), 0) * truncated
+
+
 IN_PLACE = [
     through_a_view,
     of_a_view,
@@ -86,10 +112,12 @@ IN_PLACE = [
     changed_shape,
     many_temporaries,
     differentiated_inside,
+    powers,
+    replaced,
 ]
 
 
-@pytest.mark.parametrize("function", [*IN_PLACE, in_inference_mode])
+@pytest.mark.parametrize("function", [*IN_PLACE, quotients, in_inference_mode])
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_program_computes_what_the_function_does(function, inference, seed) -> None:
     q, k, v = qkv(generator(seed), B=2, M=7, N=9, Hq=2, Hk=2)
@@ -110,6 +138,26 @@ def test_gradients(function, seed) -> None:
     pairs = (torch.autograd.grad(x, inputs, dout) for x in (out, wanted))
     for mine, theirs in zip(*pairs, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def in_a_hook(score, b, h, i, j):
+    with torch.enable_grad():
+        x = (score * 1).requires_grad_()
+        x.register_hook(lambda gradient: gradient * NUMBERS[0])
+        return score + torch.autograd.grad(x * 3, x)[0]
+
+
+def saved_as_numbers(score, b, h, i, j):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(), torch.from_numpy)
+    with torch.enable_grad(), hooks:
+        x = (score * 1).requires_grad_()
+        return score + torch.autograd.grad(x**3, x)[0]
+
+
+def list_of_tensors(score, b, h, i, j):
+    new = score * 1
+    torch._foreach_add_([new], 1)
+    return new
 
 
 def data_of_a_score(score, b, h, i, j):
@@ -135,6 +183,10 @@ def written_part(score, b, h, i, j):
         (lambda s, b, h, i, j: torch.func.grad(lambda x: x**3)(s), "a transform of torch.func"),
         (lambda s, b, h, i, j: s + torch.vmap(torch.exp)(NUMBERS)[h], "a transform of torch.func"),
         (lambda s, b, h, i, j: torch.frexp(s)[0], r"aten\.frexp"),
+        (in_a_hook, r"grad \(aten.*\) reads a tensor that has not been recorded"),
+        (saved_as_numbers, r"\(aten.* runs under hooks for saved tensors"),
+        (list_of_tensors, "_foreach_add_ .* writes to one of its arguments"),
+        (lambda s, b, h, i, j: s + copy.deepcopy(NUMBERS)[h], "deepcopy.* reads the memory"),
         (written_part, "reads a tensor after an operation in place on a view of it"),
         (data_of_a_score, "data.__set__ replaces the numbers of a tensor"),
     ],
@@ -206,7 +258,9 @@ def test_a_call_inside_of_a_function(seed) -> None:
     thread.start()
     thread.join(60)
     assert found, "two traces of one thread wait for each other"
-    table = flashtile.attention(q, k, v, score_mod=inner)[0, :, :, 0]
+    table = attention_reference(q, k, v, score_mod=inner, compute_dtype=torch.float32).out
+    torch.testing.assert_close(flashtile.attention(q, k, v, score_mod=inner), table)
+    table = table[0, :, :, 0]
     bias = table.T[None, :, :, None].expand(1, 2, 5, 5)
     torch.testing.assert_close(found[0], flashtile.attention(q, k, v, bias=bias))
 

@@ -21,8 +21,14 @@ _SAME = frozenset(
     (_aten.view.default, _aten.reshape.default, _aten.expand.default, _aten._unsafe_view.default,
      _aten.squeeze.default, _aten.lift_fresh_copy.default)
 )  # fmt: skip
-_FULL = frozenset((_aten.full.default, _aten.full_like.default, _aten.new_full.default))
-_ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default))
+# What `copy_` and `fill_` write: a number of the dtype of the first argument.
+_COPIES = frozenset((_aten.copy.default, _aten.fill.Tensor))
+_FULL = frozenset(
+    (_aten.full.default, _aten.full_like.default, _aten.new_full.default, _aten.fill.Scalar)
+)
+_ZEROS = frozenset(
+    (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.zero.default)
+)
 _ONES = frozenset((_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default))
 # Options that say where a tensor lies, which numbers do not have.
 _OF_MEMORY = ("device", "layout", "memory_format", "non_blocking", "pin_memory")
@@ -124,6 +130,8 @@ class Conversion:
         if function in _SAME:
             _one_number(node)
             return self.name(node.args[0])
+        if function in _COPIES:
+            return self._copied(node)
         if not isinstance(function, torch._ops.OpOverload) or "val" not in node.meta:  # a tuple
             raise _refused(node)
         value = _constant(node)  # zeros_like of a score
@@ -142,6 +150,14 @@ class Conversion:
         ]
         op = str(function).removeprefix("aten.")
         return self._write(_value(node).dtype, op, arguments, options)
+
+    def _copied(self, node: fx.Node) -> Name:
+        """The second argument of `node`, in the dtype of the first one."""
+        source: Any = node.args[1]
+        name, dtype = self.name(source), _value(node).dtype
+        if _value(source).dtype == dtype:
+            return name
+        return self._write(dtype, "_to_copy.default", (name,), (("dtype", dtype),))
 
     def _indexed(self, node: fx.Node) -> Any:
         """An element, or a part, of a captured tensor."""
@@ -209,7 +225,10 @@ def _constant(node: fx.Node) -> float | int | bool | None:
     elif target in _FULL:
         number = node.args[2 if target is _aten.new_full.default else 1]
     if isinstance(number, (bool, int, float)):
-        return number
+        dtype = _value(node).dtype
+        if dtype == torch.bool:
+            return bool(number)
+        return number if dtype.is_floating_point else int(number)
     if target in _ZEROS:
         return 0
     return 1 if target in _ONES else None

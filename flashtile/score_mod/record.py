@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _aten = torch.ops.aten
 
-# To be held while a recorder is active: PyTorch says in global variables whether any dispatch mode
-# is, and two threads that leave their modes at once would leave them set.
+# Hold this while a recorder is active: PyTorch's flag for active dispatch modes is global, and two
+# threads that leave their modes at once could leave it set.
 recording = threading.RLock()
 
 
@@ -30,15 +30,17 @@ class Recorder(TorchDispatchMode):
     """Record every operation under this mode, with all results as ``meta["val"]`` of their nodes.
 
     Args:
-        inputs: the tensors that the graph is a function of. All others are constants.
+        inputs: the tensors that the graph is a function of. `constant` names others that it may
+            read; an operation that reads any other tensor raises NotImplementedError.
     """
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}  # by the targets of their nodes
-        # The value of each tensor; None after a write to a part of its memory. Of a tensor to which
-        # there is another reference, PyTorch's factories would return a copy.
+        # The value of each tensor; None after a write to a part of its memory. Weak references: if
+        # anything else held a tensor that an operation returns, autograd would return a copy of it,
+        # which the recorder does not know.
         self._values: MutableMapping[Tensor, fx.Node | None] = WeakTensorKeyDictionary()
         for number, x in enumerate(inputs):
             self._track(x, self.graph.placeholder(f"input_{number}"))
@@ -52,12 +54,14 @@ class Recorder(TorchDispatchMode):
         """Whether `x` is an input, a constant or the result of an operation."""
         return x in self._values
 
+    def constant(self, x: Tensor) -> None:
+        """Let operations read `x`, a tensor from outside, whose numbers stay as they are."""
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = x
+        self._track(x, self.graph.get_attr(name))
+
     def node(self, x: Tensor) -> fx.Node:
-        """The present value of `x`, which becomes a constant if it is not known."""
-        if not self.knows(x):
-            name = f"constant_{len(self.constants)}"
-            self.constants[name] = x
-            self._track(x, self.graph.get_attr(name))
+        """The present value of `x`, which must be known."""
         node = self._values[x]
         if node is None:
             raise NotImplementedError(
@@ -85,7 +89,17 @@ class Recorder(TorchDispatchMode):
         if result is not NotImplemented:
             return result
         if function is _aten.lift_fresh.default:  # of the constant that torch.tensor has made,
+            self.constant(args[0])
             function = _aten.lift_fresh_copy.default  # which later writes must not change
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.UntypedStorage):
+                raise self.refused(function, "reads the memory of a tensor; want an operation")
+            if isinstance(x, Tensor) and not self.knows(x):
+                raise self.refused(
+                    function,
+                    "reads a tensor that has not been recorded, such as one that a hook of "
+                    "autograd captures",
+                )
         if function._schema.is_mutable:
             return self._run_in_place(function, args, kwargs)
         return self._run(function, args, kwargs)
@@ -98,12 +112,13 @@ class Recorder(TorchDispatchMode):
 
     def _run_in_place(self, function: Any, args: Any, kwargs: Any) -> Any:
         pure = _out_of_place(function)
-        if pure is None:
+        x = args[0] if args else None
+        if pure is None or not isinstance(x, Tensor):
             raise self.refused(function, "writes to one of its arguments")
-        x = args[0]
         self.node(x)
         aliases = [x]
-        if torch.Tag.inplace_view not in function.tags:  # which changes the shape of `x` only
+        # An `inplace_view` operation changes only the shape of `x`, not its numbers.
+        if torch.Tag.inplace_view not in function.tags:
             aliases = [y for y in self._values if torch._C._is_alias_of(x, y)]  # type: ignore[attr-defined]
         if any(y is z for y in aliases for z in self.constants.values()):
             raise self.refused(function, "changes a captured tensor")
@@ -128,10 +143,17 @@ class Recorder(TorchDispatchMode):
 
 def _out_of_place(function: Any) -> Any:
     """The operation that computes what an in-place operation writes; None if there is none."""
-    namespace, packet, overload = str(function).split(".")
-    if namespace != "aten" or not packet.endswith("_"):
+    namespace, name, _ = str(function).split(".")
+    packet = getattr(_aten, name.removesuffix("_"), None)
+    if namespace != "aten" or not name.endswith("_") or packet is None:
         return None
-    return getattr(getattr(_aten, packet.removesuffix("_"), None), overload, None)
+    # By types: the partner of `pow_.Scalar` is `pow.Tensor_Scalar`.
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return next((x for x in overloads if _types(x) == _types(function)), None)
+
+
+def _types(function: Any) -> list[str]:
+    return [str(argument.type) for argument in function._schema.arguments]
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from ..autocast import autocast_off
 from ..eager import compiled_functions_run_eagerly
@@ -132,7 +135,7 @@ class _Captures(TorchFunctionMode):
             with _disable_current_modes():  # it is no operation of the function
                 zero = torch.zeros((), dtype=dtype, device=x.device)
                 new = zero.expand([int(n) for n in x.shape])
-                self._operations.node(new)
+                self._operations.constant(new)
             self._stand_ins[id(x)] = (x, new)
         return self._stand_ins[id(x)][1]
 
@@ -142,6 +145,8 @@ class _Captures(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if self._operations not in _get_current_dispatch_mode_stack():
+            return function(*args, **(kwargs or {}))  # of another trace, inside of this one
         self._operations.called = function
         if function in self._READ_NUMBERS:
             raise self._refused(
@@ -209,6 +214,8 @@ class _Operations(Recorder):
             )
         if torch.Tag.nondeterministic_seeded in tags:
             raise self.refused(function, "draws random numbers; use dropout_p")
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False):
+            raise self.refused(function, "runs under hooks for saved tensors, which may read them")
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def refused(self, function: Any, reason: str) -> NotImplementedError:
