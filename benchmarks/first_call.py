@@ -9,7 +9,7 @@ Every case runs in fresh processes: one with an empty cache, and then some with 
 left. A process passes these stages, each of which ends when the GPU has finished:
 
     imports        import torch, flashtile
-    peer_import    of FlexAttention and the compiler that it needs; 0 for flashtile
+    peer_import    of FlexAttention and most of the compiler that it needs; 0 for flashtile
     device_start   the start of CUDA, and making the inputs
     forward        with the import of the backend and of Triton, which the call does itself, and
                    with making the mask; FlexAttention's also with compiling it
@@ -19,7 +19,7 @@ left. A process passes these stages, each of which ends when the GPU has finishe
     second_call    forward and backward again
 
 A case that fails, such as one that does not fit into the GPU's shared memory, is reported with the
-last line of its error. Each line of the CSV is written when it has been measured.
+line that names its error. Each line of the CSV is written when it has been measured.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -193,8 +194,9 @@ def with_spans() -> Callable[[], Tensor]:
 
 
 def import_flex() -> None:
-    """Import all that the module and `torch.compile` import before a first call."""
+    """Import the module and most of what `torch.compile` needs: it imports the rest in a call."""
     import torch
+    import torch._inductor.compile_fx
     from torch.nn.attention.flex_attention import flex_attention
 
     torch.compile(flex_attention)
@@ -287,7 +289,7 @@ def stages(name: str) -> dict[str, float]:
         if out.requires_grad:
             # A scalar loss. `out.backward(gradient)` would make PyTorch import sympy to check the
             # gradient's shape, up to 2 s for every library, which no training program waits for.
-            # The gradient of a plain sum would be expanded from one number.
+            # A plain `sum()` would give a gradient with strides of 0, which some kernels copy.
             out.square().sum().backward()
             wait()
         marks.append(time.perf_counter())
@@ -299,7 +301,7 @@ def stages(name: str) -> dict[str, float]:
 
 
 class Failed(Exception):
-    """A process that ended with an error; its last line."""
+    """A process that ended with an error; the line that names it."""
 
 
 def in_fresh_processes(name: str, warm_runs: int) -> Iterator[tuple[str, list[dict[str, float]]]]:
@@ -322,10 +324,16 @@ def _in_fresh_process(name: str, cache: str) -> dict[str, float]:
         text=True,
     )
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise Failed(lines[-1] if lines else f"exit status {done.returncode}")
+        raise Failed(_named_error(done.stderr) or f"exit status {done.returncode}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def _named_error(stderr: str) -> str:
+    """The last line that begins with an error's name, else the last line: hints may follow it."""
+    lines = stderr.strip().splitlines()
+    named = [x for x in lines if re.match(r"[\w.]+(Error|Exception|OutOfResources)\b", x)]
+    return next(reversed(named or lines), "")
 
 
 def rows(name: str, warm_runs: int) -> Iterator[dict[str, str | int]]:

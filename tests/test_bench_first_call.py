@@ -64,10 +64,16 @@ def test_a_case_that_fails_does_not_end_the_run(
 ) -> None:
     """Its line says why; one that fails with a full cache has a line for the empty one."""
     warm_only = []
+    out_of_memory = "torch._inductor.exc.InductorError: OutOfResources: shared memory"
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         if command[-1] == "flex-relative-bias-128":
-            error = "Traceback:\n  File\nRuntimeError: out of shared memory\n"
+            error = (
+                "Traceback:\n  File\ntriton.runtime.errors.OutOfResources: shared memory\n\n"
+                "The above exception was the direct cause of the following exception:\n\n"
+                "torch._inductor.exc.InductorError: OutOfResources: shared memory\n\n"
+                "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace\n"
+            )
             return SimpleNamespace(returncode=1, stdout="", stderr=error)
         if command[-1] == "spans-128" and warm_only:
             return SimpleNamespace(returncode=-11, stdout="", stderr="")
@@ -83,13 +89,13 @@ def test_a_case_that_fails_does_not_end_the_run(
             (x["case"], x["cache"], x["first_call"], x["failed"]) for x in csv.DictReader(file)
         ]
     assert found == [
-        ("flex-relative-bias-128", "cold", "", "RuntimeError: out of shared memory"),
+        ("flex-relative-bias-128", "cold", "", out_of_memory),
         ("spans-128", "cold", "1.0000", ""),
         ("spans-128", "warm", "", "exit status -11"),
         ("dense-64", "cold", "1.0000", ""),
         ("dense-64", "warm", "1.0000", ""),
     ]
-    assert "cold  failed: RuntimeError: out of shared memory" in capsys.readouterr().out
+    assert f"cold  failed: {out_of_memory}" in capsys.readouterr().out
 
 
 def test_an_interrupted_run_keeps_what_it_has(
