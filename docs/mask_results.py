@@ -1,7 +1,7 @@
 """The tables of masks and score functions on performance.md, from benchmarks/results.
 
-h100/masks/masks-*.csv      python -m benchmarks --preset gpu-masks
-h100/masks/first-call.csv   python -m benchmarks.first_call --cases masks
+h200/masks/masks-*.csv      python -m benchmarks --preset gpu-masks
+h200/masks/first-call.csv   python -m benchmarks.first_call --cases masks
 h100/masks/block-masks.csv  python -m benchmarks.block_masks
 h200/masks/cascade.csv      python -m benchmarks --preset gpu-cascade
 """
@@ -50,7 +50,7 @@ def missing(command: str) -> str:
 def speeds(direction: str) -> str:
     """Milliseconds of a pass, and in brackets how many times as fast as FlexAttention."""
     cases: dict[tuple[str, str], dict[str, float]] = {}
-    rows = sorted(read("h100/masks/masks-*"), key=lambda row: int(row["index"]))
+    rows = sorted(read("h200/masks/masks-*"), key=lambda row: int(row["index"]))
     for row in rows:
         if row["pass"] == direction and row["median_ms"]:
             case = cases.setdefault((row["head_dim"], row["variant"]), {})
@@ -76,7 +76,7 @@ def first_calls() -> str:
     FlexAttention, the import after a plus.
     """
     seconds = {
-        (row["case"], row["cache"]): _first_call(row) for row in read("h100/masks/first-call")
+        (row["case"], row["cache"]): _first_call(row) for row in read("h200/masks/first-call")
     }
     names = [name for name, cache in seconds if cache == "cold" and not name.startswith("flex-")]
     lines = []

@@ -198,14 +198,14 @@ def memory_table() -> str:
 
 def host_times() -> dict[Key, dict[str, float]]:
     """Microseconds for which a call keeps the host, by library."""
-    rows = read("h100/host")
+    rows = read("h200/short/host")
     return by_case(rows, "host_us", "variant", "pass", "head_dim", "seqlen_q", "batch")
 
 
 def host_table() -> str:
     """The same as a table: prompts with 32 heads of 64, decoding with 32:8 heads of 128."""
     titles = {"forward": "forward", "both": "forward and backward"}
-    peers = ("flashtile", "flashtile-triton", "sdpa", "fa3")
+    peers = ("flashtile", "flashtile-triton", "sdpa")
     lines = []
     for (variant, direction, head_dim, length, batch), case in host_times().items():
         if variant == "dense" and head_dim == "64":

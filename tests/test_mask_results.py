@@ -15,7 +15,7 @@ from benchmarks.rows import Row, write_csv
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ORIGIN = {"device": "some GPU"}
-NEW, OLD = "h100/masks", "h200/masks"  # where the results are
+H200, H100 = "h200/masks", "h100/masks"  # where the results are
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(DOCS))
     module = importlib.import_module("mask_results")
     monkeypatch.setattr(module, "RESULTS", tmp_path)
-    for folder in (NEW, OLD):
+    for folder in (H200, H100):
         (tmp_path / folder).mkdir(parents=True)
     return module
 
@@ -54,13 +54,13 @@ def test_what_was_not_measured_says_how(results: ModuleType) -> None:
 
 def test_times_and_how_many_times_as_fast(results: ModuleType, tmp_path: Path) -> None:
     times = {"flashtile": 1.0, "flashtile-function": 4.0, "flashtile-spans": 9.0, "flex": 3.0}
-    write_preset(tmp_path / NEW / "masks-64.csv", "gpu-masks", times, skipped="flashtile-spans")
+    write_preset(tmp_path / H200 / "masks-64.csv", "gpu-masks", times, skipped="flashtile-spans")
     for direction in ("forward", "backward"):
         header, _, *lines = results.speeds(direction).splitlines()
         assert len(lines) == len(presets.preset_cases("gpu-masks"))
         assert header.count("|") == lines[0].count("|")
         assert lines[0] == "| 64, causal | 1.00 (3.00×) | 4.00 (0.75×) | – | 3.00 |"
-    write_preset(tmp_path / NEW / "masks-64.csv", "gpu-masks", times, skipped="flex")
+    write_preset(tmp_path / H200 / "masks-64.csv", "gpu-masks", times, skipped="flex")
     assert results.speeds("forward").splitlines()[2] == "| 64, causal | 1.00 | 4.00 | 9.00 | – |"
 
 
@@ -78,7 +78,7 @@ def test_first_calls(results: ModuleType, tmp_path: Path) -> None:
     ]
     failed = {"case": "flex-relative-bias-128", "cache": "cold", "failed": "out of shared memory"}
     lines[6:8] = [dict.fromkeys(lines[0], "") | failed]
-    write_lines(tmp_path / NEW / "first-call.csv", lines)
+    write_lines(tmp_path / H200 / "first-call.csv", lines)
     header, _, *found = results.first_calls().splitlines()
     assert header.count("|") == 6
     assert found == [
@@ -95,7 +95,7 @@ def test_block_masks(results: ModuleType, tmp_path: Path) -> None:
         for mask in block_masks.functions(64, "cpu")
         for n, maker in enumerate(makers, 1)
     ]
-    write_lines(tmp_path / NEW / "block-masks.csv", lines[:-1])
+    write_lines(tmp_path / H100 / "block-masks.csv", lines[:-1])
     header, _, *found = results.block_masks().splitlines()
     assert header.count("|") == 5
     assert found[0] == "| causal | 10 | 20 | 30 |"
@@ -104,7 +104,7 @@ def test_block_masks(results: ModuleType, tmp_path: Path) -> None:
 
 def test_the_cascade(results: ModuleType, tmp_path: Path) -> None:
     write_preset(
-        tmp_path / OLD / "cascade.csv", "gpu-cascade", {"flashtile": 0.2, "flashtile-unshared": 0.5}
+        tmp_path / H200 / "cascade.csv", "gpu-cascade", {"flashtile": 0.2, "flashtile-unshared": 0.5}
     )
     header, _, *found = results.cascade().splitlines()
     assert header.count("|") == 6
