@@ -104,7 +104,9 @@ def test_block_masks(results: ModuleType, tmp_path: Path) -> None:
 
 def test_the_cascade(results: ModuleType, tmp_path: Path) -> None:
     write_preset(
-        tmp_path / H200 / "cascade.csv", "gpu-cascade", {"flashtile": 0.2, "flashtile-unshared": 0.5}
+        tmp_path / H200 / "cascade.csv",
+        "gpu-cascade",
+        {"flashtile": 0.2, "flashtile-unshared": 0.5},
     )
     header, _, *found = results.cascade().splitlines()
     assert header.count("|") == 6

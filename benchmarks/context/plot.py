@@ -69,6 +69,7 @@ def _bars(
         bars.set_label(peer)
         axis.bar_label(bars, fmt="%.2f", fontsize=7)
     axis.axhline(1.0, color="0.4", linewidth=1)
+    axis.set_ylim(0, max(1.1, axis.get_ylim()[1]))  # labels of bars below 1 have room
     axis.grid(axis="y", alpha=0.3)
 
 
