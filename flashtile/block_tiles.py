@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 EMPTY, FULL, PARTIAL = 0, 1, 2
 
@@ -90,10 +91,27 @@ def function_of_tiles(
 
     def evaluate(where: Where) -> Tensor:
         b, h, _, _ = where
-        elements: Tensor = over_tiles(b, h, *rows_and_keys(where, lengths, tile_size))
+        with _NumbersAsIndices():
+            elements: Tensor = over_tiles(b, h, *rows_and_keys(where, lengths, tile_size))
         return elements
 
     return evaluate
+
+
+class _NumbersAsIndices(TorchFunctionMode):
+    """``x[i]`` by the operation `index`. PyTorch 2.9 reads the number `i` of a subscript, which
+    `torch.vmap` refuses.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.__getitem__:
+            x, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(n, Tensor) for n in indices):
+                return torch.ops.aten.index(x, list(indices))
+        return function(*args, **(kwargs or {}))
 
 
 def drawing(kinds: Tensor) -> str:

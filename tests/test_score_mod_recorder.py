@@ -84,7 +84,7 @@ def powers(score, b, h, i, j):
     square **= 2
     power = square + 0.5
     power.pow_(NUMBERS[h])
-    return (power * 1).ldexp_(h)
+    return power
 
 
 def quotients(score, b, h, i, j):
