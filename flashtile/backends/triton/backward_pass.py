@@ -102,10 +102,10 @@ def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr, cfg:
     if IS_MASKED:
         pivot = tl.load(stats.pivot + rows, mask=rows < M, other=float("inf"))
         delta = tl.load(stats.delta + rows, mask=rows < M, other=0.0)
-    elif cfg.HAS_DESCRIPTORS and rows.shape[0] >= 64:
+    elif cfg.HAS_WGMMA and rows.shape[0] >= 64:
         # One load of as many numbers as 4 warps have threads: of fewer, Triton lets each thread
         # load all that it needs, one by one. Because of their addresses, ptxas serialised the wgmma
-        # of dK and dV (C7515).
+        # of dK and dV (C7515). On sm_100, Triton 3.9 does not compile it.
         pivot, delta = tl.split(tl.load(tl.join(stats.pivot + rows, stats.delta + rows)))
     else:
         pivot = tl.load(stats.pivot + rows)

@@ -191,6 +191,7 @@ class KernelConfig:
     ALIGNMENT: int  # bytes, 16 or 1: every row of q, k and v starts at a multiple of it
     OUT_ALIGNMENT: int  # the same of dO and of all that kernels write, whose rows follow each other
     HAS_DESCRIPTORS: bool  # tiles are loaded by TMA
+    HAS_WGMMA: bool  # and multiplied by wgmma: on Hopper
     IS_SPLIT: bool  # several programs share the KV loop
     IS_CHAINED: bool  # launched early after an append, and the merge early after this kernel
     APPENDING: Appending | None  # new tokens that the kernel appends
@@ -419,6 +420,7 @@ def _kernel_plan(
         ALIGNMENT=ALIGNMENT if aligned else 1,
         OUT_ALIGNMENT=1 if problem.D % ROW_STEP or problem.Dv % ROW_STEP else ALIGNMENT,
         HAS_DESCRIPTORS=described,
+        HAS_WGMMA=described and problem.capability is not None and problem.capability[0] == 9,
         IS_SPLIT=is_split,
         IS_CHAINED=is_split and hardware.has_tma(problem.capability),
         APPENDING=problem.appending,
