@@ -194,7 +194,7 @@ def with_spans() -> Callable[[], Tensor]:
 
 
 def import_flex() -> None:
-    """Import the module and most of what `torch.compile` needs: it imports the rest in a call."""
+    """Import the module and most of what `torch.compile` needs: it imports more in a call."""
     import torch
     import torch._inductor.compile_fx
     from torch.nn.attention.flex_attention import flex_attention

@@ -119,7 +119,9 @@ class Recorder(TorchDispatchMode):
         aliases = [x]
         # An `inplace_view` operation changes only the shape of `x`, not its numbers.
         if torch.Tag.inplace_view not in function.tags:
-            aliases = [y for y in self._values if torch._C._is_alias_of(x, y)]  # type: ignore[attr-defined]
+            # The stubs of PyTorch lack this function.
+            is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+            aliases = [y for y in self._values if is_alias(x, y)]
         if any(y is z for y in aliases for z in self.constants.values()):
             raise self.refused(function, "changes a captured tensor")
         value = self._run(pure, args, kwargs)

@@ -153,6 +153,7 @@ class _Captures(TorchFunctionMode):
                 "reads the value of a tensor, which is not known in advance; use torch.where "
                 "instead of if"
             )
+        # For mypy, `Tensor.data` is a tensor; at run time it is the property.
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise self._refused("replaces the numbers of a tensor; want an operation")
         if getattr(function, "__name__", "") == "__get__" and not _makes_tensor(function):

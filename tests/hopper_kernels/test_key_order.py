@@ -114,11 +114,11 @@ def test_every_part_comes_once(case: str, parts: int, swizzle: int, deterministi
     # The tiles of a sequence and a part follow each other, which ordered additions rely on, and
     # those of at most `swizzle` parts alternate.
     heads: dict[tuple[int, ...], list[int]] = {}
-    places: dict[tuple[int, ...], list[int]] = {}
-    for place, (b, n, head, part, _) in enumerate(found):
+    positions: dict[tuple[int, ...], list[int]] = {}
+    for position, (b, n, head, part, _) in enumerate(found):
         heads.setdefault((b, head, part), []).append(n)
-        places.setdefault((b, head, part), []).append(place)
+        positions.setdefault((b, head, part), []).append(position)
     assert all(tiles == sorted(tiles) for tiles in heads.values())
     if case == "dense":
-        for of_head in places.values():
+        for of_head in positions.values():
             assert of_head[-1] - of_head[0] < len(of_head) * swizzle

@@ -217,7 +217,7 @@ def start_additions(
     tiles, FIRST: gl.constexpr, COLUMNS: gl.constexpr, block, outputs, cfg: gl.constexpr
 ):  # fmt: skip
     """Start adding COLUMNS columns of dQ, from FIRST, to block `block` of the workspace: those that
-    are there, whole pieces and then the rest.
+    are there, whole pieces and then the tail.
     """
     FOUND: gl.constexpr = columns_there(FIRST, COLUMNS, cfg)
     PIECES: gl.constexpr = FOUND // 64
@@ -229,7 +229,7 @@ def start_additions(
         BOXES: gl.constexpr = tiles.shape[0] * tiles.shape[1] // ROWS
         boxes = recast(tiles, gl.float32, [BOXES, ROWS, 256], outputs.workspace.layout)
         at = PIECES * PIECE_ROWS
-        add_to_global(outputs.workspace_rest, [row + at, 0], boxes.index(at // ROWS))
+        add_to_global(outputs.workspace_tail, [row + at, 0], boxes.index(at // ROWS))
 
 
 # The writer: a warp that adds dQ to memory, so that no consumer waits for the addition.

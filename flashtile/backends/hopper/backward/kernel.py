@@ -83,7 +83,7 @@ class Outputs(NamedTuple):
     dk: Any  # Described
     dv: Any  # Described
     workspace: Any  # a pointer if the consumers add from their registers, else a descriptor
-    workspace_rest: Any  # a descriptor in boxes of the columns beyond whole pieces, or None
+    workspace_tail: Any  # a descriptor in boxes of the columns beyond whole pieces, or None
     plain: Any  # KeyGradients
     semaphores: Any
 
@@ -247,7 +247,7 @@ def load_tile(x, channel, i, batch, row, head, MORE: gl.constexpr):
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace,
-    workspace_rest_desc, plain, semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k,
+    workspace_tail_desc, plain, semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k,
     heads, group, swizzle, reciprocals, blocks, parts, left, right, chunk, lists, alibi_batch,
     scale, softcap,
     cfg: gl.constexpr,
@@ -262,7 +262,7 @@ def backward_kernel(
     v, dout = Described(v_desc, v_tail_desc), Described(dout_desc, dout_tail_desc)
     dk, dv = Described(dk_desc, dk_tail_desc), Described(dv_desc, dv_tail_desc)
     inputs = Inputs(q, k, v, dout, lse_desc, delta_desc)
-    outputs = Outputs(dk, dv, workspace, workspace_rest_desc, plain, semaphores_ptr)
+    outputs = Outputs(dk, dv, workspace, workspace_tail_desc, plain, semaphores_ptr)
     let_next_kernel_start()
     if cfg.IS_ORDERED or cfg.IS_PACKED:  # the earlier kernel writes the counter and the list
         wait_for_earlier_kernels()

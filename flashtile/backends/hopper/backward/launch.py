@@ -209,6 +209,12 @@ def backward_launches(
     return launches
 
 
+def swizzle_of(problem: AttentionProblem, operands: Operands) -> int:
+    """The head swizzle of a call with its parts."""
+    parts = parts_of_tile(problem, operands)
+    return backward_swizzle(problem, parts, parts_are_apart(problem, operands))
+
+
 def delta_launch(
     problem: AttentionProblem,
     operands: Operands,
@@ -221,8 +227,8 @@ def delta_launch(
 ) -> Launch:
     """The launch that computes the statistics of all rows and clears the workspace."""
     config = common["cfg"]
-    out, parts = readable(out), parts_of_tile(problem, operands)
-    swizzle = backward_swizzle(problem, parts, parts_are_apart(problem, operands))
+    out = readable(out)
+    together = swizzle_of(problem, operands) // (problem.Hk * parts_of_tile(problem, operands))
     arguments = {
         "out_ptr": out,
         "dout_ptr": dout,
@@ -237,7 +243,7 @@ def delta_launch(
         "dk_ptr": made.dk,
         "dv_ptr": made.dv,
         "entries": key_tiles(problem, operands, config),
-        "together": max(swizzle // (problem.Hk * parts), 1),
+        "together": max(together, 1),
         "heads": problem.Hq,
         "group": problem.group,
         **common,
@@ -257,8 +263,7 @@ def key_launch(
     config, options = common["cfg"], problem.options
     parts = parts_of_tile(problem, operands)
     plain = (made.dk_parts, made.dv_parts) if config.IS_PARTED else (made.dk, made.dv)
-    tiles = -(-problem.N // config.BLOCK_N)
-    swizzle = backward_swizzle(problem, parts, parts_are_apart(problem, operands))
+    tiles, swizzle = -(-problem.N // config.BLOCK_N), swizzle_of(problem, operands)
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(operands, dout, made, config),
@@ -373,16 +378,16 @@ def workspace_arguments(workspace: Tensor, config: BackwardConfig) -> dict[str, 
     there is one. Above 128 columns: a piece, and separately the columns beyond whole pieces.
     """
     described: Any = workspace
-    rest = None
+    tail = None
     if config.IS_SPLIT:
         described = plain_descriptor(workspace, PIECE_ROWS.value)
         if rows := rows_of_piece(config.DQ_COLUMNS % 64):
-            rest = plain_descriptor(workspace, rows)
+            tail = plain_descriptor(workspace, rows)
     elif not config.HAS_DQ_IN_REGISTERS:
         described = plain_descriptor(
             workspace, rows_of_piece(config.TAIL_D) or 2 * PIECE_ROWS.value
         )
-    return {"workspace": described, "workspace_rest_desc": rest}
+    return {"workspace": described, "workspace_tail_desc": tail}
 
 
 PLAIN = gl.NVMMASharedLayout(0, element_bitwidth=32, rank=2)

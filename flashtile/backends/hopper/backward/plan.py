@@ -155,13 +155,13 @@ def dq_columns(problem: AttentionProblem, columns: int) -> int:
     """Columns of the workspace of dQ. Above 128 columns, additions to it are the largest part of
     the L2 cache's traffic. The columns after D are therefore left out as far as whole pieces of 64
     columns and at most one smaller box remain. The rows of a TMA box are a power of two, so the
-    rest is rounded up to 8, 16, 32 or 64 columns. With several boxes, the kernel was slower than
+    tail is rounded up to 8, 16, 32 or 64 columns. With several boxes, the kernel was slower than
     with the zeros.
     """
     if not TILES[columns].is_split:
         return columns
-    pieces, rest = divmod(problem.D, 64)
-    return 64 * pieces + next(size for size in (0, 8, 16, 32, 64) if rest <= size)
+    pieces, tail = divmod(problem.D, 64)
+    return 64 * pieces + next(size for size in (0, 8, 16, 32, 64) if tail <= size)
 
 
 def stagger(problem: AttentionProblem, columns: int) -> int:
