@@ -104,6 +104,25 @@ class _Works:
         self.wire.raise_if_stopped()
 
 
+def can_be_one_operation(
+    rank: int, ranks: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+) -> bool:
+    """Whether this rank may exchange these messages by `torch.distributed.all_to_all`.
+
+    `all_to_all` also sends an empty message to each rank without an entry, and NCCL waits for ever
+    for a rank that does not expect one. Where no message is empty, the other ranks may take either
+    way. Of two ranks, each takes part whenever the other does.
+    """
+    if ranks == 2:
+        return True
+    return all(
+        peer in tensors and tensors[peer].numel() > 0
+        for peer in range(ranks)
+        if peer != rank
+        for tensors in (sends, receives)
+    )
+
+
 class ProcessWire:
     """The processes of a group of `torch.distributed`.
 
@@ -118,8 +137,8 @@ class ProcessWire:
         self.group = dist.distributed_c10d._get_default_group() if group is None else group
         self.timeout = timeout
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        # A rank without messages takes no part, which PyTorch takes for an error if it checks that
-        # all ranks call the same collectives.
+        # Ranks take different ways, which PyTorch takes for an error if it checks that all ranks
+        # call the same collectives.
         self._has_all_to_all = (
             dist.get_debug_level() != dist.DebugLevel.DETAIL
             and "nccl" in dist.get_backend_config(self.group)
@@ -140,7 +159,11 @@ class ProcessWire:
     def _started(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
     ) -> Pending:
-        if self._has_all_to_all and any(x.is_cuda for x in (*sends.values(), *receives.values())):
+        if (
+            self._has_all_to_all
+            and any(x.is_cuda for x in (*sends.values(), *receives.values()))
+            and can_be_one_operation(self.rank, self.ranks, sends, receives)
+        ):
             return self._all_to_all(sends, receives, what)
         operations, each = [], []
         for function, tensors, way in ((dist.irecv, receives, "from"), (dist.isend, sends, "to")):
@@ -158,8 +181,7 @@ class ProcessWire:
     def _all_to_all(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
     ) -> Pending:
-        """The exchange as one call of PyTorch, in which NCCL leaves out empty messages. A batch of
-        single messages takes the host several times as long."""
+        """The exchange as one call of PyTorch. A batch of messages keeps the host busy longer."""
         given = [*sends.values(), *receives.values()]
         if not any(x.numel() for x in given):
             return _Done()
