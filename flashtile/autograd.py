@@ -16,6 +16,8 @@ from torch import Tensor
 
 from . import backends, flops
 from .autocast import autocast_off, is_any_autocast_on
+from .backend_interface import Gradients, Run, Tensors
+from .prepared_calls import PreparedForward
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -71,7 +73,7 @@ def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: 
 def attend(
     problem: AttentionProblem,
     operands: Operands,
-    forward: backends.PreparedForward | None = None,
+    forward: PreparedForward | None = None,
     wants_lse: bool = True,
 ) -> tuple[Tensor, Any]:
     """(out, lse) of a prepared call, recorded for gradients; the strides of the lse may be any.
@@ -124,7 +126,7 @@ def attend(
 def _record(
     problem: AttentionProblem,
     operands: Operands,
-    forward: backends.PreparedForward | None,
+    forward: PreparedForward | None,
     wants_lse: bool,
 ) -> tuple[Tensor, Any]:
     """(out, lse) by `DirectAttention`; lse is None unless the caller wants it."""
@@ -204,10 +206,10 @@ def _dealiased(operands: Operands) -> Operands:
 def _run_forward(
     problem: AttentionProblem,
     operands: Operands,
-    forward: backends.PreparedForward | None = None,
+    forward: PreparedForward | None = None,
 ) -> tuple[Tensor, ...]:
     """Out, lse, and what else was allocated, from the backend that `problem` names."""
-    run: backends.Run = (
+    run: Run = (
         partial(backends.load(problem.options.backend).forward, problem)
         if forward is None
         else forward.run
@@ -220,10 +222,10 @@ def _run_forward(
 
 def _run_backward(
     problem: AttentionProblem,
-    tensors: backends.Tensors,
+    tensors: Tensors,
     present: tuple[Tensor, ...] = (),
-    forward: backends.PreparedForward | None = None,
-) -> backends.Gradients:
+    forward: PreparedForward | None = None,
+) -> Gradients:
     """The gradients.
 
     Args:
@@ -379,7 +381,7 @@ class DirectAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[AttentionProblem, Presence, backends.PreparedForward | None, bool],
+        call: tuple[AttentionProblem, Presence, PreparedForward | None, bool],
         operands: Operands,
         *differentiable: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -3,7 +3,9 @@
 A call goes in one direction through the package, and so do the imports: a unit (a module or a
 folder) imports units that are below it in `ORDER`, never one above, so a reader of a file has to
 know only those below it. No imports form a cycle, not even inside a unit. A backend is loaded by
-its name: nothing outside its folder imports from it, except the commands of `cli`.
+its name: nothing outside its folder imports from it, except the commands of `cli`. The dispatch,
+which chooses a backend, and `autograd`, which runs it, load backends; all other units get them from
+the dispatch, and their types from `backend_interface`.
 """
 
 from __future__ import annotations
@@ -51,15 +53,17 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("call.dispatch", "call.layouts"),
     ("call",),
     ("autograd",),
-    ("backends",),
+    ("backends", "prepared_calls"),
     ("ops",),
-    ("gpu",),
+    ("gpu", "backend_interface"),
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("score_mod",),
     ("masks", "spans", "dropout", "flops", "lazy", "lru", "native_kernels"),
     ("autocast", "current_layout", "eager", "positions", "block_tiles"),
 )
+# The units that may import from the package of the backends, which loads them.
+LOADERS = ("cli", "call.dispatch", "autograd", "backends")
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 
 # Inside one backend, from top to bottom; any other file of a backend is one of its kernels.
@@ -147,6 +151,8 @@ def complaint(importer: Module, imported: Module, package: Path) -> str | None:
     ours, theirs = backend_of(importer, package), backend_of(imported, package)
     if theirs is not None and here not in ("backends", "cli"):
         return f"{here!r} imports backend {theirs!r}, which is loaded by its name"
+    if there == "backends" and here not in LOADERS:
+        return f"{here!r} imports from 'backends', and has to get a backend from the dispatch"
     if here != there:
         if LEVEL[here] < LEVEL[there]:
             return None
@@ -324,6 +330,9 @@ def test_every_unit_in_the_table_exists():
         ("api.py", "from .backends.triton import plan", "imports backend 'triton'"),
         ("integrations/sdpa.py", "from ..backends import cpu", "imports backend 'cpu'"),
         ("call/dispatch.py", "from ..backends.cpu import plan", "imports backend 'cpu'"),
+        ("call/prepare.py", "from .. import backends", "imports from 'backends'"),
+        ("call/prepare.py", "from ..backends import load", "imports from 'backends'"),
+        ("distributed/executor.py", "from .. import backends", "imports from 'backends'"),
         ("ops/rotate/kernel.py", "from .formula import x", "'kernel' of an op imports 'formula'"),
         ("ops/rotate/formula.py", "from .op import x", "'formula' of an op imports 'op'"),
         ("ops/rotate/formula.py", "from ..merge.kernel import x", "imports 'kernel'"),
@@ -350,8 +359,12 @@ def test_the_check_catches_a_planted_violation(tmp_path, name, text, why):
     files |= {f"ops/merge/{name}.py": "" for name in ("formula", "kernel", "op")}
     files |= {"ops/rotate/matrix.py": "", "cli/tune.py": "from ..backends.triton import plan"}
     files |= {"backends/triton/plan.py": "", "backends/cpu/plan.py": ""}
-    files |= {"backends/gradients.py": "from ..problem import X"}
+    files |= {"backends/gradients.py": "from ..problem import X", "backends/__init__.py": ""}
     files |= {"backends/cpu/launch.py": "from .plan import plan\nfrom ..gradients import X"}
+    files |= {
+        "autograd.py": "from . import backends",
+        "call/dispatch.py": "from .. import backends",
+    }
     files |= {"backends/gpu/shared/x.py": "", "backends/gpu/forward/y.py": "from ..shared import x"}
     assert not import_violations(plant(tmp_path, files))
     found = import_violations(plant(tmp_path, {name: text}))

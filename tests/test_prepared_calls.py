@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile import autograd, backends
+from flashtile import autograd
+from flashtile.backends import cpu
+from flashtile.prepared_calls import PreparedBackward, PreparedForward
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
@@ -14,7 +16,7 @@ def qkv():
     return [torch.randn(1, tokens, 2, 8) for tokens in (5, 7, 7)]
 
 
-def test_a_forward_is_prepared_once_when_it_occurs_often(monkeypatch):
+def test_a_forward_is_prepared_once_when_it_occurs_often():
     made = []
 
     class Backend:
@@ -28,8 +30,7 @@ def test_a_forward_is_prepared_once_when_it_occurs_often(monkeypatch):
 
     options = Options(5, 7, 1.0, backend="cpu")
     problem = AttentionProblem.of(Operands(*qkv()), options)
-    monkeypatch.setattr(backends, "load", lambda name: Backend())
-    forward = backends.PreparedForward(problem)
+    forward = PreparedForward(problem, Backend())
     for _ in range(5):
         operands = Operands(*qkv())
         assert all(x is y for x, y in zip(forward.run(operands), operands, strict=True))
@@ -39,12 +40,11 @@ def test_a_forward_is_prepared_once_when_it_occurs_often(monkeypatch):
 def test_a_forward_that_cannot_be_prepared_runs_as_any_other(monkeypatch):
     problem = AttentionProblem.of(Operands(*qkv()), Options(5, 7, 1.0, backend="cpu"))
     asked = []
-    backend = backends.load("cpu")
-    monkeypatch.setattr(backend, "prepared_forward", lambda *call: asked.append(call))
-    forward = backends.PreparedForward(problem)
+    monkeypatch.setattr(cpu, "prepared_forward", lambda *call: asked.append(call))
+    forward = PreparedForward(problem, cpu)
     for _ in range(6):
         operands = Operands(*qkv())
-        wanted = backend.forward(problem, operands)
+        wanted = cpu.forward(problem, operands)
         assert all(map(torch.equal, forward.run(operands), wanted))
     assert len(asked) == 1
 
@@ -55,7 +55,7 @@ def test_a_prepared_call_saves_the_state_of_its_dropout():
     leaves = [x.requires_grad_() for x in qkv()]
     operands = Operands(*leaves, rng_state=torch.tensor([3, 5]))
     problem = AttentionProblem.of(operands, options)
-    forward = backends.PreparedForward(problem)
+    forward = PreparedForward(problem, cpu)
 
     def gradients(forward):
         out, _ = autograd.attend(problem, operands, forward, wants_lse=False)
@@ -84,12 +84,11 @@ class WritesDown:
 
 
 @pytest.fixture
-def prepared_backward(monkeypatch):
+def prepared_backward():
     """A backward of `WritesDown`, and a function that calls it."""
     backend = WritesDown()
     problem = AttentionProblem.of(Operands(*qkv()), Options(5, 7, 1.0, backend="cpu"))
-    monkeypatch.setattr(backends, "load", lambda name: backend)
-    backward = backends.PreparedBackward(problem)
+    backward = PreparedBackward(problem, backend)
 
     def call(dout, dlse=None):
         operands = Operands(*qkv())

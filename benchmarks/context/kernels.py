@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from flashtile import backends
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
@@ -47,7 +46,7 @@ class Calls(NamedTuple):
 
 
 recorded: ContextVar[Calls] = ContextVar("recorded")  # of this thread's rank
-load = backends.load
+load = dispatch.load
 
 
 class Recorder:
@@ -129,7 +128,7 @@ def calls_of_ranks(
         executor.backward(plan, wire, Operands(q, k, v), out, lse, dout, None, False)
         return recorded.get(), rows, out
 
-    with patch.object(backends, "load", Recorder):
+    with patch.object(dispatch, "load", Recorder):
         ranks = run_ranks(owned.ranks, one_rank)
     out = torch.empty_like(packed[0])
     for _, rows, part in ranks:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import autograd, backends
+from .. import autograd
 from ..ops.append import formula, op
+from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, Operands
-from . import prefill
+from . import dispatch, prefill
 from .absorbed import absorb_operands
 from .layouts import Cached
 from .prepare import Prepared
@@ -27,15 +28,14 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
         return _attend(call.forward, operands, layout)
     if problem.appending is not None:
         if not _is_observed((*operands, layout.k_new, layout.v_new)):
-            return _attend(backends.PreparedForward(problem), operands, layout)
+            backend = dispatch.load(problem.options.backend)
+            return _attend(PreparedForward(problem, backend), operands, layout)
         problem = problem._replace(appending=None)
     operands = absorb_operands(rotate_and_append(call), call.given.get("qv"))
     return prefill.attend(problem, operands)
 
 
-def _attend(
-    forward: backends.PreparedForward, operands: Operands, layout: Cached
-) -> tuple[Tensor, Tensor]:
+def _attend(forward: PreparedForward, operands: Operands, layout: Cached) -> tuple[Tensor, Tensor]:
     """(out, lse) by one function of the backend, which also appends the new tokens if any."""
     if layout.k_new is None:
         made = forward.run(operands)

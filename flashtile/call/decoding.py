@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import backends
 from ..problem import Appending, AttentionProblem, Operands
+from . import dispatch
 from .layouts import Cached
 
 # Largest number of new tokens of a sequence that the attention appends: the programs that attend
@@ -28,7 +28,7 @@ def appending_problem(
         or not operands.k.stride(-1) == operands.v.stride(-1) == 1
     ):
         return None
-    appender = backends.appender(problem.options.backend)
+    appender = dispatch.appender(problem.options.backend)
     appending = Appending(
         tokens=1 << (k.shape[1] - 1).bit_length(),
         pairs=0 if cos is None else cos.shape[1],

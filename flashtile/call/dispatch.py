@@ -25,6 +25,10 @@ ORDER: tuple[BackendName, ...] = (
 for _name in ORDER:
     backends.load(_name)
 
+# Modules of this layer and of those above get the backends from here.
+load = backends.load
+appender = backends.appender
+
 
 class _ThisThread(threading.local):
     """The backends that are forced only in this thread; the last entry of a list applies."""
@@ -117,7 +121,7 @@ def check_name(name: str) -> None:
 
 def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
     """The reasons why backend `name` cannot run `problem`, as sentences; empty when it can."""
-    return backends.load(name).unsupported_reasons(problem)
+    return load(name).unsupported_reasons(problem)
 
 
 def select(problem: AttentionProblem, name: str | None = None) -> str:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends
 from ..eager import compiled_functions_run_eagerly
 from ..problem import AttentionProblem, Options, dtype_name
 from ..score_mod import parsed, times_traced
@@ -96,7 +95,7 @@ def _explanation(call: Description) -> Explanation:
     verdicts = []
     for name in dispatch.ORDER:
         reasons = dispatch.unsupported_reasons(name, problem)
-        plan = "" if reasons else backends.load(name).describe_plan(problem)
+        plan = "" if reasons else dispatch.load(name).describe_plan(problem)
         verdicts.append(Verdict(name, reasons, plan))
     return Explanation(
         problem,
@@ -121,7 +120,7 @@ def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:
     """Each given hint, and whether the chosen backend honours it."""
     if chosen is None:
         return ()
-    honoured = backends.load(chosen).HINTS
+    honoured = dispatch.load(chosen).HINTS
     hints = [name for name, option in OPTIONS.items() if option.kind == "hint"]
     found = []
     for name in ("num_splits", *hints):

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import PreparedForward
 from ..gpu.rows import ALIGNMENT
 from ..lru import Memo, memoised
 from ..masks import Window
+from ..prepared_calls import PreparedForward
 from ..problem import AttentionProblem
 from . import dispatch
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
-from ..backends import PreparedForward
 from ..masks import BlockMask
+from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
 from ..spans import Spans
 from . import checks, decoding, dispatch, memo, prefill
@@ -121,7 +121,9 @@ def prepare(
         prepares = problem.device_type == "cuda" and pick is not None
         if isinstance(layout, Cached):
             prepares = prepares and decoding.is_one_call(problem, layout)
-        forward = PreparedForward(problem) if prepares else None
+        forward = None
+        if prepares:
+            forward = PreparedForward(problem, dispatch.load(problem.options.backend))
         memo.put(key, memo.Decision(problem, has_extras, pick, forward))
     if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
         operands = operands._replace(q=qkv[0], k=qkv[1])

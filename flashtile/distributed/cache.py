@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends
 from ..autocast import autocast_off, cast_input, is_autocasting
 from ..call import checks, dispatch
 from ..call.dispatch import BackendName
@@ -265,7 +264,7 @@ def _own_part(call: Decoding) -> tuple[Tensor, Tensor]:
     name = dispatch.select(problem, call.backend)
     problem = problem._replace(options=problem.options._replace(backend=name))
     with autocast_off(operands.q):
-        return backends.load(name).forward(problem, operands)
+        return dispatch.load(name).forward(problem, operands)
 
 
 def _seen(call: Decoding) -> KV:

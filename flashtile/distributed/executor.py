@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends
 from ..autocast import autocast_off
-from ..backends import Gradients
+from ..backend_interface import Gradients
 from ..call import dispatch
 from ..lru import Memo
 from ..ops.merge.formula import merge
@@ -104,7 +103,7 @@ def forward(
         given = _operands(plan, operands, step, keys, values)
         problem = _problem(plan, given, step, is_partial, is_partial or wants_grad)
         rows, statistics = step.of_queries(out), lse[step.query_heads]
-        backend = backends.load(problem.options.backend)
+        backend = dispatch.load(problem.options.backend)
         with autocast_off(q):
             if step.is_first:
                 backend.forward(problem, given, (rows, statistics))
@@ -163,7 +162,7 @@ def backward(
             )
             results = (step.of_queries(out), lse[heads], step.of_queries(dout))
             with autocast_off(q):
-                part = backends.load(problem.options.backend).backward(
+                part = dispatch.load(problem.options.backend).backward(
                     problem,
                     given,
                     *results,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import Gradients
+from ..backend_interface import Gradients
 from ..positions import Span
 from ..problem import Operands
 from .buffer_masks import of_heads

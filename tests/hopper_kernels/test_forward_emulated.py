@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends import Results
+from flashtile.backend_interface import Results
 from flashtile.backends.hopper.forward import plan as forward_plan
 from flashtile.backends.hopper.forward.launch import (
     forward_launch,

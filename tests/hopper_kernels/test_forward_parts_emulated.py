@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends import Results
+from flashtile.backend_interface import Results
 from flashtile.testing import assert_close
 
 from .pieces import OPTIONS, PIECES, PartCall, part_call

@@ -14,7 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends import Gradients, hopper
+from flashtile.backend_interface import Gradients
+from flashtile.backends import hopper
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.backends.hopper.shared.block_lists import BlockLists, lists_by_queries
 from flashtile.backends.triton import launch as triton_path

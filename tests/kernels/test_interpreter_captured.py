@@ -17,7 +17,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends import Gradients, cpu
+from flashtile.backend_interface import Gradients
+from flashtile.backends import cpu
 from flashtile.backends import triton as backend
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe

@@ -57,8 +57,8 @@ SEEDS = range(40) if FULL else (0, 8, 12, 23, 27)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch):
     here = SimpleNamespace(forward=forward, backward=backward)
-    monkeypatch.setattr(executor, "dispatch", SimpleNamespace(select=select, forced=lambda: None))
-    monkeypatch.setattr(executor, "backends", SimpleNamespace(load=lambda name: here))
+    dispatch = SimpleNamespace(select=select, forced=lambda: None, load=lambda name: here)
+    monkeypatch.setattr(executor, "dispatch", dispatch)
     dtype = torch.float16
     case = Case(seed).rounded(dtype)
     ways = {"ulysses": case.ulysses, "stages": case.stages}
@@ -72,8 +72,8 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
 def test_ranks_decode_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Masks are spans of each rank's rows."""
     here = SimpleNamespace(forward=forward)
-    monkeypatch.setattr(cache, "dispatch", SimpleNamespace(select=select))
-    monkeypatch.setattr(cache, "backends", SimpleNamespace(load=lambda name: here))
+    dispatch = SimpleNamespace(select=select, load=lambda name: here)
+    monkeypatch.setattr(cache, "dispatch", dispatch)
     case = CacheCase(seed, ranks=2, dtype=torch.float32)
     case.options.pop("alibi_slopes", None)  # only on CPUs
     compare(case, run_ranks(2, lambda wire: case.on_rank(ContextParallel.over(wire))))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...backend_interface import Run, RunBackward, Tensors
 from ...problem import AttentionProblem
-from .. import Run, RunBackward, Tensors
 from .launch import backward, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...backend_interface import Gradients, Results
 from ...problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -16,7 +17,6 @@ from ...problem import (
     lse_shape,
     output_dtype,
 )
-from .. import Gradients, Results
 from . import float8, native, tiles
 from .distances import DistanceGradients
 from .indices import Indices

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...backend_interface import Gradients, Results, Run, RunBackward, Tensors
 from ...problem import AttentionProblem, Operands
-from .. import Gradients, Results, Run, RunBackward, Tensors
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...backend_interface import Gradients, Results, Run, RunBackward, Tensors
 from ...gpu.hardware import multiprocessors
 from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands
-from .. import Gradients, Results, Run, RunBackward, Tensors
 from . import float8, plan, support
 from .splits import one_program_has_all_queries, splits_of
 

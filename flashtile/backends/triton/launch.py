@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...backend_interface import Gradients, Results, Run, RunBackward
 from ...gpu.hardware import multiprocessors
 from ...gpu.launch import Launch, run
 from ...gpu.memory import NewTensor, Scratch, filled, uninitialised
@@ -24,7 +25,6 @@ from ...problem import (
     captured_needs_grad,
     lse_shape,
 )
-from .. import Gradients, Results, Run, RunBackward
 from .distance_gradient import gradients_of
 from .kernel_launches import (
     OPERANDS,

@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....backend_interface import Gradients, RunBackward, Tensors
 from ....gpu.launch import Launch
 from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
-from ... import Gradients, RunBackward, Tensors
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.block_lists import BlockLists, lists_by_keys
 from ..shared.launch import descriptor, readable, sequences_of

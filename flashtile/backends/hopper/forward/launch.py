@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....backend_interface import Results, Run, Tensors
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import NewTensor, uninitialised
@@ -17,7 +18,6 @@ from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
-from ... import Results, Run, Tensors
 from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
 from ..shared.packing_order import PARTS, most_tiles
