@@ -1,4 +1,4 @@
-"""The lists of a block mask that the Hopper kernels walk, against the mask element by element."""
+"""The lists of a block mask in the Hopper kernels, against the mask element by element."""
 
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ def test_lists_of_tiles_of_keys_show_the_mask(D: int, shape: tuple[int, int], de
             wanted = elements[min(b, shape[0] - 1), min(h, shape[1] - 1)]
             blocks = blocks_of_keys(lists, config, mask, n, wanted)
             steps -= len(blocks)
-            for m, turn in blocks:
-                assert turn == added[b, h, m]
+            for m, predecessors in blocks:
+                assert predecessors == added[b, h, m]
                 added[b, h, m] += 1
         assert steps == 0
 
@@ -236,7 +236,9 @@ def test_programs_of_tiles_of_keys_start_by_length():
 def blocks_of_keys(
     lists: BlockLists, config: BackwardConfig, mask: int, n: int, wanted: Tensor
 ) -> list[tuple[int, int]]:
-    """(block, turn) of each entry of a list of a tile of keys, which shows its part of `wanted`."""
+    """(block, predecessors) of each entry of a list of a tile of keys, which shows its part of
+    `wanted`.
+    """
     full, total = lists.counts.flatten(0, 1)[mask][n].tolist()
     entries = lists.entries.flatten(0, 1)[mask][n][:total].tolist()
     seen = torch.zeros(-(-wanted.shape[0] // config.BLOCK_M) * config.BLOCK_M, config.BLOCK_N)
@@ -257,7 +259,7 @@ def blocks_of_keys(
         masked = blocks[full:]
         assert blocks[:full] == sorted(blocks[:full], reverse=True)
         assert masked == sorted(masked, reverse=True)
-    return [(m, turn) for m, _, turn in entries]
+    return [(m, predecessors) for m, _, predecessors in entries]
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

@@ -371,7 +371,7 @@ def test_packed_parts(parts: int, used: bool, head_dim: int):
     packed(4, used, head_dim, parts, causal=parts == 2, deterministic=not used)
 
 
-# Block masks: a tile of keys walks a list of the blocks of queries that see it.
+# Block masks: a tile of keys loops over a list of the blocks of queries that see it.
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,13 @@ def listed(keys: list[int], queries: list[int], together: int, used: Any = (None
 def wanted(keys: list[int], queries: list[int], together: int) -> list[list[int]]:
     """The same by sorting."""
 
-    def place(entry: list[int]) -> tuple[int, ...]:
+    def sort_key(entry: list[int]) -> tuple[int, ...]:
         b, n = entry
         group = b // together
         longest = max(queries[group * together : (group + 1) * together])
         return -longest, group, n * BLOCK - keys[b], b
 
-    return sorted(([b, n] for b, N in enumerate(keys) for n in range(-(-N // BLOCK))), key=place)
+    return sorted(([b, n] for b, N in enumerate(keys) for n in range(-(-N // BLOCK))), key=sort_key)
 
 
 def check(found: list[list[int]], expected: list[list[int]]) -> None:

@@ -30,7 +30,7 @@ from .schedule import (
     listed_blocks,
     own_heads,
     own_steps,
-    turn_at,
+    predecessors_at,
     visited_block,
 )
 
@@ -271,19 +271,19 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, mask, cfg: gl.con
             block = block_at(position, listed.entries, cfg)
             index = h * sizes.blocks + work.first_block + block
             if i % cfg.WRITERS == ME:
-                turn = turn_at(position, listed.entries, work, cfg)
+                predecessors = predecessors_at(position, listed.entries, work, cfg)
                 if cfg.IS_SPLIT:
-                    add_split_step(ME, outputs, staging, i, index, block, turn, work, cfg)
+                    add_split_step(ME, outputs, staging, i, index, block, predecessors, work, cfg)
                 else:
-                    add_pair(outputs, staging, i, index, block, turn, work, cfg)
+                    add_pair(outputs, staging, i, index, block, predecessors, work, cfg)
             i += 1
 
 
 @gluon.jit
-def add_pair(outputs, staging, i, index, block, turn, work, cfg: gl.constexpr):
+def add_pair(outputs, staging, i, index, block, predecessors, work, cfg: gl.constexpr):
     """Add pair `i` to block `index` of the workspace, which is block `block` of its sequence."""
     if cfg.IS_ORDERED:
-        acquire_semaphore(outputs.semaphores + index, turn, block, work, cfg)
+        acquire_semaphore(outputs.semaphores + index, predecessors, block, work, cfg)
     staging.acquire(i)
     start_addition(outputs.workspace, staging, i % staging.SLOTS, index, cfg)
     tma.store_wait(0)
@@ -295,13 +295,13 @@ def add_pair(outputs, staging, i, index, block, turn, work, cfg: gl.constexpr):
 
 @gluon.jit
 def add_split_step(
-    ME: gl.constexpr, outputs, staging, i, index, block, turn, work, cfg: gl.constexpr
+    ME: gl.constexpr, outputs, staging, i, index, block, predecessors, work, cfg: gl.constexpr
 ):  # fmt: skip
     """Add what both consumers pass on in step `i`, one of this writer's."""
     PUTS: gl.constexpr = value_puts(cfg)
     LAST: gl.constexpr = first_of_last(cfg)
     COLUMNS: gl.constexpr = last_columns(cfg)
-    acquire_semaphore(outputs.semaphores + index, turn, block, work, cfg)
+    acquire_semaphore(outputs.semaphores + index, predecessors, block, work, cfg)
     add_put(ME, staging.of_keys, i, 0, 1, 0, KEY_COLUMNS, index, outputs, cfg)
     if PUTS == 2:
         add_put(ME, staging.of_values, i, 0, PUTS, KEY_COLUMNS, 64, index, outputs, cfg)
@@ -350,20 +350,20 @@ def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
 # block later than the previous tile or, if both start at the same row, at the same time. It then
 # waits once, for the duration of one addition, and never again.
 #
-# Under a block mask the tiles that see a block take turns in the order in which they start, and the
-# number is how many have added.
+# Under a block mask the tiles that see a block add in the order in which they start, and the number
+# is how many have added.
 
 
 @gluon.jit
-def acquire_semaphore(semaphore, turn, m, work, cfg: gl.constexpr):
+def acquire_semaphore(semaphore, predecessors, m, work, cfg: gl.constexpr):
     """Wait until the tile before this one has added to block m, if there is one: tile n - 1 if it
-    sees the block, or with a block mask the tile of the turn before.
+    sees the block, or with a block mask the last of its predecessors.
 
     This cannot deadlock: tiles are numbered in the order in which programs start, so a program
     waits only for programs that already run, and the first program waits for none.
     """
     if cfg.HAS_BLOCK_MASK:
-        waits = turn > 0
+        waits = predecessors > 0
     else:
         waits = m < work.before
     if waits:
@@ -373,7 +373,7 @@ def acquire_semaphore(semaphore, turn, m, work, cfg: gl.constexpr):
             "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1];"
             " setp.ne.s32 p, t, $2; @p bra AGAIN; fence.proxy.async.global; mov.b32 $0, 0; }",
             "=r,l,r",
-            [semaphore.to(gl.int64, bitcast=True), turn],
+            [semaphore.to(gl.int64, bitcast=True), predecessors],
             dtype=gl.int32,
             is_pure=False,
             pack=1,

@@ -26,7 +26,7 @@ from ..shared.schedule import floor_to, sequence, swizzled_order
 @gluon.constexpr_function
 def entry_size(cfg):
     """The numbers of an entry of a list: the block of queries and, of a block mask, its tile of
-    bits and the turn.
+    bits and how many tiles add to dQ before this one.
     """
     return 3 if cfg.HAS_BLOCK_MASK else 1
 
@@ -41,10 +41,10 @@ class KeyOrder(NamedTuple):
 class OrderReciprocals(NamedTuple):
     """Reciprocals of what `swizzled_order` divides by; all fields are `unspecialized`."""
 
-    missing: Any  # heads that the first section lacks
-    by_section: Any  # of the number of tiles of a section
+    missing: Any  # heads that the first group of the swizzle lacks
+    by_group: Any  # of the number of tiles of a group of `swizzle` heads
     by_swizzle: Any
-    by_first: Any  # of the number of heads of the first section
+    by_first: Any  # of the number of heads of the first group
     by_heads: Any  # of `program_heads`
 
 
@@ -74,9 +74,9 @@ def dense_order(number, heads, sizes, BLOCK_N: gl.constexpr):
     zero = opaque_zero(number)
     by = sizes.reciprocals
     tiles = gl.cdiv(sizes.N + zero, BLOCK_N)
-    missing, by_section = restored(by.missing + zero), restored(by.by_section + zero)
-    section, _ = divide(number + missing * tiles, tiles * sizes.swizzle, by_section)
-    start = section * sizes.swizzle - missing
+    missing, by_group = restored(by.missing + zero), restored(by.by_group + zero)
+    group, _ = divide(number + missing * tiles, tiles * sizes.swizzle, by_group)
+    start = group * sizes.swizzle - missing
     is_first = start < 0
     width = sizes.swizzle - gl.where(is_first, missing, 0)
     by_width = restored(gl.where(is_first, by.by_first, by.by_swizzle) + zero)
@@ -273,12 +273,12 @@ def block_at(position, entries, cfg: gl.constexpr):
 
 
 @gluon.jit
-def turn_at(position, entries, work, cfg: gl.constexpr):
+def predecessors_at(position, entries, work, cfg: gl.constexpr):
     """The number of tiles of keys that come before this one where it adds to dQ."""
-    turn = work.n
+    predecessors = work.n
     if cfg.HAS_BLOCK_MASK:
-        turn = gl.load(entries + (entry_size(cfg) * position + 2))
-    return turn
+        predecessors = gl.load(entries + (entry_size(cfg) * position + 2))
+    return predecessors
 
 
 @gluon.jit

@@ -313,10 +313,10 @@ class Math16:
         s = issue_scores(q, q_tail, i, channels, cfg)
         if cfg.IS_RAGGED:
             channels.v.acquire(i)
-            rest = work.N - work.first_key - n0
-            clear_past_end(ME, channels.v.tile(i), rest, cfg.BLOCK_DV, cfg)
+            remaining = work.N - work.first_key - n0
+            clear_past_end(ME, channels.v.tile(i), remaining, cfg.BLOCK_DV, cfg)
             if cfg.TAIL_DV > 0:
-                clear_past_end(ME, channels.v.tail(i), rest, cfg.TAIL_DV, cfg)
+                clear_past_end(ME, channels.v.tail(i), remaining, cfg.TAIL_DV, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
         IS_MASKED: gl.constexpr = cfg.HAS_RIGHT or cfg.HAS_LISTS or has_starts(cfg)

@@ -272,7 +272,7 @@ def _part_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def _block_mask_reasons(problem: AttentionProblem) -> list[str]:
-    """Why the kernel cannot walk the lists of a block mask."""
+    """Why the kernel cannot loop over the lists of a block mask."""
     if problem.block_tile is None:
         return []
     reasons = []

@@ -1,9 +1,9 @@
 """The blocks that each tile visits under a block mask: for a tile of queries the blocks of keys, in
 the backward for a tile of keys the blocks of queries.
 
-Lists are kept until the mask changes. Producers walk them, and consumers read them only where they
-mask: a full block, of which every row sees every key, needs no lookup. A list is visited from its
-end.
+Lists are kept until the mask changes. Producers loop over them, and consumers read them only where
+they mask: a full block, of which every row sees every key, needs no lookup. A list is visited from
+its end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockLists(NamedTuple):
     order: Tensor
     counts: Tensor  # int32 (batch, heads, tiles, 2): full blocks, and blocks in all
     # int32 (batch, heads, tiles, blocks, 2): first key and tile of bits; for tiles of keys
-    # (batch, heads, tiles, blocks, 3): block, tile of bits and turn
+    # (batch, heads, tiles, blocks, 3): block, tile of bits and number of predecessors
     entries: Tensor
     # int32 (tiles of bits, BLOCK_M, BLOCK_N / 32): visible keys, a bit for each; for tiles of keys
     # (tiles of bits, BLOCK_N, BLOCK_M / 32): visible queries
@@ -95,8 +95,8 @@ def lists_by_keys(
     All query heads of a group pass over a tile, each with its own list if the mask differs among
     heads. `swizzle` is the number of key heads whose tiles run at the same time.
 
-    If additions to dQ are ordered, tiles take turns in the order in which their programs start: the
-    turn of a tile at a block is the number of tiles before it that see the block.
+    If additions to dQ are ordered, tiles add to a block in the order in which their programs start:
+    the predecessors of a tile at a block are the tiles before it that see the block.
     """
     B, Hk, group = problem.B, problem.Hk, problem.group
 
@@ -110,8 +110,8 @@ def lists_by_keys(
             steps = total.unflatten(1, (-1, group)).sum(2)
         order = steps.argsort(stable=True, dim=-1, descending=True)
         of_heads = order.repeat_interleave(heads // order.shape[1], 1)[..., None]
-        turns = visited.take_along_dim(of_heads, -2).cumsum(-2) - 1
-        turns = turns.take_along_dim(of_heads.argsort(-2), -2)
+        predecessors = visited.take_along_dim(of_heads, -2).cumsum(-2) - 1
+        predecessors = predecessors.take_along_dim(of_heads.argsort(-2), -2)
         m = torch.arange(blocks, device=visited.device)
         if is_ordered:
             # All tiles visit the blocks from the last one to the first. In unlike orders they would
@@ -122,7 +122,7 @@ def lists_by_keys(
             # The visit begins with the blocks to mask. Both kinds are visited upwards, which suits
             # a causal mask: see `is_ascending` in `backward/plan.py`.
             rank = torch.where(full, 0, torch.where(visited, blocks, 2 * blocks)) - m
-        entries = torch.stack((m.expand_as(bits), bits, turns), -1)
+        entries = torch.stack((m.expand_as(bits), bits, predecessors), -1)
         entries = entries.take_along_dim(rank.argsort(-1)[..., None], -2)
         order = order_of_programs(order, steps.take_along_dim(order, -1), B, Hk, swizzle)
         counts = torch.stack((full.sum(-1), total), -1)
@@ -149,9 +149,9 @@ def order_of_programs(
     head = torch.arange(all_heads, device=tiles.device).expand(count, all_heads)
     run = (head + -all_heads % swizzle) // swizzle
     is_long = steps > 2 * steps.float().mean()
-    place = torch.where(is_long, -steps, run * count + rank).flatten()
+    sort_key = torch.where(is_long, -steps, run * count + rank).flatten()
     found = torch.stack((head // heads, head % heads, tiles, steps), -1).flatten(0, 1)
-    return found[place.argsort(stable=True)]
+    return found[sort_key.argsort(stable=True)]
 
 
 def as_lists(order: Tensor, counts: Tensor, entries: Tensor, bits: Tensor) -> BlockLists:

@@ -93,25 +93,25 @@ def list_tiles(b, list_ptr, length, together, B, tiled, other, BLOCK: tl.constex
     _, rows = rows_of(b, tiled)
     for start in range(0, tl.cdiv(rows, BLOCK), CHUNK):
         n = start + tl.arange(0, CHUNK)
-        rest = rows - n * BLOCK  # tiles with more rows from here on come first
-        place = before + 0 * n
+        remaining = rows - n * BLOCK  # tiles with more rows from here on come first
+        index = before + 0 * n
         for k in range(together):
             member = own * together + k
             _, count = rows_of(tl.minimum(member, B - 1), tiled)
-            more = count - rest + tl.where(member < b, 1, 0)
-            place += tl.where(member < B, tl.cdiv(tl.maximum(more, 0), BLOCK), 0)
-        store_entries(list_ptr, place, b, n, (rest > 0) & (place < length))
+            more = count - remaining + tl.where(member < b, 1, 0)
+            index += tl.where(member < B, tl.cdiv(tl.maximum(more, 0), BLOCK), 0)
+        store_entries(list_ptr, index, b, n, (remaining > 0) & (index < length))
     if b == 0:
         for start in range(total, length, CHUNK):
-            place = start + tl.arange(0, CHUNK)
-            store_entries(list_ptr, place, b, -1, place < length)
+            index = start + tl.arange(0, CHUNK)
+            store_entries(list_ptr, index, b, -1, index < length)
 
 
 @triton.jit
-def store_entries(list_ptr, place, b, n, mask):
-    """Write (b, n) at each place."""
-    tl.store(list_ptr + 2 * place, b + 0 * place, mask=mask)
-    tl.store(list_ptr + 2 * place + 1, n + 0 * place, mask=mask)
+def store_entries(list_ptr, index, b, n, mask):
+    """Write (b, n) at each index of the list."""
+    tl.store(list_ptr + 2 * index, b + 0 * index, mask=mask)
+    tl.store(list_ptr + 2 * index + 1, n + 0 * index, mask=mask)
 
 
 @triton.jit

@@ -3,7 +3,7 @@ of queries visits, before the forward. With one interval for each row, the forwa
 does without up to head dim 64 (`schedule.py`).
 
 The mask is data of the call, so the lists are made on the device, for every call. They have the
-form of those of a block mask (`block_lists.py`), and the same loops walk them. A block is full if
+form of those of a block mask (`block_lists.py`), and the same loops read them. A block is full if
 one interval of every row contains it, and partial if it may contain a visible key: it is then
 masked by each row's intervals, which this kernel stores with the mask rules applied, one tile after
 the other.
