@@ -137,7 +137,7 @@ class Lengths(NamedTuple):
     at: Any  # Sequences
 
 
-class Places(NamedTuple):
+class RowPositions(NamedTuple):
     """Where the rows of a sequence stand: see `positions.py`."""
 
     shift: Any  # keys minus queries

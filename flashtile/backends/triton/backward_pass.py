@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Corners, Lengths, Mask, Places, RowStats, Score, unspecialised
+from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .exponentials import exponent_factor, exponentials, pivot_of_lse
 from .score_rule import product_gradient
 from .spans import (
@@ -129,7 +129,7 @@ def recompute_p(
     keys,
     visible,
     corners,
-    places,
+    positions,
     b,
     h,
     score,
@@ -140,7 +140,7 @@ def recompute_p(
 ):
     """P = exp(S - lse) of a tile or of a transposed tile, whose rows have `stats`."""
     inside = (rows < M) & (keys < N)
-    s = scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, inside, corners, positions, b, h, score, cfg)
     p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
     if IS_MASKED:
         p = tl.where(visible, p, 0.0)
@@ -158,7 +158,7 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 @triton.jit
 def add_queries(
     dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys, start_q,
-    M, N, places, b, h, mask,
+    M, N, positions, b, h, mask,
     score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -177,17 +177,17 @@ def add_queries(
     stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
     visible = keys < N
     if IS_MASKED:
-        start, stop = visible_keys(rows, N, places, mask, cfg)
+        start, stop = visible_keys(rows, N, positions, mask, cfg)
         intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, places, cfg))
+        keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, positions, cfg))
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
     p = recompute_p(
-        qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, IS_MASKED, cfg,
+        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, N, IS_MASKED, cfg,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_DV)
     do_tile = load_tile(
@@ -201,7 +201,7 @@ def add_queries(
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
         ds = product_gradient(
-            ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg
+            ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
         )
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
@@ -258,9 +258,9 @@ def key_gradient_kernel(
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Rows that see the first key of the tile, and the last.
     last_key = tl.minimum(n0 + BLOCK_N, N) - 1
-    places = Places(N - M, at, b)
-    first_start, first_stop = seeing_rows(n0, M, places, mask, cfg)
-    last_start, last_stop = seeing_rows(last_key, M, places, mask, cfg)
+    positions = RowPositions(N - M, at, b)
+    first_start, first_stop = seeing_rows(n0, M, positions, mask, cfg)
+    last_start, last_stop = seeing_rows(last_key, M, positions, mask, cfg)
     begin, full_begin, full_end, end = tile_phases(
         first_start, first_stop, last_start, last_stop, BLOCK_M
     )
@@ -288,7 +288,7 @@ def key_gradient_kernel(
                 m0 = (full_begin + i) * BLOCK_M
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys,
-                start_q, M, N, places, b, h, mask, score, blocks,
+                start_q, M, N, positions, b, h, mask, score, blocks,
                 drop_threshold, drop_key, False, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
         for i in range(0, masked_count):
@@ -298,7 +298,7 @@ def key_gradient_kernel(
                 m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys,
-                start_q, M, N, places, b, h, mask, score, blocks,
+                start_q, M, N, positions, b, h, mask, score, blocks,
                 drop_threshold, drop_key, True, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
 
@@ -318,7 +318,7 @@ def key_gradient_kernel(
 @triton.jit
 def add_keys(
     dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start, stop,
-    intervals, M, N, places, b, h, score, blocks,
+    intervals, M, N, positions, b, h, score, blocks,
     drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dQ: the keys [n0, n0 + BLOCK_N)."""
@@ -341,13 +341,15 @@ def add_keys(
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
+        keep = kept(drop_key, drop_threshold, b, h, rows, n0, positions, cfg)
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
     p = recompute_p(
-        qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, IS_MASKED, cfg,
+        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, N, IS_MASKED, cfg,
     )  # fmt: skip
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
-    ds = product_gradient(ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED, cfg)
+    ds = product_gradient(
+        ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
+    )
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
 
@@ -385,7 +387,7 @@ def query_gradient_kernel(
     kv_head = h // cfg.GROUP
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
-    places = Places(N - M, at, b)
+    positions = RowPositions(N - M, at, b)
     m0 = tile * BLOCK_M
     if m0 >= M:
         return
@@ -412,7 +414,7 @@ def query_gradient_kernel(
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
-    start, stop = visible_keys(rows, N, places, mask, cfg)
+    start, stop = visible_keys(rows, N, positions, mask, cfg)
     intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -423,8 +425,8 @@ def query_gradient_kernel(
         masked_count = tl.load(counts + 1)
     else:
         last = tl.minimum(m0 + BLOCK_M, M) - 1
-        first_start, first_stop = visible_keys(m0, N, places, mask, cfg)
-        last_start, last_stop = visible_keys(last, N, places, mask, cfg)
+        first_start, first_stop = visible_keys(m0, N, positions, mask, cfg)
+        last_start, last_stop = visible_keys(last, N, positions, mask, cfg)
         ranges = key_ranges(
             first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
         )
@@ -438,7 +440,7 @@ def query_gradient_kernel(
             n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
             dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start,
-            stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key, False,
+            stop, intervals, M, N, positions, b, h, score, blocks, drop_threshold, drop_key, False,
             cfg,
         )  # fmt: skip
     for i in range(0, masked_count):
@@ -448,7 +450,7 @@ def query_gradient_kernel(
             n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
             dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start,
-            stop, intervals, M, N, places, b, h, score, blocks, drop_threshold, drop_key, True,
+            stop, intervals, M, N, positions, b, h, score, blocks, drop_threshold, drop_key, True,
             cfg,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
+from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
 from .backward_pass import drop, load_stats, recompute_p, stats_at
 from .spans import in_spans, load_intervals
 from .tiles import (
@@ -42,8 +42,8 @@ def probability_tile(
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
-    places = Places(N - M, lengths.at, b)
-    start, stop = visible_keys(rows, N, places, mask, cfg)
+    positions = RowPositions(N - M, lengths.at, b)
+    start, stop = visible_keys(rows, N, positions, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
     intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
     visible = in_spans(keys, visible, intervals, cfg)
@@ -55,7 +55,9 @@ def probability_tile(
     stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
-    p = recompute_p(qk, stats, rows, keys, visible, corners, places, b, h, score, M, N, True, cfg)
+    p = recompute_p(
+        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, N, True, cfg
+    )
     return p, qk, visible, stats
 
 
@@ -95,8 +97,8 @@ def score_gradient_tile(
     keep = visible
     if cfg.HAS_DROPOUT:
         rows = m0 + tl.arange(0, BLOCK_M)[:, None]
-        places = Places(N - M, lengths.at, b)
-        keep = kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg)
+        positions = RowPositions(N - M, lengths.at, b)
+        keep = kept(drop_key, drop_threshold, b, h, rows, n0, positions, cfg)
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
     return ds, qk, visible
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import NUMBERS, Blocks, Lengths, Mask, Places
+from .arguments import NUMBERS, Blocks, Lengths, Mask, RowPositions
 from .spans import span_kind
 from .tiles import block_mask_start, key_span, query_span, visible_keys
 
@@ -61,7 +61,7 @@ def list_tiles_kernel(
     b = tl.program_id(0) // list_heads
     start_q, M = query_span(lengths, b)
     _, N = key_span(lengths, b)
-    places = Places(N - M, at, b)
+    positions = RowPositions(N - M, at, b)
     kind_offs = block_mask_start(blocks, b, h)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + own_tile
     full_count = own_tile * 0
@@ -78,8 +78,8 @@ def list_tiles_kernel(
         m1 = tl.minimum(m0 + BLOCK_M, M)
         n1 = tl.minimum(n0 + BLOCK_N, N)
         exists = (m0 < M) & (n0 < N)
-        first_start, first_stop = visible_keys(m0, N, places, mask, cfg)
-        last_start, last_stop = visible_keys(m1 - 1, N, places, mask, cfg)
+        first_start, first_stop = visible_keys(m0, N, positions, mask, cfg)
+        last_start, last_stop = visible_keys(m1 - 1, N, positions, mask, cfg)
         if cfg.MASK_TILE_M > 0:
             any_seen, all_seen = block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg)
         else:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
+from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
 from .bias_gradient import score_gradient_tile
 from .distance_gradient import band_offset, diagonal_sums, rows_of_band
 from .positions import indices_of_scores
@@ -47,9 +47,9 @@ def captured_gradient_kernel(
     b = tl.program_id(0) // heads
     _, own_M = query_span(lengths, b)
     _, own_N = key_span(lengths, b)
-    places = Places(own_N - own_M, at, b)
+    positions = RowPositions(own_N - own_M, at, b)
     offset = band_offset(lengths, SIDE)
-    start, stop = rows_of_band(offset, own_M, own_N, places, mask, cfg)
+    start, stop = rows_of_band(offset, own_M, own_N, positions, mask, cfg)
     kept = ()
     # Triton unrolls this loop, joins tuples with `+` only, and lets a name change its type.
     for n in tl.static_range(KEPT):  # noqa: B007
@@ -63,7 +63,7 @@ def captured_gradient_kernel(
         rows = m0 + tl.arange(0, SIDE)[:, None]
         keys = n0 + tl.arange(0, SIDE)[None, :]
         s = capped_score(qk, score, cfg)
-        sequence, head, i, j = indices_of_scores(b, h, rows, keys, places, cfg)
+        sequence, head, i, j = indices_of_scores(b, h, rows, keys, positions, cfg)
         kept = cfg.CAPTURED_GRADIENT(
             s, sequence, head, i, j, ds, visible, values, integers, dcaptured_ptr, kept
         )
@@ -76,6 +76,8 @@ def captured_gradient_kernel(
             sums = diagonal_sums(kept[n])
             above = above + (sums[0],)  # type: ignore[assignment]  # noqa: RUF005
             wrapped = wrapped + (sums[1],)  # type: ignore[assignment]  # noqa: RUF005
-        sequence, head, i, j = indices_of_scores(b, h, start, start + offset + columns, places, cfg)
+        sequence, head, i, j = indices_of_scores(
+            b, h, start, start + offset + columns, positions, cfg
+        )
         cfg.CAPTURED_SUMS(sequence, head, i, j, values, integers, dcaptured_ptr, above)
         cfg.CAPTURED_SUMS(sequence, head, i, j - SIDE, values, integers, dcaptured_ptr, wrapped)

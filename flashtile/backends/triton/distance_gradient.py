@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...gpu.rows import HeadRows
 from ...problem import Operands, Options
-from .arguments import Blocks, Lengths, Mask, Places, Score, unspecialised
+from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
 from .bias_gradient import score_gradient_tile
 from .tiles import dropout_key, key_span, query_span
 
@@ -30,7 +30,7 @@ def band_offset(lengths, SIDE: tl.constexpr):
 
 
 @triton.jit
-def rows_of_band(offset, M, N, places, mask, cfg: tl.constexpr):
+def rows_of_band(offset, M, N, positions, mask, cfg: tl.constexpr):
     """Rows [start, stop) of a band for M queries and N keys; none if no score is visible.
 
     A band has the scores whose key minus row is within (offset - SIDE, offset + SIDE).
@@ -40,12 +40,12 @@ def rows_of_band(offset, M, N, places, mask, cfg: tl.constexpr):
     stop = tl.minimum(M, N - offset)
     if cfg.RUNS == 0:
         if cfg.HAS_LEFT:
-            stop = tl.where(offset + SIDE <= places.shift - mask.left, start, stop)
+            stop = tl.where(offset + SIDE <= positions.shift - mask.left, start, stop)
         if cfg.HAS_RIGHT:
-            stop = tl.where(offset - SIDE >= places.shift + mask.right, start, stop)
+            stop = tl.where(offset - SIDE >= positions.shift + mask.right, start, stop)
         if cfg.HAS_CHUNK:
-            is_near = (offset + SIDE > places.shift - mask.chunk) & (
-                offset - SIDE < places.shift + mask.chunk
+            is_near = (offset + SIDE > positions.shift - mask.chunk) & (
+                offset - SIDE < positions.shift + mask.chunk
             )
             stop = tl.where(is_near, stop, start)
     return start, stop
@@ -90,9 +90,9 @@ def distance_gradient_kernel(
     b = tl.program_id(0) // heads
     _, own_M = query_span(lengths, b)
     _, own_N = key_span(lengths, b)
-    places = Places(own_N - own_M, at, b)
+    positions = RowPositions(own_N - own_M, at, b)
     offset = band_offset(lengths, SIDE)
-    start, stop = rows_of_band(offset, own_M, own_N, places, mask, cfg)
+    start, stop = rows_of_band(offset, own_M, own_N, positions, mask, cfg)
     acc = tl.zeros([SIDE, SIDE], tl.float32)
     for m0 in range(start, stop, SIDE):
         found = score_gradient_tile(

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
+from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
 from .exponentials import as_pivot, exponent_factor, exponentials, log_sum_exp, rescaling
 from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
@@ -53,7 +53,7 @@ from .tiles import (
 @triton.jit
 def attend_keys(
     acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-    start, stop, intervals, b, h, h_mask, places, qk_scale, scale_block,
+    start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block,
     lengths, score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the KV loop: update the running maximum, sum and output with the keys
@@ -86,7 +86,7 @@ def attend_keys(
             qk *= k_scale
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
     inside = (rows < lengths.M) & (keys < N)
-    s = scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, inside, corners, positions, b, h, score, cfg)
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
@@ -101,7 +101,7 @@ def attend_keys(
     rescale = rescaling(row_max, pivot, cfg)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
-        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg), p, 0.0)
+        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, positions, cfg), p, 0.0)
     # (BLOCK_N, BLOCK_DV / PAIR)
     v_tile = load_keys(
         v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
@@ -219,7 +219,7 @@ def forward_kernel(
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b, added if cfg.APPENDING is not None else 0)
     written = M if at.cu_seqlens_q is not None else lengths.M
-    places = Places(N - M, at, b)
+    positions = RowPositions(N - M, at, b)
 
     # (BLOCK_M, 1)
     flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -265,7 +265,7 @@ def forward_kernel(
         v_source = tile_source(v, v_base, N, cfg, cfg.DV // PAIR, BLOCK_N, BLOCK_DV // PAIR)
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
-    start, stop = visible_keys(rows, N, places, mask, cfg)
+    start, stop = visible_keys(rows, N, positions, mask, cfg)
     intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
 
     if cfg.MASK_TILE_M > 0:
@@ -274,8 +274,8 @@ def forward_kernel(
         full_count = tl.load(counts)
         masked_count = tl.load(counts + 1)
     else:
-        first_start, first_stop = visible_keys(first, N, places, mask, cfg)
-        last_start, last_stop = visible_keys(last, N, places, mask, cfg)
+        first_start, first_stop = visible_keys(first, N, positions, mask, cfg)
+        last_start, last_stop = visible_keys(last, N, positions, mask, cfg)
         last_stop = tl.where(first < M, last_stop, 0)
         ranges = key_ranges(
             first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
@@ -309,7 +309,7 @@ def forward_kernel(
             n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, intervals, b, h, h_mask, places, qk_scale, scale_block, lengths,
+            rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
             score, blocks, drop_threshold, drop_key, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
@@ -319,7 +319,7 @@ def forward_kernel(
             n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, intervals, b, h, h_mask, places, qk_scale, scale_block, lengths,
+            rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
             score, blocks, drop_threshold, drop_key, True, cfg,
         )  # fmt: skip
 

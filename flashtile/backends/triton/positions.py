@@ -15,77 +15,77 @@ from .arguments import Corners
 
 
 @triton.jit
-def query_positions(rows, places, cfg: tl.constexpr):
+def query_positions(rows, positions, cfg: tl.constexpr):
     """The positions of the queries `rows`, of any shape."""
     if cfg.RUNS > 0:
-        p = positions_of(rows, runs_of(places.at.q_runs, places.b, cfg), cfg)
+        p = positions_of(rows, runs_of(positions.at.q_runs, positions.b, cfg), cfg)
     else:
-        p = rows + places.shift
+        p = rows + positions.shift
     return p
 
 
 @triton.jit
-def key_positions(keys, places, cfg: tl.constexpr):
+def key_positions(keys, positions, cfg: tl.constexpr):
     """The positions of `keys`, of any shape."""
     if cfg.RUNS > 0:
-        j = positions_of(keys, runs_of(places.at.k_runs, places.b, cfg), cfg)
+        j = positions_of(keys, runs_of(positions.at.k_runs, positions.b, cfg), cfg)
     else:
         j = keys
     return j
 
 
 @triton.jit
-def queries_before(p, places, M, cfg: tl.constexpr):
+def queries_before(p, positions, M, cfg: tl.constexpr):
     """The first query row at position `p` or later. May be outside of [0, M] without runs."""
     if cfg.RUNS > 0:
-        row = rows_before(p, runs_of(places.at.q_runs, places.b, cfg), M, cfg)
+        row = rows_before(p, runs_of(positions.at.q_runs, positions.b, cfg), M, cfg)
     else:
-        row = p - places.shift
+        row = p - positions.shift
     return row
 
 
 @triton.jit
-def keys_before(p, places, N, cfg: tl.constexpr):
+def keys_before(p, positions, N, cfg: tl.constexpr):
     """The first key at position `p` or later. May be outside of [0, N] without runs."""
     if cfg.RUNS > 0:
-        key = rows_before(p, runs_of(places.at.k_runs, places.b, cfg), N, cfg)
+        key = rows_before(p, runs_of(positions.at.k_runs, positions.b, cfg), N, cfg)
     else:
         key = p
     return key
 
 
 @triton.jit
-def indices_of_queries(b, h, rows, places, cfg: tl.constexpr):
+def indices_of_queries(b, h, rows, positions, cfg: tl.constexpr):
     """The indices of a sequence, heads and queries in the whole call, which dropout and score
     functions use."""
-    if places.at.numbers is not None:
-        shift = tl.load(places.at.numbers + 2 * b + 1)
-        queries = query_positions(rows, places, cfg) - shift
-        b = tl.load(places.at.numbers + 2 * b)
-        h = h + places.at.first_head
+    if positions.at.numbers is not None:
+        shift = tl.load(positions.at.numbers + 2 * b + 1)
+        queries = query_positions(rows, positions, cfg) - shift
+        b = tl.load(positions.at.numbers + 2 * b)
+        h = h + positions.at.first_head
     elif cfg.RUNS > 0:
-        queries = query_positions(rows, places, cfg) - places.shift
+        queries = query_positions(rows, positions, cfg) - positions.shift
     else:
         queries = rows
     return b, h, queries
 
 
 @triton.jit
-def indices_of_scores(b, h, rows, keys, places, cfg: tl.constexpr):
+def indices_of_scores(b, h, rows, keys, positions, cfg: tl.constexpr):
     """`indices_of_queries` with keys: what a score function gets beside the score."""
-    b, h, queries = indices_of_queries(b, h, rows, places, cfg)
-    return b, h, queries, key_positions(keys, places, cfg)
+    b, h, queries = indices_of_queries(b, h, rows, positions, cfg)
+    return b, h, queries, key_positions(keys, positions, cfg)
 
 
 @triton.jit
-def corners_of_scores(b, h, corners, places, cfg: tl.constexpr):
+def corners_of_scores(b, h, corners, positions, cfg: tl.constexpr):
     """The least and the greatest index of a tile's queries and keys, as `indices_of_scores` numbers
     them."""
     _, _, first_row, first_key = indices_of_scores(
-        b, h, corners.first_row, corners.first_key, places, cfg
+        b, h, corners.first_row, corners.first_key, positions, cfg
     )
     _, _, last_row, last_key = indices_of_scores(
-        b, h, corners.last_row, corners.last_key, places, cfg
+        b, h, corners.last_row, corners.last_key, positions, cfg
     )
     return Corners(first_row, last_row, first_key, last_key)
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Corners, Lengths, Mask, Places, Score, unspecialised
+from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
 from .exponentials import exponent_factor, exponentials, pivot_of_lse
 from .pages import load_keys, page_list
 from .spans import in_spans, load_intervals
@@ -53,8 +53,8 @@ def probabilities_kernel(
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
-    places = Places(N - M, at, b)
-    start, stop = visible_keys(rows, N, places, mask, cfg)
+    positions = RowPositions(N - M, at, b)
+    start, stop = visible_keys(rows, N, positions, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
     intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
     visible = in_spans(keys, visible, intervals, cfg)
@@ -75,14 +75,14 @@ def probabilities_kernel(
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
-    s = scores_of(qk, rows, keys, visible, corners, places, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, visible, corners, positions, b, h, score, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     lse = tl.load(lse_ptr + stats_row + offs_m, mask=offs_m < M, other=-float("inf"))
     pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
     p = exponentials(s, pivot[:, None], exponent_factor(score, cfg), cfg)
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)
-        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, places, cfg), p, -p)
+        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, positions, cfg), p, -p)
     row = (b * heads + h).to(tl.int64) * lengths.M + rows
     offs = row * lengths.N + keys
     tl.store(probs_ptr + offs, p.to(probs_ptr.dtype.element_ty), mask=visible)

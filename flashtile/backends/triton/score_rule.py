@@ -27,15 +27,15 @@ def capped_score(qk, score, cfg: tl.constexpr):
 
 @triton.jit
 def product_gradient(
-    ds, qk, rows, keys, visible, corners, b, h, places, score, IS_MASKED: tl.constexpr,
+    ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the scaled products, from that of the scores, `ds`."""
     if cfg.SCORE_MOD is not None:
         s = capped_score(qk, score, cfg)
         values, integers = score.data.captured, score.data.captured_integers
-        sequence, head, i, j = indices_of_scores(b, h, rows, keys, places, cfg)
-        indices = corners_of_scores(b, h, corners, places, cfg)
+        sequence, head, i, j = indices_of_scores(b, h, rows, keys, positions, cfg)
+        indices = corners_of_scores(b, h, corners, positions, cfg)
         ds = cfg.SCORE_GRADIENT(s, sequence, head, i, j, indices, ds, values, integers)
         if IS_MASKED:
             ds = tl.where(visible, ds, 0.0)  # the derivative may be NaN elsewhere
@@ -45,7 +45,7 @@ def product_gradient(
 
 
 @triton.jit
-def add_relative_bias(s, data, h, rows, keys, corners, places, cfg: tl.constexpr):
+def add_relative_bias(s, data, h, rows, keys, corners, positions, cfg: tl.constexpr):
     """Scores plus a relative bias.
 
     Most tiles of a long sequence are farther from the diagonal than a short table reaches. All
@@ -54,12 +54,12 @@ def add_relative_bias(s, data, h, rows, keys, corners, places, cfg: tl.constexpr
     """
     R = data.table_reach
     middle = data.table_ptr + h * (2 * R + 1) + R
-    first_i = query_positions(corners.first_row, places, cfg)
-    last_i = query_positions(corners.last_row, places, cfg)
-    first_j = key_positions(corners.first_key, places, cfg)
-    last_j = key_positions(corners.last_key, places, cfg)
+    first_i = query_positions(corners.first_row, positions, cfg)
+    last_i = query_positions(corners.last_row, positions, cfg)
+    first_j = key_positions(corners.first_key, positions, cfg)
+    last_j = key_positions(corners.last_key, positions, cfg)
     nearest, farthest = first_j - last_i, last_j - first_i
-    i, j = query_positions(rows, places, cfg), key_positions(keys, places, cfg)
+    i, j = query_positions(rows, positions, cfg), key_positions(keys, positions, cfg)
     if (nearest >= R) | (farthest <= -R):
         bias = tl.load(middle + tl.where(nearest >= R, R, -R)).to(tl.float32)
         bias = tl.broadcast_to(bias, s.shape)

@@ -2,7 +2,7 @@
 
 A tile of queries reads the intervals of its rows once. Their extremes bound the tiles of keys that
 some row sees, and those that all rows see, which are not masked. So no list of tiles is needed, and
-the hole between two intervals is skipped. A tile of keys is seen by queries in any places, so dK
+the hole between two intervals is skipped. A tile of keys is seen by queries at any positions, so dK
 and dV visit the tiles of a list (`block_lists.py`).
 
 Without spans (`cfg.SPANS` is 0), nothing here costs anything.

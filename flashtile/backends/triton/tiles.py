@@ -121,19 +121,19 @@ def floor_to(x, size):
 
 
 @triton.jit
-def visible_keys(rows, N, places, mask, cfg: tl.constexpr):
+def visible_keys(rows, N, positions, mask, cfg: tl.constexpr):
     """Keys [start, stop) that the queries `rows` see: `masks.Visibility.key_range`."""
-    p = query_positions(rows, places, cfg)
+    p = query_positions(rows, positions, cfg)
     start = p * 0
     stop = start + N
     if cfg.HAS_LEFT:
-        start = tl.maximum(start, keys_before(p - mask.left, places, N, cfg))
+        start = tl.maximum(start, keys_before(p - mask.left, positions, N, cfg))
     if cfg.HAS_RIGHT:
-        stop = tl.minimum(stop, keys_before(p + mask.right + 1, places, N, cfg))
+        stop = tl.minimum(stop, keys_before(p + mask.right + 1, positions, N, cfg))
     if cfg.HAS_CHUNK:
         chunk = floor_to(p, mask.chunk)
-        start = tl.maximum(start, keys_before(chunk, places, N, cfg))
-        stop = tl.minimum(stop, keys_before(chunk + mask.chunk, places, N, cfg))
+        start = tl.maximum(start, keys_before(chunk, positions, N, cfg))
+        stop = tl.minimum(stop, keys_before(chunk + mask.chunk, positions, N, cfg))
     return start, stop
 
 
@@ -147,19 +147,19 @@ def between(keys, start, stop, cfg: tl.constexpr):
 
 
 @triton.jit
-def seeing_rows(key, M, places, mask, cfg: tl.constexpr):
+def seeing_rows(key, M, positions, mask, cfg: tl.constexpr):
     """Rows [start, stop) that see `key`: the inverse of `visible_keys`."""
-    j = key_positions(key, places, cfg)
+    j = key_positions(key, positions, cfg)
     start = j * 0
     stop = start + M
     if cfg.HAS_RIGHT:
-        start = tl.maximum(start, queries_before(j - mask.right, places, M, cfg))
+        start = tl.maximum(start, queries_before(j - mask.right, positions, M, cfg))
     if cfg.HAS_LEFT:
-        stop = tl.minimum(stop, queries_before(j + mask.left + 1, places, M, cfg))
+        stop = tl.minimum(stop, queries_before(j + mask.left + 1, positions, M, cfg))
     if cfg.HAS_CHUNK:
         chunk = floor_to(j, mask.chunk)
-        start = tl.maximum(start, queries_before(chunk, places, M, cfg))
-        stop = tl.minimum(stop, queries_before(chunk + mask.chunk, places, M, cfg))
+        start = tl.maximum(start, queries_before(chunk, positions, M, cfg))
+        stop = tl.minimum(stop, queries_before(chunk + mask.chunk, positions, M, cfg))
     return start, stop
 
 
@@ -222,7 +222,7 @@ def list_row(lists, b, h, heads, tile, tiles, capacity):
 
 
 @triton.jit
-def scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg: tl.constexpr):
+def scores_of(qk, rows, keys, inside, corners, positions, b, h, score, cfg: tl.constexpr):
     """Scores from q k^T: scale, softcap, score function, ALiBi, biases. Times `exponent_factor`,
     they are exponents of 2.
 
@@ -235,15 +235,15 @@ def scores_of(qk, rows, keys, inside, corners, places, b, h, score, cfg: tl.cons
         s = capped_score(qk, score, cfg)
         if cfg.SCORE_MOD is not None:
             values, integers = score.data.captured, score.data.captured_integers
-            sequence, head, i, j = indices_of_scores(b, h, rows, keys, places, cfg)
-            indices = corners_of_scores(b, h, corners, places, cfg)
+            sequence, head, i, j = indices_of_scores(b, h, rows, keys, positions, cfg)
+            indices = corners_of_scores(b, h, corners, positions, cfg)
             s = cfg.SCORE_MOD(s, sequence, head, i, j, indices, values, integers)
         if score.data.alibi_ptr is not None:
             slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h).to(tl.float32)
-            distance = query_positions(rows, places, cfg) - key_positions(keys, places, cfg)
+            distance = query_positions(rows, positions, cfg) - key_positions(keys, positions, cfg)
             s -= slope * tl.abs(distance).to(tl.float32)
         if score.data.table_ptr is not None:
-            s = add_relative_bias(s, score.data, h, rows, keys, corners, places, cfg)
+            s = add_relative_bias(s, score.data, h, rows, keys, corners, positions, cfg)
         if score.bias.ptr is not None:
             s += load_bias(score.bias, b, h, rows, keys, inside).to(tl.float32)
     return s
@@ -312,22 +312,22 @@ def dropout_key(rng_ptr):
 
 
 @triton.jit
-def kept(key, threshold, b, h, rows, n0, places, cfg: tl.constexpr):
+def kept(key, threshold, b, h, rows, n0, positions, cfg: tl.constexpr):
     """Which scores of a tile dropout keeps, bool (BLOCK_M, BLOCK_N).
 
     `b` and `rows` are (BLOCK_M, 1), `h` is a scalar or (BLOCK_M, 1); `n0` is a multiple of four.
     """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    b, h, queries = indices_of_queries(b, h, rows, places, cfg)
+    b, h, queries = indices_of_queries(b, h, rows, positions, cfg)
     if cfg.HAS_LONE_KEYS:
-        keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], places, cfg)
+        keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], positions, cfg)
         words = words_of_positions(key, b, h, queries, keys)
     else:
         # (BLOCK_M, BLOCK_N / 4): one Philox block yields the words of four neighbouring keys.
         groups = n0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
         if cfg.RUNS > 0:
-            groups = key_positions(4 * groups, places, cfg) // 4
+            groups = key_positions(4 * groups, positions, cfg) // 4
         w0, w1, w2, w3 = philox_block(key, b, h, queries, groups)
         # (BLOCK_M, BLOCK_N / 4, 2, 2): lanes 0 1 2 3
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
