@@ -22,7 +22,7 @@ BLOCK = re.compile(
 
 
 def with_output(text: str, page: str) -> str:
-    """`text`, with a block of output behind each Python block that prints.
+    """`text`, with a block of output after each Python block that prints.
 
     An error's traceback names the `page` and its line.
     """

@@ -40,9 +40,9 @@ def spans_shared_prefix() -> Figure:
 
 
 def spans_tree() -> Figure:
-    """Six tokens of a tree behind a cache of five tokens."""
+    """Six tokens of a tree after a cache of five tokens."""
     mask = Spans.tree([-1, 0, 1, 1, 0, 4]).shifted(5)
-    return one(mask, 11, "6 tokens of a tree behind 5 in the cache")
+    return one(mask, 11, "6 tokens of a tree after 5 in the cache")
 
 
 def spans_image_blocks() -> Figure:

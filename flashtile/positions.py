@@ -91,8 +91,8 @@ class Dealt(NamedTuple):
 
     def at(self, row: Any) -> Any:
         """The position of one of this rank's rows."""
-        turn, inside = row // self.block, row % self.block
-        return (turn * self.ranks + self.rank) * self.block + inside
+        block, inside = row // self.block, row % self.block
+        return (block * self.ranks + self.rank) * self.block + inside
 
     def below(self, position: Any) -> Any:
         """How many of this rank's rows stand before `position`: its rows of a sequence of that

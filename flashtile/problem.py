@@ -69,8 +69,8 @@ class Presence:
         self.pick: Callable[[Operands], tuple[Tensor, ...]] = itemgetter(*present)
         # The leading operands up to the last one that may have a gradient.
         self.differentiable = max(index for index in present if index < DIFFERENTIABLE) + 1
-        places = dict(zip(present, range(len(present)), strict=True))
-        self._spread = itemgetter(*(places.get(index, -1) for index in range(len(missing))))
+        indices = dict(zip(present, range(len(present)), strict=True))
+        self._spread = itemgetter(*(indices.get(index, -1) for index in range(len(missing))))
 
     def spread(self, picked: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """The operands whose `pick` is at the start of `picked`."""

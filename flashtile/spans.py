@@ -169,7 +169,7 @@ class Spans(NamedTuple):
         itself, its ancestors and all that comes before the tree.
 
         The key of the tree's first token is key 0. ``Spans.tree(parents).shifted(cache_seqlens)``
-        moves it behind the tokens of a cache, on the device; the tree itself is read on the host.
+        moves it after the tokens of a cache, on the device; the tree itself is read on the host.
 
         The ancestors of a token are not adjacent in general. The mask has as many intervals as the
         worst token needs: one more than the times that its path leaves a token for another one

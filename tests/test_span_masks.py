@@ -110,7 +110,7 @@ def test_block_diffusion(n, size) -> None:
 @often
 @given(st.lists(st.integers(0, 2**20), min_size=1, max_size=9), st.integers(0, 5))
 def test_tree(draws, before) -> None:
-    """Any tree, whatever the order of its tokens, behind any number of tokens."""
+    """Any tree, whatever the order of its tokens, after any number of tokens."""
     parents = [draw % (node + 1) - 1 for node, draw in enumerate(draws)]
 
     def sees(i, j):

@@ -51,7 +51,7 @@ def append_and_attend(
     operands = append.rotate_and_append(call)
     parts = (
         _attend_to_prefix(operands, call, prefix_len, backend),
-        _attend_to_rest(operands, call, layout, prefix_len, backend),
+        _attend_to_suffix(operands, call, layout, prefix_len, backend),
     )
     outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
     out, lse = merge_parts(outs, lses, outs.dtype)
@@ -130,7 +130,7 @@ def _spans(positions: Tensor, options: Options, prefix_len: int) -> Spans:
     return Spans(*limits)
 
 
-def _attend_to_rest(
+def _attend_to_suffix(
     operands: Operands, call: Prepared, layout: Cached, prefix_len: int, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """The same of each sequence's queries over its own keys after the prefix."""
@@ -140,14 +140,14 @@ def _attend_to_rest(
         table = table[:, prefix_len // k.shape[1] :]
     else:
         k, v = k[:, prefix_len:], v[:, prefix_len:]
-    rest = Cached(
+    suffix = Cached(
         lengths if lengths is None else lengths - prefix_len,
         table,
         operands.cache_batch_idx,
         cu_seqlens_q=layout.cu_seqlens_q,
         max_seqlen_q=layout.max_seqlen_q,
     )
-    out, lse = append.append_and_attend(prepare((q, k, v), rest, call.given, backend))
+    out, lse = append.append_and_attend(prepare((q, k, v), suffix, call.given, backend))
     if layout.cu_seqlens_q is not None:
         return out, lse.T
     return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)

@@ -17,7 +17,7 @@ from .watch import Note
 from .wire import ProcessWire, Wire
 
 NOTE_BYTES = 2048
-KINDS = 1024  # that ranks remember to have compared
+KINDS = 1024  # of calls that ranks have compared; the cache drops the oldest one
 
 Result = TypeVar("Result")
 _ERRORS: dict[str, type[Exception]] = {
@@ -65,7 +65,7 @@ class Compared:
     """The kinds of calls that all ranks have compared.
 
     All ranks add a kind in the same call and drop the oldest one in the same call, so none of them
-    compares alone. `clear_caches`, which a rank may call alone, leaves them as they are.
+    compares while the others do not. `clear_caches`, which only some ranks may call, leaves them.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -102,7 +102,7 @@ class Compared:
         result = agreed(self.wire, prepared)
         note = Note.of(facts, equal)
         if self._watch is not None:
-            self._watch.settle(note)
+            self._watch.confirm(note)
         self._notes[kind] = note
         if len(self._notes) > KINDS:
             del self._notes[next(iter(self._notes))]

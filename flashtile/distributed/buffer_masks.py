@@ -63,8 +63,8 @@ def tiles_of_buffer(operands: Operands, schedule: Schedule, stage: Stage) -> Ope
     sequences = indices(documents, kinds.device).view(-1, 1, 1, 1)
     heads = torch.arange(kinds.shape[1], device=kinds.device).view(1, -1, 1, 1)
     kinds, index = (
-        pad(x, (0, 1, 0, 1), value=nothing)[sequences, heads, rows, keys]
-        for x, nothing in ((kinds, EMPTY), (index, -1))
+        pad(x, (0, 1, 0, 1), value=outside)[sequences, heads, rows, keys]
+        for x, outside in ((kinds, EMPTY), (index, -1))
     )
     return operands._replace(tile_kinds=kinds, partial_index=index)
 

@@ -227,7 +227,7 @@ def _append(call: Decoding, k: Tensor, v: Tensor) -> None:
     """Write those of the new tokens that this rank owns.
 
     A GPU writes all of them, `block` at a time, so that the host need not ask which ones this rank
-    owns: a token of another rank leaves a row as it was. That row has the same place in its block,
+    owns: a token of another rank leaves a row as it was. That row has the same offset in its block,
     so no other token of the same block of tokens is written there.
     """
     dealt, device = call.dealt, k.device

@@ -135,7 +135,7 @@ def backward(
         has_shared_keys: whether the caller adds dk and dv to those of other ranks.
     """
     q, k, v = operands[:3]
-    steps = _remembered(plan, "steps", lambda: _steps(plan, operands))
+    steps = _cached(plan, "steps", lambda: _steps(plan, operands))
     # With one stage, one call computes each row of dq, so no sum has to be more precise.
     dtype = lse.dtype if len(plan.schedule.stages) > 1 else q.dtype
     all_dq = q.new_zeros(q.shape[0] + padding[0], *q.shape[1:], dtype=dtype)
@@ -252,8 +252,8 @@ def _own_keys(stage: Stage) -> Span | None:
     return start, stop
 
 
-def _remembered(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
-    """What `make` makes, from an earlier call of the plan if there was one."""
+def _cached(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
+    """What `make` makes, from the cache if an earlier call of the plan made it."""
     if plan.known is None:
         return make()
     found = plan.known.get(key)
@@ -265,7 +265,7 @@ def _remembered(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
 def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step, Tensor, Tensor]]:
     """The steps with their keys and values, (rows, key heads, head_dim). The exchange of the next
     step is under way while the caller works on this one."""
-    steps = _remembered(plan, "steps", lambda: _steps(plan, operands))
+    steps = _cached(plan, "steps", lambda: _steps(plan, operands))
     k, v = operands.k, operands.v
     if len(steps) == 1 and steps[0].own is not None and k.is_contiguous() and v.is_contiguous():
         start, stop = steps[0].own
@@ -319,18 +319,18 @@ class _Return:
             start, stop = step.own
             self.own, self.arrived, self.pending = [((start, stop), dk, dv)], {}, None
             return
-        # By source of the buffer: rows there, and rows of the buffer.
-        places: list[list[tuple[Span, Span]]] = [[] for _ in range(1 + len(stage.receives))]
+        # For each source of the buffer: rows there, and rows of the buffer.
+        by_source: list[list[tuple[Span, Span]]] = [[] for _ in range(1 + len(stage.receives))]
         row = 0
         for source, start, stop in stage.order:
-            places[source].append(((start, stop), (row, row + stop - start)))
+            by_source[source].append(((start, stop), (row, row + stop - start)))
             row += stop - start
-        own, *of_messages = places
+        own, *of_messages = by_source
         self.own = [(rows, dk[a:b], dv[a:b]) for rows, (a, b) in own]
         words = KeyWords.of(dk, dv)
         sends = {
-            message.peer: words.message([span for _, span in sorted(placed)])
-            for message, placed in zip(stage.receives, of_messages, strict=True)
+            message.peer: words.message([span for _, span in sorted(spans)])
+            for message, spans in zip(stage.receives, of_messages, strict=True)
         }
         received = {message.peer: words.empty(message.rows) for message in stage.sends}
         self.arrived = {
@@ -415,7 +415,7 @@ def _sequences(plan: Plan, operands: Operands, step: _Step) -> SequenceTensors:
         return sequence_tensors(schedule.queries, stage.keys, with_positions, numbers, device)
 
     key = "sequences", step.number, stream_of(device)
-    found: SequenceTensors = _remembered(plan, key, make)
+    found: SequenceTensors = _cached(plan, key, make)
     return found
 
 
@@ -449,7 +449,7 @@ def _problem(
         return problem._replace(options=options, is_partial=is_partial)
 
     asked = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, dispatch.forced()
-    found: AttentionProblem = _remembered(plan, ("problem", step.number, *asked), make)
+    found: AttentionProblem = _cached(plan, ("problem", step.number, *asked), make)
     return found
 
 

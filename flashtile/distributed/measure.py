@@ -17,17 +17,17 @@ SMALL, LARGE = 64, 1 << 24  # bytes of a message
 def measured(wire: Wire, machine: Machine, device: torch.device) -> Machine:
     """`machine` with the links that this group has. All ranks call it, and get the same.
 
-    Inside a node every rank sends to the next one of its node. Between nodes, ranks at the same
-    place in their nodes send to each other, all at the same time. A link that the group does not
+    Inside a node every rank sends to the next one of its node. Between nodes, ranks with the same
+    index in their nodes send to each other, all at the same time. A link that the group does not
     have stays as it is.
     """
     sizes = min(machine.node, wire.ranks)
     first = wire.rank // sizes * sizes
     here = min(sizes, wire.ranks - first)
-    place = wire.rank - first
+    index = wire.rank - first
     inside = machine.inside
     if sizes > 1:
-        peers = first + (place + 1) % here, first + (place - 1) % here
+        peers = first + (index + 1) % here, first + (index - 1) % here
         inside = _link(wire, device, *peers)
     across = machine.across
     if wire.ranks > sizes:

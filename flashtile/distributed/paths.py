@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """Neighbours exchange heads; those with the same place among their neighbours, keys."""
+    """Neighbours exchange heads; those with the same index among their neighbours, keys."""
 
     schedule: Schedule  # of this rank and its neighbours
     first_head: int  # of this rank

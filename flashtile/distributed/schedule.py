@@ -227,10 +227,10 @@ def _order(
     located: list[tuple[tuple[int, int], Rows]] = []
     for number, source in enumerate((rank, *peers)):
         row = 0  # of the message
-        for place, (start, stop) in _located(keys, source, needs.get(source, {})):
+        for position, (start, stop) in _located(keys, source, needs.get(source, {})):
             if number:
                 start, stop = row, row + stop - start
-            located.append((place, Rows(number, start, stop)))
+            located.append((position, Rows(number, start, stop)))
             row += stop - start
     joined: list[Rows] = []
     for _, rows in sorted(located):

@@ -7,7 +7,8 @@ second, which call is the latest one. The thread compares what the ranks next to
 with this rank's own call of the same number. The first one that finds a difference writes what it
 is; all ranks read that, stop waiting and raise it.
 
-A rank that is behind differs from nobody: only calls of the same number are compared.
+A rank that has made fewer calls differs from no other one: only calls of the same number are
+compared.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Watch:
         self._name = ""
 
     def begin(self, note: Note, is_compared: bool = False) -> None:
-        """Count a call. If the ranks compare it and agree, `settle` follows.
+        """Count a call. If the ranks compare it and agree, `confirm` follows.
 
         Raises:
             ValueError: the ranks disagree on an earlier call.
@@ -91,7 +92,7 @@ class Watch:
             self._start()
         self._enter(self._latest.number + 1, is_compared, note)
 
-    def settle(self, note: Note) -> None:
+    def confirm(self, note: Note) -> None:
         """Say what the ranks have agreed on in the latest call, which they have compared."""
         self._enter(self._latest.number, True, note)
 

@@ -35,7 +35,7 @@ Encode = Callable[[int], Any]  # makes a tensor map for an address
 _STREAM = object()  # stands for the stream in the arguments that we write down
 
 
-def are_launches_watched() -> bool:
+def are_launches_hooked() -> bool:
     """Whether hooks, such as those of a profiler, are called at each launch."""
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
@@ -47,26 +47,26 @@ def are_launches_watched() -> bool:
 
 # Where an argument is among the addresses of a call, of which the first is the stream: its index,
 # and the bytes between the address and the part of the tensor that the argument is.
-Place = tuple[int, int]
+IndexAndOffset = tuple[int, int]
 
 
 class Parts(NamedTuple):
     """Arguments of the function in C, in order, and what differs from call to call."""
 
     constants: list[Any]
-    numbers: list[tuple[int, Place]]  # with the index of the argument
-    maps: list[tuple[int, Place, Encode]]  # likewise, of tensor maps
+    numbers: list[tuple[int, IndexAndOffset]]  # with the index of the argument
+    maps: list[tuple[int, IndexAndOffset, Encode]]  # likewise, of tensor maps
     tuples: list[tuple[int, Parts]]
 
     def filled(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
         """The arguments with the stream and the addresses of a call."""
         arguments = self.constants.copy()
-        for index, (place, offset) in self.numbers:
-            arguments[index] = addresses[place] + offset
-        for index, (place, offset), encode in self.maps:
-            arguments[index] = _tensor_map(addresses[place] + offset, encode)
-        for index, parts in self.tuples:
-            arguments[index] = parts.filled(addresses)
+        for argument, (index, offset) in self.numbers:
+            arguments[argument] = addresses[index] + offset
+        for argument, (index, offset), encode in self.maps:
+            arguments[argument] = _tensor_map(addresses[index] + offset, encode)
+        for argument, parts in self.tuples:
+            arguments[argument] = parts.filled(addresses)
         return tuple(arguments)
 
 
@@ -79,13 +79,13 @@ class Addresses:
         self._numbers = numbers
         self.tensors: list[int] = []  # the indices of the tensors whose addresses follow the stream
 
-    def place_of(self, x: Tensor) -> Place:
+    def index_and_offset(self, x: Tensor) -> IndexAndOffset:
         """Where the address of `x` is, which the list contains from now on.
 
         Raises:
             LookupError: `x` is neither one of the call's tensors nor a part of one.
         """
-        number, offset = self._numbers.place_of(x)
+        number, offset = self._numbers.index_and_offset(x)
         if number not in self.tensors:
             self.tensors.append(number)
         return self.tensors.index(number) + 1, offset
@@ -160,7 +160,7 @@ def _parts_of_launch(launch: Launch, compiled: Any, addresses: Addresses) -> Par
     if len(layouts) != len(descriptors):
         return None
     maps = [
-        (addresses.place_of(descriptor.base), _encoder(descriptor, layout))
+        (addresses.index_and_offset(descriptor.base), _encoder(descriptor, layout))
         for descriptor, layout in zip(descriptors, layouts, strict=True)
     ]
     return _parts(_arguments_in_c(launch, compiled), addresses, iter(maps))
@@ -191,7 +191,7 @@ def _arguments_in_c(launch: Launch, compiled: Any) -> tuple[Any, ...]:
 
 
 def _parts(
-    arguments: Sequence[Any], addresses: Addresses, maps: Iterator[tuple[Place, Encode]]
+    arguments: Sequence[Any], addresses: Addresses, maps: Iterator[tuple[IndexAndOffset, Encode]]
 ) -> Parts:
     """The stream, addresses and tensor maps among `arguments`, and in sequences among them."""
     parts = Parts(list(arguments), [], [], [])
@@ -199,7 +199,7 @@ def _parts(
         if argument is _STREAM:
             parts.numbers.append((index, addresses.STREAM))
         elif isinstance(argument, Tensor):  # Triton need not ask the driver about an address
-            parts.numbers.append((index, addresses.place_of(argument)))
+            parts.numbers.append((index, addresses.index_and_offset(argument)))
         elif isinstance(argument, nvidia.PyCUtensorMap):
             parts.maps.append((index, *next(maps)))
         elif isinstance(argument, (tuple, list)):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..lru import Memo
 from .compilation import compile_together
-from .direct_launch import DirectLaunches, are_launches_watched, direct_launches
+from .direct_launch import DirectLaunches, are_launches_hooked, direct_launches
 from .launch import Launch, ordered
 from .memory import NewTensor
 from .repeat import Numbers, Repeat, Tensors, public_maker, repeat_of
@@ -51,7 +51,7 @@ class PreparedCall(NamedTuple):
 
     def launch(self, tensors: Tensors) -> None:
         """Make the launches with other tensors."""
-        if self.direct is not None and not are_launches_watched():
+        if self.direct is not None and not are_launches_hooked():
             self.direct.run(tensors)
             return
         for repeat in self.public:

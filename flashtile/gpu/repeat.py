@@ -60,7 +60,7 @@ class Numbers:
         self._by_memory = _of_one_tensor((_memory(x), number) for number, x in present)
         self._starts = {number: x.data_ptr() for number, x in present}
 
-    def place_of(self, x: Tensor) -> tuple[int, int]:
+    def index_and_offset(self, x: Tensor) -> tuple[int, int]:
         """The index of the tensor that `x` is a view of, and the bytes between their starts.
 
         Raises:
@@ -103,7 +103,7 @@ def public_maker(numbers: Numbers) -> Maker:
 
 def _tensor_maker(x: Tensor, numbers: Numbers) -> Make:
     """The maker of a tensor that starts where `x` does in one of the call's tensors."""
-    number, offset = numbers.place_of(x)
+    number, offset = numbers.index_and_offset(x)
     if offset == 0:
         return itemgetter(number)
     sizes, strides, dtype, size = x.shape, x.stride(), x.dtype, x.element_size()

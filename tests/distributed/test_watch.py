@@ -100,7 +100,7 @@ def test_what_ranks_compare_themselves_is_left_to_them(
     for one, note, has_agreed in zip(ranks.watches, (A, B), ends, strict=True):
         one.begin(Note.of(note.facts, {}), is_compared=True)
         if has_agreed:
-            one.settle(Note.of(note.facts, {"options": "equal"}))
+            one.confirm(Note.of(note.facts, {"options": "equal"}))
     assert ranks.errors() == {""}
     if ends[0] == ends[1]:
         for one in ranks.watches:
@@ -117,7 +117,7 @@ def test_one_that_compares_alone_is_a_difference(
     ranks.watches[0].begin(A)
     ranks.watches[1].begin(Note.of(B.facts, {}), is_compared=True)
     if has_agreed:
-        ranks.watches[1].settle(B)
+        ranks.watches[1].confirm(B)
     (error,) = ranks.errors()
     assert "disagree on causal in call 1 of attention" in error
 

@@ -1,10 +1,10 @@
 """Gradients of the values that a score function captures.
 
 A separate pass: a program owns the tiles of one band (`distance_gradient.py`) and recomputes the
-gradients of their scores. What all scores of the band, or all of a diagonal, read from one place is
-added up over the band in registers. The sums, and everything else that a tile has read, are added
-to the captured values with atomics. So the order of the sums, and with it their rounding, may
-differ from run to run.
+gradients of their scores. If all scores of the band, or all of a diagonal, read one captured value,
+the program adds up its gradient in registers. It adds these sums, and the gradients of all other
+values that a tile has read, to the captured values' gradients with atomics. So the order of the
+sums, and with it their rounding, may differ from run to run.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def diagonal_sums(x):
     and (SIDE,) for those from column c - SIDE, outside of the tile.
     """
     SIDE: tl.constexpr = x.shape[0]
-    # Row i moved left by i, with its first i columns behind the others: column c then holds the
+    # Row i moved left by i, with its first i columns after the others: column c then holds the
     # diagonal c, below the wrapped ones of the diagonal c - SIDE.
     rows, columns = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
     moved = tl.gather(x, (columns + rows) % SIDE, 1)

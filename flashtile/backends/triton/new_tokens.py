@@ -64,9 +64,9 @@ def rotated(parts, cfg: tl.constexpr):
         dims = tl.arange(0, cfg.BLOCK_D)[None, :]
         is_first = dims % 2 == 0 if APPENDING.is_interleaved else dims < PAIRS
         s = s.to(tl.float32)
-        turned = partner.to(tl.float32) * tl.where(is_first, -s, s)
+        rotated_partner = partner.to(tl.float32) * tl.where(is_first, -s, s)
         tile = tile.to(tl.float32)
-        tile = tl.where(dims < 2 * PAIRS, tile * c.to(tl.float32) + turned, tile)
+        tile = tl.where(dims < 2 * PAIRS, tile * c.to(tl.float32) + rotated_partner, tile)
     return tile
 
 

@@ -98,7 +98,7 @@ def runs_of(runs_ptr, b, cfg: tl.constexpr):
 
 @triton.jit
 def positions_of(rows, runs_ptr, cfg: tl.constexpr):
-    """`Positions.at`; the first run begins at row 0, and unused ones behind every row."""
+    """`Positions.at`; the first run begins at row 0, and unused ones after the last row."""
     RUNS: tl.constexpr = cfg.RUNS
     p = rows + tl.load(runs_ptr + 1)
     for run in tl.static_range(1, RUNS):

@@ -82,8 +82,8 @@ def append(
         for span in spans:
             new = tokens[span.first : span.first + span.length]
             scale = None if descale is None else descale[span.sequence, :, None]
-            place = store[span.row, span.slot : span.slot + span.length]
-            place.copy_(_stored(new, store.dtype, scale))
+            slots = store[span.row, span.slot : span.slot + span.length]
+            slots.copy_(_stored(new, store.dtype, scale))
     added = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
     return (lengths + added).int()
 

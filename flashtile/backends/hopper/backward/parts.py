@@ -103,7 +103,8 @@ def fastest(
 
 def parts_in_workspace(problem: AttentionProblem) -> int:
     """How many parts have sums of dK and dV about as large as the workspace of dQ: for equally long
-    queries and keys, half as many as a group has heads. The cache alone is worth no more memory.
+    queries and keys, half as many as a group has heads. That a part fits the L2 cache is worth no
+    more memory.
     """
     columns = padded_columns(problem)
     of_part = problem.N * (columns + value_columns(problem))

@@ -248,7 +248,7 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         "pages": problem.page_size > 0,
         "float8 keys and values": problem.has_float8_keys,
         "a negative window side": _has_negative_side(problem),
-        "a cache behind packed queries": problem.layout == "packed_queries",
+        "a cache with packed queries": problem.layout == "packed_queries",
         "left pads or rows of a cache": problem.has_cache_rows,
         "gradients of a dense batch with lengths": problem.layout == "dense"
         and problem.has_lengths

@@ -1,4 +1,4 @@
-"""The order of the tiles of a packed batch, made on the device, which alone knows the lengths.
+"""The order of the tiles of a packed batch. The device makes it, since the host knows no lengths.
 
 A list has an entry for each tile of BLOCK rows that exists: its sequence, and its index there. An
 entry stands for as many programs as there are heads, times the parts of a tile. The list has room
