@@ -105,8 +105,8 @@ def _logarithmic(random: Random, limits: tuple[int, int]) -> list[int]:
 
 def _evenly(random: Random, values: Sequence[int]) -> list[int]:
     """`COUNT` of the values, each as often as any other or once more, shuffled."""
-    times, rest = divmod(COUNT, len(values))
-    return random.sample([*list(values) * times, *random.sample(values, rest)], COUNT)
+    times, remainder = divmod(COUNT, len(values))
+    return random.sample([*list(values) * times, *random.sample(values, remainder)], COUNT)
 
 
 def _heads(wanted: int, group: int) -> tuple[int, int]:

@@ -192,8 +192,8 @@ def _repeat(
     for repeat in range(1, count + 1):
         load.add()
         again = run()
-        for place, name in enumerate(same):
-            wrong[place] += (_bits(again[name]) != _bits(first[name])).any()
+        for index, name in enumerate(same):
+            wrong[index] += (_bits(again[name]) != _bits(first[name])).any()
         if "dq" not in same:
             wrong[-1] += ~((again["dq"] - truth).abs().max() <= allowed)
         if repeat % 100 == 0 or repeat == count:  # waits, so that no more than that is under way
@@ -297,11 +297,11 @@ def threads(count: int, folder: Path) -> None:
 
     def work(thread: int) -> None:
         chance = random.Random(thread)
-        for turn in range(count):
+        for number in range(count):
             prepared, stream = chance.choice(cases), chance.choice(streams)
             replays = chance.random() < 0.5
-            what = f"thread {thread}, turn {turn}, replays={replays}: {prepared.call}"
-            if turn % 20 == 0:
+            what = f"thread {thread}, call {number}, replays={replays}: {prepared.call}"
+            if number % 20 == 0:
                 print(what, flush=True)
             try:
                 with torch.cuda.stream(stream) if stream else nullcontext():

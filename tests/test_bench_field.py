@@ -48,8 +48,8 @@ def test_every_seed_has_as_many_cases_of_each_kind(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_quantity_is_in_its_range(seed: int) -> None:
     for case in field.draw(seed):
-        group, rest = divmod(case.heads_q, case.heads_kv)
-        assert rest == 0
+        group, remainder = divmod(case.heads_q, case.heads_kv)
+        assert remainder == 0
         assert group in (1, 2, 4, 6, 8) or case.heads_kv == 1
         assert 8 <= case.heads_q <= 64
         assert 1 <= case.batch <= 32

@@ -35,14 +35,14 @@ def check(mask, dense, tile_size):
     kinds = torch.full((B, H, -(-M // BM), -(-N // BN)), EMPTY)
     index = torch.full_like(kinds, -1)
     partial = []
-    for place in product(*map(range, kinds.shape)):
-        b, h, m, n = place
+    for tile_index in product(*map(range, kinds.shape)):
+        b, h, m, n = tile_index
         tile = dense[b, h, m * BM : (m + 1) * BM, n * BN : (n + 1) * BN]
         if tile.all():
-            kinds[place] = FULL
+            kinds[tile_index] = FULL
         elif tile.any():
-            kinds[place] = PARTIAL
-            index[place] = len(partial)
+            kinds[tile_index] = PARTIAL
+            index[tile_index] = len(partial)
             partial.append(tile)
     assert mask.kinds.tolist() == kinds.tolist()
     assert mask.partial_index.tolist() == index.tolist()

@@ -218,8 +218,8 @@ def _print(comparisons: Sequence[Comparison], trees: Sequence[Tree]) -> None:
             if outcome.skipped:
                 where = f"{case.preset} {case.index} {comparison.job.direction}"
                 reasons.setdefault((name, outcome.skipped), []).append(where)
-    for (name, reason), places in reasons.items():
-        print(f"{name}: {reason} ({len(places)}: {', '.join(places[:6])})")
+    for (name, reason), cases in reasons.items():
+        print(f"{name}: {reason} ({len(cases)}: {', '.join(cases[:6])})")
     if len(names) > 1:
         print(f"x: times as fast as {names[0]}. Differences from {names[0]}: = for the same bits;")
         print("norm of the difference, and of the worst row, relative to the norm of all or a row")

@@ -129,8 +129,8 @@ def trace(x: Tensor) -> Trace:
     traces of two tensors therefore tell how far the tensors, and any of their rows, are apart.
     """
     words = x.contiguous().view(WORDS[x.element_size()])
-    place = torch.arange(1, x.numel() + 1, device=x.device) * ODD | 1
-    digest = int((place * words.flatten()).sum())
+    weights = torch.arange(1, x.numel() + 1, device=x.device) * ODD | 1
+    digest = int((weights * words.flatten()).sum())
     random = torch.Generator().manual_seed(0)
     signs = 2.0 * torch.randint(0, 2, (x.shape[-1], SIGNS), generator=random) - 1
     return Trace(digest, (x.float().reshape(-1, x.shape[-1]) @ signs.to(x.device)).cpu())

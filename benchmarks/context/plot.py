@@ -64,8 +64,8 @@ def _bars(
     width = 0.84 / len(peers)
     for i, peer in enumerate(peers):
         known = [(x, found[s, peer]) for x, s in enumerate(subjects) if (s, peer) in found]
-        places = [x + (i - (len(peers) - 1) / 2) * width for x, _ in known]
-        bars = axis.bar(places, [y for _, y in known], 0.92 * width, color=COLOURS[peer])
+        centres = [x + (i - (len(peers) - 1) / 2) * width for x, _ in known]
+        bars = axis.bar(centres, [y for _, y in known], 0.92 * width, color=COLOURS[peer])
         bars.set_label(peer)
         axis.bar_label(bars, fmt="%.2f", fontsize=7)
     axis.axhline(1.0, color="0.4", linewidth=1)

@@ -104,10 +104,10 @@ class Team(NamedTuple):
 
 
 def _text(failure: Exception) -> str:
-    """The kind, the first line and the place of an error."""
+    """The type, the first line and the source line of an error."""
     if isinstance(failure, Unsupported):
         return str(failure)
-    place = traceback.extract_tb(failure.__traceback__)[-1]
+    frame = traceback.extract_tb(failure.__traceback__)[-1]
     lines = str(failure).strip().splitlines() or [""]
-    file = place.filename.rsplit("/", 1)[-1]
-    return f"{type(failure).__name__}: {lines[0]} ({file}:{place.lineno})"
+    file = frame.filename.rsplit("/", 1)[-1]
+    return f"{type(failure).__name__}: {lines[0]} ({file}:{frame.lineno})"

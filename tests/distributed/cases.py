@@ -203,10 +203,10 @@ class Case:
         keys = Layout(
             parallel, wire, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
         )
-        places = {"q": layout, "k": keys, "v": keys, "qv": layout}
+        layouts = {"q": layout, "k": keys, "v": keys, "qv": layout}
         leaves = {}
         for name, x in self.leaves.items():
-            shard = places[name].shard(x) if name in places else x
+            shard = layouts[name].shard(x) if name in layouts else x
             if name in SCORES and x.shape[2] > 1:
                 shard = layout.shard(x, dim=2)
             shard = shard.to(device, dtype, copy=True)
@@ -229,7 +229,7 @@ class Case:
         got = {"out": layout.unshard(out), "lse": layout.unshard(lse, dim=lse.dim() - 1)}
         for name, x in leaves.items():
             gradient = x.grad if x.grad is not None else torch.zeros_like(x)
-            got[name] = places[name].unshard(gradient) if name in places else gradient
+            got[name] = layouts[name].unshard(gradient) if name in layouts else gradient
             if name in SCORES and self.leaves[name].shape[2] > 1:
                 got[name] = layout.unshard(gradient, dim=2)
         return {name: x.cpu() for name, x in got.items()}

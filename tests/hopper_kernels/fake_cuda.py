@@ -140,8 +140,8 @@ def fake_driver(folder: Path, records: bool = True) -> Iterator[Driver]:
     )
     def on_launch(config: Any, function: int, parameters: Any) -> None:
         c = config.contents
-        places = zip(sizes[function], parameters, strict=False)
-        values = tuple(ctypes.string_at(place, size) for size, place in places)
+        pairs = zip(sizes[function], parameters, strict=False)
+        values = tuple(ctypes.string_at(address, size) for size, address in pairs)
         made = Made(function, (c.x, c.y, c.z), c.stream or 0, c.attribute_count, values)
         active.thread.made.append(made)
 

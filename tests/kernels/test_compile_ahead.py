@@ -63,7 +63,7 @@ from .decoding import make_decoding
 from .parts import make_parts
 from .spills import ALLOWED, ALLOWED_IN_DECODING
 from .test_compile_quantize import launch_of as quantize_launch
-from .unusual_layouts import PLACES, SIZES, dense_call
+from .unusual_layouts import LAYOUTS, SIZES, dense_call
 
 # Large calls of 16 bits come through tensor descriptors where the device has them; small ones and
 # float32 come through pointers everywhere.
@@ -341,9 +341,9 @@ WIDE_LOAD = r"cp\.async\S* .*, 0x10|ld\.global\S*\.(?:v4\.b32|v2\.b64)"
 WIDE = rf"{WIDE_LOAD}|st\.global\S*\.(?:v4\.b32|v2\.b64)"
 
 
-def compiled_layout(place: str, dim: int) -> dict[str, str]:
-    """The PTX of each kernel of a call whose tensors lie in memory as `place` says."""
-    call = dense_call(PLACES[place], SIZES["odd lengths"], dim)
+def compiled_layout(layout: str, dim: int) -> dict[str, str]:
+    """The PTX of each kernel of a call whose tensors lie in memory as `layout` says."""
+    call = dense_call(LAYOUTS[layout], SIZES["odd lengths"], dim)
     found = {launch.kernel.__name__: ptx(launch) for launch in launches(*call, "sm_90")}
     assert len(found) == 4
     return found
@@ -354,10 +354,10 @@ def test_aligned_rows_are_loaded_16_bytes_at_a_time():
         assert re.search(WIDE_LOAD, text), name
 
 
-@pytest.mark.parametrize("place", ["padded by 1", "moved by 1"])
-def test_no_other_row_is(place: str):
+@pytest.mark.parametrize("layout", ["padded by 1", "moved by 1"])
+def test_no_other_row_is(layout: str):
     """That would be an error on the device. (The kernels of the backward load dO, too.)"""
-    assert not re.search(WIDE_LOAD, compiled_layout(place, 64)["forward_kernel"])
+    assert not re.search(WIDE_LOAD, compiled_layout(layout, 64)["forward_kernel"])
 
 
 def test_nothing_is_where_rows_are_not_multiples_of_16_bytes():

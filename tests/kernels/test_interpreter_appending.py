@@ -171,9 +171,9 @@ def test_a_float8_cache(sizes: dict[str, int], page_size: int, appended: list[bo
     new = {k: x.to(torch.float8_e4m3fn).to(x.dtype) for k, x in c.new_tokens().items()}
     new["v"][0, 0] *= 4096
     tables = torch.ones(CAPACITY + 3, 4).half(), torch.zeros(CAPACITY + 3, 4).half()
-    turned = dict(zip(("rotary_cos", "rotary_sin"), tables, strict=True))
+    identity = dict(zip(("rotary_cos", "rotary_sin"), tables, strict=True))
     for splits in (1, 3):
-        c.check("triton", **new, **turned, causal=True, num_splits=splits)
+        c.check("triton", **new, **identity, causal=True, num_splits=splits)
     assert appended == [True] * 2
 
 

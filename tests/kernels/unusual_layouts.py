@@ -13,7 +13,7 @@ from flashtile.problem import Operands, Options
 from flashtile.testing import cu_seqlens
 
 Call = tuple[Operands, Options]
-Place = Callable[..., Tensor]  # (batch, rows, heads, dim) -> a tensor of this shape
+Allocate = Callable[..., Tensor]  # (batch, rows, heads, dim) -> a tensor of this shape
 
 
 def contiguous(*shape: int) -> Tensor:
@@ -33,21 +33,21 @@ def backwards(batch: int, rows: int, heads: int, dim: int) -> Tensor:
     return contiguous(dim, heads, rows, batch).permute(3, 2, 1, 0)
 
 
-def padded(batch: int = 0, rows: int = 0, heads: int = 0, dim: int = 0) -> Place:
+def padded(batch: int = 0, rows: int = 0, heads: int = 0, dim: int = 0) -> Allocate:
     """Part of a tensor that is larger by these numbers."""
 
-    def place(*shape: int) -> Tensor:
+    def allocate(*shape: int) -> Tensor:
         larger = (shape[0] + batch, shape[1] + rows, shape[2] + heads, shape[3] + dim)
         return contiguous(*larger)[: shape[0], : shape[1], : shape[2], : shape[3]]
 
-    return place
+    return allocate
 
 
-def moved(elements: int, place: Place = contiguous) -> Place:
+def moved(elements: int, allocate: Allocate = contiguous) -> Allocate:
     """Away from the start of its memory."""
 
     def at(*shape: int) -> Tensor:
-        x = place(*shape)
+        x = allocate(*shape)
         last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
         return contiguous(last + 1 + elements)[elements:].as_strided(
             x.shape, x.stride(), x.storage_offset() + elements
@@ -56,28 +56,28 @@ def moved(elements: int, place: Place = contiguous) -> Place:
     return at
 
 
-def every(number: int, dimension: int) -> Place:
+def every(number: int, dimension: int) -> Allocate:
     """Every so many elements of one dimension of a larger tensor."""
 
-    def place(*shape: int) -> Tensor:
+    def allocate(*shape: int) -> Tensor:
         larger = list(shape)
         larger[dimension] *= number
         index = [slice(None)] * 4
         index[dimension] = slice(None, None, number)
         return contiguous(*larger)[tuple(index)]
 
-    return place
+    return allocate
 
 
-def expanded(dimension: int) -> Place:
+def expanded(dimension: int) -> Allocate:
     """One element of a dimension, repeated."""
 
-    def place(*shape: int) -> Tensor:
+    def allocate(*shape: int) -> Tensor:
         smaller = list(shape)
         smaller[dimension] = 1
         return contiguous(*smaller).expand(shape)
 
-    return place
+    return allocate
 
 
 def odd_unit_strides(batch: int, rows: int, heads: int, dim: int) -> Tensor:
@@ -92,7 +92,7 @@ def fused(batch: int, rows: int, heads: int, dim: int) -> Tensor:
     return contiguous(batch, rows, 3, heads, dim)[:, :, 1]
 
 
-PLACES: dict[str, Place] = {
+LAYOUTS: dict[str, Allocate] = {
     "contiguous": contiguous,
     "heads first": heads_first,
     "rows first": rows_first,
@@ -139,13 +139,13 @@ PACKED = {
 }
 
 
-def dense_call(place: Place, sizes: tuple[int, int, int, int], dim: int) -> Call:
+def dense_call(allocate: Allocate, sizes: tuple[int, int, int, int], dim: int) -> Call:
     batch, M, N, heads = sizes
-    tensors = place(batch, M, heads, dim), *(place(batch, N, heads, dim) for _ in "kv")
+    tensors = allocate(batch, M, heads, dim), *(allocate(batch, N, heads, dim) for _ in "kv")
     return describe(tensors, Dense(), {"causal": True})
 
 
-def packed_call(place: Place, name: str, dim: int) -> Call:
+def packed_call(allocate: Allocate, name: str, dim: int) -> Call:
     queries, keys, start = PACKED[name]
     offsets = []
     for lengths in (queries, keys):
@@ -153,15 +153,15 @@ def packed_call(place: Place, name: str, dim: int) -> Call:
         longer = torch.zeros(len(counts) + start, dtype=torch.int32)
         longer[start:] = counts
         offsets.append(longer[start:])
-    q, k, v = (place(1, sum(x), 2, dim)[0] for x in (queries, keys, keys))
+    q, k, v = (allocate(1, sum(x), 2, dim)[0] for x in (queries, keys, keys))
     return describe((q, k, v), Packed(*offsets, max(queries), max(keys)), {"causal": True})
 
 
 def calls(dim: int) -> Iterator[tuple[str, Call]]:
     """The names of the layouts and a causal call in each, in bfloat16 with as many key heads as
     query heads."""
-    for name, place in PLACES.items():
-        yield name, dense_call(place, SIZES["odd lengths"], dim)
+    for name, allocate in LAYOUTS.items():
+        yield name, dense_call(allocate, SIZES["odd lengths"], dim)
     for name, sizes in SIZES.items():
         if name != "odd lengths":
             yield name, dense_call(contiguous, sizes, dim)
@@ -171,4 +171,4 @@ def calls(dim: int) -> Iterator[tuple[str, Call]]:
     for name in PACKED:
         yield name, packed_call(contiguous, name, dim)
     for where in ("fused", "heads first", "moved by 1", "padded by 8", "sliced heads"):
-        yield f"packed, {where}", packed_call(PLACES[where], "packed", dim)
+        yield f"packed, {where}", packed_call(LAYOUTS[where], "packed", dim)
