@@ -398,10 +398,10 @@ def steps(algorithm: Algorithm, problem: dict[str, Any]) -> Iterator[Step]:
                     numbers = rows if where == "tile" else range(M)
                     shown += [(row, name, x) for row, x in zip(numbers, values, strict=True)]
         is_placed = tile.keys() >= ({"rows", "cols"} if algorithm.outer else {"cols"})
-        place = (rows[0], cols[0]) if is_placed and len(rows) and len(cols) else None
+        corner = (rows[0], cols[0]) if is_placed and len(rows) and len(cols) else None
         counters = {x: variables.get(x) for x in ("step", "rank", "i", "j")}
         loops = ", ".join(f"{x} = {n}" for x, n in counters.items() if isinstance(n, int))
-        yield Step(line, place, moved, dict(memory), loops, is_score, shown)
+        yield Step(line, corner, moved, dict(memory), loops, is_score, shown)
 
 
 def _positions(indices: slice | Tensor, length: int) -> list[int]:

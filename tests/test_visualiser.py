@@ -182,7 +182,7 @@ STEPS = """
   const finite = (x) => (Number.isFinite(x) ? x : 0);
   const sum = (numbers) => numbers.reduce((total, x, n) => total + finite(x) * (n + 1), 0);
   const digest = (step) => [
-    step.line, step.place, step.moved, step.loops, step.isScore,
+    step.line, step.corner, step.moved, step.loops, step.isScore,
     step.memory.map(([name, x]) => [name, x.shape, sum(x.data)]),
     step.shown.map(([row, name, x]) => [row, name, [x].flat().map(number)]),
   ];

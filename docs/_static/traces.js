@@ -52,7 +52,7 @@ window.traces = (() => {
       const loops = ["step", "rank", "i", "j"].filter((x) => Number.isInteger(variables[x]));
       yield {
         line,
-        place: isPlaced ? [rows[0], cols[0]] : null,
+        corner: isPlaced ? [rows[0], cols[0]] : null,
         moved,
         memory: [...memory],
         loops: loops.map((x) => `${x} = ${variables[x]}`).join(", "),

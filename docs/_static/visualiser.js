@@ -28,8 +28,8 @@
 
   function advance() {
     state.step += 1;
-    const { place, isScore, shown } = run.steps[state.step];
-    if (isScore) state.scored.add(place ? `${place}` : "all");
+    const { corner, isScore, shown } = run.steps[state.step];
+    if (isScore) state.scored.add(corner ? `${corner}` : "all");
     for (const [row, field, value] of shown) state.values[row][field] = value;
   }
 
@@ -123,8 +123,8 @@
   }
 
   function renderScores(step) {
-    for (const [place, tile] of Object.entries(drawing.tiles)) {
-      const scored = state.scored.has(place) || state.scored.has("all");
+    for (const [corner, tile] of Object.entries(drawing.tiles)) {
+      const scored = state.scored.has(corner) || state.scored.has("all");
       tile.classList.toggle("v-scored", scored);
     }
     const done = (m, n) => {
@@ -136,7 +136,7 @@
       line.forEach((cell, n) => cell.classList.toggle("v-done", done(m, n)));
     });
     drawing.row.setAttribute("y", selected * CELL);
-    const tile = drawing.tiles[`${step.place}`];
+    const tile = drawing.tiles[`${step.corner}`];
     drawing.active.style.display = tile ? "" : "none";
     for (const name of tile ? ["x", "y", "width", "height"] : []) {
       drawing.active.setAttribute(name, tile.getAttribute(name));
@@ -283,11 +283,11 @@
   }
 
   function nextTile(direction) {
-    const place = (n) => `${run.steps[n].place}`;
+    const corner = (n) => `${run.steps[n].corner}`;
     let number = state.step;
     const inside = (n) => n > 0 && n < run.steps.length - 1;
     do number += direction; while (inside(number) && (
-      place(number) === place(state.step) || !run.steps[number].place
+      corner(number) === corner(state.step) || !run.steps[number].corner
     ));
     show(number);
   }
