@@ -1,6 +1,6 @@
 """Hopper kernels on a GPU that other processes use too.
 
-The GPU turns to another process after about two milliseconds, in the middle of a kernel, and
+The GPU switches to another process after about two milliseconds, in the middle of a kernel, and
 restores registers and shared memory later. All calls here take longer than that.
 """
 

@@ -93,7 +93,8 @@ def report(launch: Launch) -> Report:
 
 def _unused_barriers(code: str) -> list[str]:
     """The mbarriers that a program with roles allocates but does not hand to one of them. Triton
-    gives their memory to other tensors, which changed there when the GPU turned to another process.
+    gives their memory to other tensors, which changed there when the GPU switched to another
+    process.
     """
     handed = {name for names in re.findall(r"warp_specialize\((.*?)\)", code) for name in
               re.findall(r"%\w+", names)}  # fmt: skip

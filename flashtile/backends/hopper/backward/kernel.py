@@ -151,7 +151,7 @@ def make_handover(tiles):
     a step says that P of the step was read, and P of the next step that dS was.
 
     So nothing waits for an empty tile, and there is no barrier for that: Triton would give the
-    memory of a barrier that no role uses to other tensors, and when the GPU turned to another
+    memory of a barrier that no role uses to other tensors, and when the GPU switched to another
     process, these tensors changed there (`docs/log/hopper.md`). PTX requires `mbarrier.inval`.
     """
     full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
