@@ -18,8 +18,8 @@ left. A process passes these stages, each of which ends when the GPU has finishe
     with_import    peer_import and first_call: what a user of FlexAttention waits for
     second_call    forward and backward again
 
-A case that fails, such as one that does not fit into the GPU's shared memory, is reported with the
-line that names its error. Each line of the CSV is written when it has been measured.
+For a case that fails, such as one that does not fit into the GPU's shared memory, the report has
+the line that names its error. Each line of the CSV is written as soon as it has been measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run functions that `torch.compile` has compiled as they are written."""
+"""Run functions that `torch.compile` has compiled eagerly, as their source says."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 
 import torch
 
-# PyTorch has one stance for all threads: the first one that needs it sets it, the last one resets.
+# PyTorch has one compiler stance for all threads: the first one that needs another stance sets it,
+# and the last one resets it.
 _lock = threading.Lock()
 _stances: list[Any] = []
 
 
 @contextmanager
 def compiled_functions_run_eagerly() -> Iterator[None]:
-    """A context in which compiled functions run eagerly, where every operation of them can be
-    seen.
+    """A context in which compiled functions run eagerly, so that a dispatch mode sees each of their
+    operations.
 
-    It affects all threads: a compiled function that another thread calls meanwhile runs eagerly,
-    too, about a millisecond for each trace of a score function. A stance that the user sets
-    meanwhile stays set; then functions may be compiled inside of this context.
+    It affects all threads for as long as it lasts, about a millisecond for each trace of a score
+    function: compiled functions that other threads call run eagerly, too. A stance that the user
+    sets meanwhile stays set, and PyTorch may then compile functions inside of this context.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
@@ -40,7 +41,7 @@ def compiled_functions_run_eagerly() -> Iterator[None]:
 
 
 def _is_set(stance: Any) -> bool:
-    """Whether nobody has set another stance since, for which PyTorch has no public function."""
+    """Whether `stance` is still set. PyTorch has no public function that tells."""
     from torch._dynamo import eval_frame
 
     ours = getattr(stance, "stance", None)
@@ -50,6 +51,6 @@ def _is_set(stance: Any) -> bool:
 def _reset(stance: Any) -> None:
     try:
         stance.__exit__(None, None, None)
-    except RuntimeError:  # a thread that runs compiled code may not, but any other one may
+    except RuntimeError:  # a thread that runs compiled code may not reset it; any other one may
         with ThreadPoolExecutor(1) as thread:
             thread.submit(stance.__exit__, None, None, None).result()

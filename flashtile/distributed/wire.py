@@ -207,8 +207,8 @@ class ProcessWire:
         return found
 
     def raise_if_stopped(self) -> None:
-        """Raise what the ranks disagree on, if they do: NCCL ends an operation that was stopped
-        without an error."""
+        """Raise what the ranks disagree on, if they do: NCCL raises no error for an operation that
+        was stopped."""
         if self.watch.error:
             raise ValueError(self.watch.error)
 

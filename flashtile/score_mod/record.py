@@ -1,9 +1,9 @@
 """Record what a function computes from tensors as a graph of operations.
 
-PyTorch's `make_fx` does this, too, but imports the whole compiler of PyTorch when it runs first,
-which takes up to seconds. Here a dispatch mode sees each operation below autograd, runs it and
-appends a node. The graph has no operations that write: what an in-place operation computes becomes
-the new value of the tensor, so earlier readers keep what they have read.
+PyTorch's `make_fx` does this, too, but its first run imports PyTorch's whole compiler, which takes
+up to seconds. Here a dispatch mode sees each operation below autograd, runs it and appends a node.
+The graph has no operations that write: the result of an in-place operation becomes the new value of
+its tensor, and operations that read the tensor before keep the old value.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}  # by the targets of their nodes
-        # The value of each tensor; None after a write to a part of its memory. Weak references: if
-        # anything else held a tensor that an operation returns, autograd would return a copy of it,
-        # which the recorder does not know.
+        # The value of each tensor; None after a write to a part of its memory. References are weak,
+        # because autograd returns a copy of a tensor that something else refers to, and the
+        # recorder would not know the copy.
         self._values: MutableMapping[Tensor, fx.Node | None] = WeakTensorKeyDictionary()
         for number, x in enumerate(inputs):
             self._track(x, self.graph.placeholder(f"input_{number}"))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would import its compiler to keep it away from this class."""
+        """False, because PyTorch would import its compiler only to make it skip this class."""
         return False
 
     def knows(self, x: Tensor) -> bool:
@@ -84,13 +84,13 @@ class Recorder(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # operations made of others arrive whole in inference mode
+        with self:  # inference mode passes composite operations on without decomposing them
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        if function is _aten.lift_fresh.default:  # of the constant that torch.tensor has made,
+        if function is _aten.lift_fresh.default:  # of a constant that `torch.tensor` has made
             self.constant(args[0])
-            function = _aten.lift_fresh_copy.default  # which later writes must not change
+            function = _aten.lift_fresh_copy.default  # later writes must not change the constant
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.UntypedStorage):
                 raise self.refused(function, "reads the memory of a tensor; want an operation")
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
         aliases = [x]
         # An `inplace_view` operation changes only the shape of `x`, not its numbers.
         if torch.Tag.inplace_view not in function.tags:
-            # The stubs of PyTorch lack this function.
+            # PyTorch's stubs lack this function.
             is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
             aliases = [y for y in self._values if is_alias(x, y)]
         if any(y is z for y in aliases for z in self.constants.values()):
@@ -149,7 +149,7 @@ def _out_of_place(function: Any) -> Any:
     packet = getattr(_aten, name.removesuffix("_"), None)
     if namespace != "aten" or not name.endswith("_") or packet is None:
         return None
-    # By types: the partner of `pow_.Scalar` is `pow.Tensor_Scalar`.
+    # Names of overloads differ, so types decide: `pow.Tensor_Scalar` belongs to `pow_.Scalar`.
     overloads = (getattr(packet, overload) for overload in packet.overloads())
     return next((x for x in overloads if _types(x) == _types(function)), None)
 

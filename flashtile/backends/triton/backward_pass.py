@@ -103,9 +103,10 @@ def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr, cfg:
         pivot = tl.load(stats.pivot + rows, mask=rows < M, other=float("inf"))
         delta = tl.load(stats.delta + rows, mask=rows < M, other=0.0)
     elif cfg.HAS_WGMMA and rows.shape[0] >= 64:
-        # One load of as many numbers as 4 warps have threads: of fewer, Triton lets each thread
-        # load all that it needs, one by one. Because of their addresses, ptxas serialised the wgmma
-        # of dK and dV (C7515). On sm_100, Triton 3.9 does not compile it.
+        # One load of at least as many numbers as 4 warps have threads. If a load has fewer, each
+        # thread loads all numbers that it needs, one by one, and the addresses of these loads make
+        # ptxas serialise the wgmma of dK and dV (C7515). Triton 3.9 cannot compile the one load for
+        # sm_100.
         pivot, delta = tl.split(tl.load(tl.join(stats.pivot + rows, stats.delta + rows)))
     else:
         pivot = tl.load(stats.pivot + rows)
@@ -431,7 +432,7 @@ def query_gradient_kernel(
             first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
         )
         full_count, masked_count = step_counts(ranges, cfg)
-    # Counted in keys, as in the forward.
+    # The loop counts keys, not tiles, as in the forward.
     for offset in range(0, full_count * BLOCK_N, BLOCK_N):
         i = offset // BLOCK_N
         if cfg.MASK_TILE_M > 0:

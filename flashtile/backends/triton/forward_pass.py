@@ -299,8 +299,8 @@ def forward_kernel(
     full_start, masked_start = 0, 0
     if cfg.IS_SPLIT:
         full_start, full_count, masked_start, masked_count = split_range(full_count, masked_count)
-    # Counted in keys, which keeps wgmma asynchronous: if LLVM turns a count of tiles into keys, it
-    # does so on the path around the loop, too, where the assembler refuses all but wgmma (C7515).
+    # The loop counts keys, not tiles, which keeps wgmma asynchronous. LLVM would convert a count of
+    # tiles on the path around the loop, too, where ptxas allows nothing but wgmma (C7515).
     for offset in range(full_start * BLOCK_N, full_count * BLOCK_N, BLOCK_N):
         i = offset // BLOCK_N
         if cfg.MASK_TILE_M > 0:

@@ -191,7 +191,7 @@ class KernelConfig:
     ALIGNMENT: int  # bytes, 16 or 1: every row of q, k and v starts at a multiple of it
     OUT_ALIGNMENT: int  # the same of dO and of all that kernels write, whose rows follow each other
     HAS_DESCRIPTORS: bool  # tiles are loaded by TMA
-    HAS_WGMMA: bool  # and multiplied by wgmma: on Hopper
+    HAS_WGMMA: bool  # on Hopper, and tiles are loaded by TMA: wgmma multiplies them
     IS_SPLIT: bool  # several programs share the KV loop
     IS_CHAINED: bool  # launched early after an append, and the merge early after this kernel
     APPENDING: Appending | None  # new tokens that the kernel appends

@@ -49,8 +49,8 @@ def add_relative_bias(s, data, h, rows, keys, corners, positions, cfg: tl.conste
     """Scores plus a relative bias.
 
     Most tiles of a long sequence are farther from the diagonal than a short table reaches. All
-    their scores add the same number, so that one load replaces one for each score. The branch reads
-    no scores, so that the numbers arrive while the scores are multiplied.
+    their scores add the same number, so the kernel loads it once instead of once for each score.
+    The branch reads no scores, so its loads overlap the product that computes them.
     """
     R = data.table_reach
     middle = data.table_ptr + h * (2 * R + 1) + R

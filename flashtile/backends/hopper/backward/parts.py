@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     """How programs share tiles of keys."""
 
     number: int  # of programs for each tile
-    are_apart: bool  # whether the programs of a tile are apart in the order of all programs
+    are_apart: bool  # other programs come between those of a tile, in the order of all programs
 
 
 WHOLE = Parts(1, False)
