@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 
 from flashtile.backends.hopper.forward.launch import with_lists
-from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION, plan
+from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION, padded, plan
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
@@ -59,10 +59,10 @@ SPILLS_OF_NEWER = 16 if NEWER else 0
 # Instructions of a block of keys in a consumer, a few more than counted, by head dim; most blocks
 # jump over those that rescale the output. The card is power-capped: whatever is added here is paid
 # for in clock speed.
-INSTRUCTIONS = {64: 430, 128: 470, 256: 425}
+INSTRUCTIONS = {64: 430, 80: 430, 96: 445, 128: 470, 256: 425}
 # Waits of warps for each other, by whether consumers take semaphores: one before the wait for keys,
 # which Triton puts there, and two of the ping-pong.
-BARRIERS = {64: 3, 128: 3, 256: 1}
+BARRIERS = {64: 3, 80: 3, 96: 3, 128: 3, 256: 1}
 
 
 def dense(
@@ -145,6 +145,16 @@ def test_blocks_stay_lean(head_dim: int):
         assert sum(name.startswith("BAR.") for name in names) <= BARRIERS[head_dim]
         assert sum(name.startswith("VOTE") for name in names) == 1  # a warp rescales, or does not
         assert "STL" not in names and "LDL" not in names
+
+
+@pytest.mark.parametrize("head_dim", [72, 80, 88, 96])
+def test_values_with_a_tail_take_one_product_for_every_16_keys(head_dim: int):
+    found = report(launch_of(*dense(head_dim, head_dim)))
+    keys = 128
+    for names in found.blocks:
+        products = [name for name in names if "GMMA" in name]
+        assert sum(f"64x{head_dim}x16" in name for name in products) == keys // 16
+        assert len(products) - keys // 16 == padded(head_dim) // 16  # those of the scores
 
 
 @pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")

@@ -23,4 +23,4 @@ def test_head_dims_have_as_few_columns_as_a_tile_allows(
 ):
     q, v = (torch.empty(1, 300, 2, D, dtype=torch.bfloat16, device="meta") for D in head_dims)
     config = plan(AttentionProblem.of(Operands(q, q, v), Options(300, 300, 1.0)))
-    assert columns == (config.BLOCK_D + config.TAIL_D, config.BLOCK_DV + config.TAIL_DV)
+    assert columns == (config.BLOCK_D + config.TAIL_D, config.USED_DV + config.TAIL_DV)

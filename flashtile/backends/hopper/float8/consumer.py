@@ -168,7 +168,7 @@ class Float8Math:
         if cfg.HAS_BLOCK_SCALES:
             rescale = rescale * ratio(now.v_unit, v_unit)
         p = packed_weights(p, cfg.BLOCK_DV)
-        o = rescaled_where_needed(o, rescale)
+        o = rescaled_where_needed(o, rescale, cfg.BLOCK_DV)
         return Progress(i, block, p, o, row_max, row_sum, v_unit)
 
     @gluon.jit

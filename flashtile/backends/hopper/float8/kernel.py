@@ -41,6 +41,7 @@ def make_channels(dtype: gl.constexpr, out_dtype: gl.constexpr, cfg: gl.constexp
         o,
         o,
         make_queue(2, WORK_NUMBERS, C + 1 if cfg.IS_RAGGED else C),
+        0,
     )
     fence_async_shared()
     return channels

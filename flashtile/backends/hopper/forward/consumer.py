@@ -22,6 +22,7 @@ from ..shared.intrinsics import (
     empty_accumulator,
     left_operand,
     pin,
+    product_of_columns,
     row_values,
     rows_of_heads,
     show_written,
@@ -54,6 +55,7 @@ from ..shared.softmax import (
     rescaled,
     rescaled_where_needed,
     scores_log2,
+    unpaired,
 )
 from .results import normalisation, store_lse, store_output
 
@@ -379,11 +381,16 @@ class Math16:
         """Start O += P V of the last block."""
         dtype: gl.constexpr = channels.v.tiles.dtype
         channels.v.acquire(now.i)
-        o, o_tail = rescaled_where_needed(now.o, now.rescale), now.o_tail
+        o, o_tail = rescaled_where_needed(now.o, now.rescale, cfg.USED_DV), now.o_tail
         if cfg.TAIL_DV > 0:
-            o_tail = rescaled_where_needed(o_tail, now.rescale)
+            o_tail = rescaled_where_needed(o_tail, now.rescale, cfg.TAIL_DV)
         v = channels.v.tile(now.i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
-        o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
+        if cfg.USED_DV < cfg.BLOCK_DV:
+            p = gl.convert_layout(unpaired(now.p, dtype), o.type.layout, assert_trivial=True)
+            address = channels.v_address + now.i % cfg.STAGES * (2 * cfg.BLOCK_N * cfg.BLOCK_DV)
+            o = product_of_columns(p, address, o, cfg.USED_DV)
+        else:
+            o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
         if cfg.TAIL_DV > 0:
             v = channels.v.tail(now.i).reshape([cfg.BLOCK_N, cfg.TAIL_DV])
             p = as_left_operand(now.p, cfg.TAIL_DV, dtype)

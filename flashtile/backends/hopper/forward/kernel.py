@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....gpu.intrinsics import wait_for_earlier_kernels
 from ..shared.channels import Described, make_channel, make_queue
-from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
+from ..shared.intrinsics import CONSUMER_ROWS, address_of, copy_to_shared, shared_rows
 from ..shared.schedule import (
     NUMBERS,
     WORK_NUMBERS,
@@ -52,6 +52,7 @@ class Channels(NamedTuple):
     o: Any  # plain tiles, one for each consumer
     o_tail: Any
     work: Any  # the tiles of queries, and the keys that they see
+    v_address: Any  # of the tiles of V, for products of a part of their columns; otherwise 0
 
 
 @gluon.jit
@@ -78,6 +79,7 @@ def make_channels(dtype: gl.constexpr, cfg: gl.constexpr):
         o, o_tail = make_tiles(dtype, C, ROWS, cfg.BLOCK_DV, cfg.TAIL_DV)
     k, k_tail = make_tiles(dtype, cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D, cfg.TAIL_D)
     v, v_tail = make_tiles(dtype, cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV, cfg.TAIL_DV)
+    v_address = address_of(v) if cfg.USED_DV < cfg.BLOCK_DV else 0
     channels = Channels(
         make_channel(q, q_tail, cfg.Q_SLOTS, 1),
         make_channel(k, k_tail, cfg.STAGES, C),
@@ -85,6 +87,7 @@ def make_channels(dtype: gl.constexpr, cfg: gl.constexpr):
         o,
         o_tail,
         make_queue(2, WORK_NUMBERS, C + 1 if cfg.IS_RAGGED else C),
+        v_address,
     )
     fence_async_shared()
     return channels

@@ -69,6 +69,7 @@ class Tile(NamedTuple):
     q: str  # location of a consumer's queries: `Q_LOCATIONS`
     waits: str = "freely"  # when a consumer waits for the output of a block: `WAITS`
     ascends: bool = False  # the KV loop visits the first block of keys first, not the last one
+    has_whole_values: bool = False  # O += P V is one product, see `product_of_columns`
 
 
 # The location of the queries while their tile runs.
@@ -100,8 +101,8 @@ HEAD_DIMS = {
 # (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
 TILES = {
     (64, 64): Tile(3, 128, 4, True, "twice", "early"),
-    (80, 80): Tile(2, 128, 2, True, "registers"),
-    (96, 96): Tile(2, 128, 2, True, "registers"),
+    (80, 80): Tile(2, 128, 2, True, "registers", has_whole_values=True),
+    (96, 96): Tile(2, 128, 2, True, "registers", has_whole_values=True),
     (128, 128): Tile(2, 128, 2, False, "registers"),
     (144, 144): Tile(2, 128, 2, False, "registers"),
     (160, 160): Tile(2, 128, 2, True, "once"),
@@ -184,6 +185,7 @@ class KernelConfig:
     TAIL_D: int
     BLOCK_DV: int
     TAIL_DV: int
+    USED_DV: int  # columns of this tile that O += P V multiplies
     DV: int
     STAGES: int
     Q_SLOTS: int
@@ -315,6 +317,9 @@ def plan(problem: AttentionProblem) -> KernelConfig:
     options = problem.options
     (BLOCK_D, TAIL_D), (BLOCK_DV, TAIL_DV) = (HEAD_DIMS[size] for size in padded_pair(problem))
     tile = tile_of(problem)
+    USED_DV = BLOCK_DV
+    if tile.has_whole_values:
+        BLOCK_DV, TAIL_DV, USED_DV = 128, 0, problem.Dv
     has_softcap, packed = options.softcap > 0, problem.layout != "dense"
     return KernelConfig(
         BITS=16,
@@ -325,6 +330,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         TAIL_D=TAIL_D,
         BLOCK_DV=BLOCK_DV,
         TAIL_DV=TAIL_DV,
+        USED_DV=USED_DV,
         DV=problem.Dv,
         STAGES=tile.stages,
         Q_SLOTS=tile.consumers * (2 if tile.q == "twice" else 1),

@@ -9,6 +9,8 @@ of the left operand of the next product, so P stays in registers.
 
 from __future__ import annotations
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
@@ -182,11 +184,11 @@ def log2(x):
 
 
 @gluon.constexpr_function
-def _multiply_assembly(count):
+def _multiply_assembly(count, used):
     # A thread holds two rows: of every four neighbouring registers, two belong to each row.
     first, second = f"${2 * count}", f"${2 * count + 2}"
     products = "".join(
-        f"mul.f32 ${n}, ${n}, {first if n % 4 < 2 else second}; " for n in range(count)
+        f"mul.f32 ${n}, ${n}, {first if n % 4 < 2 else second}; " for n in range(used)
     )
     return (
         "{ .reg .pred own, any; "
@@ -201,12 +203,12 @@ def _multiply_constraints(count):
 
 
 @gluon.jit
-def multiply_unless_one(x, factor):
-    """`x` times `factor`, one factor for each row of an accumulator. A warp whose factors are all
-    one skips the multiplications.
+def multiply_unless_one(x, factor, COLUMNS: gl.constexpr):
+    """The first COLUMNS of `x` times `factor`, one factor for each row of an accumulator. A warp
+    whose factors are all one skips the multiplications.
     """
     COUNT: gl.constexpr = x.shape[1] // 2  # elements per thread
-    ASSEMBLY: gl.constexpr = _multiply_assembly(COUNT)
+    ASSEMBLY: gl.constexpr = _multiply_assembly(COUNT, COLUMNS // 2)
     CONSTRAINTS: gl.constexpr = _multiply_constraints(COUNT)
     return gl.inline_asm_elementwise(
         ASSEMBLY, CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=False, pack=COUNT
@@ -291,6 +293,101 @@ def opaque_zeros(COLUMNS: gl.constexpr):
         dtype=gl.float32,
         is_pure=False,
         pack=1,
+    )
+
+
+# Products of a number of columns that is no power of two, which Gluon's tensors cannot have.
+#
+# A wgmma multiplies any multiple of 8 columns, but with a left operand in registers it seems to
+# take no less than 32 cycles, the time of 64 columns. Products of 64 and of 32 columns then take as
+# long as one of 128; one of 96 takes three quarters of that. Here a product changes only the first
+# columns of an accumulator. The assembler gives no registers to the others.
+
+# Tiles in shared memory that wgmma reads start at multiples of this.
+ALIGNMENT = gl.constexpr(1024)
+
+
+@gluon.constexpr_function
+def _address_assembly(step, threads):
+    return (
+        "{ .reg .pred p; .reg .b32 at, end, place;"
+        f" mov.u32 at, %tid.x; mul.lo.u32 at, at, {step}; mov.u32 end, %dynamic_smem_size;"
+        " GO_ON: setp.lt.u32 p, at, end; mov.u32 place, global_smem; add.u32 place, place, at;"
+        f" @p st.shared.b32 [place], place; add.u32 at, at, {step * threads};"
+        " @p bra GO_ON; mov.b32 $0, 0; }"
+    )
+
+
+@gluon.constexpr_function
+def _words(shape):
+    return math.prod(shape) // 2
+
+
+@gluon.jit
+def address_of(tiles):
+    """The address of 16-bit `tiles` in shared memory, for which Gluon has no function.
+
+    The four warps of a program that begins write to each place where a tile can start which place
+    it is, and then read what `tiles` start with. Nothing in shared memory may be in use yet.
+    """
+    ASSEMBLY: gl.constexpr = _address_assembly(ALIGNMENT, 32 * CONSUMER_WARPS)
+    nothing = gl.full([1], 0, gl.int32, one_value(CONSUMER_WARPS))
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [nothing], dtype=gl.int32, is_pure=False, pack=1)
+    sync_warps()
+    WORDS: gl.constexpr = _words(tiles.shape)
+    words = recast(tiles, gl.int32, [WORDS, 1], shared_value())
+    address = gl.max(words.index(0).load(one_value(CONSUMER_WARPS)), 0)
+    sync_warps()
+    return address
+
+
+@gluon.constexpr_function
+def _descriptor(rows):
+    """Of a tile of 128 columns that is read transposed: the distances of its halves and of groups
+    of eight rows, in units of 16 bytes, and its swizzle of 128 bytes.
+    """
+    return (rows * 128 >> 4) << 16 | (8 * 128 >> 4) << 32 | 1 << 62
+
+
+@gluon.constexpr_function
+def _product_assembly(columns, held, rows, dtype):
+    # Operands: the accumulator's registers, twice as they change, those of p, the address.
+    kind = "bf16" if dtype == gl.bfloat16 else "f16"
+    acc = ", ".join(f"${n}" for n in range(columns // 2))
+    code = (
+        "{ .reg .pred add; .reg .b32 low; .reg .b64 v; setp.eq.b32 add, 0, 0;"
+        # All threads have the same address, which the assembler would not know otherwise.
+        f" shfl.sync.idx.b32 low, ${2 * held + rows // 4}, 0, 31, 0xffffffff;"
+        f" shr.u32 low, low, 4; cvt.u64.u32 v, low; or.b64 v, v, {_descriptor(rows)};"
+        " wgmma.fence.sync.aligned;"
+    )
+    for first in range(2 * held, 2 * held + rows // 4, 4):
+        left = ", ".join(f"${n}" for n in range(first, first + 4))
+        code += (
+            f" wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+            f" {{{acc}}}, {{{left}}}, v, add, 1, 1, 1; add.s64 v, v, {16 * 128 >> 4};"
+        )
+    return code + " wgmma.commit_group.sync.aligned; }"
+
+
+@gluon.constexpr_function
+def _product_constraints(held, rows):
+    return ",".join(["=f"] * held + [str(n) for n in range(held)] + ["r"] * (rows // 4 + held))
+
+
+@gluon.jit
+def product_of_columns(p, address, acc, COLUMNS: gl.constexpr):
+    """Start `acc` += `p` v for the first COLUMNS columns: (64, 128) += (64, 128) (128, 128).
+
+    `p` has the layout of `acc`. The 16-bit tile v is at an address in shared memory, which is the
+    same in all threads; its rows are 128 bytes apart in each half of 64 columns.
+    """
+    HELD: gl.constexpr = acc.shape[1] // 2  # elements per thread, of `acc` and of `p`
+    ASSEMBLY: gl.constexpr = _product_assembly(COLUMNS, HELD, p.shape[1], p.dtype)
+    CONSTRAINTS: gl.constexpr = _product_constraints(HELD, p.shape[1])
+    address = gl.full(acc.shape, address, gl.int32, acc.type.layout)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, CONSTRAINTS, [acc, p, address], dtype=gl.float32, is_pure=False, pack=HELD
     )
 
 

@@ -269,11 +269,13 @@ def rescaled(x, factor):
 
 
 @gluon.jit
-def rescaled_where_needed(x, factor):
-    """`rescaled` for factors that are mostly one: a warp whose factors are all one skips it."""
+def rescaled_where_needed(x, factor, COLUMNS: gl.constexpr):
+    """`rescaled` for factors that are mostly one: a warp whose factors are all one skips it. Only
+    the first COLUMNS change.
+    """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     factor = gl.convert_layout(factor, LAYOUT, assert_trivial=True)
-    return multiply_unless_one(x, factor[:, None].broadcast_to(x.shape))
+    return multiply_unless_one(x, factor[:, None].broadcast_to(x.shape), COLUMNS)
 
 
 @gluon.jit
@@ -290,9 +292,14 @@ def paired(p, dtype: gl.constexpr):
 @gluon.jit
 def as_left_operand(pairs, COLUMNS: gl.constexpr, dtype: gl.constexpr):
     """`paired` P as the left operand of a product that accumulates (64, COLUMNS), in registers."""
+    return gl.convert_layout(unpaired(pairs, dtype), left_operand(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def unpaired(pairs, dtype: gl.constexpr):
+    """(64, columns) of `dtype` from `paired` numbers."""
     low, high = halves(pairs, dtype)
-    p = gl.join(low, high).reshape([64, 2 * pairs.shape[1]])
-    return gl.convert_layout(p, left_operand(COLUMNS), assert_trivial=True)
+    return gl.join(low, high).reshape([64, 2 * pairs.shape[1]])
 
 
 @gluon.jit
