@@ -101,8 +101,8 @@ HEAD_DIMS = {
 # (key's, value's) head dim, rounded up to one of `HEAD_DIMS`. Shared memory: 227 KiB in all.
 TILES = {
     (64, 64): Tile(3, 128, 4, True, "twice", "early"),
-    (80, 80): Tile(2, 128, 2, True, "registers", has_whole_values=True),
-    (96, 96): Tile(2, 128, 2, True, "registers", has_whole_values=True),
+    (80, 80): Tile(2, 128, 2, True, "registers", "late", has_whole_values=True),
+    (96, 96): Tile(2, 128, 2, True, "registers", "late", has_whole_values=True),
     (128, 128): Tile(2, 128, 2, False, "registers"),
     (144, 144): Tile(2, 128, 2, False, "registers"),
     (160, 160): Tile(2, 128, 2, True, "once"),
