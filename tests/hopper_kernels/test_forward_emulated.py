@@ -217,7 +217,7 @@ def test_head_dims(head_dim: int, causal: bool):
 @pytest.mark.parametrize(
     "head_dims",
     [(40, 40), (72, 72), (72, 80), (80, 96), (96, 88), (96, 96), (136, 152), (192, 192), (192, 128),
-     (64, 200)],
+     (64, 200), (112, 104)],
 )  # fmt: skip
 def test_padded_head_dims(head_dims: tuple[int, int]):
     dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, causal=True)

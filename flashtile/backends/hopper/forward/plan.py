@@ -103,7 +103,7 @@ TILES = {
     (64, 64): Tile(3, 128, 4, True, "twice", "early"),
     (80, 80): Tile(2, 128, 2, True, "registers", "late", has_whole_values=True),
     (96, 96): Tile(2, 128, 2, True, "registers", "late", has_whole_values=True),
-    (128, 128): Tile(2, 128, 2, False, "registers"),
+    (128, 128): Tile(2, 128, 2, False, "registers", has_whole_values=True),
     (144, 144): Tile(2, 128, 2, False, "registers"),
     (160, 160): Tile(2, 128, 2, True, "once"),
     (192, 128): Tile(2, 128, 2, False, "once"),
@@ -115,7 +115,7 @@ UNLIKE = Tile(2, 64, 2, True, "apart")
 UNLIKE_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 # If every row sees all keys, the consumers stay in step. With masks Triton 3.9 spills registers.
-UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
+UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late", has_whole_values=True)}
 
 # If most KV loops end after a few blocks, tiles of fewer rows compute fewer masked scores.
 SHORT_CAUSAL = 1024  # keys
@@ -125,7 +125,9 @@ SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 # them read the same blocks at the same time. In short KV loops this gains less than it costs to end
 # with a masked block.
 LONG_CAUSAL = 8192  # keys
-LONG_CAUSAL_TILES = {(128, 128): Tile(2, 128, 2, False, "registers", ascends=True)}
+LONG_CAUSAL_TILES = {
+    (128, 128): Tile(2, 128, 2, False, "registers", ascends=True, has_whole_values=True)
+}
 
 # Tiles of 128 rows and above head dim 128 of 64 keys, of which the usual tiles of block masks are
 # multiples.
