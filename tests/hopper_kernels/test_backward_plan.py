@@ -12,8 +12,13 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from flashtile.backends.hopper.backward.plan import backward_plan
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
+from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem
+from flashtile.spans import Spans
 from flashtile.testing import generator, qkv
+
+SPANS = Spans(*torch.zeros(2, 1, 1, 1, 1, dtype=torch.int32))
+VISIBLE = BlockMask.from_dense(torch.ones(1, 1, dtype=torch.bool))
 
 
 def problem(D: int = 128, Dv: int | None = None, **options: Any) -> AttentionProblem:
@@ -32,6 +37,25 @@ def test_directions():
         {"causal": True, "attention_chunk": 100},
     )
     assert not any(backward_plan(problem(**given)).IS_ASCENDING for given in options)
+
+
+@pytest.mark.parametrize(
+    ("given", "cycles"),
+    [
+        ({}, (400, 0)),
+        ({"causal": True}, (0, 0)),
+        ({"mask": SPANS}, (0, 400)),
+        ({"block_mask": VISIBLE}, (0, 400)),
+        ({"block_mask": VISIBLE, "causal": True}, (0, 400)),
+        ({"block_mask": VISIBLE, "deterministic": True}, (400, 0)),
+    ],
+)
+def test_the_second_consumer_starts_later_once(given: dict[str, Any], cycles: tuple[int, int]):
+    """At the start, or before the full blocks of a list, which follow its partial ones. Lists for
+    deterministic gradients have no full blocks.
+    """
+    config = backward_plan(problem(**given))
+    assert cycles == (config.STAGGER, config.FULL_STAGGER)
 
 
 @pytest.mark.parametrize(

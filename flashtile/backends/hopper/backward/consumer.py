@@ -194,6 +194,8 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
                 )  # fmt: skip
                 i += 1
                 m = next_block(m, cfg)
+        if cfg.FULL_STAGGER > 0 and ME == 1 and full_begin < full_end:
+            wait_cycles(i, cfg.FULL_STAGGER)
         for _ in range(full_begin, full_end):
             s, lse, sums, added = step(
                 ME, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,

@@ -81,6 +81,7 @@ class BackwardConfig:
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
     IS_PARTED: bool  # several programs share a tile of keys: see `parts.py`
     STAGGER: int  # cycles by which the second consumer starts later than the first
+    FULL_STAGGER: int  # the same before the full blocks of a list
     RUNS: int  # as in the forward
     IS_PARTIAL: bool  # gradients are parts of sums: float32, and dQ is added to what is there
     DQ_COLUMNS: int  # of the workspace of dQ
@@ -131,6 +132,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         IS_ORDERED=options.deterministic,
         IS_PARTED=is_parted,
         STAGGER=stagger(problem, columns),
+        FULL_STAGGER=full_stagger(problem, columns),
         RUNS=problem.runs,
         IS_PARTIAL=problem.is_partial,
         DQ_COLUMNS=dq_columns(problem, columns),
@@ -174,13 +176,25 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
-    if not 64 < columns <= 128 or is_short:
+    if not 64 < columns <= 128 or is_short or full_stagger(problem, columns) > 0:
         return 0
     if columns < 128:
         return 800
-    if options.window_right is not None or problem.spans > 0:
+    if options.window_right is not None:
         return 0
     return 400 if problem.layout == "dense" else 800
+
+
+def full_stagger(problem: AttentionProblem, columns: int) -> int:
+    """Cycles by which the second consumer starts the full blocks of a list later than the first.
+
+    The partial blocks come first and bring the consumers together, however far apart they were:
+    the one that is ahead waits for the intervals or bits of a block, which the other then finds in
+    the L1 cache. A delay at the start is therefore lost. With ordered additions all blocks are
+    treated as partial, and the delay stays at the start.
+    """
+    late = columns == 128 and has_lists(problem) and not problem.options.deterministic
+    return 400 if late else 0
 
 
 def padded_columns(problem: AttentionProblem) -> int:
