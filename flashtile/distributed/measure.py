@@ -8,7 +8,7 @@ import time
 import torch
 
 from .machine import Link, Machine
-from .wire import Wire
+from .wire import Wire, connect
 
 ROUNDS = 5
 SMALL, LARGE = 64, 1 << 24  # bytes of a message
@@ -21,6 +21,7 @@ def measured(wire: Wire, machine: Machine, device: torch.device) -> Machine:
     index in their nodes send to each other, all at the same time. A link that the group does not
     have stays as it is.
     """
+    connect(wire, device)
     sizes = min(machine.node, wire.ranks)
     first = wire.rank // sizes * sizes
     here = min(sizes, wire.ranks - first)

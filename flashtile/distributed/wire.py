@@ -110,8 +110,8 @@ def can_be_one_operation(
     """Whether this rank may exchange these messages by `torch.distributed.all_to_all`.
 
     `all_to_all` also sends an empty message to each rank without an entry, and NCCL waits for ever
-    for a rank that does not expect one. Where no message is empty, the other ranks may take either
-    way. Of two ranks, each takes part whenever the other does.
+    for a rank that does not expect one. Where no message is empty, the other ranks may use either
+    method. Of two ranks, each takes part whenever the other does.
     """
     if ranks == 2:
         return True
@@ -137,8 +137,8 @@ class ProcessWire:
         self.group = dist.distributed_c10d._get_default_group() if group is None else group
         self.timeout = timeout
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        # Ranks take different ways, which PyTorch takes for an error if it checks that all ranks
-        # call the same collectives.
+        # Some ranks may call `all_to_all` while others send a batch, which PyTorch reports as an
+        # error if it checks that all ranks call the same collectives.
         self._has_all_to_all = (
             dist.get_debug_level() != dist.DebugLevel.DETAIL
             and "nccl" in dist.get_backend_config(self.group)

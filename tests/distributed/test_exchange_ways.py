@@ -1,14 +1,20 @@
-"""Exchanges of ranks that take different ways, in terms of what NCCL is told: each send has a
+"""Exchanges of ranks that use different methods, in terms of what NCCL is told: each send has a
 receive on the other side, because NCCL waits for ever for one that is missing."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtile.distributed.wire import can_be_one_operation
+from flashtile.distributed.machine import MACHINES
+from flashtile.distributed.measure import measured
+from flashtile.distributed.wire import ProcessWire, can_be_one_operation
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
@@ -47,3 +53,56 @@ def test_ranks_that_all_exchange_make_one_operation() -> None:
     assert can_be_one_operation(1, 4, dict.fromkeys((0, 2, 3), x), dict.fromkeys((0, 2, 3), x))
     assert can_be_one_operation(0, 2, {1: x}, {})
     assert not can_be_one_operation(1, 4, dict.fromkeys((0, 2, 3), x), dict.fromkeys((0, 2), x))
+
+
+class NcclWire(ProcessWire):
+    """Rank 0 of a group that NCCL connects, in a process of its own."""
+
+    def __init__(self, ranks: int) -> None:
+        self.rank, self.ranks, self.global_ranks = 0, ranks, list(range(ranks))
+        self.group: Any = None
+        self._has_all_to_all = True
+
+    def _all_to_all(self, sends: Any, receives: Any, what: str) -> Any:
+        return "all_to_all"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sends", "receives", "method"),
+    [
+        (4, (1, 2, 3), (1, 2, 3), "all_to_all"),
+        (4, (1, 2, 3), (1, 2), "batch"),
+        (4, (1,), (), "batch"),
+        (2, (1,), (), "all_to_all"),
+    ],
+)
+def test_the_wire_keeps_to_it(ranks, sends, receives, method, monkeypatch) -> None:
+    monkeypatch.setattr(dist, "P2POp", lambda function, x, *_: SimpleNamespace(tensor=x))
+    started: list[list[Any]] = []
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: started.append(batch) or [])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(3, device="cuda")
+        pending = NcclWire(ranks)._started(dict.fromkeys(sends, x), dict.fromkeys(receives, x), "x")
+    if method == "batch":
+        assert [len(batch) for batch in started] == [len(sends) + len(receives)]
+    else:
+        assert (pending, started) == ("all_to_all", [])
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_all_ranks_meet_before_links_are_measured(rank: int) -> None:
+    """NCCL connects the ranks in its first operation; rank 2 is alone in its node and sends
+    nothing there."""
+    calls: list[str] = []
+
+    def all_gather(x: torch.Tensor) -> list[torch.Tensor]:
+        calls.append("all_gather")
+        return [torch.ones(x.shape)] * 3
+
+    def exchange(*_: Any) -> Any:
+        calls.append("exchange")
+        return SimpleNamespace(wait=lambda: None)
+
+    wire: Any = SimpleNamespace(rank=rank, ranks=3, all_gather=all_gather, exchange=exchange)
+    measured(wire, MACHINES["H200"]._replace(node=2), torch.device("meta"))
+    assert calls[0] == "all_gather"

@@ -1,4 +1,5 @@
-"""A repeated call goes straight to the compiled kernels, with its own tensors in their places."""
+"""A repeated call goes straight to the compiled kernels, with its own tensors at the
+same indices of its arguments."""
 
 from __future__ import annotations
 
@@ -229,7 +230,7 @@ def one_tensor(seed: int, causal: bool = True) -> Call:
 
 def packed(seed: int, head_dim: int = 64) -> Call:
     tensors, layout, counts = packed_inputs(seed, head_dim, [70, 0, 29], [40, 5, 65], {})
-    if seed == 2:  # no longer the same in both places
+    if seed == 2:  # no longer the same for both arguments
         layout = Packed(layout.cu_seqlens_q, layout.cu_seqlens_k.clone(), *layout[2:])
     sink = normal(generator(seed), tensors[0].shape[1])
     return prepare.describe(tensors, layout, {"sink": sink, "causal": True, **counts})
