@@ -22,6 +22,10 @@ The last term is for keys that a few rows see almost alone, such as the first on
 mask: hundreds of small terms are then added to a partial sum that is already large. Adding up n
 terms of random signs one after the other causes an error of 0.4 u times the sum of their
 magnitudes (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.8 and chapter 4).
+
+What a score function captures has no formula here, because the function may be any. Errors of the
+gradients of the scores are drawn with these variances, those of delta and L once for each row, and
+autograd takes them to the captured tensors.
 """
 
 from __future__ import annotations
@@ -55,9 +59,13 @@ def floor_of(variance: Tensor) -> Tensor:
     return DEVIATIONS * variance.sqrt()
 
 
-def rounding_variance(dtype: torch.dtype) -> Attend:
+def rounding_variance(dtype: torch.dtype, errors: torch.Generator | None = None) -> Attend:
     """An `attend` for the reference that returns variances instead of results, for inputs of
     `dtype`.
+
+    Args:
+        errors: draws rounding errors of the gradients of the scores. What a score function captures
+            then gets the error that follows from them, not a variance; without `errors` it gets 0.
 
     Called in float64, the reference's `out`, `lse` and `probs` are then the variances of their
     rounding errors, and autograd's gradients are the variances of the gradients' errors: the code
@@ -67,7 +75,11 @@ def rounding_variance(dtype: torch.dtype) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
         slopes = None if rule.alibi is None else rule.alibi.slopes
         table = None if rule.relative_bias is None else rule.relative_bias.table
-        found = _Variance.apply(q, k, v, rule.bias, rule.sink, slopes, table, rule, dtype)
+        scores = None
+        if errors is not None and rule.function is not None:
+            scores = rule.function(_products(q.detach(), k.detach(), rule))
+        given = q, k, v, rule.bias, rule.sink, slopes, table, scores
+        found = _Variance.apply(*given, rule, dtype, errors)
         return found[0], found[1], found[2]
 
     return attend
@@ -129,8 +141,10 @@ class _Variance(torch.autograd.Function):
         sink: Tensor | None,
         slopes: Tensor | None,
         table: Tensor | None,
+        scores: Tensor | None,
         rule: ScoreRule,
         dtype: torch.dtype,
+        errors: torch.Generator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         u, N = _unit(dtype), k.shape[1]
         S, S_var, slope, slope_var = _scores(q, k, bias, sink, rule, u)
@@ -156,6 +170,7 @@ class _Variance(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, P, P_var, L_var, factor, out, out_var, slope, slope_var)
         ctx.u, ctx.scale, ctx.bias, ctx.sink = u, rule.scale, bias, sink
         ctx.alibi, ctx.relative_bias = rule.alibi, rule.relative_bias
+        ctx.errors, ctx.has_scores = errors, scores is not None
         ctx.stored = torch.finfo(dtype).eps / 12**0.5 if dtype.itemsize == 2 else 0.0  # on average
         return out_var, L_var[..., 0], (P_var + P.square() * L_var)[..., :N]
 
@@ -185,6 +200,13 @@ class _Variance(torch.autograd.Function):
         dbias = _bias_variance(ctx.bias, dS, dS_var, P_seen, delta_var, L_var, u)
         dslopes = _slopes_variance(ctx.alibi, dS, dS_var, P_seen, delta_var, L_var, u)
         dtable = _table_variance(ctx.relative_bias, dS, dS_var, P_seen, delta_var, L_var, u)
+        dscores = None
+        if ctx.has_scores:
+
+            def errors_of(variance: Tensor) -> Tensor:
+                return variance.sqrt() * _random_signs(variance, ctx.errors)
+
+            dscores = errors_of(dS_var) + P_seen * errors_of(delta_var) + dS * errors_of(L_var)
 
         product = dS * slope
         product_var = dS_var * slope.square() + dS.square() * slope_var
@@ -215,9 +237,23 @@ class _Variance(torch.autograd.Function):
             dsink if ctx.sink is not None else None,
             dslopes,
             dtable,
+            dscores,
+            None,
             None,
             None,
         )
+
+
+def _random_signs(x: Tensor, generator: torch.Generator) -> Tensor:
+    """1 or -1 for each element of x."""
+    signs = torch.randint(0, 2, x.shape, generator=generator, device=generator.device)
+    return (2 * signs - 1).to(x)
+
+
+def _products(q: Tensor, k: Tensor, rule: ScoreRule) -> Tensor:
+    """The scores that a score function gets."""
+    S = torch.einsum("bmhd,bnhd->bhmn", q, k) * rule.scale
+    return rule.softcap * torch.tanh(S / rule.softcap) if rule.softcap > 0 else S
 
 
 def _scores(

@@ -17,6 +17,8 @@ from .tolerance import assert_close, plain_dtype
 
 Leaves = dict[str, Tensor]
 Run = dict[str, Tensor]  # results by name
+CAPTURED = "captured "  # and a number: the name of a leaf that a score function captures
+DRAWS = 8  # of errors, whose mean square is taken for a variance
 
 
 def output_failures(got: Run, reference: Callable[..., Any], dtype: torch.dtype) -> list[str]:
@@ -98,6 +100,18 @@ def _gradients(leaves: Leaves, results: Run, cotangents: Run, ways: list[str]) -
     return found
 
 
+def _captured_variance(run: Callable[..., Run], dtype: torch.dtype, names: list[str]) -> Run:
+    """The variances of these gradients of what a score function captures: means of the squares of
+    errors that are drawn.
+    """
+    if not names:
+        return {}
+    errors = generator(0)
+    attend = rounding_variance(dtype, errors)
+    drawn = [run(compute_dtype=torch.float64, attend=attend) for _ in range(DRAWS)]
+    return {n: torch.stack([x[n].square() for x in drawn]).mean(0) for n in names}
+
+
 def _failures(
     got: Run, run: Callable[..., Run], dtype: torch.dtype, in_float8: bool = False
 ) -> list[str]:
@@ -108,6 +122,8 @@ def _failures(
     else:
         plain = run(compute_dtype=plain_dtype(dtype))
         variance = run(compute_dtype=torch.float64, attend=rounding_variance(dtype))
+        captured = [name for name in variance if name.startswith(f"d{CAPTURED}")]
+        variance |= _captured_variance(run, dtype, captured)
         floor = {name: floor_of(x) for name, x in variance.items()}
     found = []
     for name, x in got.items():

@@ -29,11 +29,11 @@ from flashtile.testing import (
     output_failures,
     tile_kinds,
 )
+from flashtile.testing.judge import CAPTURED
 
 from .devices import device_of
 
 DIFFERENTIABLE = ("q", "k", "v", "qv", "bias", "sink", "relative_bias")
-CAPTURED = "captured "  # and a number: the name of a leaf that a score function captures
 
 
 @dataclass(frozen=True)

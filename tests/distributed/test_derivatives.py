@@ -131,7 +131,9 @@ def test_the_backend_of_a_backward_has_gradients(
         return select(problem, name)
 
     monkeypatch.setattr(
-        executor, "dispatch", SimpleNamespace(select=recording, forced=lambda: None)
+        executor,
+        "dispatch",
+        SimpleNamespace(select=recording, forced=lambda: None, load=dispatch.load),
     )
 
     def run(wire: ThreadWire) -> Tensor:
