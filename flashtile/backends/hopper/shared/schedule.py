@@ -187,7 +187,8 @@ def seen_by(rows, b, h, start_q, M, N, mask, cfg: gl.constexpr):
     """Keys [start, stop) that the queries `rows` of a sequence see: by the mask rules and, with
     cfg.HAS_SPAN, by the spans.
     """
-    p = query_positions(rows, rows + N - M, b, mask, cfg)
+    # N - M first: otherwise the assembler moves registers in the loops of packed batches.
+    p = query_positions(rows, rows + (N - M), b, mask, cfg)
     start, stop = visible_keys(p, b, N, mask, cfg)
     if cfg.HAS_SPAN:
         start, stop = seen_by_spans(rows, start, stop, b, h, start_q, M, mask.blocks)
