@@ -202,12 +202,7 @@ class _Variance(torch.autograd.Function):
         dtable = _table_variance(ctx.relative_bias, dS, dS_var, P_seen, delta_var, L_var, u)
         dscores = None
         if ctx.has_scores:
-
-            def errors_of(variance: Tensor) -> Tensor:
-                return variance.sqrt() * _random_signs(variance, ctx.errors)
-
-            dscores = errors_of(dS_var) + P_seen * errors_of(delta_var) + dS * errors_of(L_var)
-
+            dscores = _random_errors(ctx.errors, dS, dS_var, P_seen, delta_var, L_var)
         product = dS * slope
         product_var = dS_var * slope.square() + dS.square() * slope_var
         dq = torch.einsum("bhmn,bnhd->bmhd", product_var, k.square()) + (
@@ -238,16 +233,20 @@ class _Variance(torch.autograd.Function):
             dslopes,
             dtable,
             dscores,
-            None,
-            None,
-            None,
+            *(None,) * 3,
         )
 
 
-def _random_signs(x: Tensor, generator: torch.Generator) -> Tensor:
-    """1 or -1 for each element of x."""
-    signs = torch.randint(0, 2, x.shape, generator=generator, device=generator.device)
-    return (2 * signs - 1).to(x)
+def _random_errors(
+    g: torch.Generator, dS: Tensor, dS_var: Tensor, P: Tensor, delta_var: Tensor, L_var: Tensor
+) -> Tensor:
+    """Errors of dS; those of delta and L are shared by whole rows."""
+
+    def of(variance: Tensor) -> Tensor:
+        signs = 2 * torch.randint(0, 2, variance.shape, generator=g, device=g.device) - 1
+        return variance.sqrt() * signs.to(variance)
+
+    return of(dS_var) + P * of(delta_var) + dS * of(L_var)
 
 
 def _products(q: Tensor, k: Tensor, rule: ScoreRule) -> Tensor:
