@@ -33,10 +33,12 @@ class PreparedForward:
     def _run_unprepared(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         problem, backend = self.problem, self._backend
         count = len(Operands._fields)
-        # As many as the tuples have, of which only the optional ones are None.
-        operands, new = Operands(*tensors[:count]), tensors[count:]  # type: ignore[arg-type]
+        # Only the optional fields are None.
+        operands = Operands(*tensors[:count])  # type: ignore[arg-type]  # its fields
+        new = tensors[count:]
         if new:
-            appender, tokens = cast(Appender, backend), NewTokens(*new)  # type: ignore[arg-type]
+            tokens = NewTokens(*new)  # type: ignore[arg-type]  # its fields
+            appender = cast(Appender, backend)
             results = appender.append_and_forward(problem, operands, tokens)
         else:
             results = backend.forward(problem, operands)
@@ -78,7 +80,7 @@ class PreparedBackward:
         problem, backend = self._problem, self._backend
         *operands, out, lse, dout, dlse = tensors
         assert out is not None and lse is not None and dout is not None
-        # As many as `Operands` has, of which only the optional ones are None.
+        # Only the optional fields are None.
         given = Operands(*operands)  # type: ignore[arg-type]  # its fields
         gradients = backend.backward(problem, given, out, lse, dout, dlse)
         if self._last != facts:

@@ -119,8 +119,7 @@ class Recorder(TorchDispatchMode):
         aliases = [x]
         # An `inplace_view` operation changes only the shape of `x`, not its numbers.
         if torch.Tag.inplace_view not in function.tags:
-            # PyTorch's stubs lack this function.
-            is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+            is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # the stubs lack it
             aliases = [y for y in self._values if is_alias(x, y)]
         if any(y is z for y in aliases for z in self.constants.values()):
             raise self.refused(function, "changes a captured tensor")

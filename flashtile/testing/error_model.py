@@ -36,7 +36,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .reference import Alibi, Attend, RelativeBias, ScoreRule, softmax_weights
+from .reference import (
+    Alibi,
+    Attend,
+    RelativeBias,
+    ScoreRule,
+    scaled_products,
+    softmax_weights,
+)
 
 # The floor in standard deviations. A single rounding error is at most 1.7 standard deviations.
 DEVIATIONS = 6.0
@@ -77,7 +84,7 @@ def rounding_variance(dtype: torch.dtype, errors: torch.Generator | None = None)
         table = None if rule.relative_bias is None else rule.relative_bias.table
         scores = None
         if errors is not None and rule.function is not None:
-            scores = rule.function(_products(q.detach(), k.detach(), rule))
+            scores = rule.function(scaled_products(q.detach(), k.detach(), rule))
         given = q, k, v, rule.bias, rule.sink, slopes, table, scores
         found = _Variance.apply(*given, rule, dtype, errors)
         return found[0], found[1], found[2]
@@ -247,12 +254,6 @@ def _random_errors(
         return variance.sqrt() * signs.to(variance)
 
     return of(dS_var) + P * of(delta_var) + dS * of(L_var)
-
-
-def _products(q: Tensor, k: Tensor, rule: ScoreRule) -> Tensor:
-    """The scores that a score function gets."""
-    S = torch.einsum("bmhd,bnhd->bhmn", q, k) * rule.scale
-    return rule.softcap * torch.tanh(S / rule.softcap) if rule.softcap > 0 else S
 
 
 def _scores(

@@ -88,11 +88,15 @@ def softmax_attention(
     return out, lse, probs
 
 
+def scaled_products(q: Tensor, k: Tensor, rule: ScoreRule) -> Tensor:
+    """The scores before a score function and biases: q k, scaled, with the softcap."""
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * rule.scale
+    return rule.softcap * torch.tanh(scores / rule.softcap) if rule.softcap > 0 else scores
+
+
 def softmax_weights(q: Tensor, k: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
     """The weights of v, the log-sum-exp, and the probabilities, negative where dropped."""
-    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * rule.scale
-    if rule.softcap > 0:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scaled_products(q, k, rule)
     if rule.function is not None:
         scores = rule.function(scores)
     for by_distance in (rule.alibi, rule.relative_bias):
