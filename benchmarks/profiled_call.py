@@ -1,35 +1,40 @@
-"""Four calls of one case for a profiler: forward and backward of a set of `compare_trees`.
+"""Calls of single cases for a profiler: of flashtile and of its peers, each pass by itself.
 
-    python -m benchmarks.profiled_call models 5
+    python -m benchmarks.profiled_call field:1 3 33 --peers flashtile fa4 --pass backward
 
-The kernels of the forward and the backward in the third call, with the least, mean and most
-instructions that a multiprocessor's tensor cores execute, the share of the time they are busy, the
-cycles, and the bytes of the memory:
+Each pass runs twice, and then once between `cudaProfilerStart` and `cudaProfilerStop`, after a line
+that says what it is. For its kernels, this prints the least, mean and most instructions that a
+multiprocessor's tensor cores execute, the share of the time that they are busy, the cycles, and the
+bytes that move between the memory and the L2 cache, all at the base clock:
 
     m=sm__inst_executed_pipe_tensor_op_gmma
     m=$m,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed
     m=$m,sm__cycles_active,sm__cycles_elapsed.max,gpu__time_duration.sum
     m=$m,dram__bytes_read.sum,dram__bytes_write.sum
-    ncu --clock-control none --kernel-name "regex:^(forward|backward)_kernel" \
-        --launch-skip 4 --launch-count 2 --metrics $m python -m benchmarks.profiled_call models 5
+    ncu --profile-from-start off --metrics $m --csv --page raw \
+        python -m benchmarks.profiled_call models 5 --peers flashtile fa4
 
-`results/h200/profiles` has the sections SpeedOfLight, LaunchStats, SchedulerStats, WarpStateStats,
-ComputeWorkloadAnalysis and MemoryWorkloadAnalysis of `papers 12`, by `--section` instead of
-`--metrics` and `--print-details all`.
+Between the lines of the program, `ncu` names the kernels and numbers them as in its table.
+`results/h200/profiles` has such tables, and of an older commit the sections SpeedOfLight,
+LaunchStats, SchedulerStats, WarpStateStats, ComputeWorkloadAnalysis and MemoryWorkloadAnalysis of
+`papers 12`, by `--section` instead of `--metrics` and `--print-details all`.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from .compare_trees.jobs import jobs_of
-from .peers import PEERS
+from .peers import PEERS, failures_of
+from .prepared import DIFFERENTIATED, Skip
 from .shapes import Case, make_inputs
 
-CALLS = 4
+WARM_CALLS = 2
 
 
 def find_case(name: str, number: int) -> Case:
@@ -45,20 +50,50 @@ def find_case(name: str, number: int) -> Case:
     return cases[number]
 
 
+@contextmanager
+def _profiled(device: str) -> Iterator[None]:
+    """What runs in here is profiled where the profiler does not start with the process."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def profile(call: Callable[[], object], label: str, device: str) -> None:
+    """Run the call until nothing is prepared any more, then once for the profiler."""
+    for _ in range(WARM_CALLS):
+        call()
+    print(label, flush=True)
+    with _profiled(device):
+        call()
+
+
 def main(argv: Sequence[str]) -> None:
-    """Run the case that ``NAME NUMBER`` names, forward and where it can backward."""
-    name, number = argv
-    case = find_case(name, int(number))
+    """Run the passes of the cases that the command line names, by each peer."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.profiled_call")
+    parser.add_argument("name", help="a set or preset, as in --cases of benchmarks.compare_trees")
+    parser.add_argument("numbers", nargs="+", type=int, help="the cases")
+    parser.add_argument("--peers", nargs="+", choices=sorted(PEERS), default=["flashtile"])
+    parser.add_argument(
+        "--pass", nargs="+", choices=("forward", "backward"), dest="directions",
+        default=("forward", "backward"),
+    )  # fmt: skip
+    args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    prepared = PEERS["flashtile"](case, make_inputs(case, device))
-    print(f"{case.label}, by {prepared.backend}")
-    for _ in range(CALLS):
-        if case.cached:
-            prepared.forward()
-        else:
-            prepared.forward_and_backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    for case in (find_case(args.name, number) for number in args.numbers):
+        inputs = make_inputs(case, device)
+        for peer in args.peers:
+            for direction in ("forward",) if case.cached else args.directions:
+                label = f"{case.label}, {direction}, by {peer}"
+                try:
+                    with failures_of(peer), torch.set_grad_enabled(direction in DIFFERENTIATED):
+                        profile(PEERS[peer](case, inputs).call(direction), label, device)
+                except Skip as reason:
+                    print(f"{label}: left out, {reason}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,21 @@ def test_it_runs_the_case_of_a_set(
     case = {"heads_q": 2, "heads_kv": 1, "seqlen_q": 1, "seqlen_k": 30, "cached": cached}
     (tmp_path / "tiny.json").write_text(json.dumps([{**case, "head_dim": D} for D in (32, 64)]))
     profiled_call.main([str(tmp_path / "tiny.json"), "2"])
-    assert capsys.readouterr().out == "dense float32 B1 H2:1 D64 N30, by cpu\n"
+    passes = ["forward"] if cached else ["forward", "backward"]
+    lines = [f"dense float32 B1 H2:1 D64 N30, {direction}, by flashtile" for direction in passes]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_it_runs_the_passes_that_a_peer_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = {"heads_q": 2, "heads_kv": 1, "seqlen_q": 9, "seqlen_k": 9, "head_dim": 8}
+    (tmp_path / "tiny.json").write_text(json.dumps([case]))
+    asked = ["--peers", "sdpa", "fa3", "--pass", "backward"]
+    profiled_call.main([str(tmp_path / "tiny.json"), "1", *asked])
+    ran, refused = capsys.readouterr().out.splitlines()
+    assert ran == "dense float32 B1 H2:1 D8 N9, backward, by sdpa"
+    assert refused.startswith("dense float32 B1 H2:1 D8 N9, backward, by fa3: left out, ")
 
 
 def test_a_missing_number_lists_those_there_are() -> None:
