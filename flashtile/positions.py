@@ -8,7 +8,7 @@ of `masks` shows to a query, is an interval of rows, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 Span = tuple[int, int]  # [start, stop)
@@ -97,6 +97,18 @@ class Dealt(NamedTuple):
     def below(self, position: Any) -> Any:
         """How many of this rank's rows stand before `position`: its rows of a sequence of that
         many tokens."""
-        owner, whole_turns = self.owner(position), position // (self.block * self.ranks)
-        started = (owner > self.rank) * self.block + (owner == self.rank) * (position % self.block)
-        return whole_turns * self.block + started
+        turn = self.block * self.ranks
+        inside = position % turn - self.rank * self.block
+        if isinstance(position, int):
+            inside = min(max(inside, 0), self.block)
+        else:
+            inside = inside.clamp(0, self.block)
+        return position // turn * self.block + inside
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        """The intervals of this rank's positions from `start` to `stop`, a block each at most."""
+        turn = self.block * self.ranks
+        for first in range(start // turn * turn + self.rank * self.block, stop, turn):
+            span = max(first, start), min(first + self.block, stop)
+            if span[0] < span[1]:
+                yield span

@@ -9,22 +9,23 @@ keys that it sees are an interval of positions, and so of the rows of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..autocast import autocast_off, cast_input, is_autocasting
-from ..call import checks, dispatch
+from ..autocast import autocast_dtype, cast_input, is_autocasting
+from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.layouts import Cached
 from ..call.prepare import describe
-from ..masks import Window
-from ..ops.merge.op import merge_parts
+from ..lru import Memo
 from ..positions import Dealt
-from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
+from ..problem import FLOAT8
 from .agreement import Compared, agreed
 from .arguments import shapes
+from .decoding import KV, Decoding, Step, check_lengths, decoding_of, most_rows, step_key
 from .kinds import kind
 from .layout import Layout
 from .wire import Wire, connect
@@ -39,14 +40,13 @@ OPTIONS = (
     "sink",
 )
 
-KV = tuple[Tensor, Tensor]
-
 
 class Decoder:
     """The part of `ContextParallel` that decodes."""
 
     wire: Wire
     _compared: Compared  # the kinds of decoding
+    _steps: Memo[Any, tuple[Any, Step]]  # what they are and how they run, by `step_key`
 
     def decode(
         self,
@@ -89,22 +89,29 @@ class Decoder:
         Source: flash-decoding (Dao et al. 2023), with ranks in the place of splits.
         """
 
-        def prepare() -> tuple[Decoding, dict[str, Any]]:
-            unknown = [name for name in options if name not in OPTIONS]
-            if unknown:
-                raise checks.unexpected_keywords(unknown, Decoder.decode)
-            tensors, new = (q, k_cache, v_cache), (k, v)
-            return _prepared(self.wire, tensors, new, cache_seqlens, block, backend, options)
-
+        tensors, new = (q, k_cache, v_cache), (k, v)
         with torch.no_grad():
-            named = ("q", q), ("k", k), ("v", v), *sorted(options.items())
-            kinds = tuple((name, kind(name, x)) for name, x in named)
-            facts = (("block", block), ("backend", backend), *kinds)
-            if self._compared.knows(facts):
-                call = prepare()[0]
+            key = step_key((*tensors, *new, cache_seqlens), block, backend, options)
+            known = None if key is None else self._steps.get(key)
+            facts = _facts(q, new, block, backend, options) if known is None else known[0]
+            is_known = self._compared.knows(facts)
+            if known is not None and is_known:
+                step = known[1]
+                call = decoding_of(tensors, new, cache_seqlens, options)
+                check_lengths(step.dealt, call)
             else:
-                call = self._compared.agreed(facts, dict(facts), prepare)
-            out, lse = _run(self.wire, call)
+                prepare = partial(
+                    _prepared, self.wire, tensors, new, cache_seqlens, block, backend, options
+                )
+                if is_known:
+                    (step, call), _ = prepare()
+                else:
+                    step, call = self._compared.agreed(facts, dict(facts), prepare)
+                if key is not None:
+                    self._steps[key] = facts, step
+            out, lse = step.run(self.wire, call)
+            # (batch, heads, seq_q), in memory of its own
+            lse = lse.transpose(1, 2).contiguous() if return_lse else lse
         return (out, lse) if return_lse else out
 
     def deal(
@@ -134,21 +141,14 @@ class Decoder:
             return _deal(self.wire, layout, (k, v), block, capacity)
 
 
-class Decoding(NamedTuple):
-    """A checked call of one rank."""
-
-    operands: Operands  # q and the caches, without lengths
-    options: Options
-    backend: str | None
-    new: KV | None  # (batch, seq_new, kv_heads, head_dim)
-    before: Tensor  # (batch,) int64, tokens of every whole sequence without the new ones
-    lengths: list[int]  # the same, on the host
-    dealt: Dealt
-
-    @property
-    def total(self) -> Tensor:
-        """Tokens of every whole sequence, the new ones included."""
-        return self.before if self.new is None else self.before + self.new[0].shape[1]
+def _facts(
+    q: Any, new: tuple[Any, Any], block: int, backend: str | None, options: Mapping[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+    """What a call is, by names that a user understands: equal on all ranks."""
+    named = ("q", q), ("k", new[0]), ("v", new[1]), *sorted(options.items())
+    kinds = ((name, kind(name, x)) for name, x in named)
+    autocast = ("autocast", autocast_dtype(q))
+    return ("block", block), ("backend", backend), autocast, *kinds
 
 
 def _prepared(
@@ -159,12 +159,16 @@ def _prepared(
     block: int,
     backend: str | None,
     options: Mapping[str, Any],
-) -> tuple[Decoding, dict[str, Any]]:
-    """A checked call of `Decoder.decode`, and the facts that have to be equal on all ranks.
+) -> tuple[tuple[Step, Decoding], dict[str, Any]]:
+    """A checked call of `Decoder.decode`, how it runs, and the facts that have to be equal on all
+    ranks.
 
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit.
     """
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise checks.unexpected_keywords(unknown, Decoder.decode)
     q, k_cache, v_cache = qkv
     k, v = new
     dealt = _dealt(wire, block)
@@ -178,126 +182,37 @@ def _prepared(
         )
     if is_autocasting(q):  # a cache never changes: the others get its dtype
         q, k, v = (cast_input(x, k_cache.dtype) for x in (q, k, v))
-    lengths: list[int] | None = None
     if not isinstance(cache_seqlens, Tensor):
-        count = checks.length("cache_seqlens", cache_seqlens)
-        lengths = [count] * len(q)
-        cache_seqlens = torch.full(q.shape[:1], count, dtype=torch.int32, device=q.device)
-    cached = Cached(cache_seqlens, k_new=k, v_new=v)
+        cache_seqlens = checks.length("cache_seqlens", cache_seqlens)
+    cached = Cached(_lengths_for_checks(cache_seqlens, q), k_new=k, v_new=v)
     given = {name: x for name, x in options.items() if x is not None}
-    operands, numbers = describe((q, k_cache, v_cache), cached, given)
-    assert operands.seqused_k is not None
-    pair = None if k is None or v is None else (k, v)
-    before = operands.seqused_k.long()
-    if lengths is None:
-        lengths = before.tolist()
-    operands = operands._replace(seqused_k=None)
-    call = Decoding(operands, numbers, backend, pair, before, lengths, dealt)
-    _check_lengths(call)
+    _, numbers = describe((q, k_cache, v_cache), cached, given)
+    call = decoding_of((q, k_cache, v_cache), (k, v), cache_seqlens, options)
+    lengths = check_lengths(dealt, call)
     facts = {
         "q, k_cache, v_cache": [tuple(x.shape) for x in (q, k_cache, v_cache)],
-        "new tokens": 0 if k is None else k.shape[1],
+        "new tokens": call.added,
         "cache_seqlens": lengths[:8],
         "device and dtype": (q.device.type, q.dtype),
         "block": block,
         "options": numbers._replace(backend=backend or ""),
         "the shapes of optional tensors": shapes(options),
     }
-    return call, facts
+    return (Step.of(dealt, call, numbers, backend), call), facts
 
 
-def _run(wire: Wire, call: Decoding) -> tuple[Tensor, Tensor]:
-    """Append the new tokens and attend: out (batch, seq_q, heads, value_head_dim) in q's dtype and
-    lse (batch, heads, seq_q)."""
-    if call.new is not None:
-        _append(call, *call.new)
-    out, lse = _own_part(call)
-    # One message holds the outputs and their statistics.
-    part = torch.cat([out, lse.transpose(1, 2).unsqueeze(-1).to(out.dtype)], -1).contiguous()
-    others = [rank for rank in range(wire.ranks) if rank != wire.rank]
-    parts = {rank: torch.empty_like(part) for rank in others}
-    wire.exchange(dict.fromkeys(others, part), parts, "partial results").wait()
-    parts[wire.rank] = part
-    every = torch.stack([parts[rank] for rank in range(wire.ranks)])
-    merged, lse = merge_parts(every[..., :-1], every[..., -1], call.operands.q.dtype)
-    return merged, lse.transpose(1, 2).contiguous()
-
-
-def _append(call: Decoding, k: Tensor, v: Tensor) -> None:
-    """Write those of the new tokens that this rank owns.
-
-    A GPU writes all of them, `block` at a time, so that the host need not ask which ones this rank
-    owns: a token of another rank leaves a row as it was. That row has the same offset in its block,
-    so no other token of the same block of tokens is written there.
-    """
-    dealt, device = call.dealt, k.device
-    sequence = torch.arange(len(k), device=device)[:, None]
-    for first in range(0, k.shape[1], dealt.block):
-        new = slice(first, first + dealt.block)
-        count = k[:, new].shape[1]
-        positions = call.before[:, None] + torch.arange(first, first + count, device=device)
-        is_own = dealt.owner(positions) == dealt.rank
-        rows = torch.where(is_own, dealt.row(positions), positions % dealt.block)
-        for cache, x in ((call.operands.k, k[:, new]), (call.operands.v, v[:, new])):
-            if cache.shape[1] < dealt.block:  # it may lack these rows
-                cache[sequence.expand_as(rows)[is_own], rows[is_own]] = x[is_own]
-            else:
-                kept = cache[sequence, rows]
-                cache[sequence, rows] = torch.where(is_own[..., None, None], x, kept)
-
-
-def _own_part(call: Decoding) -> tuple[Tensor, Tensor]:
-    """Attention to this rank's part of the cache: out in float32 (float64 for float64), and lse."""
-    operands = call.operands._replace(seqused_k=call.dealt.below(call.total).int())
-    options = call.options
-    if call.dealt.rank > 0:  # the sink counts once
-        operands = operands._replace(sink=None)
-    if operands.alibi_slopes is not None:  # it needs the position of each key
-        q_runs, k_runs = _runs(call)
-        operands = operands._replace(q_runs=q_runs, k_runs=k_runs)
-    elif options.facts:
-        options = options._replace(window_left=None, window_right=None, attention_chunk=0)
-        if operands.q.shape[1] > 1 or call.options.facts != (Window(None, 0),):
-            starts, stops = _seen(call)
-            operands = operands._replace(span_starts=starts, span_stops=stops)
-    problem = AttentionProblem.of(operands, options)._replace(is_partial=True)
-    name = dispatch.select(problem, call.backend)
-    problem = problem._replace(options=problem.options._replace(backend=name))
-    with autocast_off(operands.q):
-        return dispatch.load(name).forward(problem, operands)
-
-
-def _seen(call: Decoding) -> KV:
-    """`Operands.span_starts` and `span_stops`: the rows of this rank that each query sees."""
-    count = call.operands.q.shape[1]
-    total = call.total[:, None]
-    positions = total - count + torch.arange(count, device=total.device)
-    starts, stops = torch.zeros_like(positions), total.expand_as(positions)
-    for fact in call.options.facts:
-        first, last = fact.key_range(positions, total)
-        starts, stops = torch.maximum(starts, first), torch.minimum(stops, last)
-    rows = (call.dealt.below(x.clamp(min=0).minimum(total)) for x in (starts, stops))
-    of_starts, of_stops = (x[:, None, :, None].int() for x in rows)
-    return of_starts, of_stops
-
-
-def _runs(call: Decoding) -> KV:
-    """`Operands.q_runs` and `k_runs`: queries are the last tokens, keys are blocks."""
-    q, k_cache = call.operands[:2]
-    block = call.dealt.block
-    firsts = torch.arange(0, max(k_cache.shape[1], 1), block, device=q.device)
-    k_runs = torch.stack([firsts, call.dealt.at(firsts)], -1).int()
-    q_runs = k_runs.new_full((q.shape[0], len(firsts), 2), NO_RUN)
-    q_runs[:, 0, 0] = 0
-    q_runs[:, 0, 1] = call.total - q.shape[1]
-    return q_runs, k_runs.expand(q.shape[0], -1, -1)
+def _lengths_for_checks(cache_seqlens: int | Tensor, q: Any) -> Tensor:
+    """A tensor, since an int would be compared with the capacity of this rank only."""
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    return torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
 
 
 def _deal(wire: Wire, layout: Layout, kv: KV, block: int, capacity: int | None) -> KV:
     """See `Decoder.deal`."""
     dealt, packed = agreed(wire, lambda: _prepared_deal(wire, layout, kv, block, capacity))
     connect(wire, packed[0].device)
-    rows = _most_rows(dealt, max(layout.keys.lengths, default=0))
+    rows = most_rows(dealt, max(layout.keys.lengths, default=0))
     rows = rows if capacity is None else capacity
     tokens = [_tokens(layout, rank, packed[0].device) for rank in range(wire.ranks)]
     document, position = tokens[wire.rank]
@@ -336,7 +251,7 @@ def _prepared_deal(
         raise ValueError(
             f"v: got {v.shape[1]} heads in {v.dtype}, want {k.shape[1]} in {k.dtype}, as k"
         )
-    needed = _most_rows(dealt, max(layout.keys.lengths, default=0))
+    needed = most_rows(dealt, max(layout.keys.lengths, default=0))
     if capacity is not None and checks.length("capacity", capacity) < needed:
         raise ValueError(f"capacity: got {capacity} rows, want at least {needed}")
     facts = {
@@ -361,21 +276,3 @@ def _dealt(wire: Wire, block: int) -> Dealt:
     if checks.length("block", block) == 0:
         raise ValueError("block: got 0, want at least 1")
     return Dealt(block, wire.ranks, wire.rank)
-
-
-def _most_rows(dealt: Dealt, tokens: int) -> int:
-    """The most rows that a rank has of a sequence: those of the first rank."""
-    return int(dealt._replace(rank=0).below(tokens))
-
-
-def _check_lengths(call: Decoding) -> None:
-    """Every rank checks the rank that has the most tokens, so that all of them raise."""
-    before, new = call.lengths, 0 if call.new is None else call.new[0].shape[1]
-    after = [length + new for length in before]
-    capacity = call.operands.k.shape[1]
-    needed = _most_rows(call.dealt, max(after, default=0))
-    if min(before, default=0) < 0 or needed > capacity:
-        raise ValueError(
-            f"cache_seqlens: got {before}, {after} with the new tokens, want at least 0 and at "
-            f"most {capacity} tokens of a sequence on a rank; the first rank would have {needed}"
-        )

@@ -127,7 +127,7 @@ class ContextParallel(Decoder):
         self.machine = machine
         self.reserved_processors = 0
         self.generator: torch.Generator | None = None
-        self._compared = Compared(wire)
+        self._compared, self._steps = Compared(wire), Memo(KINDS)
 
     def layout(
         self,

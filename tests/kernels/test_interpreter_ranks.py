@@ -17,7 +17,7 @@ import torch
 from configurations import FULL
 
 from flashtile.backends import triton as backend
-from flashtile.distributed import ContextParallel, cache, executor
+from flashtile.distributed import ContextParallel, decoding, executor
 from flashtile.testing.wires import run_ranks
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -73,7 +73,7 @@ def test_ranks_decode_what_one_process_does(seed: int, monkeypatch: pytest.Monke
     """Masks are spans of each rank's rows."""
     here = SimpleNamespace(forward=forward)
     dispatch = SimpleNamespace(select=select, load=lambda name: here)
-    monkeypatch.setattr(cache, "dispatch", dispatch)
+    monkeypatch.setattr(decoding, "dispatch", dispatch)
     case = CacheCase(seed, ranks=2, dtype=torch.float32)
     case.options.pop("alibi_slopes", None)  # only on CPUs
     compare(case, run_ranks(2, lambda wire: case.on_rank(ContextParallel.over(wire))))
