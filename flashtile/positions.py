@@ -105,6 +105,14 @@ class Dealt(NamedTuple):
             inside = inside.clamp(0, self.block)
         return position // turn * self.block + inside
 
+    def most_rows(self, tokens: int) -> int:
+        """The most rows that a rank has of a sequence: those of the first rank."""
+        return int(self._replace(rank=0).below(tokens))
+
+    def tokens_in(self, rows: int) -> int:
+        """The most tokens of a sequence for which no rank needs more than `rows` rows."""
+        return rows // self.block * self.block * self.ranks + rows % self.block
+
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         """The intervals of this rank's positions from `start` to `stop`, a block each at most."""
         turn = self.block * self.ranks

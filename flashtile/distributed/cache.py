@@ -25,7 +25,7 @@ from ..positions import Dealt
 from ..problem import FLOAT8
 from .agreement import Compared, agreed
 from .arguments import shapes
-from .decoding import KV, Decoding, Step, check_lengths, decoding_of, most_rows, step_key
+from .decoding import KV, Decoding, Step, check_lengths, decoding_of, step_key
 from .kinds import kind
 from .layout import Layout
 from .wire import Wire, connect
@@ -189,6 +189,8 @@ def _prepared(
     _, numbers = describe((q, k_cache, v_cache), cached, given)
     call = decoding_of((q, k_cache, v_cache), (k, v), cache_seqlens, options)
     lengths = check_lengths(dealt, call)
+    if isinstance(call.before, int):  # the ranks may give it in both ways
+        lengths *= len(q)
     facts = {
         "q, k_cache, v_cache": [tuple(x.shape) for x in (q, k_cache, v_cache)],
         "new tokens": call.added,
@@ -212,7 +214,7 @@ def _deal(wire: Wire, layout: Layout, kv: KV, block: int, capacity: int | None) 
     """See `Decoder.deal`."""
     dealt, packed = agreed(wire, lambda: _prepared_deal(wire, layout, kv, block, capacity))
     connect(wire, packed[0].device)
-    rows = most_rows(dealt, max(layout.keys.lengths, default=0))
+    rows = dealt.most_rows(max(layout.keys.lengths, default=0))
     rows = rows if capacity is None else capacity
     tokens = [_tokens(layout, rank, packed[0].device) for rank in range(wire.ranks)]
     document, position = tokens[wire.rank]
@@ -251,7 +253,7 @@ def _prepared_deal(
         raise ValueError(
             f"v: got {v.shape[1]} heads in {v.dtype}, want {k.shape[1]} in {k.dtype}, as k"
         )
-    needed = most_rows(dealt, max(layout.keys.lengths, default=0))
+    needed = dealt.most_rows(max(layout.keys.lengths, default=0))
     if capacity is not None and checks.length("capacity", capacity) < needed:
         raise ValueError(f"capacity: got {capacity} rows, want at least {needed}")
     facts = {

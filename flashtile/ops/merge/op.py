@@ -31,9 +31,11 @@ def merge_parts(
     return merged
 
 
-def _merge_parts_on_gpu(
+def merge_on_gpu(
     out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """`merge_parts` by one kernel launch, for float32 log-sum-exps, without gradients, where no
+    tracer sees it."""
     from . import kernel
 
     return kernel.merge_parts(out_partial, lse_partial, dtype)
@@ -48,5 +50,5 @@ def _fake_combine(
 
 _library.impl("combine", formula.merge_parts, "CompositeExplicitAutograd")
 if TRITON_IS_INSTALLED:
-    _library.impl("combine", _merge_parts_on_gpu, "CUDA")
+    _library.impl("combine", merge_on_gpu, "CUDA")
 torch.library.register_fake("flashtile::combine", _fake_combine, lib=_library)
