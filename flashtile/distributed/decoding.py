@@ -198,10 +198,10 @@ class Step(NamedTuple):
         dealt, count = self.dealt, call.added
         total = before + count
         if call.new is not None:
-            for start, stop in dealt.spans(before, total):
-                row, length = dealt.row(start), stop - start
+            for first, end in dealt.spans(before, total):
+                row, length = dealt.row(first), end - first
                 for cache, x in zip(call.caches, call.new, strict=True):
-                    own = x if length == count else x.narrow(1, start - before, length)
+                    own = x if length == count else x.narrow(1, first - before, length)
                     cache.narrow(1, row, length).copy_(own)
         batch, device = len(call.q), call.q.device
         used = torch.full((batch,), dealt.below(total), dtype=torch.int32, device=device)
@@ -255,8 +255,7 @@ class Step(NamedTuple):
         batch, count = new[0].shape[:2]
         sequences = None
         if count != 1:
-            sequences = torch.arange(batch, dtype=torch.int32, device=rows.device)
-            sequences = sequences.repeat_interleave(count)
+            sequences = torch.arange(batch * count, dtype=torch.int32, device=rows.device) // count
         k, v = (x.reshape(-1, 1, *x.shape[2:]) for x in new)
         nothing = None, None
         self.append(*caches, k, v, own, *nothing, sequences, *nothing)

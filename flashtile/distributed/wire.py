@@ -80,15 +80,13 @@ class _Works:
         self,
         works: list[dist.Work],
         wire: ProcessWire,
-        each: list[str],
+        messages: Callable[[], list[str]],  # text for errors
         tensors: list[Tensor],
     ) -> None:
-        # NCCL makes one request of a whole batch, gloo one of each message.
-        self.works, self.wire, self.tensors = works, wire, tensors
-        self.each = each if len(works) == len(each) else ["; ".join(each)] * len(works)
+        self.works, self.wire, self.messages, self.tensors = works, wire, messages, tensors
 
     def wait(self) -> None:
-        for work, what in zip(self.works, self.each, strict=True):
+        for number, work in enumerate(self.works):
             try:
                 if self.wire.timeout is None:
                     work.wait()
@@ -97,11 +95,16 @@ class _Works:
             except RuntimeError as error:
                 self.wire.raise_disagreement(error)
                 raise RuntimeError(
-                    f"context parallel: rank {self.wire.rank} failed while it waited for {what}: "
-                    f"{error}"
+                    f"context parallel: rank {self.wire.rank} failed while it waited for "
+                    f"{self._what(number)}: {error}"
                 ) from error
-        self.works, self.each, self.tensors = [], [], []
+        self.works, self.messages, self.tensors = [], list, []
         self.wire.raise_if_stopped()
+
+    def _what(self, number: int) -> str:
+        # NCCL makes one request of a whole batch, gloo one of each message.
+        messages = self.messages()
+        return messages[number] if len(messages) == len(self.works) else "; ".join(messages)
 
 
 def can_be_one_operation(
@@ -165,18 +168,23 @@ class ProcessWire:
             and can_be_one_operation(self.rank, self.ranks, sends, receives)
         ):
             return self._all_to_all(sends, receives, what)
-        operations, each = [], []
+        operations, ways = [], []
         for function, tensors, way in ((dist.irecv, receives, "from"), (dist.isend, sends, "to")):
             for peer, x in sorted(tensors.items()):
                 if x.numel():
                     there = self.global_ranks[peer]
                     operations.append(dist.P2POp(function, _as_bytes(x), there, self.group))
-                    size = x.numel() * x.element_size()
-                    each.append(f"{size:,} bytes {way} rank {peer} ({what})")
+                    ways.append(f"{way} rank {peer} ({what})")
         if not operations:  # torch.distributed does not take an empty batch
             return _Done()
         works = dist.batch_isend_irecv(operations)
-        return _Works(works, self, each, [operation.tensor for operation in operations])
+        given = [operation.tensor for operation in operations]
+        sizes = [x.numel() for x in given]  # of bytes
+
+        def messages() -> list[str]:
+            return [f"{size:,} bytes {way}" for size, way in zip(sizes, ways, strict=True)]
+
+        return _Works(works, self, messages, given)
 
     def _all_to_all(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
@@ -186,12 +194,17 @@ class ProcessWire:
         if not any(x.numel() for x in given):
             return _Done()
         nothing = given[0].new_empty(0)
-        out = [receives.get(rank, nothing).view(-1) for rank in range(self.ranks)]
-        into = [sends.get(rank, nothing).view(-1) for rank in range(self.ranks)]
+        out, into = (
+            [_flat(tensors.get(rank, nothing)) for rank in range(self.ranks)]
+            for tensors in (receives, sends)
+        )
         work = dist.all_to_all(out, into, group=self.group, async_op=True)
-        size = sum(x.numel() * x.element_size() for x in given)
-        each = f"{size:,} bytes to ranks {sorted(sends)} and from {sorted(receives)} ({what})"
-        return _Works([work], self, [each], given)
+
+        def messages() -> list[str]:
+            size = sum(x.numel() * x.element_size() for x in given)
+            return [f"{size:,} bytes to ranks {sorted(sends)} and from {sorted(receives)} ({what})"]
+
+        return _Works([work], self, messages, given)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Wire`."""
@@ -226,6 +239,10 @@ class ProcessWire:
         if self.group.bound_device_id is not None:
             return self.group.bound_device_id
         return torch.device("cuda", torch.cuda.current_device())
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.view(-1)
 
 
 def _as_bytes(x: Tensor) -> Tensor:
