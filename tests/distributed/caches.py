@@ -15,9 +15,15 @@ from flashtile.testing.tolerance import assert_close
 
 
 class CacheCase:
-    """Sequences of odd lengths that grow by a few tokens at a time."""
+    """Sequences of odd lengths that grow by a few tokens at a time.
 
-    def __init__(self, seed: int, ranks: int, dtype: torch.dtype | None = None) -> None:
+    Args:
+        has_int: whether all sequences have one length, which is passed as an int.
+    """
+
+    def __init__(
+        self, seed: int, ranks: int, dtype: torch.dtype | None = None, has_int: bool = False
+    ) -> None:
         rng = random.Random(seed)
         self.g = torch.Generator().manual_seed(seed)
         self.seed = seed
@@ -28,6 +34,9 @@ class CacheCase:
         self.dtype = drawn if dtype is None else dtype
         self.batch = rng.choice([1, 3])
         self.before = [rng.choice([0, 1, 5, 33, 64, 129]) for _ in range(self.batch)]
+        self.has_int = has_int
+        if has_int:
+            self.before = self.before[:1] * self.batch
         # New tokens and queries of every step: also none, and fewer queries than tokens.
         self.steps = [(t, rng.choice([t, t, 1])) for t in rng.choices([0, 1, 3, 9], k=3)]
         self.options: dict[str, Any] = {
@@ -93,7 +102,7 @@ class CacheCase:
                 q,
                 *caches,
                 *((k, v) if k.shape[1] else ()),
-                cache_seqlens=lengths,
+                cache_seqlens=int(lengths[0]) if self.has_int else lengths,
                 block=self.block,
                 return_lse=True,
                 **options,

@@ -10,7 +10,7 @@ from caches import CacheCase, compare
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed import ContextParallel
+from flashtile.distributed import ContextParallel, cache
 from flashtile.positions import Dealt, Positions
 from flashtile.testing.wires import run_ranks
 
@@ -27,12 +27,75 @@ def test_dealt_positions_are_those_of_runs(block: int, ranks: int) -> None:
         below = [runs.below(p) for p in range(length)]
         assert [dealt.below(p) for p in range(length)] == below
         assert dealt.below(torch.arange(length)).tolist() == below
+        for start in range(0, length, 3):
+            spans = [range(*span) for span in dealt.spans(start, length)]
+            assert [p for span in spans for p in span] == [p for p in own if p >= start]
+            assert all(p // block == span[0] // block for span in spans for p in span)
+    for rows in range(2 * block):
+        most = dealt.tokens_in(rows)
+        assert dealt.most_rows(most) <= rows < dealt.most_rows(most + 1)
 
 
+@pytest.mark.parametrize("has_int", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_ranks_decode_what_one_process_does(seed: int) -> None:
-    case = CacheCase(seed, ranks=[1, 2, 3, 4][seed % 4])
+def test_ranks_decode_what_one_process_does(seed: int, has_int: bool) -> None:
+    case = CacheCase(seed, ranks=[1, 2, 3, 4][seed % 4], has_int=has_int)
     compare(case, run_ranks(case.ranks, lambda w: case.on_rank(ContextParallel.over(w))))
+
+
+@pytest.mark.parametrize("as_int", [False, True])
+def test_a_step_like_an_earlier_one_is_not_prepared_again(
+    as_int: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither another length nor other tensors of the same kind are another step; an option is."""
+    described = []
+    describe = cache.describe
+    monkeypatch.setattr(cache, "describe", lambda *a: described.append(a) or describe(*a))
+
+    def one_rank(wire: Any) -> None:
+        parallel = ContextParallel.over(wire)
+        caches = torch.zeros(2, 1, 32, 2, 8)
+        for length in range(20):
+            q, k, v = torch.randn(3, 1, 1, 2, 8)
+            lengths = length if as_int else torch.tensor([length], dtype=torch.int32)
+            parallel.decode(q, *caches, k, v, cache_seqlens=lengths, block=4, causal=True)
+        assert (len(described), wire.notes) == (1, 1)
+        parallel.decode(q, *caches, k, v, cache_seqlens=20, block=4, causal=True, softcap=1.0)
+        assert (len(described), wire.notes) == (2, 2)
+        flashtile.clear_caches()  # which a rank may do alone
+        parallel.decode(q, *caches, k, v, cache_seqlens=21, block=4, causal=True, softcap=1.0)
+        assert (len(described), wire.notes) == (3, 2)
+
+    run_ranks(1, one_rank)
+
+
+def test_a_repeated_step_heeds_what_surrounds_it() -> None:
+    """A backend that is forced later, and a cache that has become too small."""
+
+    def one_rank(wire: Any) -> None:
+        parallel = ContextParallel.over(wire)
+        q, caches = torch.zeros(1, 1, 2, 8), torch.zeros(2, 1, 32, 2, 8)
+        parallel.decode(q, *caches, cache_seqlens=30)
+        with (
+            flashtile.backend("triton"),
+            pytest.raises(NotImplementedError, match="'triton' cannot"),
+        ):
+            parallel.decode(q, *caches, cache_seqlens=30)
+        with pytest.raises(ValueError, match="at most 16 tokens of a sequence on a rank"):
+            parallel.decode(q, *caches[:, :, :16], cache_seqlens=30)
+
+    run_ranks(1, one_rank)
+
+
+def test_what_no_backend_can_run_is_not_written() -> None:
+    def one_rank(wire: Any) -> None:
+        parallel = ContextParallel.over(wire)
+        x, caches = torch.ones(1, 1, 2, 8), torch.zeros(2, 1, 32, 2, 8)
+        with pytest.raises(NotImplementedError, match="'triton' cannot"):
+            parallel.decode(x, *caches, x, x, cache_seqlens=3, backend="triton")
+        assert not caches.any()
+
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -27,6 +27,9 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from distributed.caches import CacheCase, compare
 from distributed.cases import Case, compare_rounded
 
+from flashtile.ops.append import kernel as append_kernel
+from flashtile.ops.merge import kernel as merge_kernel
+
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 one_at_a_time = threading.Lock()  # the interpreter is not made for threads
@@ -40,14 +43,17 @@ def select(problem, name):
     return "triton"
 
 
-def forward(*call):
-    with one_at_a_time:
-        return backend.forward(*call)
+def alone(function):
+    """`function`, for one thread at a time."""
+
+    def run(*call, **more):
+        with one_at_a_time:
+            return function(*call, **more)
+
+    return run
 
 
-def backward(*call, **more):
-    with one_at_a_time:
-        return backend.backward(*call, **more)
+forward, backward = alone(backend.forward), alone(backend.backward)
 
 
 # Dense and packed, gathered, in stages and exchanged for heads; every option occurs.
@@ -70,10 +76,12 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("seed", range(12) if FULL else range(3))
 def test_ranks_decode_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch):
-    """Masks are spans of each rank's rows."""
+    """Masks are spans of each rank's rows; kernels append and merge, too."""
     here = SimpleNamespace(forward=forward)
     dispatch = SimpleNamespace(select=select, load=lambda name: here)
     monkeypatch.setattr(decoding, "dispatch", dispatch)
+    monkeypatch.setattr(decoding.append_formula, "append", alone(append_kernel.append))
+    monkeypatch.setattr(decoding.merge_op, "merge_parts", alone(merge_kernel.merge_parts))
     case = CacheCase(seed, ranks=2, dtype=torch.float32)
     case.options.pop("alibi_slopes", None)  # only on CPUs
     compare(case, run_ranks(2, lambda wire: case.on_rank(ContextParallel.over(wire))))
