@@ -1,14 +1,20 @@
 """Decoding over ranks: milliseconds of a step with a divided cache, against one device that has it
-all.
+all; also of steps that append a token each, whose lengths the host knows or the device.
 
 ``torchrun --nproc-per-node 2 -m benchmarks.context.decode``
+
+``--profile`` prints what the host of rank 0 does in steps that append, instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -20,10 +26,14 @@ from .timing import Timed, in_turn, median_of
 from .together import Team, connected
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+STEPS = 500  # appended tokens, after which the sequences are cut again
+PROFILED = 200
+
+Call = Callable[[], object]
 
 
-def calls_of(batch: int, tokens: int, device: str, team: Team) -> dict[str, Timed]:
-    """A step of one device and one of all ranks, each of which has its blocks of the cache."""
+def calls_of(batch: int, tokens: int, device: str) -> dict[str, Call]:
+    """A step of one device and those of all ranks, each of which has its blocks of the cache."""
     ranks, dtype = dist.get_world_size(), torch.bfloat16 if device == "cuda" else torch.float32
     parallel = ContextParallel()
     torch.manual_seed(0)  # the same on all ranks
@@ -31,10 +41,33 @@ def calls_of(batch: int, tokens: int, device: str, team: Team) -> dict[str, Time
     cache = torch.randn(2, batch, tokens, KV_HEADS, HEAD_DIM, device=device, dtype=dtype)
     blocks = cache.unflatten(2, (-1, ranks, 64))[:, :, :, dist.get_rank()]
     part = blocks.flatten(2, 3).contiguous()
+    new = torch.randn(2, batch, 1, KV_HEADS, HEAD_DIM, device=device, dtype=dtype)
     alone = partial(flashtile.attention_with_kvcache, q, *cache, cache_seqlens=tokens)
     together = partial(parallel.decode, q, *part, cache_seqlens=tokens)
     torch.testing.assert_close(together(), alone(), atol=1e-2, rtol=1e-2)
-    return {"alone": Timed(team, alone, nullcontext), "all": Timed(team, together, nullcontext)}
+    # A cache of its own: what is appended here, the calls above must not see.
+    step = partial(parallel.decode, q, *part.clone(), *new, causal=True)
+    counts = cycle(range(max(tokens - STEPS, 0), tokens - 1))
+    lengths = torch.full((batch,), tokens - 1, dtype=torch.int32, device=device)
+    return {
+        "one": alone,
+        "ranks": together,
+        "append, int": lambda: step(cache_seqlens=next(counts)),
+        "append, tensor": lambda: step(cache_seqlens=lengths),
+    }
+
+
+def profile(call: Call) -> None:
+    """Print the functions of some calls on rank 0."""
+    for _ in range(5):
+        call()
+    made = cProfile.Profile()
+    with made:
+        for _ in range(PROFILED):
+            call()
+    if dist.get_rank() == 0:
+        print(f"{PROFILED} calls")
+        pstats.Stats(made).sort_stats("tottime").print_stats(45)
 
 
 def main() -> None:
@@ -42,22 +75,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context.decode")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     device = connected()
     team = Team.of(device)
     for batch in args.batches:
-        calls = calls_of(batch, args.tokens, device, team)
-        failed = in_turn(team, calls)
+        calls = calls_of(batch, args.tokens, device)
+        if args.profile:
+            profile(calls["append, int"])
+            continue
+        timed = {name: Timed(team, call, nullcontext) for name, call in calls.items()}
+        failed = in_turn(team, timed)
         if failed:
             raise SystemExit(str(failed))
-        one, every = (median_of(calls[name].steady, max) for name in ("alone", "all"))
-        host = median_of(calls["all"].host, max)
+        one = median_of(timed["one"].steady, max)
         if dist.get_rank() == 0:
-            print(
-                f"batch {batch}, {args.tokens:,} tokens: one {one:.3f} ms, {dist.get_world_size()} "
-                f"ranks {every:.3f} ms ({one / every:.2f}x), host {host:.3f} ms",
-                flush=True,
-            )
+            ranks = dist.get_world_size()
+            print(f"batch {batch}, {args.tokens:,} tokens, {ranks} ranks", flush=True)
+            for name, row in timed.items():
+                steady, host = median_of(row.steady, max), median_of(row.host, max)
+                speed = one / steady
+                print(f"  {name:16}{steady:8.3f} ms, host {host:.3f} ms ({speed:.2f}x)", flush=True)
     dist.destroy_process_group()
 
 

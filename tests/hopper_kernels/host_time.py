@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,8 +32,10 @@ from benchmarks.peers import PEERS
 from benchmarks.prepared import DIFFERENTIATED
 from benchmarks.presets import plain_case
 from benchmarks.shapes import Case, make_inputs, vary
+from flashtile.distributed import ContextParallel
 
 from .fake_cuda import as_if_on_a_gpu, fake_driver
+from .silent_wire import SilentWire
 
 BURST, SECONDS = 5, 2.0
 Call = Callable[[], Any]
@@ -93,8 +97,31 @@ def microseconds(call: Call) -> float:
     return min(times) / BURST * 1e6
 
 
+def steps_over_ranks() -> dict[str, Call]:
+    """Steps of decoding on the first of two ranks, without exchanges, by name."""
+    q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
+    tensors = torch.zeros(2, 1, 1024, 2, 64, dtype=torch.bfloat16)
+    new = torch.zeros(2, 1, 1, 2, 64, dtype=torch.bfloat16)
+    lengths = torch.full((1,), 500, dtype=torch.int32)
+    counts = cycle(range(900))
+    step = partial(ContextParallel.over(SilentWire(0, 2)).decode, q, *tensors)
+    append, window = partial(step, *new, causal=True), {"window_size": (127, 0)}
+    return {
+        "over ranks": lambda: step(cache_seqlens=next(counts)),
+        "over ranks, append": lambda: append(cache_seqlens=next(counts)),
+        "over ranks, append, window": lambda: append(cache_seqlens=next(counts), **window),
+        "over ranks, tensor": lambda: append(cache_seqlens=lengths),
+        "over ranks, tensor, window": lambda: append(cache_seqlens=lengths, **window),
+    }
+
+
 def calls(names: list[str]) -> Iterator[tuple[str, Call]]:
     """The calls, each made often enough to be prepared."""
+    for name, step in steps_over_ranks().items():
+        if name in names:
+            for _ in range(6):
+                step()
+            yield name, step
     for name, (case, direction, peer) in cases().items():
         if name not in names:
             continue
@@ -115,7 +142,12 @@ def empty() -> Call:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("names", nargs="*", default=[*cases()], help="of the calls (default: all)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=[*cases(), *steps_over_ranks()],
+        help="of the calls (default: all)",
+    )
     parser.add_argument("--profile", action="store_true", help="print the functions of each call")
     chosen = parser.parse_args()
     print(flashtile.__file__)
