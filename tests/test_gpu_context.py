@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed.caches import CacheCase
 from distributed.caches import compare_rounded as compare_caches
+from distributed.captured_worker import captured_steps
 from distributed.cases import Case, compare_rounded, on_one_generator
 from distributed.disagreeing_worker import REFUSED
 
@@ -32,8 +33,9 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_decode_what_one_process_does(seed: int) -> None:
-    case = CacheCase(seed, ranks=1 + seed % 4, dtype=torch.bfloat16)
+@pytest.mark.parametrize("has_int", [False, True])
+def test_ranks_decode_what_one_process_does(seed: int, has_int: bool) -> None:
+    case = CacheCase(seed, ranks=1 + seed % 4, dtype=torch.bfloat16, has_int=has_int)
     case.options.pop("alibi_slopes", None)  # only on CPUs
     results = run_ranks(
         case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire), device="cuda")
@@ -64,6 +66,15 @@ def test_a_call_like_an_earlier_one_does_not_wait_for_the_gpu() -> None:
         run_ranks(1, one_rank)  # the mode is one for all threads
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_of_decoding_in_a_graph() -> None:
+    run_ranks(1, lambda wire: captured_steps(ContextParallel.over(wire), 1))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_step_of_decoding_in_a_graph_of_two_ranks(tmp_path: Path) -> None:
+    processes.run("distributed/captured_worker.py", 2, tmp_path / "rendezvous")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

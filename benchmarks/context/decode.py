@@ -3,7 +3,8 @@ all; also of steps that append a token each, whose lengths the host knows or the
 
 ``torchrun --nproc-per-node 2 -m benchmarks.context.decode``
 
-``--profile`` prints what the host of rank 0 does in steps that append, instead.
+``--graph`` adds steps in a CUDA graph. ``--profile`` prints what the host of rank 0 does in steps
+that append, instead.
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ def calls_of(batch: int, tokens: int, device: str) -> dict[str, Call]:
     }
 
 
+def captured(step: Call) -> Call:
+    """The step as a CUDA graph."""
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
 def profile(call: Call) -> None:
     """Print the functions of some calls on rank 0."""
     for _ in range(5):
@@ -75,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context.decode")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--graph", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     device = connected()
@@ -84,6 +97,8 @@ def main() -> None:
         if args.profile:
             profile(calls["append, int"])
             continue
+        if args.graph:
+            calls["append, graph"] = captured(calls["append, tensor"])
         timed = {name: Timed(team, call, nullcontext) for name, call in calls.items()}
         failed = in_turn(team, timed)
         if failed:
