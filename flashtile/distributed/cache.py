@@ -88,7 +88,6 @@ class Decoder:
 
         Source: flash-decoding (Dao et al. 2023), with ranks in the place of splits.
         """
-
         tensors, new = (q, k_cache, v_cache), (k, v)
         with torch.no_grad():
             key = step_key((*tensors, *new, cache_seqlens), block, backend, options)

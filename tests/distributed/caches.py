@@ -109,7 +109,19 @@ class CacheCase:
             )
             results.append((out.cpu(), lse.cpu()))
             lengths = lengths + k.shape[1]
+        for got, want in zip(caches, self.appended(), strict=True):
+            assert torch.equal(got[:, : len(own)].cpu(), want[:, own]), "other rows are written"
         return results
+
+    def appended(self) -> list[Tensor]:
+        """The whole caches after all steps."""
+        caches = [self.k_cache.clone(), self.v_cache.clone()]
+        for sequence, length in enumerate(self.before):
+            for _, *new in self.tensors:
+                for whole, x in zip(caches, new, strict=True):
+                    whole[sequence, length : length + x.shape[1]] = x[sequence]
+                length += new[0].shape[1]
+        return caches
 
 
 def compare(case: CacheCase, results: list[list[tuple[Tensor, Tensor]]]) -> None:

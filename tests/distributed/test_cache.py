@@ -60,11 +60,14 @@ def test_a_step_like_an_earlier_one_is_not_prepared_again(
             lengths = length if as_int else torch.tensor([length], dtype=torch.int32)
             parallel.decode(q, *caches, k, v, cache_seqlens=lengths, block=4, causal=True)
         assert (len(described), wire.notes) == (1, 1)
-        parallel.decode(q, *caches, k, v, cache_seqlens=20, block=4, causal=True, softcap=1.0)
+        given: dict[str, Any] = {"cache_seqlens": 20, "block": 4, "causal": True}
+        parallel.decode(q, *caches, k, v, **given, softcap=1.0)
         assert (len(described), wire.notes) == (2, 2)
+        parallel.decode(q, *caches, k, v, **given, softcap=2.0)
+        assert (len(described), wire.notes) == (3, 3)
         flashtile.clear_caches()  # which a rank may do alone
-        parallel.decode(q, *caches, k, v, cache_seqlens=21, block=4, causal=True, softcap=1.0)
-        assert (len(described), wire.notes) == (3, 2)
+        parallel.decode(q, *caches, k, v, **given, softcap=2.0)
+        assert (len(described), wire.notes) == (4, 3)
 
     run_ranks(1, one_rank)
 
