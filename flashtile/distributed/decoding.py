@@ -180,7 +180,7 @@ class Step(NamedTuple):
         def attend_on_gpu(operands: Operands) -> Sequence[Tensor]:
             return forward.run(operands)
 
-        return cls(dealt, rules, append_op.append_on_gpu, attend_on_gpu, merge_op.merge_on_gpu)
+        return cls(dealt, rules, append_op.append_on_gpu, attend_on_gpu, merge_op.RepeatedMerge())
 
     def run(self, wire: Wire, call: Decoding) -> tuple[Tensor, Tensor]:
         """Append the new tokens and attend: out (batch, seq_q, heads, value_head_dim) in q's dtype
