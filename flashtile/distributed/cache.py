@@ -74,7 +74,8 @@ class Decoder:
             k_cache, v_cache: (batch, capacity, kv_heads, head_dim), this rank's part.
             k, v: (batch, seq_new, kv_heads, head_dim), written by the ranks that own them.
             cache_seqlens: tokens of each whole sequence before the append, an int or (batch,)
-                int32, which the host reads.
+                int32, which the host reads, but not while a CUDA graph captures the call. An int
+                takes less time.
             block: neighbouring tokens that lie on one rank.
             options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
                 `alibi_slopes` (on CPUs) and `sink`, as in `attention_with_kvcache`.
