@@ -178,9 +178,10 @@ class Step(NamedTuple):
         forward = PreparedForward(problem, module)
 
         def attend_on_gpu(operands: Operands) -> Sequence[Tensor]:
-            return forward.run(operands)
+            return forward.run(operands)  # another function from the fourth call on
 
-        return cls(dealt, rules, append_op.append_on_gpu, attend_on_gpu, merge_op.RepeatedMerge())
+        merge = merge_op.merge_parts_on_gpu
+        return cls(dealt, rules, append_op.append_on_gpu, attend_on_gpu, merge)
 
     def run(self, wire: Wire, call: Decoding) -> tuple[Tensor, Tensor]:
         """Append the new tokens and attend: out (batch, seq_q, heads, value_head_dim) in q's dtype

@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backend_interface import Run
 from ...gpu.intrinsics import LN2, LOG2E, rows_base, wait_for_earlier_kernels
 from ...gpu.launch import Launch
 from ...gpu.memory import NewTensor, uninitialised
-from ...gpu.relaunch import allocate_and_run_all, prepared_call
+from ...gpu.relaunch import allocate_and_run_all
 from ...gpu.rows import Rows, rows_of
 
 
@@ -31,7 +30,6 @@ class Parts(NamedTuple):
     dim: int
 
 
-NAME = "merge"
 # Elements that one program loads in a step: features of a head times parts.
 PROGRAM_ELEMENTS = 4096
 # Bounds of the parts that one step merges: few values, so that few kernels are compiled.
@@ -152,11 +150,5 @@ def merge_parts(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tup
         return [merge_launch(out_parts, lse_parts.transpose(-1, -2), out, lse.transpose(-1, -2))]
 
     given = (out_parts, lse_parts)
-    out, lse = allocate_and_run_all(NAME, dtype, given, allocators, describe, lambda: None)
+    out, lse = allocate_and_run_all("merge", dtype, given, allocators, describe, lambda: None)
     return out, lse
-
-
-def prepared_merge(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> Run | None:
-    """`merge_parts` of parts like these, which have been merged; None if that was not prepared."""
-    prepared = prepared_call(NAME, dtype, (out_parts, lse_parts))
-    return None if prepared is None else prepared.run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backend_interface import Run
 from ...gpu.hardware import TRITON_IS_INSTALLED
 from . import formula
 
@@ -32,38 +31,13 @@ def merge_parts(
     return merged
 
 
-def _merge_parts_on_gpu(
+def merge_parts_on_gpu(
     out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """`formula.merge_parts` of float32 log-sum-exps by one kernel launch, without gradients."""
     from . import kernel
 
     return kernel.merge_parts(out_partial, lse_partial, dtype)
-
-
-class RepeatedMerge:
-    """`merge_parts` by one kernel launch, for float32 log-sum-exps, without gradients, where no
-    tracer sees it. The parts of all calls differ only in their contents and addresses."""
-
-    _FIRST_CALLS = 3  # run as any other: most of them are not repeated
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._run: Run | None = None  # of later calls
-
-    def __call__(
-        self, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        from . import kernel
-
-        if self._run is not None:
-            out, lse = self._run((out_partial, lse_partial))
-            return out, lse
-        merged = kernel.merge_parts(out_partial, lse_partial, dtype)
-        if self._calls < self._FIRST_CALLS:
-            self._calls += 1
-            if self._calls == self._FIRST_CALLS:
-                self._run = kernel.prepared_merge(out_partial, lse_partial, dtype)
-        return merged
 
 
 def _fake_combine(
@@ -75,5 +49,5 @@ def _fake_combine(
 
 _library.impl("combine", formula.merge_parts, "CompositeExplicitAutograd")
 if TRITON_IS_INSTALLED:
-    _library.impl("combine", _merge_parts_on_gpu, "CUDA")
+    _library.impl("combine", merge_parts_on_gpu, "CUDA")
 torch.library.register_fake("flashtile::combine", _fake_combine, lib=_library)
