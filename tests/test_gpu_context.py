@@ -4,11 +4,12 @@ connects."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
 import torch
-from distributed.caches import CacheCase
+from distributed.caches import STEPS_OPTIONS, CacheCase, compare_repeated_steps
 from distributed.caches import compare_rounded as compare_caches
 from distributed.captured_worker import captured_steps
 from distributed.cases import Case, compare_rounded, on_one_generator
@@ -43,6 +44,14 @@ def test_ranks_decode_what_one_process_does(seed: int, has_int: bool) -> None:
     compare_caches(case, results)
 
 
+@pytest.mark.parametrize("has_int", [False, True])
+@pytest.mark.parametrize("options", STEPS_OPTIONS)
+def test_a_repeated_step_of_decoding_has_the_bits_of_a_first_one(
+    options: dict[str, Any], has_int: bool
+) -> None:
+    run_ranks(3, lambda wire: compare_repeated_steps(wire, options, has_int, "cuda"))
+
+
 def test_a_call_like_an_earlier_one_does_not_wait_for_the_gpu() -> None:
     """Neither forward nor backward, with options that need tensors of the layout."""
 
@@ -73,8 +82,11 @@ def test_a_step_of_decoding_in_a_graph() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_step_of_decoding_in_a_graph_of_two_ranks(tmp_path: Path) -> None:
-    processes.run("distributed/captured_worker.py", 2, tmp_path / "rendezvous")
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_step_of_decoding_in_a_graph_of_processes(world: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    processes.run("distributed/captured_worker.py", world, tmp_path / "rendezvous")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_dtype, cast_input, is_autocasting
-from ..call import checks
+from ..call import checks, dispatch
 from ..call.dispatch import BackendName
 from ..call.layouts import Cached
 from ..call.prepare import describe
@@ -93,7 +93,7 @@ class Decoder:
         with torch.no_grad():
             key = step_key((*tensors, *new, cache_seqlens), block, backend, options)
             known = None if key is None else self._steps.get(key)
-            facts = _facts(q, new, block, backend, options) if known is None else known[0]
+            facts = _facts(tensors, new, block, backend, options) if known is None else known[0]
             is_known = self._compared.knows(facts)
             if known is not None and is_known:
                 step = known[1]
@@ -142,13 +142,17 @@ class Decoder:
 
 
 def _facts(
-    q: Any, new: tuple[Any, Any], block: int, backend: str | None, options: Mapping[str, Any]
+    qkv: tuple[Any, Any, Any],
+    new: tuple[Any, Any],
+    block: int,
+    backend: str | None,
+    options: Mapping[str, Any],
 ) -> tuple[tuple[str, Any], ...]:
     """What a call is, by names that a user understands: equal on all ranks."""
-    named = ("q", q), ("k", new[0]), ("v", new[1]), *sorted(options.items())
+    names = "q", "k_cache", "v_cache", "k", "v", "block", "backend"
+    named = *zip(names, (*qkv, *new, block, backend), strict=True), *sorted(options.items())
     kinds = ((name, kind(name, x)) for name, x in named)
-    autocast = ("autocast", autocast_dtype(q))
-    return ("block", block), ("backend", backend), autocast, *kinds
+    return ("autocast", autocast_dtype(qkv[0])), *kinds
 
 
 def _prepared(
@@ -172,11 +176,14 @@ def _prepared(
     q, k_cache, v_cache = qkv
     k, v = new
     dealt = _dealt(wire, block)
+    if backend is not None:
+        dispatch.check_name(backend)
+    checks.rank("q", q, "batch, seq_q, heads, head_dim")
     if isinstance(k_cache, Tensor) and k_cache.dtype in FLOAT8:
         raise NotImplementedError(
             f"k_cache: got {k_cache.dtype}, context parallelism has no float8"
         )
-    if isinstance(q, Tensor) and q.device.type != "cpu" and options.get("alibi_slopes") is not None:
+    if q.device.type != "cpu" and options.get("alibi_slopes") is not None:
         raise NotImplementedError(
             f"alibi_slopes: got a cache over ranks on {q.device}, where want None; CPUs have it"
         )
@@ -203,7 +210,7 @@ def _prepared(
     return (Step.of(dealt, call, numbers, backend), call), facts
 
 
-def _lengths_for_checks(cache_seqlens: int | Tensor, q: Any) -> Tensor:
+def _lengths_for_checks(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
     """A tensor, since an int would be compared with the capacity of this rank only."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -122,6 +123,46 @@ class CacheCase:
                     whole[sequence, length : length + x.shape[1]] = x[sequence]
                 length += new[0].shape[1]
         return caches
+
+
+# A mask that is no span, one of spans, and several queries.
+STEPS_OPTIONS: list[dict[str, Any]] = [
+    {"causal": True},
+    {"window_size": (50, 0)},
+    {"attention_chunk": 16, "causal": True, "queries": 2, "new": 2},
+]
+
+
+def compare_repeated_steps(
+    wire: Any, options: Mapping[str, Any], has_int: bool, device: str
+) -> None:
+    """Compare steps of one `ContextParallel`, the latest of which are prepared, with the first step
+    of others, bit for bit.
+
+    Args:
+        options: of `decode`; also "queries" and "new", how many there are, else 1.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    given = dict(options)
+    queries, new = given.pop("queries", 1), given.pop("new", 1)
+    g = torch.Generator().manual_seed(1)  # the same on all ranks
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device, torch.bfloat16)
+
+    parallel = ContextParallel.over(wire)
+    caches = [draw(2, 64, 2, 64) for _ in range(2)]
+    for length in range(60, 100, 2):
+        q, k, v = draw(2, queries, 4, 64), draw(2, new, 2, 64), draw(2, new, 2, 64)
+        lengths = torch.tensor([length, length - 60], dtype=torch.int32, device=device)
+        given |= {"cache_seqlens": length if has_int else lengths, "return_lse": True, "block": 8}
+        copies = [x.clone() for x in caches]
+        first = ContextParallel.over(wire).decode(q, *copies, k, v, **given)
+        repeated = parallel.decode(q, *caches, k, v, **given)
+        for got, want in zip((*repeated, *caches), (*first, *copies), strict=True):
+            assert torch.equal(got, want), f"at {length} tokens"
 
 
 def compare(case: CacheCase, results: list[list[tuple[Tensor, Tensor]]]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import CacheCase, compare
+from caches import STEPS_OPTIONS, CacheCase, compare, compare_repeated_steps
 from torch import Tensor
 
 import flashtile
@@ -70,6 +70,14 @@ def test_a_step_like_an_earlier_one_is_not_prepared_again(
         assert (len(described), wire.notes) == (4, 3)
 
     run_ranks(1, one_rank)
+
+
+@pytest.mark.parametrize("has_int", [False, True])
+@pytest.mark.parametrize("options", STEPS_OPTIONS)
+def test_a_repeated_step_has_the_bits_of_a_first_one(
+    options: dict[str, Any], has_int: bool
+) -> None:
+    run_ranks(3, lambda wire: compare_repeated_steps(wire, options, has_int, "cpu"))
 
 
 def test_a_repeated_step_heeds_what_surrounds_it() -> None:
@@ -146,6 +154,9 @@ def call(parallel: ContextParallel, **changes: Any) -> Tensor:
         ({"cache_seqlens": torch.zeros(3).int()}, ValueError, "cache_seqlens"),
         ({"cache_seqlens": 1.5}, TypeError, "cache_seqlens"),
         ({"block": 0}, ValueError, "block: got 0"),
+        ({"block": [2]}, TypeError, "rank 0: block: got list"),
+        ({"q": None}, TypeError, "rank 0: q: got NoneType"),
+        ({"backend": "nothing"}, ValueError, "rank 0: backend: got 'nothing', want one of"),
         ({"k": None}, ValueError, "k: got None"),
         ({"k": torch.zeros(2, 1, 1, 8)}, ValueError, "k: got"),
         ({"page_table": torch.zeros(2, 1).int()}, TypeError, "page_table"),
@@ -177,6 +188,19 @@ def test_ranks_that_disagree_raise_the_same_error() -> None:
     def one_rank(wire: Any) -> None:
         with pytest.raises(ValueError, match="the ranks disagree on cache_seqlens"):
             call(ContextParallel.over(wire), cache_seqlens=1 + wire.rank)
+
+    run_ranks(2, one_rank)
+
+
+def test_a_cache_that_is_too_small_on_one_rank_is_refused_on_all() -> None:
+    """Also if an earlier step had larger ones."""
+
+    def one_rank(wire: Any) -> None:
+        parallel = ContextParallel.over(wire)
+        call(parallel, k_cache=torch.zeros(2, 9, 2, 8), v_cache=torch.zeros(2, 9, 2, 8))
+        small = torch.zeros(2, 3 - wire.rank, 2, 8)
+        with pytest.raises(ValueError, match="rank 1: cache_seqlens: got .* at most 2 tokens"):
+            call(parallel, k_cache=small, v_cache=small.clone(), cache_seqlens=4)
 
     run_ranks(2, one_rank)
 
