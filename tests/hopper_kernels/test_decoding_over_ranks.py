@@ -4,9 +4,11 @@ operations of PyTorch, none of which makes the host wait.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -97,6 +99,17 @@ def test_lengths_that_the_host_knows_cost_the_device_nothing(
     driver: Driver, length: int, appends: bool, options: dict[str, Any], wanted: list[str]
 ) -> None:
     assert Steps(driver, True, appends, **options).operations(length) == wanted
+
+
+@pytest.mark.parametrize("by_host", [False, True])
+def test_a_prepared_step_keeps_no_tensor(driver: Driver, by_host: bool) -> None:
+    steps = Steps(driver, by_host, True, causal=True)
+    kept = [ref(x) for x in steps.tensors]
+    for length in range(8):
+        kept.append(ref(steps.run(length)))
+    steps.tensors.clear()
+    gc.collect()
+    assert [x() for x in kept] == [None] * len(kept)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (99, 0)}])
