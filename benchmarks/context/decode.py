@@ -82,8 +82,29 @@ def profile(call: Call) -> None:
         pstats.Stats(made).sort_stats("tottime").print_stats(45)
 
 
+def measure(team: Team, batch: int, tokens: int, has_graph: bool) -> None:
+    """Time the calls of a batch in turn and print their times on rank 0.
+
+    The graph ends here. NCCL does not leave a group while there is a graph with its operations.
+    """
+    calls = calls_of(batch, tokens, team.device)
+    if has_graph:
+        calls["append, graph"] = captured(calls["append, tensor"])
+    timed = {name: Timed(team, call, nullcontext) for name, call in calls.items()}
+    failed = in_turn(team, timed)
+    if failed:
+        raise SystemExit(str(failed))
+    if dist.get_rank() == 0:
+        print(f"batch {batch}, {tokens:,} tokens, {dist.get_world_size()} ranks", flush=True)
+        one = median_of(timed["one"].steady, max)
+        for name, row in timed.items():
+            steady, host = median_of(row.steady, max), median_of(row.host, max)
+            times = f"{steady:8.3f} ms, host {host:.3f} ms ({one / steady:.2f}x)"
+            print(f"  {name:16}{times}", flush=True)
+
+
 def main() -> None:
-    """Measure, and print a row for each batch."""
+    """Print a group of lines for each batch."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context.decode")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
@@ -93,24 +114,10 @@ def main() -> None:
     device = connected()
     team = Team.of(device)
     for batch in args.batches:
-        calls = calls_of(batch, args.tokens, device)
         if args.profile:
-            profile(calls["append, int"])
-            continue
-        if args.graph:
-            calls["append, graph"] = captured(calls["append, tensor"])
-        timed = {name: Timed(team, call, nullcontext) for name, call in calls.items()}
-        failed = in_turn(team, timed)
-        if failed:
-            raise SystemExit(str(failed))
-        one = median_of(timed["one"].steady, max)
-        if dist.get_rank() == 0:
-            ranks = dist.get_world_size()
-            print(f"batch {batch}, {args.tokens:,} tokens, {ranks} ranks", flush=True)
-            for name, row in timed.items():
-                steady, host = median_of(row.steady, max), median_of(row.host, max)
-                speed = one / steady
-                print(f"  {name:16}{steady:8.3f} ms, host {host:.3f} ms ({speed:.2f}x)", flush=True)
+            profile(calls_of(batch, args.tokens, device)["append, int"])
+        else:
+            measure(team, batch, args.tokens, args.graph)
     dist.destroy_process_group()
 
 

@@ -3,7 +3,8 @@ strategies, each compared with one process; over NCCL, decoding in every fifth d
 
     python tests/distributed/random_draws.py --ranks 4 --draws 200 --backend nccl
 
-starts the processes, with NCCL a GPU for each. A draw that fails is printed with its seed, and the
+starts the processes, with NCCL a GPU for each; with ``--decoding`` all draws are of decoding, and
+of nothing else. A draw that fails is printed with its seed, and the
 next one follows; the exit status is 1 if any has failed. A hang ends after two minutes, and its
 seed is the last one printed.
 """
@@ -24,7 +25,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from caches import CacheCase
-from caches import compare_rounded as compare_caches
+from caches import compare as compare_caches
+from caches import compare_rounded as compare_caches_rounded
 from cases import Case, compare, compare_rounded, on_one_generator
 
 from flashtile.distributed import ContextParallel
@@ -66,22 +68,30 @@ def draw(seed: int, world: int, backend: str) -> str | None:
     return None
 
 
-def decode(seed: int, world: int) -> str | None:
-    """What is wrong with a draw of decoding on GPUs, on rank 0; None if nothing is."""
-    case = CacheCase(seed, world, dtype=torch.bfloat16)
-    case.options.pop("alibi_slopes", None)  # only on CPUs
+def decode(seed: int, world: int, backend: str) -> str | None:
+    """What is wrong with a draw of decoding, on rank 0; None if nothing is."""
+    on_gpu = backend == "nccl"
+    has_int = random.Random(seed).random() < 0.5
+    case = CacheCase(seed, world, torch.bfloat16 if on_gpu else None, has_int)
+    if on_gpu:
+        case.options.pop("alibi_slopes", None)  # only on CPUs
+    if dist.get_rank() == 0:
+        lengths = case.before[0] if has_int else case.before
+        print(f"seed {seed}: decoding after {lengths} tokens, {case.steps}", flush=True)
     results: list[Any] = [None] * world
-    dist.all_gather_object(results, case.on_rank(ContextParallel(), "cuda"))
+    dist.all_gather_object(results, case.on_rank(ContextParallel(), "cuda" if on_gpu else "cpu"))
     if dist.get_rank():
         return None
     try:
-        compare_caches(case, results)
+        (compare_caches_rounded if on_gpu else compare_caches)(case, results)
     except AssertionError as error:
         return f"decoding: {error}"
     return None
 
 
-def draws(rank: int, world: int, rendezvous: str, backend: str, seeds: range) -> int:
+def draws(
+    rank: int, world: int, rendezvous: str, backend: str, seeds: range, only_decoding: bool
+) -> int:
     """The number of draws that fail, on rank 0; run by each process."""
     device = None
     if backend == "nccl":
@@ -99,9 +109,9 @@ def draws(rank: int, world: int, rendezvous: str, backend: str, seeds: range) ->
     with pytest.MonkeyPatch.context() as monkeypatch:
         on_one_generator(monkeypatch)
         for seed in seeds:
-            problem = draw(seed, world, backend)
-            if backend == "nccl" and seed % 5 == 0:
-                of_decoding = decode(seed, world)  # on all ranks, whatever rank 0 has found
+            problem = None if only_decoding else draw(seed, world, backend)
+            if only_decoding or (backend == "nccl" and seed % 5 == 0):
+                of_decoding = decode(seed, world, backend)  # on all, whatever rank 0 has found
                 problem = problem or of_decoding
             if problem is not None:
                 failures += 1
@@ -117,12 +127,14 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="the seed of the first draw")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--decoding", action="store_true", help="only decoding")
     parser.add_argument("--rank", type=int, help="of a process that this script has started")
     parser.add_argument("--rendezvous")
     given = parser.parse_args()
     if given.rank is not None:
         seeds = range(given.first, given.first + given.draws)
-        failures = draws(given.rank, given.ranks, given.rendezvous, given.backend, seeds)
+        group = given.rank, given.ranks, given.rendezvous, given.backend
+        failures = draws(*group, seeds, given.decoding)
         if given.rank == 0:
             print(f"{given.draws} draws on {given.ranks} ranks, {failures} failed")
         return int(failures > 0)
