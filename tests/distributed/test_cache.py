@@ -199,7 +199,7 @@ def test_a_cache_that_is_too_small_on_one_rank_is_refused_on_all() -> None:
         parallel = ContextParallel.over(wire)
         call(parallel, k_cache=torch.zeros(2, 9, 2, 8), v_cache=torch.zeros(2, 9, 2, 8))
         small = torch.zeros(2, 3 - wire.rank, 2, 8)
-        with pytest.raises(ValueError, match="rank 1: cache_seqlens: got .* at most 2 tokens"):
+        with pytest.raises(ValueError, match=r"rank 1: cache_seqlens: got .* at most 2 tokens"):
             call(parallel, k_cache=small, v_cache=small.clone(), cache_seqlens=4)
 
     run_ranks(2, one_rank)
