@@ -86,8 +86,8 @@ class Backend(Protocol):
 
         Args:
             add_to: a tensor to add dq to, with any strides, in the dtype of `lse` or that of q, to
-                which each sum is rounded once, for a problem that `is_partial`; it is the `dq` of
-                the result.
+                which each sum is rounded once, for a problem that `is_partial` and has no whole
+                queries; it is the `dq` of the result.
         """
 
     def prepared_backward(self, problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:

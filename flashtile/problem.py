@@ -171,6 +171,8 @@ class AttentionProblem(NamedTuple):
     relative_distance: int | None = None  # R of `relative_bias`; None without one
     # The result is one part of several: `out` and the gradients keep the dtype of their sums.
     is_partial: bool = False
+    # Of a partial result: no other part has these queries, so that dq is whole and in q's dtype.
+    has_whole_queries: bool = False
     reserved_processors: int = 0  # multiprocessors that persistent kernels leave to exchanges
     # The backend appends new tokens to the cache while it attends; None: the cache has them.
     appending: Appending | None = None

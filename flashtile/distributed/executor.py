@@ -11,7 +11,7 @@ them, which add them in float32, in the order of stages and ranks, so that resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,16 +22,17 @@ from ..backend_interface import Gradients
 from ..call import dispatch
 from ..lru import Memo
 from ..ops.merge.formula import merge
-from ..positions import Span
 from ..problem import AttentionProblem, Operands, Options, captured_needs_grad, lse_dtype
 from .buffer_bias import add_bias_gradient, bias_of_buffer
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
 from .cost import Way
+from .key_gradients import KeyGradients, new_sums
 from .rounded_wire import rounded
 from .row_copies import KeyWords
 from .schedule import Schedule, Stage
 from .sequence_tensors import SequenceTensors, sequence_tensors, stream_of
-from .wire import Pending, Wire
+from .steps import Step, steps_of
+from .wire import Wire, exchanged
 
 
 class Plan(NamedTuple):
@@ -48,23 +49,6 @@ class Plan(NamedTuple):
     # What earlier calls with this plan have found out: only if all of them have tensors with the
     # same metadata, and none but q, k and v.
     known: Memo[Any, Any] | None = None
-
-
-class _Step(NamedTuple):
-    """One exchange and the call on what it brings."""
-
-    number: int
-    query_heads: slice
-    key_heads: slice
-    stage: Stage
-    is_first: bool  # of the stages of these heads
-    has_call: bool  # there is something to compute
-    has_all_heads: bool
-    own: Span | None  # of a step without messages: its keys, as rows of the rank's own
-
-    def of_queries(self, x: Tensor) -> Tensor:
-        """Its heads of a tensor (tokens, query heads, ...)."""
-        return x if self.has_all_heads else x[:, self.query_heads]
 
 
 def forward(
@@ -135,21 +119,24 @@ def backward(
         has_shared_keys: whether the caller adds dk and dv to those of other ranks.
     """
     q, k, v = operands[:3]
-    steps = _cached(plan, "steps", lambda: _steps(plan, operands))
+    steps = _cached(plan, "steps", lambda: steps_of(plan.schedule, plan.head_groups, operands))
+    has_one_call = len(steps) == 1 and steps[0].has_call
     # With one stage, one call computes each row of dq, so no sum has to be more precise.
     dtype = lse.dtype if len(plan.schedule.stages) > 1 else q.dtype
-    all_dq = q.new_zeros(q.shape[0] + padding[0], *q.shape[1:], dtype=dtype)
+    makes_dq = has_one_call and padding[0] == 0
+    all_dq, dq = q, None
+    if not makes_dq:
+        all_dq = q.new_zeros(q.shape[0] + padding[0], *q.shape[1:], dtype=dtype)
+        dq = all_dq[: len(q)]
     is_final = len(steps) == 1 and steps[0].own is not None and not has_shared_keys
     dtype = k.dtype if is_final else lse.dtype
-    all_dk, all_dv = (
-        x.new_empty(x.shape[0] + padding[1], *x.shape[1:], dtype=dtype) for x in (k, v)
-    )
-    dq, dk, dv = all_dq[: len(q)], all_dk[: len(k)], all_dv[: len(v)]
-    if padding[1]:
-        for x in (all_dk, all_dv):
-            x[len(k) :].zero_()
+    makes_dk = has_one_call and padding[1] == 0 and steps[0].has_own_rows(len(k))
+    all_dk, all_dv = k, v
+    if not makes_dk:
+        all_dk, all_dv = new_sums(k, v, padding[1], dtype)
+    dk, dv = all_dk[: len(k)], all_dv[: len(v)]
     shared = _Shared.of(operands, plan.options, bias_needs_grad, lse.dtype)
-    returning: list[_Return] = []
+    returning: list[KeyGradients] = []
     back = rounded(wire, plan.gradient_dtype)
     for step, keys, values in _fetched(plan, wire, operands):
         heads = step.query_heads
@@ -158,8 +145,9 @@ def backward(
         else:
             given = _operands(plan, operands, step, keys, values)
             problem = _problem(
-                plan, given, step, True, needs_grad=True, bias_needs_grad=bias_needs_grad
-            )
+                plan, given, step, True, needs_grad=True, bias_needs_grad=bias_needs_grad,
+                has_whole_queries=makes_dq,
+            )  # fmt: skip
             results = (step.of_queries(out), lse[heads], step.of_queries(dout))
             with autocast_off(q):
                 part = dispatch.load(problem.options.backend).backward(
@@ -167,18 +155,23 @@ def backward(
                     given,
                     *results,
                     None if dlse is None else dlse[heads],
-                    add_to=step.of_queries(dq),
+                    add_to=None if dq is None else step.of_queries(dq),
                 )
+            if makes_dq:
+                all_dq = part.dq
             dk_part, dv_part = part.dk, part.dv
             if part.dk.shape[-1] > k.shape[-1]:  # values beside the keys
                 dk_part, of_values = part.dk.split((k.shape[-1], v.shape[-1]), dim=-1)
                 dv_part = dv_part + of_values
             shared.add(part, plan, step)
-        returning.append(_Return(back, step, dk_part, dv_part))
+        returning.append(KeyGradients(back, step, dk_part, dv_part))
         if len(returning) > 1:
             returning.pop(0).add_to(dk, dv)
     for last in returning:
-        last.add_to(dk, dv)
+        if makes_dk:
+            all_dk, all_dv = (x.to(dtype) for x in last.in_place())
+        else:
+            last.add_to(dk, dv)
     return Gradients(all_dq, all_dk, all_dv, *shared)
 
 
@@ -211,7 +204,7 @@ class _Shared(NamedTuple):
             )
         )
 
-    def add(self, part: Gradients, plan: Plan, step: _Step) -> None:
+    def add(self, part: Gradients, plan: Plan, step: Step) -> None:
         """Add the part of a step's call, which has only the heads of the step."""
         heads = step.query_heads
         if self.dbias is not None and part.dbias is not None:
@@ -227,31 +220,6 @@ class _Shared(NamedTuple):
             self.drelative_bias[heads] += part.drelative_bias
 
 
-def _steps(plan: Plan, operands: Operands) -> list[_Step]:
-    """The steps in their order. The first call of some heads handles rows without keys, too."""
-    heads = [x.shape[1] // plan.head_groups for x in operands[:2]]
-    steps: list[_Step] = []
-    for group in range(plan.head_groups):
-        of_queries, of_keys = (slice(group * count, (group + 1) * count) for count in heads)
-        for number, stage in enumerate(plan.schedule.stages):
-            is_first = number == 0
-            has_call = heads[0] > 0 and len(stage.keys) > 0 and (is_first or stage.rows > 0)
-            whole = plan.head_groups == 1
-            own = _own_keys(stage) if whole else None
-            steps.append(
-                _Step(len(steps), of_queries, of_keys, stage, is_first, has_call, whole, own)
-            )
-    return steps
-
-
-def _own_keys(stage: Stage) -> Span | None:
-    """The keys of a stage, if they are rows of the rank's own that lie in one piece."""
-    if stage.sends or stage.receives or len(stage.order) != 1:
-        return None
-    _, start, stop = stage.order[0]
-    return start, stop
-
-
 def _cached(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
     """What `make` makes, from the cache if an earlier call of the plan made it."""
     if plan.known is None:
@@ -262,10 +230,10 @@ def _cached(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
     return found
 
 
-def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step, Tensor, Tensor]]:
+def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """The steps with their keys and values, (rows, key heads, head_dim). The exchange of the next
     step is under way while the caller works on this one."""
-    steps = _cached(plan, "steps", lambda: _steps(plan, operands))
+    steps = _cached(plan, "steps", lambda: steps_of(plan.schedule, plan.head_groups, operands))
     k, v = operands.k, operands.v
     if len(steps) == 1 and steps[0].own is not None and k.is_contiguous() and v.is_contiguous():
         start, stop = steps[0].own
@@ -285,14 +253,14 @@ def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[_Step
 class _Fetch:
     """The keys and values of a step on their way to the ranks that need them."""
 
-    def __init__(self, wire: Wire, step: _Step, own: KeyWords) -> None:
+    def __init__(self, wire: Wire, step: Step, own: KeyWords) -> None:
         self.step, self.own, stage = step, own, step.stage
         sends = {message.peer: own.message(message.spans) for message in stage.sends}
         received = {message.peer: own.empty(message.rows) for message in stage.receives}
         self.sources = [own.rows]
         for message in stage.receives:
             self.sources.append(own.split(received[message.peer], message.rows))
-        self.pending = _exchange(wire, sends, received, "keys and values")
+        self.pending = exchanged(wire, sends, received, "keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the buffer."""
@@ -303,73 +271,7 @@ class _Fetch:
         return self.own.numbers(rows)
 
 
-def _exchange(
-    wire: Wire, sends: dict[int, Tensor], received: dict[int, Tensor], what: str
-) -> Pending | None:
-    """None if this rank has no part in it."""
-    return wire.exchange(sends, received, what) if sends or received else None
-
-
-class _Return:
-    """The gradients of the keys of a step on their way to the ranks that own the keys."""
-
-    def __init__(self, wire: Wire, step: _Step, dk: Tensor, dv: Tensor) -> None:
-        self.step, stage = step, step.stage
-        if step.own is not None:
-            start, stop = step.own
-            self.own, self.arrived, self.pending = [((start, stop), dk, dv)], {}, None
-            return
-        # For each source of the buffer: rows there, and rows of the buffer.
-        by_source: list[list[tuple[Span, Span]]] = [[] for _ in range(1 + len(stage.receives))]
-        row = 0
-        for source, start, stop in stage.order:
-            by_source[source].append(((start, stop), (row, row + stop - start)))
-            row += stop - start
-        own, *of_messages = by_source
-        self.own = [(rows, dk[a:b], dv[a:b]) for rows, (a, b) in own]
-        words = KeyWords.of(dk, dv)
-        sends = {
-            message.peer: words.message([span for _, span in sorted(spans)])
-            for message, spans in zip(stage.receives, of_messages, strict=True)
-        }
-        received = {message.peer: words.empty(message.rows) for message in stage.sends}
-        self.arrived = {
-            message.peer: words.numbers(words.split(received[message.peer], message.rows))
-            for message in stage.sends
-        }
-        self.pending = _exchange(wire, sends, received, "gradients of keys and values")
-
-    def add_to(self, dk: Tensor, dv: Tensor) -> None:
-        """Add what was computed here and what arrived to the gradients of the rank's own keys. The
-        first stage of some heads finds nothing there yet."""
-        if self.pending is not None:
-            self.pending.wait()
-        stage, heads = self.step.stage, self.step.key_heads
-        totals = (dk[:, heads], dv[:, heads])
-        if self.step.is_first and sum(b - a for (a, b), _, _ in self.own) < len(dk):
-            for total in totals:
-                total.zero_()
-        for (start, stop), *parts in self.own:
-            for total, x in zip(totals, parts, strict=True):
-                if self.step.is_first:
-                    total[start:stop] = x
-                else:
-                    total[start:stop] += x
-        for message in sorted(stage.sends):
-            for total, x in zip(totals, self.arrived[message.peer], strict=True):
-                _add_rows(total, message.spans, x)
-
-
-def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:
-    row = 0
-    for start, stop in spans:
-        total[start:stop] += x[row : row + stop - start]
-        row += stop - start
-
-
-def _operands(
-    plan: Plan, operands: Operands, step: _Step, keys: Tensor, values: Tensor
-) -> Operands:
+def _operands(plan: Plan, operands: Operands, step: Step, keys: Tensor, values: Tensor) -> Operands:
     """The tensors of a step's call: packed sequences of which this rank has some rows."""
     schedule, stage, heads = plan.schedule, step.stage, step.query_heads
     if operands.q.shape[-1] > keys.shape[-1]:
@@ -403,7 +305,7 @@ def _operands(
     return tiles_of_buffer(local, schedule, stage)
 
 
-def _sequences(plan: Plan, operands: Operands, step: _Step) -> SequenceTensors:
+def _sequences(plan: Plan, operands: Operands, step: Step) -> SequenceTensors:
     """The tensors that say which sequences a step's call has."""
     schedule, stage, device = plan.schedule, step.stage, operands.q.device
 
@@ -422,11 +324,12 @@ def _sequences(plan: Plan, operands: Operands, step: _Step) -> SequenceTensors:
 def _problem(
     plan: Plan,
     operands: Operands,
-    step: _Step,
+    step: Step,
     is_partial: bool,
     is_selected_as_partial: bool = True,
     needs_grad: bool = False,
     bias_needs_grad: bool = False,
+    has_whole_queries: bool = False,
 ) -> AttentionProblem:
     """The facts of a step's call, with its backend. Not every backend has gradients, so a backward
     says which it needs, and a forward before it selects a backend that also has partial results."""
@@ -444,12 +347,14 @@ def _problem(
             reserved_processors=plan.reserved_processors,
             needs_grad=needs_grad,
             bias_needs_grad=bias_needs_grad,
+            has_whole_queries=has_whole_queries,
         )
         options = options._replace(backend=dispatch.select(problem, plan.backend))
         return problem._replace(options=options, is_partial=is_partial)
 
-    asked = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, dispatch.forced()
-    found: AttentionProblem = _cached(plan, ("problem", step.number, *asked), make)
+    asked = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, has_whole_queries
+    key = "problem", step.number, *asked, dispatch.forced()
+    found: AttentionProblem = _cached(plan, key, make)
     return found
 
 

@@ -271,3 +271,10 @@ def _stop_of(group: dist.ProcessGroup) -> Callable[[], None]:
             group.abort()
 
     return stop
+
+
+def exchanged(
+    wire: Wire, sends: dict[int, Tensor], received: dict[int, Tensor], what: str
+) -> Pending | None:
+    """None if this rank has no part in it."""
+    return wire.exchange(sends, received, what) if sends or received else None

@@ -153,6 +153,23 @@ def test_rows_of_no_sequence_keep_what_they_have(is_aligned: bool):
         assert_close(name, x, truth[name], plain[name], dtype=q.dtype, seed=2)
 
 
+def test_whole_queries_have_a_rounded_dq_and_sums_for_the_keys():
+    call = part_call("ragged", "causal", 64, seed=2)
+    q, rows = call.operands.q, len(call.operands.q)
+    operands = call.operands._replace(q=torch.cat([q, q.new_zeros(3, *q.shape[1:])]))
+    problem = AttentionProblem.of(operands, call.options)
+    out, lse = hopper.forward(problem, operands)
+    dout = normal(generator(3), *out.shape, dtype=q.dtype)
+    problem = problem._replace(is_partial=True, has_whole_queries=True)
+    found = hopper.backward(problem, operands, out, lse, dout, None)
+    assert [x.dtype for x in found[:3]] == [q.dtype, torch.float32, torch.float32]
+    assert not found.dq[rows:].any()  # of no sequence
+    nothing = torch.zeros(2, rows)
+    truth, plain = (call.reference(x, dout[:rows], nothing) for x in (torch.float64, q.dtype))
+    for name, x in {"dq": found.dq[:rows], "dk": found.dk, "dv": found.dv}.items():
+        assert_close(name, x, truth[name], plain[name], dtype=q.dtype, seed=2)
+
+
 def whole(
     inputs: tuple[Tensor, ...], dout: Tensor, given: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:

@@ -100,6 +100,12 @@ def test_a_part_of_the_heads_in_float32(name: str, seed: int):
         assert got[name].dtype == torch.float32
         assert torch.equal(got[name].to(dtype), whole[name][:, 1:])
     assert torch.equal(got["lse"], whole["lse"][1:])
+    facts = {"is_partial": True, "has_whole_queries": True}
+    final = everything(backend, mine, part_options, dout, dlse, **facts)
+    assert final["dq"].dtype == dtype
+    assert torch.equal(final["dq"], whole["dq"][:, 1:])
+    assert torch.equal(final["dk"], got["dk"])
+    assert torch.equal(final["dv"], got["dv"])
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:

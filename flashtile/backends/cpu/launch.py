@@ -71,7 +71,9 @@ def backward(
     dlse: Tensor | None,
     add_to: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a problem, added up in the dtype of `lse`, returned in the operands' dtypes."""
+    """Gradients of a problem, added up in the dtype of `lse`; those of q, k and v are returned in
+    their dtypes, or as sums if the problem is partial.
+    """
     plan = plan_backward(problem, dlse is not None)
     q, k, v = operands[:3]
     results = (out, lse, dout, dlse)
@@ -83,12 +85,14 @@ def backward(
     dslopes = _zeros_like(slopes if options.alibi_needs_grad else None, torch.float64)
     dtable = _zeros_like(table if options.relative_bias_needs_grad else None, torch.float64)
     sums = Sums(dbias, dsink, dcaptured, dslopes, dtable)
+    is_sum = problem.is_partial and not problem.has_whole_queries, *[problem.is_partial] * 2
+    dtypes = [lse.dtype if s else x.dtype for s, x in zip(is_sum, (q, k, v), strict=True)]
     parts = tuple(segments(problem, operands))
     if (
         add_to is None and len(parts) == 1 and parts[0].is_whole
     ):  # no copy into larger tensors needed
         grads = _segment_backward(problem, operands, parts[0], plan, results, sums)
-        dq, dk, dv = (_as_call(g, x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+        dq, dk, dv = map(_as_call, grads, dtypes)
     else:
         dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (k, v))
         dq = torch.zeros(q.shape, dtype=lse.dtype)
@@ -99,10 +103,11 @@ def backward(
             segment.queries(dq).add_(grads[0])
             segment.add_to_keys(dk, grads[1])
             segment.add_to_keys(dv, grads[2])
-        if add_to is not None and add_to is not dq:
+        if add_to is None:
+            dq = dq.to(dtypes[0])
+        elif add_to is not dq:
             dq = add_to.add_(dq)
-        if not problem.is_partial:
-            dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dk, dv = dk.to(dtypes[1]), dv.to(dtypes[2])
     return Gradients(
         dq,
         dk,

@@ -133,7 +133,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
             own |= row_arguments(dk=made.dk, dv=made.dv)
             programs = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
         else:
-            own["IS_ADDED"] = problem.is_partial
+            own["IS_ADDED"] = problem.is_partial and not problem.has_whole_queries
             programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
         arguments = {**shared, **own, "cfg": config}
         launches.append(

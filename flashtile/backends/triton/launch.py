@@ -309,7 +309,7 @@ def _backward_allocators(
     dq: Tensor | None = None,
 ) -> dict[str, NewTensor]:
     """The functions that make `backward_buffers`, for all calls of this kind unless `dq` is given.
-    That of a partial problem is added to."""
+    That of a partial problem is added to, unless it has whole queries."""
     q, k, v, bias = operands[:4]
     empty, zeros = (
         partial(uninitialised, device=q.device),
@@ -318,7 +318,8 @@ def _backward_allocators(
     # Rows that belong to no sequence, or are past a used length, are written by no program.
     has_gaps = problem.layout != "dense" or problem.has_lengths
     new = zeros if has_gaps or 0 in (problem.M, problem.N) else empty
-    new_dq = zeros(q.shape, torch.float32) if problem.is_partial else new(q.shape, q.dtype)
+    is_added = problem.is_partial and not problem.has_whole_queries
+    new_dq = zeros(q.shape, torch.float32) if is_added else new(q.shape, q.dtype)
     found = {
         "dq": new_dq if dq is None else lambda: dq,
         "dk": new(k.shape, key_dtype),

@@ -93,7 +93,7 @@ def allocation(problem: AttentionProblem, operands: Operands) -> Allocation:
     zeros = partial(filled, value=0, device=q.device)
     of_keys = zeros if leaves_keys_unseen(problem) else empty
     dtype = torch.float32 if config.IS_PARTIAL else q.dtype
-    dq = empty((0,) if config.IS_PARTIAL else q.shape, dtype)
+    dq = empty((0,) if config.IS_DQ_ADDED else q.shape, q.dtype)
     gradients = dq, of_keys(k.shape, dtype), of_keys(v.shape, dtype)
     blocks = problem.Hq * workspace_blocks(problem, operands, config)
     lines = blocks * config.BLOCK_M * config.DQ_COLUMNS // 256

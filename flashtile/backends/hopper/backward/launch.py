@@ -52,15 +52,19 @@ def backward(
     dlse: Tensor | None,
     add_to: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a problem; dq of a partial one is added to `add_to`."""
+    """Gradients of a problem; dq of a partial one is added to `add_to`, unless it has whole
+    queries.
+    """
+    is_added = problem.is_partial and not problem.has_whole_queries
     if 0 in operands.q.shape:  # no queries
         dsink = None if operands.sink is None else torch.zeros_like(operands.sink)
         dtype = torch.float32 if problem.is_partial else None
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in operands[:3])
+        dk, dv = (torch.zeros_like(x, dtype=dtype) for x in operands[1:3])
+        dq = torch.zeros_like(operands.q, dtype=torch.float32 if is_added else None)
         return Gradients(dq if add_to is None else add_to, dk, dv, None, dsink)
 
     sums = add_to
-    if problem.is_partial and (add_to is None or not is_aligned(add_to)):
+    if is_added and (add_to is None or not is_aligned(add_to)):
         sums = torch.zeros(operands.q.shape, dtype=torch.float32, device=operands.q.device)
     given = (*operands, out, lse, dout, dlse, sums)
     prepared = prepared_call(PASS, problem, given)

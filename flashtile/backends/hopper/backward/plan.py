@@ -83,7 +83,8 @@ class BackwardConfig:
     STAGGER: int  # cycles by which the second consumer starts later than the first
     FULL_STAGGER: int  # the same before the full blocks of a list
     RUNS: int  # as in the forward
-    IS_PARTIAL: bool  # gradients are parts of sums: float32, and dQ is added to what is there
+    IS_PARTIAL: bool  # dK and dV are parts of sums, in float32
+    IS_DQ_ADDED: bool  # to what is there
     DQ_COLUMNS: int  # of the workspace of dQ
 
 
@@ -135,6 +136,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         FULL_STAGGER=full_stagger(problem, columns),
         RUNS=problem.runs,
         IS_PARTIAL=problem.is_partial,
+        IS_DQ_ADDED=problem.is_partial and not problem.has_whole_queries,
         DQ_COLUMNS=dq_columns(problem, columns),
     )
 

@@ -59,7 +59,7 @@ def delta_kernel(
             _, seen = rows_of(listed, keys)
             seen = tl.where(rows > 0, seen, 0)  # no query sees the others: see `leaves_keys_unseen`
             width = heads // group
-            if not cfg.IS_PARTIAL:  # else it is the caller's and added to
+            if not cfg.IS_DQ_ADDED:  # else it is the caller's
                 fill_spare_rows(
                     dq_ptr, 0.0, 1, 0, heads * cfg.D, listed, rows, part, parts, B, queries
                 )  # fmt: skip
@@ -108,8 +108,8 @@ def round_kernel(
     workspace_ptr, dq_ptr, dq_batch, dq_row, dq_head, at, B, M, total_q, heads, blocks,
     scale, cfg: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * workspace, added to what is there if the problem is partial; each program has
-    one block of one head.
+    """dq = scale * workspace, added to what is there if cfg.IS_DQ_ADDED; each program has one block
+    of one head.
     """
     wait_for_earlier_kernels()
     BLOCK: tl.constexpr = cfg.BLOCK_M
@@ -127,7 +127,7 @@ def round_kernel(
                 x = tl.load(ptrs) * scale
             else:  # see cfg.DQ_COLUMNS
                 x = tl.load(ptrs, mask=tl.arange(0, PIECE) < SIZE % PIECE, other=0.0) * scale
-            store_piece(x, base, start, row, count, dq_row, column, 64, cfg.D, cfg.IS_PARTIAL)
+            store_piece(x, base, start, row, count, dq_row, column, 64, cfg.D, cfg.IS_DQ_ADDED)
 
 
 @triton.jit
