@@ -125,6 +125,16 @@ def test_parts_are_apart_where_the_cache_asks_for_them():
     assert not are_apart((8, 1), 8192, window_right=0)
     assert not are_apart((8, 1), 2048)
     assert not are_apart((32, 8), 8192, window_right=0)
+    assert are_apart((8, 1), 29331, D=176, window_right=0)  # the memory limits neighbours
+    assert not are_apart((15, 1), 1943, D=224, window_right=0)  # whose rows fit the cache
+    assert not are_apart((8, 1), 29331, D=176, window_right=0, deterministic=True)
+
+
+def test_balance_may_need_more_parts_than_the_cache_is_worth():
+    """With one key head, a part for each query head."""
+    mask = {"D": 176, "window_right": 0}
+    assert parts((8, 1), 29331, **mask) == 8
+    assert 8 <= parts((21, 1), 25299, **mask | {"D": 144}) <= 12
 
 
 def test_parts_that_share_heads_miss_more():

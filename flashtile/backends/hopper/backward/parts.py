@@ -63,7 +63,9 @@ def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> Part
 
     Parts that balance the multiprocessors are neighbours, so that the longest tiles start first. If
     balance needs no parts, or if all tiles are equally long, the cache decides, and parts are
-    apart. Under a block mask, the lengths of the loops are not known here, and tiles stay whole.
+    apart. It also decides above 128 columns, where programs that run together but pass over all
+    heads of a large group are limited by the memory. Under a block mask, the lengths of the loops
+    are not known here, and tiles stay whole.
     """
     if has_lists(problem):
         return WHOLE
@@ -76,10 +78,11 @@ def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> Part
     tiles = tiles_of(problem, keys)
     number = 1
     if is_uneven(problem) or not misses:
-        number = fastest(problem, tiles, multiprocessors, counts_misses=False)
-    if number > 1 or not misses:
+        number = fastest(problem, tiles, multiprocessors, MOST_PARTS, counts_misses=False)
+    if not misses or (number > 1 and not tile.is_split):
         return Parts(number, False)
-    number = fastest(problem, tiles, multiprocessors, counts_misses=True)
+    most = min(max(number, parts_in_workspace(problem)), MOST_PARTS)
+    number = fastest(problem, tiles, multiprocessors, most, counts_misses=True)
     return Parts(number, number > 1)
 
 
@@ -87,12 +90,14 @@ def fastest(
     problem: AttentionProblem,
     tiles: list[tuple[int, int]],
     multiprocessors: int,
+    most: int,
     counts_misses: bool,
 ) -> int:
-    """The number of parts with the least time, if it is less than that of whole tiles by enough."""
-    most = min(MOST_PARTS, problem.group) if problem.options.deterministic else MOST_PARTS
-    if counts_misses:
-        most = min(most, parts_in_workspace(problem))
+    """The number of parts, up to `most`, with the least time, if it is less than that of whole
+    tiles by enough.
+    """
+    if problem.options.deterministic:
+        most = min(most, problem.group)
     times = [
         time_of(problem, tiles, parts, multiprocessors, counts_misses)
         for parts in range(1, most + 1)
