@@ -24,6 +24,7 @@ class Bias(NamedTuple):
     head: int
     row: int
     key: int
+    keys: int  # keys of the call: a number here, Triton knows whether 16 divides it
 
 
 class Sequences(NamedTuple):
@@ -188,7 +189,7 @@ class Blocks(NamedTuple):
 
 
 NO_LISTS = Lists(None, None, 0, 0)
-NO_BIAS = Bias(None, 0, 0, 0, 0)
+NO_BIAS = Bias(None, 0, 0, 0, 0, 0)
 NO_NEW = {"new": None, "added": 0, "table_rows": 0}
 
 # Arguments that change with lengths.
@@ -233,7 +234,7 @@ def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
     return numbers_of(problem, operands) | {
         "at": sequences_of(problem, operands),
         "score_data": score_of(problem, operands),
-        "bias": NO_BIAS if operands.bias is None else bias_of(operands.bias),
+        "bias": NO_BIAS if operands.bias is None else bias_of(operands.bias, problem.N),
         "mask_data": masks_of(operands),
         "rng_ptr": operands.rng_state if problem.options.dropout_p > 0 else None,
     }
@@ -289,9 +290,9 @@ def new_of(new: NewTokens, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
     }
 
 
-def bias_of(bias: Tensor) -> Bias:
+def bias_of(bias: Tensor, N: int) -> Bias:
     """`bias` (B or 1, Hq or 1, M or 1, N or 1)."""
-    return Bias(bias, *_shared_strides(bias))
+    return Bias(bias, *_shared_strides(bias), keys=N)
 
 
 def _shared_strides(x: Tensor) -> list[int]:

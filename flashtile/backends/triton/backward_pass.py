@@ -135,13 +135,11 @@ def recompute_p(
     h,
     score,
     M,
-    N,
     IS_MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):
     """P = exp(S - lse) of a tile or of a transposed tile, whose rows have `stats`."""
-    inside = (rows < M) & (keys < N)
-    s = scores_of(qk, rows, keys, inside, corners, positions, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
     p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
     if IS_MASKED:
         p = tl.where(visible, p, 0.0)
@@ -188,7 +186,7 @@ def add_queries(
         keep = tl.trans(kept(drop_key, drop_threshold, b, h, offs_m[:, None], n0, positions, cfg))
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
     p = recompute_p(
-        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, N, IS_MASKED, cfg,
+        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_DV)
     do_tile = load_tile(
@@ -345,7 +343,7 @@ def add_keys(
         keep = kept(drop_key, drop_threshold, b, h, rows, n0, positions, cfg)
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
     p = recompute_p(
-        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, N, IS_MASKED, cfg,
+        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
     )  # fmt: skip
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
     ds = product_gradient(

@@ -56,7 +56,7 @@ def probability_tile(
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
     p = recompute_p(
-        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, N, True, cfg
+        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, True, cfg
     )
     return p, qk, visible, stats
 

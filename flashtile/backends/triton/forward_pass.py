@@ -85,8 +85,7 @@ def attend_keys(
         if k_scale is not None:
             qk *= k_scale
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
-    inside = (rows < lengths.M) & (keys < N)
-    s = scores_of(qk, rows, keys, inside, corners, positions, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, lengths.M, corners, positions, b, h, score, cfg)
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:

@@ -242,7 +242,7 @@ def bias_launch(
     batch, heads, rows, keys = dbias.shape
     config = kernel_plan.config
     arguments = shared | {
-        "dbias": bias_of(dbias),
+        "dbias": bias_of(dbias, problem.N),
         "IS_BATCH_SHARED": batch == 1,
         "IS_HEAD_SHARED": heads == 1,
         "IS_ROW_SHARED": rows == 1,

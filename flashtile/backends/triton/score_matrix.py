@@ -75,7 +75,7 @@ def probabilities_kernel(
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
-    s = scores_of(qk, rows, keys, visible, corners, positions, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     lse = tl.load(lse_ptr + stats_row + offs_m, mask=offs_m < M, other=-float("inf"))
     pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)

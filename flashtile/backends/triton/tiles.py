@@ -222,12 +222,12 @@ def list_row(lists, b, h, heads, tile, tiles, capacity):
 
 
 @triton.jit
-def scores_of(qk, rows, keys, inside, corners, positions, b, h, score, cfg: tl.constexpr):
+def scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg: tl.constexpr):
     """Scores from q k^T: scale, softcap, score function, ALiBi, biases. Times `exponent_factor`,
     they are exponents of 2.
 
     If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `qk`, and the
-    factor has the scale. `inside` marks the elements of the bias that may be read.
+    factor has the scale. The bias of rows from `M` is not read.
     """
     if cfg.IS_LINEAR:
         s = qk
@@ -245,16 +245,20 @@ def scores_of(qk, rows, keys, inside, corners, positions, b, h, score, cfg: tl.c
         if score.data.table_ptr is not None:
             s = add_relative_bias(s, score.data, h, rows, keys, corners, positions, cfg)
         if score.bias.ptr is not None:
-            s += load_bias(score.bias, b, h, rows, keys, inside).to(tl.float32)
+            s += load_bias(score.bias, b, h, rows, keys, M).to(tl.float32)
     return s
 
 
 @triton.jit
-def load_bias(bias, b, h, rows, keys, inside):
-    """The bias of a tile; broadcast dimensions have stride 0."""
+def load_bias(bias, b, h, rows, keys, M):
+    """The bias of a tile, 0 for rows from `M`; broadcast dimensions have stride 0.
+
+    The mask compares with the keys of the tensor, not of the sequence: where 16 divides them, the
+    compiler knows that neighbouring keys are all inside or all outside, and loads 16 bytes at once.
+    """
     offs = b.to(tl.int64) * bias.batch + h.to(tl.int64) * bias.head
     offs += rows.to(tl.int64) * bias.row + keys.to(tl.int64) * bias.key
-    return tl.load(bias.ptr + offs, mask=inside, other=0.0)
+    return tl.load(bias.ptr + offs, mask=(rows < M) & (keys < bias.keys), other=0.0)
 
 
 @triton.jit
