@@ -131,24 +131,25 @@ def bias_gradient_kernel(
     own_b = tl.program_id(0) // dbias_heads
     own_m = tl.program_id(1) * BLOCK_M
     own_n = tl.program_id(2) * BLOCK_N
-    # Bounds of the four sums; in a dimension that is not shared, the sum has one term.
-    stop_b = lengths.B if IS_BATCH_SHARED else own_b + 1
-    stop_h = heads if IS_HEAD_SHARED else own_h + 1
-    stop_m = lengths.M if IS_ROW_SHARED else own_m + BLOCK_M
-    stop_n = lengths.N if IS_KEY_SHARED else own_n + BLOCK_N
+    # Terms of the four sums: one in a dimension that is not shared. They are one loop, because the
+    # compiler loads the tiles of the next step ahead only in an innermost loop.
+    b_terms = lengths.B if IS_BATCH_SHARED else 1
+    h_terms = heads if IS_HEAD_SHARED else 1
+    m_terms = tl.cdiv(lengths.M, BLOCK_M) if IS_ROW_SHARED else 1
+    n_terms = tl.cdiv(lengths.N, BLOCK_N) if IS_KEY_SHARED else 1
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in range(stop_b - own_b):
-        b = own_b + i
-        for j in range(stop_h - own_h):
-            h = own_h + j
-            for m0 in range(own_m, stop_m, BLOCK_M):
-                for n0 in range(own_n, stop_n, BLOCK_N):
-                    ds, _, _ = score_gradient_tile(
-                        q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks,
-                        drop_threshold,
-                        drop_key, heads, b, h, m0, n0, cfg,
-                    )  # fmt: skip
-                    acc += ds
+    for term in range(b_terms * h_terms * m_terms * n_terms):
+        m_term = term // n_terms
+        h_term = m_term // m_terms
+        n0 = own_n + term % n_terms * BLOCK_N
+        m0 = own_m + m_term % m_terms * BLOCK_M
+        h = own_h + h_term % h_terms
+        b = own_b + h_term // h_terms
+        ds, _, _ = score_gradient_tile(
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold,
+            drop_key, heads, b, h, m0, n0, cfg,
+        )  # fmt: skip
+        acc += ds
     rows = own_m + tl.arange(0, BLOCK_M)[:, None]
     keys = own_n + tl.arange(0, BLOCK_N)[None, :]
     if IS_ROW_SHARED:

@@ -140,7 +140,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
             Launch(kernel, (programs,), arguments, kernel_plan.warps, kernel_plan.stages)
         )
     if made.dbias is not None:
-        launches.append(bias_launch(problem, made.dbias, shared, planned.scores))
+        launches.append(bias_launch(problem, made.dbias, shared, planned.bands))
     if made.distance_sums is not None:
         launches.append(distance_launch(problem, made.distance_sums, shared, planned.bands))
     if made.dcaptured is not None:

@@ -105,8 +105,17 @@ SCORED_BACKWARD: dict[str, dict[int, tuple[Tile, Tile]]] = {
     },
 }
 
-# The gradients of numbers by distance and of captured numbers, in bands of square tiles: with two
-# tiles in flight, and 8 warps, which need half of the registers.
+# A tile of bias takes registers and shared memory: (forward, dK and dV, dQ). With these tiles at
+# least two programs share a multiprocessor, but for dQ at 128.
+BIASED: dict[str, dict[int, tuple[Tile, Tile, Tile]]] = {
+    "sm_90": {
+        64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        128: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
+    },
+}
+
+# The gradients of a bias, and in bands of square tiles those of numbers by distance and of captured
+# numbers: with two tiles in flight, and 8 warps, which need half of the registers.
 BANDS: dict[str, dict[int, Tile]] = {
     "sm_90": dict.fromkeys((64, 128), Tile(64, 64, 8, 2)),
 }
@@ -214,7 +223,7 @@ class KernelPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The kernels of a call; `scores` has small tiles for dbias and the probabilities."""
+    """The kernels of a call; `scores` has small tiles for row sums and the probabilities."""
 
     forward: KernelPlan
     split: KernelPlan  # the forward whose KV loop is split
@@ -222,7 +231,7 @@ class Plan(NamedTuple):
     queries: KernelPlan
     values: KernelPlan | None  # None: `keys` also computes dV
     scores: KernelPlan
-    bands: KernelPlan  # see `distance_gradient.py`
+    bands: KernelPlan  # see `distance_gradient.py` and `bias_gradient.py`
 
 
 @memoised(4096)
@@ -237,6 +246,10 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     if table in FOR_DESCRIPTORS and not described:
         table = "pointers"  # smaller tiles, because pointers take registers
     forward, keys, queries, *values = tiles_for(table, problem.dtype, head_dim)
+    if problem.has_bias and problem.dtype != torch.float32:
+        forward, keys, queries = BIASED.get(table, {}).get(
+            column_of(head_dim), (forward, keys, queries)
+        )
     if problem.block_tile is not None and problem.dtype != torch.float32:
         forward = BLOCK_MASK_FORWARD.get(architecture(problem.capability), {}).get(
             column_of(head_dim), forward
