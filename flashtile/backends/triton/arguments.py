@@ -24,7 +24,7 @@ class Bias(NamedTuple):
     head: int
     row: int
     key: int
-    keys: int  # keys of the call: a number here, Triton knows whether 16 divides it
+    keys: int  # of the call; in a tuple, so that the compiler knows whether 16 divides it
 
 
 class Sequences(NamedTuple):
@@ -291,8 +291,8 @@ def new_of(new: NewTokens, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
 
 
 def bias_of(bias: Tensor, N: int) -> Bias:
-    """`bias` (B or 1, Hq or 1, M or 1, N or 1)."""
-    return Bias(bias, *_shared_strides(bias), keys=N)
+    """`bias` (B or 1, Hq or 1, M or 1, N or 1) of a call with `N` keys."""
+    return Bias._make((bias, *_shared_strides(bias), N))
 
 
 def _shared_strides(x: Tensor) -> list[int]:

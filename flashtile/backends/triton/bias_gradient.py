@@ -55,9 +55,7 @@ def probability_tile(
     stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
-    p = recompute_p(
-        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, True, cfg
-    )
+    p = recompute_p(qk, stats, rows, keys, visible, corners, positions, b, h, score, M, True, cfg)
     return p, qk, visible, stats
 
 

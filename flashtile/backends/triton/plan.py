@@ -105,8 +105,7 @@ SCORED_BACKWARD: dict[str, dict[int, tuple[Tile, Tile]]] = {
     },
 }
 
-# A tile of bias takes registers and shared memory: (forward, dK and dV, dQ). With these tiles at
-# least two programs share a multiprocessor, but for dQ at 128.
+# A tile of bias takes registers and shared memory: (forward, dK and dV, dQ).
 BIASED: dict[str, dict[int, tuple[Tile, Tile, Tile]]] = {
     "sm_90": {
         64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),

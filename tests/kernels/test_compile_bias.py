@@ -1,0 +1,67 @@
+"""The kernels of calls with a bias, compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from configurations import one_kind_each
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
+
+from flashtile.backends.triton import plan
+from flashtile.gpu.launch import Launch
+
+from .cases import bias, dense
+from .compile_ahead import DEVICES, launches, ptx, report, serialises_wgmma
+
+HEAD_DIMS = (64, 128, 256)
+# Loads of one number of 16 bits, as PTX writes them.
+NARROW_LOAD = re.compile(r"ld\.global\S*\.(b|u|s)16\b")
+
+
+@pytest.fixture(autouse=True)
+def _as_a_large_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
+    plan.plan.cache_clear()
+
+
+def of_scores(device: str, head_dim: int, *shape: int) -> list[Launch]:
+    """The kernels that read a bias of `shape`."""
+    make = dense(B=1, M=shape[-2], N=shape[-1], Hq=2, Hk=2, D=head_dim)(bias(*shape))
+    call = make(torch.Generator(), torch.bfloat16)
+    return [
+        launch
+        for launch in launches(*call, device)
+        if launch.kernel.__name__ not in ("delta_kernel", "row_sums_kernel")
+    ]
+
+
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 256), (128, 256), (128, 240)])
+def test_a_bias_is_loaded_many_numbers_at_once(head_dim: int, keys: int):
+    """16 divides the number of keys, so that the mask of a load does not split 16 bytes."""
+    for launch in of_scores("sm_90", head_dim, 1, 2, 256, keys):
+        assert not NARROW_LOAD.search(ptx(launch)), launch.kernel.__name__
+
+
+def test_the_last_keys_of_an_odd_number_are_loaded_one_by_one():
+    forward, *_ = of_scores("sm_90", 64, 1, 2, 256, 251)
+    assert NARROW_LOAD.search(ptx(forward))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_wgmma_stays_asynchronous(head_dim: int):
+    for launch in of_scores("sm_90", head_dim, 1, 2, 256, 256):
+        assert not serialises_wgmma(launch), launch.kernel.__name__
+
+
+@pytest.mark.parametrize(("device", "head_dim"), one_kind_each(DEVICES, HEAD_DIMS))
+def test_tiles_fit_shared_memory(device: str, head_dim: int):
+    """With the tiles of the bias, which the compiler loads ahead."""
+    for launch in of_scores(device, head_dim, 1, 2, 256, 256):
+        found = report(launch, device)
+        assert found.shared <= DEVICES[device].shared, found
