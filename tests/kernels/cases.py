@@ -39,6 +39,7 @@ def dense(**sizes: int) -> Callable[..., Make]:
 
 
 SMALL = {"B": 2, "M": 37, "N": 45, "Hq": 4, "Hk": 2, "D": 16}
+WIDE = SMALL | {"M": 130, "N": 208, "D": 64}
 FEW = {"B": 2, "M": 3, "N": 70, "Hq": 4, "Hk": 1, "D": 16}
 
 
@@ -322,6 +323,17 @@ CASES: dict[str, Make] = (
         "bias of heads": dense(**SMALL)(bias(1, 4, 37, 45)),
         "bias of keys": dense(**SMALL)(bias(2, 1, 1, 45)),
         "bias of rows": dense(**SMALL)(bias(1, 4, 37, 1)),
+        # 16 divides the keys: the kernels load 16 bytes of bias at once.
+        "bias, 208 keys": dense(**WIDE)(bias(1, 4, 130, 208)),
+        "bias of keys, 208 keys": dense(**WIDE)(bias(2, 1, 1, 208)),
+        "bias, used keys of 208": dense(**WIDE)(
+            lambda g, t: {
+                "bias": normal(g, 2, 1, 130, 208, dtype=t),
+                "seqused_q": lengths(130, 77),
+                "seqused_k": lengths(199, 64),
+                "causal": True,
+            }
+        ),
         "sink": dense(**(SMALL | {"M": 50}))(lambda g, t: {"sink": normal(g, 4), "causal": True}),
         "negative scale": dense(**SMALL)(lambda g, t: {"softmax_scale": -0.3, "causal": True}),
         "lengths": dense(**SMALL)(
