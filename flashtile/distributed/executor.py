@@ -87,12 +87,16 @@ def forward(
         given = _operands(plan, operands, step, keys, values)
         problem = _problem(plan, given, step, is_partial, is_partial or wants_grad)
         rows, statistics = step.of_queries(out), lse[step.query_heads]
+        is_dense = problem.layout == "dense"
         backend = dispatch.load(problem.options.backend)
         with autocast_off(q):
             if step.is_first:
-                backend.forward(problem, given, (rows, statistics))
+                into = (rows[None], statistics[None]) if is_dense else (rows, statistics)
+                backend.forward(problem, given, into)
                 continue
             part_out, part_lse = backend.forward(problem, given)
+        if is_dense:
+            part_out, part_lse = part_out[0], part_lse[0]
         merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
         rows.copy_(merged_out)
         statistics.copy_(merged_lse.mT)
@@ -148,15 +152,14 @@ def backward(
                 plan, given, step, True, needs_grad=True, bias_needs_grad=bias_needs_grad,
                 has_whole_queries=makes_dq,
             )  # fmt: skip
-            results = (step.of_queries(out), lse[heads], step.of_queries(dout))
-            with autocast_off(q):
-                part = dispatch.load(problem.options.backend).backward(
-                    problem,
-                    given,
-                    *results,
-                    None if dlse is None else dlse[heads],
-                    add_to=None if dq is None else step.of_queries(dq),
-                )
+            results = (
+                step.of_queries(out),
+                lse[heads],
+                step.of_queries(dout),
+                None if dlse is None else dlse[heads],
+                None if dq is None else step.of_queries(dq),
+            )
+            part = _gradients(problem, given, *results)
             if makes_dq:
                 all_dq = part.dq
             dk_part, dv_part = part.dk, part.dv
@@ -173,6 +176,25 @@ def backward(
         else:
             last.add_to(dk, dv)
     return Gradients(all_dq, all_dk, all_dv, *shared)
+
+
+def _gradients(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    add_to: Tensor | None,
+) -> Gradients:
+    """Those of a step's call, from results that are packed."""
+    backward = dispatch.load(problem.options.backend).backward
+    with autocast_off(out):
+        if problem.layout != "dense":
+            return backward(problem, operands, out, lse, dout, dlse, add_to)
+        dlse, add_to = (None if x is None else x[None] for x in (dlse, add_to))
+        part = backward(problem, operands, out[None], lse[None], dout[None], dlse, add_to)
+    return part._replace(dq=part.dq[0], dk=part.dk[0], dv=part.dv[0])
 
 
 class _Shared(NamedTuple):
@@ -272,11 +294,14 @@ class _Fetch:
 
 
 def _operands(plan: Plan, operands: Operands, step: Step, keys: Tensor, values: Tensor) -> Operands:
-    """The tensors of a step's call: packed sequences of which this rank has some rows."""
+    """The tensors of a step's call: packed sequences of which this rank has some rows, or a dense
+    batch of one sequence."""
     schedule, stage, heads = plan.schedule, step.stage, step.query_heads
     if operands.q.shape[-1] > keys.shape[-1]:
         keys = torch.cat((keys, values), dim=-1)
     q = step.of_queries(operands.q)
+    if _is_dense(plan, operands, step, len(keys)):
+        return Operands(q[None], keys[None], values[None])
     sequences = _sequences(plan, operands, step)
     if plan.known is not None:  # nothing but q, k and v
         ends = sequences._asdict()
@@ -303,6 +328,17 @@ def _operands(plan: Plan, operands: Operands, step: Step, keys: Tensor, values: 
         **sequences._asdict(),
     )
     return tiles_of_buffer(local, schedule, stage)
+
+
+def _is_dense(plan: Plan, operands: Operands, step: Step, keys: int) -> bool:
+    """Whether a step's call is one sequence of all queries and `keys` keys, where rows stand as in
+    any dense batch. Kernels for such batches are faster than those for packed sequences."""
+    if plan.known is None or operands.rng_state is not None or plan.options.score_mod:
+        return False
+    queries, stage = plan.schedule.queries, step.stage
+    lengths = [x.length for x in (*queries, *stage.keys)]
+    is_one = lengths == [len(operands.q), keys] and min(lengths) > 0
+    return is_one and not _needs_positions(plan, operands, stage)
 
 
 def _sequences(plan: Plan, operands: Operands, step: Step) -> SequenceTensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flashtile
 from flashtile import BlockMask
-from flashtile.distributed import ContextParallel, Mask
+from flashtile.call import dispatch
+from flashtile.distributed import ContextParallel, Mask, executor
 from flashtile.distributed.arguments import HINTS, OPTIONS
 from flashtile.distributed.tile_map import TileMap
+from flashtile.problem import AttentionProblem
+from flashtile.testing import generator, normal
 from flashtile.testing.wires import ThreadWire, run_ranks
 
 
@@ -161,3 +165,44 @@ def test_slopes_for_each_of_no_documents(ranks: int) -> None:
         return out.shape
 
     assert set(run_ranks(ranks, run)) == {torch.Size((0, 2, 8))}
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("window", [(20, 0), (-1, 0), (-1, -1)])
+def test_one_sequence_in_one_piece_is_a_dense_batch(
+    window: tuple[int, int], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels for dense batches are faster; results are the same."""
+    layouts: list[str] = []
+
+    def load(name: str | None) -> Any:
+        backend = dispatch.load(name)
+
+        def forward(problem: AttentionProblem, *given: Any) -> Any:
+            layouts.append(problem.layout)
+            return backend.forward(problem, *given)
+
+        return SimpleNamespace(forward=forward, backward=backend.backward)
+
+    monkeypatch.setattr(executor, "dispatch", SimpleNamespace(**vars(dispatch) | {"load": load}))
+    g = generator(2)
+    q, k, v, dout = (normal(g, 1, 96, heads, 16) for heads in (4, 2, 2, 4))
+    options: dict[str, Any] = {"window_size": window}
+
+    def on_rank(wire: ThreadWire) -> list[torch.Tensor]:
+        parallel = ContextParallel.over(wire, ulysses=1, stages=stages)
+        layout = parallel.layout(seq_len=96, way="contiguous", grain=8)
+        leaves = [layout.shard(x).requires_grad_() for x in (q, k, v)]
+        for _ in range(2):  # the second call is like the first
+            out = parallel.attention(*leaves, layout, **options)
+            found = torch.autograd.grad(out, leaves, layout.shard(dout))
+        return [layout.unshard(x) for x in (out, *found)]
+
+    results = run_ranks(3, on_rank)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = flashtile.attention(*leaves, **options)
+    want = want, *torch.autograd.grad(want, leaves, dout)
+    for found in results:
+        for x, y in zip(found, want, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert "dense" in layouts
