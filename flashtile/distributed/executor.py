@@ -331,14 +331,21 @@ def _operands(plan: Plan, operands: Operands, step: Step, keys: Tensor, values: 
 
 
 def _is_dense(plan: Plan, operands: Operands, step: Step, keys: int) -> bool:
-    """Whether a step's call is one sequence of all queries and `keys` keys, where rows stand as in
-    any dense batch. Kernels for such batches are faster than those for packed sequences."""
+    """Whether a step's call is one sequence of all queries and `keys` keys whose rows stand to each
+    other as in a dense batch. Kernels for such batches are faster than those for packed sequences.
+    """
     if plan.known is None or operands.rng_state is not None or plan.options.score_mod:
         return False
     queries, stage = plan.schedule.queries, step.stage
     lengths = [x.length for x in (*queries, *stage.keys)]
-    is_one = lengths == [len(operands.q), keys] and min(lengths) > 0
-    return is_one and not _needs_positions(plan, operands, stage)
+    if lengths != [len(operands.q), keys] or min(lengths) == 0:
+        return False
+    if not _needs_positions(plan, operands, stage):
+        return True
+    # The last query stands at the last key. Chunks begin at multiples of their length.
+    ends = [[run.position + run.length for run in x.runs] for x in (*queries, *stage.keys)]
+    is_aligned = len(ends[0]) == len(ends[1]) == 1 and ends[0] == ends[1]
+    return is_aligned and plan.options.attention_chunk == 0
 
 
 def _sequences(plan: Plan, operands: Operands, step: Step) -> SequenceTensors:

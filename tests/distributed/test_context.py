@@ -168,9 +168,19 @@ def test_slopes_for_each_of_no_documents(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("window", [(20, 0), (-1, 0), (-1, -1)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_size": (20, 0)},
+        {"window_size": (20, 9)},
+        {"causal": True},
+        {},
+        {"attention_chunk": 30, "causal": True},
+    ],
+    ids=str,
+)
 def test_one_sequence_in_one_piece_is_a_dense_batch(
-    window: tuple[int, int], stages: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels for dense batches are faster; results are the same."""
     layouts: list[str] = []
@@ -187,7 +197,6 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(
     monkeypatch.setattr(executor, "dispatch", SimpleNamespace(**vars(dispatch) | {"load": load}))
     g = generator(2)
     q, k, v, dout = (normal(g, 1, 96, heads, 16) for heads in (4, 2, 2, 4))
-    options: dict[str, Any] = {"window_size": window}
 
     def on_rank(wire: ThreadWire) -> list[torch.Tensor]:
         parallel = ContextParallel.over(wire, ulysses=1, stages=stages)

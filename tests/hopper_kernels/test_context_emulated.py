@@ -110,6 +110,37 @@ def test_ranks_compute_what_one_process_does(
     assert {forward, "hopper backward"} == set(emulated)
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_one_sequence_in_one_piece_is_a_dense_batch(emulated: list[str], stages: int):
+    """Of keys that end where the queries end."""
+    dtype, given = torch.bfloat16, {"causal": True, "window_size": (70, 0)}
+    q, k, v = packed_qkv(generator(7), [600], [600], D=64, dtype=dtype)
+    dout = normal(generator(1), *q.shape, dtype=dtype)
+    layouts: list[str] = []
+
+    def one_rank(wire: Any) -> dict[str, Tensor]:
+        parallel = ContextParallel.over(wire, ulysses=1, stages=stages)
+        layout = parallel.layout(seq_len=600, way="contiguous", grain=8)
+        leaves = [layout.shard(x[None]).requires_grad_() for x in (q, k, v)]
+        out = parallel.attention(*leaves, layout, backend="hopper", **given)
+        found = (out, *torch.autograd.grad(out, leaves, layout.shard(dout[None])))
+        return {name: layout.unshard(x)[0] for name, x in zip(NAMES, found, strict=True)}
+
+    of_call = hopper.forward
+
+    def forward(problem: AttentionProblem, *operands: Any) -> Any:
+        layouts.append(problem.layout)
+        return of_call(problem, *operands)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "forward", forward)
+        found = run_ranks(3, one_rank, timeout=300.0)[0]
+    truth, plain = (whole((q, k, v), dout, given, x, [600]) for x in (torch.float64, dtype))
+    for name in NAMES:
+        assert_close(name, found[name], truth[name], plain[name], dtype=dtype, seed=7)
+    assert layouts.count("dense") >= 3
+
+
 @pytest.mark.parametrize(("reserved", "programs"), [(0, 2), (1, 1), (5, 1)])
 def test_persistent_kernels_leave_multiprocessors_to_exchanges(reserved: int, programs: int):
     q, k, v = packed_qkv(generator(4), [300], [300], D=64, dtype=torch.bfloat16)
@@ -171,12 +202,16 @@ def test_whole_queries_have_a_rounded_dq_and_sums_for_the_keys():
 
 
 def whole(
-    inputs: tuple[Tensor, ...], dout: Tensor, given: dict[str, Any], dtype: torch.dtype
+    inputs: tuple[Tensor, ...],
+    dout: Tensor,
+    given: dict[str, Any],
+    dtype: torch.dtype,
+    lengths: list[int] = LENGTHS,
 ) -> dict[str, Tensor]:
     """What one process computes in `dtype`."""
     leaves = [x.clone().requires_grad_() for x in inputs]
-    cu = cu_seqlens(LENGTHS)
-    bounds = (cu, cu, max(LENGTHS), max(LENGTHS))
+    cu = cu_seqlens(lengths)
+    bounds = (cu, cu, max(lengths), max(lengths))
     out = attention_varlen_reference(*leaves, *bounds, compute_dtype=dtype, **given).out
     gradients = torch.autograd.grad((out * dout.to(dtype)).sum(), leaves)
     return dict(zip(NAMES, (out.detach(), *gradients), strict=True))

@@ -18,7 +18,8 @@ from configurations import FULL
 
 from flashtile.backends import triton as backend
 from flashtile.distributed import ContextParallel, decoding, executor
-from flashtile.testing.wires import run_ranks
+from flashtile.testing import assert_close, attention_reference, generator, normal
+from flashtile.testing.wires import ThreadWire, run_ranks
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
@@ -72,6 +73,43 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
         case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype)
     )
     compare_rounded(case, results, dtype)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_one_sequence_in_one_piece_is_a_dense_batch(
+    stages: int, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Of keys that end where the queries end."""
+    layouts: list[str] = []
+
+    def counted(problem, *given):
+        layouts.append(problem.layout)
+        return forward(problem, *given)
+
+    here = SimpleNamespace(forward=counted, backward=backward)
+    dispatch = SimpleNamespace(select=select, forced=lambda: None, load=lambda name: here)
+    monkeypatch.setattr(executor, "dispatch", dispatch)
+    dtype, g = torch.float16, generator(seed)
+    q, k, v, dout = (normal(g, 1, 96, heads, 16, dtype=dtype) for heads in (4, 2, 2, 4))
+    given = {"causal": True, "window_size": (20, 0)}
+
+    def one_rank(wire: ThreadWire) -> list[torch.Tensor]:
+        parallel = ContextParallel.over(wire, ulysses=1, stages=stages)
+        layout = parallel.layout(seq_len=96, way="contiguous", grain=8)
+        leaves = [layout.shard(x).requires_grad_() for x in (q, k, v)]
+        out = parallel.attention(*leaves, layout, **given)
+        found = torch.autograd.grad(out, leaves, layout.shard(dout))
+        return [layout.unshard(x) for x in (out, *found)]
+
+    def whole(compute: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(compute).requires_grad_() for x in (q, k, v)]
+        out = attention_reference(*leaves, compute_dtype=compute, **given).out
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(compute))]
+
+    found, truth, plain = run_ranks(3, one_rank)[0], whole(torch.float64), whole(dtype)
+    for name, *compared in zip(("out", "dq", "dk", "dv"), found, truth, plain, strict=True):
+        assert_close(name, *compared, dtype=dtype, seed=seed)
+    assert "dense" in layouts
 
 
 @pytest.mark.parametrize("seed", range(12) if FULL else range(3))

@@ -34,7 +34,9 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
     """
     config = plan(problem)
     in_place = into is not None and is_aligned(into[0]) and into[1].is_contiguous()
-    if into is None or (in_place and config.IS_RAGGED and not config.IS_PARTIAL):
+    has_lists = config.HAS_BLOCK_MASK or config.SPANS > 0
+    can_write = config.IS_RAGGED or not has_lists
+    if into is None or (in_place and can_write and not config.IS_PARTIAL):
         return run_forward(problem, operands, config, forward_launch, into)
     for target, x in zip(into, forward(problem, operands), strict=True):
         target.copy_(x)

@@ -266,7 +266,9 @@ def _part_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append(f"parts of sequences in {problem.runs} runs (at most {MAX_RUNS})")
     if problem.runs and problem.has_alibi:
         reasons.append("ALiBi on parts of sequences (not on this backend)")
-    if problem.layout != "packed":
+    is_plain = not problem.runs and not problem.has_lengths
+    is_one_sequence = problem.layout == "dense" and problem.B == 1 and is_plain
+    if problem.layout != "packed" and not is_one_sequence:
         reasons.append("parts of sequences in a dense batch (on this backend: packed)")
     return reasons
 
