@@ -6,8 +6,9 @@ groups of heads take turns. The model prices the schedules that the executor wou
 - a call takes its operations at the machine's rate, plus the launch and what is lost when the last
   tiles end at different times;
 - an exchange takes its latency, plus the bytes over the bandwidth; buffers are copied in memory;
-- the exchange of a step runs while the step before computes, so the longer one counts; the first
-  fetch, the last return of gradients and exchanges for heads are waited for;
+- the exchange of a step runs while the step before computes, so the longer one counts; but inside
+  a node it takes multiprocessors from the kernels, which then take longer by more than what is
+  hidden; the first fetch, the last return of gradients and exchanges for heads are waited for;
 - merging partial results takes `MERGE_BYTES` of memory for each element;
 - the host needs time for each exchange and call; on an idle GPU, work waits for it.
 
@@ -205,9 +206,10 @@ class Pricing:
         copied = 4 * buffer / machine.memory  # read and written, into messages and in order
         forward += copied * shape.element_size
         backward += copied * (shape.element_size + FLOAT32)
-        fetch = self._exchange(stage, per_key * shape.element_size)
-        back = self._exchange(stage, per_key * shape.gradient_size)
-        return _Step(forward, backward, fetch, back, int(has_call))
+        of_fetch, of_back = per_key * shape.element_size, per_key * shape.gradient_size
+        fetch, back = self._exchange(stage, of_fetch), self._exchange(stage, of_back)
+        delays = self._delay(stage, of_fetch), self._delay(stage, of_back)
+        return _Step(forward, backward, fetch, back, *delays, int(has_call))
 
     def _call(self, seconds: float, tiles: float) -> float:
         """Seconds of a kernel: while the last tiles run, a quarter of a tile is idle on average."""
@@ -221,6 +223,11 @@ class Pricing:
         machine = self.machine
         seconds = machine.inside.seconds(max(inside) * size)
         return max(seconds, machine.across.seconds(max(across) * size))
+
+    def _delay(self, stage: _Stage, size: float) -> float:
+        """Seconds that kernels take longer while this exchange is under way."""
+        inside, _ = stage.by_link
+        return self.machine.contention * self.machine.inside.seconds(max(inside) * size)
 
     def _by_link(
         self, rank: int, received: Mapping[int, int], sent: Mapping[int, int]
@@ -312,20 +319,25 @@ class _Step(NamedTuple):
     backward: float
     fetch: float
     back: float  # of the gradients to the owners of the keys
+    fetch_delay: float  # of kernels that run meanwhile
+    back_delay: float
     calls: int
 
 
 def _forward_seconds(steps: list[_Step]) -> float:
-    ahead = [step.fetch for step in steps[1:]] + [0.0]
+    ahead = [(step.fetch, step.fetch_delay) for step in steps[1:]] + [(0.0, 0.0)]
     pairs = zip(steps, ahead, strict=True)
-    return steps[0].fetch + sum(max(step.forward, fetch) for step, fetch in pairs)
+    computed = sum(max(step.forward + delay, fetch) for step, (fetch, delay) in pairs)
+    return steps[0].fetch + computed
 
 
 def _backward_seconds(steps: list[_Step]) -> float:
-    ahead = [step.fetch for step in steps[1:]] + [0.0]
-    behind = [0.0] + [step.back for step in steps[:-1]]
-    triples = zip(steps, ahead, behind, strict=True)
-    between = sum(max(step.backward, fetch + back) for step, fetch, back in triples)
+    ahead = [(step.fetch, step.fetch_delay) for step in steps[1:]] + [(0.0, 0.0)]
+    behind = [(0.0, 0.0)] + [(step.back, step.back_delay) for step in steps[:-1]]
+    between = sum(
+        max(step.backward + fetch_delay + back_delay, fetch + back)
+        for step, (fetch, fetch_delay), (back, back_delay) in zip(steps, ahead, behind, strict=True)
+    )
     return steps[0].fetch + between + steps[-1].back
 
 

@@ -54,23 +54,38 @@ class Machine(NamedTuple):
     across: Link  # between nodes
     node: int = 8  # ranks of a node
     host: Host = Host(0.0, 0.0, 0.0)
+    contention: float = 0.0  # by how many times its time an exchange in a node delays kernels
 
 
-# Two H100 over NCCL: forwards of little work took 1 ms without an exchange, 1.6 ms with one, and
-# 2.3 ms with two exchanges and two calls of the backend, before repeated calls became shorter.
-HOST = Host(500e-6, 600e-6, 150e-6)
+# On four H200s, two groups of heads instead of one lengthened the forward kernels by 3.0 times the
+# exchange that ran meanwhile, four groups by 4.6 times; on two, two groups by 2.8 times: NCCL runs
+# on multiprocessors that a persistent kernel was to have.
+CONTENTION = 3.0
+
+# Two and four H200 over NCCL: a forward took 0.45 and 0.52 ms with one exchange and one call of the
+# backend, and 0.75 and 0.92 ms with two of each.
+HOST = Host(150e-6, 200e-6, 100e-6)
 NVLINK = Link(360e9, 20e-6)
 INFINIBAND = Link(45e9, 40e-6)  # 400 Gbit/s for each GPU
 
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("H200", 650e12, 560e12, 4.2e12, 132, 12e-6, NVLINK, INFINIBAND, host=HOST),
-        Machine("H100", 620e12, 530e12, 2.8e12, 132, 12e-6, NVLINK, INFINIBAND, host=HOST),
+        Machine(
+            *("H200", 650e12, 560e12, 4.2e12, 132, 12e-6, NVLINK, INFINIBAND),
+            host=HOST,
+            contention=CONTENTION,
+        ),
+        Machine(
+            *("H100", 620e12, 530e12, 2.8e12, 132, 12e-6, NVLINK, INFINIBAND),
+            host=HOST,
+            contention=CONTENTION,
+        ),
         Machine(
             *("A100", 190e12, 170e12, 1.7e12, 108, 12e-6),
             *(Link(230e9, 20e-6), Link(22e9, 40e-6)),
             host=HOST,
+            contention=CONTENTION,
         ),
         Machine("CPU", 40e9, 30e9, 10e9, 1, 50e-6, Link(1.5e9, 200e-6), Link(1e9, 400e-6), 1 << 30),
     )

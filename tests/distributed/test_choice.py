@@ -119,14 +119,33 @@ def test_stage_tokens_limits_what_is_fetched_at_once() -> None:
 
 def test_expected_ways() -> None:
     """Those that the papers of ring attention and Ulysses recommend."""
-    assert choose(ANY, zigzag(2, 65536, 32, 8)) == Way(1, 1, 2)  # hides half of the fetch
-    assert choose(ANY, zigzag(2, 8192, 32, 8)) == Way(1, 1, 1)  # which takes the host longer
+    for tokens in (8192, 65536):
+        pricing = zigzag(2, tokens, 32, 8)
+        assert choose(ANY, pricing) == Way(1, 1, 1)
+    pricing.machine = pricing.machine._replace(contention=0.0)
+    assert choose(ANY, pricing) == Way(1, 1, 2)  # hides half of the fetch
     assert choose(ANY, zigzag(64, 8192, 64, 8)).ulysses == 8  # inside a node
     assert choose(ANY, zigzag(64, 8192, 16, 1)).stages > 1  # one key head
     holders = balance.contiguous([65536], 4, 128)
     shape = Shape(32, 8, 128, 128, 2)
     window = Pricing(MACHINES["H200"], shape, holders, holders, (Window(1023, 0),))
     assert choose(ANY, window).stages == 1  # only the keys before its own travel
+
+
+def test_an_exchange_in_a_node_delays_the_kernels_beside_it() -> None:
+    way, base = Way(1, 1, 2), zigzag(2, 65536, 32, 8)
+    base.machine = base.machine._replace(contention=0.0, host=NO_HOST)
+    alone = base.slowest(way)
+    base.machine = base.machine._replace(contention=2.0)
+    delayed = base.slowest(way)
+    fetch = base.machine.inside.seconds(alone.received / 2 * 8 * 256 * 2)
+    back = base.machine.inside.seconds(alone.received / 2 * 8 * 256 * 4)
+    assert delayed.forward - alone.forward == pytest.approx(2 * fetch)
+    assert delayed.backward - alone.backward == pytest.approx(2 * (fetch + back))
+    across = [zigzag(2, 65536, 32, 8) for _ in range(2)]
+    for pricing, contention in zip(across, (0.0, 2.0), strict=True):
+        pricing.machine = base.machine._replace(node=1, contention=contention)
+    assert across[0].slowest(way) == across[1].slowest(way)  # between nodes
 
 
 def test_more_work_takes_longer() -> None:
@@ -183,8 +202,9 @@ def test_empty_ranks_have_a_price() -> None:
 def test_the_longer_of_computing_and_exchanging_counts() -> None:
     """With one of both free, the other one adds up."""
     way, base = Way(1, 4, 1), zigzag(4, 4096, 8, 2)
-    free = base.machine._replace(forward=1e30, backward=1e30, memory=1e30, launch=0.0, host=NO_HOST)
-    wire = base.machine._replace(inside=Link(1e30, 0.0), across=Link(1e30, 0.0))
+    machine = base.machine._replace(contention=0.0)
+    free = machine._replace(forward=1e30, backward=1e30, memory=1e30, launch=0.0, host=NO_HOST)
+    wire = machine._replace(inside=Link(1e30, 0.0), across=Link(1e30, 0.0))
     size = 2 * 128 * 2  # numbers of a key and its value, with two heads
     keys = base.slowest(way).received
     base.machine = free._replace(inside=Link(1e9, 0.0))

@@ -62,10 +62,10 @@ CHOSEN = (
 
 @pytest.mark.parametrize("seed", range(len(CHOSEN)))
 def test_the_ways_are_those_of_a_slower_planner(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That planner knew no host, and fewer bytes of a merge."""
+    """That planner knew no host, fewer bytes of a merge, and no delay by exchanges."""
     monkeypatch.setattr(cost, "MERGE_BYTES", 12)
     pricing, wanted = drawn(seed)
-    pricing.machine = pricing.machine._replace(host=Host(0.0, 0.0, 0.0))
+    pricing.machine = pricing.machine._replace(host=Host(0.0, 0.0, 0.0), contention=0.0)
     way = choose(wanted, pricing)
     *numbers, microseconds = CHOSEN[seed]
     assert way == Way(*map(int, numbers))
