@@ -241,6 +241,8 @@ def bias_launch(
     """The gradient of the bias, in the bias's own shape."""
     batch, heads, rows, keys = dbias.shape
     config = kernel_plan.config
+    if kernel_plan.stages > 1:  # tiles need not be square, and two of so many rows fit
+        config = replace(config, BLOCK_M=2 * config.BLOCK_M)
     arguments = shared | {
         "dbias": bias_of(dbias, problem.N),
         "IS_BATCH_SHARED": batch == 1,
