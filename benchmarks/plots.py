@@ -205,10 +205,10 @@ def _density(rows: list[Row], provenance: Provenance) -> Any:
 
 def _drawn(rows: list[Row], provenance: Provenance) -> Any:
     """How many times as fast as each peer flashtile is in each drawn shape, the worst first."""
-    times: dict[int, dict[str, float]] = {}
+    times: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
         if row.seed and row.median_ms:
-            times.setdefault(row.index, {})[row.peer] = row.median_ms
+            times.setdefault((row.seed, row.index), {})[row.peer] = row.median_ms
     ratios = [
         {peer: ms / found["flashtile"] for peer, ms in found.items() if not is_ours(peer)}
         for found in times.values()
@@ -219,7 +219,9 @@ def _drawn(rows: list[Row], provenance: Provenance) -> Any:
         return None
     title = f"drawn shapes, {rows[0].direction}, {rows[0].dtype}: flashtile against each library"
     figure, [(_, axis)] = _panels(rows[:1], title, provenance, width=9.0, by_mask=False)
-    axis.set_title(f"{len(ordered)} shapes, seed {rows[0].seed}", fontsize=10)
+    seeds = sorted({seed for seed, _ in times})
+    named = f"seed{'s' * (len(seeds) > 1)} {' and '.join(map(str, seeds))}"
+    axis.set_title(f"{len(ordered)} shapes, {named}", fontsize=10)
     for peer in sorted({peer for ratio in ordered for peer in ratio}):
         points = [
             (n, min(max(ratio[peer], 0.25), 4.0))

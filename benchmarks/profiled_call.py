@@ -11,11 +11,13 @@ bytes that move between the memory and the L2 cache, all at the base clock:
     m=$m,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed
     m=$m,sm__cycles_active,sm__cycles_elapsed.max,gpu__time_duration.sum
     m=$m,dram__bytes_read.sum,dram__bytes_write.sum
+    m=$m,lts__t_sectors_op_read.sum,lts__t_sectors_op_red.sum,smsp__inst_executed.sum
+    m=$m,launch__registers_per_thread,l1tex__data_pipe_lsu_wavefronts_mem_shared.sum
     ncu --profile-from-start off --metrics $m --csv --page raw \
         python -m benchmarks.profiled_call models 5 --peers flashtile fa4
 
-Between the lines of the program, `ncu` names the kernels and numbers them as in its table.
-`results/h200/profiles` has such tables, and of an older commit the sections SpeedOfLight,
+The kernels of ncu's table are in the order of these lines. `results/h200/profiles` has such tables,
+shortened, and of an older commit the sections SpeedOfLight,
 LaunchStats, SchedulerStats, WarpStateStats, ComputeWorkloadAnalysis and MemoryWorkloadAnalysis of
 `papers 12`, by `--section` instead of `--metrics` and `--print-details all`.
 """

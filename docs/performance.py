@@ -133,7 +133,7 @@ def preset_block(name: str, key: str, lengths: tuple[int, ...], about: str) -> s
 
 def variants_table(direction: str) -> str:
     """TFLOP/s of other head dims, grouped heads, packed sequences and a window."""
-    rows = h200("hopper-96", "hopper-192", "hopper-128")
+    rows = h200("hopper")
     rows = [row for row in rows if row["pass"] == direction]
     cases = by_case(rows, "tflops", "head_dim", "variant", "causal", "seqlen_q")
     peers = [peer for peer in PEERS if any(peer in case for case in cases.values())]
@@ -277,7 +277,7 @@ def choices_table() -> str:
     dense = ("gpu-dense", "dense", "16384", "True")
     window = ("gpu-hopper", "window 1024", "16384", "True")
     sparse = ("gpu-sparse", "block-sparse 12.5%", "16384", "False")
-    rows = h200("dense-128", "hopper-128", "field/sparse")
+    rows = h200("dense-128", "hopper", "sparse")
     keys = ("preset", "variant", "seqlen_q", "causal", "pass")
     cases = by_case(rows, "median_ms", *keys)
     lines = []

@@ -262,3 +262,19 @@ def test_rows_of_two_seeds_are_not_merged() -> None:
     origin = {"device": "GPU", "date": "d"}
     text = page([first.timed(same, [1.0]), second.timed(same, [2.0])], origin)
     assert text.count("| fa3 |") == 1
+
+
+def test_the_picture_does_not_mix_seeds() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    rows = [
+        replace(Row.of(field.draw(seed)[0], peer, "forward"), median_ms=ms)
+        for seed, ours, theirs in ((1, 1.0, 2.0), (2, 10.0, 5.0))
+        for peer, ms in (("flashtile", ours), ("fa4", theirs))
+    ]
+    origin = {"command": "c", "date": "2026-01-02", "commit": "0123", "device": "GPU", "torch": "2"}
+    (axis,) = plots._drawn(rows, origin).axes
+    assert axis.get_title() == "2 shapes, seeds 1 and 2"
+    (points,) = [line for line in axis.lines if line.get_label() == "fa4"]
+    assert list(points.get_ydata()) == [0.5, 2.0]
