@@ -48,7 +48,7 @@ def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Predictio
     alone = Pricing(machine, SHAPE, whole, whole, pricing.facts).slowest(Way(1, 1, 1))
     ways = {
         "ring": Way(1, ranks, 1),
-        "gather": Way(1, 1, 2),
+        "gather": Way(1, 1, 1),
         "chosen by the model": choose(Wanted("auto", "auto", None, None), pricing),
     }
     for name, way in ways.items():
