@@ -179,6 +179,9 @@ def test_only_a_single_call_in_bfloat16_computes_in_it(
     wanted = torch.bfloat16 if has_amx and is_single else torch.float32
     assert plan.plan_forward(problem).compute_dtype == wanted
     assert plan.plan_backward(problem, lse_has_grad=False).compute_dtype == wanted
+    part = problem._replace(is_partial=True)  # whose results are added to others
+    assert plan.plan_forward(part).compute_dtype == torch.float32
+    assert plan.plan_backward(part, lse_has_grad=False).compute_dtype == torch.float32
     flashtile.clear_caches()
 
 

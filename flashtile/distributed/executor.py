@@ -135,6 +135,8 @@ def backward(
     is_final = len(steps) == 1 and steps[0].own is not None and not has_shared_keys
     dtype = k.dtype if is_final else lse.dtype
     makes_dk = has_one_call and padding[1] == 0 and steps[0].has_own_rows(len(k))
+    if makes_dk and steps[0].own is None and k.dtype == lse.dtype:
+        makes_dk = False  # nothing is rounded, and views would keep those of all fetched keys alive
     all_dk, all_dv = k, v
     if not makes_dk:
         all_dk, all_dv = new_sums(k, v, padding[1], dtype)

@@ -59,11 +59,11 @@ class Machine(NamedTuple):
 
 # On four H200s, two groups of heads instead of one lengthened the forward kernels by 3.0 times the
 # exchange that ran meanwhile, four groups by 4.6 times; on two, two groups by 2.8 times: NCCL runs
-# on multiprocessors that a persistent kernel was to have.
+# on multiprocessors that a persistent kernel was to have. Not measured on other GPUs.
 CONTENTION = 3.0
 
-# Two and four H200 over NCCL: a forward took 0.45 and 0.52 ms with one exchange and one call of the
-# backend, and 0.75 and 0.92 ms with two of each.
+# Two and four H200 over NCCL: a forward took the host 0.52 and 0.45 ms with one exchange and one
+# call of the backend, and 0.75 and 0.92 ms with two of each.
 HOST = Host(150e-6, 200e-6, 100e-6)
 NVLINK = Link(360e9, 20e-6)
 INFINIBAND = Link(45e9, 40e-6)  # 400 Gbit/s for each GPU

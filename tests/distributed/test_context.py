@@ -167,22 +167,26 @@ def test_slopes_for_each_of_no_documents(ranks: int) -> None:
     assert set(run_ranks(ranks, run)) == {torch.Size((0, 2, 8))}
 
 
-@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "stages", "count"),
     [
-        {"window_size": (20, 0)},
-        {"window_size": (20, 9)},
-        {"causal": True},
-        {},
-        {"attention_chunk": 30, "causal": True},
+        ({"window_size": (20, 0)}, 1, 3),
+        ({"window_size": (20, 0)}, 3, 3),  # of own keys
+        ({"window_size": (20, 9)}, 1, 1),  # the last rank, whose keys end where its queries end
+        ({"window_size": (20, 9)}, 3, 3),
+        ({"causal": True}, 1, 3),
+        ({"causal": True}, 3, 3),
+        ({}, 1, 3),
+        ({}, 3, 9),
+        ({"attention_chunk": 30, "causal": True}, 1, 1),  # the first rank, where chunks begin at 0
+        ({"attention_chunk": 30, "causal": True}, 3, 1),
     ],
     ids=str,
 )
 def test_one_sequence_in_one_piece_is_a_dense_batch(
-    options: dict[str, Any], stages: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], stages: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels for dense batches are faster; results are the same."""
+    """Kernels for dense batches are faster; results are the same. `count` calls are dense."""
     layouts: list[str] = []
 
     def load(name: str | None) -> Any:
@@ -214,4 +218,19 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(
     for found in results:
         for x, y in zip(found, want, strict=True):
             torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
-    assert "dense" in layouts
+    assert layouts.count("dense") == 2 * count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_keep_no_memory_of_fetched_keys(dtype: torch.dtype) -> None:
+    def on_rank(wire: ThreadWire) -> list[int]:
+        layout = ContextParallel.over(wire, ulysses=1, stages=1).layout(
+            seq_len=96, way="contiguous", grain=8
+        )
+        q, k, v = (torch.randn(1, layout.local_tokens, 2, 16, dtype=dtype) for _ in range(3))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = layout.context.attention(*leaves, layout, causal=True)
+        found = torch.autograd.grad(out.float().sum(), leaves)
+        return [x.untyped_storage().nbytes() - x.nbytes for x in found]
+
+    assert run_ranks(3, on_rank) == [[0, 0, 0]] * 3

@@ -71,8 +71,8 @@ def backward(
     dlse: Tensor | None,
     add_to: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a problem, added up in the dtype of `lse`; those of q, k and v are returned in
-    their dtypes, or as sums if the problem is partial.
+    """Gradients of a problem, added up in the dtype of `lse`. Those of q, k and v have their
+    dtypes, but sums of a partial problem stay sums: dk and dv, and dq unless it has whole queries.
     """
     plan = plan_backward(problem, dlse is not None)
     q, k, v = operands[:3]

@@ -144,6 +144,7 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
         return problem.dtype
     one_piece = (
         problem.layout == "dense"
+        and not problem.is_partial  # its results are added to those of other parts
         and not problem.has_lengths
         and not problem.has_bias
         and not problem.has_sink

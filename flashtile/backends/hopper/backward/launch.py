@@ -81,7 +81,7 @@ def backward(
 
 def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
     """`backward` of calls like an earlier one, whose operands, out, lse, dout and dlse were
-    `tensors`; None if that one was not prepared, as is true of a partial problem.
+    `tensors`; None if that one was not prepared, as is true of a problem whose dq is added.
     """
     prepared = prepared_call(PASS, problem, (*tensors, None))
     if prepared is None:

@@ -63,9 +63,9 @@ def parts_of(problem: AttentionProblem, keys: int, multiprocessors: int) -> Part
 
     Parts that balance the multiprocessors are neighbours, so that the longest tiles start first. If
     balance needs no parts, or if all tiles are equally long, the cache decides, and parts are
-    apart. It also decides above 128 columns, where programs that run together but pass over all
-    heads of a large group are limited by the memory. Under a block mask, the lengths of the loops
-    are not known here, and tiles stay whole.
+    apart. Above 128 columns the cache also decides where balance needs parts: programs that run
+    together but pass over all heads of a large group are limited by the memory there. Under a
+    block mask, the lengths of the loops are not known here, and tiles stay whole.
     """
     if has_lists(problem):
         return WHOLE

@@ -84,7 +84,7 @@ class BackwardConfig:
     FULL_STAGGER: int  # the same before the full blocks of a list
     RUNS: int  # as in the forward
     IS_PARTIAL: bool  # dK and dV are parts of sums, in float32
-    IS_DQ_ADDED: bool  # to what is there
+    IS_DQ_ADDED: bool  # dQ is added to what is there
     DQ_COLUMNS: int  # of the workspace of dQ
 
 

@@ -88,7 +88,7 @@ def run_forward(
     given: Tensors = operands
     if lists is not None:
         given = (*operands, *lists.tensors)
-    elif into is not None:  # packed sequences have no lists
+    elif into is not None:  # the caller has made sure that there are no lists
         given = (*operands, *into)
     kind: Any = config
     if lists is not None:
