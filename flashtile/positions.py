@@ -97,13 +97,13 @@ class Dealt(NamedTuple):
     def below(self, position: Any) -> Any:
         """How many of this rank's rows stand before `position`: its rows of a sequence of that
         many tokens."""
-        turn = self.block * self.ranks
-        inside = position % turn - self.rank * self.block
+        period = self.block * self.ranks
+        inside = position % period - self.rank * self.block
         if isinstance(position, int):
             inside = min(max(inside, 0), self.block)
         else:
             inside = inside.clamp(0, self.block)
-        return position // turn * self.block + inside
+        return position // period * self.block + inside
 
     def most_rows(self, tokens: int) -> int:
         """The most rows that a rank has of a sequence: those of the first rank."""
@@ -115,8 +115,8 @@ class Dealt(NamedTuple):
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         """The intervals of this rank's positions from `start` to `stop`, a block each at most."""
-        turn = self.block * self.ranks
-        for first in range(start // turn * turn + self.rank * self.block, stop, turn):
+        period = self.block * self.ranks
+        for first in range(start // period * period + self.rank * self.block, stop, period):
             span = max(first, start), min(first + self.block, stop)
             if span[0] < span[1]:
                 yield span

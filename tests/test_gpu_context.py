@@ -83,18 +83,12 @@ def test_a_step_of_decoding_in_a_graph() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_step_of_decoding_in_a_graph_of_processes(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", ["nccl_worker", "captured_worker"])
+def test_processes(worker: str, world: int, tmp_path: Path) -> None:
+    """`captured_worker`: a step of decoding in a CUDA graph of each process."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    processes.run("distributed/captured_worker.py", world, tmp_path / "rendezvous")
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes(world: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs")
-    processes.run("distributed/nccl_worker.py", world, tmp_path / "rendezvous")
+    processes.run(f"distributed/{worker}.py", world, tmp_path / "rendezvous")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

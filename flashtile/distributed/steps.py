@@ -1,4 +1,4 @@
-"""The steps of a call on one rank: which heads and which keys take their turn."""
+"""The steps of a call on one rank: the heads and the keys of each."""
 
 from __future__ import annotations
 
