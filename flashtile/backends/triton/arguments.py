@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dropout import keep_threshold
+from ...dropout import last_kept_word
 from ...gpu.rows import at_boundary, row_argument_names
 from ...masks import as_kernel_number
 from ...problem import AttentionProblem, NewTokens, Operands
@@ -196,7 +196,7 @@ NO_NEW = {"new": None, "added": 0, "table_rows": 0}
 NUMBERS = (
     "B", "M", "N", "total_q", "total_k", "page_columns", "left", "right", "chunk", "heads",
     "mask_rows",
-    "mask_columns", "drop_threshold",
+    "mask_columns", "last_kept",
 )  # fmt: skip
 # Tensors that are read by rows of any length, where alignment saves nothing.
 POINTERS = ("lse_ptr", "pivot_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
@@ -225,7 +225,7 @@ def numbers_of(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
         "heads": problem.Hq,
         "mask_rows": 0 if kinds is None else kinds.shape[2],
         "mask_columns": 0 if kinds is None else kinds.shape[3],
-        "drop_threshold": keep_threshold(options.dropout_p),
+        "last_kept": last_kept_word(options.dropout_p),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
@@ -16,7 +17,6 @@ from .backward_pass import drop, load_stats, recompute_p, stats_at
 from .spans import in_spans, load_intervals
 from .tiles import (
     between,
-    dropout_key,
     in_block_mask,
     kept,
     key_span,
@@ -61,7 +61,7 @@ def probability_tile(
 
 @triton.jit
 def score_gradient_tile(
-    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold, drop_key,
+    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, last_kept, drop_key,
     heads, b, h, m0, n0, cfg: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of scores: dS (BLOCK_M, BLOCK_N), zero where masked, Q K^T, and the mask."""
@@ -96,7 +96,7 @@ def score_gradient_tile(
     if cfg.HAS_DROPOUT:
         rows = m0 + tl.arange(0, BLOCK_M)[:, None]
         positions = RowPositions(N - M, lengths.at, b)
-        keep = kept(drop_key, drop_threshold, b, h, rows, n0, positions, cfg)
+        keep = kept(drop_key, last_kept, b, h, rows, n0, positions, cfg)
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
     return ds, qk, visible
 
@@ -106,7 +106,7 @@ def bias_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dbias, pivot_ptr, delta_ptr, at, score_data, bias,
     mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, drop_threshold, IS_BATCH_SHARED: tl.constexpr,
+    mask_rows, mask_columns, last_kept, IS_BATCH_SHARED: tl.constexpr,
     IS_HEAD_SHARED: tl.constexpr, IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def bias_gradient_kernel(
         h = own_h + h_term % h_terms
         b = own_b + h_term // h_terms
         ds, _, _ = score_gradient_tile(
-            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold,
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, last_kept,
             drop_key, heads, b, h, m0, n0, cfg,
         )  # fmt: skip
         acc += ds

@@ -12,13 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.dropout import dropout_key
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
 from .bias_gradient import score_gradient_tile
 from .distance_gradient import band_offset, diagonal_sums, rows_of_band
 from .positions import indices_of_scores
 from .score_rule import capped_score
-from .tiles import dropout_key, key_span, query_span
+from .tiles import key_span, query_span
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
@@ -26,7 +27,7 @@ def captured_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dcaptured_ptr, pivot_ptr, delta_ptr, at,
     score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right,
-    chunk, heads, mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr,
+    chunk, heads, mask_rows, mask_columns, last_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """One band of tiles of scores of one sequence and query head: add to the gradients of the
     captured values, `dcaptured_ptr`, float32.
@@ -57,7 +58,7 @@ def captured_gradient_kernel(
     for m0 in range(start, stop, SIDE):
         n0 = m0 + offset
         ds, qk, visible = score_gradient_tile(
-            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, drop_threshold,
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, last_kept,
             drop_key, heads, b, h, m0, n0, cfg,
         )  # fmt: skip
         rows = m0 + tl.arange(0, SIDE)[:, None]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
@@ -32,7 +33,6 @@ from .spans import (
 from .tiles import (
     as_float16,
     between,
-    dropout_key,
     head_swizzle,
     in_block_mask,
     kept,
@@ -54,7 +54,7 @@ from .tiles import (
 def attend_keys(
     acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
     start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block,
-    lengths, score, blocks, drop_threshold, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
+    lengths, score, blocks, last_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the KV loop: update the running maximum, sum and output with the keys
     [n0, n0 + BLOCK_N) (online softmax)."""
@@ -100,7 +100,7 @@ def attend_keys(
     rescale = rescaling(row_max, pivot, cfg)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
-        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, positions, cfg), p, 0.0)
+        p = tl.where(kept(drop_key, last_kept, b, h, rows, n0, positions, cfg), p, 0.0)
     # (BLOCK_N, BLOCK_DV / PAIR)
     v_tile = load_keys(
         v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
@@ -182,7 +182,7 @@ def forward_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, at, score_data, bias, mask_data,
     lists, rng_ptr, new, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, drop_threshold, added, table_rows, cfg: tl.constexpr,
+    mask_rows, mask_columns, last_kept, added, table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries; see `arguments.py` for what each argument
     holds.
@@ -309,7 +309,7 @@ def forward_kernel(
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
             rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
-            score, blocks, drop_threshold, drop_key, False, cfg,
+            score, blocks, last_kept, drop_key, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
         if cfg.MASK_TILE_M > 0:
@@ -319,7 +319,7 @@ def forward_kernel(
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
             rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
-            score, blocks, drop_threshold, drop_key, True, cfg,
+            score, blocks, last_kept, drop_key, True, cfg,
         )  # fmt: skip
 
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
@@ -13,7 +14,6 @@ from .pages import load_keys, page_list
 from .spans import in_spans, load_intervals
 from .tiles import (
     between,
-    dropout_key,
     in_block_mask,
     kept,
     key_row_of_batch,
@@ -30,7 +30,7 @@ from .tiles import (
 def probabilities_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, probs_ptr, lse_ptr, at,
     score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left,
-    right, chunk, heads, mask_rows, mask_columns, drop_threshold, cfg: tl.constexpr,
+    right, chunk, heads, mask_rows, mask_columns, last_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """P = exp(S - lse) of one tile, negative where dropped; elements that are not visible are not
     written.
@@ -82,7 +82,7 @@ def probabilities_kernel(
     p = exponentials(s, pivot[:, None], exponent_factor(score, cfg), cfg)
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)
-        p = tl.where(kept(drop_key, drop_threshold, b, h, rows, n0, positions, cfg), p, -p)
+        p = tl.where(kept(drop_key, last_kept, b, h, rows, n0, positions, cfg), p, -p)
     row = (b * heads + h).to(tl.int64) * lengths.M + rows
     offs = row * lengths.N + keys
     tl.store(probs_ptr + offs, p.to(probs_ptr.dtype.element_ty), mask=visible)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...gpu.dropout import philox_block
 from ...gpu.intrinsics import IS_INTERPRETED
 from .positions import (
     corners_of_scores,
@@ -304,19 +305,7 @@ def unpack_pairs(pairs):
 
 
 @triton.jit
-def dropout_key(rng_ptr):
-    """The two key words of a call: one Philox block of (seed, offset)."""
-    seed = tl.load(rng_ptr)
-    offset = tl.load(rng_ptr + 1)
-    low = (offset & 0xFFFFFFFF).to(tl.uint32)
-    high = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    zero = (offset & 0).to(tl.uint32)
-    k0, k1, _, _ = tl.philox(seed, low, high, zero, zero)
-    return k0.to(tl.uint64) | (k1.to(tl.uint64) << 32)
-
-
-@triton.jit
-def kept(key, threshold, b, h, rows, n0, positions, cfg: tl.constexpr):
+def kept(key, last_kept, b, h, rows, n0, positions, cfg: tl.constexpr):
     """Which scores of a tile dropout keeps, bool (BLOCK_M, BLOCK_N).
 
     `b` and `rows` are (BLOCK_M, 1), `h` is a scalar or (BLOCK_M, 1); `n0` is a multiple of four.
@@ -336,20 +325,9 @@ def kept(key, threshold, b, h, rows, n0, positions, cfg: tl.constexpr):
         # (BLOCK_M, BLOCK_N / 4, 2, 2): lanes 0 1 2 3
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
         words = tl.reshape(words, [BLOCK_M, BLOCK_N])
-    return words.to(tl.int64) < threshold
-
-
-@triton.jit
-def philox_block(key, b, h, queries, groups):
-    """The words of four neighbouring keys, the group of four `groups`."""
-    zero = queries * 0 + groups * 0
-    return tl.philox(
-        key,
-        (zero + groups).to(tl.uint32),
-        (zero + queries).to(tl.uint32),
-        (zero + h).to(tl.uint32),
-        (zero + b).to(tl.uint32),
-    )
+    # In 64 bits, the words move to the threads that have the scores before they are compared; the
+    # compiler needs more instructions to move the results.
+    return words.to(tl.int64) <= last_kept.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
