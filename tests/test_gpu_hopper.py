@@ -74,6 +74,8 @@ RACES = {
     "causal, long": ((1, 2100, 8300, 8, 2, 128), {"causal": True}),
     "softcap": ((2, 500, 900, 8, 8, 128), {"softcap": 5.0}),
     "chunk": ((2, 900, 900, 8, 8, 96), {"attention_chunk": 250}),
+    "dropout": ((2, 1000, 1000, 8, 2, 128), {"causal": True, "dropout_p": 0.1}),
+    "dropout, wide": ((1, 1000, 1000, 8, 8, 256), {"dropout_p": 0.1}),
 }
 
 
@@ -99,13 +101,18 @@ def test_two_hundred_repeats_agree_bit_for_bit(name):
 def repeats_agree(shape, options):
     """Always out, lse, dk and dv; dq when it is asked to be deterministic."""
     tensors = inputs(*shape)
+
+    def run():
+        torch.manual_seed(0)  # of dropout
+        return step(*tensors, **options, deterministic=deterministic)
+
     for deterministic in (False, True):
-        first = step(*tensors, **options, deterministic=deterministic)
+        first = run()
         kept = 5 if deterministic else 2
         for repeat in range(200):
             if repeat % 10 == 0:  # other work and other memory in between
                 torch.empty(1 << 22, device="cuda").normal_()
-            again = step(*tensors, **options, deterministic=deterministic)
+            again = run()
             same = [torch.equal(a, b) for a, b in zip(again, first, strict=True)]
             assert all(same[:kept]), (repeat, deterministic, same)
             assert all(same[3:]), (repeat, deterministic, same)
@@ -134,6 +141,37 @@ def test_no_count_of_tiles_hangs(head_dim, mask):
     """Each configuration with no, one and many tiles for a program, in a process that can be killed
     when a kernel never ends."""
     output_of(Path(tile_counts.__file__), head_dim, mask, seconds=WATCHDOG_SECONDS)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_repeated_calls_drop_what_the_triton_kernels_drop(is_packed, head_dim):
+    """Every call draws anew, the ones that repeat an earlier one as well."""
+    q, k, v, dout = inputs(2, 300, 300, 4, 2, head_dim)
+    options = {"causal": True, "dropout_p": 0.5}
+    found = {}
+    for backend in ("hopper", "triton"):
+        torch.manual_seed(5)
+        calls = []
+        for _ in range(3):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            if is_packed:
+                starts = cu_seqlens([300, 300]).cuda()
+                rows = (x.flatten(0, 1) for x in leaves)
+                out = flashtile.attention_varlen(
+                    *rows, starts, starts, 300, 300, backend=backend, **options
+                ).view_as(q)
+            else:
+                out = flashtile.attention(*leaves, backend=backend, **options)
+            calls.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+        found[backend] = calls
+    for ours, theirs in zip(found["hopper"], found["triton"], strict=True):
+        for got, wanted in zip(ours, theirs, strict=True):
+            # Another mask would differ by as much as the results are large.
+            difference = (got.float() - wanted.float()).norm() / wanted.float().norm()
+            assert difference < 0.02
+    first, second, third = (call[0] for call in found["hopper"])
+    assert not torch.equal(first, second) and not torch.equal(second, third)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

@@ -82,6 +82,8 @@ def combination(number: int, head_dim: int) -> Combination:
         chosen.add("block mask")
     if not packed and not chosen & {"block mask", "deterministic"} and chance.random() < 0.4:
         chosen.add(chance.choice(["span", "spans for each batch"]))
+    if chance.random() < 0.25:
+        chosen.add("dropout")
     return Combination(dims, packed, frozenset(chosen))
 
 
@@ -99,7 +101,7 @@ def options_of(chosen: frozenset[str], left: int, right: int, chunk: int, packed
         "softmax_scale": -0.2 if "negative scale" in chosen else 0.3 if "scale" in chosen else None,
         "deterministic": "deterministic" in chosen,
     }
-    of_harness = ("alibi", "sink", "span", "spans for each batch")
+    of_harness = ("alibi", "sink", "span", "spans for each batch", "dropout")
     named = [name for name in of_harness if name in chosen]
     named += ["seqused"] if packed and "used" in chosen else []
     blocks = "block mask" in chosen

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.dropout import ROUNDS, WORD, philox4x32
+
 from .linear_layout import LinearLayout
 from .memory import Pointer, Tile, load, store, tile, where
 from .scheduler import Scheduler, context, released
@@ -321,6 +323,13 @@ class Constexpr:
         return value
 
 
+def philox(key: Tensor, *counter: Tensor, n_rounds: int) -> tuple[Tile, ...]:
+    """The words of `flashtile.dropout`."""
+    assert n_rounds == ROUNDS
+    words = philox4x32(counter, (key & WORD, (key >> 32) & WORD))
+    return tuple(map(tile, words))
+
+
 LANGUAGE: dict[str, Any] = {
     "constexpr": Constexpr,
     "tensor": Tile,
@@ -330,6 +339,12 @@ LANGUAGE: dict[str, Any] = {
     "float16": torch.float16,
     "int32": torch.int32,
     "int64": torch.int64,
+    "int8": torch.int8,
+    "uint32": torch.int64,  # PyTorch's own has few operations
+    "uint64": torch.int64,
+    "philox": philox,
+    "log2": lambda x: torch.log2(torch.as_tensor(x)),
+    "join": lambda x, y: torch.stack([x, y], -1),
     "arange": lambda start, stop, layout=None: tile(torch.arange(start, stop)),
     "zeros": lambda shape, dtype, layout=None: tile(torch.zeros(shape, dtype=dtype)),
     "full": lambda shape, value, dtype, layout=None: tile(torch.full(shape, value, dtype=dtype)),
@@ -362,6 +377,7 @@ LANGUAGE: dict[str, Any] = {
     "BlockedLayout": lambda *sizes: None,
     "SliceLayout": lambda *sizes: None,
     "DotOperandLayout": lambda *sizes: None,
+    "DistributedLinearLayout": lambda *bases: None,
 }
 
 

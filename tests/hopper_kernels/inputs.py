@@ -10,8 +10,9 @@ from torch import Tensor
 from flashtile.backends.hopper.forward.plan import KernelConfig
 from flashtile.backends.hopper.shared.span_lists import SpanData, SpanLists, span_tensors, spans_of
 from flashtile.call.layouts import Packed
+from flashtile.dropout import draw_rng_state, keep_mask
 from flashtile.masks import BlockMask
-from flashtile.problem import AttentionProblem, Operands
+from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.spans import Spans
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, strided
 
@@ -47,6 +48,20 @@ def packed_inputs(
     # The bounds are upper ones.
     layout = Packed(cu_q, cu_k, max(lengths_q) + 10, max(lengths_k) + 5)
     return list(tensors), layout, counts
+
+
+def with_draws(
+    operands: Operands, options: Options, given: dict[str, Any], seed: int
+) -> tuple[Operands, dict[str, Any]]:
+    """Operands with the random numbers of dropout, and the options of a reference with its mask;
+    both as they are without dropout."""
+    if options.dropout_p == 0:
+        return operands, given
+    state = draw_rng_state(torch.device("cpu"), generator(seed + 2))
+    problem = AttentionProblem.of(operands, options)
+    sizes = problem.B, problem.Hq, problem.M, problem.N
+    keep = keep_mask(state, options.dropout_p, *(torch.arange(size) for size in sizes))
+    return operands._replace(rng_state=state), given | {"keep": keep}
 
 
 def random_mask(shape: tuple[int, ...], tile_size: tuple[int, int], seed: int) -> BlockMask:

@@ -29,6 +29,10 @@ class Tile(Tensor):
     def __isub__(self, other: Any) -> Any:
         return self - other
 
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
+        """The only type that bits are cast to is an unsigned word, kept in 64 bits."""
+        return super().to(dtype) & 0xFFFFFFFF if bitcast else super().to(dtype)
+
     def __hash__(self) -> int:
         return id(self)
 

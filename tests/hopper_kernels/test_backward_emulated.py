@@ -38,7 +38,14 @@ from flashtile.testing import (
 )
 
 from . import emulator
-from .inputs import OF_LISTS, dense_inputs, packed_inputs, random_mask, random_spans
+from .inputs import (
+    OF_LISTS,
+    dense_inputs,
+    packed_inputs,
+    random_mask,
+    random_spans,
+    with_draws,
+)
 from .pieces import OPTIONS as PIECE_OPTIONS
 from .pieces import PIECES, part_call
 
@@ -129,6 +136,7 @@ def check(
     rows = (shape[1], shape[0]) if layout else (shape[0], shape[2], shape[1])
     dlse = normal(g, *rows)
     given = {name: x for name, x in given.items() if name not in ("sink", "deterministic")}
+    operands, given = with_draws(operands, options, given, seed)
     out, lse, truth = reference(operands, given, layout, torch.float64, dout, dlse)
     _, _, plain = reference(operands, given, layout, dtype, dout, dlse)
     found = gradients(operands, options, out.to(dtype), lse.float(), dout, dlse, seed, parts)
@@ -201,6 +209,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "window_size": (60, 10),
         "attention_chunk": 90,
     },
+    "dropout": {"dropout_p": 0.4, "causal": True},
+    "nearly everything dropped": {"dropout_p": 0.99},
+    "deterministic dropout": {"dropout_p": 0.1, "deterministic": True},
+    "dropout and more": {
+        "dropout_p": 0.1,
+        "softcap": 3.0,
+        "alibi_slopes": alibi_slopes(generator(0), 2, 1),
+        "sink": normal(generator(0), 2),
+        "window_size": (60, 10),
+    },
 }
 
 
@@ -264,6 +282,12 @@ def test_keys_past_the_end_weigh_nothing():
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
+@pytest.mark.parametrize("used", [False, True])
+def test_dropout_counts_in_each_sequence(used: bool, head_dim: int):
+    packed(5, used, head_dim, 1 + used, causal=True, dropout_p=0.3)
 
 
 def test_packed_values_with_fewer_columns():

@@ -48,6 +48,7 @@ from .inputs import (
     random_mask,
     random_spans,
     unwritten_spans,
+    with_draws,
 )
 
 PROGRAMS = 3
@@ -121,7 +122,6 @@ def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
         "int16": torch.int16,
         **OF_LISTS,
         "split": lambda x: x.unbind(-1),
-        "join": lambda x, y: torch.stack([x, y], -1),
         "allocate_shared_memory": allocate,
         "inline_asm_elementwise": inline_asm,
     }
@@ -165,6 +165,7 @@ def check(
     operands: Operands, options: Options, given: dict[str, Any], layout: Packed | None = None,
     seed: int = 0,
 ) -> None:  # fmt: skip
+    operands, given = with_draws(operands, options, given, seed)
     out, lse = emulate(operands, options, seed)
     found = SimpleNamespace(out=out, lse=lse)
     if layout is None:
@@ -250,6 +251,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": alibi_slopes(generator(0), 2)},
     "sink": {"sink": SINK, "causal": True},
     "negative scale": {"softmax_scale": -0.1, "causal": True},
+    "dropout": {"dropout_p": 0.4},
+    "nearly everything dropped": {"dropout_p": 0.99, "causal": True},
+    "dropout and more": {
+        "dropout_p": 0.1,
+        "window_size": (90, 20),
+        "softcap": 3.0,
+        "alibi_slopes": alibi_slopes(generator(0), 2),
+        "sink": SINK,
+    },
 }
 
 
@@ -285,6 +295,12 @@ def test_strides(style: str):
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 144, 192])
+@pytest.mark.parametrize("used", [False, True])
+def test_dropout_counts_in_each_sequence(used: bool, head_dim: int):
+    packed(5, used, head_dim, causal=True, dropout_p=0.3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

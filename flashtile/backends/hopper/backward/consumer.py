@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..shared.dropout import draws_of
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -54,12 +55,15 @@ from .products import (
     issue_dp,
     issue_dq,
     issue_scores,
+    kept_by_dropout,
+    kept_probabilities,
     keys_tile,
     own_rows,
     probabilities,
     products_along,
     rows_tail,
     rows_tile,
+    score_gradient,
     shared_half,
     statistic,
     whole_tile,
@@ -179,6 +183,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         h = work.kv_head * sizes.group + g
         base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
+        draws = draws_of(work.b, h, score.dropout, cfg)
         listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
         keys = keys_of(ME, listed, work, mask, opaque_zero(g), cfg)
         begin, full_begin, full_end, end = own_blocks(g, listed, work, cfg)
@@ -189,7 +194,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         if cfg.IS_ASCENDING or HAS_MASKED_END:
             for _ in range(before):
                 s, lse, sums, added = step(
-                    ME, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
+                    ME, s, lse, sums, added, i, total, m, base, slope, draws, keys, v, outputs,
                     channels, work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
@@ -198,7 +203,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
             wait_cycles(i, cfg.FULL_STAGGER)
         for _ in range(full_begin, full_end):
             s, lse, sums, added = step(
-                ME, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
+                ME, s, lse, sums, added, i, total, m, base, slope, draws, keys, v, outputs,
                 channels, work, score, False, cfg,
             )  # fmt: skip
             i += 1
@@ -206,7 +211,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         if (HAS_MASKED_END or not cfg.IS_ASCENDING) and not cfg.HAS_LISTS:
             for _ in range(after):
                 s, lse, sums, added = step(
-                    ME, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
+                    ME, s, lse, sums, added, i, total, m, base, slope, draws, keys, v, outputs,
                     channels, work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
@@ -220,7 +225,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
 
 @gluon.jit
 def step(
-    ME: gl.constexpr, s, lse, sums, added, i, total, m, base, slope, keys, v, outputs,
+    ME: gl.constexpr, s, lse, sums, added, i, total, m, base, slope, draws, keys, v, outputs,
     channels, work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: add to `sums` and dQ, and compute S^T of the next block."""
@@ -242,8 +247,11 @@ def step(
     if not cfg.HAS_CARRIED_LSE:
         lse = statistic(channels.lse, i, cfg)
     row = m * cfg.BLOCK_M
-    p, factor = probabilities(s, lse, keys, bits, row, slope, scale, score.softcap, IS_MASKED, cfg)
-    p = p.to(dtype)
+    kept = kept_by_dropout(ME, m, draws, work, cfg)
+    p, factor = probabilities(
+        s, lse, keys, bits, kept, row, slope, scale, score.softcap, IS_MASKED, cfg
+    )
+    p = kept_probabilities(p, dtype, cfg)
     s, lse, sums = end_of_step(
         ME, p, factor, dp, lse, sums, added, i, total, k, all_keys, outputs, channels, cfg
     )
@@ -261,7 +269,10 @@ def end_of_step(
     PARTS: gl.constexpr = products_along(cfg)
     dv, dv_tail = add_product(p, channels.dout, i, sums.dv, sums.dv_tail, cfg)
     dp = warpgroup_mma_wait(PARTS, deps=[dp])
-    ds = (factor * dp).to(dtype)
+    minus_delta = factor
+    if cfg.HAS_DROPOUT:
+        minus_delta = statistic(channels.delta, i, cfg)
+    ds = score_gradient(factor, dp, minus_delta, cfg).to(dtype)
     dk, dk_tail = add_product(ds, channels.q, i, sums.dk, sums.dk_tail, cfg)
     if cfg.IS_DQ_FIRST:
         channels.ds.acquire(i)

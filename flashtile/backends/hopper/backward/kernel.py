@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
 from ..shared.channels import Channel, Described, make_channel
+from ..shared.dropout import Dropout
 from ..shared.intrinsics import copy_to_shared, shared_rows
 from ..shared.schedule import NUMBERS, Mask, batch_of
 from ..shared.softmax import Score
@@ -249,7 +250,7 @@ def backward_kernel(
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace,
     workspace_tail_desc, plain, semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k,
     heads, group, swizzle, reciprocals, blocks, parts, left, right, chunk, lists, alibi_batch,
-    scale, softcap,
+    scale, softcap, last_kept,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ; each program has one tile of keys, or a part of its steps."""
@@ -257,7 +258,8 @@ def backward_kernel(
         B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts
     )  # fmt: skip
     mask = Mask(left, right, chunk, lists, at.q_runs, at.k_runs)
-    score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
+    dropout = Dropout(pointers.rng_state, last_kept)
+    score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink, dropout)
     q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)
     v, dout = Described(v_desc, v_tail_desc), Described(dout_desc, dout_tail_desc)
     dk, dv = Described(dk_desc, dk_tail_desc), Described(dv_desc, dv_tail_desc)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....backend_interface import Gradients, RunBackward, Tensors
+from ....dropout import last_kept_word
 from ....gpu.launch import Launch
 from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary, is_aligned
@@ -250,6 +251,7 @@ def delta_launch(
         "together": max(together, 1),
         "heads": problem.Hq,
         "group": problem.group,
+        "keep": 1.0 - problem.options.dropout_p if config.HAS_DROPOUT else None,
         **common,
     }
     return Launch(delta_kernel, row_grid(problem, operands, config), arguments)
@@ -275,7 +277,7 @@ def key_launch(
         "delta_desc": plain_descriptor(made.minus_delta, 1),
         **workspace_arguments(made.workspace, config),
         "plain": KeyGradients(*plain),
-        "pointers": Pointers(at_boundary(slopes), None),
+        "pointers": Pointers(at_boundary(slopes), None, at_boundary(operands.rng_state)),
         "heads": problem.Hk,
         "group": problem.group,
         "swizzle": swizzle,
@@ -288,6 +290,7 @@ def key_launch(
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         "scale": options.softmax_scale,
         "softcap": options.softcap,
+        "last_kept": last_kept_word(options.dropout_p) if config.HAS_DROPOUT else None,
         **common,
     }
     programs = key_tiles(problem, operands, config) * problem.Hk * parts

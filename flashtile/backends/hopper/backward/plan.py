@@ -76,6 +76,7 @@ class BackwardConfig:
     HAS_LISTS: bool  # tiles visit the blocks of lists: those of a block mask, or of spans
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
+    HAS_DROPOUT: bool
     IS_PACKED: bool
     IS_ASCENDING: bool  # a tile visits the blocks of queries from the first one that sees it
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
@@ -100,6 +101,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
     # Beside dV or dK of 64 keys, the registers of a split tile's consumer hold no more than this.
     fits_split = 128 < columns <= 160
     from_registers = adds_from_registers(problem, columns)
+    has_dropout = options.dropout_p > 0
     return BackwardConfig(
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N,
@@ -113,10 +115,12 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         ADDERS=1 if options.deterministic or not (tile.is_split or from_registers) else 2,
         WRITERS=2 if options.deterministic else 1,
         HAS_DQ_IN_REGISTERS=from_registers,
-        HAS_CARRIED_LSE=64 < columns <= 128 and (problem.layout == "dense" or from_registers),
+        HAS_CARRIED_LSE=64 < columns <= 128
+        and (problem.layout == "dense" or from_registers)
+        and not has_dropout,
         IS_DQ_FIRST=64 < columns <= 128,
         HAS_K_IN_REGISTERS=fits_split,
-        HAS_V_IN_REGISTERS=64 < columns < 128 or fits_split,
+        HAS_V_IN_REGISTERS=(64 < columns < 128 and not has_dropout) or fits_split,
         IS_DP_FIRST=64 < columns < 128,
         D=problem.D,
         DV=problem.Dv,
@@ -128,6 +132,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         HAS_LISTS=has_lists(problem),
         HAS_SOFTCAP=options.softcap > 0,
         HAS_ALIBI=problem.has_alibi,
+        HAS_DROPOUT=has_dropout,
         IS_PACKED=problem.layout != "dense",
         IS_ASCENDING=is_ascending(problem),
         IS_ORDERED=options.deterministic,
@@ -201,9 +206,10 @@ def full_stagger(problem: AttentionProblem, columns: int) -> int:
 
 def padded_columns(problem: AttentionProblem) -> int:
     """Number of columns of the tiles of keys. With 64 columns a step has 128 queries, which leaves
-    no registers for the derivative of softcap.
+    no registers for the derivative of softcap or for dropout.
     """
-    fewest = 65 if problem.options.softcap > 0 else 0
+    options = problem.options
+    fewest = 65 if options.softcap > 0 or options.dropout_p > 0 else 0
     return next(size for size in TILES if max(problem.D, problem.Dv, fewest) <= size)
 
 

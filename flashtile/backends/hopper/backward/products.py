@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ....gpu.intrinsics import tanh
+from ..shared.dropout import kept_queries, negative_where_dropped
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     accumulator,
@@ -153,12 +154,14 @@ def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
 
 @gluon.jit
 def probabilities(
-    s, lse_log2, keys, bits, m0, slope, scale, softcap, IS_MASKED: gl.constexpr, cfg: gl.constexpr
+    s, lse_log2, keys, bits, kept, m0, slope, scale, softcap, IS_MASKED: gl.constexpr,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """P of a block, and the factor of dP - delta in dS: P times the derivative of softcap.
+    """P of a block, and the factor of dP - delta in dS: P times the derivative of softcap. Both are
+    negative where dropout drops P.
 
     `lse_log2` (columns,) is +inf for rows that saw no key; `m0` is the row of the first column;
-    `slope` is ALiBi's slope in base 2; `bits` are those of a block mask.
+    `slope` is ALiBi's slope in base 2; `bits` are those of a block mask, and `kept` of dropout.
     """
     if cfg.HAS_SOFTCAP:
         t = tanh(s * (scale / softcap))
@@ -176,12 +179,45 @@ def probabilities(
         if cfg.HAS_BLOCK_MASK:
             exponent = masked_by_bits(exponent, bits)
     p = gl.exp2(exponent)
+    if cfg.HAS_DROPOUT:
+        p = negative_where_dropped(p, kept)
     factor = p
     if cfg.HAS_SOFTCAP:
         factor = p * (1.0 - t * t)
         if IS_MASKED and cfg.IS_PACKED:  # memory after the last row may contain NaN
             factor = masked_rows(factor, 0.0, keys.start - m0, keys.stop - m0, cfg)
     return p, factor
+
+
+@gluon.jit
+def kept_by_dropout(ME: gl.constexpr, m, draws, work, cfg: gl.constexpr):
+    """The bits of the scores of block `m` and a consumer's keys that dropout keeps; `m` without
+    dropout.
+    """
+    kept = m
+    if cfg.HAS_DROPOUT:
+        n0 = work.n0 + ME * CONSUMER_ROWS
+        kept = kept_queries(m * cfg.BLOCK_M, n0, draws, cfg.BLOCK_M)
+    return kept
+
+
+@gluon.jit
+def kept_probabilities(p, dtype: gl.constexpr, cfg: gl.constexpr):
+    """P from `probabilities`, rounded; zero where dropout drops it."""
+    if cfg.HAS_DROPOUT:
+        p = gl.maximum(p, 0.0)
+    return p.to(dtype)
+
+
+@gluon.jit
+def score_gradient(factor, dp, minus_delta, cfg: gl.constexpr):
+    """dS from the factor of `probabilities`, dP - delta, and -delta, (columns,), where dropout
+    drops P.
+    """
+    if cfg.HAS_DROPOUT:
+        dp = gl.where(factor < 0.0, minus_delta[None, :], dp)
+        factor = gl.abs(factor)
+    return factor * dp
 
 
 @gluon.jit

@@ -31,13 +31,18 @@ STRIDES = [
 def delta_kernel(
     out_ptr, dout_ptr, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_ptr, dlse_ptr,
     lse_log2_ptr, minus_delta_ptr, workspace_ptr, semaphores_ptr, dq_ptr, dk_ptr, dv_ptr, order,
-    entries, together, at, B, M, N, total_q, total_k, heads, group, blocks, cfg: tl.constexpr,
+    entries, together, at, B, M, N, total_q, total_k, heads, group, blocks, keep,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics of one block of rows of one head, and clear its part of the workspace.
     `entries` and `together` are for `list_tiles`.
 
     `lse_log2` (heads, blocks, BLOCK_M) is +inf for a row that saw no key or does not exist, which
     makes its P zero; its `minus_delta` is 0.
+
+    Dropout keeps a probability with probability `keep` and divides it by that. Here the division
+    belongs to every P, by ``lse + log(keep)``, and dS = P (dP - delta) stays the same with ``keep
+    delta``. So the kernel that recomputes P only drops.
     """
     let_next_kernel_start()
     BLOCK: tl.constexpr = cfg.BLOCK_M
@@ -95,8 +100,12 @@ def delta_kernel(
         if dlse_ptr is not None:
             minus_delta += tl.load(dlse_ptr + source, mask=real, other=0.0)
         dead = lse == -float("inf")
+        lse_log2 = lse * LOG2E
+        if cfg.HAS_DROPOUT:
+            lse_log2 += tl.log2(keep)
+            minus_delta *= keep
         target = block * BLOCK + tl.arange(0, BLOCK)
-        tl.store(lse_log2_ptr + target, tl.where(dead, float("inf"), lse * LOG2E))
+        tl.store(lse_log2_ptr + target, tl.where(dead, float("inf"), lse_log2))
         tl.store(minus_delta_ptr + target, tl.where(dead, 0.0, minus_delta))
         for piece in tl.static_range((SIZE + PIECE - 1) // PIECE):
             offsets = piece * PIECE + tl.arange(0, PIECE)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..shared.dropout import draws_of
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     FIRST_BARRIER,
@@ -47,11 +48,14 @@ from .products import (
     bits_of,
     issue_dp,
     issue_scores,
+    kept_by_dropout,
+    kept_probabilities,
     own_rows,
     probabilities,
     products_along,
     rows_tail,
     rows_tile,
+    score_gradient,
     statistic,
     whole_tile,
 )
@@ -145,6 +149,7 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
         h = work.kv_head * sizes.group + g
         base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
+        draws = draws_of(work.b, h, score.dropout, cfg)
         listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
         keys = keys_of(0, listed, work, mask, opaque_zero(g), cfg)
         begin, full_begin, full_end, end = own_blocks(g, listed, work, cfg)
@@ -152,23 +157,23 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
         if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_LISTS:
             for _ in range(full_end, end):
                 s, dv, tail, added = value_step(
-                    s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work,
-                    score, True, cfg,
+                    s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels,
+                    work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m -= 1
         for _ in range(full_begin, full_end):
             s, dv, tail, added = value_step(
-                s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work,
-                score, False, cfg,
+                s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels,
+                work, score, False, cfg,
             )  # fmt: skip
             i += 1
             m -= 1
         if not cfg.HAS_LISTS:
             for _ in range(begin, full_begin):
                 s, dv, tail, added = value_step(
-                    s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work,
-                    score, True, cfg,
+                    s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels,
+                    work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m -= 1
@@ -183,8 +188,8 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
 
 @gluon.jit
 def value_step(
-    s, dv, tail, added, i, total, m, base, slope, keys, k, outputs, channels, work, score,
-    IS_MASKED: gl.constexpr, cfg: gl.constexpr,
+    s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels, work,
+    score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: pass P on, add to dV and dQ, compute S^T of the next block."""
     dtype: gl.constexpr = channels.q.tiles.dtype
@@ -200,11 +205,12 @@ def value_step(
     dq = issue_dq(LAST, last_columns(cfg), all_keys, channels, cfg)  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
     row = m * cfg.BLOCK_M
+    kept = kept_by_dropout(0, m, draws, work, cfg)
     p, factor = probabilities(
-        s, lse, keys, bits, row, slope, score.scale, score.softcap, IS_MASKED, cfg
+        s, lse, keys, bits, kept, row, slope, score.scale, score.softcap, IS_MASKED, cfg
     )
-    p = p.to(dtype)
-    if cfg.HAS_SOFTCAP:
+    p = kept_probabilities(p, dtype, cfg)
+    if cfg.HAS_SOFTCAP or cfg.HAS_DROPOUT:
         factor = factor.to(dtype)
     else:
         factor = p
@@ -312,8 +318,11 @@ def key_step(
     channels.p.acquire(i)
     factor = exchanged(channels).load(accumulator(cfg.BLOCK_M))
     dp = warpgroup_mma_wait(0, deps=[dp])
+    minus_delta = dp
+    if cfg.HAS_DROPOUT:
+        minus_delta = statistic(channels.delta, i, cfg)
     channels.dout.release_operand(i)  # delta went into dP
-    ds = (factor.to(gl.float32) * dp).to(dtype)
+    ds = score_gradient(factor.to(gl.float32), dp, minus_delta, cfg).to(dtype)
     channels.ds.tiles.index(0).store(ds)
     fence_async_shared()
     sync_warps()

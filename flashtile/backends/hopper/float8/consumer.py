@@ -193,7 +193,9 @@ class Float8Math:
         unit = self.score
         if cfg.HAS_BLOCK_SCALES:
             unit = unit * k_unit
-        scaled = Score(unit, score.softcap, score.alibi_ptr, score.alibi_batch, score.sink_ptr)
+        scaled = Score(
+            unit, score.softcap, score.alibi_ptr, score.alibi_batch, score.sink_ptr, None
+        )
         return scores_log2(s, 0, rows.slope, scaled, cfg), linear_scale(scaled, cfg)
 
     @gluon.jit

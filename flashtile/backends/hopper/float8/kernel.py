@@ -92,7 +92,7 @@ def float8_kernel(
     """Output and log-sum-exp of every tile."""
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, 0)
-    score = Score(scale, softcap, None, 0, None)
+    score = Score(scale, softcap, None, 0, None, None)
     q, keys = Described(q_desc, None), Keys(k_desc, batch_groups, head_step)
     scales = Scales(scales.q, scales.k, scales.v)
     output = Output(Described(o_desc, None), out_ptr, lse_ptr)

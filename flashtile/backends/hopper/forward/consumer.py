@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from ....gpu.intrinsics import wait_for_earlier_kernels
 from ..shared.channels import await_ping_pong, close_ping_pong, open_ping_pong, pass_ping_pong
+from ..shared.dropout import Draws, draws_of, dropped, kept_keys
 from ..shared.intrinsics import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -69,9 +70,14 @@ class Rows:
     slope: gl.tensor  # ALiBi, base 2
     entries: gl.tensor  # pointer to the list of blocks
     masks: gl.tensor  # pointer to these rows in the first tile of bits, or in the intervals
+    first: gl.tensor  # the first of them
+    first_key: gl.tensor  # of the tile
+    draws: Draws
 
     @gluon.constexpr_function
-    def __init__(self, number, start, stop, shift, slope, entries, masks):
+    def __init__(
+        self, number, start, stop, shift, slope, entries, masks, first, first_key, draws
+    ):  # fmt: skip
         self.number = number
         self.start = start
         self.stop = stop
@@ -79,6 +85,9 @@ class Rows:
         self.slope = slope
         self.entries = entries
         self.masks = masks
+        self.first = first
+        self.first_key = first_key
+        self.draws = draws
 
 
 @aggregate
@@ -140,6 +149,8 @@ def attend_tiles(
         i = pass_blocks(ME, done.i + 1, blocks_after(done.block, work, cfg), channels, cfg)
         tma.store_wait(0)
         scale = math.output_scale(scale, done, cfg)
+        if cfg.HAS_DROPOUT:
+            scale = scale * score.dropout.scale
         o = rescaled(o, scale)
         store_output(ME, o, channels.o, 0, output, work, sizes, cfg.BLOCK_DV, cfg)
         if cfg.TAIL_DV > 0:
@@ -252,7 +263,11 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
         masks = mask.blocks.intervals + index.to(gl.int64) * (2 * cfg.SPANS * cfg.BLOCK_M)
         masks += ME * CONSUMER_ROWS
     slope = alibi_slope(work.b, work.h, score, cfg)
-    return Rows(number, start, stop, shift, slope, entries, masks)
+    draws = draws_of(work.b, work.h, score.dropout, cfg)
+    first = work.m0 + ME * CONSUMER_ROWS
+    return Rows(
+        number, start, stop, shift, slope, entries, masks, first, work.first_key, draws
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -295,6 +310,17 @@ def finished_scores(s, n0, own, rows, score, IS_MASKED: gl.constexpr, cfg: gl.co
     return s
 
 
+@gluon.jit
+def kept_scores(n0, rows, cfg: gl.constexpr):
+    """The bits of the scores that dropout keeps of the keys from `n0`, which counts from the tile's
+    first key; `n0` without dropout.
+    """
+    kept = n0
+    if cfg.HAS_DROPOUT:
+        kept = kept_keys(rows.first, rows.first_key + n0, rows.draws, cfg.BLOCK_N)
+    return kept
+
+
 @aggregate
 class Math16:
     """The arithmetic of 16-bit tiles."""
@@ -311,6 +337,7 @@ class Math16:
         n0, own = key_of_block(block, rows, cfg), own_mask(block, rows, cfg)
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
+        kept = kept_scores(n0, rows, cfg)
         if cfg.IS_RAGGED:
             channels.v.acquire(i)
             remaining = work.N - work.first_key - n0
@@ -327,10 +354,13 @@ class Math16:
         factor = linear_scale(score, cfg)
         row_max = gl.max(s, 1) * factor
         p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
+        weights = p
+        if cfg.HAS_DROPOUT:  # which does not change the row sum
+            weights = dropped(p, kept)
         return Progress(
             i,
             block,
-            paired(p, channels.v.tiles.dtype),
+            paired(weights, channels.v.tiles.dtype),
             empty_accumulator(cfg.BLOCK_DV),
             empty_accumulator(cfg.TAIL_DV) if cfg.TAIL_DV > 0 else i * 0,
             gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
@@ -353,6 +383,7 @@ class Math16:
         s = issue_scores(q, q_tail, i, channels, cfg)
         o, o_tail = self.issue_output(now, channels, cfg)
         pass_ping_pong(ME, cfg)
+        kept = kept_scores(n0, rows, cfg)
         s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
         channels.k.release_operand(i)
         s = finished_scores(s, n0, own, rows, score, IS_MASKED, cfg)
@@ -366,6 +397,8 @@ class Math16:
         rescale = gl.exp2(now.row_max - pivot)
         p = gl.exp2(s * factor - pivot[:, None])
         row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
+        if cfg.HAS_DROPOUT:
+            p = dropped(p, kept)
         if cfg.WAITS != "early":
             if cfg.WAITS == "late":
                 pin(row_sum)

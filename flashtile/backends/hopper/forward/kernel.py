@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....gpu.intrinsics import wait_for_earlier_kernels
 from ..shared.channels import Described, make_channel, make_queue
+from ..shared.dropout import Dropout
 from ..shared.intrinsics import CONSUMER_ROWS, copy_to_shared, shared_rows
 from ..shared.schedule import (
     NUMBERS,
@@ -203,12 +204,14 @@ def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, TAIL: gl.c
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc, out_ptr,
     lse_ptr, counter_ptr, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle, tiles,
-    left, right, chunk, alibi_batch, scale, softcap, blocks, cfg: gl.constexpr,
+    left, right, chunk, alibi_batch, scale, softcap, last_kept, drop_scale, blocks,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of every tile."""
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, chunk, blocks, at.q_runs, at.k_runs)
-    score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink)
+    dropout = Dropout(pointers.rng_state, last_kept, drop_scale)
+    score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink, dropout)
     q, k, v = (
         Described(q_desc, q_tail_desc),
         Described(k_desc, k_tail_desc),

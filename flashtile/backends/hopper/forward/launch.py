@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....backend_interface import Results, Run, Tensors
+from ....dropout import last_kept_word
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import NewTensor, uninitialised
@@ -139,14 +140,18 @@ def forward_launch(
 ) -> Launch:
     """The launch that fills `out` and `lse`; `counter` is two zeros, `tiles` of `tile_list`."""
     q, k, v = (readable(x) for x in operands[:3])
-    slopes = operands.alibi_slopes
+    slopes, dropout_p = operands.alibi_slopes, problem.options.dropout_p
     arguments = {
         **descriptors(q, k, v, None if config.IS_PARTIAL else readable(out), config),
         **common_arguments(problem, config, operands, out, lse, counter, tiles),
-        "pointers": Pointers(at_boundary(slopes), at_boundary(operands.sink)),
+        "pointers": Pointers(
+            at_boundary(slopes), at_boundary(operands.sink), at_boundary(operands.rng_state)
+        ),
         "blocks": None,
         "chunk": as_kernel_number(problem.options.attention_chunk),
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
+        "last_kept": last_kept_word(dropout_p) if config.HAS_DROPOUT else None,
+        "drop_scale": 1.0 / (1.0 - dropout_p) if config.HAS_DROPOUT else None,
     }
     grid = (min(programs, arguments["tiles"]),)
     return Launch(forward_kernel, grid, arguments, is_early=config.IS_RAGGED)

@@ -120,6 +120,10 @@ UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
 SHORT_CAUSAL = 1024  # keys
 SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 
+# Three consumers lack the registers for random numbers. Integer instructions, not products, limit
+# these kernels.
+DROPOUT_TILES = SHORT_CAUSAL_TILES | {(128, 128): Tile(2, 64, 3, False, "registers")}
+
 # Tiles of a long causal problem end at different keys. If they begin with the same key, more of
 # them read the same blocks at the same time. In short KV loops this gains less than it costs to end
 # with a masked block.
@@ -142,6 +146,8 @@ def tile_of(problem: AttentionProblem) -> Tile:
     of_mask: dict[tuple[int, int], Tile] = {}
     if problem.block_tile is not None:
         of_mask = BLOCK_MASK_TILES
+    elif problem.options.dropout_p > 0:
+        of_mask = DROPOUT_TILES
     elif problem.spans > 0:
         # Three consumers lack the registers for two intervals.
         fits_long = problem.spans == 1 and problem.N > SHORT_CAUSAL
@@ -201,6 +207,7 @@ class KernelConfig:
     HAS_LISTS: bool  # tiles visit the blocks of lists: those of a block mask, or of spans
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
+    HAS_DROPOUT: bool
     IS_PACKED: bool
     IS_RAGGED: bool  # sequences can be shorter than the tensors
     IS_ASCENDING: bool  # the KV loop visits the first block of keys first, not the last one
@@ -215,6 +222,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
     reasons += _part_reasons(problem)
+    reasons += _dropout_reasons(problem)
     reasons += _span_reasons(problem)
     reasons += score_mod_reasons(problem)
     reasons += distance_reasons(problem)
@@ -243,7 +251,6 @@ def _device_reasons(problem: AttentionProblem) -> list[str]:
 def _option_reasons(problem: AttentionProblem) -> list[str]:
     not_here = {
         "bias": problem.has_bias,
-        "dropout": problem.options.dropout_p > 0,
         "probabilities": problem.wants_probabilities,
         "pages": problem.page_size > 0,
         "float8 keys and values": problem.has_float8_keys,
@@ -271,6 +278,15 @@ def _part_reasons(problem: AttentionProblem) -> list[str]:
     if problem.layout != "packed" and not is_one_sequence:
         reasons.append("parts of sequences in a dense batch (on this backend: packed)")
     return reasons
+
+
+def _dropout_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the kernels cannot draw the random numbers of dropout."""
+    if problem.options.dropout_p == 0:
+        return []
+    if problem.runs or problem.has_sequences or problem.is_partial:
+        return ["dropout on parts of sequences (on this backend: whole sequences)"]
+    return []
 
 
 def _block_mask_reasons(problem: AttentionProblem) -> list[str]:
@@ -344,6 +360,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_LISTS=problem.block_tile is not None or lists_spans(problem),
         HAS_SOFTCAP=has_softcap,
         HAS_ALIBI=problem.has_alibi,
+        HAS_DROPOUT=options.dropout_p > 0,
         IS_PACKED=packed,
         IS_RAGGED=packed or problem.has_lengths,
         IS_ASCENDING=tile.ascends,

@@ -21,7 +21,7 @@ WORK_NUMBERS = gl.constexpr(9)  # fields of `Work`
 # Arguments that change with lengths; Triton must not specialise them.
 NUMBERS = (
     "B", "M", "N", "total_q", "total_k", "heads", "group", "swizzle", "tiles", "left", "right",
-    "chunk", "alibi_batch",
+    "chunk", "alibi_batch", "last_kept",
 )  # fmt: skip
 
 
@@ -269,6 +269,8 @@ def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
         end = gl.load(mask.blocks.counts + 2 * list_of(b, h, m0, sizes, mask, cfg) + 1)
     elif cfg.HAS_SPAN:
         first_key, stop = keys_of_tile(b, h, m0, start_q, M, N, mask, cfg)
+        if cfg.HAS_DROPOUT:  # which draws for four neighbouring keys
+            first_key -= first_key % 4
         begin, end = m * 0, gl.cdiv(stop - first_key, cfg.BLOCK_N)
     else:
         begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, b, M, N, mask, cfg)

@@ -37,16 +37,20 @@ class Pointers(NamedTuple):
 
     alibi_slopes: Tensor | None
     sink: Tensor | None
+    rng_state: Tensor | None  # with dropout
 
 
 class Score(NamedTuple):
-    """The rule that turns a product into a score in base 2, and the sink, an additional score."""
+    """The rule that turns a product into a score in base 2, the sink, an additional score, and
+    which probabilities are dropped.
+    """
 
     scale: Any
     softcap: Any
     alibi_ptr: Any
     alibi_batch: Any
     sink_ptr: Any
+    dropout: Any  # `dropout.Dropout`, or None
 
 
 @gluon.jit
