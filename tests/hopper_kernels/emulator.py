@@ -26,10 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.dropout import ROUNDS, WORD, philox4x32
-
 from .linear_layout import LinearLayout
-from .memory import Pointer, Tile, load, store, tile, where
+from .memory import Descriptor, Pointer, Tile, load, philox, store, tile, where
 from .scheduler import Scheduler, context, released
 
 ROOT = "emulated_flashtile"
@@ -161,31 +159,6 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Any]) -> Any:
     values = [x.value if isinstance(x, Product) else x for x in deps]
     assert all(x is not None for x in values), "a result before its wait"
     return values[0] if len(values) == 1 else values
-
-
-class Descriptor:
-    """A tensor as TMA sees it."""
-
-    def __init__(self, described: Any) -> None:
-        self.tensor = described.base.as_strided(described.shape, described.strides)
-        self.block_shape, self.strides = list(described.block_shape), described.strides
-        self.dtype, self.layout = described.base.dtype, None
-        size = torch.Size(self.block_shape).numel() * described.base.element_size()
-        self.block_type = SimpleNamespace(nbytes=size)
-
-    def parts(self, coord: list[Any], x: Tensor) -> tuple[Tensor, Tensor]:
-        """The elements of the tensor in the box, and those of `x` that they meet."""
-        # TMA raises an illegal instruction for anything else.
-        assert int(coord[-1]) * self.tensor.element_size() % 16 == 0
-        inside, outside = [], []
-        for at, length, total in zip(
-            map(int, coord), self.block_shape, self.tensor.shape, strict=True
-        ):
-            assert at >= 0
-            stop = max(min(at + length, total), at)
-            outside.append(slice(at, stop))
-            inside.append(slice(0, stop - at))
-        return self.tensor[tuple(outside)], x.view(self.block_shape)[tuple(inside)]
 
 
 def copy_to_shared(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Shared) -> None:
@@ -321,13 +294,6 @@ class Constexpr:
 
     def __new__(cls, value: Any) -> Any:
         return value
-
-
-def philox(key: Tensor, *counter: Tensor, n_rounds: int) -> tuple[Tile, ...]:
-    """The words of `flashtile.dropout`."""
-    assert n_rounds == ROUNDS
-    words = philox4x32(counter, (key & WORD, (key >> 32) & WORD))
-    return tuple(map(tile, words))
 
 
 LANGUAGE: dict[str, Any] = {

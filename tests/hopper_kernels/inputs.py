@@ -14,12 +14,33 @@ from flashtile.dropout import draw_rng_state, keep_mask
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.spans import Spans
-from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, strided
+from flashtile.testing import (
+    alibi_slopes,
+    cu_seqlens,
+    generator,
+    normal,
+    packed_qkv,
+    qkv,
+    strided,
+)
 
 UNWRITTEN = -(2**30)  # a number that nobody has put there
 # What the kernels that list blocks say and others do not.
 OF_LISTS = {"min": torch.amin, "max": torch.amax, "cumsum": torch.cumsum}
 SPARE = 5  # rows after the last sequence
+DROPOUT: dict[str, dict[str, Any]] = {  # calls with dropout, of two heads
+    "alone": {"dropout_p": 0.4},
+    "nearly everything dropped": {"dropout_p": 0.99, "causal": True},
+    "window": {"dropout_p": 0.1, "window_size": (60, 10)},
+    "causal chunk": {"dropout_p": 0.1, "causal": True, "attention_chunk": 100},
+    "and more": {
+        "dropout_p": 0.1,
+        "window_size": (60, 10),
+        "softcap": 3.0,
+        "alibi_slopes": alibi_slopes(generator(0), 2),
+        "sink": normal(generator(0), 2),
+    },
+}
 
 
 def dense_inputs(seed: int, style: str, sizes: dict[str, Any]) -> list[Tensor]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.dropout import ROUNDS, WORD, philox4x32
+
 
 class Tile(Tensor):
     """Registers: a tensor whose integer division truncates, as the machine's does."""
@@ -31,7 +33,7 @@ class Tile(Tensor):
 
     def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
         """The only type that bits are cast to is an unsigned word, kept in 64 bits."""
-        return super().to(dtype) & 0xFFFFFFFF if bitcast else super().to(dtype)
+        return super().to(dtype) & WORD if bitcast else super().to(dtype)
 
     def __hash__(self) -> int:
         return id(self)
@@ -59,6 +61,31 @@ class Pointer:
         return whole[self.memory.storage_offset() :]
 
 
+class Descriptor:
+    """A tensor as TMA sees it."""
+
+    def __init__(self, described: Any) -> None:
+        self.tensor = described.base.as_strided(described.shape, described.strides)
+        self.block_shape, self.strides = list(described.block_shape), described.strides
+        self.dtype, self.layout = described.base.dtype, None
+        size = torch.Size(self.block_shape).numel() * described.base.element_size()
+        self.block_type = SimpleNamespace(nbytes=size)
+
+    def parts(self, coord: list[Any], x: Tensor) -> tuple[Tensor, Tensor]:
+        """The elements of the tensor in the box, and those of `x` that they meet."""
+        # TMA raises an illegal instruction for anything else.
+        assert int(coord[-1]) * self.tensor.element_size() % 16 == 0
+        inside, outside = [], []
+        for at, length, total in zip(
+            map(int, coord), self.block_shape, self.tensor.shape, strict=True
+        ):
+            assert at >= 0
+            stop = max(min(at + length, total), at)
+            outside.append(slice(at, stop))
+            inside.append(slice(0, stop - at))
+        return self.tensor[tuple(outside)], x.view(self.block_shape)[tuple(inside)]
+
+
 def load(p: Pointer, mask: Any = None, other: Any = 0) -> Tile:
     offset = torch.as_tensor(p.offset)
     if mask is None:
@@ -77,3 +104,10 @@ def store(p: Pointer, value: Any, mask: Any = True) -> None:
 
 def where(condition: Any, x: Any, y: Any) -> Tile:
     return tile(torch.where(torch.as_tensor(condition), torch.as_tensor(x), torch.as_tensor(y)))
+
+
+def philox(key: Tensor, *counter: Tensor, n_rounds: int) -> tuple[Tile, ...]:
+    """The words of `flashtile.dropout`."""
+    assert n_rounds == ROUNDS
+    words = philox4x32(counter, (key & WORD, (key >> 32) & WORD))
+    return tuple(map(tile, words))

@@ -38,14 +38,7 @@ from flashtile.testing import (
 )
 
 from . import emulator
-from .inputs import (
-    OF_LISTS,
-    dense_inputs,
-    packed_inputs,
-    random_mask,
-    random_spans,
-    with_draws,
-)
+from .inputs import OF_LISTS, dense_inputs, packed_inputs, random_mask, random_spans, with_draws
 from .pieces import OPTIONS as PIECE_OPTIONS
 from .pieces import PIECES, part_call
 
@@ -209,16 +202,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "window_size": (60, 10),
         "attention_chunk": 90,
     },
-    "dropout": {"dropout_p": 0.4, "causal": True},
-    "nearly everything dropped": {"dropout_p": 0.99},
-    "deterministic dropout": {"dropout_p": 0.1, "deterministic": True},
-    "dropout and more": {
-        "dropout_p": 0.1,
-        "softcap": 3.0,
-        "alibi_slopes": alibi_slopes(generator(0), 2, 1),
-        "sink": normal(generator(0), 2),
-        "window_size": (60, 10),
-    },
 }
 
 
@@ -282,12 +265,6 @@ def test_keys_past_the_end_weigh_nothing():
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
-@pytest.mark.parametrize("used", [False, True])
-def test_dropout_counts_in_each_sequence(used: bool, head_dim: int):
-    packed(5, used, head_dim, 1 + used, causal=True, dropout_p=0.3)
 
 
 def test_packed_values_with_fewer_columns():

@@ -251,15 +251,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": alibi_slopes(generator(0), 2)},
     "sink": {"sink": SINK, "causal": True},
     "negative scale": {"softmax_scale": -0.1, "causal": True},
-    "dropout": {"dropout_p": 0.4},
-    "nearly everything dropped": {"dropout_p": 0.99, "causal": True},
-    "dropout and more": {
-        "dropout_p": 0.1,
-        "window_size": (90, 20),
-        "softcap": 3.0,
-        "alibi_slopes": alibi_slopes(generator(0), 2),
-        "sink": SINK,
-    },
 }
 
 
@@ -295,12 +286,6 @@ def test_strides(style: str):
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 144, 192])
-@pytest.mark.parametrize("used", [False, True])
-def test_dropout_counts_in_each_sequence(used: bool, head_dim: int):
-    packed(5, used, head_dim, causal=True, dropout_p=0.3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
