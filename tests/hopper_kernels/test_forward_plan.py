@@ -1,11 +1,13 @@
-"""The tiles that the plan of the Hopper forward chooses for a pair of head dims."""
+"""The plan of the Hopper forward: the tiles for a pair of head dims, and what it refuses."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from flashtile.backends.hopper.forward.plan import plan
+from flashtile.backends.hopper.forward.plan import plan, unsupported_reasons
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
@@ -24,3 +26,23 @@ def test_head_dims_have_as_few_columns_as_a_tile_allows(
     q, v = (torch.empty(1, 300, 2, D, dtype=torch.bfloat16, device="meta") for D in head_dims)
     config = plan(AttentionProblem.of(Operands(q, q, v), Options(300, 300, 1.0)))
     assert columns == (config.BLOCK_D + config.TAIL_D, config.BLOCK_DV + config.TAIL_DV)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"runs": 1}, {"has_sequences": True}, {"is_partial": True}],
+    ids=lambda part: str(*part),
+)
+def test_dropout_is_for_whole_sequences(part: dict[str, Any]):
+    """The kernels draw by places in a tensor, which are coordinates in whole sequences only."""
+    q = torch.empty(1, 300, 2, 64, dtype=torch.bfloat16, device="meta")
+    options = Options(300, 300, 1.0)
+    whole = AttentionProblem.of(Operands(q, q, q), options)
+    reason = "dropout on parts of sequences (on this backend: whole sequences)"
+    for problem in (whole, whole._replace(**part)):
+        without = unsupported_reasons(problem)
+        with_dropout = unsupported_reasons(
+            problem._replace(options=options._replace(dropout_p=0.1))
+        )
+        refused = [] if problem is whole else [reason]
+        assert sorted(with_dropout) == sorted(without + refused)

@@ -51,6 +51,7 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
     not_here = {
         "ALiBi": problem.has_alibi,
         "sink": problem.has_sink,
+        "dropout": problem.options.dropout_p > 0,
         "attention_chunk": problem.options.attention_chunk > 0,
         "block_mask": problem.block_tile is not None,
         "a mask of spans": problem.spans > 0,
