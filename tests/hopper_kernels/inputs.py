@@ -85,6 +85,12 @@ def with_draws(
     return operands._replace(rng_state=state), given | {"keep": keep}
 
 
+def drawn(call: tuple[Operands, Options]) -> tuple[Operands, Options]:
+    """A call with dropout and its random numbers."""
+    operands, options = call
+    return operands._replace(rng_state=draw_rng_state(torch.device("cpu"), generator(0))), options
+
+
 def random_mask(shape: tuple[int, ...], tile_size: tuple[int, int], seed: int) -> BlockMask:
     """A mask with empty, full and partial tiles; the last tiles of queries see nothing, and nothing
     sees the first tiles of keys."""

@@ -23,6 +23,7 @@ from flashtile.backends.hopper.forward.launch import with_lists
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION, plan
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.dropout import ROUNDS
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.spans import Spans
@@ -33,6 +34,7 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
 from .compile_ahead import TARGET, launch_of, report, specialize
+from .inputs import drawn
 from .pieces import part_call
 
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256)]
@@ -51,6 +53,11 @@ SPILLS = {
     "parts": 64,
     "softcap 64": 416 if NEWER else 0,
     "softcap 256": 24,
+    "dropout 64": 0,
+    "dropout 128": 0,
+    "dropout 160": 140,
+    "dropout 256": 56,
+    "packed dropout": 12,
     144: 112 if NEWER else 0,
 }
 # What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128 too.
@@ -131,6 +138,17 @@ def test_options_compile(option: str):
     check(OPTIONS[option](), SPILLS.get(option, 0))
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"] if FULL else ["causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+def test_dropout_compiles(head_dim: int, mask: str):
+    call = dense(head_dim, head_dim, causal=mask == "causal", dropout_p=0.1)
+    check(drawn(call), SPILLS[f"dropout {head_dim}"])
+
+
+def test_packed_dropout_compiles():
+    check(drawn(packed(causal=True, dropout_p=0.1)), SPILLS["packed dropout"])
+
+
 def test_float16_compiles():
     check(dense(dtype=torch.float16), 0)
 
@@ -165,6 +183,18 @@ def test_softcap_adds_fourteen_instructions_a_score():
 
 
 @pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
+def test_dropout_draws_each_group_once():
+    """A thread draws its share of the groups of four keys, which is a quarter of its scores."""
+    scores = 64  # of a thread in a block
+    draws = scores // 4
+    for names in report(launch_of(*drawn(dense(dropout_p=0.1)))).blocks:
+        wide = sum(name.startswith("IMAD.WIDE.U32") for name in names)
+        assert wide <= 2 * ROUNDS * draws
+        assert len(names) <= INSTRUCTIONS[128] + 13 * scores
+        assert "STL" not in names and "LDL" not in names
+
+
+@pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
 def test_blocks_of_spans_are_as_lean():
     """The producer reads the spans of a tile in a loop: unrolled, it would cost the consumers 29
     instructions a block."""
@@ -193,6 +223,14 @@ def test_new_lengths_and_heads_compile_nothing_new():
         + str(specialize(launch_of(*dense(M=M, N=N)))[0].attrs)
         for M, N in ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001))
     }
+    assert len(seen) == 1
+
+
+def test_new_probabilities_compile_nothing_new():
+    seen = set()
+    for p in (1e-9, 0.1, 0.4999, 0.5, 0.9, 1 - 2.0**-32):
+        source, _ = specialize(launch_of(*drawn(dense(dropout_p=p))))
+        seen.add(str([source.signature, source.attrs, source.constants]))
     assert len(seen) == 1
 
 

@@ -8,9 +8,11 @@ exchange what they drew, is tested on GPUs.
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from flashtile.spans import Spans
 from flashtile.testing import generator
 
 from .inputs import DROPOUT, random_mask, random_spans
@@ -52,6 +54,13 @@ def test_block_masks(head_dim: int):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("intervals", [1, 2])
-def test_spans_that_begin_inside_a_group_of_four_keys(intervals: int, head_dim: int):
+def test_spans(intervals: int, head_dim: int):
     mask = random_spans(generator(head_dim), (1, 2, 290, intervals), 330)
     dense(4, sizes={"D": head_dim}, mask=mask, dropout_p=0.2)
+
+
+@pytest.mark.parametrize("start", [64, 71, 101, 130])
+def test_tiles_that_begin_inside_a_group_of_four_keys(start: int):
+    """At head dim 64, with one interval for each query, a tile begins at the first key it sees."""
+    starts = (start + torch.arange(290) // 3).int().view(1, 1, -1, 1)
+    dense(6, sizes={"D": 64}, mask=Spans(starts, starts + 150), dropout_p=0.2)
