@@ -45,8 +45,8 @@ MIXED_HEAD_DIMS = [
 SHARED_LIMIT = 232448  # bytes a program
 NEWER = TRITON_VERSION > (3, 6)
 # Bytes a thread that may spill: with lengths, numbers that are loaded once a tile, so at head dim
-# 256 with softcap. Triton 3.9 copies registers of Q at head dim 144, and spills with softcap where
-# a consumer has 128 registers.
+# 256 with softcap, and with dropout. Triton 3.9 copies registers of Q at head dim 144, and spills with softcap where
+# a consumer has 128 registers, and with dropout at head dim 128, in the loops too.
 SPILLS = {
     "lengths": 12,
     "span": 4,  # in the producer, once a tile
@@ -54,10 +54,10 @@ SPILLS = {
     "softcap 64": 416 if NEWER else 0,
     "softcap 256": 24,
     "dropout 64": 0,
-    "dropout 128": 0,
+    "dropout 128": 1120 if NEWER else 0,
     "dropout 160": 140,
-    "dropout 256": 56,
-    "packed dropout": 12,
+    "dropout 256": 124 if NEWER else 56,
+    "packed dropout": 1256 if NEWER else 12,
     144: 112 if NEWER else 0,
 }
 # What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128 too.
