@@ -45,8 +45,9 @@ MIXED_HEAD_DIMS = [
 SHARED_LIMIT = 232448  # bytes a program
 NEWER = TRITON_VERSION > (3, 6)
 # Bytes a thread that may spill: with lengths, numbers that are loaded once a tile, so at head dim
-# 256 with softcap, and with dropout. Triton 3.9 copies registers of Q at head dim 144, and spills with softcap where
-# a consumer has 128 registers, and with dropout at head dim 128, in the loops too.
+# 256 with softcap, and with dropout. Triton 3.9 copies registers of Q at head dim 144, and spills
+# with softcap where a consumer has 128 registers, and with dropout at head dim 128, in the loops
+# too.
 SPILLS = {
     "lengths": 12,
     "span": 4,  # in the producer, once a tile
