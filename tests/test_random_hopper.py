@@ -4,7 +4,8 @@
 at large are sizes, strides and numbers; which options stand together, in which layout and with
 which head dims, comes from a fixed list of random combinations, because each is a set of kernels
 and takes many seconds to compile. A refusal by the backend is a failure, and so is a call that
-takes longer than `HANG_SECONDS`: it ends the process, after naming the call.
+takes longer than `HANG_SECONDS`: it ends the process, after naming the call. The references run on
+the CPU, so many processes at once want OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
