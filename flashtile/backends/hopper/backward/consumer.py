@@ -240,7 +240,7 @@ def step(
     channels.dout.acquire(i)
     if not cfg.HAS_V_IN_REGISTERS:
         v = own_rows(ME, channels.v, zero, False, cfg)
-    dp = issue_dp(v, i, channels, cfg)
+    dp = issue_dp(v, statistic(channels.delta, i, cfg), i, channels, cfg)
     scale = score.scale
     if cfg.IS_DP_FIRST:
         scale = after_products(scale, i)
@@ -270,7 +270,7 @@ def end_of_step(
     dv, dv_tail = add_product(p, channels.dout, i, sums.dv, sums.dv_tail, cfg)
     dp = warpgroup_mma_wait(PARTS, deps=[dp])
     minus_delta = factor
-    if cfg.HAS_DROPOUT:
+    if cfg.HAS_DROPOUT:  # loaded again: all warps have it when they meet, before the release
         minus_delta = statistic(channels.delta, i, cfg)
     ds = score_gradient(factor, dp, minus_delta, cfg).to(dtype)
     dk, dk_tail = add_product(ds, channels.q, i, sums.dk, sums.dk_tail, cfg)

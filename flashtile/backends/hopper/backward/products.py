@@ -121,9 +121,10 @@ def issue_scores(k, i, channels, cfg: gl.constexpr):
 
 
 @gluon.jit
-def issue_dp(v, i, channels, cfg: gl.constexpr):
-    """Start dP^T - delta = V dO^T - delta of block i; `v` is from `own_rows`."""
-    minus_delta = statistic(channels.delta, i, cfg)
+def issue_dp(v, minus_delta, i, channels, cfg: gl.constexpr):
+    """Start dP^T - delta = V dO^T - delta of block i; `v` is from `own_rows`, `minus_delta` a
+    `statistic`.
+    """
     start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, cfg.BLOCK_M])
     return multiply_along(v, channels.dout, i, start, True, cfg)
 

@@ -314,14 +314,13 @@ def key_step(
         clear_rows(KEYS, channels.dout, i, work.M - m * cfg.BLOCK_M, cfg)
     if not cfg.HAS_V_IN_REGISTERS:
         v = own_rows(0, channels.v, zero, False, cfg)
-    dp = issue_dp(v, i, channels, cfg)
+    minus_delta = statistic(channels.delta, i, cfg)
+    dp = issue_dp(v, minus_delta, i, channels, cfg)
     channels.p.acquire(i)
     factor = exchanged(channels).load(accumulator(cfg.BLOCK_M))
     dp = warpgroup_mma_wait(0, deps=[dp])
-    minus_delta = dp
-    if cfg.HAS_DROPOUT:
-        minus_delta = statistic(channels.delta, i, cfg)
-    channels.dout.release_operand(i)  # delta went into dP
+    # The product began with delta, so all warps have loaded it.
+    channels.dout.release_operand(i)
     ds = score_gradient(factor.to(gl.float32), dp, minus_delta, cfg).to(dtype)
     channels.ds.tiles.index(0).store(ds)
     fence_async_shared()
