@@ -296,6 +296,11 @@ class Constexpr:
         return value
 
 
+def maximum(x: Any, y: Any, nan: str = "none") -> Tensor:
+    """Unless NaN propagates, the number wins over it."""
+    return (torch.maximum if nan == "all" else torch.fmax)(tile(x), tile(y))
+
+
 LANGUAGE: dict[str, Any] = {
     "constexpr": Constexpr,
     "tensor": Tile,
@@ -315,7 +320,7 @@ LANGUAGE: dict[str, Any] = {
     "zeros": lambda shape, dtype, layout=None: tile(torch.zeros(shape, dtype=dtype)),
     "full": lambda shape, value, dtype, layout=None: tile(torch.full(shape, value, dtype=dtype)),
     "where": where,
-    "maximum": lambda x, y: torch.maximum(tile(x), tile(y)),
+    "maximum": maximum,
     "minimum": lambda x, y: torch.minimum(tile(x), tile(y)),
     "cdiv": lambda x, y: (x + y - 1) // y,
     "clamp": lambda x, low, high, nan: torch.clamp(x, low, high),
@@ -327,6 +332,7 @@ LANGUAGE: dict[str, Any] = {
     "assume": lambda truth: None,
     "barrier": lambda: scheduler.meet(),
     "static_range": range,
+    "static_assert": lambda truth: None,
     "load": load,
     "store": store,
     "atomic_add": atomic_add,

@@ -8,13 +8,21 @@ exchange what they drew, is tested on GPUs.
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from flashtile.call.layouts import Dense
+from flashtile.call.prepare import describe
 from flashtile.testing import generator
 
-from .inputs import DROPOUT, random_mask, random_spans
-from .test_backward_emulated import dense, of_lists, packed  # noqa: F401 -- one is a fixture
+from .inputs import DROPOUT, dense_inputs, random_mask, random_spans, with_draws
+from .test_backward_emulated import (  # noqa: F401 -- one is a fixture
+    dense,
+    gradients,
+    of_lists,
+    packed,
+)
 
 
 @pytest.mark.parametrize("head_dim", [64, 88, 128, 192, 256])
@@ -51,3 +59,20 @@ def test_block_masks(head_dim: int):
 def test_spans(intervals: int, head_dim: int):
     mask = random_spans(generator(head_dim), (1, 2, 290, intervals), 330)
     dense(4, sizes={"D": head_dim, "M": 290, "N": 330}, mask=mask, dropout_p=0.2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_nan_reaches_every_gradient(head_dim: int):
+    q, k, v = dense_inputs(6, "contiguous", {"M": 70, "N": 90, "D": head_dim})
+    q[0, 3, 0] = torch.nan
+    operands, options = describe((q, k, v), Dense(), {"dropout_p": 0.5})
+    operands, _ = with_draws(operands, options, {}, 6)
+    lse = torch.zeros(1, 2, 70)
+    lse[0, 0, 3] = torch.nan
+    zeros = torch.zeros_like(lse)
+    dq, dk, dv = gradients(
+        operands, options, torch.ones_like(q), lse, torch.ones_like(q), zeros, 6, 1
+    )
+    assert dq[0, 3, 0].isnan().all()
+    assert dk.isnan().all()
+    assert dv.isnan().all(-1).any(1).all()  # of the keys that are kept for this query

@@ -407,7 +407,7 @@ def plain_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 def sink_gradient(sink: Tensor, lse_log2: Tensor, minus_delta: Tensor) -> Tensor:
     """(Hq,): the sink is a key with P = exp(sink - lse) and dP = 0; rows that saw no key have P =
-    0.
+    0. With dropout, the factors of both statistics cancel (`delta_kernel`).
     """
     heads = sink.shape[0]
     sink_log2 = sink.float()[:, None] * torch.log2(torch.tensor(torch.e)).item()

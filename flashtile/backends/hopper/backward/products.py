@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
@@ -206,14 +207,14 @@ def kept_by_dropout(ME: gl.constexpr, m, draws, work, cfg: gl.constexpr):
 def kept_probabilities(p, dtype: gl.constexpr, cfg: gl.constexpr):
     """P from `probabilities`, rounded; zero where dropout drops it."""
     if cfg.HAS_DROPOUT:
-        p = gl.maximum(p, 0.0)
+        p = gl.maximum(p, 0.0, tl.PropagateNan.ALL)
     return p.to(dtype)
 
 
 @gluon.jit
 def score_gradient(factor, dp, minus_delta, cfg: gl.constexpr):
-    """dS from the factor of `probabilities`, dP - delta, and -delta, (columns,), where dropout
-    drops P.
+    """dS = |factor| (dP - delta), with the factor of `probabilities`; where that is negative,
+    dropout dropped P, and dP counts as zero. `minus_delta` is (columns,).
     """
     if cfg.HAS_DROPOUT:
         dp = gl.where(factor < 0.0, minus_delta[None, :], dp)

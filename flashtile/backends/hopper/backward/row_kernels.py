@@ -40,9 +40,9 @@ def delta_kernel(
     `lse_log2` (heads, blocks, BLOCK_M) is +inf for a row that saw no key or does not exist, which
     makes its P zero; its `minus_delta` is 0.
 
-    Dropout keeps a probability with probability `keep` and divides it by that. Here the division
-    belongs to every P, by ``lse + log(keep)``, and dS = P (dP - delta) stays the same with ``keep
-    delta``. So the kernel that recomputes P only drops.
+    Dropout keeps a probability with probability `keep` and divides it by that. This kernel adds
+    log(keep) to the log-sum-exp, which divides every P, and multiplies delta by `keep`, so that dS
+    = P (dP - delta) is the same. The kernel that recomputes P then only drops.
     """
     let_next_kernel_start()
     BLOCK: tl.constexpr = cfg.BLOCK_M

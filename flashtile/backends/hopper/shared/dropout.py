@@ -2,8 +2,8 @@
 
 `flashtile.dropout` draws one Philox block for four neighbouring keys. Two threads have the scores
 of such a group in the forward, where rows are queries, and four threads in the backward, where rows
-are keys. Each of them draws its share of the groups, and the threads exchange the results by
-shuffles, one bit for each score.
+are keys. Each of them draws its share of the groups, and the threads exchange the results, one bit
+for each score: by shuffles in the forward, through shared memory in the backward.
 """
 
 from typing import Any, NamedTuple
@@ -67,8 +67,9 @@ def groups_of_rows(columns):
 @gluon.jit
 def kept_keys(m0, n0, draws, COLUMNS: gl.constexpr):
     """The bits of the scores of the 64 queries from `m0` and the keys from `n0`, a multiple of
-    four: int32 (64, 4), two for each eight of keys, of the columns that a thread has of it.
+    four: int32 (64, 4). Word w has the bits 2n and 2n + 1 for the keys 8n + 2w and 8n + 2w + 1.
     """
+    gl.static_assert(COLUMNS <= 128)
     LAYOUT: gl.constexpr = groups_of_rows(COLUMNS)
     EIGHTS: gl.constexpr = COLUMNS // 8
     row = m0 + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -119,8 +120,9 @@ def groups_of_columns(columns):
 @gluon.jit
 def kept_queries(m0, n0, draws, COLUMNS: gl.constexpr):
     """The bits of the scores of the 64 keys from `n0`, a multiple of four, and the queries from
-    `m0`: int32 (64, 8), one for each eight of queries.
+    `m0`: int8 (64, 8). Byte c has the bit n for the query 8n + c.
     """
+    gl.static_assert(COLUMNS <= 64)
     LAYOUT: gl.constexpr = groups_of_columns(COLUMNS)
     EIGHTS: gl.constexpr = COLUMNS // 8
     group = n0 // 4 + gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
