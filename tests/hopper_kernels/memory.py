@@ -31,7 +31,7 @@ class Tile(Tensor):
     def __isub__(self, other: Any) -> Any:
         return self - other
 
-    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]  # Triton's
         """The only type that bits are cast to is an unsigned word, kept in 64 bits."""
         return super().to(dtype) & WORD if bitcast else super().to(dtype)
 
