@@ -60,8 +60,8 @@ SPILLS = {
     "packed": 640 if NEWER else 208,
     "packed 128": 576 if NEWER else 132,
     "positions": 48 if NEWER else 24,  # besides those of packed batches
-    "dropout": 512 if NEWER else 148,
-    "dropout and more": 820 if NEWER else 168,
+    "dropout": 464 if NEWER else 148,
+    "dropout and more": 780 if NEWER else 168,
 }
 # Loads and stores of such bytes a step, in a loop over blocks without masks.
 RELOADS = {
@@ -76,8 +76,8 @@ RELOADS = {
     "packed 128": 11 if NEWER else 2,
     "packed parts": 14 if NEWER else 2,
     "packed 256": 6 if NEWER else 1,
-    "dropout": 43 if NEWER else 6,
-    "dropout and more": 69 if NEWER else 15,
+    "dropout": 47 if NEWER else 6,
+    "dropout and more": 70 if NEWER else 15,
 }
 
 Call = tuple[Operands, Options]
