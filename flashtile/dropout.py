@@ -35,19 +35,26 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
         Four int64 tensors, values in [0, 2**32).
     """
     c0, c1, c2, c3 = counter
+    c0, c2 = c0.clone(), c2.clone()  # overwritten; new memory takes longer than the arithmetic
     k0, k1 = key
     for round_index in range(ROUNDS):
         # A 32 x 32 bit product may wrap into the sign bit of int64. Its bits are still right, and
-        # masking after the arithmetic shift takes exactly the upper 32.
-        product_0 = c0 * MULTIPLIER_0
-        product_1 = c2 * MULTIPLIER_1
+        # masking after the arithmetic shift takes exactly the upper 32. The lower ones are masked
+        # in the next round, or at the end.
+        product_0 = c0.mul_(MULTIPLIER_0)
+        product_1 = c2.mul_(MULTIPLIER_1)
         round_k0 = (k0 + round_index * WEYL_0) & WORD
         round_k1 = (k1 + round_index * WEYL_1) & WORD
-        c0 = ((product_1 >> 32) & WORD) ^ c1 ^ round_k0
-        c2 = ((product_0 >> 32) & WORD) ^ c3 ^ round_k1
-        c1 = product_1 & WORD
-        c3 = product_0 & WORD
-    return c0, c1, c2, c3
+        c0 = xor_(xor_(product_1 >> 32, c1), round_k0).bitwise_and_(WORD)
+        c2 = xor_(xor_(product_0 >> 32, c3), round_k1).bitwise_and_(WORD)
+        c1, c3 = product_1, product_0
+    return c0, c1.bitwise_and_(WORD), c2, c3.bitwise_and_(WORD)
+
+
+def xor_(x: Tensor, y: Tensor) -> Tensor:
+    """``x ^ y``, in the memory of `x` if it has room."""
+    has_room = torch.broadcast_shapes(x.shape, y.shape) == x.shape
+    return x.bitwise_xor_(y) if has_room else x ^ y
 
 
 def draw_rng_state(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
@@ -98,6 +105,18 @@ def keep_mask(
             index of the sequence, and queries and keys count from its start, so packed and dense
             calls agree.
     """
+    return keep_mask_of_key(philox_key(rng_state), dropout_p, batch, heads, queries, keys)
+
+
+def keep_mask_of_key(
+    key: tuple[Tensor, Tensor],
+    dropout_p: float,
+    batch: Tensor,
+    heads: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+) -> Tensor:
+    """`keep_mask` with the `philox_key` of the call, which all of its tiles share."""
     # One counter gives four words, for four neighbouring keys.
     groups, group_of_key = torch.unique(keys // 4, return_inverse=True)
     counter = (
@@ -106,8 +125,10 @@ def keep_mask(
         heads[None, :, None, None],
         batch[:, None, None, None],
     )
-    words = torch.stack(
-        torch.broadcast_tensors(*philox4x32(counter, philox_key(rng_state))), dim=-1
-    )
-    kept = words < keep_threshold(dropout_p)
-    return kept[..., group_of_key, keys % 4]
+    threshold = keep_threshold(dropout_p)
+    kept = torch.stack([word < threshold for word in philox4x32(counter, key)], dim=-1).flatten(-2)
+    columns = 4 * group_of_key + keys % 4
+    first = int(columns[0]) if len(keys) > 0 else 0
+    if torch.equal(columns, torch.arange(first, first + len(keys), device=keys.device)):
+        return kept.narrow(-1, first, len(keys))  # takes a tenth of the time of an index
+    return kept[..., columns]

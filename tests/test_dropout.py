@@ -77,8 +77,11 @@ def test_key_is_a_block_of_seed_and_offset():
     assert tuple(int(word) for word in key) == wanted[:2]
 
 
-@pytest.mark.parametrize(("n0", "n1"), [(0, 8), (0, 1), (3, 4), (5, 18), (8, 11), (7, 7)])
-def test_mask_is_a_function_of_the_coordinates(n0, n1, seed):
+ADJACENT_KEYS = [range(8), range(1), range(3, 4), range(5, 18), range(8, 11), range(7, 7)]
+
+
+@pytest.mark.parametrize("keys", [*ADJACENT_KEYS, [6, 7, 20, 21, 22], [3, 3, 0, 9], [2, 1]])
+def test_mask_is_a_function_of_the_coordinates(keys, seed):
     """Every element by hand: the word of (key // 4, query, head, batch), lane key % 4."""
     p = 0.3
     state = draw_rng_state(torch.device("cpu"), generator(seed))
@@ -87,12 +90,13 @@ def test_mask_is_a_function_of_the_coordinates(n0, n1, seed):
         (int(state[0]) % 2**32, int(state[0]) >> 32),
     )[:2]
     batch, heads, queries = torch.tensor([4, 0]), torch.tensor([2, 70_000]), torch.tensor([0, 9, 1])
-    mask = keep_mask(state, p, batch, heads, queries, torch.arange(n0, n1))
-    assert mask.shape == (2, 2, 3, n1 - n0)
+    columns = torch.tensor(list(keys), dtype=torch.int64)
+    mask = keep_mask(state, p, batch, heads, queries, columns)
+    assert mask.shape == (2, 2, 3, len(keys))
     for ib, b in enumerate(batch.tolist()):
         for ih, h in enumerate(heads.tolist()):
             for iq, q in enumerate(queries.tolist()):
-                words = [plain_philox((n // 4, q, h, b), key)[n % 4] for n in range(n0, n1)]
+                words = [plain_philox((n // 4, q, h, b), key)[n % 4] for n in keys]
                 assert mask[ib, ih, iq].tolist() == [word < THRESHOLDS[p] for word in words]
 
 

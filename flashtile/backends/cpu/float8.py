@@ -100,7 +100,7 @@ def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
             rescale = torch.exp(m - pivot)
             l = rescale * l + P.sum(-1, keepdim=True)
             if tp.dropout is not None:
-                P.mul_(tp.dropout.factor(m0, m1, run, P.dtype) > 0)
+                P.mul_(tp.dropout.kept(m0, m1, run))
             v_factor = rows_of(scale.v, 3, run.start, run.start + 1)
             O.mul_(fold(rescale * (unit / v_factor), tp.K))
             O.add_(fold(rounded(P * WEIGHT), tp.K) @ V)

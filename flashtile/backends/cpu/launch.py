@@ -290,7 +290,7 @@ def _tile_problem(
     if options.dropout_p > 0:
         assert operands.rng_state is not None
         indices = Indices.of(operands, options, segment)
-        drop = tiles.DropoutRule(options.dropout_p, operands.rng_state, indices)
+        drop = tiles.DropoutRule.of(options.dropout_p, operands.rng_state, indices)
     bias = operands.bias
     return tiles.TileProblem(
         Q=_scaled(segment.queries(operands.q), operands.q_descale, segment, dtype, True),

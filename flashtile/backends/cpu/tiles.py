@@ -56,15 +56,18 @@ class DropoutRule(NamedTuple):
     """Which probabilities are dropped: coordinates for the counter of `dropout.keep_mask`."""
 
     p: float
-    rng_state: Tensor
+    key: tuple[Tensor, Tensor]  # of Philox
     indices: Indices
 
-    def factor(self, m0: int, m1: int, run: KeyRun, dtype: torch.dtype) -> Tensor:
-        """0 where dropped, ``1 / (1 - p)`` where kept: (batch, heads, rows, keys)."""
+    @classmethod
+    def of(cls, p: float, rng_state: Tensor, indices: Indices) -> DropoutRule:
+        return cls(p, dropout.philox_key(rng_state), indices)
+
+    def kept(self, m0: int, m1: int, run: KeyRun) -> Tensor:
+        """bool (batch, heads, rows, keys)"""
         found = self.indices
         where = found.batch, found.heads, found.queries(m0, m1), found.keys(run)
-        kept = dropout.keep_mask(self.rng_state, self.p, *where)
-        return kept.to(dtype).mul_(1.0 / (1.0 - self.p))
+        return dropout.keep_mask_of_key(self.key, self.p, *where)
 
 
 class TileProblem(NamedTuple):
@@ -110,11 +113,12 @@ def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
             rescale = torch.exp(m - pivot)
             l = rescale * l + P.sum(-1, keepdim=True)
             if tp.dropout is not None:  # after the row sum: dropout does not affect normalisation
-                P.mul_(tp.dropout.factor(m0, m1, run, P.dtype))
+                P.mul_(tp.dropout.kept(m0, m1, run))
             O.mul_(fold(rescale, tp.K)).add_(fold(P, tp.K) @ V)
             m = m_new
         seen = l > 0
-        O_all[:, :, m0:m1] = unfold(O, tp.Q) / l.masked_fill(~seen, 1.0)
+        keep = 1.0 if tp.dropout is None else 1.0 - tp.dropout.p
+        O_all[:, :, m0:m1] = unfold(O, tp.Q) / (l.masked_fill(~seen, 1.0) * keep)
         L_all[:, :, m0:m1] = torch.where(seen, m + torch.log(l), -INFINITY).squeeze(-1)
     return O_all, L_all
 
@@ -157,7 +161,8 @@ def backward(
             dP = unfold(dO_tile @ V.mT, tp.Q)
             P_kept = P
             if tp.dropout is not None:
-                factor = tp.dropout.factor(m0, m1, run, P.dtype)
+                kept = tp.dropout.kept(m0, m1, run)
+                factor = kept.to(P.dtype).mul_(1.0 / (1.0 - tp.dropout.p))
                 P_kept = P * factor
                 dP.mul_(factor)
             dV[:, :, keys] += fold(P_kept, tp.K).mT @ dO_tile
@@ -188,7 +193,7 @@ def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
             S, _ = scores(tp, Q @ tp.K[:, :, run.start : run.stop].mT, m0, m1, run)
             P = relative_exponentials(S, L_tile, log_sums)
             if tp.dropout is not None:
-                P.mul_(torch.where(tp.dropout.factor(m0, m1, run, P.dtype) > 0, 1.0, -1.0))
+                P.mul_(torch.where(tp.dropout.kept(m0, m1, run), 1.0, -1.0))
             out[:, :, m0:m1, run.start : run.stop] = P
 
 
