@@ -34,7 +34,7 @@ def test_head_dims_have_as_few_columns_as_a_tile_allows(
     ids=lambda part: str(*part),
 )
 def test_dropout_is_for_whole_sequences(part: dict[str, Any]):
-    """The kernels draw by places in a tensor, which are coordinates in whole sequences only."""
+    """The kernels draw by indices in a tensor, which are coordinates in whole sequences only."""
     q = torch.empty(1, 300, 2, 64, dtype=torch.bfloat16, device="meta")
     options = Options(300, 300, 1.0)
     whole = AttentionProblem.of(Operands(q, q, q), options)

@@ -80,8 +80,8 @@ def kept_keys(m0, n0, draws, COLUMNS: gl.constexpr):
     last = draws.last_kept
     first = (w0 <= last).to(gl.int32) | ((w1 <= last).to(gl.int32) << 1)
     second = (w2 <= last).to(gl.int32) | ((w3 <= last).to(gl.int32) << 1)
-    place = (2 * eight)[None, :, None]
-    first, second = gl.sum(first << place, 1), gl.sum(second << place, 1)
+    shift = (2 * eight)[None, :, None]
+    first, second = gl.sum(first << shift, 1), gl.sum(second << shift, 1)
     return gl.join(first, second).reshape([64, 4])
 
 
@@ -130,11 +130,11 @@ def kept_queries(m0, n0, draws, COLUMNS: gl.constexpr):
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     row = m0 + 8 * eight[None, :, None] + column[None, None, :]
     w0, w1, w2, w3 = philox_block(draws.key, draws.b, draws.h, row, group[:, None, None])
-    last, place = draws.last_kept, eight[None, :, None]
-    k0 = gl.sum((w0 <= last).to(gl.int32) << place, 1)
-    k1 = gl.sum((w1 <= last).to(gl.int32) << place, 1)
-    k2 = gl.sum((w2 <= last).to(gl.int32) << place, 1)
-    k3 = gl.sum((w3 <= last).to(gl.int32) << place, 1)
+    last, shift = draws.last_kept, eight[None, :, None]
+    k0 = gl.sum((w0 <= last).to(gl.int32) << shift, 1)
+    k1 = gl.sum((w1 <= last).to(gl.int32) << shift, 1)
+    k2 = gl.sum((w2 <= last).to(gl.int32) << shift, 1)
+    k3 = gl.sum((w3 <= last).to(gl.int32) << shift, 1)
     # In 8 bits: the exchange needs shared memory.
     even = gl.join(k0.to(gl.int8), k2.to(gl.int8))
     odd = gl.join(k1.to(gl.int8), k3.to(gl.int8))
