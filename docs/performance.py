@@ -31,6 +31,7 @@ NAMES = {
     "flex": "FlexAttention",
     "standard": "standard attention",
 }
+HEADS = {**NAMES, "fa2": "FA2", "fa3": "FA3", "fa4": "FA4"}  # of columns
 PEERS = ("flashtile", "flashtile-triton", "fa2", "fa3", "fa4", "cudnn")
 DENSE = ("dense-64", "dense-128", "dense-256")
 
@@ -99,7 +100,7 @@ def tflops_table(rows: list[Row], key: str, lengths: tuple[int, ...]) -> str:
         if int(length) in lengths
     ]
     head = f"{key.replace('_', ' ')}, mask, length"
-    return markdown_table([head, *(NAMES[peer] for peer in peers)], lines)
+    return markdown_table([head, *(HEADS[peer] for peer in peers)], lines)
 
 
 def speed_table(direction: str) -> str:
@@ -145,7 +146,7 @@ def variants_table(direction: str) -> str:
         )
         for (head_dim, variant, causal, length), case in cases.items()
     ]
-    return markdown_table(["head dim, kind, mask, length", *(NAMES[p] for p in peers)], lines)
+    return markdown_table(["head dim, kind, mask, length", *(HEADS[p] for p in peers)], lines)
 
 
 def decode_table() -> str:
@@ -162,7 +163,7 @@ def decode_table() -> str:
                 f"{kind}; batch {batch}, heads {heads}:{kv_heads}, {int(length):,} keys", times, min
             )
         )
-    return markdown_table(["cache", *(NAMES[peer] for peer in peers)], lines)
+    return markdown_table(["cache", *(HEADS[peer] for peer in peers)], lines)
 
 
 def float8_table() -> str:
@@ -172,7 +173,7 @@ def float8_table() -> str:
         "flashtile": "flashtile, bfloat16",
         "flashtile-float8": "flashtile, float8, per-block scales",
         "flashtile-float8-head": "flashtile, float8, per-head scales",
-        "fa3": "FlashAttention-3, float8",
+        "fa3": "FA3, float8",
     }
     lines = [
         line(
@@ -193,7 +194,7 @@ def memory_table() -> str:
         [f"{int(length):,}"] + [number(case.get(peer)) for peer in peers]
         for (length,), case in cases.items()
     ]
-    return markdown_table(["length", *(NAMES[peer] for peer in peers)], lines)
+    return markdown_table(["length", *(HEADS[peer] for peer in peers)], lines)
 
 
 def host_times() -> dict[Key, dict[str, float]]:
@@ -215,7 +216,7 @@ def host_table() -> str:
         else:
             continue
         lines.append([title] + [number(case.get(peer)) for peer in peers])
-    return markdown_table(["call", *(NAMES[peer] for peer in peers)], lines)
+    return markdown_table(["call", *(HEADS[peer] for peer in peers)], lines)
 
 
 def cpu_table() -> str:

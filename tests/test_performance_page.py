@@ -67,7 +67,7 @@ def test_a_measured_preset_has_a_table_for_each_pass(
     tables = re.findall(r"^(.*), TFLOP/s:\n\n\| .*?, mask, length \| (.*) \|$", text, re.M)
     assert len(tables) == len(settings.directions)
     for _, peers in tables:
-        names = [performance.NAMES[peer] for peer in settings.peers]
+        names = [performance.HEADS[peer] for peer in settings.peers]
         assert set(peers.split(" | ")) == set(names)
     kinds = {getattr(case, COLUMN[name]) for case in presets.preset_cases(name)}
     assert text.count("**") == 2 * len(settings.directions) * len(kinds) * 2 * 3  # the best, bold
