@@ -57,7 +57,6 @@ SPILLS = {
     "dropout 128": 0,
     "dropout 160": 140,
     "dropout 256": 124 if NEWER else 56,
-    "packed dropout": 12,
     144: 112 if NEWER else 0,
 }
 # What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128 too.
@@ -146,7 +145,7 @@ def test_dropout_compiles(head_dim: int, mask: str):
 
 
 def test_packed_dropout_compiles():
-    check(drawn(packed(causal=True, dropout_p=0.1)), SPILLS["packed dropout"])
+    check(drawn(packed(causal=True, dropout_p=0.1)), 0)
 
 
 def test_float16_compiles():
