@@ -88,24 +88,9 @@ def last_kept_word(dropout_p: float) -> int:
     return last - 2**32 if last >= 2**31 else last
 
 
-def keep_mask(
-    rng_state: Tensor,
-    dropout_p: float,
-    batch: Tensor,
-    heads: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-) -> Tensor:
-    """Which scores of a tile dropout keeps: bool (batch, heads, queries, keys).
-
-    Args:
-        rng_state: int64 (2,), seed and offset.
-        dropout_p: probability of dropping, in [0, 1).
-        batch, heads, queries, keys: int64 1-D, the coordinates; in packed calls the batch is the
-            index of the sequence, and queries and keys count from its start, so packed and dense
-            calls agree.
-    """
-    return keep_mask_of_key(philox_key(rng_state), dropout_p, batch, heads, queries, keys)
+def keep_mask(rng_state: Tensor, dropout_p: float, *coordinates: Tensor) -> Tensor:
+    """`keep_mask_of_key` for the (seed, offset) of a call, int64 (2,)."""
+    return keep_mask_of_key(philox_key(rng_state), dropout_p, *coordinates)
 
 
 def keep_mask_of_key(
@@ -116,7 +101,15 @@ def keep_mask_of_key(
     queries: Tensor,
     keys: Tensor,
 ) -> Tensor:
-    """`keep_mask` with the `philox_key` of the call, which all of its tiles share."""
+    """Which scores of a tile dropout keeps: bool (batch, heads, queries, keys).
+
+    Args:
+        key: the `philox_key` of the call.
+        dropout_p: probability of dropping, in [0, 1).
+        batch, heads, queries, keys: int64 1-D, the coordinates; in packed calls the batch is the
+            index of the sequence, and queries and keys count from its start, so packed and dense
+            calls agree.
+    """
     # One counter gives four words, for four neighbouring keys.
     groups, group_of_key = torch.unique(keys // 4, return_inverse=True)
     counter = (

@@ -53,10 +53,10 @@ class ScoreSlope(NamedTuple):
 
 
 class DropoutRule(NamedTuple):
-    """Which probabilities are dropped: coordinates for the counter of `dropout.keep_mask`."""
+    """Which probabilities are dropped."""
 
     p: float
-    key: tuple[Tensor, Tensor]  # of Philox
+    key: tuple[Tensor, Tensor]  # `dropout.philox_key`
     indices: Indices
 
     @classmethod
@@ -64,7 +64,7 @@ class DropoutRule(NamedTuple):
         return cls(p, dropout.philox_key(rng_state), indices)
 
     def kept(self, m0: int, m1: int, run: KeyRun) -> Tensor:
-        """bool (batch, heads, rows, keys)"""
+        """Which probabilities of a tile are kept: bool (batch, heads, rows, keys)."""
         found = self.indices
         where = found.batch, found.heads, found.queries(m0, m1), found.keys(run)
         return dropout.keep_mask_of_key(self.key, self.p, *where)
