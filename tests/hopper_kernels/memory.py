@@ -31,7 +31,9 @@ class Tile(Tensor):
     def __isub__(self, other: Any) -> Any:
         return self - other
 
-    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]  # Triton's
+    def to(  # type: ignore[override]  # its arguments are those of Triton's method, not of Tensor's
+        self, dtype: Any, bitcast: bool = False
+    ) -> Any:
         """The only type that bits are cast to is an unsigned word, kept in 64 bits."""
         return super().to(dtype) & WORD if bitcast else super().to(dtype)
 

@@ -17,7 +17,7 @@ from flashtile.call.prepare import describe
 from flashtile.testing import generator
 
 from .inputs import DROPOUT, dense_inputs, random_mask, random_spans, with_draws
-from .test_backward_emulated import (  # noqa: F401 -- one is a fixture
+from .test_backward_emulated import (  # noqa: F401 -- pytest finds the fixture `of_lists` by its name
     dense,
     gradients,
     of_lists,

@@ -106,8 +106,7 @@ def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
             O.add_(fold(rounded(P * WEIGHT), tp.K) @ V)
             m, unit = m_new, v_factor
         seen = l > 0
-        kept = 1.0 if tp.dropout is None else 1.0 - tp.dropout.p
-        normalisation = unit / (WEIGHT * kept) / l.masked_fill(~seen, 1.0)
+        normalisation = unit / (WEIGHT * tp.keep) / l.masked_fill(~seen, 1.0)
         O_all[:, :, m0:m1] = unfold(O, tp.Q) * normalisation
         L_all[:, :, m0:m1] = torch.where(seen, m + torch.log(l), -INFINITY).squeeze(-1)
     return O_all, L_all

@@ -83,6 +83,11 @@ class TileProblem(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
 
+    @property
+    def keep(self) -> float:
+        """The probability with which dropout keeps a weight."""
+        return 1.0 if self.dropout is None else 1.0 - self.dropout.p
+
 
 class TileGradients(NamedTuple):
     """Gradients of a segment. Those of what segments share are added in place instead."""
@@ -117,8 +122,7 @@ def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
             O.mul_(fold(rescale, tp.K)).add_(fold(P, tp.K) @ V)
             m = m_new
         seen = l > 0
-        keep = 1.0 if tp.dropout is None else 1.0 - tp.dropout.p
-        O_all[:, :, m0:m1] = unfold(O, tp.Q) / (l.masked_fill(~seen, 1.0) * keep)
+        O_all[:, :, m0:m1] = unfold(O, tp.Q) / (l.masked_fill(~seen, 1.0) * tp.keep)
         L_all[:, :, m0:m1] = torch.where(seen, m + torch.log(l), -INFINITY).squeeze(-1)
     return O_all, L_all
 
@@ -161,8 +165,7 @@ def backward(
             dP = unfold(dO_tile @ V.mT, tp.Q)
             P_kept = P
             if tp.dropout is not None:
-                kept = tp.dropout.kept(m0, m1, run)
-                factor = kept.to(P.dtype).mul_(1.0 / (1.0 - tp.dropout.p))
+                factor = tp.dropout.kept(m0, m1, run).to(P.dtype).mul_(1.0 / tp.keep)
                 P_kept = P * factor
                 dP.mul_(factor)
             dV[:, :, keys] += fold(P_kept, tp.K).mT @ dO_tile
