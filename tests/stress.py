@@ -1,6 +1,6 @@
 """Long runs of calls, in a process that can be killed when a kernel never ends.
 
-    python tests/stress.py repeats HEAD_DIM COUNT
+    python tests/stress.py repeats HEAD_DIM DROPOUT_P COUNT
     python tests/stress.py alone NUMBER FOLDER
     python tests/stress.py threads COUNT FOLDER
 
@@ -36,6 +36,7 @@ from flashtile.testing import (
     attention_reference,
     attention_varlen_reference,
     cu_seqlens,
+    drawn_keep,
     generator,
     normal,
     strided,
@@ -62,6 +63,7 @@ class Call:
     layout: str = "contiguous"  # one of STRIDE_STYLES
     wanted: str = "qkv"  # the tensors that require a gradient
     deterministic: bool = True
+    dropout_p: float = 0.0  # each call draws the mask of the seed
     decodes: bool = False  # also a decoding step, with append and rotary embedding, and a rotation
     seed: int = 0
 
@@ -96,7 +98,11 @@ class Call:
         extra = self._ops(*qkv) if self.decodes else dict
 
         def run() -> Results:
-            out, lse = function(**named, deterministic=deterministic, return_lse=True)
+            if self.dropout_p > 0:
+                torch.manual_seed(self.seed)
+            out, lse = function(
+                **named, dropout_p=self.dropout_p, deterministic=deterministic, return_lse=True
+            )
             found = {"out": out.detach(), "lse": lse.detach()}
             if leaves:
                 gradients = torch.autograd.grad(out, list(leaves.values()), dout)
@@ -127,7 +133,10 @@ class Call:
         function = self.function(attention_reference, attention_varlen_reference)
         *qkv, dout = (x.to(dtype) for x in self.tensors("cpu"))
         leaves = [x.requires_grad_() for x in qkv]
-        result = function(*leaves, compute_dtype=dtype)
+        M, N = (max(LENGTHS),) * 2 if self.packed else (self.M, self.N)
+        sizes = len(LENGTHS) if self.packed else 2, self.heads[0], M, N
+        keep = drawn_keep(self.seed, self.dropout_p, sizes, DEVICE) if self.dropout_p > 0 else None
+        result = function(*leaves, dropout_p=self.dropout_p, keep=keep, compute_dtype=dtype)
         gradients = torch.autograd.grad(result.out, leaves, dout.to(result.out.dtype))
         results = (result.out.detach(), result.lse.detach(), *gradients)
         return dict(zip(NAMES, results, strict=True))
@@ -152,10 +161,10 @@ class Load:
                     torch.empty(size << 10, device=DEVICE).normal_()
 
 
-def repeats(head_dim: int, count: int) -> None:
+def repeats(head_dim: int, dropout_p: float, count: int) -> None:
     """`count` times each call: bitwise equal, but the default dQ only within the rule."""
     for packed, causal in ((False, True), (True, True), (False, False)):
-        call = Call(head_dim, packed=packed, causal=causal)
+        call = Call(head_dim, packed=packed, causal=causal, dropout_p=dropout_p)
         truth, plain = call.reference(torch.float64), call.reference(torch.bfloat16)
         allowed = {x: allowed_error(torch.bfloat16, truth[x], plain[x]) for x in truth}
         truth = {name: x.to(DEVICE) for name, x in truth.items()}
@@ -324,7 +333,7 @@ def main(mode: str, *arguments: str) -> None:
     for owner, name, replacement in poisoned_makers():
         setattr(owner, name, replacement)
     if mode == "repeats":
-        repeats(int(arguments[0]), int(arguments[1]))
+        repeats(int(arguments[0]), float(arguments[1]), int(arguments[2]))
     else:
         {"alone": alone, "threads": threads}[mode](int(arguments[0]), Path(arguments[1]))
 

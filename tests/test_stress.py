@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import torch
 from processes import output_of
 from stress import Call
 
+from flashtile.testing import allowed_error
+
 REPEATS = int(os.environ.get("FLASHTILE_REPEATS", "200"))
 SCRIPT = Path(stress.__file__)
 SECONDS = 150 + 0.03 * REPEATS  # the first part for compiling
@@ -25,9 +28,10 @@ SMALL = Call(16, packed=False, causal=True, M=30, N=40, heads=(2, 1))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_repeats_under_load_agree(head_dim: int) -> None:
-    output_of(SCRIPT, "repeats", head_dim, REPEATS, seconds=SECONDS)
+def test_repeats_under_load_agree(head_dim: int, dropout_p: float) -> None:
+    output_of(SCRIPT, "repeats", head_dim, dropout_p, REPEATS, seconds=SECONDS)
 
 
 @pytest.mark.gpu
@@ -82,11 +86,22 @@ def test_a_default_dq_beyond_the_rule_is_found() -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_repeat_drops_what_its_reference_drops(packed: bool) -> None:
+    call = replace(SMALL, packed=packed, dropout_p=0.3)
+    truth, plain = call.reference(torch.float64), call.reference(torch.bfloat16)
+    run = call.prepared(True)
+    for results in (run(), run()):
+        for name, error in stress._errors(results, truth).items():
+            assert error <= allowed_error(torch.bfloat16, truth[name], plain[name]), name
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 def test_first_results_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "reference", lambda self, dtype: {"out": torch.zeros(1)})
     monkeypatch.setattr(Call, "prepared", lambda self, _: lambda: {"out": torch.ones(1)})
     with pytest.raises(AssertionError, match=r"errors \{'out': 1.0\}"):
-        stress.repeats(16, 1)
+        stress.repeats(16, 0.0, 1)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
