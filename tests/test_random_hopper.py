@@ -45,6 +45,7 @@ HEAD_DIMS = {
 COMBINATIONS = 40
 SHORTEST = 65  # queries that the backend takes
 BLOCK_TILE = (128, 128)  # of a block mask
+LONG = 1100  # keys of packed sequences that have the tiles of long ones
 HANG_SECONDS = 180  # nearly all for compiling, beside many other processes
 PART = 20  # draws of a test
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", str(PART)))
@@ -85,6 +86,8 @@ def combination(number: int, head_dim: int) -> Combination:
         chosen.add(chance.choice(["span", "spans for each batch"]))
     if chance.random() < 0.25:
         chosen.add("dropout")
+    if packed and chance.random() < 0.5:
+        chosen.add("long")
     return Combination(dims, packed, frozenset(chosen))
 
 
@@ -193,7 +196,8 @@ def test_random_problems(
         return
     lengths = data.draw(st.lists(sequences, min_size=1, max_size=4), "lengths")
     lengths_q, lengths_k = (list(x) for x in zip(*lengths, strict=True))
-    M, N = max(SHORTEST, *lengths_q), max(1, *lengths_k)  # upper bounds, not always reached
+    fewest = LONG if "long" in options else 1
+    M, N = max(SHORTEST, *lengths_q), max(fewest, *lengths_k)  # upper bounds, not always reached
     s = Sizes(len(lengths), M, N, Hk * group, Hk, D, Dv)
     named_if_it_hangs(f"{s} {lengths} {dtype} {chosen.__name__} {layout} seed {seed}")
     check_varlen(lengths_q, lengths_k, s, chosen, dtype, hopper, seed, layout)

@@ -83,10 +83,10 @@ def dense(
     return describe(qkv(generator(0), **sizes, dtype=dtype), Dense(), options)
 
 
-def packed(**options: Any) -> tuple[Operands, Options]:
+def packed(longest: int = 130, head_dim: int = 128, **options: Any) -> tuple[Operands, Options]:
     lengths = [130, 5, 0, 70]
-    q, k, v = packed_qkv(generator(0), lengths, lengths, D=128, dtype=torch.bfloat16)
-    layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), 130, 130)
+    q, k, v = packed_qkv(generator(0), lengths, lengths, D=head_dim, dtype=torch.bfloat16)
+    layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), longest, longest)
     return describe((q, k, v), layout, options)
 
 
@@ -100,6 +100,7 @@ def spans(rows: int, intervals: int) -> Spans:
 
 OPTIONS: dict[str, Any] = {
     "window": lambda: dense(window_size=(50, 20)),
+    "wide window": lambda: dense(window_size=(500, 20)),
     "chunk": lambda: dense(attention_chunk=100, causal=True),
     "softcap 64": lambda: dense(64, 64, softcap=3.0),
     "softcap": lambda: dense(softcap=3.0),
@@ -111,6 +112,8 @@ OPTIONS: dict[str, Any] = {
     "span": lambda: dense(64, 64, N=2000, mask=spans(300, 1)),
     "spans": lambda: dense(mask=spans(300, 2)),
     "packed": lambda: packed(causal=True),
+    "packed 64": lambda: packed(head_dim=64, causal=True),
+    "long packed": lambda: packed(2000, causal=True),
     "packed span": lambda: packed(mask=spans(205, 1), causal=True),
     "lengths": lambda: dense(seqused_k=torch.tensor([400, 7], dtype=torch.int32), causal=True),
 }
@@ -132,7 +135,9 @@ def test_head_dims_compile(head_dims: tuple[int, int], mask: str):
     check(dense(*head_dims, causal=mask == "causal"), SPILLS.get(head_dims[0], 0))
 
 
-@pytest.mark.parametrize("option", OPTIONS if FULL else ["window", "packed", "block_mask"])
+@pytest.mark.parametrize(
+    "option", OPTIONS if FULL else ["window", "packed", "long packed", "block_mask"]
+)
 def test_options_compile(option: str):
     check(OPTIONS[option](), SPILLS.get(option, 0))
 
@@ -166,7 +171,7 @@ def test_blocks_stay_lean(head_dim: int):
 
 @pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
 def test_packed_blocks_are_as_lean():
-    blocks = report(launch_of(*packed(causal=True))).blocks
+    blocks = report(launch_of(*packed(2000, causal=True))).blocks
     lengths = sorted(map(len, blocks))  # of each consumer a loop with masks and one without
     assert len(lengths) == 4
     assert lengths[1] <= INSTRUCTIONS[128]

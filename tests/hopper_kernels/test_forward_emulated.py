@@ -245,6 +245,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (50, 20)},
     "left": {"window_size": (33, -1)},
     "causal window": {"window_size": (90, 0)},
+    "wide window": {"window_size": (200, 90)},
     "chunk": {"attention_chunk": 48},
     "causal chunk": {"attention_chunk": 100, "causal": True},
     "softcap": {"softcap": 3.0, "causal": True},
@@ -285,6 +286,23 @@ def test_strides(style: str):
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
+    packed(4, used, head_dim, causal=causal)
+
+
+@pytest.fixture
+def no_short_sequences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sequences of an emulation have the tiles of long ones."""
+    plan.cache_clear()
+    monkeypatch.setattr(forward_plan, "SHORT_PACKED", 0)
+    yield
+    plan.cache_clear()
+
+
+@pytest.mark.usefixtures("no_short_sequences")
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
 
 

@@ -120,6 +120,14 @@ UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
 SHORT_CAUSAL = 1024  # keys
 SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 
+# If tiles see few keys, blocks of 64 keys have fewer masked scores. Their loops also have less
+# code, which a short call may have to read from memory.
+NARROW_WINDOW = 256  # keys
+SHORT_PACKED = 1024  # keys of the longest sequence
+NARROW_TILES = dict.fromkeys(
+    [(64, 64), (80, 80), (96, 96), (128, 128)], Tile(2, 64, 4, False, "registers")
+)
+
 # Three consumers lack the registers for random numbers. Integer instructions, not products, limit
 # these kernels.
 DROPOUT_TILES = SHORT_CAUSAL_TILES | {(128, 128): Tile(2, 64, 3, False, "registers")}
@@ -152,6 +160,8 @@ def tile_of(problem: AttentionProblem) -> Tile:
         # Three consumers lack the registers for two intervals.
         fits_long = problem.spans == 1 and problem.N > SHORT_CAUSAL
         of_mask = {} if fits_long else SHORT_CAUSAL_TILES
+    elif _sees_few_keys(problem):
+        of_mask = NARROW_TILES
     elif not problem.facts:
         of_mask = UNMASKED_TILES
     elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
@@ -159,6 +169,13 @@ def tile_of(problem: AttentionProblem) -> Tile:
     elif _is_plain_causal(problem) and problem.N > LONG_CAUSAL:
         of_mask = LONG_CAUSAL_TILES
     return of_mask.get(head_dims) or TILES.get(head_dims, UNLIKE)
+
+
+def _sees_few_keys(problem: AttentionProblem) -> bool:
+    """Whether a tile of queries sees few keys: through a narrow window, or in short sequences."""
+    left, right = problem.options.window_left, problem.options.window_right
+    is_narrow = left is not None and right is not None and left + right < NARROW_WINDOW
+    return is_narrow or (problem.layout == "packed" and problem.N <= SHORT_PACKED)
 
 
 def _is_plain_causal(problem: AttentionProblem) -> bool:
