@@ -131,7 +131,7 @@ def mixed(tiles, LEVELS: tl.constexpr):
 @triton.jit
 def matrices_of(matrix_ptr, recipe: tl.constexpr):
     """A matrix (WIDTH, WIDTH) for each tile: the rows of its features, and the columns of the first
-    tile that it is mixed with, where the signs of the mixing are all positive.
+    tile that it is mixed with, where the signs of the mixing are all positive; or transposed.
     """
     TILES: tl.constexpr = recipe.TILES
     WIDTH: tl.constexpr = recipe.WIDTH
@@ -143,9 +143,25 @@ def matrices_of(matrix_ptr, recipe: tl.constexpr):
         matrix = tl.load(
             matrix_ptr + d[:, None] * recipe.DIM + column[None, :], mask=real, other=0.0
         )
+        if recipe.IS_TRANSPOSED:
+            matrix = tl.trans(matrix)
         # For mypy a tuple has one length; this one grows, unrolled by the compiler.
         found += (matrix,)  # type: ignore[assignment]
     return found
+
+
+@triton.jit
+def places(NUMBER: tl.constexpr, IS_TRANSPOSED: tl.constexpr, recipe: tl.constexpr):
+    """The rows and the features of tile NUMBER of a block, shaped such that they broadcast to
+    (ROWS, WIDTH), or transposed.
+    """
+    rows = tl.arange(0, recipe.ROWS)
+    d = NUMBER * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
+    if IS_TRANSPOSED:
+        rows, d = rows[None, :], d[:, None]
+    else:
+        rows, d = rows[:, None], d[None, :]
+    return rows, d
 
 
 @triton.jit
@@ -156,45 +172,61 @@ def embedded(tile, x, base, rows, d, inside, angles, cos_ptr, sin_ptr, recipe: t
         partner, pair, first = d ^ 1, d // 2, d % 2 == 0
     else:
         partner, pair, first = tl.where(d < HALF, d + HALF, d - HALF), d % HALF, d < HALF
-    known = inside & (d < 2 * HALF)[None, :]
-    other = tl.load(base + rows[:, None] * x.row + partner[None, :] * x.dim, mask=known, other=0.0)
-    offs = angles[:, None] * HALF + pair[None, :]
+    known = inside & (d < 2 * HALF)
+    other = tl.load(base + rows * x.row + partner * x.dim, mask=known, other=0.0)
+    offs = angles * HALF + pair
     c = tl.load(cos_ptr + offs, mask=known, other=1.0).to(tl.float32)
     s = tl.load(sin_ptr + offs, mask=known, other=0.0).to(tl.float32)
-    s = tl.where(first[None, :], -s, s)
+    s = tl.where(first, -s, s)
     return tile.to(tl.float32) * c + other.to(tl.float32) * s
 
 
 @triton.jit
-def load_tile(job, base, block, count, head_index, NUMBER: tl.constexpr, recipe: tl.constexpr):
-    """Tile NUMBER of a block, (ROWS, WIDTH), after rotary embedding and smoothing."""
+def load_tile(
+    job, base, block, count, head_index, NUMBER: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    recipe: tl.constexpr,
+):  # fmt: skip
+    """Tile NUMBER of a block, (ROWS, WIDTH) or transposed, after rotary embedding and smoothing."""
     x = job.x
     dtype: tl.constexpr = x.ptr.dtype.element_ty
-    rows = tl.arange(0, recipe.ROWS).to(tl.int64)
-    d = NUMBER * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
-    inside = (rows < count)[:, None] & (d < recipe.DIM)[None, :]
-    tile = tl.load(base + rows[:, None] * x.row + d[None, :] * x.dim, mask=inside, other=0.0)
+    rows, d = places(NUMBER, IS_TRANSPOSED, recipe)
+    rows = rows.to(tl.int64)
+    inside = (rows < count) & (d < recipe.DIM)
+    tile = tl.load(base + rows * x.row + d * x.dim, mask=inside, other=0.0)
     if recipe.HALF > 0:
         angles = block * recipe.ROWS + rows
         tables = job.cos_ptr, job.sin_ptr
         tile = embedded(tile, x, base, rows, d, inside, angles, *tables, recipe).to(dtype)
     if job.mean_ptr is not None:
         mean = tl.load(job.mean_ptr + head_index * recipe.DIM + d, mask=d < recipe.DIM)
-        tile = tl.where(inside, tile.to(tl.float32) - mean[None, :], 0.0).to(dtype)
+        tile = tl.where(inside, tile.to(tl.float32) - mean, 0.0).to(dtype)
     return tile
 
 
 @triton.jit
-def load_rotated(job, matrices, base, block, count, head_index, recipe: tl.constexpr):
-    """A block times the matrix, in float32; TILES of (ROWS, WIDTH), or transposed."""
+def load_tiles(job, base, block, count, head_index, recipe: tl.constexpr):
+    """A block: TILES of (ROWS, WIDTH), or transposed."""
     TILES: tl.constexpr = recipe.TILES
     found = ()
     for n in tl.static_range(TILES):
-        tile = load_tile(job, base, block, count, head_index, n, recipe)
+        tile = load_tile(job, base, block, count, head_index, n, False, recipe)
         if recipe.IS_TRANSPOSED:
-            tile = tl.dot(tl.trans(matrices[n]), tl.trans(tile))
+            tile = tl.trans(tile)
+        # For mypy a tuple has one length; this one grows, unrolled by the compiler.
+        found += (tile,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def rotated(tiles, matrices, recipe: tl.constexpr):
+    """The tiles of a block times the matrix, in float32."""
+    TILES: tl.constexpr = recipe.TILES
+    found = ()
+    for n in tl.static_range(TILES):
+        if recipe.IS_TRANSPOSED:
+            tile = tl.dot(matrices[n], tiles[n])
         else:
-            tile = tl.dot(tile, matrices[n])
+            tile = tl.dot(tiles[n], matrices[n])
         # For mypy a tuple has one length; this one grows, unrolled by the compiler.
         found += (tile,)  # type: ignore[assignment]
     return mixed(found, recipe.LEVELS)
@@ -208,9 +240,11 @@ def exact_tile(
     them over a row, so it is loaded again.
     """
     if recipe.IS_IDENTITY:
-        tile = load_tile(job, base, block, count, head_index, NUMBER, recipe).to(tl.float32)
-        if recipe.IS_TRANSPOSED:
-            tile = tl.trans(tile)
+        # Transposed at once: a tile that shares its addresses with the prefetched one would keep
+        # them in registers in every block.
+        tile = load_tile(
+            job, base, block, count, head_index, NUMBER, recipe.IS_TRANSPOSED, recipe
+        ).to(tl.float32)
     else:
         tile = tiles[NUMBER]
     return tile
@@ -220,17 +254,48 @@ def exact_tile(
 def store_tile(out, base, tile, count, NUMBER: tl.constexpr, recipe: tl.constexpr):
     """Round tile NUMBER of a block to float8 and store it."""
     STEP: tl.constexpr = recipe.ROW_STEP
-    rows = tl.arange(0, recipe.ROWS)
-    d = NUMBER * recipe.WIDTH + tl.arange(0, recipe.WIDTH)
+    rows, d = places(NUMBER, recipe.IS_TRANSPOSED, recipe)
     # Where rows are adjacent, a mask that ends at any row would need single stores.
-    kept, real = rows // STEP < tl.cdiv(count, STEP), d < recipe.DIM
-    if recipe.IS_TRANSPOSED:
-        offs = rows.to(tl.int64)[None, :] * out.row + d[:, None] * out.dim
-        inside = kept[None, :] & real[:, None]
-    else:
-        offs = rows.to(tl.int64)[:, None] * out.row + d[None, :] * out.dim
-        inside = kept[:, None] & real[None, :]
+    inside = (rows // STEP < tl.cdiv(count, STEP)) & (d < recipe.DIM)
+    offs = rows.to(tl.int64) * out.row + d * out.dim
     tl.store(base + offs, tile.to(tl.float8e4nv), mask=inside)
+
+
+@triton.jit
+def quantize_block(
+    job, tiles, matrices, base, out_base, descale_ptr, block, count, head_index,
+    recipe: tl.constexpr,
+):  # fmt: skip
+    """Quantise the loaded tiles of a block of `count` rows."""
+    TILES: tl.constexpr = recipe.TILES
+    out = job.out
+    tiles = rotated(tiles, matrices, recipe)
+    magnitude = largest(tiles)
+    is_finite = magnitude < float("inf")
+    if not is_finite:  # rare
+        magnitude = 0.0
+        for n in tl.static_range(TILES):
+            tile = exact_tile(job, tiles, base, block, count, head_index, n, recipe)
+            magnitude = tl.maximum(magnitude, largest((where_finite(tile, 0.0),)))
+    if recipe.HAS_SCALES:
+        scale = tl.load(descale_ptr)
+        inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    else:
+        magnitude = magnitude * recipe.UNIT
+        scale, inverse = power_of_two(magnitude)
+        if recipe.IS_MEASUREMENT:  # a block of zeros must not affect the shared scale
+            scale = tl.where(magnitude > 0.0, scale, 0.0)
+        tl.store(descale_ptr, scale)
+    if not recipe.IS_MEASUREMENT:
+        factor = inverse * recipe.UNIT
+        if is_finite:
+            for n in tl.static_range(TILES):
+                store_tile(out, out_base, tiles[n] * factor, count, n, recipe)
+        else:
+            for n in tl.static_range(TILES):
+                tile = exact_tile(job, tiles, base, block, count, head_index, n, recipe)
+                tile = where_finite(tile, float("nan")) * factor
+                store_tile(out, out_base, tile, count, n, recipe)
 
 
 @triton.jit
@@ -238,7 +303,6 @@ def quantize_tensor(job, first, B, M, total, recipe: tl.constexpr):
     """Quantise this program's blocks of a tensor, from block `first`; return its first block of the
     next tensor.
     """
-    TILES: tl.constexpr = recipe.TILES
     HEADS: tl.constexpr = recipe.HEADS
     x, out = job.x, job.out
     programs = tl.num_programs(0)
@@ -260,34 +324,20 @@ def quantize_tensor(job, first, B, M, total, recipe: tl.constexpr):
         count -= block * recipe.ROWS
         head_index = b * HEADS + head
         base = x.ptr + (batch * x.batch + row * x.row + head * x.head)
-        tiles = load_rotated(job, matrices, base, block, count, head_index, recipe)
-        magnitude = largest(tiles)
-        is_finite = magnitude < float("inf")
-        if not is_finite:  # rare
-            magnitude = 0.0
-            for n in tl.static_range(TILES):
-                tile = exact_tile(job, tiles, base, block, count, head_index, n, recipe)
-                magnitude = tl.maximum(magnitude, largest((where_finite(tile, 0.0),)))
+        tiles = load_tiles(job, base, block, count, head_index, recipe)
+        descale_ptr = job.descale_ptr
         if recipe.HAS_SCALES:
-            scale = tl.load(job.descale_ptr + b * (HEADS // recipe.GROUP) + head // recipe.GROUP)
-            inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+            descale_ptr += b * (HEADS // recipe.GROUP) + head // recipe.GROUP
         else:
-            magnitude = magnitude * recipe.UNIT
-            scale, inverse = power_of_two(magnitude)
-            if recipe.IS_MEASUREMENT:  # a block of zeros must not affect the shared scale
-                scale = tl.where(magnitude > 0.0, scale, 0.0)
-            tl.store(job.descale_ptr + head_index.to(tl.int64) * blocks + block, scale)
-        if not recipe.IS_MEASUREMENT:
-            out_base = out.ptr + (batch * out.batch + row * out.row + head * out.head)
-            factor = inverse * recipe.UNIT
-            if is_finite:
-                for n in tl.static_range(TILES):
-                    store_tile(out, out_base, tiles[n] * factor, count, n, recipe)
-            else:
-                for n in tl.static_range(TILES):
-                    tile = exact_tile(job, tiles, base, block, count, head_index, n, recipe)
-                    tile = where_finite(tile, float("nan")) * factor
-                    store_tile(out, out_base, tile, count, n, recipe)
+            descale_ptr += head_index.to(tl.int64) * blocks + block
+        out_base = out.ptr + (batch * out.batch + row * out.row + head * out.head)
+        # The compiler issues the loads of the next block before it enters a branch.
+        if count > 0:
+            quantize_block(
+                job, tiles, matrices, base, out_base, descale_ptr, block, count, head_index, recipe
+            )
+        elif not recipe.HAS_SCALES:
+            tl.store(descale_ptr, 0.0 if recipe.IS_MEASUREMENT else 1.0)
     return (first + programs - B * HEADS * blocks % programs) % programs
 
 
