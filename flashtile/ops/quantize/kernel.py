@@ -240,8 +240,8 @@ def exact_tile(
     them over a row, so it is loaded again.
     """
     if recipe.IS_IDENTITY:
-        # Transposed at once: a tile that shares its addresses with the prefetched one would keep
-        # them in registers in every block.
+        # Not the prefetched tile's addresses transposed: they would stay in registers in every
+        # block, for this rare case.
         tile = load_tile(
             job, base, block, count, head_index, NUMBER, recipe.IS_TRANSPOSED, recipe
         ).to(tl.float32)
@@ -331,7 +331,8 @@ def quantize_tensor(job, first, B, M, total, recipe: tl.constexpr):
         else:
             descale_ptr += head_index.to(tl.int64) * blocks + block
         out_base = out.ptr + (batch * out.batch + row * out.row + head * out.head)
-        # The compiler issues the loads of the next block before it enters a branch.
+        # Only packed batches have blocks without rows. All blocks are computed in a branch, because
+        # the compiler issues the next block's loads before it; otherwise, after the product.
         if count > 0:
             quantize_block(
                 job, tiles, matrices, base, out_base, descale_ptr, block, count, head_index, recipe
