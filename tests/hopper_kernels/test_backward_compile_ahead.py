@@ -247,12 +247,18 @@ def test_parts_with_options_compile(kind: str):
     check(call, spills, reloads, parts=2)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "deterministic": True}], ids=str)
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3, 4, 16, 17)])
-def test_new_lengths_and_heads_compile_nothing_new(parts: tuple[int, ...]):
+def test_new_lengths_and_heads_compile_nothing_new(
+    monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...], options: dict[str, Any]
+):
+    """The longer deterministic calls have two phases, the shorter ones have one."""
+    monkeypatch.setattr(backward_launch, "backward_swizzle", lambda *_: 1)
     seen = set()
     lengths = ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001))
     for (M, N), count in zip(lengths, parts, strict=True):
-        sources = [specialize(launch)[0] for launch in launches_of(dense(M=M, N=N), count)]
+        launches = launches_of(dense(M=M, N=N, **options), count)
+        sources = [specialize(launch)[0] for launch in launches]
         seen.add(str([(source.signature, source.attrs) for source in sources]))
     assert len(seen) == 1
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward.plan import backward_plan
+from flashtile.backends.hopper.backward.plan import backward_plan, backward_swizzle, phases_of
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
@@ -83,3 +83,40 @@ def test_values_have_fewer_columns_than_keys_above_128(
 def test_keys_and_values_in_registers(D: int, in_registers: tuple[bool, bool]):
     config = backward_plan(problem(D))
     assert in_registers == (config.HAS_K_IN_REGISTERS, config.HAS_V_IN_REGISTERS)
+
+
+def test_ordered_additions_under_a_causal_mask_have_phases():
+    assert backward_plan(problem(causal=True, deterministic=True)).HAS_PHASES
+    options: tuple[dict[str, Any], ...] = (
+        {"causal": True},
+        {"deterministic": True},
+        {"window_size": (100, 0), "deterministic": True},
+        {"causal": True, "attention_chunk": 100, "deterministic": True},
+        {"causal": True, "block_mask": VISIBLE, "deterministic": True},
+    )
+    assert not any(backward_plan(problem(**given)).HAS_PHASES for given in options)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "swizzle", "wanted"),
+    [
+        (64, 64, 8, (2, 4)),
+        (64, 9, 8, (2, 3)),  # groups of equal size
+        (64, 8, 8, (1, 8)),  # all heads together
+        (64, 3, 1, (2, 1)),
+        (4, 64, 8, (1, 8)),  # short sequences
+        (4, 9, 8, (1, 5)),
+    ],
+)
+def test_phases_of_heads(tiles: int, heads: int, swizzle: int, wanted: tuple[int, int]):
+    assert phases_of(tiles, heads, swizzle) == wanted
+
+
+def test_full_masks_count_the_sum_for_dq_in_the_swizzle():
+    """At head dim 256, dQ in float32 takes as many bytes as Q and dO."""
+
+    def swizzle(**options: Any) -> int:
+        sizes = {"M": 4096, "N": 4096}
+        return backward_swizzle(problem(256, deterministic=True, **options)._replace(**sizes))
+
+    assert [swizzle(), swizzle(causal=True), swizzle(window_size=(100, -1))] == [4, 8, 8]

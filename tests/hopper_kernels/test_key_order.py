@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward import buffers, launch
+from flashtile.backends.hopper.backward import buffers, launch, plan
 from flashtile.backends.hopper.backward.launch import backward_launches
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
@@ -33,15 +34,16 @@ class Program(NamedTuple):
 
 
 def programs(
-    lengths: Sequence[int] | None, parts: int, swizzle: int, deterministic: bool
-) -> list[Program]:
-    """The programs with a tile, in the order of their numbers: of 3 dense sequences of ROWS
-    tokens, or of a packed batch of `lengths`.
+    lengths: Sequence[int] | None, parts: int, swizzle: int, deterministic: bool, rows: int = ROWS,
+    keys: int = ROWS,
+) -> list[Program]:  # fmt: skip
+    """The programs with a tile, in the order of their numbers: of 3 dense sequences of `rows`
+    queries and `keys` keys, or of a packed batch of `lengths`.
     """
     sizes = {"Hq": GROUP * HEADS, "Hk": HEADS, "D": 128, "dtype": torch.bfloat16}
     layout: Any = Dense()
     if lengths is None:
-        q, k, v = qkv(generator(0), B=3, M=ROWS, N=ROWS, **sizes)
+        q, k, v = qkv(generator(0), B=3, M=rows, N=keys, **sizes)
     else:
         q, k, v = packed_qkv(generator(0), list(lengths), list(lengths), **sizes)
         layout = Packed(cu_seqlens(lengths), cu_seqlens(lengths), max(lengths), max(lengths))
@@ -122,3 +124,32 @@ def test_every_part_comes_once(case: str, parts: int, swizzle: int, deterministi
     if case == "dense":
         for of_head in positions.values():
             assert of_head[-1] - of_head[0] < len(of_head) * swizzle
+
+
+@pytest.mark.parametrize("swizzle", [1, 2, 5, 6, 7, 64])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (300, 130), (300, 600), (700, 641)])
+def test_phases(monkeypatch: pytest.MonkeyPatch, rows: int, keys: int, parts: int, swizzle: int):
+    """1, 2, 5 or 6 tiles of 6 or 12 heads, in groups that divide these numbers or not. Every tile
+    comes once, and after the previous tile of its head, for which it may wait.
+    """
+    monkeypatch.setattr(plan, "FEWEST_IN_PHASES", 1)
+    found = [program[:4] for program in programs(None, parts, swizzle, True, rows, keys)]
+    heads = list(product(range(3), range(HEADS), range(parts)))
+    tiles = -(-keys // BLOCK_N)
+    for b, *head in heads:
+        of_head = [n for sequence, n, *other in found if (sequence, other) == (b, head)]
+        assert of_head == list(range(tiles))
+
+    phases, width = plan.phases_of(tiles, len(heads), swizzle)
+    groups = [heads[i : i + width] for i in range(0, len(heads), width)]
+    length = -(-tiles // phases)
+    wanted = [
+        (b, phase * length + step, *head)
+        for section in range(len(groups) + phases - 1)
+        for step in range(length)
+        for phase in range(phases)
+        if section - phase in range(len(groups)) and phase * length + step < tiles
+        for b, *head in groups[section - phase]
+    ]
+    assert found == wanted

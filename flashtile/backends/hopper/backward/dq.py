@@ -359,8 +359,10 @@ def acquire_semaphore(semaphore, predecessors, m, work, cfg: gl.constexpr):
     """Wait until the tile before this one has added to block m, if there is one: tile n - 1 if it
     sees the block, or with a block mask the last of its predecessors.
 
-    This cannot deadlock: tiles are numbered in the order in which programs start, so a program
-    waits only for programs that already run, and the first program waits for none.
+    This cannot deadlock. Programs number themselves in the order in which they start, and in every
+    order of `schedule.py` tile n - 1 of a head has a smaller number than tile n. So a program waits
+    only for programs that have started, and the one with the smallest number among those that have
+    not ended waits for none, however few run at the same time.
     """
     if cfg.HAS_BLOCK_MASK:
         waits = predecessors > 0

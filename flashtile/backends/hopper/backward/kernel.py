@@ -109,7 +109,7 @@ class KeySizes(NamedTuple):
     heads: Any  # number of key heads
     group: Any
     swizzle: Any
-    reciprocals: Any  # OrderReciprocals
+    reciprocals: Any  # OrderReciprocals, or PhaseReciprocals with cfg.HAS_PHASES
     blocks: Any  # number of blocks of the workspace per head
     parts: Any  # programs that share a tile; None without cfg.IS_PARTED
 

@@ -36,9 +36,16 @@ from .buffers import (
 from .dq import PIECE_ROWS, rows_of_piece
 from .kernel import KeyGradients, backward_kernel
 from .part_sums import add_parts_kernel, pieces_of
-from .plan import BackwardConfig, backward_swizzle
+from .plan import BackwardConfig, backward_swizzle, phases_of
 from .row_kernels import delta_kernel, round_kernel
-from .schedule import KeyOrder, order_reciprocals
+from .schedule import (
+    KeyOrder,
+    OrderReciprocals,
+    PhaseReciprocals,
+    order_reciprocals,
+    phase_reciprocals,
+    phased_programs,
+)
 from .span_lists import lists_of_buffers, span_launches
 
 OPERANDS = len(Operands._fields)
@@ -269,7 +276,17 @@ def key_launch(
     config, options = common["cfg"], problem.options
     parts = parts_of_tile(problem, operands)
     plain = (made.dk_parts, made.dv_parts) if config.IS_PARTED else (made.dk, made.dv)
-    tiles, swizzle = -(-problem.N // config.BLOCK_N), swizzle_of(problem, operands)
+    heads, tiles = problem.Hk * parts, -(-problem.N // config.BLOCK_N)
+    swizzle = swizzle_of(problem, operands)
+    reciprocals: OrderReciprocals | PhaseReciprocals
+    if config.HAS_PHASES:
+        together = problem.B * heads
+        phases, swizzle = phases_of(tiles, together, swizzle)
+        programs = phased_programs(tiles, together, phases, swizzle)
+        reciprocals = phase_reciprocals(tiles, heads, phases, swizzle)
+    else:
+        programs = key_tiles(problem, operands, config) * heads
+        reciprocals = order_reciprocals(tiles, problem.B, heads, swizzle)
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(operands, dout, made, config),
@@ -281,7 +298,7 @@ def key_launch(
         "heads": problem.Hk,
         "group": problem.group,
         "swizzle": swizzle,
-        "reciprocals": order_reciprocals(tiles, problem.B, problem.Hk * parts, swizzle),
+        "reciprocals": reciprocals,
         "parts": parts if config.IS_PARTED else None,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
@@ -293,7 +310,6 @@ def key_launch(
         "last_kept": last_kept_word(options.dropout_p) if config.HAS_DROPOUT else None,
         **common,
     }
-    programs = key_tiles(problem, operands, config) * problem.Hk * parts
     return Launch(backward_kernel, (programs,), arguments, is_early=True)
 
 

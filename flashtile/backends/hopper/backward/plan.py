@@ -42,6 +42,9 @@ TILES = {
 # start one after the other and wait less.
 WIDEST_ORDERED = 64
 
+# With fewer tiles of a head, too many of the programs of two phases would have no tile.
+FEWEST_IN_PHASES = 8
+
 
 @dataclass(frozen=True)
 class BackwardConfig:
@@ -80,6 +83,7 @@ class BackwardConfig:
     IS_PACKED: bool
     IS_ASCENDING: bool  # a tile visits the blocks of queries from the first one that sees it
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
+    HAS_PHASES: bool  # the tiles of a head may run in two phases: see `phases_of`
     IS_PARTED: bool  # several programs share a tile of keys: see `parts.py`
     STAGGER: int  # cycles by which the second consumer starts later than the first
     FULL_STAGGER: int  # the same before the full blocks of a list
@@ -136,6 +140,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         IS_PACKED=problem.layout != "dense",
         IS_ASCENDING=is_ascending(problem),
         IS_ORDERED=options.deterministic,
+        HAS_PHASES=has_phases(problem),
         IS_PARTED=is_parted,
         STAGGER=stagger(problem, columns),
         FULL_STAGGER=full_stagger(problem, columns),
@@ -261,8 +266,39 @@ def backward_swizzle(problem: AttentionProblem, parts: int = 1, are_apart: bool 
     if not is_uneven(problem) and not ordered:
         return 1
     of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
+    is_full = not is_uneven(problem) and problem.options.window_left is None
+    if is_full and problem.layout == "dense":
+        # Tiles of a head wait for each other until they are at all different blocks, so that they
+        # use the whole of the head's dQ, too.
+        of_a_head += problem.M * dq_columns(problem, padded_columns(problem)) * 4 * problem.group
     widest = WIDEST_ORDERED if ordered else WIDEST_SWIZZLE
     return min(max(parts * CACHED_BYTES // of_a_head, 1), widest)
+
+
+def has_phases(problem: AttentionProblem) -> bool:
+    """Whether the tiles of a head may run in two phases, see `phases_of`: those of ordered
+    additions in a dense batch, if later tiles of keys have fewer queries.
+    """
+    options = problem.options
+    has_left = options.window_left is not None or options.attention_chunk > 0
+    able = options.deterministic and problem.layout == "dense" and not has_lists(problem)
+    return able and options.window_right is not None and not has_left
+
+
+def phases_of(tiles: int, heads: int, swizzle: int) -> tuple[int, int]:
+    """(number of phases, heads whose tiles run together in each phase) of `heads` heads of a batch
+    with `tiles` tiles each, if those of `swizzle` heads would run together.
+
+    With ordered additions, a tile adds to a block only after the previous tile of its head. Under a
+    causal mask the last tiles of a head are short; if they ran side by side, they would start
+    faster than their additions can follow each other, and wait. Therefore the second half of the
+    tiles of some heads runs beside the first half of those of the next heads, so that long and
+    short tiles alternate. Each phase has half of the heads, because the cache holds no more. If all
+    heads run together anyway, there are no next heads.
+    """
+    phases = 2 if heads > swizzle and tiles >= FEWEST_IN_PHASES else 1
+    groups = -(-heads // -(-swizzle // phases))
+    return phases, -(-heads // groups)
 
 
 def leaves_keys_unseen(problem: AttentionProblem) -> bool:

@@ -55,6 +55,30 @@ def order_reciprocals(tiles: int, sequences: int, heads: int, swizzle: int) -> O
     return OrderReciprocals(*map(unspecialized, (missing, *map(reciprocal, divisors))))
 
 
+class PhaseReciprocals(NamedTuple):
+    """What `phased_order` divides by; all fields are `unspecialized`."""
+
+    phases: Any  # 1 or 2
+    length: Any  # tiles of a head in one phase
+    by_section: Any  # of the number of programs of a section
+    by_step: Any  # of `swizzle` programs for each phase
+    by_swizzle: Any
+    by_heads: Any  # of `program_heads`
+
+
+def phase_reciprocals(tiles: int, heads: int, phases: int, swizzle: int) -> PhaseReciprocals:
+    """The reciprocals for `tiles` tiles of each head; a sequence has `heads` `program_heads`."""
+    length, step = max(-(-tiles // phases), 1), phases * swizzle
+    reciprocals = map(reciprocal, (length * step, step, swizzle, heads))
+    return PhaseReciprocals(*map(unspecialized, (phases, length, *reciprocals)))
+
+
+def phased_programs(tiles: int, together: int, phases: int, swizzle: int) -> int:
+    """The number of programs of `phased_order` for `together` heads of the batch."""
+    sections = -(-together // swizzle) + phases - 1
+    return sections * phases * swizzle * -(-tiles // phases)
+
+
 @gluon.jit
 def program_heads(sizes, cfg: gl.constexpr):
     """The heads of `swizzled_order`: the parts of each key head, one key head after the other."""
@@ -84,6 +108,30 @@ def dense_order(number, heads, sizes, BLOCK_N: gl.constexpr):
     n, head = divide(number - start * tiles, width, by_width)
     b, head = divide(start + head, heads, restored(by.by_heads + zero))
     return n, b, head
+
+
+@gluon.jit
+def phased_order(number, sizes, cfg: gl.constexpr):
+    """(tile in its head, head of the batch) of the number of a program, in phases: see
+    `plan.phases_of`. A program without a tile has one after the last tile of a head.
+
+    Groups of `swizzle` heads follow each other. The tiles of each head are cut into `phases` equal
+    ranges. Section s of the programs has the first range of group s and the second one of group
+    s - 1; a step of it has a tile of each head of both. Some of these tiles and heads do not exist.
+
+    A head's tiles have ascending numbers: within a range, a tile is one step after the previous
+    one; the second range is one section after the first. `dq.acquire_semaphore` needs this.
+    """
+    by = sizes.reciprocals
+    phases, length = restored(by.phases).to(gl.int32), restored(by.length).to(gl.int32)
+    step = phases * sizes.swizzle
+    section, index = divide(number, length * step, restored(by.by_section))
+    n, index = divide(index, step, restored(by.by_step))
+    phase, head = divide(index, sizes.swizzle, restored(by.by_swizzle))
+    n += phase * length
+    head += (section - phase) * sizes.swizzle
+    exists = (head >= 0) & (head < sizes.B * program_heads(sizes, cfg))
+    return gl.where(exists, n, gl.cdiv(sizes.N, cfg.BLOCK_N)), gl.where(exists, head, 0)
 
 
 @aggregate
@@ -133,7 +181,9 @@ class KeyWork:
 
 
 class Tile(NamedTuple):
-    """The number of a program; in packed batches, the sequence and the index there of its tile."""
+    """The number of a program; in packed batches, the sequence and the index there of its tile. In
+    phases, the head of the batch and the index there.
+    """
 
     number: Any
     b: Any
@@ -149,15 +199,18 @@ def listed_tile(number, order, sizes, cfg: gl.constexpr):
         entry = order.tiles + 2 * (number // program_heads(sizes, cfg))
         b = gl.load(entry)
         n = gl.load(entry + 1)
+    elif cfg.HAS_PHASES:
+        n, number = phased_order(number, sizes, cfg)
     return Tile(number, b, n)
 
 
 @gluon.jit
 def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
-    """The work of a program, in the order of the head swizzle. The first keys come first, because
-    under a causal mask most queries see them (LPT order). In packed batches the swizzle stays
-    within a sequence: the programs of entry (b, n) take the n-th run of `program_heads` numbers in
-    its swizzled order. The tile has no blocks if the program has no steps.
+    """The work of a program, in the order of the head swizzle or of phases. The first keys come
+    first, because under a causal mask most queries see them (LPT order). In packed batches the
+    swizzle stays within a sequence: the programs of entry (b, n) take the n-th run of
+    `program_heads` numbers in its swizzled order. The tile has no blocks if the program has no
+    steps.
     """
     b, index = tile.b, tile.number
     heads = program_heads(sizes, cfg)
@@ -165,6 +218,10 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
         entry = mask.blocks.order + 4 * index
         b, h, n = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         steps = gl.load(entry + 3)
+    elif cfg.HAS_PHASES:
+        n = tile.n
+        zero = opaque_zero(index)  # as in `dense_order`
+        b, h = divide(index + zero, heads, restored(sizes.reciprocals.by_heads + zero))
     elif not cfg.IS_PACKED:
         n, b, h = dense_order(index, heads, sizes, cfg.BLOCK_N)
     start_q, M = sequence(b, at.cu_seqlens_q, at.seqused_q, sizes.total_q, sizes.M)

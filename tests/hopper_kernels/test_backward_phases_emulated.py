@@ -1,0 +1,27 @@
+"""The deterministic Hopper backward with tiles in two phases, in the emulator."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends.hopper.backward import launch, plan
+
+from .test_backward_emulated import dense
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("head_dim", "lengths"),
+    [(64, (386, 386)), (128, (258, 258)), (128, (130, 300)), (192, (194, 150)), (256, (251, 251))],
+)
+def test_deterministic_phases(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, lengths: tuple[int, int], parts: int
+):
+    """More key heads, or parts of them, than run together: tiles of two phases alternate."""
+    monkeypatch.setattr(launch, "backward_swizzle", lambda *_: 3)
+    monkeypatch.setattr(plan, "FEWEST_IN_PHASES", 2)
+    M, N = lengths
+    sizes = {"M": M, "N": N, "D": head_dim, "Hq": 4, "Hk": 2}
+    dense(head_dim, sizes=sizes, parts=parts, deterministic=True, causal=True)
