@@ -245,7 +245,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (50, 20)},
     "left": {"window_size": (33, -1)},
     "causal window": {"window_size": (90, 0)},
-    "wide window": {"window_size": (200, 90)},
+    "wide window": {"window_size": (400, 112)},
     "chunk": {"attention_chunk": 48},
     "causal chunk": {"attention_chunk": 100, "causal": True},
     "softcap": {"softcap": 3.0, "causal": True},
@@ -293,7 +293,7 @@ def test_packed(causal: bool, used: bool, head_dim: int):
 def no_short_sequences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sequences of an emulation have the tiles of long ones."""
     plan.cache_clear()
-    monkeypatch.setattr(forward_plan, "SHORT_PACKED", 0)
+    monkeypatch.setattr(forward_plan, "NARROW_TILES", {})
     yield
     plan.cache_clear()
 

@@ -29,18 +29,21 @@ def test_head_dims_have_as_few_columns_as_a_tile_allows(
 
 
 @pytest.mark.parametrize(
-    ("layout", "N", "window", "keys"),
+    ("layout", "D", "N", "window", "keys"),
     [
-        ("dense", 9000, (200, 55), 64), ("dense", 9000, (200, 56), 128),
-        ("dense", 9000, (20, None), 128), ("dense", 1024, (None, 0), 128),
-        ("packed", 1024, (None, None), 64), ("packed", 1025, (None, None), 128),
-        ("packed", 9000, (255, 0), 64),
+        ("dense", 96, 9000, (400, 111), 64), ("dense", 96, 9000, (400, 112), 128),
+        ("dense", 96, 9000, (20, None), 128), ("dense", 96, 512, (None, None), 128),
+        ("dense", 64, 512, (None, 0), 64), ("dense", 64, 513, (None, 0), 128),
+        ("dense", 128, 1024, (None, 0), 64), ("dense", 128, 1025, (None, 0), 128),
+        ("packed", 96, 512, (None, None), 64), ("packed", 96, 513, (None, None), 128),
+        ("packed", 96, 1024, (None, 0), 64), ("packed", 96, 1025, (None, 0), 128),
+        ("packed", 96, 9000, (511, 0), 64),
     ],
 )  # fmt: skip
 def test_tiles_that_see_few_keys_have_narrow_blocks(
-    layout: str, N: int, window: tuple[int | None, int | None], keys: int
+    layout: str, D: int, N: int, window: tuple[int | None, int | None], keys: int
 ):
-    q = torch.empty(1, 300, 2, 96, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(1, 300, 2, D, dtype=torch.bfloat16, device="meta")
     problem = AttentionProblem.of(Operands(q, q, q), Options(300, 300, 1.0))
     left, right = window
     options = problem.options._replace(window_left=left, window_right=right)

@@ -122,11 +122,9 @@ SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 
 # If tiles see few keys, blocks of 64 keys have fewer masked scores. Their loops also have less
 # code, which a short call may have to read from memory.
-NARROW_WINDOW = 256  # keys
-SHORT_PACKED = 1024  # keys of the longest sequence
-NARROW_TILES = dict.fromkeys(
-    [(64, 64), (80, 80), (96, 96), (128, 128)], Tile(2, 64, 4, False, "registers")
-)
+FEW_KEYS = 512
+NARROW = Tile(2, 64, 4, False, "registers")
+NARROW_TILES = dict.fromkeys([(64, 64), (80, 80), (96, 96), (128, 128)], NARROW)
 
 # Three consumers lack the registers for random numbers. Integer instructions, not products, limit
 # these kernels.
@@ -165,17 +163,23 @@ def tile_of(problem: AttentionProblem) -> Tile:
     elif not problem.facts:
         of_mask = UNMASKED_TILES
     elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
-        of_mask = SHORT_CAUSAL_TILES
+        of_mask = SHORT_CAUSAL_TILES | {(128, 128): NARROW}
     elif _is_plain_causal(problem) and problem.N > LONG_CAUSAL:
         of_mask = LONG_CAUSAL_TILES
     return of_mask.get(head_dims) or TILES.get(head_dims, UNLIKE)
 
 
 def _sees_few_keys(problem: AttentionProblem) -> bool:
-    """Whether a tile of queries sees few keys: through a narrow window, or in short sequences."""
+    """Whether tiles of queries see few keys: through a narrow window, or in short sequences. Most
+    sequences of a packed batch are shorter than the longest one.
+    """
     left, right = problem.options.window_left, problem.options.window_right
-    is_narrow = left is not None and right is not None and left + right < NARROW_WINDOW
-    return is_narrow or (problem.layout == "packed" and problem.N <= SHORT_PACKED)
+    if left is not None and right is not None and left + right < FEW_KEYS:
+        return True
+    is_causal, is_packed = right == 0, problem.layout == "packed"
+    if is_causal and is_packed:
+        return problem.N <= SHORT_CAUSAL
+    return (is_causal or is_packed) and problem.N <= FEW_KEYS
 
 
 def _is_plain_causal(problem: AttentionProblem) -> bool:
