@@ -47,7 +47,9 @@ def test_tiles_that_see_few_keys_have_narrow_blocks(
     problem = AttentionProblem.of(Operands(q, q, q), Options(300, 300, 1.0))
     left, right = window
     options = problem.options._replace(window_left=left, window_right=right)
-    assert keys == plan(problem._replace(layout=layout, N=N, options=options)).BLOCK_N
+    problem = problem._replace(layout=layout, N=N, options=options)
+    assert keys == plan(problem).BLOCK_N
+    assert plan(problem._replace(runs=2)).BLOCK_N == 128  # parts of sequences
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,9 @@ SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 # If tiles see few keys, blocks of 64 keys have fewer masked scores. Their loops also have less
 # code, which a short call may have to read from memory.
 FEW_KEYS = 512
-NARROW = Tile(2, 64, 4, False, "registers")
-NARROW_TILES = dict.fromkeys([(64, 64), (80, 80), (96, 96), (128, 128)], NARROW)
+NARROW_TILES = dict.fromkeys(
+    [(64, 64), (80, 80), (96, 96), (128, 128)], Tile(2, 64, 4, False, "registers")
+)
 
 # Three consumers lack the registers for random numbers. Integer instructions, not products, limit
 # these kernels.
@@ -163,21 +164,26 @@ def tile_of(problem: AttentionProblem) -> Tile:
     elif not problem.facts:
         of_mask = UNMASKED_TILES
     elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
-        of_mask = SHORT_CAUSAL_TILES | {(128, 128): NARROW}
+        of_mask = SHORT_CAUSAL_TILES
     elif _is_plain_causal(problem) and problem.N > LONG_CAUSAL:
         of_mask = LONG_CAUSAL_TILES
     return of_mask.get(head_dims) or TILES.get(head_dims, UNLIKE)
 
 
 def _sees_few_keys(problem: AttentionProblem) -> bool:
-    """Whether tiles of queries see few keys: through a narrow window, or in short sequences. Most
-    sequences of a packed batch are shorter than the longest one.
+    """Whether tiles of queries see few keys: through a narrow window, or in short sequences.
+
+    A causal mask hides about half of the keys; with fewer than 128 columns this helps only in
+    packed batches, where most sequences are shorter than the longest one. Parts of sequences belong
+    to long ones.
     """
+    if problem.runs > 0:
+        return False
     left, right = problem.options.window_left, problem.options.window_right
     if left is not None and right is not None and left + right < FEW_KEYS:
         return True
     is_causal, is_packed = right == 0, problem.layout == "packed"
-    if is_causal and is_packed:
+    if is_causal and (is_packed or padded_pair(problem) == (128, 128)):
         return problem.N <= SHORT_CAUSAL
     return (is_causal or is_packed) and problem.N <= FEW_KEYS
 
