@@ -45,7 +45,8 @@ HEAD_DIMS = {
 COMBINATIONS = 40
 SHORTEST = 65  # queries that the backend takes
 BLOCK_TILE = (128, 128)  # of a block mask
-LONG = 1100  # keys of packed sequences that have the tiles of long ones
+# Keys of sequences, and of either side of a window, whose tiles are those of long problems.
+LONG, WIDE = 1100, 300
 HANG_SECONDS = 180  # nearly all for compiling, beside many other processes
 PART = 20  # draws of a test
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", str(PART)))
@@ -86,7 +87,7 @@ def combination(number: int, head_dim: int) -> Combination:
         chosen.add(chance.choice(["span", "spans for each batch"]))
     if chance.random() < 0.25:
         chosen.add("dropout")
-    if packed and chance.random() < 0.5:
+    if chance.random() < 0.5:
         chosen.add("long")
     return Combination(dims, packed, frozenset(chosen))
 
@@ -181,7 +182,9 @@ def test_random_problems(
     Hk, group = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 3)), "heads")
     number = data.draw(st.integers(0, COMBINATIONS - 1), "combination")
     (D, Dv), packed, options = combination(number, head_dim)
-    numbers = [data.draw(st.one_of(st.integers(0, 40), st.integers(0, 300))) for _ in range(2)]
+    is_long = "long" in options
+    sides = st.one_of(st.integers(0, 40), st.integers(0, 300))
+    numbers = [data.draw(sides) + WIDE * is_long for _ in range(2)]
     chunk = data.draw(st.one_of(st.integers(1, 40), st.integers(1, 300)), "chunk")
     chosen = options_of(options, *numbers, chunk, packed)
     # Float16 is the same kernels with other products: a few combinations will do.
@@ -190,14 +193,15 @@ def test_random_problems(
     seed = data.draw(st.integers(0, 2**31), "seed")
     if not packed:
         B, M, N = data.draw(st.integers(1, 3)), data.draw(queries, "M"), data.draw(keys, "N")
+        N += LONG * is_long
         s = Sizes(B, M, N, Hk * group, Hk, D, Dv)
         named_if_it_hangs(f"{s} {dtype} {chosen.__name__} {layout} seed {seed}")
         check_dense(s, chosen, dtype, hopper, seed, layout)
         return
     lengths = data.draw(st.lists(sequences, min_size=1, max_size=4), "lengths")
     lengths_q, lengths_k = (list(x) for x in zip(*lengths, strict=True))
-    fewest = LONG if "long" in options else 1
-    M, N = max(SHORTEST, *lengths_q), max(fewest, *lengths_k)  # upper bounds, not always reached
+    # Upper bounds, not always reached.
+    M, N = max(SHORTEST, *lengths_q), max(LONG if is_long else 1, *lengths_k)
     s = Sizes(len(lengths), M, N, Hk * group, Hk, D, Dv)
     named_if_it_hangs(f"{s} {lengths} {dtype} {chosen.__name__} {layout} seed {seed}")
     check_varlen(lengths_q, lengths_k, s, chosen, dtype, hopper, seed, layout)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import api
 from .model_layers import Config, Layer, dtype_of, latent_decoding, layers_of, text_config
 
-LENGTHS = (512, 4096, 16384)  # the tile of some kernels depends on the length
+LENGTHS = (512, 1024, 4096, 16384)  # the tile of some kernels depends on the length
 CAPACITY = 4096  # tokens of a sequence's cache
 BATCHES = (1, 64)  # the keys of a few sequences are divided among programs
 PURPOSES = {

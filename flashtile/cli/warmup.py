@@ -21,15 +21,15 @@ from ..call.layouts import Dense
 from ..call.prepare import describe
 from ..problem import AttentionProblem
 from .in_processes import default_processes, in_processes, with_progress
-from .model_calls import CAPACITY, PURPOSES, Call, calls_of
+from .model_calls import CAPACITY, LENGTHS, PURPOSES, Call, calls_of
 from .model_layers import read_config
 
-LENGTH = 256  # any length, because kernels do not depend on it
+TOKENS = 65536  # of a batch so large that the kernels for large calls are compiled
 DTYPES = ("bfloat16", "float16")
 
 
 class Combination(NamedTuple):
-    """One call on every backend that supports it, for models without a config."""
+    """Calls on every backend that supports them, for models without a config."""
 
     dtype: str
     head_dim: int
@@ -42,9 +42,14 @@ class Combination(NamedTuple):
         return f"{self.dtype}, head dim {self.head_dim}, {mask}, {self.group} heads a key head"
 
     def run(self, device: str) -> None:
-        """Make the call."""
-        # A batch so large that the kernels for large calls are compiled.
-        shape = (256, LENGTH, self.group, self.head_dim)
+        """Make the calls."""
+        for length in LENGTHS:
+            self._run(device, length)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def _run(self, device: str, length: int) -> None:
+        shape = (TOKENS // length, length, self.group, self.head_dim)
         q = torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
         k = q[:, :, :1].contiguous()
         operands, options = describe((q, k, k), Dense(), {"causal": self.causal})
@@ -56,8 +61,6 @@ class Combination(NamedTuple):
             out, lse = backend.forward(problem, operands)
             if self.has_backward:
                 backend.backward(problem, operands, out, lse, out, None)
-        if device == "cuda":
-            torch.cuda.synchronize()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

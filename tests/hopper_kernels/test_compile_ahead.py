@@ -76,7 +76,7 @@ def dense(
     value_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     M: int = 300,
-    N: int = 400,
+    N: int = 2000,
     **options: Any,
 ) -> tuple[Operands, Options]:
     sizes = {"B": 2, "M": M, "N": N, "Hq": 4, "Hk": 2, "D": head_dim, "Dv": value_dim}
@@ -101,21 +101,23 @@ def spans(rows: int, intervals: int) -> Spans:
 OPTIONS: dict[str, Any] = {
     "window": lambda: dense(window_size=(50, 20)),
     "wide window": lambda: dense(window_size=(500, 20)),
+    "few keys": lambda: dense(N=400, causal=True),
+    "few keys 64": lambda: dense(64, 64, N=400, causal=True),
     "chunk": lambda: dense(attention_chunk=100, causal=True),
     "softcap 64": lambda: dense(64, 64, softcap=3.0),
     "softcap": lambda: dense(softcap=3.0),
     "softcap 256": lambda: dense(256, 256, softcap=3.0),
     "alibi": lambda: dense(alibi_slopes=alibi_slopes(generator(0), 4), causal=True),
     "sink": lambda: dense(sink=normal(generator(0), 4), causal=True),
-    "block_mask": lambda: dense(block_mask=half_visible(300, 400)),
-    "causal block_mask": lambda: dense(64, 64, block_mask=half_visible(300, 400), causal=True),
-    "span": lambda: dense(64, 64, N=2000, mask=spans(300, 1)),
+    "block_mask": lambda: dense(block_mask=half_visible(300, 2000)),
+    "causal block_mask": lambda: dense(64, 64, block_mask=half_visible(300, 2000), causal=True),
+    "span": lambda: dense(64, 64, mask=spans(300, 1)),
     "spans": lambda: dense(mask=spans(300, 2)),
     "packed": lambda: packed(causal=True),
     "packed 64": lambda: packed(head_dim=64, causal=True),
     "long packed": lambda: packed(2000, causal=True),
     "packed span": lambda: packed(mask=spans(205, 1), causal=True),
-    "lengths": lambda: dense(seqused_k=torch.tensor([400, 7], dtype=torch.int32), causal=True),
+    "lengths": lambda: dense(seqused_k=torch.tensor([2000, 7], dtype=torch.int32), causal=True),
 }
 
 
@@ -136,7 +138,7 @@ def test_head_dims_compile(head_dims: tuple[int, int], mask: str):
 
 
 @pytest.mark.parametrize(
-    "option", OPTIONS if FULL else ["window", "packed", "long packed", "block_mask"]
+    "option", OPTIONS if FULL else ["window", "few keys", "packed", "long packed", "block_mask"]
 )
 def test_options_compile(option: str):
     check(OPTIONS[option](), SPILLS.get(option, 0))

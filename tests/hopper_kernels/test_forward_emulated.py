@@ -56,6 +56,17 @@ CAUSAL = {"causal": True}
 SINK = normal(generator(0), 2)
 
 
+@pytest.fixture(autouse=True)
+def tiles_of_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Emulated problems are small, and most tiles are for larger ones.
+    `test_forward_few_keys_emulated.py` has the others.
+    """
+    plan.cache_clear()
+    monkeypatch.setattr(forward_plan, "_sees_few_keys", lambda problem: False)
+    yield
+    plan.cache_clear()
+
+
 class Bits:
     """16 bits of a register."""
 
@@ -238,14 +249,16 @@ def long_from_64_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("lengths", [(65, 65), (290, 330), (128, 384), (400, 190)])
 @pytest.mark.parametrize("seed", range(2))
 def test_from_the_first_block_to_the_last(seed: int, lengths: tuple[int, int]):
-    dense(seed, sizes={"M": lengths[0], "N": lengths[1]}, causal=True, sink=SINK)
+    sizes = {"M": lengths[0], "N": lengths[1]}
+    problem = AttentionProblem.of(*describe(dense_inputs(0, "contiguous", sizes), Dense(), CAUSAL))
+    assert plan(problem).IS_ASCENDING
+    dense(seed, sizes=sizes, causal=True, sink=SINK)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (50, 20)},
     "left": {"window_size": (33, -1)},
     "causal window": {"window_size": (90, 0)},
-    "wide window": {"window_size": (400, 112)},
     "chunk": {"attention_chunk": 48},
     "causal chunk": {"attention_chunk": 100, "causal": True},
     "softcap": {"softcap": 3.0, "causal": True},
@@ -286,23 +299,6 @@ def test_strides(style: str):
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal: bool, used: bool, head_dim: int):
-    packed(4, used, head_dim, causal=causal)
-
-
-@pytest.fixture
-def no_short_sequences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sequences of an emulation have the tiles of long ones."""
-    plan.cache_clear()
-    monkeypatch.setattr(forward_plan, "NARROW_TILES", {})
-    yield
-    plan.cache_clear()
-
-
-@pytest.mark.usefixtures("no_short_sequences")
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_long_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
 
 

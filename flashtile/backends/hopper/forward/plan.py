@@ -171,21 +171,20 @@ def tile_of(problem: AttentionProblem) -> Tile:
 
 
 def _sees_few_keys(problem: AttentionProblem) -> bool:
-    """Whether tiles of queries see few keys: through a narrow window, or in short sequences.
+    """Whether tiles of queries see few keys: through a narrow window, or under a causal mask.
 
-    A causal mask hides about half of the keys; with fewer than 128 columns this helps only in
-    packed batches, where most sequences are shorter than the longest one. Parts of sequences belong
-    to long ones.
+    A causal batch has up to `FEW_KEYS` keys, or twice as many if it is packed, because then most
+    sequences are shorter than the longest one, or has 128 columns, where it measured faster. Parts
+    of sequences belong to long ones.
     """
     if problem.runs > 0:
         return False
     left, right = problem.options.window_left, problem.options.window_right
     if left is not None and right is not None and left + right < FEW_KEYS:
         return True
-    is_causal, is_packed = right == 0, problem.layout == "packed"
-    if is_causal and (is_packed or padded_pair(problem) == (128, 128)):
-        return problem.N <= SHORT_CAUSAL
-    return (is_causal or is_packed) and problem.N <= FEW_KEYS
+    may_be_longer = problem.layout == "packed" or padded_pair(problem) == (128, 128)
+    longest = SHORT_CAUSAL if may_be_longer else FEW_KEYS
+    return right == 0 and longest >= problem.N
 
 
 def _is_plain_causal(problem: AttentionProblem) -> bool:
@@ -205,8 +204,8 @@ def _is_plain_causal(problem: AttentionProblem) -> bool:
 @dataclass(frozen=True)
 class KernelConfig:
     """The compile-time constants of the kernel, with reasons in docs/compilation.md. Lengths and
-    strides are not among them and recompile nothing, except that a short or long causal problem may
-    have another tile.
+    strides are not among them and recompile nothing, except that short and long causal problems and
+    narrow windows may have another tile.
     """
 
     BITS: int  # bits of an element of Q, K, V and P
