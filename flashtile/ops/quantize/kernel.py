@@ -131,7 +131,8 @@ def mixed(tiles, LEVELS: tl.constexpr):
 @triton.jit
 def matrices_of(matrix_ptr, recipe: tl.constexpr):
     """A matrix (WIDTH, WIDTH) for each tile: the rows of its features, and the columns of the first
-    tile that it is mixed with, where the signs of the mixing are all positive; or transposed.
+    tile that it is mixed with, where the signs of the mixing are all positive. With
+    recipe.IS_TRANSPOSED, each matrix is transposed.
     """
     TILES: tl.constexpr = recipe.TILES
     WIDTH: tl.constexpr = recipe.WIDTH
@@ -332,7 +333,7 @@ def quantize_tensor(job, first, B, M, total, recipe: tl.constexpr):
             descale_ptr += head_index.to(tl.int64) * blocks + block
         out_base = out.ptr + (batch * out.batch + row * out.row + head * out.head)
         # Only packed batches have blocks without rows. All blocks are computed in a branch, because
-        # the compiler issues the next block's loads before it; otherwise, after the product.
+        # then the compiler issues the next block's loads before the branch, not after the product.
         if count > 0:
             quantize_block(
                 job, tiles, matrices, base, out_base, descale_ptr, block, count, head_index, recipe

@@ -268,7 +268,7 @@ def backward_swizzle(problem: AttentionProblem, parts: int = 1, are_apart: bool 
     of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
     is_full = not is_uneven(problem) and problem.options.window_left is None
     if is_full and problem.layout == "dense":
-        # Tiles of a head wait for each other until they are at all different blocks, so that they
+        # Tiles of a head wait for each other until each is at another block, so that they
         # use the whole of the head's dQ, too.
         of_a_head += problem.M * dq_columns(problem, padded_columns(problem)) * 4 * problem.group
     widest = WIDEST_ORDERED if ordered else WIDEST_SWIZZLE

@@ -113,7 +113,8 @@ def dense_order(number, heads, sizes, BLOCK_N: gl.constexpr):
 @gluon.jit
 def phased_order(number, sizes, cfg: gl.constexpr):
     """(tile in its head, head of the batch) of the number of a program, in phases: see
-    `plan.phases_of`. A program without a tile has one after the last tile of a head.
+    `plan.phases_of`. A program without a tile gets the index after a head's last tile, where there
+    are no keys.
 
     Groups of `swizzle` heads follow each other. The tiles of each head are cut into `phases` equal
     ranges. Section s of the programs has the first range of group s and the second one of group
