@@ -3,9 +3,12 @@ GPU's float8 units emulated on the CPU."""
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,9 @@ from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.layers.rotary import apply_rotary_emb
-from flashtile.ops.quantize.formula import power_of_two
+from flashtile.ops.quantize import op
+from flashtile.ops.quantize.formula import Recipe, power_of_two
+from flashtile.ops.quantize.rows import Rows
 from flashtile.problem import AttentionProblem
 from flashtile.quantize import Quantized, attention_fp8, quantize_qkv, rotation
 from flashtile.testing import (
@@ -55,6 +60,21 @@ def test_rotation_is_orthogonal_and_repeatable(head_dim: int):
     assert R.abs().unique().numel() == (1 if head_dim & (head_dim - 1) == 0 else 2)
     if head_dim >= 64:
         assert not torch.equal(R, rotation(head_dim, 4))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_graph_keeps_the_rotation_that_it_reads(captures: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(op, "_matrices_of_graphs", {})
+    x: Any = SimpleNamespace(
+        shape=(1, 70, 2, 64), dtype=torch.bfloat16, device=torch.device("cpu"), is_cuda=True
+    )
+    given = op.Given(x, x, Rows.of(x, None, 70), block=64, rotates=True)
+    matrix = weakref.ref(op.matrix_of(given, Recipe(seed=123)))
+    assert matrix() is not None
+    flashtile.clear_caches()
+    gc.collect()
+    assert (matrix() is not None) == captures
 
 
 def test_scales_are_the_smallest_powers_of_two(seed: int):

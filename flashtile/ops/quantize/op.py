@@ -22,6 +22,10 @@ from .rows import Rows
 CAPABILITY = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16)
 
+# The matrices, by the arguments of `signs`, that CUDA graphs read. A graph does not keep alive what
+# was allocated before its capture.
+_matrices_of_graphs: dict[tuple[Any, ...], Tensor] = {}
+
 
 class Rotary(NamedTuple):
     """Rotary embedding of q and k before they are quantised."""
@@ -180,10 +184,19 @@ def config_of(given: Given, kv_heads: int, recipe: Recipe) -> Any:
 
 def tensors_of(given: Given, descale: Tensor, recipe: Recipe) -> tuple[Tensor | None, ...]:
     """What the `Job` of a tensor is made of."""
-    x, rotary = given.x, given.rotary
-    matrix = signs(x.shape[-1], recipe.seed if given.rotates else None, x.dtype, x.device)
-    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
-    return x, given.out, descale, matrix, given.mean, cos, sin, given.rows.cu_seqlens
+    cos, sin = (None, None) if given.rotary is None else (given.rotary.cos, given.rotary.sin)
+    matrix = matrix_of(given, recipe)
+    return given.x, given.out, descale, matrix, given.mean, cos, sin, given.rows.cu_seqlens
+
+
+def matrix_of(given: Given, recipe: Recipe) -> Tensor:
+    """What x is multiplied by, up to a factor; see `signs`."""
+    x = given.x
+    wanted = x.shape[-1], recipe.seed if given.rotates else None, x.dtype, x.device
+    matrix = signs(*wanted)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        _matrices_of_graphs[wanted] = matrix
+    return matrix
 
 
 @memoised(32)
