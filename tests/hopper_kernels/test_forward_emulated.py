@@ -240,6 +240,7 @@ def test_lengths(lengths: tuple[int, int], head_dim: int):
 def long_from_64_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lengths of an emulation count as long."""
     plan.cache_clear()
+    monkeypatch.setattr(forward_plan, "SHORT_CAUSAL", 0)
     monkeypatch.setattr(forward_plan, "LONG_CAUSAL", 64)
     yield
     plan.cache_clear()
