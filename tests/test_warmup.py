@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from flashtile import cli
+from flashtile.call import dispatch
 from flashtile.cli import in_processes, model_calls, model_layers, warmup
 from flashtile.cli.model_layers import Layer, layers_of
+from flashtile.problem import AttentionProblem
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -161,6 +163,21 @@ def test_head_dims_without_a_model(as_if_on_a_gpu: list[Any]) -> None:
     cli.main(["warmup", "--head-dims", "32", "--dtypes", "float16", "--group", "2"])
     combined = [warmup.Combination("float16", 32, causal, 2, True) for causal in (False, True)]
     assert as_if_on_a_gpu == combined
+
+
+def test_a_combination_makes_calls_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "LENGTHS", (8, 16))
+    monkeypatch.setattr(warmup, "TOKENS", 32)
+    found = []
+    reasons = dispatch.unsupported_reasons
+
+    def watched(name: str, problem: AttentionProblem) -> list[str]:
+        found.append((problem.B, problem.M))
+        return reasons(name, problem)
+
+    monkeypatch.setattr(dispatch, "unsupported_reasons", watched)
+    warmup.Combination("bfloat16", 16, True, 2, True).run("cpu")
+    assert set(found) == {(4, 8), (2, 16)}
 
 
 @pytest.mark.parametrize("size", ["-1", "100"])
