@@ -174,9 +174,9 @@ def test_a_folder_is_one_run(tmp_path: Path) -> None:
     again = [_row("flashtile", 3.0, other)]
     saved.write_csv(tmp_path / "c.csv", early, ORIGIN)
     saved.write_csv(tmp_path / "a.csv", late, {**ORIGIN, "date": "2026-01-03", "command": "e"})
-    saved.write_csv(tmp_path / "b.csv", again, {**ORIGIN, "date": "2026-01-03"})
+    saved.write_csv(tmp_path / "b.csv", again, {**ORIGIN, "date": "2026-01-04"})
     rows, origin = saved.read_folder(tmp_path)
-    assert origin["date"] == "2026-01-02, 2026-01-03"
+    assert origin["date"] == "2026-01-02 to 2026-01-04"
     assert (origin["command"], origin["device"]) == ("c, e", "GPU")
     found = {(row.peer, row.causal): row.tflops for row in rows}
     expected = {("flashtile", False): 1.0, ("fa2", False): 1.0, ("cudnn", False): 1.0}
