@@ -222,6 +222,6 @@ def read_folder(folder: Path) -> tuple[list[Row], dict[str, str]]:
         name: ", ".join(dict.fromkeys(filter(None, (origin.get(name) for origin in origins))))
         for name in columns
     }
-    if days := sorted({origin["date"] for origin in origins}):
+    if days := sorted(filter(None, {origin.get("date") for origin in origins})):
         merged["date"] = " to ".join(dict.fromkeys((days[0], days[-1])))
     return kept, merged
