@@ -171,11 +171,11 @@ def test_a_combination_makes_calls_of_all_lengths(monkeypatch: pytest.MonkeyPatc
     found = []
     reasons = dispatch.unsupported_reasons
 
-    def watched(name: str, problem: AttentionProblem) -> list[str]:
+    def recorded(name: str, problem: AttentionProblem) -> list[str]:
         found.append((problem.B, problem.M))
         return reasons(name, problem)
 
-    monkeypatch.setattr(dispatch, "unsupported_reasons", watched)
+    monkeypatch.setattr(dispatch, "unsupported_reasons", recorded)
     warmup.Combination("bfloat16", 16, True, 2, True).run("cpu")
     assert set(found) == {(4, 8), (2, 16)}
 

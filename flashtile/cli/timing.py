@@ -83,10 +83,10 @@ def cpu_timer(call: Call) -> float:
 class CudaTimer:
     """Milliseconds between two CUDA events around the call, after flushing the L2 cache.
 
-    The GPU first waits, so that the host has launched the whole call before it begins: the time is
-    that of the GPU, as in a model that keeps it busy, unless the host needs more than about a
-    millisecond for the call. The last flush only reads, so that the call's time does not include
-    writing back its cache lines.
+    The GPU first waits, so that the host has launched the whole call before it begins. The time is
+    therefore that of the GPU, unless the host needs more than about a millisecond for the call.
+    Writes flush the cache; a read follows them, so that the call's time does not include writing
+    back cache lines.
     """
 
     FLUSH_BYTES = 256 << 20
