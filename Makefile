@@ -1,7 +1,7 @@
 # Two commands are enough on a machine that has Python 3.10+ and make:
 #
 #   make demo    a real language model on real text, standard attention against flashtile
-#   make test    the tests, within 15 minutes on two cores
+#   make test    the tests, within 8 minutes on two cores
 #
 # Each creates .venv once and installs what it needs; a second run goes straight to work. The
 # versions are pinned in constraints.txt. `make help` lists the rest.
@@ -38,9 +38,17 @@ COUNTED := tests/hopper_kernels/test_compile_ahead.py
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 \
 	$(if $(FLASHTILE_SEED),--hypothesis-seed=$(FLASHTILE_SEED))
 
-.PHONY: help demo train test test-full test-triton test-triton-full lint format notebooks docs bench \
-	wheel clean \
-	$(TRITONS:%=interpret-triton-%) $(TRITONS:%=compile-triton-%)
+# What another Python or PyTorch breaks: compiled calls, registered ops, other libraries, commands.
+ENVIRONMENT := tests/test_layering.py tests/test_pytorch_compile.py tests/test_pytorch_citizenship.py \
+	tests/test_autocast.py tests/test_tensor_kinds.py tests/test_torch_registry.py \
+	tests/test_integrations_sdpa.py tests/test_integrations_transformers.py \
+	tests/test_integrations_transformers_masks.py tests/test_integrations_diffusers.py \
+	tests/test_typing.py tests/conformance/test_outputs.py tests/test_command_help.py \
+	tests/training/test_settings.py
+
+.PHONY: help demo train test test-quick test-environment test-full test-gpu test-triton \
+	test-triton-full test-emulated compiled planted environments lint format notebooks docs bench wheel clean \
+	$(foreach stage,interpret emulate count compile,$(TRITONS:%=$(stage)-triton-%))
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -55,24 +63,52 @@ train: $(VENV)/.train $(PLAYS) $(BIBLE)  ## a small GPT learns Shakespeare (ARGS
 test: $(VENV)/.dev  ## run the tests (ARGS go to pytest)
 	$(PYTEST) $(ARGS)
 
+test-quick: $(VENV)/.dev  ## the fast ones of them, within 2 minutes on two cores
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-environment: $(VENV)/.dev  ## those that another Python or PyTorch may break
+	$(PYTEST) $(ENVIRONMENT) $(ARGS)
+
 test-full:  ## the same with 2,000 random combinations of options
 	FLASHTILE_DRAWS=2000 $(MAKE) test
+
+test-gpu: $(VENV)/.dev  ## those that need a GPU; most of the time is compiling, so many processes help
+	$(PY) -m pytest -m gpu -n 15 $(ARGS)
 
 # What needs Triton but no GPU. The oldest release interprets the kernels (in a process of their
 # own, for Triton decides at import), emulates Gluon's, which Triton does not interpret, and counts
 # instructions; the newest compiles all of them. Both take a sample of the configurations.
-test-triton: interpret-triton-$(firstword $(TRITONS)) compile-triton-$(lastword $(TRITONS))  ## the GPU kernels without a GPU (Linux), a sample
+OLDEST := $(firstword $(TRITONS))
+NEWEST := $(lastword $(TRITONS))
+ALL    := FLASHTILE_ALL_CONFIGURATIONS=1 $(MAKE)
+test-triton: interpret-triton-$(OLDEST) emulate-triton-$(OLDEST) count-triton-$(OLDEST) compile-triton-$(NEWEST)  ## the GPU kernels without a GPU (Linux), a sample
 
 test-triton-full:  ## all of them with each release of Triton (hours)
-	FLASHTILE_ALL_CONFIGURATIONS=1 $(MAKE) $(TRITONS:%=interpret-triton-%) $(TRITONS:%=compile-triton-%)
+	$(ALL) $(foreach stage,interpret emulate count compile,$(TRITONS:%=$(stage)-triton-%))
+
+test-emulated:  ## all emulated tests of the Hopper kernels (17 minutes on two cores)
+	$(ALL) emulate-triton-$(OLDEST)
+
+# A kernel that is in the record, with the same source and the same Triton, is not compiled again.
+compiled:  ## compile the kernels of the tests and write tests/kernels/compiled.jsonl
+	FLASHTILE_RECORD=1 $(MAKE) count-triton-$(OLDEST) compile-triton-$(NEWEST)
+
+planted: $(VENV)/triton-$(OLDEST)/.installed  ## plant errors, one at a time: do the tests catch them? (ARGS are names)
+	$(call WITH_TRITON,$(OLDEST)) $(PY) tests/planted_errors.py $(ARGS)
 
 $(TRITONS:%=interpret-triton-%): interpret-triton-%: $(VENV)/triton-%/.installed
-	TRITON_INTERPRET=1 $(WITH_TRITON) $(PYTEST) tests/kernels/test_interpreter*.py $(ARGS)
-	$(WITH_TRITON) $(PYTEST) $(EMULATED) $(ARGS)
-	$(WITH_TRITON) $(PYTEST) $(COUNTED) $(ARGS)
+	TRITON_INTERPRET=1 $(call WITH_TRITON,$*) $(PYTEST) tests/kernels/test_interpreter*.py $(ARGS)
+
+$(TRITONS:%=emulate-triton-%): emulate-triton-%: $(VENV)/triton-%/.installed
+	$(call WITH_TRITON,$*) $(PYTEST) $(EMULATED) $(ARGS)
+
+$(TRITONS:%=count-triton-%): count-triton-%: $(VENV)/triton-%/.installed
+	$(call WITH_TRITON,$*) $(PYTEST) $(COUNTED) $(ARGS)
 
 $(TRITONS:%=compile-triton-%): compile-triton-%: $(VENV)/triton-%/.installed
-	$(WITH_TRITON) $(PYTEST) tests/kernels tests/hopper_kernels $(EMULATED:%=--ignore=%) $(ARGS)
+	$(call WITH_TRITON,$*) $(PYTEST) tests/kernels tests/hopper_kernels $(EMULATED:%=--ignore=%) $(ARGS)
+
+environments: $(VENV)/.dev $(VENV)/.docs $(TRITONS:%=$(VENV)/triton-%/.installed)
 
 lint: $(VENV)/.dev  ## ruff (rules and format), mypy, and both type checkers over a user's file
 	$(PY) -m ruff check .
@@ -149,7 +185,7 @@ $(VENV)/triton-%/.installed: $(VENV)/.dev
 	$(PY) -m pip install --disable-pip-version-check --target $(@D) triton==$* $(BESIDE_TRITON_$*)
 	@touch $@
 
-WITH_TRITON = PYTHONPATH=$(VENV)/triton-$* TRITON_CACHE_DIR=$(VENV)/triton-$*/.cache
+WITH_TRITON = PYTHONPATH=$(abspath $(VENV)/triton-$(1)) TRITON_CACHE_DIR=$(abspath $(VENV)/triton-$(1)/.cache)
 
 $(VENV)/.docs: $(SOURCES) | $(VENV)/.venv
 	$(INSTALL) --editable '.[docs]'
