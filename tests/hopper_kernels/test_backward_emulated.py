@@ -173,26 +173,13 @@ def test_head_dims(head_dim: int, causal: bool):
     "head_dims",
     sample(
         [
-            (40, 40),
-            (72, 72),
-            (80, 96),
-            (96, 40),
-            (40, 88),
-            (96, 104),
-            (152, 136),
-            (176, 176),
-            (192, 192),
-            (192, 128),
-            (192, 72),
-            (208, 208),
-            (256, 176),
-            (64, 200),
-            (72, 200),
-            (8, 200),
+            (40, 40), (72, 72), (80, 96), (96, 40), (40, 88), (96, 104),
+            (152, 136), (176, 176), (192, 192), (192, 128), (192, 72), (208, 208), (256, 176),
+            (64, 200), (72, 200), (8, 200),
         ],
         3,
     ),
-)
+)  # fmt: skip
 def test_padded_head_dims(head_dims: tuple[int, int]):
     dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, causal=True)
 
@@ -338,9 +325,6 @@ def test_deterministic_packed(head_dim: int):
     packed(6, D=head_dim, deterministic=True, causal=True)
 
 
-# Several programs share a tile of keys.
-
-
 @pytest.mark.parametrize(
     ("head_dim", "shares", "causal"),
     pairwise([64, 96, 128, 192, 256], [(2, 3, 1), (3, 4, 2), (2, 1, 1), (5, 2, 1)], [False, True]),
@@ -385,9 +369,6 @@ def test_deterministic_parts_add_in_order(head_dim: int, parts: int, option: str
 )
 def test_packed_parts(parts: int, used: bool, head_dim: int):
     packed(4, used, head_dim, parts, causal=parts == 2, deterministic=not used)
-
-
-# Block masks: a tile of keys loops over a list of the blocks of queries that see it.
 
 
 BLOCK_MASKS: list[tuple[int, tuple[int, int], dict[str, Any]]] = [

@@ -53,7 +53,6 @@ from .inputs import (
 )
 
 PROGRAMS = 3
-CAUSAL = {"causal": True}
 SINK = normal(generator(0), 2)
 
 
@@ -256,7 +255,9 @@ def long_from_64_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_from_the_first_block_to_the_last(seed: int, lengths: tuple[int, int]):
     sizes = {"M": lengths[0], "N": lengths[1]}
-    problem = AttentionProblem.of(*describe(dense_inputs(0, "contiguous", sizes), Dense(), CAUSAL))
+    problem = AttentionProblem.of(
+        *describe(dense_inputs(0, "contiguous", sizes), Dense(), {"causal": True})
+    )
     assert plan(problem).IS_ASCENDING
     dense(seed, sizes=sizes, causal=True, sink=SINK)
 
@@ -323,55 +324,6 @@ def test_dense_batch_with_lengths(sides: tuple[str, ...], head_dim: int):
                 row[length:] = torch.nan
     given = {"causal": True, **used}
     check(*describe((q, k, v), Dense(), given), given, seed=6)
-
-
-@pytest.mark.parametrize("heads", [1, 5, 9, 16, 21])
-@pytest.mark.parametrize("swizzle", [1, 2, 5, 8, 16])
-def test_head_swizzle(heads: int, swizzle: int):
-    """Every tile comes once, and the last swizzle, whose end nothing follows, is a whole one. The
-    backward, which multiplies by reciprocals, has the same order."""
-    m_tiles, width = 7, min(swizzle, heads)
-    with emulator.emulated() as load_file:
-        order = load_file("flashtile.backends.hopper.shared.schedule").swizzled_order
-        numbers = list(map(emulator.tile, range(m_tiles * heads)))
-        found = [tuple(map(int, order(n, m_tiles, heads, swizzle))) for n in numbers]
-        schedule = load_file("flashtile.backends.hopper.backward.schedule")
-        for batch in (size for size in (1, 3, 7) if heads % size == 0):
-            divisors = schedule.order_reciprocals(m_tiles, batch, heads // batch, swizzle)
-            sizes = SimpleNamespace(N=64 * m_tiles, swizzle=swizzle, reciprocals=divisors)
-            for n, (m, bh) in zip(numbers, found, strict=True):
-                coordinates = tuple(map(int, schedule.dense_order(n, heads // batch, sizes, 64)))
-                assert coordinates == (m, *divmod(bh, heads // batch))
-    assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]
-    last = [(m, h) for m in range(m_tiles) for h in range(heads - width, heads)]
-    assert found[-len(last) :] == last
-    for head in range(heads):  # the dQ semaphores of the backward are released in this order
-        assert [m for m, h in found if h == head] == list(range(m_tiles))
-
-
-@pytest.mark.parametrize(
-    ("heads", "keys", "swizzle"),
-    [((16, 16), 16384, 4), ((32, 8), 16384, 4), ((28, 4), 16384, 7), ((8, 1), 65536, 8)],
-)
-def test_head_swizzle_of_whole_groups(heads: tuple[int, int], keys: int, swizzle: int):
-    """As many heads as fit the cache, but heads with the same keys run together."""
-    operands, options = describe(dense_inputs(0, "contiguous", {"M": 1, "N": 1}), Dense(), CAUSAL)
-    problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(Hq=heads[0], Hk=heads[1], M=keys, N=keys)
-    assert forward_plan.swizzle_of(problem) == swizzle
-
-
-def test_division_by_a_reciprocal():
-    with emulator.emulated() as load_file:
-        division = load_file("flashtile.backends.hopper.shared.division")
-    for divisor in (1, 2, 3, 7, 16, 641, 65537, 2**30 + 1, 2**31 - 1):
-        by = division.reciprocal(divisor)
-        last = (2**31 - 1) // divisor * divisor
-        multiples = (0, divisor, last // 2 // divisor * divisor, last)
-        near = (x + offset for x in multiples for offset in (-1, 0, 1))
-        for x in (x for x in near if 0 <= x < 2**31):
-            found = division.divide(emulator.tile(x), divisor, by)
-            assert tuple(map(int, found)) == divmod(x, divisor)
 
 
 @pytest.mark.parametrize("seed", sample(range(2), 2))
