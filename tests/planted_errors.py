@@ -89,8 +89,8 @@ HOPPER: list[Planted] = [
     Planted(
         "hopper: first group of heads",
         "swizzled_order",
-        "(swizzle - heads % swizzle) % swizzle",
-        "swizzle - heads % swizzle",
+        "swizzle + gl.minimum(first, 0)",
+        "swizzle",
         "tests/hopper_kernels/test_tile_order.py::test_head_swizzle",
     ),
     Planted(
@@ -115,11 +115,11 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_backward_emulated.py::test_packed -k 64",
     ),
     Planted(
-        "hopper: full blocks of spans",
+        "hopper: last block of a span",
         "kinds",
-        "(least_stop >= n1)",
-        "(least_stop >= n0)",
-        "tests/hopper_kernels/test_forward_emulated.py::test_spans -k 128",
+        "(greatest_stop > n0)",
+        "(greatest_stop > n1)",
+        "tests/hopper_kernels/test_forward_emulated.py::test_spans_of_everyday_masks -k prefix",
     ),
     Planted(
         "hopper: bits of a large mask tile",

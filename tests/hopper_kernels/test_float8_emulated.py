@@ -118,7 +118,8 @@ def dense(
 ) -> None:  # fmt: skip
     shape = {"B": 1, "M": 290, "N": 330, "Hq": 2, "Hk": 1, "D": 128} | (sizes or {})
     q, k, v = qkv(generator(seed), **shape)
-    if spread:  # so that scales differ by block
+    if spread:  # so that scales differ by block, head and sequence
+        v[0, :, 0] *= 8
         k[:, ::3] *= 3
         v[:, 140:] *= 50
     small = quantize_qkv(q, k, v, scales=scales)
