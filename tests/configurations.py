@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from itertools import product
-from typing import TypeVar
+from itertools import combinations, product
+from typing import Any, TypeVar
 
 FULL = os.environ.get("FLASHTILE_ALL_CONFIGURATIONS") == "1"
 
@@ -32,3 +32,19 @@ def one_kind_each(cases: Iterable[Case], kinds: Iterable[Kind]) -> list[tuple[Ca
     if FULL:
         return list(product(cases, kinds))
     return [(case, kinds[i % len(kinds)]) for i, case in enumerate(cases)]
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every combination, or few in which each value meets each value of every other axis.
+
+    Greedy: the next combination is the first one with the most pairs that have not met.
+    """
+    combined = list(product(*axes))
+    if FULL:
+        return combined
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in combined}
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        chosen.append(max(combined, key=lambda case: len(pairs[case] & left)))
+        left -= pairs[chosen[-1]]
+    return chosen

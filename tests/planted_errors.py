@@ -43,7 +43,155 @@ MASKS_AND_SCORES: list[Planted] = []
 
 TRITON: list[Planted] = []
 
-HOPPER: list[Planted] = []
+HOPPER: list[Planted] = [
+    Planted(
+        "hopper: left window off by one",
+        "masked",
+        "visible = visible & (eight >= bounds(start - n0, LAYOUT))",
+        "visible = visible & (eight >= bounds(start - 1 - n0, LAYOUT))",
+        "tests/hopper_kernels/test_forward_emulated.py::test_options -k window",
+    ),
+    Planted(
+        "hopper: first block of a window",
+        "blocks_of",
+        "start // cfg.BLOCK_N",
+        "(start + 1) // cfg.BLOCK_N",
+        "tests/hopper_kernels/test_tile_order.py::test_blocks_of_a_window",
+    ),
+    Planted(
+        "hopper: last block of a window",
+        "blocks_of",
+        "gl.cdiv(stop, cfg.BLOCK_N)",
+        "gl.cdiv(stop - 1, cfg.BLOCK_N)",
+        "tests/hopper_kernels/test_tile_order.py::test_blocks_of_a_window",
+    ),
+    Planted(
+        "hopper: pieces of dq swapped",
+        "add_at_once",
+        "ME * PIECE",
+        "(1 - ME) * PIECE",
+        "tests/hopper_kernels/test_backward_emulated.py::test_short_loops_of_groups_and_batches",
+    ),
+    Planted(
+        "hopper: ping-pong passed to itself",
+        "pass_ping_pong",
+        "(ME + 1) % cfg.CONSUMERS",
+        "ME",
+        "tests/hopper_kernels/test_forward_emulated.py::test_head_dims",
+    ),
+    Planted(
+        "hopper: phase of a writer",
+        "add_put",
+        "i // cfg.WRITERS * PUTS + PUT",
+        "i * PUTS + PUT",
+        "tests/hopper_kernels/test_backward_emulated.py::test_deterministic_adds_in_order -k 192",
+    ),
+    Planted(
+        "hopper: first group of heads",
+        "swizzled_order",
+        "swizzle + gl.minimum(first, 0)",
+        "swizzle",
+        "tests/hopper_kernels/test_tile_order.py::test_head_swizzle",
+    ),
+    Planted(
+        "hopper: keys of a query head",
+        "load_blocks",
+        "head = work.h // sizes.group\n    for j",
+        "head = work.h % (sizes.heads // sizes.group)\n    for j",
+        "tests/hopper_kernels/test_forward_emulated.py::test_strides",
+    ),
+    Planted(
+        "hopper: log-sum-exp of a packed sequence",
+        "store_lse",
+        "work.h.to(gl.int64) * sizes.total_q + work.start_q",
+        "work.h.to(gl.int64) * sizes.total_q",
+        "tests/hopper_kernels/test_forward_emulated.py::test_packed -k 64",
+    ),
+    Planted(
+        "hopper: workspace of packed sequences",
+        "blocks_before",
+        "first_block = start_q // BLOCK_M + b",
+        "first_block = start_q // BLOCK_M",
+        "tests/hopper_kernels/test_backward_emulated.py::test_packed -k 64",
+    ),
+    Planted(
+        "hopper: last block of a span",
+        "kinds",
+        "(greatest_stop > n0)",
+        "(greatest_stop > n1)",
+        "tests/hopper_kernels/test_forward_emulated.py::test_spans_of_everyday_masks -k prefix",
+    ),
+    Planted(
+        "hopper: bits of a large mask tile",
+        "cut_mask",
+        "(index * down + m % down)",
+        "(index * down + m % across)",
+        "tests/hopper_kernels/test_forward_emulated.py::test_block_masks",
+    ),
+    Planted(
+        "hopper: dropout of sequences and heads",
+        "kept_keys",
+        "draws.b, draws.h, row",
+        "draws.h, draws.b, row",
+        "tests/hopper_kernels/test_forward_dropout_emulated.py::test_every_head_and_sequence_has_its_own_mask",
+    ),
+    Planted(
+        "hopper: dropout of a tile inside a group",
+        "work_of",
+        "first_key % 4",
+        "first_key % 2",
+        "tests/hopper_kernels/test_forward_dropout_emulated.py::test_tiles_that_begin_inside_a_group_of_four_keys",
+    ),
+    Planted(
+        "hopper: ratio of float8 scales",
+        "Float8Math.next_block",
+        "ratio(now.v_unit, v_unit)",
+        "ratio(v_unit, now.v_unit)",
+        "tests/hopper_kernels/test_float8_emulated.py::test_options",
+    ),
+    Planted(
+        "hopper: float8 scales of a key head",
+        "float8_math",
+        "work.b * key_heads + work.h // sizes.group",
+        "work.b * key_heads + work.h % key_heads",
+        "tests/hopper_kernels/test_float8_emulated.py::test_strides",
+    ),
+    Planted(
+        "hopper: first row of a run",
+        "positions_of",
+        "gl.where(rows >= first",
+        "gl.where(rows > first",
+        "tests/hopper_kernels/test_forward_parts_emulated.py::test_parts_of_sequences -k ragged",
+    ),
+    Planted(
+        "hopper: remainder of shared tiles",
+        "steps_of",
+        "(part + 1) * total // sizes.parts",
+        "first + total // sizes.parts",
+        "tests/hopper_kernels/test_backward_emulated.py::test_parts",
+    ),
+    Planted(
+        "hopper: sink gradient in base 2",
+        "sink_gradient",
+        "sink.float()[:, None] * torch.log2(torch.tensor(torch.e)).item()",
+        "sink.float()[:, None]",
+        "tests/hopper_kernels/test_backward_emulated.py::test_options -k sink",
+    ),
+    Planted(
+        "hopper: order of additions to the last block",
+        "acquire_semaphore",
+        "m < work.before",
+        "m < work.before - 1",
+        "tests/hopper_kernels/test_backward_emulated.py::test_deterministic_adds_in_order",
+    ),
+    Planted(
+        "hopper: log-sum-exp of rows without keys",
+        "normalisation",
+        '* LN2, -float("inf")',
+        "* LN2, 0.0",
+        "tests/hopper_kernels/test_forward_emulated.py::test_packed -k 64",
+    ),
+]
 
 DISTRIBUTED: list[Planted] = []
 

@@ -481,6 +481,4 @@ def run_chain(launches: list[Any], seed: int) -> list[tuple[int, int]]:
             grids.append({program: scheduler.spawn(run, program) for program in ids})
             conditions |= dict.fromkeys(grids[-1].values(), partial(may_start, number))
         scheduler.start(conditions)
-        for copy in scheduler.copies:
-            copy()
     return list(additions)

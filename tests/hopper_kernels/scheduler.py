@@ -28,28 +28,25 @@ class Scheduler:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.changed = threading.Condition()
+        self.turns: dict[Any, threading.Lock] = {}  # released when a thread may go on
         self.waiting: dict[Any, Callable[[], bool]] = {}
         self.pace: dict[Any, float] = {}
-        self.running: Any = None
         self.copies: list[Callable[[], None]] = []
         self.error: BaseException | None = None
+        self.ended = threading.Event()
         self.finished: set[Any] = set()
         self.started: set[Any] = set()
         self.programs: set[Any] = set()
 
     def start(self, programs: dict[Any, Callable[[], bool]]) -> None:
-        """Run all threads to their end; PROGRAMS_AT_ONCE of `programs` at a time, each only after
-        its condition is true.
+        """Run all threads to their end, and all copies; PROGRAMS_AT_ONCE of `programs` at a time,
+        each only after its condition is true.
         """
-        with self.changed:
-            self.programs = set(programs)
-            for thread, may_start in programs.items():
-                self.waiting[thread] = partial(self._has_room, may_start)
-            self._pick()
-            self.changed.wait_for(
-                lambda: self.finished.issuperset(programs) or self.error is not None
-            )
+        self.programs = set(programs)
+        for thread, may_start in programs.items():
+            self.waiting[thread] = partial(self._has_room, may_start)
+        self._pick()
+        self.ended.wait()
         if self.error is not None:
             raise self.error
 
@@ -71,12 +68,13 @@ class Scheduler:
             except BaseException as error:
                 self.error = self.error or error
             finally:
-                with self.changed:
-                    self.finished.add(thread)
-                    self._pick()
+                self.finished.add(thread)
+                self._pick()
 
         thread = threading.Thread(target=run, daemon=True)
         self.pace[thread] = self.random.choice(PACES)
+        self.turns[thread] = threading.Lock()
+        self.turns[thread].acquire()
         self.waiting[thread] = lambda: True
         thread.start()
         return thread
@@ -88,31 +86,30 @@ class Scheduler:
     def meet(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Let others go on until `ready`, and until this thread is picked again."""
         thread = threading.current_thread()
-        with self.changed:
-            self.waiting[thread] = ready
-            self._pick()
+        self.waiting[thread] = ready
+        self._pick()
         self._until_picked(thread)
 
     def _until_picked(self, thread: threading.Thread) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.running is thread or self.error is not None)
-            if self.error is not None:
-                raise self.error
+        self.turns[thread].acquire()
+        if self.error is not None:
+            raise self.error
 
     def _pick(self) -> None:
-        while True:
+        """Let one thread go on, or all of them after an error."""
+        while self.error is None:
             ready = [t for t, condition in self.waiting.items() if condition()]
             paces = [*(self.pace[t] for t in ready), *(1.0 for _ in self.copies)]
-            choice = self.random.choices(range(len(paces)), paces)[0] if paces else 0
-            if choice < len(ready):
-                self.running = ready[choice]
-                del self.waiting[self.running]
+            if not paces:
+                if self.waiting:
+                    self.error = Deadlock(f"{len(self.waiting)} threads wait for ever")
                 break
-            if self.copies:
-                self.copies.pop(choice - len(ready))()
-                continue
-            if self.waiting:
-                self.error = self.error or Deadlock(f"{len(self.waiting)} threads wait for ever")
-            self.running = None
-            break
-        self.changed.notify_all()
+            choice = self.random.choices(range(len(paces)), paces)[0]
+            if choice < len(ready):
+                del self.waiting[ready[choice]]
+                return self.turns[ready[choice]].release()
+            self.copies.pop(choice - len(ready))()
+        waiting, self.waiting = self.waiting, {}
+        for thread in waiting:
+            self.turns[thread].release()
+        self.ended.set()

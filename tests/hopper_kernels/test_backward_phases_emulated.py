@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from configurations import one_kind_each
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -11,10 +12,21 @@ from flashtile.backends.hopper.backward import launch, plan
 from .test_backward_emulated import dense
 
 
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
-    ("head_dim", "lengths"),
-    [(64, (386, 386)), (128, (258, 258)), (128, (130, 300)), (192, (194, 150)), (256, (251, 251))],
+    ("head_dim", "lengths", "parts"),
+    [
+        (*tile, parts)
+        for tile, parts in one_kind_each(
+            [
+                (64, (386, 386)),
+                (128, (258, 258)),
+                (128, (130, 300)),
+                (192, (194, 150)),
+                (256, (251, 251)),
+            ],
+            [1, 2],
+        )
+    ],
 )
 def test_deterministic_phases(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, lengths: tuple[int, int], parts: int

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import one_kind_each, pairwise, sample
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -117,7 +118,8 @@ def dense(
 ) -> None:  # fmt: skip
     shape = {"B": 1, "M": 290, "N": 330, "Hq": 2, "Hk": 1, "D": 128} | (sizes or {})
     q, k, v = qkv(generator(seed), **shape)
-    if spread:  # so that scales differ by block
+    if spread:  # so that scales differ by block, head and sequence
+        v[0, :, 0] *= 8
         k[:, ::3] *= 3
         v[:, 140:] *= 50
     small = quantize_qkv(q, k, v, scales=scales)
@@ -135,20 +137,22 @@ def dense(
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("scales", ["head", "block"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "scales", "causal"), pairwise([64, 128, 256], ["head", "block"], [False, True])
+)
 def test_head_dims(head_dim: int, scales: str, causal: bool):
     dense(scales, sizes={"D": head_dim}, causal=causal)
 
 
-@pytest.mark.parametrize("head_dims", [(48, 48), (96, 80), (192, 128), (64, 208)])
+@pytest.mark.parametrize("head_dims", sample([(48, 48), (96, 80), (192, 128), (64, 208)], 2))
 def test_padded_head_dims(head_dims: tuple[int, int]):
     dense("block", sizes={"D": head_dims[0], "Dv": head_dims[1], "Hk": 2, "B": 2}, causal=True)
 
 
-@pytest.mark.parametrize("lengths", [(65, 1), (128, 128), (300, 77), (77, 300), (193, 600)])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(
+    ("lengths", "head_dim"),
+    one_kind_each([(65, 1), (128, 128), (300, 77), (77, 300), (193, 600)], [64, 256]),
+)
 def test_lengths(lengths: tuple[int, int], head_dim: int):
     dense("block", sizes={"M": lengths[0], "N": lengths[1], "D": head_dim}, causal=True)
 
@@ -161,8 +165,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "head_dim"), one_kind_each(OPTIONS, [64, 128]))
 def test_options(option: str, head_dim: int):
     dense("block", 1, {"D": head_dim, "M": 330, "N": 500}, **OPTIONS[option])
 
@@ -235,8 +238,7 @@ def test_repeated_calls(N: int, described: int, monkeypatch: pytest.MonkeyPatch)
         assert all(map(torch.equal, found, call(seed)))
 
 
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "used"), one_kind_each([64, 128, 256], [True, False]))
 def test_packed(head_dim: int, used: bool):
     seqused = {"seqused_q": [70, 0, 0, 250], "seqused_k": [101, 3, 0, 129]} if used else {}
     lengths = [70, 0, 1, 260], [130, 40, 0, 265]
@@ -256,7 +258,6 @@ def test_packed(head_dim: int, used: bool):
     compare(got, cpu, truth, plain, 4)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("head_dim", "seed"), one_kind_each([64, 128, 256], range(3)))
 def test_meetings_in_any_order(seed: int, head_dim: int):
     dense("block", seed, {"M": 400, "N": 400, "D": head_dim, "B": 2}, causal=seed % 2 == 1)

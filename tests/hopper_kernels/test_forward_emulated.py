@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import one_kind_each, pairwise, sample
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -52,7 +53,6 @@ from .inputs import (
 )
 
 PROGRAMS = 3
-CAUSAL = {"causal": True}
 SINK = normal(generator(0), 2)
 
 
@@ -214,24 +214,27 @@ def packed(seed: int, used: bool = False, D: int = 128, **given: Any) -> None:
     check(operands, options, given, layout, seed)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 144, 160, 256])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "causal"), one_kind_each([64, 80, 128, 144, 160, 256], [False, True])
+)
 def test_head_dims(head_dim: int, causal: bool):
     dense(sizes={"D": head_dim}, causal=causal)
 
 
 @pytest.mark.parametrize(
     "head_dims",
-    [(40, 40), (72, 80), (80, 96), (96, 96), (136, 152), (192, 192), (192, 128), (64, 200)],
+    sample(
+        [(40, 40), (72, 80), (80, 96), (96, 96), (136, 152), (192, 192), (192, 128), (64, 200)], 2
+    ),
 )
 def test_padded_head_dims(head_dims: tuple[int, int]):
     dense(sizes={"D": head_dims[0], "Dv": head_dims[1]}, causal=True)
 
 
 @pytest.mark.parametrize(
-    "lengths", [(65, 1), (128, 128), (300, 77), (77, 300), (193, 600), (200, 1030)]
+    ("lengths", "head_dim"),
+    one_kind_each([(65, 1), (128, 128), (300, 77), (77, 300), (193, 600), (200, 1030)], [64, 256]),
 )
-@pytest.mark.parametrize("head_dim", [64, 256])
 def test_lengths(lengths: tuple[int, int], head_dim: int):
     dense(sizes={"M": lengths[0], "N": lengths[1], "D": head_dim}, causal=True)
 
@@ -247,11 +250,14 @@ def long_from_64_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("long_from_64_keys")
-@pytest.mark.parametrize("lengths", [(65, 65), (290, 330), (128, 384), (400, 190)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("lengths", "seed"), one_kind_each([(65, 65), (290, 330), (128, 384), (400, 190)], range(2))
+)
 def test_from_the_first_block_to_the_last(seed: int, lengths: tuple[int, int]):
     sizes = {"M": lengths[0], "N": lengths[1]}
-    problem = AttentionProblem.of(*describe(dense_inputs(0, "contiguous", sizes), Dense(), CAUSAL))
+    problem = AttentionProblem.of(
+        *describe(dense_inputs(0, "contiguous", sizes), Dense(), {"causal": True})
+    )
     assert plan(problem).IS_ASCENDING
     dense(seed, sizes=sizes, causal=True, sink=SINK)
 
@@ -269,8 +275,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "head_dim"), one_kind_each(OPTIONS, [64, 128, 256]))
 def test_options(option: str, head_dim: int):
     dense(1, sizes={"D": head_dim, "M": 330, "N": 500, "Hq": 2}, **OPTIONS[option])
 
@@ -279,8 +284,9 @@ def test_float16():
     dense(sizes={"dtype": torch.float16}, causal=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rise", [1.0, 7.0, 25.0, 300.0])
+@pytest.mark.parametrize(
+    ("rise", "dtype"), one_kind_each([1.0, 7.0, 25.0, 300.0], [torch.float16, torch.bfloat16])
+)
 def test_scores_that_rise_from_block_to_block(rise: float, dtype: torch.dtype):
     """A maximum is raised in steps (`softmax.lazy_max`): by `rise`, in base 2, in each block."""
     q, k, v = qkv(generator(3), B=1, M=70, N=640, Hq=1, Hk=1, D=64, dtype=dtype)
@@ -296,15 +302,18 @@ def test_strides(style: str):
     dense(style=style, sizes={"B": 2, "Hq": 4, "Hk": 2, "M": 70, "N": 90}, causal=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 144, 160, 192, 256])
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "used", "causal"),
+    pairwise([64, 80, 128, 144, 160, 192, 256], [False, True], [False, True]),
+)
 def test_packed(causal: bool, used: bool, head_dim: int):
     packed(4, used, head_dim, causal=causal)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("sides", [("seqused_q",), ("seqused_k",), ("seqused_q", "seqused_k")])
+@pytest.mark.parametrize(
+    ("sides", "head_dim"),
+    one_kind_each([("seqused_q",), ("seqused_k",), ("seqused_q", "seqused_k")], [64, 128, 256]),
+)
 def test_dense_batch_with_lengths(sides: tuple[str, ...], head_dim: int):
     q, k, v = dense_inputs(6, "contiguous", {"B": 4, "M": 210, "N": 290, "D": head_dim})
     lengths = {"seqused_q": [210, 0, 1, 129], "seqused_k": [290, 40, 0, 128]}
@@ -317,56 +326,7 @@ def test_dense_batch_with_lengths(sides: tuple[str, ...], head_dim: int):
     check(*describe((q, k, v), Dense(), given), given, seed=6)
 
 
-@pytest.mark.parametrize("heads", [1, 5, 9, 16, 21])
-@pytest.mark.parametrize("swizzle", [1, 2, 5, 8, 16])
-def test_head_swizzle(heads: int, swizzle: int):
-    """Every tile comes once, and the last swizzle, whose end nothing follows, is a whole one. The
-    backward, which multiplies by reciprocals, has the same order."""
-    m_tiles, width = 7, min(swizzle, heads)
-    with emulator.emulated() as load_file:
-        order = load_file("flashtile.backends.hopper.shared.schedule").swizzled_order
-        numbers = list(map(emulator.tile, range(m_tiles * heads)))
-        found = [tuple(map(int, order(n, m_tiles, heads, swizzle))) for n in numbers]
-        schedule = load_file("flashtile.backends.hopper.backward.schedule")
-        for batch in (size for size in (1, 3, 7) if heads % size == 0):
-            divisors = schedule.order_reciprocals(m_tiles, batch, heads // batch, swizzle)
-            sizes = SimpleNamespace(N=64 * m_tiles, swizzle=swizzle, reciprocals=divisors)
-            for n, (m, bh) in zip(numbers, found, strict=True):
-                coordinates = tuple(map(int, schedule.dense_order(n, heads // batch, sizes, 64)))
-                assert coordinates == (m, *divmod(bh, heads // batch))
-    assert sorted(found) == [(m, h) for m in range(m_tiles) for h in range(heads)]
-    last = [(m, h) for m in range(m_tiles) for h in range(heads - width, heads)]
-    assert found[-len(last) :] == last
-    for head in range(heads):  # the dQ semaphores of the backward are released in this order
-        assert [m for m, h in found if h == head] == list(range(m_tiles))
-
-
-@pytest.mark.parametrize(
-    ("heads", "keys", "swizzle"),
-    [((16, 16), 16384, 4), ((32, 8), 16384, 4), ((28, 4), 16384, 7), ((8, 1), 65536, 8)],
-)
-def test_head_swizzle_of_whole_groups(heads: tuple[int, int], keys: int, swizzle: int):
-    """As many heads as fit the cache, but heads with the same keys run together."""
-    operands, options = describe(dense_inputs(0, "contiguous", {"M": 1, "N": 1}), Dense(), CAUSAL)
-    problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(Hq=heads[0], Hk=heads[1], M=keys, N=keys)
-    assert forward_plan.swizzle_of(problem) == swizzle
-
-
-@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 16, 641, 65537, 2**30 + 1, 2**31 - 1])
-def test_division_by_a_reciprocal(divisor: int):
-    with emulator.emulated() as load_file:
-        division = load_file("flashtile.backends.hopper.shared.division")
-        by = division.reciprocal(divisor)
-        last = (2**31 - 1) // divisor * divisor
-        multiples = (0, divisor, last // 2 // divisor * divisor, last)
-        near = (x + offset for x in multiples for offset in (-1, 0, 1))
-        for x in (x for x in near if 0 <= x < 2**31):
-            found = division.divide(emulator.tile(x), divisor, by)
-            assert tuple(map(int, found)) == divmod(x, divisor)
-
-
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", sample(range(2), 2))
 def test_packed_lengths_of_many_tiles_and_of_none(seed: int):
     lengths = [0, 0, 130, 1, 0, 129, 128, 257, 0, 0]
     tensors, layout, counts = packed_inputs(seed, 128, lengths, lengths, {})
@@ -374,7 +334,7 @@ def test_packed_lengths_of_many_tiles_and_of_none(seed: int):
     check(operands, options, {"causal": True}, layout, seed)
 
 
-@pytest.mark.parametrize("seed", [1, 3, 5])
+@pytest.mark.parametrize("seed", sample([1, 3, 5], 2))
 def test_the_list_of_tiles_is_awaited(seed: int):
     """So few sequences that all programs of the kernel before run when the forward starts."""
     tensors, layout, counts = packed_inputs(seed, 64, [70, 65], [65, 80], {})
@@ -386,34 +346,34 @@ def test_packed_window():
     packed(5, True, 64, window_size=(40, 10), sink=normal(generator(0), 4), softcap=2.0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "head_dim"), one_kind_each(range(4), [64, 128, 256]))
 def test_meetings_in_any_order(seed: int, head_dim: int):
     dense(seed, sizes={"M": 400, "N": 400, "D": head_dim, "B": 2}, causal=seed % 2 == 1)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "tile_size", "given"),
-    [
-        (128, (128, 128), {}),
-        (128, (256, 128), {"causal": True}),
-        (64, (128, 256), {"window_size": (200, 30)}),
-        (256, (128, 64), {"attention_chunk": 100}),
-        (96, (128, 128), {"alibi_slopes": alibi_slopes(generator(0), 2)}),
-        (144, (128, 64), {}),
-    ],
-)
-@pytest.mark.parametrize("shared", ["shared", "own"])
-def test_block_masks(head_dim: int, tile_size: tuple[int, int], given: dict[str, Any], shared: str):
+BLOCK_MASKS: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
+    (128, (128, 128), {}),
+    (128, (256, 128), {"causal": True}),
+    (64, (128, 256), {"window_size": (200, 30)}),
+    (256, (128, 64), {"attention_chunk": 100}),
+    (96, (128, 128), {"alibi_slopes": alibi_slopes(generator(0), 2)}),
+    (144, (128, 64), {}),
+]
+
+
+@pytest.mark.parametrize(("call", "shared"), one_kind_each(BLOCK_MASKS, ["shared", "own"]))
+def test_block_masks(call: tuple[int, tuple[int, int], dict[str, Any]], shared: str):
+    head_dim, tile_size, given = call
     batch, heads = (1, 1) if shared == "shared" else (2, 2)
     mask = random_mask((batch, heads, 390, 430), tile_size, head_dim)
     sizes = {"B": 2, "M": 390, "N": 430, "D": head_dim}
     dense(sizes=sizes, block_mask=mask, **given)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 144, 256])
-@pytest.mark.parametrize("intervals", [1, 2])
-@pytest.mark.parametrize("lead", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "intervals", "lead"),
+    pairwise([64, 128, 144, 256], [1, 2], [(1, 1), (2, 1), (1, 4), (2, 4)]),
+)
 def test_spans(lead: tuple[int, int], intervals: int, head_dim: int):
     mask = random_spans(generator(head_dim), (*lead, 290, intervals), 330)
     dense(sizes={"B": 2, "Hq": 4, "Hk": 2, "D": head_dim}, mask=mask)
@@ -428,15 +388,16 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "head_dim"), one_kind_each(MASKS, [64, 128]))
 def test_spans_of_everyday_masks(mask: str, head_dim: int):
     dense(sizes={"B": 2, "M": 460, "N": 460, "D": head_dim}, mask=MASKS[mask])
 
 
-@pytest.mark.parametrize(("intervals", "head_dim"), [(1, 64), (1, 128), (2, 128)])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_spans_with_other_options(option: str, intervals: int, head_dim: int):
+@pytest.mark.parametrize(
+    ("option", "kind"), one_kind_each(OPTIONS, [(1, 64), (1, 128), (2, 128)]), ids=str
+)
+def test_spans_with_other_options(option: str, kind: tuple[int, int]):
+    intervals, head_dim = kind
     mask = random_spans(generator(5), (1, 1, 330, intervals), 500)
     sizes = {"M": 330, "N": 500, "Hq": 2, "D": head_dim}
     dense(1, sizes=sizes, mask=mask, **OPTIONS[option])
@@ -451,8 +412,7 @@ def test_spans_of_a_batch_with_lengths(lead: tuple[int, int]):
     check(*describe(tensors, Dense(), given), given, seed=6)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(("used", "heads"), one_kind_each([False, True], [1, 4]))
 def test_spans_of_packed_sequences(used: bool, heads: int):
     mask = random_spans(generator(8), (1, heads, 336, 2), 265)  # five rows are spare
     packed(4, used, mask=mask, causal=True)

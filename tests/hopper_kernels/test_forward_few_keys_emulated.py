@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from configurations import one_kind_each, pairwise, sample
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -34,8 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 HEAD_DIMS = [64, 80, 96, 128]
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "head_dim"), one_kind_each(OPTIONS, HEAD_DIMS))
 def test_options(option: str, head_dim: int):
     sizes = {"D": head_dim, "M": 290, "N": 330}
     call = describe(dense_inputs(0, "contiguous", sizes), Dense(), OPTIONS[option])
@@ -44,13 +44,15 @@ def test_options(option: str, head_dim: int):
     dense(1, sizes=sizes, **OPTIONS[option])
 
 
-@pytest.mark.parametrize("lengths", [(65, 1), (128, 128), (300, 77), (77, 300), (65, 512)])
+@pytest.mark.parametrize(
+    "lengths", sample([(65, 1), (128, 128), (300, 77), (77, 300), (65, 512)], 2)
+)
 def test_lengths(lengths: tuple[int, int]):
     dense(sizes={"M": lengths[0], "N": lengths[1], "D": 96}, causal=True)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("given", [{"causal": True}, {"window_size": (40, 10)}], ids=str)
-def test_packed(given: dict[str, Any], used: bool, head_dim: int):
-    packed(4, used, head_dim, **given)
+@pytest.mark.parametrize(
+    ("head_dim", "used", "option"), pairwise(HEAD_DIMS, [False, True], ["causal", "window"])
+)
+def test_packed(head_dim: int, used: bool, option: str):
+    packed(4, used, head_dim, **OPTIONS[option])

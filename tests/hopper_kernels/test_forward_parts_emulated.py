@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from configurations import pairwise, sample
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -18,14 +19,14 @@ from .test_forward_emulated import emulate, intrinsics  # noqa: F401 -- a fixtur
 DTYPES = (torch.float64, torch.bfloat16)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize(
+    ("pieces", "option", "head_dim"), pairwise(PIECES, OPTIONS, [64, 128, 256])
+)
 def test_parts_of_sequences(pieces: str, option: str, head_dim: int):
     check_pieces(pieces, option, head_dim)
 
 
-@pytest.mark.parametrize("head_dim", [64, 144, 192])
+@pytest.mark.parametrize("head_dim", sample([64, 144, 192], 2))
 def test_partial_outputs(head_dim: int):
     check_pieces("ragged", "causal", head_dim, is_partial=True)
 

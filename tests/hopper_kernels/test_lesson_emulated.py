@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import one_kind_each
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -76,8 +77,7 @@ def emulate(
     return O
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3, 6])
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize(("schedule", "blocks"), one_kind_each(SCHEDULES.values(), [1, 2, 3, 6]))
 def test_results(schedule: Schedule, blocks: int, seed: int):
     for round, dtype in enumerate((torch.bfloat16, torch.float16)):
         qkv = inputs(256, 128 * blocks, dtype)
