@@ -4,6 +4,7 @@ masks, barriers and the reuse of buffers, without a GPU."""
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import product
 from typing import Any
 
 import pytest
@@ -271,10 +272,11 @@ def test_keys_past_the_end_weigh_nothing():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "used", "causal"),
-    pairwise([64, 80, 96, 128, 144, 192, 256], [False, True], [False, True]),
+    ("head_dim", "used_and_causal"),
+    one_kind_each([64, 80, 96, 128, 144, 192, 256], product([False, True], repeat=2)),
 )
-def test_packed(causal: bool, used: bool, head_dim: int):
+def test_packed(used_and_causal: tuple[bool, bool], head_dim: int):
+    used, causal = used_and_causal
     packed(4, used, head_dim, causal=causal)
 
 
@@ -326,11 +328,16 @@ def test_deterministic_packed(head_dim: int):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "shares", "causal"),
-    pairwise([64, 96, 128, 192, 256], [(2, 3, 1), (3, 4, 2), (2, 1, 1), (5, 2, 1)], [False, True]),
+    ("shares_and_mask", "head_dim"),
+    one_kind_each(
+        product([(2, 3, 1), (3, 4, 2), (2, 1, 1), (5, 2, 1)], [False, True]),
+        [64, 96, 128, 192, 256],
+    ),
+    ids=str,
 )
-def test_parts(head_dim: int, shares: tuple[int, int, int], causal: bool):
+def test_parts(shares_and_mask: tuple[tuple[int, int, int], bool], head_dim: int):
     """Parts of unequal length, that start within a head or are empty."""
+    shares, causal = shares_and_mask
     parts, *heads = shares
     sizes = {"B": 2, "Hq": heads[0], "Hk": heads[1], "M": 190, "N": 230, "D": head_dim}
     dense(parts, sizes=sizes, parts=parts, causal=causal)
@@ -422,9 +429,12 @@ def of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("of_lists")
 @pytest.mark.parametrize(
-    ("head_dim", "intervals", "lead"), pairwise([64, 96, 128, 144, 256], [1, 2], [(1, 1), (2, 4)])
+    ("head_dim", "spans"),
+    one_kind_each([64, 96, 128, 144, 256], product([1, 2], [(1, 1), (2, 4)])),
+    ids=str,
 )
-def test_spans(lead: tuple[int, int], intervals: int, head_dim: int):
+def test_spans(spans: tuple[int, tuple[int, int]], head_dim: int):
+    intervals, lead = spans
     mask = random_spans(generator(head_dim), (*lead, 290, intervals), 330)
     dense(sizes={"B": 2, "M": 290, "N": 330, "Hq": 4, "Hk": 2, "D": head_dim}, mask=mask)
 
@@ -446,18 +456,22 @@ def test_spans_of_everyday_masks(mask: str, head_dim: int):
     dense(2, sizes={"M": 400, "N": 400, "D": head_dim}, mask=masks[mask], **more)
 
 
-@pytest.mark.parametrize(("head_dim", "heads"), one_kind_each([64, 96, 128, 256], [1, 3]))
-def test_deterministic_block_masks_add_in_order(head_dim: int, heads: int, causal: bool):
+@pytest.mark.parametrize(
+    ("head_dim", "kind"), one_kind_each([64, 96, 128, 256], [(1, False), (3, True)]), ids=str
+)
+def test_deterministic_block_masks_add_in_order(head_dim: int, kind: tuple[int, bool]):
     """Lists of unlike lengths, of which the longest start first, and for every head another one."""
+    heads, causal = kind
     mask = random_mask((1, heads, 400, 640), (128, 128), head_dim + heads)
     sizes = {"M": 400, "N": 640, "D": head_dim, "Hq": 3}
     dense(heads, sizes=sizes, block_mask=mask, deterministic=True, causal=causal)
 
 
 @pytest.mark.parametrize(
-    ("pieces", "option", "head_dim"), pairwise(PIECES, PIECE_OPTIONS, [64, 128, 192])
+    ("tile", "option"), one_kind_each(product(PIECES, [64, 128, 192]), PIECE_OPTIONS), ids=str
 )
-def test_parts_of_sequences(pieces: str, option: str, head_dim: int):
+def test_parts_of_sequences(tile: tuple[str, int], option: str):
+    pieces, head_dim = tile
     check_pieces(pieces, option, head_dim)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from configurations import one_kind_each, pairwise, sample
+from configurations import one_kind_each, sample
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -303,10 +304,11 @@ def test_strides(style: str):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "used", "causal"),
-    pairwise([64, 80, 128, 144, 160, 192, 256], [False, True], [False, True]),
+    ("head_dim", "used_and_causal"),
+    one_kind_each([64, 80, 128, 144, 160, 192, 256], product([False, True], repeat=2)),
 )
-def test_packed(causal: bool, used: bool, head_dim: int):
+def test_packed(used_and_causal: tuple[bool, bool], head_dim: int):
+    used, causal = used_and_causal
     packed(4, used, head_dim, causal=causal)
 
 
@@ -371,10 +373,12 @@ def test_block_masks(call: tuple[int, tuple[int, int], dict[str, Any]], shared: 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "intervals", "lead"),
-    pairwise([64, 128, 144, 256], [1, 2], [(1, 1), (2, 1), (1, 4), (2, 4)]),
+    ("spans", "head_dim"),
+    one_kind_each(product([1, 2], [(1, 1), (2, 1), (1, 4), (2, 4)]), [64, 128, 144, 256]),
+    ids=str,
 )
-def test_spans(lead: tuple[int, int], intervals: int, head_dim: int):
+def test_spans(spans: tuple[int, tuple[int, int]], head_dim: int):
+    intervals, lead = spans
     mask = random_spans(generator(head_dim), (*lead, 290, intervals), 330)
     dense(sizes={"B": 2, "Hq": 4, "Hk": 2, "D": head_dim}, mask=mask)
 

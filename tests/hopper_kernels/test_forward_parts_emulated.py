@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from configurations import pairwise, sample
+from configurations import one_kind_each, sample
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -20,10 +21,10 @@ DTYPES = (torch.float64, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("pieces", "option", "head_dim"), pairwise(PIECES, OPTIONS, [64, 128, 256])
+    ("tile", "option"), one_kind_each(product(PIECES, [64, 128, 256]), OPTIONS), ids=str
 )
-def test_parts_of_sequences(pieces: str, option: str, head_dim: int):
-    check_pieces(pieces, option, head_dim)
+def test_parts_of_sequences(tile: tuple[str, int], option: str):
+    check_pieces(tile[0], option, tile[1])
 
 
 @pytest.mark.parametrize("head_dim", sample([64, 144, 192], 2))
