@@ -39,7 +39,8 @@ def dense(**sizes: int) -> Callable[..., Make]:
 
 
 SMALL = {"B": 2, "M": 37, "N": 45, "Hq": 4, "Hk": 2, "D": 16}
-WIDE = SMALL | {"M": 130, "N": 208, "D": 64}
+LARGER = SMALL | {"M": 90, "N": 100, "Hq": 2, "Hk": 1}
+WIDE = SMALL | {"M": 130, "N": 208, "Hq": 2, "Hk": 1, "D": 64}
 FEW = {"B": 2, "M": 3, "N": 70, "Hq": 4, "Hk": 1, "D": 16}
 
 
@@ -73,11 +74,11 @@ def pages(g: torch.Generator, dtype: torch.dtype) -> Call:
     return operands._replace(k=k_pages, v=v_pages, page_table=table, **extra), options
 
 
-def block_mask(tile_size: tuple[int, int], causal: bool = False, heads: int = 4) -> Make:
+def block_mask(tile_size: tuple[int, int], causal: bool = False, heads: int = 2) -> Make:
     """A random mask with empty, full and partial tiles for each head."""
 
     def make(g: torch.Generator, dtype: torch.dtype) -> Call:
-        tensors = qkv(g, **(SMALL | {"M": 150, "N": 170}), dtype=dtype)
+        tensors = qkv(g, B=1, M=150, N=170, Hq=2, Hk=1, D=16, dtype=dtype)
         mask = torch.rand(1, heads, 150, 170, generator=g) < 0.5
         mask[:, :, :64, :64] = True
         mask[:, :, 64:, :64] = False
@@ -165,9 +166,7 @@ def masked(sizes: dict[str, int], mask: Spans, **options: Any) -> Make:
 
 
 BIAS_CASES: dict[str, Make] = {
-    "learned alibi": by_distance(
-        dense(**(SMALL | {"M": 90, "N": 100}))(lambda g, t: {"window_size": (30, 40)}), 2, None
-    ),
+    "learned alibi": by_distance(dense(**LARGER)(lambda g, t: {"window_size": (30, 40)}), 2, None),
     "relative bias": by_distance(
         dense(**(SMALL | {"B": 1, "M": 150}))(lambda g, t: {"softcap": 2.0}), None, 20
     ),
@@ -198,18 +197,18 @@ SPAN_CASES: dict[str, Make] = {
     "tree": masked(TREE, Spans.tree([-1, 0, 1, 1, 0, 4]).shifted(lengths(64, 30))),
     "left edge of spans": masked(SELF, Spans(LEFT, LEFT + 200)),
     "three spans apart": masked(SELF, Spans(APART, APART + 20)),
-    "one span": spanned(dense(**(SMALL | {"M": 90, "N": 100}))(), 1, batch=2),
+    "one span": spanned(dense(**LARGER)(), 1, batch=2),
     "spans of heads": spanned(
-        dense(**(SMALL | {"M": 90, "N": 100}))(
-            lambda g, t: {"causal": True, "sink": normal(g, 4), "alibi_slopes": alibi_slopes(g, 4)}
+        dense(**LARGER)(
+            lambda g, t: {"causal": True, "sink": normal(g, 2), "alibi_slopes": alibi_slopes(g, 2)}
         ),
         2,
-        heads=4,
+        heads=2,
     ),
     "eight spans": spanned(dense(**SMALL)(), 8, batch=2, heads=4),
     "spans of few queries": spanned(dense(**FEW)(), 2, heads=4),
     "spans and a bias": spanned(dropped(dense(**SMALL)(bias(2, 4, 37, 45))), 2, batch=2),
-    "spans and a block mask": spanned(block_mask((32, 64), causal=True), 2, batch=2),
+    "spans and a block mask": spanned(block_mask((32, 64), causal=True), 2),
     "packed spans": spanned(dropped(packed), 2, heads=4),
     "spans of cache rows": spanned(cached, 2, batch=2),
     "spans of pages": spanned(pages, 3, batch=2),
@@ -267,7 +266,7 @@ SCORE_CASES: dict[str, Make] = {
         dense(**SMALL)(lambda g, t: {"window_size": (9, 7)}), table_of_distances
     ),
     "score function of near and far keys": scored(
-        dense(**(SMALL | {"B": 1, "M": 150, "N": 170}))(), table_of_near_distances
+        dense(B=1, M=150, N=170, Hq=2, Hk=1, D=16)(), table_of_near_distances
     ),
     "score function of many operations": scored(dense(**SMALL)(), many_operations),
     "score function, few queries of grouped heads": scored(
@@ -302,14 +301,10 @@ CASES: dict[str, Make] = (
         "causal, full tiles": dense(B=1, M=300, N=300, Hq=2, Hk=1, D=16)(
             lambda g, t: {"causal": True}
         ),
-        "window": dense(**(SMALL | {"M": 90, "N": 100}))(lambda g, t: {"window_size": (20, 7)}),
+        "window": dense(**LARGER)(lambda g, t: {"window_size": (20, 7)}),
         "left window": dense(**(SMALL | {"M": 90}))(lambda g, t: {"window_size": (33, -1)}),
-        "window after the query": dense(**(SMALL | {"M": 90, "N": 100}))(
-            lambda g, t: {"window_size": (-9, 40)}
-        ),
-        "window before the query": dense(**(SMALL | {"M": 90, "N": 100}))(
-            lambda g, t: {"window_size": (None, -20)}
-        ),
+        "window after the query": dense(**LARGER)(lambda g, t: {"window_size": (-9, 40)}),
+        "window before the query": dense(**LARGER)(lambda g, t: {"window_size": (None, -20)}),
         "chunk": dense(**(SMALL | {"M": 90}))(lambda g, t: {"attention_chunk": 13, "causal": True}),
         "few queries of grouped heads": dense(**FEW)(lambda g, t: {"causal": True}),
         "one query, one key": dense(**(SMALL | {"M": 1, "N": 1}))(),
@@ -324,7 +319,7 @@ CASES: dict[str, Make] = (
         "bias of keys": dense(**SMALL)(bias(2, 1, 1, 45)),
         "bias of rows": dense(**SMALL)(bias(1, 4, 37, 1)),
         # 16 divides the keys: the kernels load 16 bytes of bias at once.
-        "bias, 208 keys": dense(**WIDE)(bias(1, 4, 130, 208)),
+        "bias, 208 keys": dense(**WIDE)(bias(1, 2, 130, 208)),
         "bias of keys, 208 keys": dense(**WIDE)(bias(2, 1, 1, 208)),
         "bias, used keys of 208": dense(**WIDE)(
             lambda g, t: {

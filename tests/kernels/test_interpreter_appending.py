@@ -206,9 +206,9 @@ def test_tokens_without_a_slot_are_dropped(
     in rows and pages that do not exist."""
     monkeypatch.setenv("FLASHTILE_CHECK", "0")
     g, count = generator(seed), len(LENGTHS)
-    q = normal(g, count, TOKENS, 4, 16)
-    new = [normal(g, count, TOKENS, 2, 16) for _ in "kv"]
-    cache = [normal(g, count, CAPACITY, 2, 16) for _ in "kv"]
+    q = normal(g, count, TOKENS, 2, 16)
+    new = [normal(g, count, TOKENS, 1, 16) for _ in "kv"]
+    cache = [normal(g, count, CAPACITY, 1, 16) for _ in "kv"]
     lengths, exists = torch.tensor(LENGTHS, **INT), torch.ones(count, dtype=torch.bool)
     rows = table = None
     if storage == "rows":
@@ -217,7 +217,7 @@ def test_tokens_without_a_slot_are_dropped(
         exists[[2, 5]] = False
         exists[rows.clamp(0, count - 1)[[2, 5]].long()] = True
     elif storage == "pages":
-        cache = [x.reshape(-1, 25, 2, 16) for x in cache]
+        cache = [x.reshape(-1, 25, 1, 16) for x in cache]
         table = torch.randperm(4 * count, generator=g).view(count, 4).int()
         table[2, 0], table[5, 1] = -1, 4 * count
         exists[[2, 5]] = False

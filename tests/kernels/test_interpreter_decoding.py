@@ -48,7 +48,6 @@ from .decoding import CASES, FLOAT8_CASES, assert_decoding, make_decoding
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 DTYPES = (torch.float32, torch.float16)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
 @pytest.mark.parametrize(
@@ -160,9 +159,8 @@ OFFSETS = {
 }
 
 
-@each_dtype
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
-@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize(("offsets", "dtype"), one_kind_each(OFFSETS, DTYPES), ids=str)
 def test_rotary(offsets: str, interleaved: bool, dtype: torch.dtype, by_kernel: Any, seed: int):
     """Forward, backward and in place, with features that are passed through."""
     x, cos, sin = rotary_inputs(seed, dtype)
@@ -208,9 +206,10 @@ def test_the_kernel_is_for_a_gpu():
     assert not rotary_op.runs_as_kernel(x, *rotary_tables(1, 2))
 
 
-@each_dtype
 @pytest.mark.parametrize("own", [True, False], ids=["own positions", "one position"])
-@pytest.mark.parametrize("layout", ["dense", "packed", "rows", "pages"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), one_kind_each(["dense", "packed", "rows", "pages"], DTYPES), ids=str
+)
 def test_rotate_and_append(layout: str, own: bool, dtype: torch.dtype, seed: int):
     """The caches, and what must not change in them, and the queries."""
     g = generator(seed)

@@ -48,8 +48,10 @@ def assert_repeated() -> None:
     assert all(isinstance(x, relaunch.PreparedCall) for x in relaunch._prepared.values())
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("name", ["one query", "pages of 16", "sink", "packed queries", "alibi"])
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [("one query", 1), ("pages of 16", 3), ("sink", 1), ("packed queries", 3), ("alibi", 3)],
+)
 def test_a_repeated_call_uses_the_new_tensors(
     name: str, splits: int, repeats: list[Launch], seed: int
 ):
