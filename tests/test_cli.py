@@ -129,6 +129,11 @@ def test_info_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_info_with_transformers() -> None:
+    """The import alone registers nothing; to say whether it works, `info` registers."""
     pytest.importorskip("transformers")
-    state = _python("from flashtile.cli.info import transformers_state as s; print(s()['state'])")
+    state = _python(
+        "import flashtile.integrations.transformers as i, transformers.modeling_utils as m\n"
+        "assert not [k for k in m.AttentionInterface().valid_keys() if 'tile' in k]\n"
+        "from flashtile.cli.info import transformers_state as s; print(s()['state'])"
+    )
     assert state.startswith("register() works")

@@ -58,7 +58,8 @@ def test_ops(options: dict[str, Any], return_lse: bool) -> None:
             results.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
         for mine, theirs in zip(*results, strict=True):
             assert torch.equal(mine, theirs)
-        opcheck(torch.ops.flashtile.context_forward.default, calls.arguments[0])
+        if return_lse:
+            opcheck(torch.ops.flashtile.context_forward.default, calls.arguments[0])
 
     run_ranks(1, run)
 
