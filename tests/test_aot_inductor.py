@@ -12,6 +12,8 @@ from rounded_results import judge_client
 import flashtile
 from flashtile.testing import attention_reference
 
+pytestmark = pytest.mark.slow
+
 
 class Attend(torch.nn.Module):
     """Projections around one call with options of several kinds."""

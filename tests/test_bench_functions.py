@@ -15,6 +15,8 @@ from benchmarks import ahead, functions, gpu_targets, peers, plots, presets, run
 from benchmarks.rows import Row
 from benchmarks.shapes import Case
 
+pytestmark = pytest.mark.slow
+
 N = 192
 WAYS = ("flashtile", "flashtile-function", "flashtile-spans")
 QUICK = run.Settings(peers=WAYS, seconds=0, min_rounds=1, memory=False)

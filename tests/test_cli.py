@@ -14,6 +14,8 @@ from flashtile import __version__, cli
 from flashtile.call import dispatch
 from flashtile.cli import info
 
+pytestmark = pytest.mark.slow
+
 
 def _python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -24,6 +24,8 @@ from benchmarks.compare_trees.processes import Pool, Tree
 from benchmarks.compare_trees.worker import Answer, Request, trace
 from benchmarks.shapes import Case
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(flashtile.__file__).parent
 SMALL = {"heads_q": 4, "heads_kv": 2, "seqlen_q": 70, "seqlen_k": 70, "causal": True}
 

@@ -9,6 +9,8 @@ from conformance.harness import Sizes, resolve, split_options
 import flashtile
 from flashtile.testing import cu_seqlens, generator, normal, packed_qkv, qkv
 
+pytestmark = pytest.mark.slow
+
 F64 = torch.float64
 
 COMBINATIONS = (

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 OPTIONAL = ("triton", "transformers", "rich", "matplotlib", "gguf", "accelerate", "huggingface_hub")
 

@@ -18,6 +18,8 @@ from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  
 
 from flashtile.integrations import transformers_masks  # noqa: E402  # needs transformers
 
+pytestmark = pytest.mark.slow
+
 AutoModel = transformers.AutoModel
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
 

@@ -13,6 +13,8 @@ from transformers import masking_utils  # noqa: E402  # needs transformers
 
 from flashtile.integrations import transformers_masks  # noqa: E402  # needs transformers
 
+pytestmark = pytest.mark.slow
+
 NAME = integration.register()
 attention_forward = integration.attention_forward
 

@@ -20,6 +20,8 @@ from examples.learn import (
 from examples.learn import standard as lesson_1
 from flashtile.testing import generator
 
+pytestmark = pytest.mark.slow
+
 ROWS = [
     [1.0, 2.0, 3.0, 4.0],
     [4.0, 3.0, 2.0, 1.0],

@@ -28,6 +28,8 @@ from flashtile.masks import BlockMask
 from flashtile.spans import Spans
 from flashtile.testing import cu_seqlens, generator, normal, qkv, rotary_tables
 
+pytestmark = pytest.mark.slow
+
 
 def dense(function, **options):
     def call(q, k, v):

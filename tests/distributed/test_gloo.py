@@ -9,6 +9,8 @@ from pathlib import Path
 import processes
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_processes(world: int, tmp_path: Path) -> None:

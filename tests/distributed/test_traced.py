@@ -13,6 +13,8 @@ from flashtile import BlockMask, Spans
 from flashtile.distributed import ContextParallel, tickets, traced
 from flashtile.testing.wires import ThreadWire, run_ranks
 
+pytestmark = pytest.mark.slow
+
 SLOPES = torch.randn(4)
 OPTIONS: list[dict[str, Any]] = [
     {"causal": True, "window_size": (9, -1), "softcap": 3.0, "sink": torch.randn(4)},

@@ -18,6 +18,8 @@ from training import checkpoints
 from training.metrics import read_metrics
 from training.train import Run
 
+pytestmark = pytest.mark.slow
+
 
 def rows_without_speed(run_dir: Path) -> list[tuple[float, ...]]:
     """What metrics.csv says of the computation itself."""
