@@ -67,7 +67,6 @@ def test_export_with_a_dynamic_length(exported, tmp_path, seed):
     judge_at_other_lengths(module, loaded.module(), seed)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 def test_aot_inductor(exported, tmp_path, seed):
     module, program = exported

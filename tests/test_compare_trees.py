@@ -83,7 +83,6 @@ def rows_of(rows: list[dict[str, str]], tree: str, **wanted: str) -> list[dict[s
     return [row for row in rows if {"tree": tree, **wanted}.items() <= row.items()]
 
 
-@pytest.mark.slow
 def test_every_tree_has_a_row_for_every_job(
     compared: tuple[list[dict[str, str]], str, int],
 ) -> None:
@@ -99,7 +98,6 @@ def test_every_tree_has_a_row_for_every_job(
     assert {row["preset"] for row in rows} == {"tiny"}
 
 
-@pytest.mark.slow
 def test_a_tree_has_its_own_code_and_environment(
     compared: tuple[list[dict[str, str]], str, int],
 ) -> None:
@@ -113,7 +111,6 @@ def test_a_tree_has_its_own_code_and_environment(
     assert "1e-02" in text
 
 
-@pytest.mark.slow
 def test_failures_cost_only_their_rows(compared: tuple[list[dict[str, str]], str, int]) -> None:
     rows, text, _ = compared
     reasons = {row["head_dim"]: row["skipped"] for row in rows_of(rows, "odd")}

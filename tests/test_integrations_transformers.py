@@ -306,7 +306,6 @@ def test_on_a_gpu(family, side):
 
 @both_names
 @pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.slow
 @torch.no_grad()
 def test_compile(side, name):
     model = build("mistral")

@@ -308,7 +308,6 @@ class TestCompile:
         with pytest.raises(AssertionError, match="called"):
             function(**call)
 
-    @pytest.mark.slow
     @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler, g++")
     def test_inductor(self):
         function, make = TRAINING["attention, bias and sink"]
