@@ -41,8 +41,9 @@ def run(script: str, world: int, rendezvous: Path, *arguments: str) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-    failed = any(process.exitcode for process in ranks)
-    assert not failed, "\n".join(path.read_text() for path in errors)[-4000:]
+    statuses = [process.exitcode for process in ranks]
+    said = "\n".join(path.read_text() for path in errors if path.exists())
+    assert not any(statuses), f"ranks ended with {statuses}:\n{said[-4000:]}"
 
 
 def _rank(script: Path, arguments: list[str], errors: Path) -> None:
