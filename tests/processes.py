@@ -15,11 +15,12 @@ import torch
 
 TESTS = Path(__file__).parent
 # Ranks are forks of a server that has imported what takes seconds. A process that has forked cannot
-# use CUDA if its parent did, and macOS does not support forks either.
+# use CUDA if its parent did, and macOS does not support forks either. flashtile is not among the
+# imports: the server has not the path of this process, and might find another one.
 FORKS = sys.platform == "linux" and not torch.cuda.is_available()
 RANKS = multiprocessing.get_context("forkserver" if FORKS else "spawn")
 RANKS.set_forkserver_preload(
-    ["flashtile.distributed", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"]
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"]
 )
 
 
