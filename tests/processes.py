@@ -2,38 +2,71 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
+# Ranks are forks of a server that has imported what takes seconds. A process that has forked cannot
+# use CUDA if its parent did, and macOS does not support forks either. flashtile is not among the
+# imports: the server has not the path of this process, and might find another one.
+FORKS = sys.platform == "linux" and not torch.cuda.is_available()
+RANKS = multiprocessing.get_context("forkserver" if FORKS else "spawn")
+RANKS.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"]
+)
 
 
 def run(script: str, world: int, rendezvous: Path, *arguments: str) -> None:
     """Run ``tests/<script> rank world rendezvous ...`` once for each rank, and expect that all of
     them succeed."""
-    paths = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(TESTS / "one_rank.py"), str(TESTS / script), *given],
-            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
+    errors = [rendezvous.with_name(f"errors of rank {rank}") for rank in range(world)]
+    ranks = [
+        RANKS.Process(
+            target=_rank,
+            args=(TESTS / script, [str(rank), str(world), str(rendezvous), *arguments], path),
         )
-        for given in ([str(rank), str(world), str(rendezvous), *arguments] for rank in range(world))
+        for rank, path in enumerate(errors)
     ]
-    errors = []
-    for process in processes:
-        try:
-            _, error = process.communicate(timeout=300)
-        except subprocess.TimeoutExpired:
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=300)
+        if process.is_alive():
             process.kill()
-            _, error = process.communicate()
-        errors.append(error)
-    assert not any(process.returncode for process in processes), "\n".join(errors)[-4000:]
+            process.join()
+    statuses = [process.exitcode for process in ranks]
+    said = "\n".join(path.read_text() for path in errors if path.exists())
+    assert not any(statuses), f"ranks ended with {statuses}:\n{said[-4000:]}"
+
+
+def _rank(script: Path, arguments: list[str], errors: Path) -> None:
+    """Run a script as one of several processes, and end without shutting the interpreter down.
+
+    PyTorch's threads for gloo release the tensors of a collective some time after it has finished.
+    A thread that needs the interpreter for it while the interpreter shuts down is ended by Python
+    inside a destructor, which aborts the process: "terminate called without an active exception".
+    """
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    status = 0
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def output_of(script: Path, *arguments: object, seconds: float) -> str:

@@ -12,6 +12,8 @@ from rounded_results import judge_client
 import flashtile
 from flashtile.testing import attention_reference
 
+pytestmark = pytest.mark.slow
+
 
 class Attend(torch.nn.Module):
     """Projections around one call with options of several kinds."""
@@ -65,7 +67,6 @@ def test_export_with_a_dynamic_length(exported, tmp_path, seed):
     judge_at_other_lengths(module, loaded.module(), seed)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 def test_aot_inductor(exported, tmp_path, seed):
     module, program = exported

@@ -101,6 +101,7 @@ def test_repeated_calls_take_the_new_masks(call):
         torch.testing.assert_close(got, wanted.float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [MATRIX, MATRIX.float()], ids=["bool", "floating"])
 def test_compiled_with_gradients(mask, call):
     leaves = [x.requires_grad_() for x in call.values()]

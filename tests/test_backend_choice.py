@@ -163,6 +163,7 @@ def test_an_unknown_name_is_refused_at_once(name):
     assert dispatch.forced() is None
 
 
+@pytest.mark.slow
 def test_a_compiled_function_notices():
     q = torch.randn(1, 5, 1, 8)
     compiled = torch.compile(flashtile.attention, fullgraph=True, backend="aot_eager")

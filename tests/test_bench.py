@@ -19,6 +19,8 @@ from benchmarks.rows import Row
 from benchmarks.shapes import Case, vary
 from flashtile.cli import machine, timing
 
+pytestmark = pytest.mark.slow
+
 SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)
 QUICK = run.Settings(peers=("flashtile", "standard"), seconds=0, min_rounds=1)
 

@@ -11,6 +11,8 @@ import torch
 from benchmarks import block_masks
 from flashtile.masks import BlockMask
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 512
 
 

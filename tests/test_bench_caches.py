@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from benchmarks import peers, presets, run, shapes
 from benchmarks.shapes import Case, vary
+
+pytestmark = pytest.mark.slow
 
 SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)
 QUICK = run.Settings(peers=("flashtile", "sdpa", "standard"), seconds=0, min_rounds=1)

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.context import kernels
 
+pytestmark = pytest.mark.slow
+
 FAST = ["--device", "cpu", "--dtype", "float32", "--ms", "0"]
 SMALL = ["--tokens", "256", "--heads", "4", "2", "--head-dim", "8", "--ranks", "3"]
 

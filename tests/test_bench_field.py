@@ -19,6 +19,8 @@ from benchmarks.rows import Row, read_csv
 from benchmarks.run import Settings
 from benchmarks.shapes import Case
 
+pytestmark = pytest.mark.slow
+
 SEEDS = (1, 2, 12345)
 
 

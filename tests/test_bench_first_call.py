@@ -18,6 +18,8 @@ from torch import Tensor
 
 from benchmarks import first_call
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:

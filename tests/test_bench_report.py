@@ -18,6 +18,8 @@ from benchmarks.rows import Row
 from benchmarks.shapes import Case
 from flashtile.cli import machine
 
+pytestmark = pytest.mark.slow
+
 PROVENANCE = {"command": "c", "date": "d", "commit": None, "device": "cpu", "torch": "2"}
 ORIGIN = {"command": "c", "date": "2026-01-02", "commit": "0123", "device": "GPU", "torch": "2"}
 SMALL = Case(heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16, seqlen_q=160, seqlen_k=160)

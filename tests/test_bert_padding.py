@@ -201,6 +201,7 @@ def test_gradcheck() -> None:
         assert torch.autograd.gradgradcheck(f, (z,))
 
 
+@pytest.mark.slow
 def test_compile() -> None:
     def work(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int, Tensor]:
         flat, indices, cu_seqlens, longest, seqused = unpad_input(x, mask)

@@ -26,6 +26,8 @@ from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands
 from flashtile.testing import generator, qkv
 
+pytestmark = pytest.mark.slow
+
 SWIZZLE = 3  # heads whose tiles of keys run at the same time
 
 

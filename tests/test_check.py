@@ -15,6 +15,8 @@ from flashtile.cli import check
 from flashtile.cli.check import calls, judge
 from flashtile.cli.check.calls import Case
 
+pytestmark = pytest.mark.slow
+
 SEED = "5"
 ALL = calls.cases("cpu", quick=False)
 

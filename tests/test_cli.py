@@ -14,6 +14,8 @@ from flashtile import __version__, cli
 from flashtile.call import dispatch
 from flashtile.cli import info
 
+pytestmark = pytest.mark.slow
+
 
 def _python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -129,6 +131,11 @@ def test_info_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_info_with_transformers() -> None:
+    """The import alone registers nothing; to say whether it works, `info` registers."""
     pytest.importorskip("transformers")
-    state = _python("from flashtile.cli.info import transformers_state as s; print(s()['state'])")
+    state = _python(
+        "import flashtile.integrations.transformers as i, transformers.modeling_utils as m\n"
+        "assert not [k for k in m.AttentionInterface().valid_keys() if 'tile' in k]\n"
+        "from flashtile.cli.info import transformers_state as s; print(s()['state'])"
+    )
     assert state.startswith("register() works")

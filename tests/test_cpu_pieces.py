@@ -20,6 +20,8 @@ from flashtile.masks import FULL, PARTIAL, Chunk, Visibility, Window
 from flashtile.spans import Spans
 from flashtile.testing import dense_spans, generator
 
+pytestmark = pytest.mark.slow
+
 CAUSAL = Window(None, 0)
 FACTS = [
     (),

@@ -19,6 +19,8 @@ pytest.importorskip("matplotlib")
 
 from examples.demo import layer, model_checks, show  # noqa: E402  # it needs these
 
+pytestmark = pytest.mark.slow
+
 PLAY = "List of persons.\n\n" + "\n\n".join(
     ["Ham.\nTo be, or not to be, that is the question:\nWhether 'tis nobler"]
     + [f"Oph.\n{'my lord ' * n}" for n in range(1, 14)]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
 SCREEN = 25  # lines by which a line number may be off until `make format` corrects it

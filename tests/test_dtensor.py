@@ -8,9 +8,10 @@ import torch.distributed
 
 import flashtile
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="needs torch.distributed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
+]
 
 
 def test_shardings(tmp_path):

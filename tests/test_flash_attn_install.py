@@ -20,7 +20,10 @@ from flashtile.integrations.flash_attn_modules import PACKAGES
 
 # The tests hide installed packages of these names.
 REAL = [package.distribution for package in PACKAGES if flash_attn.is_installed(package)]
-pytestmark = pytest.mark.skipif(bool(REAL), reason=f"installed here: {REAL}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(REAL), reason=f"installed here: {REAL}"),
+]
 
 
 def loaded() -> dict[str, object]:

@@ -19,6 +19,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import flashtile
 from flashtile.testing import attention_reference, generator, normal
 
+pytestmark = pytest.mark.slow
+
 B, Hq, Hk, M, N, D = 2, 4, 2, 64, 64, 8
 WIDTH = 8  # of the image whose rows, one after the other, are the tokens
 Mod = Callable[..., Tensor]

@@ -14,6 +14,8 @@ from torch import nn
 from flashtile.losses.cross_entropy import CrossEntropyLoss
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel, GPTModel
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (9, 1, 0, 14)  # of documents
 CU_SEQLENS = torch.tensor([0, 9, 10, 10, 24], dtype=torch.int32)
 

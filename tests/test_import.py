@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 OPTIONAL = ("triton", "transformers", "rich", "matplotlib", "gguf", "accelerate", "huggingface_hub")
 
@@ -91,10 +93,13 @@ print(json.dumps([name for name in before if before[name] != after[name]]))
 
 SUBMODULES = """
 import flashtile, pkgutil, sys
+import torch.nn.functional as F
+of_pytorch = F.scaled_dot_product_attention
 for package in "integrations", "testing", "bert_padding", "models", "modules":
     assert f"flashtile.{package}" not in sys.modules, package
     assert package in dir(flashtile), package
 assert callable(flashtile.integrations.sdpa.install)
+assert F.scaled_dot_product_attention is of_pytorch  # until it is installed
 assert callable(flashtile.testing.assert_close)
 assert callable(flashtile.bert_padding.unpad_input)
 assert callable(flashtile.models.gpt.GPTLMHeadModel)

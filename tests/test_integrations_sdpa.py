@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -197,14 +195,6 @@ def test_install_reaches_modules(seed, monkeypatch):
         return {"out": same(x.to(dtype), src_key_padding_mask=padding)}
 
     judge_client({"out": got}, plain, seed)
-
-
-def test_import_installs_nothing():
-    code = (
-        "import torch.nn.functional as F; f = F.scaled_dot_product_attention;"
-        "import flashtile.integrations.sdpa; assert F.scaled_dot_product_attention is f"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("option", ["causal", "bool", "keys"])

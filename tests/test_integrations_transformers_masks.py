@@ -13,6 +13,8 @@ from transformers import masking_utils  # noqa: E402  # needs transformers
 
 from flashtile.integrations import transformers_masks  # noqa: E402  # needs transformers
 
+pytestmark = pytest.mark.slow
+
 NAME = integration.register()
 attention_forward = integration.attention_forward
 
@@ -38,7 +40,6 @@ def test_decoder_whose_layers_say_they_are_not_causal(family):
     assert_same(run(model, NAME, **inputs), run(model, "eager", **inputs))
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_decoder_whose_layers_say_they_are_not_causal():
     model = build("pegasus_x", SEQ2SEQ, encoder_layers=1, decoder_layers=1)

@@ -104,6 +104,7 @@ def test_explain_describes_the_same_problem():
     assert report.problem == wanted.problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", ["q", "k"])
 def test_compiled(padded):
     options = {"causal": True, "return_lse": True}

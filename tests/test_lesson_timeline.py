@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

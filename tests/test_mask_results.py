@@ -13,6 +13,8 @@ import pytest
 from benchmarks import block_masks, first_call, presets
 from benchmarks.rows import Row, write_csv
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ORIGIN = {"device": "some GPU"}
 H200, H100 = "h200/masks", "h100/masks"  # where the results are

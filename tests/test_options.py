@@ -20,6 +20,8 @@ from flashtile.call import options, prepare
 from flashtile.call.layouts import Dense
 from flashtile.problem import Operands, Options
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(flashtile.__file__).parent
 KINDS = {
     "attention": options.AttentionOptions,

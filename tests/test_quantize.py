@@ -38,6 +38,8 @@ from flashtile.testing import (
     rotary_tables,
 )
 
+pytestmark = pytest.mark.slow
+
 E4M3 = torch.float8_e4m3fn
 PLAIN: dict[str, Any] = {"hadamard": False}
 

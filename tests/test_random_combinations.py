@@ -38,6 +38,7 @@ from flashtile.testing import (
 # Hopper takes one draw in hundreds, so `test_random_hopper.py` draws for it.
 portable = ["cpu", pytest.param("triton", marks=pytest.mark.gpu)]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("poisoned_buffers"),
     pytest.mark.parametrize("backend", portable, indirect=True),
 ]

@@ -23,7 +23,7 @@ from torch import Tensor
 from flashtile.backends.triton import plan
 from flashtile.testing import STRIDE_STYLES, alibi_slopes, generator, normal, strided
 
-pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_buffers")]
 
 COMBINATIONS = 30  # two for each of 15 processes
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", str(COMBINATIONS)))

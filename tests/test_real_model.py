@@ -15,6 +15,8 @@ import torch
 
 from flashtile.testing import assert_close
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 MODEL = "models/transformers/albert_heads_8_uspto_all_1310k"

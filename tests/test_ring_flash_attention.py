@@ -8,6 +8,8 @@ import processes
 import pytest
 import torch.distributed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(
     importlib.util.find_spec("ring_flash_attn") is None or not torch.distributed.is_available(),

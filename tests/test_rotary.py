@@ -336,6 +336,7 @@ def test_module_trains_after_inference_mode() -> None:
     assert torch.isfinite(x.grad).all()
 
 
+@pytest.mark.slow
 def test_compile() -> None:
     tables_ = tables(20, 2, torch.float32)
     fast = compiled(apply_rotary_emb)
@@ -353,6 +354,7 @@ def test_compile() -> None:
             torch.testing.assert_close([got, grads[0]], [want, grads[1]])
 
 
+@pytest.mark.slow
 def test_compile_in_place() -> None:
     cos, sin = tables(9, 2, torch.float32)
 
@@ -374,6 +376,7 @@ def test_compile_in_place() -> None:
         torch.testing.assert_close(*results)
 
 
+@pytest.mark.slow
 def test_compile_module() -> None:
     rope, twin = (RotaryEmbedding(4, scale_base=512.0) for _ in range(2))
     fast = compiled(rope)

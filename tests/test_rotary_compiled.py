@@ -17,6 +17,8 @@ from flashtile.layers.rotary import (
 )
 from flashtile.testing.inputs import generator, normal
 
+pytestmark = pytest.mark.slow
+
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # name: (function, shape of its input, options)

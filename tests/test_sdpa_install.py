@@ -14,6 +14,8 @@ from torch import nn
 
 from flashtile.integrations import sdpa
 
+pytestmark = pytest.mark.slow
+
 PYTORCH = F.scaled_dot_product_attention
 OURS = sdpa.scaled_dot_product_attention
 FORWARD = nn.MultiheadAttention.forward

@@ -13,6 +13,8 @@ from tiny_models import build
 
 from examples.demo import serve
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:

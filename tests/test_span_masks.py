@@ -15,6 +15,8 @@ from flashtile import Spans
 from flashtile.spans import FAR_LEFT, MAX_INTERVALS
 from flashtile.testing import attention_reference, dense_spans, generator, normal
 
+pytestmark = pytest.mark.slow
+
 often = settings(max_examples=100, deadline=None)
 lengths = st.lists(st.integers(0, 7), min_size=1, max_size=4)
 

@@ -20,6 +20,8 @@ from stress import Call
 
 from flashtile.testing import allowed_error
 
+pytestmark = pytest.mark.slow
+
 REPEATS = int(os.environ.get("FLASHTILE_REPEATS", "200"))
 SCRIPT = Path(stress.__file__)
 SECONDS = 150 + 0.03 * REPEATS  # the first part for compiling

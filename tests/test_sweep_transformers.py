@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 sweep = pytest.importorskip("sweep_transformers")
 

@@ -85,6 +85,7 @@ def is_same(a: Outcome, b: Outcome) -> bool:
     return all(map(torch.equal, a, b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_eight_threads_of_mixed_calls(device: str, seed: int) -> None:
     """With other backends forced, on other streams, while caches are emptied."""

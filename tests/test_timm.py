@@ -12,6 +12,8 @@ from rounded_results import judge_client
 
 from flashtile.integrations import sdpa
 
+pytestmark = pytest.mark.slow
+
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
 SWIN = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 24}
 SWIN |= {"depths": (1, 1), "num_heads": (2, 4)}

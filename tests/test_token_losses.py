@@ -15,6 +15,8 @@ from flashtile.losses import token_losses
 from flashtile.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from flashtile.losses.token_losses import cross_entropy_loss
 
+pytestmark = pytest.mark.slow
+
 TOKENS, VOCAB = 13, 10
 EVERYTHING = {"label_smoothing": 0.2, "logit_scale": 0.7, "lse_square_scale": 0.05}
 

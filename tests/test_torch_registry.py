@@ -14,10 +14,13 @@ from flashtile import flash_attn_2_cuda
 from flashtile.integrations import torch_registry
 
 varlen = pytest.importorskip("torch.nn.attention.varlen")
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch_attention, "register_flash_attention_impl"),
-    reason=f"torch {torch.__version__} has no registry of flash attention",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(torch_attention, "register_flash_attention_impl"),
+        reason=f"torch {torch.__version__} has no registry of flash attention",
+    ),
+]
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from flashtile.cli import in_processes, model_calls, model_layers, warmup
 from flashtile.cli.model_layers import Layer, layers_of
 from flashtile.problem import AttentionProblem
 
+pytestmark = pytest.mark.slow
+
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,

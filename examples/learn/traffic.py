@@ -19,6 +19,8 @@ import flashtile
 
 from .flash_attention_1 import block_sizes
 
+LENGTHS = (512, 1024, 2048, 4096)  # that are measured
+
 # Numbers read from and written to slow memory, for one head with N queries and N keys.
 
 
@@ -111,7 +113,7 @@ def main() -> None:
     )
     print(f"balance: {products / copies:.0f} operations in the time of one byte\n")
     print("     N | products alone |  softmax alone |       standard |          tiled")
-    for N in (512, 1024, 2048, 4096):
+    for N in LENGTHS:
         times = attention_times(N, device)
         print(f"{N:6} | " + " | ".join(f"{1e3 * t:11.2f} ms" for t in times))
 

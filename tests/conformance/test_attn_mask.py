@@ -125,6 +125,7 @@ def test_floating_masks_have_gradients(shape, options, backend, seed):
         check(given, options, backend, seed, scores=scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masks", ["of a batch", "both"])
 def test_one_query_and_several_tiles(masks, backend, seed):
     for s in (Sizes(B=3, M=1, N=40), Sizes(B=3, M=300, N=290, Hq=2, Hk=1, D=8)):

@@ -134,6 +134,7 @@ def same_document(b, h, i, j):
 class TestFlexAttention:
     """A FlexAttention `BlockMask` is taken as it is, training included."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mod", [sliding, by_head, same_document])
     @pytest.mark.parametrize("block", [32, 128, (64, 32)], ids=str)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -215,6 +216,7 @@ class TestFlashAttention1:
         dense = dense_from_tiles(kinds, (16, 256), 300, 300)
         return qkv_packed, cu_seqlens(list(self.LENGTHS)), kinds, dense
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
     @pytest.mark.parametrize("integer", [False, True], ids=["bool mask", "int mask"])
     @pytest.mark.parametrize("options", [{}, {"softmax_scale": 0.7}, {"causal": True}], ids=str)

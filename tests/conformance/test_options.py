@@ -78,12 +78,14 @@ def test_options_together(options, dtype, backend, seed):
     check_dense(Sizes(), options, dtype, backend, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option_over_several_tiles(option, backend, seed):
     s = Sizes(B=1, M=301, N=547, Hq=2, Hk=1, D=16)
     check_dense(s, option, torch.float32, backend, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", ["nothing", "causal", "window", "sink", "block mask with partial tiles", "dropout"]
 )
@@ -92,6 +94,7 @@ def test_more_queries_than_keys_over_several_tiles(option, backend, seed):
     check_dense(s, option, torch.float32, backend, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["negative scale", "scale of zero"])
 @pytest.mark.parametrize("mask", ["causal", "causal + sink", "window to the left", "chunk"])
 @pytest.mark.parametrize("sizes", [Sizes(M=16, N=16), Sizes(B=1, M=550, N=600)], ids=str)

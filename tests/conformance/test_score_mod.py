@@ -28,6 +28,7 @@ FUNCTIONS = [name for name in OPTIONS if "score function" in name]
 ScoreMod = Callable[..., Tensor]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("options", ["causal window + sink", "chunk + bias + seqused", "dropout"])
 def test_packed_sequences(name, options, backend, seed) -> None:

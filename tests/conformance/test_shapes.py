@@ -46,6 +46,7 @@ def test_masks_of_unequal_lengths(M, N, options, backend, seed):
     check_dense(Sizes(M=M, N=N), options, torch.float32, backend, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("M", "N"), [(600, 650), (650, 600)])
 @pytest.mark.parametrize("options", ["causal", "causal + sink"])
 def test_many_causal_rows(M, N, options, backend, seed):

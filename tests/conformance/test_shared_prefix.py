@@ -172,6 +172,7 @@ def test_out(seed):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing", "alibi", "window"])
 def test_compiled(name, seed):
     c = cache(seed)

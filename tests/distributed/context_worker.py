@@ -105,6 +105,8 @@ def vmap(rank: int, world: int) -> None:
 @torch._dynamo.config.patch(error_on_recompile=True)
 def compiled(rank: int, world: int) -> None:
     """One graph for all batches of documents whose shards have the same sizes."""
+    if world != 3:  # compiling takes seconds
+        return
     for numbers in ({"ulysses": 1, "stages": world}, {"ulysses": world}):
         context = ContextParallel(**numbers)
 
@@ -132,7 +134,7 @@ def compiled(rank: int, world: int) -> None:
 
 def a_silent_rank(rank: int, world: int) -> None:
     """The others stop waiting for the last rank, and say for what they waited."""
-    context = ContextParallel(timeout=2)
+    context = ContextParallel(timeout=1)
     layout = context.layout(seq_len=64)
     x = torch.randn(1, layout.local_tokens, 2, 8)
     context.attention(x, x, x, layout)  # all ranks agree here

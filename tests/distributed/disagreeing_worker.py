@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed import ContextParallel, Layout
+from flashtile.distributed import ContextParallel, Layout, watch
 
 DEVICE = "cuda" if sys.argv[5:] == ["nccl"] else "cpu"
 # Seconds from the end of the first call, which compiles, until all ranks have raised; the group
@@ -136,6 +136,7 @@ def refused(scenario: str, rank: int, world: int) -> None:
 def accepted(rank: int, world: int) -> None:
     """What is up to each rank: caches, which tensors require gradients, when it calls."""
     model = Model(rank, world)
+    looked = 2.4 * watch.PERIOD  # seconds after which every rank has looked at the others' calls
     for _ in range(3):
         x = torch.randn(3, 1, model.layout.local_tokens, 2, 8, device=DEVICE)
         q, k, v = x.unbind()
@@ -143,19 +144,20 @@ def accepted(rank: int, world: int) -> None:
         model.parallel.attention(q, k, v, model.layout, causal=True).sum().backward()
         if rank == 0:
             flashtile.clear_caches()
-            time.sleep(1.2)
+            time.sleep(looked)
     with pytest.raises(ValueError, match="rank 0: softcap"):  # all compare, and go on
         model.call(softcap=-1.0 if rank == 0 else 1.0)
-    time.sleep(1.2)
+    time.sleep(looked)
     for _ in range(2):
         model.call(**({"causal": False} if rank == 0 else {}))  # the default
-        time.sleep(1.2)
+        time.sleep(looked)
         model.call(softcap=1.0)
         model.call(model.of_documents(world))
     dist.barrier()
 
 
 if __name__ == "__main__":
+    watch.PERIOD = 0.2
     rank, world, rendezvous, scenario = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)

@@ -15,6 +15,8 @@ from benchmarks.context.rows import ContextRow, read, write
 from benchmarks.context.truth import exact
 from flashtile.testing import attention_varlen_reference, generator, normal
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_zigzag_ring_is_exact(world: int, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from flashtile.distributed import ContextParallel, cache
 from flashtile.positions import Dealt, Positions
 from flashtile.testing.wires import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("block", "ranks"), [(1, 3), (4, 1), (5, 2), (64, 4)])
 def test_dealt_positions_are_those_of_runs(block: int, ranks: int) -> None:

@@ -20,6 +20,8 @@ from flashtile.problem import AttentionProblem
 from flashtile.testing import generator, normal
 from flashtile.testing.wires import ThreadWire, run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", range(40))
 def test_ranks_compute_what_one_process_does(seed: int) -> None:

@@ -9,6 +9,8 @@ import processes
 import pytest
 from disagreeing_worker import REFUSED
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scenario", ["accepted", *REFUSED])

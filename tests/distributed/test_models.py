@@ -22,6 +22,8 @@ integration = pytest.importorskip("flashtile.integrations.transformers")
 
 from tiny_models import build, tokens  # noqa: E402  # needs transformers
 
+pytestmark = pytest.mark.slow
+
 NAME = integration.register()
 CU_SEQLENS = [0, 13, 14, 47, 53]
 FAMILIES = ["llama", "gemma2", "gpt_oss", "gpt2"]

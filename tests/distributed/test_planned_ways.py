@@ -18,6 +18,8 @@ from flashtile.distributed.traffic import Traffic
 from flashtile.distributed.work import Work
 from flashtile.masks import BlockMask, Visibility, Window
 
+pytestmark = pytest.mark.slow
+
 HEADS = [(1, 1), (7, 1), (8, 2), (12, 3), (32, 8), (64, 8)]
 
 

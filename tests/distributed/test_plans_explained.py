@@ -15,6 +15,8 @@ from flashtile.masks import BlockMask
 from flashtile.spans import Spans
 from flashtile.testing.wires import ThreadWire, run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))

@@ -17,6 +17,8 @@ from flashtile.distributed import ContextParallel, agreement, executor
 from flashtile.testing import generator
 from flashtile.testing.wires import ThreadWire, run_ranks
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (5, 1, 12, 7)  # unequal rows on the ranks
 WAYS = [
     {"ulysses": 1, "stages": 1, "head_groups": 1},

@@ -13,6 +13,8 @@ from flashtile import BlockMask, Spans
 from flashtile.distributed import ContextParallel, tickets, traced
 from flashtile.testing.wires import ThreadWire, run_ranks
 
+pytestmark = pytest.mark.slow
+
 SLOPES = torch.randn(4)
 OPTIONS: list[dict[str, Any]] = [
     {"causal": True, "window_size": (9, -1), "softcap": 3.0, "sink": torch.randn(4)},
@@ -58,7 +60,8 @@ def test_ops(options: dict[str, Any], return_lse: bool) -> None:
             results.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
         for mine, theirs in zip(*results, strict=True):
             assert torch.equal(mine, theirs)
-        opcheck(torch.ops.flashtile.context_forward.default, calls.arguments[0])
+        if return_lse:
+            opcheck(torch.ops.flashtile.context_forward.default, calls.arguments[0])
 
     run_ranks(1, run)
 

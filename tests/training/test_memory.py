@@ -13,6 +13,8 @@ from training import memory
 from training.memory import Point
 from training.train import Run
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_point_is_the_memory_and_the_time_of_a_step(tmp_path):
     point = memory.measure(settings(tmp_path))

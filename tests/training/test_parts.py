@@ -35,6 +35,8 @@ from training.optimization import learning_rate
 from training.settings import ATTENTIONS, ScheduleSettings
 from training.train import Run, derived_seed
 
+pytestmark = pytest.mark.slow
+
 WINDOWS, CONTEXT = 3, 32
 DOCUMENTS = [20, 12, 32, 1, 30, 1]  # of three windows of 32, each cut at its ends
 PLAIN = {  # what a GPT without a window, softcap or ALiBi asks for in evaluation

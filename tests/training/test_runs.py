@@ -8,13 +8,17 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import torch
-from tiny_runs import assert_same_tensors, checkpoint_tensors, command, settings
+from spread_runs import RUNS
+from tiny_runs import assert_same_tensors, checkpoint_tensors, command, overrides, settings
 
 from training import checkpoints
 from training.metrics import read_metrics
 from training.train import Run
+
+pytestmark = pytest.mark.slow
 
 
 def rows_without_speed(run_dir: Path) -> list[tuple[float, ...]]:
@@ -127,56 +131,19 @@ def test_two_processes_are_one_bit_for_bit(tmp_path, whole_run):
     assert rows_without_speed(run) == rows_without_speed(expected)
 
 
-FSDP2_TWICE = """
-import shutil
-from pathlib import Path
-import hydra
-from training.settings import read_settings
-from training.train import CONFIG, Run
-
-@hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
-def main(config):
-    settings = read_settings(config)
-    run = Run(settings)
-    run.train()
-    if run.fabric.is_global_zero:
-        shutil.rmtree(Path(settings.run_dir) / "checkpoints" / "step-00000006")
-    run.fabric.barrier()
-    run = Run(settings)
-    assert run.step == 4
-    run.train()
-
-main()
-"""
-
-
-def test_sharded_parameters_follow_the_curve_of_one_process_and_are_resumed(tmp_path, whole_run):
-    """FSDP2 adds gradients in another order: the curves agree to rounding, not in each bit."""
-    (tmp_path / "twice.py").write_text(FSDP2_TWICE)
-    changes = ("trainer.devices=2", "trainer.strategy=fsdp2")
-    result = command(tmp_path, *changes, program=(str(tmp_path / "twice.py"),))
-    assert result.returncode == 0, result.stderr
-    sharded, expected = (
-        np.array(rows_without_speed(folder / "run")[2::3]) for folder in (tmp_path, whole_run)
-    )
-    assert np.abs(sharded - expected).max() < 64 * np.finfo(np.float32).eps * expected[:, 2].max()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "change"), [("ddp", "data.packed=true"), ("fsdp2", "data.packed=false")]
-)
-def test_processes_that_divide_windows_follow_the_curve_of_one(tmp_path, strategy, change):
-    changes = ("model.attention_dropout=0", "model.residual_dropout=0", change)
-    Run(settings(tmp_path / "one", *changes)).train()
-    divided = ("trainer.devices=2", f"trainer.strategy={strategy}", "trainer.context_parallel=2")
-    result = command(tmp_path / "two", *changes, *divided)
-    assert result.returncode == 0, result.stderr
-    one, two = (
-        np.array(rows_without_speed(tmp_path / name / "run")[2::3]) for name in ("one", "two")
-    )
-    assert np.abs(two - one).max() < 64 * np.finfo(np.float32).eps * one[:, 2].max()
-    names = [path.name for path in (tmp_path / "two" / "run" / "checkpoints").iterdir()]
-    assert sorted(names) == ["step-00000004", "step-00000006"]
+def test_spread_runs_follow_the_curve_of_one_process_and_are_resumed(tmp_path):
+    """Gradients are added in another order: the curves agree to rounding, not in each bit."""
+    for name, (changes, _) in RUNS.items():
+        Run(settings(tmp_path / "one" / name, *changes)).train()
+        overrides(tmp_path / "two" / name)  # writes the texts
+    processes.run("training/spread_runs.py", 2, tmp_path / "rendezvous", str(tmp_path / "two"))
+    for name in RUNS:
+        one, two = (tmp_path / folder / name / "run" for folder in ("one", "two"))
+        wanted, found = (np.array(rows_without_speed(run)[2::3]) for run in (one, two))
+        allowed = 64 * np.finfo(np.float32).eps * wanted[:, 2].max()
+        assert np.abs(found - wanted).max() < allowed, name
+        names = sorted(path.name for path in (two / "checkpoints").iterdir())
+        assert names == ["step-00000004", "step-00000006"]
 
 
 KILLED_WHILE_WRITING = """

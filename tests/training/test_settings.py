@@ -12,6 +12,8 @@ from tiny_runs import command, config, settings
 from training.settings import ATTENTIONS, differences, read_settings
 from training.train import CONFIG
 
+pytestmark = pytest.mark.slow
+
 # What a group's own files leave open.
 OPEN = ["run_dir=runs/x", "data.text=text"]
 
