@@ -35,7 +35,7 @@ EMULATED := $(wildcard tests/hopper_kernels/test_*_emulated.py)
 COUNTED := tests/hopper_kernels/test_compile_ahead.py
 # One thread a worker: two workers with two threads each would fight over two cores.
 # FLASHTILE_SEED in the environment repeats a run: its inputs, and what Hypothesis draws.
-PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 \
+PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 --dist worksteal \
 	$(if $(FLASHTILE_SEED),--hypothesis-seed=$(FLASHTILE_SEED))
 
 # What another Python or PyTorch breaks: compiled calls, registered ops, other libraries, commands.

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import one_kind_each
 from conformance import caches
 from conformance.caches import B, Cache
 from torch import Tensor
@@ -133,13 +134,12 @@ def make_call(case: dict[str, Any], dtype: torch.dtype, seed: int) -> tuple[Cach
     return c, call
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_step(name: str, appended: list[bool], seed: int):
-    """In one part, and in parts of one tile or two."""
+@pytest.mark.parametrize(("name", "splits"), one_kind_each(CASES, [3, 1]))
+def test_a_step(name: str, splits: int, appended: list[bool], seed: int):
+    """In one part, or in parts of one tile or two."""
     c, call = make_call(CASES[name], torch.float32, seed)
-    c.check("triton", **call, num_splits=1)
-    c.check("triton", **call, num_splits=3)
-    assert appended == [True] * 2
+    c.check("triton", **call, num_splits=splits)
+    assert appended == [True]
 
 
 def test_more_parts_than_tiles(appended: list[bool], seed: int):
@@ -253,9 +253,8 @@ def test_other_calls_append_first(changes: dict[str, Any], appended: list[bool],
     hole between two spans.
     """
     c, call = make_call(changes, torch.float32, seed)
-    c.check("triton", **call)
     c.check("triton", **call, num_splits=3)
-    assert appended == [False] * 2
+    assert appended == [False]
 
 
 def test_caches_of_spread_features_are_appended_to_first(appended: list[bool], seed: int):

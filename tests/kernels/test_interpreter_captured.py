@@ -86,7 +86,7 @@ def test_gradients_of_captured_values(name: str, function: ScoreFunction, seed: 
     assert got.dtype == torch.float32
     largest = float(truth.abs().max())
     torch.testing.assert_close(got.double(), truth.double(), rtol=1e-4, atol=1e-5 * largest + 1e-9)
-    assert name == "no keys" or (got != 0).sum() > 50
+    assert name == "no keys" or (got != 0).sum() > 12 * call[0].q.shape[-2]  # heads
 
 
 def test_hidden_scores_have_no_gradient(seed: int) -> None:

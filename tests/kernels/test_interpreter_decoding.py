@@ -50,21 +50,25 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 DTYPES = (torch.float32, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), one_kind_each(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
-)
-def test_decoding(name: str, dtype: torch.dtype, seed: int):
-    """One part, and parts of up to two tiles followed by an empty one."""
-    parts = 4 if dtype == torch.float32 else 3
-    assert_decoding(backend, name, dtype, seed, splits=(1, parts))
+# One part, and parts of up to two tiles followed by an empty one.
+SPLITS = [(torch.float32, 4), (torch.float16, 3), (torch.float16, 1)]
+
+
+@pytest.mark.parametrize(("name", "kind"), one_kind_each(CASES, SPLITS), ids=str)
+def test_decoding(name: str, kind: tuple[torch.dtype, int], seed: int):
+    dtype, splits = kind
+    assert_decoding(backend, name, dtype, seed, splits=(splits,))
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), one_kind_each(FLOAT8_CASES, [torch.float16, torch.bfloat16]), ids=str
+    ("name", "kind"),
+    one_kind_each(FLOAT8_CASES, [(torch.float16, 3), (torch.bfloat16, 1)]),
+    ids=str,
 )
-def test_float8_cache(name: str, dtype: torch.dtype, seed: int):
+def test_float8_cache(name: str, kind: tuple[torch.dtype, int], seed: int):
     """Its numbers times a factor for each sequence and key head."""
-    assert_decoding(backend, name, dtype, seed, splits=(1, 3), float8=True)
+    dtype, splits = kind
+    assert_decoding(backend, name, dtype, seed, splits=(splits,), float8=True)
 
 
 def test_lengths_need_not_be_contiguous(seed: int):

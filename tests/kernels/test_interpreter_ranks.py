@@ -58,7 +58,7 @@ forward, backward = alone(backend.forward), alone(backend.backward)
 
 
 # Dense and packed, gathered, in stages and exchanged for heads; every option occurs.
-SEEDS = range(40) if FULL else (0, 8, 12, 23, 27)
+SEEDS = range(40) if FULL else (0, 8, 12, 23)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
