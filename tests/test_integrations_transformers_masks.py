@@ -11,7 +11,7 @@ integration = pytest.importorskip("flashtile.integrations.transformers")
 from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  # needs transformers
 from transformers import masking_utils  # noqa: E402  # needs transformers
 
-from flashtile.integrations import transformers_masks  # noqa: E402  # needs transformers
+from flashtile.integrations import transformers_masks, transformers_packing  # noqa: E402
 
 NAME = integration.register()
 attention_forward = integration.attention_forward
@@ -361,7 +361,7 @@ def test_short_sequences_on_a_cpu_take_a_bias(pattern, queries, side, monkeypatc
     )
     results = []
     for most in (0, 10**9):
-        monkeypatch.setattr(transformers_masks, "HIDDEN_SCORES", most)
+        monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", most)
         mask = transformers_masks.attention_mask(
             **sizes, mask_function=function, attention_mask=keep.clone()
         )
@@ -377,7 +377,7 @@ def test_short_sequences_on_a_cpu_take_a_bias(pattern, queries, side, monkeypatc
 
 @pytest.mark.parametrize(("heads", "has_bias"), [(2, True), (3, False)])
 def test_a_bias_is_for_little_padding(heads, has_bias, monkeypatch):
-    monkeypatch.setattr(transformers_masks, "HIDDEN_SCORES", 12)
+    monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", 12)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]).bool()  # 3 rows, 2 sequences
-    bias = transformers_masks.cheap_bias(mask, 3, heads, pack_queries=True, causal=True)
+    bias = transformers_packing.cheap_bias(mask, 3, heads, pack_queries=True, causal=True)
     assert (bias is not None) == has_bias
