@@ -16,7 +16,7 @@ integration = pytest.importorskip("flashtile.integrations.transformers")
 
 from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  # needs transformers
 
-from flashtile.integrations import transformers_masks  # noqa: E402  # needs transformers
+from flashtile.integrations import transformers_packing  # noqa: E402  # needs transformers
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def families(*families):
 @pytest.fixture(params=[0, 10**9], ids=["packed", "bias"])
 def hidden_scores(request, monkeypatch):
     """Short sequences one by one, as long ones are computed, and together, with a bias."""
-    monkeypatch.setattr(transformers_masks, "HIDDEN_SCORES", request.param)
+    monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", request.param)
 
 
 @families(*DECODERS, *ENCODERS)

@@ -28,6 +28,7 @@ from torch import Tensor
 from ..api import attention, attention_varlen, attention_with_kvcache
 from ..call.attn_mask import options_of
 from ..current_layout import get as current_layout
+from ..spans import Spans
 from .transformers_version import requirement, too_old
 
 try:
@@ -38,18 +39,23 @@ try:
     from . import transformers_layouts
     from .transformers_loader import LoaderChangedError, patch_loader
     from .transformers_masks import (
-        Packing,
         Pattern,
         attached_pattern,
-        cheap_bias,
         chosen_keys,
-        is_padding,
+        is_made_here,
         is_whole,
-        left_padding,
+        key_padding,
         once,
-        packing,
-        restarting_positions,
+        scores_mask,
         short_form,
+    )
+    from .transformers_packing import (
+        Packing,
+        cheap_bias,
+        documents_of_lengths,
+        documents_of_positions,
+        left_padding,
+        packing,
     )
 except ImportError as error:
     raise requirement() or error from error
@@ -215,8 +221,7 @@ def attention_forward(
                 "has no such keyword; use attn_implementation='eager' for this model"
             )
     causal = _says_causal(module) if is_causal is None else is_causal
-    found = tuple(options.get(name) for name in _LENGTHS)
-    lengths = None if any(length is None for length in found) else found
+    lengths = _lengths(query, key, *(options.get(name) for name in _LENGTHS))
     if attention_mask is None and lengths is None and _is_transformers(module):
         sliding_window = None  # as in eager attention: without a mask every key is visible
     # Transformers counts the query itself as part of the window.
@@ -243,6 +248,25 @@ def attention_forward(
     chosen = chosen_keys(module, q, k, indices, block_indices)
     call = _Call(q, k, v, pattern, position_bias, chosen, sinks, numbers)
     return _attend(call, attention_mask, lengths, position_ids), None
+
+
+def _lengths(
+    query: Tensor, key: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any
+) -> tuple[Tensor, Tensor, Any, Any] | None:
+    """The lengths of packed sequences, if given; the longest is at most the number of tokens."""
+    if all(x is None for x in (cu_q, cu_k, max_q, max_k)):
+        return None
+    for name, x in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"{name}: got {x!r} with others of {', '.join(_LENGTHS)}, want the cumulative "
+                "lengths of the packed sequences, (sequences + 1,)"
+            )
+    max_q, max_k = (
+        x.shape[0] * x.shape[2] if longest is None else longest
+        for x, longest in ((query, max_q), (key, max_k))
+    )
+    return cu_q, cu_k, max_q, max_k
 
 
 def _eager_ignores(module: torch.nn.Module, keyword: str) -> bool:
@@ -295,40 +319,71 @@ class _Call(NamedTuple):
     chosen: Tensor | None  # bool, broadcasts to (batch, heads, seq_q, seq_k): allowed keys
     sinks: Tensor | None  # (batch, heads, seq_q, 1)
     numbers: dict[str, Any]  # the other arguments of `flashtile.attention`
+    made: Any = None  # the mask, which remembers what concerns all layers: see `once`
+    documents: Spans | None = None  # every token sees only its own document
+
+    def within(self, numbers: Tensor) -> _Call:
+        """The call, with the documents that are numbered from 1; 0 is padding."""
+        return self._replace(documents=Spans.documents(numbers - 1, causal=False))
 
     @property
     def is_plain(self) -> bool:
         """Whether tokens may be packed, because no argument refers to single queries and keys."""
-        return self.bias is None and self.chosen is None and self.sinks is None
+        kinds = self.bias, self.chosen, self.sinks, self.documents
+        return all(x is None for x in kinds)
 
 
 def _attend(call: _Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids: Any) -> Tensor:
     """Call flashtile in the cheapest way that applies `mask`, which may have any form.
 
     Args:
-        lengths: the options `_LENGTHS`; None unless all of them are given.
+        lengths: the result of `_lengths`.
     """
+    B, M = call.q.shape[:2]
+    padding = None
     if isinstance(mask, Tensor):
         mask = short_form(mask)
-        pattern = attached_pattern(mask)
-        if pattern is None and not is_padding(mask, call.k.shape[0], call.k.shape[1]):
-            return _with_exact_mask(call, mask)
-        N = mask.shape[1]  # later keys are cache slots that are not written yet
-        call = call._replace(k=call.k[:, :N], v=call.v[:, :N], pattern=pattern or call.pattern)
-        if call.pattern.segments is not None:
-            return _with_sequences(call, mask)
-        mask = mask if mask.dtype == torch.bool else mask.bool()
-    elif mask is not None:
-        return _with_exact_mask(call, mask)
+        call = call._replace(made=mask)
+        padding = key_padding(mask, B, M, call.k.shape[1])
+    is_exact = mask is not None and padding is None
+    if padding is not None:
+        N = padding.shape[1]
+        pattern = attached_pattern(mask) or call.pattern
+        call = call._replace(k=call.k[:, :N], v=call.v[:, :N], pattern=pattern)
+        if pattern.segments is not None:
+            return _with_sequences(call, padding)
+        padding = None if is_whole(padding) else padding.bool()
     if lengths is not None:
-        return _with_lengths(call, *lengths)
-    if mask is not None and not is_whole(mask):
-        return _with_padding(call, mask)
-    if isinstance(position_ids, Tensor) and not torch.compiler.is_compiling():
-        numbers = once(position_ids, restarting_positions, call.q.shape[1], call.k.shape[1])
-        if numbers is not None:
-            return _with_sequences(call, numbers)
-    return _dense(call)
+        if not is_exact and padding is None:
+            return _with_lengths(call, *lengths)
+        if call.k.shape[1] != M:
+            raise NotImplementedError(
+                "cu_seq_lens_q: cannot be combined with an attention_mask, except in self-attention"
+            )
+        call = call.within(documents_of_lengths(lengths[1], B, M))
+    elif _may_restart(call, position_ids) and (not is_exact or is_made_here(mask)):
+        numbers = once(mask, documents_of_positions, position_ids)
+        if numbers is not None and is_exact:
+            call = call.within(numbers)
+        elif numbers is not None:
+            return _with_sequences(call, numbers, padding)
+    if is_exact:
+        return _with_exact_mask(call, mask)
+    return _dense(call) if padding is None else _with_padding(call, padding)
+
+
+def _may_restart(call: _Call, position_ids: Any) -> bool:
+    """Whether position ids that start over separate documents.
+
+    Transformers separates them in its masks, except where the model has a cache. There this is the
+    rule of its own flash attention: in a batch of one row.
+    """
+    tokens = call.k.shape[1]
+    return (
+        isinstance(position_ids, Tensor)
+        and tokens > 1
+        and call.q.shape[:2] == (1, tokens) == position_ids.shape
+    )
 
 
 def _dense(call: _Call, block_mask: Any = None, bias: Tensor | None = None) -> Tensor:
@@ -349,7 +404,8 @@ def _dense(call: _Call, block_mask: Any = None, bias: Tensor | None = None) -> T
         else:
             bias = torch.zeros(chosen.shape, device=chosen.device)
             bias = bias.masked_fill(~chosen, float("-inf"))
-    options = call.pattern.options | call.numbers | {"block_mask": block_mask, "bias": bias}
+    options = call.pattern.options | call.numbers
+    options |= {"block_mask": block_mask, "bias": bias, "mask": call.documents}
     if call.sinks is None:
         return cast(Tensor, attention(call.q, call.k, call.v, **options))
     with_lse = attention(call.q, call.k, call.v, return_lse=True, **options)
@@ -367,15 +423,12 @@ def _with_exact_mask(call: _Call, mask: Any) -> Tensor:
     if not isinstance(mask, Tensor):
         return _dense(call, block_mask=mask)
     M, N = call.q.shape[1], call.k.shape[1]
-    if mask.dim() < 4:  # broadcasts from the right, as in plain PyTorch
-        mask = mask[(None,) * (4 - mask.dim())]
-    if mask.shape[3] > N:
-        mask = mask[..., :N]
+    mask = scores_mask(mask, (call.q.shape[0], call.q.shape[2], M, N))
     if mask.dtype != torch.bool:
         return _dense(call, bias=mask)
     if call.chosen is not None:
         return _dense(call._replace(chosen=call.chosen[..., :N] & mask))
-    return _dense(call, **once(mask, options_of, M, N))
+    return _dense(call, **once(call.made, options_of, mask, M, N))
 
 
 def _with_lengths(
@@ -401,28 +454,33 @@ def _with_lengths(
 def _with_padding(call: _Call, mask: Tensor) -> Tensor:
     """Attention with a (batch, keys) bool mask, False at padding."""
     M, N = call.q.shape[1], call.k.shape[1]
-    if not call.is_plain or torch.compiler.is_compiling():
-        return _where_visible(call, mask[:, None, None, :])
     # A mask without positions may be cross attention. The keys are then not the queries' tokens,
     # so their padding does not apply to queries, and all queries are kept.
     pack_queries = call.pattern.causal or call.pattern.has_positions
+    is_plain = call.is_plain and not torch.compiler.is_compiling()
+    if not is_plain or (pack_queries and M > N):  # some queries are not tokens of the mask
+        return _where_visible(call, mask[:, None, None, :])
     # A chunk starts at the first real token.
     if call.q.device.type == "cpu" and not call.pattern.attention_chunk:
-        bias = once(mask, cheap_bias, M, call.q.shape[2], pack_queries, call.pattern.causal)
+        bias = once(
+            call.made, cheap_bias, mask, M, call.q.shape[2], pack_queries, call.pattern.causal
+        )
         if bias is not None:
             return _dense(call, bias=bias)
-    leftpad = once(mask, left_padding) if M < N and not _trains(call) else None
+    leftpad = once(call.made, left_padding, mask) if M < N and not _trains(call) else None
     if leftpad is not None:
         return _against_cache(call, leftpad)
-    return _packed(call, once(mask, packing, M, pack_queries))
+    return _packed(call, once(call.made, packing, mask, M, pack_queries))
 
 
-def _with_sequences(call: _Call, numbers: Tensor) -> Tensor:
+def _with_sequences(call: _Call, numbers: Tensor, padding: Tensor | None = None) -> Tensor:
     """Attention over packed sequences, numbered from 1 in a (batch, seq) tensor; 0 is padding."""
     if not call.is_plain or torch.compiler.is_compiling():
-        same = numbers[:, None, :, None] == numbers[:, None, None, :]
-        return _where_visible(call, same & (numbers > 0)[:, None, None, :])
-    return _packed(call, once(numbers, packing, call.q.shape[1], True))
+        call = call.within(numbers)
+        return _dense(call) if padding is None else _with_padding(call, padding)
+    if padding is not None:
+        numbers = once(call.made, torch.mul, numbers, padding)
+    return _packed(call, once(call.made, packing, numbers, call.q.shape[1], True))
 
 
 def _where_visible(call: _Call, visible: Tensor) -> Tensor:

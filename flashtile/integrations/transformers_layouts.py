@@ -146,7 +146,7 @@ def attend(
         objection = _objection_to_layers(module) or _objection_to_file(type(module).__module__)
         if objection is not None:
             raise NotImplementedError(objection)
-        if not once(position_ids, _are_positions_of, layout):
+        if not once(mask, _are_positions_of, position_ids, layout):
             raise ValueError(_CONTRADICTION)
         rows = max(layout.sequences, 1)
         if qkv[0].shape[0] != rows:

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import masking_utils
 
 from .. import current_layout
-from ..call.attn_mask import additive
 
 MaskFunction = Callable[..., Any]
 T = TypeVar("T")
@@ -33,6 +32,7 @@ class Pattern(NamedTuple):
     window_size: tuple[int, int] = (-1, -1)
     attention_chunk: int = 0
     segments: Tensor | None = None  # (batch, keys) integers, one for each packed sequence
+    keys: int | None = None  # of the layers, with the cache slots that are not written yet
 
     @property
     def has_positions(self) -> bool:
@@ -195,8 +195,13 @@ def attention_mask(
         `Pattern` as an attribute; keys past its width are cache slots that are not written yet. A
         4-D mask may have its 2-D form as an attribute.
     """
-    if attention_mask is not None and attached_pattern(attention_mask) is not None:
-        return attention_mask  # a complete mask that `generate` made in advance
+    tracing = torch.compiler.is_compiling()
+    if attention_mask is not None:
+        complete = attached_pattern(attention_mask)  # `generate` made it in advance
+        if complete is not None:
+            # What is known of a mask holds for one call of the model.
+            return attention_mask if tracing else attach_pattern(attention_mask.clone(), complete)
+        attention_mask = rows("attention_mask", attention_mask, batch_size)
     exact = partial(
         _exact,
         batch_size,
@@ -208,7 +213,6 @@ def attention_mask(
         attention_mask,
         options,
     )
-    tracing = torch.compiler.is_compiling()
     pattern = recognise(mask_function)
     if pattern is None or (pattern.attention_chunk and kv_offset):
         return exact()
@@ -224,6 +228,7 @@ def attention_mask(
     if is_4d and tracing:
         return exact()
     keys = kv_length
+    pattern = pattern._replace(keys=kv_length)
     if pattern.causal:
         keys = min(keys, int(q_offset) + q_length - kv_offset)
     mask = None
@@ -237,7 +242,8 @@ def attention_mask(
     if mask is not None and pattern.has_positions and has_holes(mask):
         return exact()  # distances include the padding in between
     if pattern.segments is not None:
-        mask = attach_pattern(pattern.segments.int() + 1, pattern)
+        mask = rows("position_ids", pattern.segments, batch_size).int() + 1
+        mask = attach_pattern(mask, pattern)
     elif mask is not None:
         mask = attach_pattern(mask, pattern)
     elif keys < kv_length or (pattern.causal and q_length > 1) or pattern.hides(keys) or is_read:
@@ -271,8 +277,8 @@ def _exact(
     mask = cast(Tensor, visible)
     if getattr(options.get("config"), "model_type", None) in ADDERS_OF_MASKS:
         dtype = options.get("dtype", torch.float32)
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-    return mask
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return _made(mask)
 
 
 def has_holes(mask: Tensor) -> bool:
@@ -281,13 +287,14 @@ def has_holes(mask: Tensor) -> bool:
     return bool((starts.sum(1) + mask[:, :1].sum(1) > 1).any())
 
 
-# The functions below set our own attributes on tensors. Tensors and `torch.compile` allow this,
-# but the type checker does not. An attribute is valid for one version of the tensor's values; a
-# change in place invalidates it.
+# The functions below set our own attributes on masks that `attention_mask` makes. Tensors and
+# `torch.compile` allow this, but the type checker does not. Such a mask belongs to one call of the
+# model, so that what its layers learn about their inputs is kept with it. Nothing is kept with the
+# tensors of users: they can change through NumPy or `.data`, which PyTorch does not count.
 
 
 def attach_pattern(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tensor:
-    """Attach `pattern` to this tensor object, which transformers passes to every layer.
+    """Attach `pattern` to a new mask, which transformers passes to every layer.
 
     Args:
         mask: (batch, keys), padding or indices of sequences.
@@ -297,7 +304,7 @@ def attach_pattern(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tenso
     mask.flashtile_pattern = pattern  # type: ignore[attr-defined]
     if whole:
         mask.flashtile_whole = _version(mask)  # type: ignore[attr-defined]
-    return mask
+    return _made(mask)
 
 
 def attached_pattern(mask: Tensor) -> Pattern | None:
@@ -324,44 +331,109 @@ def _version(mask: Tensor) -> int | None:
     return None if mask.is_inference() else mask._version
 
 
+def _made(mask: Tensor) -> Tensor:
+    mask.flashtile_known = {}  # type: ignore[attr-defined]
+    return mask
+
+
+def is_made_here(mask: Any) -> bool:
+    """Whether `attention_mask` made the mask."""
+    return hasattr(mask, "flashtile_known")
+
+
 def is_whole(mask: Tensor) -> bool:
     """Whether a (batch, keys) bool mask is known to have no padding at all."""
     known = getattr(mask, "flashtile_whole", None)
     if torch.compiler.is_compiling():  # a graph cannot read the values of a mask
         return known is not None
-    if known is not None and known == _version(mask):
-        return True
-    return once(mask, _has_no_padding)
+    return (known is not None and known == _version(mask)) or once(mask, _has_no_padding, mask)
 
 
 def _has_no_padding(mask: Tensor) -> bool:
     return bool(mask.all())
 
 
-def once(mask: Tensor, make: Callable[..., T], *arguments: Any) -> T:
-    """``make(mask, *arguments)``, cached on the tensor object so that a model's layers share it."""
-    version = _version(mask)
-    if torch.compiler.is_compiling() or version is None:
-        return make(mask, *arguments)
-    known = getattr(mask, "flashtile_known", {})
-    key = (make, version, *arguments)
-    if key not in known:
-        known[key] = make(mask, *arguments)
-        mask.flashtile_known = known  # type: ignore[attr-defined]
-    return cast(T, known[key])
+def once(made: Any, make: Callable[..., T], *arguments: Any) -> T:
+    """``make(*arguments)``, once for all layers that get the mask `made` and equal arguments.
 
-
-def is_padding(mask: Tensor, batch: int, keys: int) -> bool:
-    """Whether a mask of unknown origin marks padding, as masks for flash attention do.
-
-    Floating masks are added to the scores instead, and masks of other shapes depend on the query.
+    Only a mask that `attention_mask` made has a memory.
     """
-    return (
-        mask.dim() == 2
-        and not mask.is_floating_point()
-        and mask.shape[0] == batch
-        and mask.shape[1] <= keys
-    )
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    versions = [_version(x) for x in tensors]
+    if torch.compiler.is_compiling() or not is_made_here(made) or None in versions:
+        return make(*arguments)
+    known = made.flashtile_known
+    key = make, *versions, *(id(x) if isinstance(x, Tensor) else x for x in arguments)
+    if key not in known:
+        # Tensors that live on keep their ids; `made` itself would be in a cycle.
+        known[key] = make(*arguments), [x for x in tensors if x is not made]
+    return cast(T, known[key][0])
+
+
+def rows(name: str, x: Tensor, batch: int) -> Tensor:
+    """A 2-D tensor with a row for each sequence of the batch; a single row is for all of them.
+
+    Raises:
+        ValueError: `x` has other sizes.
+    """
+    if x.dim() != 2 or x.shape[0] not in (1, batch):
+        raise ValueError(
+            f"{name}: got a tensor of shape {tuple(x.shape)}, want ({batch}, tokens) or (1, tokens)"
+        )
+    return x if x.shape[0] == batch else x.expand(batch, -1)
+
+
+def key_padding(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor | None:
+    """The padding that a mask marks, (batch, keys) or narrower: later keys are cache slots that are
+    not written yet; None if the mask is one for single scores.
+
+    Raises:
+        ValueError: the mask fits neither the keys nor the scores.
+    """
+    pattern = attached_pattern(mask)
+    if pattern is None:
+        is_of_scores = mask.dtype == torch.bool and mask.shape == (queries, keys)
+        is_ambiguous = queries in (1, batch)  # and counts as padding
+        if mask.dim() != 2 or mask.is_floating_point() or (is_of_scores and not is_ambiguous):
+            return None
+    mask = rows("attention_mask", mask, batch)
+    width = mask.shape[1]
+    if pattern is not None and pattern.keys is not None:
+        fits = keys == pattern.keys
+    else:
+        fits = queries <= width < keys or width == keys
+    if not fits:
+        raise ValueError(
+            f"attention_mask: got {width} tokens for {queries} queries and {keys} keys, want "
+            f"{keys}; fewer are for a cache that has more slots than tokens"
+        )
+    return mask
+
+
+def scores_mask(mask: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    """A mask for single scores in four dimensions; it may be longer than the keys.
+
+    Args:
+        mask: broadcasts to `sizes` from the right, as in plain PyTorch.
+        sizes: (batch, heads, seq_q, seq_k).
+
+    Raises:
+        ValueError, TypeError: the mask does not fit.
+    """
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask: got {mask.dtype} in {mask.dim()} dimensions, want torch.bool or a "
+            "floating dtype; integers only in (batch, keys), 0 at padding"
+        )
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    fits = len(shape) == 4 and (shape[3] == 1 or shape[3] >= sizes[3])
+    if not fits or any(x not in (1, y) for x, y in zip(shape[:3], sizes, strict=False)):
+        raise ValueError(
+            f"attention_mask: got a tensor of shape {tuple(mask.shape)}, want one that broadcasts "
+            f"to (batch, heads, seq_q, seq_k) = {sizes}, or padding of shape (batch, seq_k)"
+        )
+    mask = mask if mask.dim() == 4 else mask.view(shape)
+    return mask[..., : sizes[3]] if mask.shape[3] > sizes[3] else mask
 
 
 def chosen_keys(
@@ -406,94 +478,3 @@ def _marked(numbers: Tensor, size: int) -> Tensor:
     numbers = numbers.long()
     marked = torch.zeros(*numbers.shape[:-1], size + 1, dtype=torch.bool, device=numbers.device)
     return marked.scatter(-1, numbers.masked_fill(numbers < 0, size), True)[..., :size]
-
-
-class Packing(NamedTuple):
-    """The indices of the real tokens of a padded batch, and their sequences."""
-
-    query_index: Tensor  # (total_q,) into the flattened (batch * q_length)
-    key_index: Tensor  # (total_k,) into the flattened (batch * keys)
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
-def packing(mask: Tensor, q_length: int, pack_queries: bool) -> Packing:
-    """The packing of a (batch, keys) mask.
-
-    Args:
-        mask: bool, where each row is a sequence; or integers that number the sequences from 1.
-            False and 0 are padding.
-        q_length: the queries are the last `q_length` tokens.
-        pack_queries: also leave out the queries at padding; if False, every query is kept.
-    """
-    key_index, cu_k, max_k = _sequences(mask)
-    if pack_queries and q_length == mask.shape[1]:
-        return Packing(key_index, key_index, cu_k, cu_k, max_k, max_k)
-    queries = (
-        mask[:, mask.shape[1] - q_length :]
-        if pack_queries
-        else mask.new_ones(mask.shape[0], q_length)
-    )
-    query_index, cu_q, max_q = _sequences(queries)
-    return Packing(query_index, key_index, cu_q, cu_k, max_q, max_k)
-
-
-def _sequences(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Flat indices of the real tokens, cumulative lengths of their sequences, and the longest
-    length.
-    """
-    index = mask.flatten().nonzero().flatten()
-    if mask.dtype == torch.bool:
-        lengths = mask.sum(1)
-    else:
-        row = torch.arange(mask.shape[0], device=mask.device)[:, None] * (mask.max() + 1)
-        lengths = (mask + row).flatten()[index].unique_consecutive(return_counts=True)[1]
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    return index, cu_seqlens, int(lengths.max()) if lengths.numel() else 0
-
-
-def left_padding(mask: Tensor) -> Tensor | None:
-    """The number of padding tokens at the start of each row of a (batch, keys) bool mask, (batch,)
-    int32; None if there is padding elsewhere.
-    """
-    if has_holes(mask) or not bool(mask[:, -1].all()):
-        return None
-    return (~mask).sum(1).int()
-
-
-# Hidden scores that take a CPU about as long as a kernel call for one more sequence.
-HIDDEN_SCORES = 8192
-
-
-def cheap_bias(
-    mask: Tensor, q_length: int, heads: int, pack_queries: bool, causal: bool
-) -> Tensor | None:
-    """A bias (batch, 1, 1, keys) that hides the padding of a (batch, keys) bool mask, if a CPU
-    computes all scores faster than it serves each sequence by itself; else None.
-
-    Args:
-        q_length, pack_queries: as in `packing`. With `pack_queries` the result of a query at
-            padding is 0, so there is no bias if such a query sees a key (`causal`: no later one).
-    """
-    hidden = int((~mask).sum()) * q_length * heads
-    if hidden > HIDDEN_SCORES * mask.shape[0]:
-        return None
-    has_padding = bool((~mask[:, mask.shape[1] - q_length :]).any())
-    if pack_queries and has_padding and not (causal and left_padding(mask) is not None):
-        return None
-    return additive(mask[:, None, None])
-
-
-def restarting_positions(position_ids: Tensor, queries: int, keys: int) -> Tensor | None:
-    """Number the sequences that are packed into one row from 1, if the (1, tokens) position ids
-    start over; else return None.
-
-    Each sequence starts at the smallest position: the rule of transformers' own flash attention.
-    """
-    if queries != keys or position_ids.shape != (1, queries):
-        return None
-    starts = position_ids == position_ids.min()
-    numbers = starts.cumsum(1).int()
-    return numbers if bool(starts[0, 0]) and int(numbers[0, -1]) > 1 else None
