@@ -85,6 +85,7 @@ def attention(
     return_lse: Literal[False] = False,
     return_attn_probs: Literal[False] = False,
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
 ) -> Tensor: ...
 @overload
@@ -121,6 +122,7 @@ def attention(
     return_lse: Literal[True],
     return_attn_probs: Literal[False] = False,
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -157,6 +159,7 @@ def attention(
     return_lse: bool = False,
     return_attn_probs: Literal[True],
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -193,6 +196,7 @@ def attention(
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -303,6 +307,7 @@ def attention_varlen(
     return_lse: Literal[False] = False,
     return_attn_probs: Literal[False] = False,
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
 ) -> Tensor: ...
 @overload
@@ -344,6 +349,7 @@ def attention_varlen(
     return_lse: Literal[True],
     return_attn_probs: Literal[False] = False,
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -385,6 +391,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_attn_probs: Literal[True],
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -426,6 +433,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 @overload

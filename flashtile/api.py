@@ -36,6 +36,7 @@ def attention(
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Result:
@@ -109,6 +110,8 @@ def attention(
             without gradient.
         out: (batch, seq_q, heads, value_head_dim), the tensor to write the result to; not allowed
             while gradients are recorded.
+        generator: where dropout draws its seed, a generator of q's device; PyTorch's own by
+            default.
         backend: name of the backend to force; it never falls back to another.
 
     Returns:
@@ -124,7 +127,8 @@ def attention(
     algorithm 1.
     """
     refuse_unknown(options, AttentionOptions, attention)
-    return _run((q, k, v), DENSE, options, backend, return_lse, return_attn_probs, out)
+    outputs = (return_lse, return_attn_probs, out)
+    return _run((q, k, v), DENSE, options, backend, *outputs, generator=generator)
 
 
 @accepts(VarlenOptions)
@@ -141,6 +145,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Tensor | None = None,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
     **options: Unpack[VarlenOptions],
 ) -> Result:
@@ -188,7 +193,7 @@ def attention_varlen(
     if padded is not None and options.get("mask") is not None:
         options = {**options, "mask": packed_mask(options["mask"], q)}
     outputs = (return_lse, return_attn_probs, out)
-    return _run(qkv, layout, options, backend, *outputs, padded)
+    return _run(qkv, layout, options, backend, *outputs, padded, generator)
 
 
 @accepts(CacheOptions)
@@ -404,6 +409,7 @@ def _run(
     return_attn_probs: Any,
     out: Tensor | None,
     padded: tuple[int, int] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Result:
     """Prepare the call and run it.
 
@@ -412,15 +418,17 @@ def _run(
     """
     if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
         given = (qkv, layout, options, backend, return_lse, return_attn_probs, out, padded)
-        return outside_of_graphs(_run)(*given)
+        return outside_of_graphs(_run)(*given, generator)
     if type(return_lse) is not bool or type(return_attn_probs) is not bool:
         return_lse = checks.flag("return_lse", return_lse)
         return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
+    if generator is not None:
+        checks.generator(generator, qkv[0].device)
     wanted = out if padded is None else tokens("out", out)
     call = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
     problem, operands = call.problem, call.operands
     if problem.options.dropout_p > 0:
-        operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device))
+        operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device, generator))
     wants_lse = return_lse or return_attn_probs or padded is not None
     result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
     probs = None

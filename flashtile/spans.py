@@ -185,6 +185,8 @@ class Spans(NamedTuple):
         """
         device = parents.device if isinstance(parents, Tensor) else None
         numbers = torch.as_tensor(parents)
+        if numbers.numel() == 0:  # without a number to tell, PyTorch assumes floating point
+            numbers = numbers.long()
         _check_integers("parents", numbers, "batch, nodes" if numbers.dim() == 2 else "nodes")
         trees = numbers.tolist() if numbers.dim() == 2 else [numbers.tolist()]
         paths = [_path_intervals(tree) for tree in trees]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtile import attention, attention_varlen
 from flashtile.dropout import (
     draw_rng_state,
     keep_mask,
@@ -17,7 +18,7 @@ from flashtile.dropout import (
     philox4x32,
     philox_key,
 )
-from flashtile.testing import generator
+from flashtile.testing import generator, normal
 
 # Random123 (Salmon et al. 2011), tests/kat_vectors, the lines "philox4x32 7":
 # four counter words, two key words, four result words. The last counter is the digits of pi.
@@ -125,3 +126,33 @@ def test_state_comes_from_the_generator_and_fills_both_words():
     assert states.max() >= 2**61  # words have 62 random bits
     for half in (states & 0xFFFFFFFF, states >> 32):
         assert half.unique().numel() == half.numel()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_generator_of_the_call(is_packed, seed):
+    """It draws like PyTorch's own, which does not move."""
+    q = normal(generator(seed), 5, 2, 8)
+    lengths = torch.tensor([0, 5], dtype=torch.int32)
+
+    def attend(**options):
+        if is_packed:
+            options |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+            return attention_varlen(q, q, q, max_seqlen_q=5, max_seqlen_k=5, **options)
+        return attention(q[None], q[None], q[None], **options)
+
+    torch.manual_seed(seed)
+    wanted, state = attend(dropout_p=0.5), torch.get_rng_state()
+    own = torch.Generator().manual_seed(seed)
+    first, second = (attend(dropout_p=0.5, generator=own) for _ in range(2))
+    assert torch.equal(first, wanted)
+    assert not torch.equal(second, wanted)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_no_generator_of_the_device_is_refused():
+    q = torch.zeros(1, 5, 2, 8)
+    with pytest.raises(TypeError, match=r"^generator: got int, want a torch\.Generator"):
+        attention(q, q, q, dropout_p=0.5, generator=3)
+    q = q.to("meta")
+    with pytest.raises(ValueError, match=r"^generator: got one of cpu, want one of meta"):
+        attention(q, q, q, dropout_p=0.5, generator=torch.Generator())

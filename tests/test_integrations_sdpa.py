@@ -143,6 +143,7 @@ def test_grouped_heads(heads, seed):
 
 def test_scale_and_dtypes(seed):
     assert_as_pytorch(*make((2, 3, 20, 8), (2, 3, 30, 8), (2, 3, 30, 8)), scale=0.7)
+    assert_as_pytorch(*make((2, 3, 20, 8), (2, 3, 30, 8), (2, 3, 30, 8)), scale=torch.tensor(0.7))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         q, k, v = torch.randn(3, 2, 3, 64, 16).to(dtype).unbind()
         got = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -6,10 +6,12 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _python_dispatch
 
@@ -101,6 +103,45 @@ def replaced(score, b, h, i, j):
     mask.fill_(5)
     truncated.fill_(2.7)
     return torch.where(mask, new + bias.fill_(NUMBERS.sum()) + zero.zero_(), 0) * truncated
+
+
+# FlexAttention trains all of these. Scores of up to 200 reach the branches that PyTorch's own
+# compositions overflow in.
+ACTIVATIONS = [
+    F.silu, F.mish, F.softplus, F.leaky_relu, F.elu, partial(F.elu, alpha=0.5), F.celu, F.selu,
+    partial(F.celu, alpha=2.0), F.hardtanh, F.relu6, F.hardsigmoid, F.hardswish, F.hardshrink,
+    F.softshrink, F.logsigmoid, F.gelu, F.softsign, F.tanhshrink,
+    lambda s: F.prelu(s, torch.tensor([0.2], dtype=s.dtype)),
+    lambda s: torch.addcdiv(s, s, s * s + 1, value=0.5),
+    lambda s: torch.rsub(s, 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1.0, 200.0])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=range(len(ACTIVATIONS)))
+def test_activations_and_their_gradients(activation, size, seed) -> None:
+    q, k, v = qkv(generator(seed), B=1, M=7, N=9, Hq=2, Hk=2, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (size * q, k, v)]
+    out = flashtile.attention(*inputs, score_mod=lambda s, b, h, i, j: activation(s))
+    scores = torch.einsum("bmhd,bnhd->bhmn", *inputs[:2]) * q.shape[-1] ** -0.5
+    wanted = torch.einsum("bhmn,bnhd->bmhd", activation(scores).softmax(-1), inputs[2])
+    torch.testing.assert_close(out, wanted)
+    pairs = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, wanted))
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_result_of_another_dtype_is_converted(dtype, seed) -> None:
+    inputs = qkv(generator(seed), B=1, M=7, N=9, Hq=2, Hk=2)
+    out, wanted = (
+        flashtile.attention(*inputs, score_mod=function)
+        for function in (
+            lambda s, b, h, i, j: s.to(dtype),
+            lambda s, b, h, i, j: s.to(dtype).float(),
+        )
+    )
+    torch.testing.assert_close(out, wanted)
 
 
 IN_PLACE = [

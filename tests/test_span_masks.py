@@ -127,6 +127,11 @@ def test_tree(draws, before) -> None:
     assert_is(Spans.tree(torch.tensor([parents] * 2)).shifted(before), [wanted] * 2)
 
 
+@pytest.mark.parametrize(("parents", "batch"), [([], 1), ([[], []], 2)])
+def test_a_tree_without_tokens(parents, batch) -> None:
+    assert [x.shape for x in Spans.tree(parents)] == 2 * [(batch, 1, 0, 1)]
+
+
 def test_a_tree_has_as_many_intervals_as_its_worst_path() -> None:
     chain = Spans.tree([-1, 0, 1, 2])
     assert chain.starts.shape == (1, 1, 4, 1)

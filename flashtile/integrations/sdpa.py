@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """``softmax(scale * query key^T + attn_mask) value``, like
@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
         dropout_p: rate in [0, 1] at which attention probabilities are dropped, also in evaluation
             mode.
         is_causal: query i sees the keys ``j <= i`` (top-left corner), whatever the lengths.
-        scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        scale: factor on the scores; ``head_dim ** -0.5`` by default. The host reads a tensor.
         enable_gqa: key and value may have fewer heads; their number divides the query's.
 
     Returns:
@@ -68,6 +68,9 @@ def scaled_dot_product_attention(
         NotImplementedError: no backend can run the call; the message lists each with its reasons.
     """
     _count_call()
+    if isinstance(scale, Tensor) and scale.dim() == 0:  # PyTorch reads it, too, without a gradient
+        scale = scale.item()
+    scale = cast("float | None", scale)
     if any(x.is_nested for x in (query, key, value)):
         return nested.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -26,9 +26,11 @@ _COPIES = frozenset((_aten.copy.default, _aten.fill.Tensor))
 _FULL = frozenset(
     (_aten.full.default, _aten.full_like.default, _aten.new_full.default, _aten.fill.Scalar)
 )
+# An uninitialised number is written by an operation in place before anything reads it.
 _ZEROS = frozenset(
-    (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.zero.default)
-)
+    (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.zero.default,
+     _aten.empty_like.default)
+)  # fmt: skip
 _ONES = frozenset((_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default))
 # Options that say where a tensor lies, which numbers do not have.
 _OF_MEMORY = ("device", "layout", "memory_format", "non_blocking", "pin_memory")

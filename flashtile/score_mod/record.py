@@ -21,6 +21,44 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _aten = torch.ops.aten
 
+# Activations that PyTorch composes of pointwise operations, which every backend prints and which
+# have derivatives of their own.
+_COMPOSED = frozenset(
+    (_aten.silu.default, _aten.mish.default, _aten.leaky_relu.default, _aten.hardtanh.default,
+     _aten.hardsigmoid.default, _aten.hardswish.default, _aten.hardshrink.default,
+     _aten.softshrink.default, _aten.log_sigmoid_forward.default, _aten._prelu_kernel.default,
+     _aten.addcdiv.default)
+)  # fmt: skip
+
+
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """PyTorch's composition overflows where it takes `x`, and its derivative is NaN there."""
+    scaled = x * beta
+    bent = scaled.clamp(max=threshold).exp().log1p() / beta
+    return torch.where(scaled > threshold, x, bent)
+
+
+def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
+    """Without PyTorch's overflow, as above."""
+    bent = (x * input_scale).clamp(max=0).expm1() * (alpha * scale)
+    return torch.where(x > 0, x * scale, bent)
+
+
+def _composition(function: Any) -> Any:
+    """The operations of which an activation is composed; None for other operations."""
+    if function is _aten.softplus.default:
+        return _softplus
+    if function is _aten.elu.default:
+        return _elu
+    if function is _aten.celu.default:
+        return lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1.0 / alpha)
+    if function not in _COMPOSED:
+        return None
+    from torch._decomp import decomposition_table  # imports much, for few score functions
+
+    return decomposition_table[function]
+
+
 # Hold this while a recorder is active: PyTorch's flag for active dispatch modes is global, and two
 # threads that leave their modes at once could leave it set.
 recording = threading.RLock()
@@ -86,6 +124,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         with self:  # inference mode passes composite operations on without decomposing them
             result = function.decompose(*args, **kwargs)
+            if result is NotImplemented and (composition := _composition(function)):
+                result = composition(*args, **kwargs)
         if result is not NotImplemented:
             return result
         if function is _aten.lift_fresh.default:  # of a constant that `torch.tensor` has made

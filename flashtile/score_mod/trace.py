@@ -65,7 +65,7 @@ def traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) ->
         captures = _Captures(operations)
         try:
             with autocast_off(score), captures, operations:
-                result = function(score, *indices)
+                result = _checked(function(score, *indices), dtype)
         except NotImplementedError:
             raise
         except (RuntimeError, IndexError) as error:
@@ -73,7 +73,7 @@ def traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) ->
                 f"score_mod: the operation {operations.caller} cannot be traced for single scores: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        graph = operations.finish([captures.stand_in(_checked(result, dtype))])
+        graph = operations.finish([captures.stand_in(result)])
     program, roots = convert(graph, dtype)
     return Traced(str(program), captures.captured, _preparation(roots, operations, captures))
 
@@ -86,9 +86,9 @@ def _checked(result: Any, dtype: torch.dtype) -> Tensor:
         raise ValueError(
             f"score_mod: got a result of shape {tuple(result.shape)} for one score, want ()"
         )
-    if result.dtype != dtype:
+    if not result.dtype.is_floating_point:
         raise TypeError(f"score_mod: got a result of dtype {result.dtype}, want {dtype}")
-    return result
+    return result.to(dtype)
 
 
 class _Captures(TorchFunctionMode):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
@@ -86,12 +87,14 @@ def reasons(function: ScoreMod, **options: Any) -> list[str]:
 
 def test_what_the_kernels_have() -> None:
     assert reasons(lambda s, b, h, i, j: s.tanh() + TABLE[h, j]) == []
+    for activation in (F.silu, F.mish, F.softplus, F.elu, F.selu, F.hardswish, F.logsigmoid):
+        assert reasons(lambda s, b, h, i, j, f=activation: f(s)) == []
 
 
 @pytest.mark.parametrize(
     ("function", "named"),
     [
-        (lambda s, b, h, i, j: s.expm1(), "expm1.default in a score_mod or its derivative"),
+        (lambda s, b, h, i, j: s.sinh(), "sinh.default in a score_mod or its derivative"),
         (lambda s, b, h, i, j: s**7, "pow.Tensor_Scalar in a score_mod or its derivative"),
         (lambda s, b, h, i, j: torch.atan(s), "atan.default in a score_mod or its derivative"),
     ],

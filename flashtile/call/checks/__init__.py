@@ -29,7 +29,18 @@ from .optional_tensors import (
     key_padding_mask,
 )
 from .results import output, workspace
-from .scalars import chunk, flag, integer, length, number, probability, scale, softcap, splits
+from .scalars import (
+    chunk,
+    flag,
+    generator,
+    integer,
+    length,
+    number,
+    probability,
+    scale,
+    softcap,
+    splits,
+)
 from .spans import spans
 from .tensors import (
     index_tensor,

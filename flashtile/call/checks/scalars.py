@@ -61,6 +61,14 @@ def flag(name: str, x: Any) -> bool:
     return x == 1
 
 
+def generator(x: Any, device: torch.device) -> None:
+    """Check the generator from which a call on `device` draws."""
+    if not isinstance(x, torch.Generator):
+        raise TypeError(f"generator: got {type(x).__name__}, want a torch.Generator")
+    if x.device.type != device.type:
+        raise ValueError(f"generator: got one of {x.device}, want one of {device}, as q")
+
+
 def splits(name: str, x: Any) -> Any:
     """Check and return the number of programs that share a sequence's keys."""
     count = length(name, x)
