@@ -243,6 +243,7 @@ def _plain_backward(
     delta = (segment.queries(out).to(dtype) * dO).sum(-1)
     if dlse is not None:  # dS = P * (dP - delta + dlse)
         delta -= segment.rows(dlse)
+        delta.masked_fill_(segment.rows(lse) == -torch.inf, 0.0)  # whatever dlse holds there
     grads = tiles.backward(
         _tile_problem(problem, operands, segment, plan),
         segment.rows(lse).to(dtype),
