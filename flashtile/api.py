@@ -17,7 +17,7 @@ from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, packed_mask, tokens
-from .call.prepare import QKV, Given, prepare
+from .call.prepare import QKV, Given, check_indices, prepare
 from .call.score_function import outside_of_graphs
 from .gpu import workspace
 
@@ -428,6 +428,7 @@ def _run(
     call = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
     problem, operands = call.problem, call.operands
     if problem.options.dropout_p > 0:
+        check_indices(problem, operands)
         operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device, generator))
     wants_lse = return_lse or return_attn_probs or padded is not None
     result, lse = autograd.attend(problem, operands, call.forward, wants_lse)

@@ -99,6 +99,13 @@ class Backend(Protocol):
         """Softmax probabilities, negative where dropped."""
 
 
+class IndexChecker(Protocol):
+    """The further interface of a backend that refuses indices outside of captured tensors."""
+
+    def check_indices(self, problem: AttentionProblem, operands: Operands) -> None:
+        """Raise IndexError if the score function would read outside of a captured tensor."""
+
+
 class Appender(Protocol):
     """The further interface of a backend that appends new tokens while it attends."""
 

@@ -65,7 +65,7 @@ def flash_attn_combine(
         `cu_seqlens` and `seqused` leave it out.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes do not fit together, or on a CPU lengths do not fit out_partial.
         TypeError: a dtype is not floating, or lengths are not integers.
 
     Source: FlashAttention-2 (Dao 2023), section 3.1; the signature is FlashAttention-4's.
@@ -92,14 +92,19 @@ def _check_parts(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -
         )
     without_head_dim = "out_partial without its last dimension"
     checks.shape("lse_partial", lse_partial, tuple(out_partial.shape[:-1]), without_head_dim)
-    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if not x.is_floating_point():
-            raise TypeError(f"{name}: got dtype {x.dtype}, want a floating dtype")
+    checks.same_device("lse_partial", lse_partial, out_partial)
+    if not out_partial.is_floating_point():
+        raise TypeError(f"out_partial: got dtype {out_partial.dtype}, want a floating dtype")
+    if lse_partial.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lse_partial: got dtype {lse_partial.dtype}, want float32 or float64")
     if out_dtype is not None and not out_dtype.is_floating_point:
         raise TypeError(f"out_dtype: got {out_dtype}, want a floating dtype")
     if out is not None:
         checks.tensor("out", out)
         checks.shape("out", out, tuple(out_partial.shape[1:]), "out_partial without its splits")
+        checks.same_device("out", out, out_partial)
+        if not out.is_floating_point():
+            raise TypeError(f"out: got dtype {out.dtype}, want a floating dtype")
 
 
 def _check_lengths(
@@ -119,6 +124,14 @@ def _check_lengths(
         if x is not None and batch is None:
             raise ValueError(f"{name}: needs cu_seqlens when out_partial is packed")
         checks.per_sequence(name, x, out_partial, batch or 0)
+    if batch is None or not checks.checking_values((out_partial, cu_seqlens, seqused)):
+        return
+    tokens = out_partial.shape[-3]
+    lengths = [tokens] * batch
+    if cu_seqlens is not None:
+        lengths = checks.cumulative_values("cu_seqlens", cu_seqlens, tokens, "out_partial")
+    if seqused is not None:
+        checks.used_lengths("seqused", seqused, lengths)
 
 
 def _used_rows(out_partial: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> Tensor:

@@ -55,7 +55,7 @@ class Spans(NamedTuple):
         """
         if isinstance(by, Tensor):
             by = by.view(-1, 1, 1, 1)
-        return Spans((self.starts + by).int(), (self.stops + by).int())
+        return Spans(*(_saturated(x.long() + by) for x in self))
 
     @staticmethod
     def prefix_lm(prefix_lengths: Tensor, seq_len: int) -> Spans:
@@ -121,7 +121,7 @@ class Spans(NamedTuple):
         stops = stops.masked_fill(_rows(seq_len, prefix.device) < prefix, 0)
         return Spans(
             torch.cat((torch.zeros_like(own.starts), own.starts), dim=-1),
-            torch.cat((stops.int()[:, None, :, None], own.stops), dim=-1),
+            torch.cat((_saturated(stops)[:, None, :, None], own.stops), dim=-1),
         )
 
     @staticmethod
@@ -248,7 +248,13 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _made(starts: Tensor, stops: Tensor) -> Spans:
     """A mask of one interval for each token, shared by all heads, from two (batch, seq)."""
-    return Spans(*(x.int()[:, None, :, None].contiguous() for x in (starts, stops)))
+    return Spans(*(_saturated(x)[:, None, :, None].contiguous() for x in (starts, stops)))
+
+
+def _saturated(x: Tensor) -> Tensor:
+    """Integers as int32; those beyond its range, which are beyond every sequence, as its ends."""
+    limits = torch.iinfo(torch.int32)
+    return x.long().clamp(limits.min, limits.max).int()
 
 
 def _check_integers(name: str, x: Any, meaning: str) -> None:

@@ -398,12 +398,11 @@ def test_combine():
     }
     for argument, change in cases.items():
         refuse(flashtile.flash_attn_combine, good | change, argument, [])
-    refuse(
-        flashtile.flash_attn_combine,
-        good | {"lse_partial": zeros(3, 2, 5, 4).int()},
-        "lse_partial",
-        [],
-    )
+    for dtype in (torch.int32, torch.float16):
+        lse = {"lse_partial": zeros(3, 2, 5, 4, dtype=dtype)}
+        refuse(flashtile.flash_attn_combine, good | lse, "lse_partial", [])
+    out = zeros(2, 5, 4, 8, dtype=torch.int32)
+    refuse(flashtile.flash_attn_combine, good | {"out": out}, "out", [out])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile.call import checks
+from flashtile.layers.rotary import (
+    RotaryEmbedding,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+)
+from flashtile.quantize import quantize_qkv
 from flashtile.testing import rotary_tables
 
 COS, SIN = rotary_tables(32, 8)
@@ -54,6 +61,72 @@ def test_values_of_a_padded_call(lengths, argument, asked, monkeypatch):
     refuse(flashtile.attention, call | {argument: tensor(*lengths)}, argument, [])
 
 
+LENGTHS_OF_PARTS = {
+    "ends past the tokens": ("cu_seqlens", {"cu_seqlens": tensor(0, 99)}),
+    "decreases": ("cu_seqlens", {"cu_seqlens": tensor(0, 4, 3)}),
+    "starts at 3": ("cu_seqlens", {"cu_seqlens": tensor(3, 5)}),
+    "uses more than there is": (
+        "seqused",
+        {"cu_seqlens": tensor(0, 2, 5), "seqused": tensor(2, 4)},
+    ),
+    "uses a negative number": ("seqused", {"cu_seqlens": tensor(0, 5), "seqused": tensor(-1)}),
+}
+
+
+@WITHOUT_AND_WITH_ASKING
+@pytest.mark.parametrize("case", LENGTHS_OF_PARTS)
+def test_lengths_of_parts_to_combine(case, asked, monkeypatch):
+    ask(monkeypatch, asked)
+    argument, change = LENGTHS_OF_PARTS[case]
+    out = zeros(5, 4, 8)
+    call = {"out_partial": zeros(2, 5, 4, 8), "lse_partial": zeros(2, 5, 4), "out": out}
+    refuse(flashtile.flash_attn_combine, call | change, argument, [out])
+
+
+@pytest.mark.parametrize("used", [(99, 1), (-1, 1)])
+def test_used_tokens_of_padded_parts_to_combine(used):
+    call = {"out_partial": zeros(3, 2, 5, 4, 8), "lse_partial": zeros(3, 2, 5, 4)}
+    refuse(flashtile.flash_attn_combine, call | {"seqused": tensor(*used)}, "seqused", [])
+
+
+POSITIONS = {
+    "past the table": ("seqlen_offsets", {"seqlen_offsets": tensor(3, 30)}),
+    "negative": ("seqlen_offsets", {"seqlen_offsets": tensor(-1, 0)}),
+    "lengths that decrease": ("cu_seqlens", {"cu_seqlens": tensor(0, 4, 3), "max_seqlen": 9}),
+    "lengths beyond the tokens": ("cu_seqlens", {"cu_seqlens": tensor(0, 11), "max_seqlen": 9}),
+    "longer than max_seqlen": ("max_seqlen", {"cu_seqlens": tensor(0, 4, 10), "max_seqlen": 5}),
+}
+
+
+@WITHOUT_AND_WITH_ASKING
+@pytest.mark.parametrize("case", POSITIONS)
+def test_rotary_positions(case, asked, monkeypatch):
+    ask(monkeypatch, asked)
+    argument, change = POSITIONS[case]
+    x = zeros(10, 4, 8) if "cu_seqlens" in change else zeros(2, 5, 4, 8)
+    x += 1
+    call = {"x": x, "cos": COS, "sin": SIN, "inplace": True}
+    refuse(apply_rotary_emb, call | change, argument, [x])
+
+
+def test_rotary_positions_of_packed_heads():
+    qkv, kv = zeros(2, 5, 3, 4, 8) + 1, zeros(2, 5, 2, 4, 8) + 1
+    positions = {"cos": COS, "sin": SIN, "seqlen_offsets": tensor(0, 28)}
+    refuse(apply_rotary_emb_qkv_, {"qkv": qkv, **positions}, "seqlen_offsets", [qkv])
+    refuse(apply_rotary_emb_kv_, {"kv": kv, **positions}, "seqlen_offsets", [kv])
+    call = {"qkv": kv[:, :, 0], "kv": kv, "max_seqlen": 6, "seqlen_offset": tensor(0, 28)}
+    refuse(RotaryEmbedding(8), call, "seqlen_offsets", [kv])
+
+
+@WITHOUT_AND_WITH_ASKING
+@pytest.mark.parametrize("case", [case for case in PACKED_VALUES if "seqused" not in case])
+def test_lengths_of_sequences_to_quantize(case, asked, monkeypatch):
+    ask(monkeypatch, asked)
+    argument, change = PACKED_VALUES[case]
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    refuse(quantize_qkv, {name: (packed() | change)[name] for name in names}, argument, [])
+
+
 @pytest.mark.parametrize("case", PACKED_VALUES)
 def test_packed_values_unchecked_stay_in_bounds(case, monkeypatch):
     """Without the check the call runs, and reads and writes only inside its tensors."""
@@ -84,6 +157,15 @@ CACHE_VALUES = {
     "cache_batch_idx past the page_table": (
         "cache_batch_idx",
         {"page_table": tensor([0, 1], [2, 3]), "cache_batch_idx": tensor(1, 2)},
+    ),
+    "cache_batch_idx with a row twice": (
+        "cache_batch_idx",
+        {"cache_batch_idx": tensor(3, 3), "cache_seqlens": tensor(5, 7)},
+    ),
+    "page_table with a page twice": ("page_table", {"page_table": tensor([0, 1], [2, 1])}),
+    "page_table with a row twice": (
+        "page_table",
+        {"page_table": tensor([0, 1], [2, 3]), "cache_batch_idx": tensor(1, 1)},
     ),
     "cache_leftpad past the length": ("cache_leftpad", ROWS | {"cache_leftpad": tensor(9, 0)}),
     "cache_leftpad is negative": ("cache_leftpad", ROWS | {"cache_leftpad": tensor(-1, 0)}),
@@ -127,6 +209,44 @@ def test_cache_values(case, asked, monkeypatch):
         call["cache_seqlens"] = tensor(14, 14)  # with 3 new tokens: two pages each
     untouched = [call[n] for n in ("k_cache", "v_cache", "out")]
     refuse(flashtile.attention_with_kvcache, call, argument, untouched)
+
+
+@WITHOUT_AND_WITH_ASKING
+@pytest.mark.parametrize("rotary", [{}, {"rotary_cos": COS, "rotary_sin": SIN}], ids=["", "rotary"])
+def test_one_tensor_for_both_caches(rotary, asked, monkeypatch):
+    ask(monkeypatch, asked)
+    call = cache() | ROWS | rotary
+    call["v_cache"] = call["k_cache"]
+    if rotary:
+        call["v"] = call["k"]
+    refuse(flashtile.attention_with_kvcache, call, "v_cache", [call["k_cache"], call["out"]])
+
+
+def test_values_that_are_the_keys_may_share_their_cache():
+    call = cache() | ROWS | {"out": None}
+    call["v"] = call["k"]
+    wanted = flashtile.attention_with_kvcache(
+        **call | {"k_cache": call["k_cache"].clone(), "v_cache": call["k_cache"].clone()}
+    )
+    got = flashtile.attention_with_kvcache(**call | {"v_cache": call["k_cache"]})
+    assert torch.equal(got, wanted)
+
+
+def test_sequences_may_append_to_one_row_at_different_places():
+    call = cache() | {"cache_batch_idx": tensor(3, 3), "cache_seqlens": tensor(5, 8)}
+    assert flashtile.attention_with_kvcache(**call).isfinite().all()
+    call = cache() | {"page_table": tensor([0, 1], [0, 2]), "cache_seqlens": tensor(16, 17)}
+    assert flashtile.attention_with_kvcache(**call).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_cache_whose_rows_share_memory(name):
+    call = cache() | ROWS
+    call[name] = call[name][:1].expand(4, 16, 2, 8)
+    untouched = [call[n] for n in ("k_cache", "v_cache", "out")]
+    refuse(flashtile.attention_with_kvcache, call, name, untouched)
+    reading = {n: x for n, x in call.items() if n not in ("k", "v")}
+    assert flashtile.attention_with_kvcache(**reading).isfinite().all()
 
 
 @pytest.mark.parametrize("case", [c for c in CACHE_VALUES if "rotary" not in c])

@@ -184,6 +184,15 @@ def test_queries_that_see_no_key_have_no_gradient(seed: int) -> None:
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 
 
+@pytest.mark.parametrize("number", [1.0, torch.nan])
+def test_the_log_sum_exp_of_a_query_without_a_key_has_no_gradient(number: float, seed: int) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(generator(seed), B=1, M=6, N=4, D=16))
+    out, lse = attention_fp8(q, k, v, causal=True, smooth_k=True, return_lse=True)
+    cotangent = torch.where(lse == -torch.inf, number, 0.0)
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.zeros_like(out), cotangent))
+    assert not any(x.any() for x in (dq, dk, dv))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_have_the_dtype_of_their_inputs(dtype: torch.dtype, seed: int) -> None:
     leaves = [x.requires_grad_() for x in qkv(generator(seed), dtype=dtype)]

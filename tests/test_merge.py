@@ -74,3 +74,13 @@ def test_parts_are_summed_in_the_dtype_of_the_lse(given, wanted):
     out, lse = merge_parts(outs, torch.zeros(2), wanted)
     assert out.dtype == wanted and lse.dtype == torch.float32
     torch.testing.assert_close(out.double(), torch.tensor([2049.0]).to(wanted).double())
+
+
+def test_rows_that_no_part_saw_have_no_gradient():
+    lses = torch.tensor([[-math.inf, 0.5], [-math.inf, -math.inf]], requires_grad=True)
+    outs = torch.randn(2, 2, 3, requires_grad=True)
+    out, lse = merge_parts(outs, lses, torch.float32)
+    (out.sum() + lse.sum()).backward()
+    assert torch.equal(lses.grad, torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+    assert torch.equal(outs.grad[0], torch.tensor([[0.0] * 3, [1.0] * 3]))
+    assert torch.equal(outs.grad[1], torch.zeros(2, 3))

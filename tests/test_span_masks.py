@@ -173,6 +173,13 @@ def test_a_tree_behind_a_cache(backend, seed) -> None:
             torch.testing.assert_close(out[b, node], wanted[0, 0].float(), rtol=1e-4, atol=1e-4)
 
 
+def test_bounds_beyond_32_bits_are_beyond_every_key() -> None:
+    everything = torch.tensor([0, 2**31 - 1], dtype=torch.int32).view(2, 1, 1, 1, 1)
+    for by in (2, torch.tensor([2]), torch.tensor([2], dtype=torch.int32)):
+        assert_is(Spans(*everything).shifted(by), [torch.arange(9)[None] >= 2])
+    assert_is(Spans.prefix_lm(torch.tensor([2**31 + 5]), 9), [torch.ones(9, 9, dtype=torch.bool)])
+
+
 def test_far_left_stays_left_of_every_key() -> None:
     far = Spans.tree([-1]).shifted(2**30 - 1)
     assert far.starts.item() < 0 < far.stops.item() == 2**30

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from ..backend_interface import Appender, Backend
+from ..backend_interface import Appender, Backend, IndexChecker
 
 _loaded: dict[str, Backend] = {}
 
@@ -25,3 +25,9 @@ def appender(name: str) -> Appender | None:
     """The backend module `name`, if it is an `Appender`."""
     module = load(name)
     return cast(Appender, module) if hasattr(module, "append_and_forward") else None
+
+
+def index_checker(name: str) -> IndexChecker | None:
+    """The backend module `name`, if it is an `IndexChecker`."""
+    module = load(name)
+    return cast(IndexChecker, module) if hasattr(module, "check_indices") else None

@@ -17,13 +17,15 @@ from ..problem import FLOAT8, Operands
 from . import dispatch, prefill
 from .absorbed import absorb_operands
 from .layouts import Cached
-from .prepare import Prepared
+from .prepare import Prepared, check_indices
 
 
 def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     """(out, lse) of a cached call."""
     problem, operands, layout = call.problem, call.operands, call.layout
     assert isinstance(layout, Cached)
+    if layout.k_new is not None and operands.seqused_k is not None:
+        check_indices(problem, operands._replace(seqused_k=operands.seqused_k + layout.added))
     if call.forward is not None and not autograd.is_call_observed():
         return _attend(call.forward, operands, layout)
     if problem.appending is not None:

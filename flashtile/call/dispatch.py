@@ -28,6 +28,7 @@ for _name in ORDER:
 # Modules of this layer and of those above get the backends from here.
 load = backends.load
 appender = backends.appender
+index_checker = backends.index_checker
 
 
 class _ThisThread(threading.local):

@@ -207,6 +207,17 @@ def decide(
     return packed or decoding.appending_problem(problem, operands, layout) or problem
 
 
+def check_indices(problem: AttentionProblem, operands: Operands) -> None:
+    """Raise IndexError if the score function reads outside of a captured tensor and the backend
+    refuses that. Every call refuses it; one that appends or draws numbers has to do so before.
+    """
+    if not problem.options.score_mod or not checks.checking_values(operands):
+        return
+    checker = dispatch.index_checker(problem.options.backend)
+    if checker is not None:
+        checker.check_indices(problem, operands)
+
+
 def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     """Cast the arguments as autocast requires, make numbers plain so that a memo can use them in a
     key, combine the mask tensors and trace the score function.

@@ -27,7 +27,13 @@ from ..autocast import without_autocast
 from ..call import checks
 from ..ops.rotary.formula import Angles
 from ..ops.rotary.op import rotate, rotate_in_place
-from .rotary_checks import check_layout, check_positions, check_rotary_dim, check_tables
+from .rotary_checks import (
+    check_layout,
+    check_position_values,
+    check_positions,
+    check_rotary_dim,
+    check_tables,
+)
 from .rotary_tables import RotaryTables, frequencies, make_tables, xpos_scale
 
 
@@ -85,9 +91,9 @@ def apply_rotary_emb(
 ) -> Tensor:
     """Rotate the first rotary_dim features of x by the angles of their positions.
 
-    Row t of sequence b is at position t + seqlen_offsets[b]. A row whose position is outside the
-    table stays unchanged; this can happen only if offsets or lengths are tensors. Rows of a packed
-    x after its last sequence stay unchanged, too.
+    Row t of sequence b is at position t + seqlen_offsets[b]. A position outside of the table is an
+    error; where offsets and lengths in tensors are not read (on a GPU, without FLASHTILE_CHECK=1),
+    such a row stays unchanged. Rows of a packed x after its last sequence stay unchanged, too.
 
     Args:
         x: (batch, seq, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
@@ -360,6 +366,7 @@ def _angles(
             f"cos{suffix}: got {cos.shape[0]} rows, want at least {first + seqlen} for {seqlen} "
             f"positions from {first}"
         )
+    check_position_values(x, cos.shape[0], seqlen_offsets, cu_seqlens, max_seqlen, suffix)
     return Angles(cos, sin, seqlen_offsets, cu_seqlens)
 
 

@@ -62,6 +62,37 @@ def check_positions(
     return seqlen
 
 
+def check_position_values(
+    x: Tensor,
+    rows: int,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    suffix: str,
+) -> None:
+    """Check that the tables of `rows` positions reach the tokens of every sequence."""
+    if not checks.checking_values((x, seqlen_offsets, cu_seqlens)):
+        return
+    if cu_seqlens is None:
+        lengths = [x.shape[1]] * x.shape[0]
+    else:
+        lengths = checks.cumulative_values("cu_seqlens", cu_seqlens, x.shape[0], "x")
+        if max(lengths, default=0) > (max_seqlen or 0):
+            raise ValueError(
+                f"max_seqlen: got {max_seqlen}, want at least {max(lengths)}, the longest sequence "
+                "of cu_seqlens"
+            )
+    if not isinstance(seqlen_offsets, Tensor):
+        return
+    firsts = seqlen_offsets.tolist()
+    used = [(first, n) for first, n in zip(firsts, lengths, strict=True) if n > 0]
+    if any(first < 0 or first + n > rows for first, n in used):
+        raise ValueError(
+            f"seqlen_offsets: got {firsts} for sequences of {lengths} tokens, want positions from "
+            f"0 to {rows - 1}, the rows of cos{suffix}"
+        )
+
+
 def _check_kind(
     name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:

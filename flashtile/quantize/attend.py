@@ -143,6 +143,8 @@ class _Float8Attention(torch.autograd.Function):
     def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
         """dq, dk and dv."""
         out, lse, *small = ctx.saved_tensors
+        if dlse is not None:  # a row without a key has no gradient
+            dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
         dq, dk, dv = in_16_bits(ctx, Quantized(*small), out, lse, dout, dlse)
         k_mean = small[-1]
         if k_mean is not None and dlse is not None:  # `forward` adds a shift to lse

@@ -98,6 +98,12 @@ def check(q: Any, k: Any, v: Any, layout: Packed | None, recipe: Recipe) -> None
         checks.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, None)
         checks.length("max_seqlen_q", layout.max_seqlen_q)
         checks.length("max_seqlen_k", layout.max_seqlen_k)
+        if checks.checking_values((q, layout.cu_seqlens_q, layout.cu_seqlens_k)):
+            for side, x, lengths, longest in (
+                ("q", q, layout.cu_seqlens_q, layout.max_seqlen_q),
+                ("k", k, layout.cu_seqlens_k, layout.max_seqlen_k),
+            ):
+                checks.packed_lengths(side, lengths, None, x.shape[0], longest)
     if q.dtype not in DTYPES:
         raise TypeError(f"q: got dtype {q.dtype}, want float16, bfloat16 or float32")
     if recipe.scales not in SCALES:

@@ -86,6 +86,14 @@ class Program:
         """How many operations it has, without constants."""
         return sum(line.op != CONSTANT for line in self.lines)
 
+    @property
+    def reads(self) -> Program:
+        """What finds and reads captured numbers by indices; no lines if nothing is read so."""
+        reads = [x.name for x in self.lines if x.op in (VALUES, INTEGERS) and x.arguments[1]]
+        if not reads:
+            return Program((), self.result)
+        return Program(self.lines, reads[-1], tuple((x, x) for x in reads)).without_unused()
+
     def without_unused(self) -> Program:
         """The program without the lines whose results nobody reads."""
         needed = {self.result, *(x for pair in self.captured for x in pair)}

@@ -19,7 +19,7 @@ from flashtile.testing import (
     strided,
 )
 
-from .harness import Sizes, check_dense
+from .harness import Sizes, check_dense, resolve, split_options
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -183,3 +183,31 @@ def test_padding_is_never_read(options, backend, seed):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_heads_over_several_steps_of_the_matrix_unit(s, options, dtype, backend, seed):
     check_dense(s, options, dtype, backend, seed)
+
+
+@pytest.mark.parametrize(
+    "options", ["causal", "block mask with partial tiles", "spans for each batch", "seqused"]
+)
+def test_the_gradient_of_a_log_sum_exp_without_a_key_is_ignored(options, backend, seed):
+    """What is computed from -inf often has a gradient of NaN."""
+    g, s = generator(seed), Sizes(M=40)
+    inputs = [
+        normal(g, s.B, n, h, s.D).requires_grad_()
+        for n, h in ((s.M, s.Hq), (s.N, s.Hk), (s.N, s.Hk))
+    ]
+    options, _, _ = split_options(resolve(options, g, s, torch.float32))
+    out, lse = flashtile.attention(*inputs, **options, return_lse=True, backend=backend)
+    dead = lse == -torch.inf
+    assert dead.any()
+    cotangent = normal(g, *lse.shape).detach()
+    gradients = [
+        torch.autograd.grad(
+            (out, lse),
+            inputs,
+            (torch.ones_like(out), cotangent.masked_fill(dead, number)),
+            retain_graph=True,
+        )
+        for number in (0.0, torch.nan)
+    ]
+    for wanted, got in zip(*gradients, strict=True):
+        assert torch.equal(got, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...backend_interface import Run, RunBackward, Tensors
 from ...problem import AttentionProblem
-from .launch import backward, forward, probabilities
+from .launch import backward, check_indices, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
 
 HINTS = ()
@@ -12,6 +12,7 @@ HINTS = ()
 __all__ = [
     "HINTS",
     "backward",
+    "check_indices",
     "describe_plan",
     "forward",
     "prepared_backward",

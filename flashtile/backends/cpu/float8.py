@@ -90,7 +90,7 @@ def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
         unit = O.new_ones(1, 1, 1, 1)
         q_factor = rows_of(scale.q, 2, m0, m1) * tp.score.scale
         for run in blocks(tp, m0, m1):
-            K, V = tp.K[:, :, run.start : run.stop], tp.V[:, :, run.start : run.stop]
+            K, V = tiles.keys_and_values(tp, m0, m1, run)
             factor = q_factor * rows_of(scale.k, 3, run.start, run.stop)
             S, _ = tiles.scores(tp, unfold(Q @ K.mT, tp.Q) * factor, m0, m1, run)
             largest = S.amax(-1, keepdim=True)

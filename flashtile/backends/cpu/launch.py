@@ -119,6 +119,19 @@ def backward(
     )
 
 
+def check_indices(problem: AttentionProblem, operands: Operands) -> None:
+    """Raise IndexError if the score function would read outside of a captured tensor; for calls
+    that would have had an effect by then.
+    """
+    plan = plan_forward(problem)
+    for segment in segments(problem, operands):
+        function = TileFunction.of(operands, problem.options, segment)
+        assert function is not None
+        for m0, m1 in segment.mask.query_tiles(plan.BLOCK_M):
+            for run in segment.mask.key_runs(m0, m1, plan.BLOCK_N):
+                function.read((m0, m1), run)
+
+
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
     """Softmax probabilities (batch, heads, M, N) in q's dtype, negative where dropped; 0 outside of
     the mask.
@@ -243,6 +256,7 @@ def _plain_backward(
     delta = (segment.queries(out).to(dtype) * dO).sum(-1)
     if dlse is not None:  # dS = P * (dP - delta + dlse)
         delta -= segment.rows(dlse)
+        delta.masked_fill_(segment.rows(lse) == -torch.inf, 0.0)  # whatever dlse holds there
     grads = tiles.backward(
         _tile_problem(problem, operands, segment, plan),
         segment.rows(lse).to(dtype),

@@ -25,7 +25,7 @@ from ...lru import memoised
 from ...masks import Visibility, Window
 from ...native_kernels import kernels
 from ...ops.merge.formula import add_sink, merge
-from .segments import KeyRun, SegmentMask
+from .segments import KeyRun, SegmentMask, without_hidden
 
 INFINITY = float("inf")
 KERNEL_KEYS = 512  # the kernel skips masked keys in blocks of this many
@@ -65,6 +65,19 @@ class Piece(NamedTuple):
         if bias is not None:
             return torch.where(self.visible, bias, -INFINITY)
         return torch.zeros(self.visible.shape, dtype=dtype).masked_fill_(~self.visible, -INFINITY)
+
+    def operands(
+        self, k: Tensor, v: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The piece's keys and values, zero where no row sees them, and `added`."""
+        k, v, added = self.keys(k), self.keys(v), self.added(bias, k.dtype)
+        if added is None or added.numel() == 0 or added.amin() > -INFINITY:
+            return k, v, added
+        shown = added > -INFINITY
+        if self.causal:
+            shown = shown & torch.ones(self.m1 - self.m0, k.shape[2], dtype=torch.bool).tril()
+        seen = shown.any(-2)
+        return without_hidden(k, seen), without_hidden(v, seen), added
 
     def add_to_keys(self, total: Tensor, gradient: Tensor) -> None:
         """Add the gradient of the piece's keys to `total`, the gradient of all keys."""
@@ -184,8 +197,7 @@ def forward(
         lse = torch.full(q.shape[:-1], -INFINITY, dtype=q.dtype)
         previous_row = -1
         for piece in pieces(mask, BLOCK_M):
-            parts = (piece.rows(q), piece.keys(k), piece.keys(v))
-            out_part, lse_part = _piece_forward(piece, *parts, scale, bias)
+            out_part, lse_part = _piece_forward(piece, q, k, v, scale, bias)
             if piece.m0 == previous_row:  # an earlier piece has other keys of these rows
                 out_part, lse_part = merge(piece.rows(out), piece.rows(lse), out_part, lse_part)
             piece.rows(out).copy_(out_part)
@@ -199,10 +211,10 @@ def forward(
 def _piece_forward(
     piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a piece, from its rows of q, and its keys of k and v."""
+    """out and lse of a piece."""
     native_forward, _ = kernels()
-    added = piece.added(bias, q.dtype)
-    out, lse = native_forward(q, k, v, 0.0, piece.causal, attn_mask=added, scale=scale)
+    k, v, added = piece.operands(k, v, bias)
+    out, lse = native_forward(piece.rows(q), k, v, 0.0, piece.causal, attn_mask=added, scale=scale)
     if added is not None:
         _hide_blind_rows(lse, added, piece.causal)
     return out, lse
@@ -254,22 +266,23 @@ def backward(
         # Rows that see no key have lse -inf, and exp(-inf - lse) would be NaN; with 0 it is 0.
         lse = lse.masked_fill(lse == -INFINITY, 0.0)
     if whole is not None and group == 1:
+        k, v, added = whole.operands(k, v, bias)
         given = (dout, q, k, v, out, lse, 0.0, whole.causal)
-        added = whole.added(bias, q.dtype)
         return NativeGradients(*native_backward(*given, attn_mask=added, scale=scale))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for piece, member in product(pieces(mask, BLOCK_M), range(group)):
         heads = slice(member, None, group)
+        piece_k, piece_v, added = piece.operands(k, v, bias)
         dq_part, dk_part, dv_part = native_backward(
             piece.rows(dout)[:, heads],
             piece.rows(q)[:, heads],
-            piece.keys(k),
-            piece.keys(v),
+            piece_k,
+            piece_v,
             piece.rows(out)[:, heads],
             piece.rows(lse)[:, heads],
             0.0,
             piece.causal,
-            attn_mask=piece.added(bias, q.dtype),
+            attn_mask=added,
             scale=scale,
         )
         piece.rows(dq)[:, heads].add_(dq_part)

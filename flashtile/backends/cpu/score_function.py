@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...problem import Operands, Options
@@ -44,6 +45,15 @@ class TileFunction(NamedTuple):
         found = evaluate(self.program, self._inputs(S, rows, run), self.values, self.integers)
         result = found[self.program.result]
         return result.expand(S.shape).contiguous()
+
+    def read(self, rows: tuple[int, int], run: KeyRun) -> None:
+        """Read all captured numbers that `scores` reads, and no scores; IndexError if there is no
+        such number.
+        """
+        reads = self.program.reads
+        if reads.lines:
+            score = torch.zeros(1, 1, 1, 1)
+            evaluate(reads, self._inputs(score, rows, run), self.values, self.integers)
 
     def gradient(
         self, S: Tensor, dS: Tensor, rows: tuple[int, int], run: KeyRun, dcaptured: Tensor | None

@@ -35,6 +35,20 @@ class KeyRun(NamedTuple):
     visible: Tensor | None  # bool (..., rows, stop - start), with spans for batches and heads
 
 
+def without_hidden(x: Tensor, seen: Tensor) -> Tensor:
+    """`x` (batch, kv_heads, keys, n) with zeros at the keys that no query of the rows sees: their
+    probability is 0, and 0 times NaN or infinity would be NaN.
+
+    Args:
+        seen: bool (keys or 1,), or with leading (batch or 1, heads or 1).
+    """
+    if seen.all():
+        return x
+    if seen.dim() > 1 and seen.shape[1] > 1:  # some head of the group sees the key
+        seen = seen.unflatten(1, (x.shape[1], -1)).any(2)
+    return x.masked_fill(~seen[..., None], 0.0)
+
+
 class BlockLayout(NamedTuple):
     """The block mask of one segment: kinds and partial tiles of one (batch, head)."""
 

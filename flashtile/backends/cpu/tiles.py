@@ -28,7 +28,7 @@ from .distances import DistanceGradients, adjacent_columns
 from .distances import bias_tile as relative_tile
 from .indices import Indices
 from .score_function import TileFunction
-from .segments import KeyRun, SegmentMask
+from .segments import KeyRun, SegmentMask, without_hidden
 
 INFINITY = float("inf")
 LOG2_E = math.log2(math.e)
@@ -110,7 +110,7 @@ def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
         O = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
         m, l = first_statistics(tp, m1 - m0)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
-            K, V = tp.K[:, :, run.start : run.stop], tp.V[:, :, run.start : run.stop]
+            K, V = keys_and_values(tp, m0, m1, run)
             S, _ = scores(tp, Q @ K.mT, m0, m1, run)
             m_new = torch.maximum(m, S.amax(-1, keepdim=True))
             pivot = m_new.masked_fill(m_new == -INFINITY, 0.0)  # -inf - -inf would be NaN
@@ -158,7 +158,7 @@ def backward(
         dQ_tile = torch.zeros_like(Q)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
             keys = slice(run.start, run.stop)
-            K, V = tp.K[:, :, keys], tp.V[:, :, keys]
+            K, V = keys_and_values(tp, m0, m1, run)
             S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
             assert slope is not None
             P = relative_exponentials(S, L_tile, log_sums)
@@ -193,11 +193,27 @@ def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
         L_tile = L[:, :, m0:m1, None]
         log_sums = lost_log_sums(tp, Q, L_tile, m0, m1)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
-            S, _ = scores(tp, Q @ tp.K[:, :, run.start : run.stop].mT, m0, m1, run)
+            K, _ = keys_and_values(tp, m0, m1, run)
+            S, _ = scores(tp, Q @ K.mT, m0, m1, run)
             P = relative_exponentials(S, L_tile, log_sums)
             if tp.dropout is not None:
                 P.mul_(torch.where(tp.dropout.kept(m0, m1, run), 1.0, -1.0))
             out[:, :, m0:m1, run.start : run.stop] = P
+
+
+def keys_and_values(tp: TileProblem, m0: int, m1: int, run: KeyRun) -> tuple[Tensor, Tensor]:
+    """K and V of a tile, with zeros at the keys that none of its rows sees."""
+    K, V = tp.K[:, :, run.start : run.stop], tp.V[:, :, run.start : run.stop]
+    visible = run.visible
+    if tp.score.bias is not None:  # -inf is how a small mask arrives
+        bias = bias_tile(tp.score.bias, m0, m1, run)
+        if bias.numel() > 0 and bias.amin() == -INFINITY:
+            finite = bias > -INFINITY
+            visible = finite if visible is None else finite & visible
+    if visible is None:
+        return K, V
+    seen = visible.any(-2)
+    return without_hidden(K, seen), without_hidden(V, seen)
 
 
 def scores(
@@ -261,7 +277,8 @@ def lost_log_sums(tp: TileProblem, Q: Tensor, L: Tensor, m0: int, m1: int) -> Te
         return None
     l = torch.zeros_like(L) if tp.sink is None else torch.exp(tp.sink[:, None, None] - L)
     for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
-        S, _ = scores(tp, Q @ tp.K[:, :, run.start : run.stop].mT, m0, m1, run)
+        K, _ = keys_and_values(tp, m0, m1, run)
+        S, _ = scores(tp, Q @ K.mT, m0, m1, run)
         l += exp_(S.sub_(L)).sum(-1, keepdim=True)
     return torch.where(large & (l > 0), l, 1.0).log_()
 

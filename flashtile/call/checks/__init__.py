@@ -12,8 +12,11 @@ from .layouts import PAGES, cumulative, dense, one_page_table, packed, padded
 from .on_host import (
     checking_values,
     checks_values_on_gpu,
+    cumulative_values,
     longest,
+    packed_lengths,
     page_lengths,
+    used_lengths,
     values,
 )
 from .optional_tensors import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...problem import Operands, Options
@@ -11,7 +12,16 @@ from ..layouts import Cached
 from .layouts import PAGES, cumulative, paged, qkv
 from .on_host import cumulative_values, lengths_in_pages, within
 from .scalars import flag, length
-from .tensors import index_tensor, per_sequence, rank, same_device, shape, shape_of, tensor
+from .tensors import (
+    index_tensor,
+    no_shared_elements,
+    per_sequence,
+    rank,
+    same_device,
+    shape,
+    shape_of,
+    tensor,
+)
 
 
 def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
@@ -103,6 +113,7 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
         if x.dtype != q.dtype:  # also the dtype of the cache, unless that is float8
             raise TypeError(f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of q")
         same_device(name, x, q)
+        no_shared_elements(f"{name}_cache", row)
     assert k is not None and v is not None
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
@@ -170,8 +181,51 @@ def cache_values(layout: Cached, operands: Operands, options: Options) -> None:
             f"cache_seqlens: got {before}, {after} with the new tokens, want at least 0 and at "
             f"most {capacity}, the capacity of the cache"
         )
+    if layout.k_new is not None:
+        _distinct_slots(before, new, operands)
+        _distinct_caches(operands, layout)
     if layout.rotary_cos is not None and before:
         _positions(lengths, layout, layout.rotary_cos, _rotated_queries(operands, options))
+
+
+def _distinct_slots(before: list[int], added: list[int], operands: Operands) -> None:
+    """Check that no two new tokens go to one slot of the cache."""
+    table, rows = operands.page_table, operands.cache_batch_idx
+    if table is None and rows is None:
+        return
+    counts = torch.tensor(added)
+    sequence = torch.arange(len(before)).repeat_interleave(counts)
+    index = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
+    position = torch.tensor(before)[sequence] + index
+    row = sequence
+    if rows is not None:
+        row = rows.cpu()[sequence]
+    elif table is not None:
+        page_size = operands.k.shape[1]
+        row, position = table.cpu()[sequence, position // page_size], position % page_size
+    slots = torch.stack((row, position), 1)
+    if len(slots.unique(dim=0)) < len(slots):
+        name = "page_table (block_table)" if rows is None else "cache_batch_idx"
+        given = table if rows is None else rows
+        shown = None if given is None else given.tolist()
+        raise ValueError(
+            f"{name}: got {shown}, by which new tokens of two sequences go to one slot of the "
+            "cache; want a slot for each"
+        )
+
+
+def _distinct_caches(operands: Operands, layout: Cached) -> None:
+    """Check that new keys and new values do not go to the same memory, unless both are the same."""
+    k_cache, v_cache, k, v = operands.k, operands.v, layout.k_new, layout.v_new
+    if k_cache.data_ptr() != v_cache.data_ptr() or k is None or v is None or not k.numel():
+        return
+    columns = min(k.shape[-1], v.shape[-1])
+    same = torch.equal(k[..., :columns], v[..., :columns])
+    if layout.rotary_cos is not None or k_cache.stride() != v_cache.stride() or not same:
+        raise ValueError(
+            "v_cache: got the memory of k_cache, want memory of its own where new keys and new "
+            "values differ"
+        )
 
 
 def _rotated_queries(operands: Operands, options: Options) -> int | Tensor:

@@ -75,7 +75,7 @@ def values(operands: Operands, options: Options) -> None:
         if cu_seqlens is not None:
             packed_lengths(side, cu_seqlens, used, x.shape[0], longest)
         elif used is not None:
-            _used(side, used, [longest] * used.shape[0])
+            used_lengths(f"seqused_{side}", used, [longest] * used.shape[0])
     for name in ("q_descale", "k_descale", "v_descale"):
         x = getattr(operands, name)
         if x is not None and not bool(((x > 0) & x.isfinite()).all()):
@@ -150,7 +150,8 @@ def packed_lengths(
     name = f"cu_seqlens_{side}"
     lengths = cumulative_values(name, cu_seqlens, total, side)
     if used is not None:
-        name, lengths = f"seqused_{side}", _used(side, used, lengths)
+        name = f"seqused_{side}"
+        lengths = used_lengths(name, used, lengths)
     if max(lengths, default=0) > longest:
         raise ValueError(
             f"max_seqlen_{side}: got {longest}, want at least {max(lengths)}, the longest sequence "
@@ -159,10 +160,11 @@ def packed_lengths(
     return lengths
 
 
-def _used(side: str, used: Tensor, bounds: list[int]) -> list[int]:
+def used_lengths(name: str, used: Tensor, bounds: list[int]) -> list[int]:
+    """The used lengths, after a check that each is between 0 and its bound."""
     lengths: list[int] = used.tolist()
     if any(not 0 <= n <= most for n, most in zip(lengths, bounds, strict=True)):
-        raise ValueError(f"seqused_{side}: got {lengths}, want between 0 and the lengths {bounds}")
+        raise ValueError(f"{name}: got {lengths}, want between 0 and the lengths {bounds}")
     return lengths
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...gpu.workspace import workspace_size
 from ...problem import DIFFERENTIABLE, Operands, Options, output_dtype
-from .tensors import rank, same_device, shape, tensor
+from .tensors import no_shared_elements, rank, same_device, shape, tensor
 
 
 def output(out: Any, operands: Operands) -> None:
@@ -22,10 +22,7 @@ def output(out: Any, operands: Operands) -> None:
     same_device("out", out, q)
     if out.dtype != output_dtype(q.dtype):
         raise TypeError(f"out: got dtype {out.dtype}, want {output_dtype(q.dtype)}")
-    if not torch.compiler.is_compiling() and torch._debug_has_internal_overlap(out) == 1:
-        raise ValueError(
-            f"out: got strides {out.stride()}, want a tensor whose elements do not share memory"
-        )
+    no_shared_elements("out", out)
     _not_recording("out", (out, *operands[:DIFFERENTIABLE]))
 
 

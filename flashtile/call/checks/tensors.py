@@ -61,6 +61,16 @@ def same_device(name: str, x: Tensor, like: Tensor) -> None:
         raise ValueError(f"{name}: got device {x.device}, want {like.device}, the device of q")
 
 
+def no_shared_elements(name: str, x: Tensor) -> None:
+    """Raise ValueError if elements of `x`, which a call writes to, share memory, as after
+    ``expand``.
+    """
+    if not torch.compiler.is_compiling() and torch._debug_has_internal_overlap(x) == 1:
+        raise ValueError(
+            f"{name}: got strides {x.stride()}, want a tensor whose elements do not share memory"
+        )
+
+
 def floating(name: str, x: Any, q: Tensor) -> None:
     if x is None:
         return

@@ -54,7 +54,10 @@ def merge_parts(
     Returns:
         out (..., D) in `dtype` and lse (...); a row that no part saw has out 0 and lse -inf.
     """
-    lse = torch.logsumexp(lse_partial, dim=0)
+    # Of parts that are all -inf, the gradient of `logsumexp` would be NaN.
+    unseen = (lse_partial == -torch.inf).all(0)
+    lse = torch.logsumexp(lse_partial.masked_fill(unseen, 0.0), dim=0)
+    lse = lse.masked_fill(unseen, -torch.inf)
     pivot = lse.masked_fill(lse == -torch.inf, 0.0)
     weight = torch.exp(lse_partial - pivot).unsqueeze(-1)
     # A part that saw no key may hold NaN, and 0 times NaN would be NaN.

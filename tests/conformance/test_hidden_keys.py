@@ -1,0 +1,159 @@
+"""Keys and values that no query sees have no influence, whatever they hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.masks import BlockMask
+from flashtile.spans import Spans
+from flashtile.testing import attention_reference, generator, normal
+
+from .harness import Make, Masked, Options, Sizes, resolve, split_options
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+SIZES = Sizes(B=2, M=19, N=60, Hq=4, Hk=2, D=16)
+JUNK = (math.nan, math.inf)
+
+
+def a_quarter(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.rand(*shape, generator=g) < 0.25
+
+
+def hiding_spans(lead: tuple[int, int], rest: str) -> Make:
+    """Spans that leave out the first and the last keys."""
+
+    def make(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+        starts = torch.randint(5, 30, (*lead, s.M, 2), generator=g, dtype=torch.int32)
+        stops = starts + torch.randint(0, 20, starts.shape, generator=g, dtype=torch.int32)
+        return {"mask": Spans(starts, stops), **resolve(rest, g, s, dtype)}
+
+    return make
+
+
+def hiding_block_mask(heads: int, tile: int, rest: str) -> Make:
+    """A block mask in which no row sees most of the keys; of tiles of `tile` x `tile`."""
+
+    def make(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+        seen = a_quarter(g, s.B, heads, s.M, s.N // tile) & a_quarter(g, s.B, heads, 1, s.N // tile)
+        seen = seen.repeat_interleave(tile, 3)
+        seen[..., -tile:], seen[..., 0] = True, False
+        block_mask = Masked(BlockMask.from_dense(seen, (16, 15)), seen)
+        return {"block_mask": block_mask, **resolve(rest, g, s, dtype)}
+
+    return make
+
+
+# Options that hide keys from every query, and some that change how scores are computed.
+HIDING: dict[str, Options] = {
+    name: name
+    for name in (
+        "window to the left",
+        "window before the query + softcap",
+        "keys far before the query + bias",
+        "chunk",
+        "seqused + window to the left",
+    )
+} | {
+    "spans": hiding_spans((1, 1), "dropout"),
+    "spans for each batch": hiding_spans((2, 1), "sink"),
+    "spans for each batch and head": hiding_spans((2, 4), "alibi"),
+    "block mask of whole tiles": hiding_block_mask(1, 15, "nothing"),
+    "block mask": hiding_block_mask(1, 1, "scale"),
+    "block mask for each head": hiding_block_mask(4, 1, "curved score function"),
+}
+
+
+def run(
+    inputs: dict[str, Tensor], hidden: Tensor, junk: float, **options: Any
+) -> dict[str, Tensor]:
+    """The results and gradients of a call with `junk` in the hidden keys and values."""
+    torch.manual_seed(0)  # of dropout
+    leaves = {name: x.clone() for name, x in inputs.items()}
+    for name in ("k", "v"):
+        leaves[name][hidden] = junk
+    for x in leaves.values():
+        x.requires_grad_()
+    out, lse = flashtile.attention(**leaves, return_lse=True, **options)
+    (out.float().square().sum() + lse[lse.isfinite()].sum()).backward()
+    gradients = {f"d{name}": x.grad for name, x in leaves.items()}
+    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+
+
+def check(
+    inputs: dict[str, Tensor], probabilities: Tensor, s: Sizes = SIZES, **options: Any
+) -> None:
+    """Compare calls with junk where all of the `probabilities` (B, Hq, M, N) are 0 with one whose
+    hidden keys and values are ordinary numbers.
+    """
+    seen = (probabilities != 0).unflatten(1, (s.Hk, -1)).any(2).any(2)
+    hidden = ~seen.transpose(1, 2)
+    assert hidden.any() and not hidden.all()
+    wanted = run(inputs, hidden, 1.0, **options)
+    for junk in JUNK:
+        for name, got in run(inputs, hidden, junk, **options).items():
+            assert torch.equal(got, wanted[name]), f"{name} with {junk} in hidden keys"
+
+
+def random_inputs(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "q": normal(g, s.B, s.M, s.Hq, s.D, dtype=dtype).detach(),
+        "k": normal(g, s.B, s.N, s.Hk, s.D, dtype=dtype).detach(),
+        "v": normal(g, s.B, s.N, s.Hk, s.value_dim, dtype=dtype).detach(),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", HIDING)
+def test_options_that_hide(name, dtype, backend, seed):
+    g = generator(seed)
+    inputs = random_inputs(g, SIZES, dtype)
+    options, for_reference, extra = split_options(resolve(HIDING[name], g, SIZES, dtype))
+    inputs |= {name: x.detach() for name, x in extra.items()}
+    keep = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    reference = attention_reference(**(inputs | for_reference), keep=keep)
+    check(inputs, reference.probs, backend=backend, **options)
+
+
+@pytest.mark.parametrize("options", ["nothing", "causal", "softcap", "scale", "block mask"])
+@pytest.mark.parametrize("rows", [1, 19, 300])
+def test_bool_masks(rows, options, backend, seed):
+    """Masks of one row and of one tile become a bias of -inf, others a block mask."""
+    g, s = generator(seed), replace(SIZES, M=rows, N=300 if rows == 300 else 60)
+    inputs = random_inputs(g, s, torch.float32)
+    options, for_reference, _ = split_options(resolve(options, g, s, torch.float32))
+    mask = a_quarter(g, s.M, s.N) & a_quarter(g, s.N)
+    padding = a_quarter(g, s.B, s.N) | (torch.arange(s.N) == s.N - 1)
+    mask[-1, -1] = True  # some key is seen in every sequence
+    options |= {"attn_mask": mask, "key_padding_mask": padding}
+    visible = (mask & padding[:, None, None]) & for_reference.pop("block_mask", True)
+    reference = attention_reference(**inputs, block_mask=visible, **for_reference)
+    check(inputs, reference.probs, s, backend=backend, **options)
+
+
+def test_probabilities(seed):
+    g = generator(seed)
+    inputs = random_inputs(g, SIZES, torch.float32)
+    mask = a_quarter(g, SIZES.N).expand(SIZES.M, SIZES.N)
+    wanted = flashtile.attention(**inputs, attn_mask=mask, return_attn_probs=True)[2]
+    for name in ("k", "v"):
+        inputs[name][:, ~mask[0]] = math.nan
+    got = flashtile.attention(**inputs, attn_mask=mask, return_attn_probs=True)[2]
+    assert torch.equal(got, wanted)
+
+
+def test_rows_that_use_the_log_sums_again(seed):
+    """Rows whose scores are huge add up their weights once more in the backward."""
+    g = generator(seed)
+    inputs = random_inputs(g, SIZES, torch.float32)
+    bias = torch.full((1, 1, SIZES.M, SIZES.N), -1e9)
+    mask = a_quarter(g, SIZES.N).expand(SIZES.M, SIZES.N)
+    probabilities = mask.expand(SIZES.B, SIZES.Hq, -1, -1)
+    check(inputs | {"bias": bias}, probabilities, attn_mask=mask)
