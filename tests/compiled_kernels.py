@@ -82,8 +82,8 @@ COUNTED = re.compile(
 class Report(NamedTuple):
     """What became of a kernel."""
 
-    registers: int
-    shared: int  # bytes a program
+    registers: int = 0
+    shared: int = 0  # bytes a program
     spilled: int = 0  # bytes a thread
     # Names of instructions that read and write global memory, and the bytes of asynchronous copies.
     accesses: Sequence[str] = ()
