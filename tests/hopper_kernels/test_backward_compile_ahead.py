@@ -31,6 +31,8 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     # The backend refuses it too, with this reason.
     pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
 
+from compiled_kernels import key, report
+
 from flashtile.backends.hopper.backward import buffers
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.backward.launch import (
@@ -41,11 +43,10 @@ from flashtile.backends.hopper.backward.launch import (
 from flashtile.backends.hopper.backward.row_kernels import round_kernel
 from flashtile.gpu.launch import Launch
 
-from .compile_ahead import CAPABILITY, report, specialize
 from .inputs import drawn
+from .launches import CAPABILITY, SHARED_LIMIT
 from .pieces import part_call
 
-SHARED_LIMIT = 232448  # bytes a program
 # Bytes a thread that may spill. The assembler of Triton 3.9 spills more.
 NEWER = TRITON_VERSION >= (3, 9)
 SPILLS = {
@@ -172,13 +173,12 @@ def check(
     for launch in launches_of(call, parts, is_partial):
         found = report(launch)
         assert found.shared <= SHARED_LIMIT
-        assert found.warnings == []  # among them those of products that wait for each other
-        assert found.unused_barriers == []
+        assert not found.warnings  # among them those of products that wait for each other
+        assert not found.unused_barriers
         assert found.spilled <= spills
         for block in found.blocks:
-            has_mask = any(name.startswith("FSEL") for name in block)
-            found_reloads = [name for name in block if name.startswith(("LDL", "STL"))]
-            assert (has_mask and not counts_masked) or len(found_reloads) <= reloads
+            found_reloads = block.count("LDL") + block.count("STL")
+            assert (block.count("FSEL") and not counts_masked) or found_reloads <= reloads
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -258,8 +258,7 @@ def test_new_lengths_and_heads_compile_nothing_new(
     lengths = ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001))
     for (M, N), count in zip(lengths, parts, strict=True):
         launches = launches_of(dense(M=M, N=N, **options), count)
-        sources = [specialize(launch)[0] for launch in launches]
-        seen.add(str([(source.signature, source.attrs) for source in sources]))
+        seen.add(tuple(map(key, launches)))
     assert len(seen) == 1
 
 

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
+from compiled_kernels import DEVICES, key, report
 from triton.runtime.jit import JITFunction
 
 from flashtile import ops
@@ -46,20 +47,15 @@ from .cases import (
     spanned,
     table_of_near_distances,
 )
-from .compile_ahead import (
-    DEVICES,
+from .decoding import make_decoding
+from .launches import (
     append_launches,
     gather_launches,
     launches,
     probabilities_launches,
-    ptx,
-    report,
     rotary_launches,
-    serialises_wgmma,
-    specialization,
     step_launches,
 )
-from .decoding import make_decoding
 from .parts import make_parts
 from .spills import ALLOWED, ALLOWED_IN_DECODING
 from .test_compile_quantize import launch_of as quantize_launch
@@ -117,7 +113,7 @@ def test_forward_and_dq_wait_for_groups_of_wgmma(rule: str, head_dim: int):
     """Not for each instruction: the sums of the loop stay in flight until its next step."""
     for launch in launches(*ruled(rule, head_dim), "sm_90"):
         if launch.kernel.__name__ in ("forward_kernel", "query_gradient_kernel"):
-            assert not serialises_wgmma(launch), launch.kernel.__name__
+            assert not report(launch).is_serialised, launch.kernel.__name__
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -129,7 +125,7 @@ def test_dk_and_dv_wait_for_groups_of_wgmma(rule: str, head_dim: int):
         for launch in launches(*ruled(rule, head_dim), "sm_90")
         if launch.kernel.__name__ == "key_gradient_kernel"
     )
-    assert not serialises_wgmma(launch)
+    assert not report(launch).is_serialised
 
 
 def ruled(rule: str, head_dim: int) -> Call:
@@ -322,7 +318,7 @@ def test_a_new_length_compiles_nothing_new(device: str):
     for length in (1, 15, 16, 17, 1000, 1024):
         q, k, v = qkv(generator(0), B=1, M=300, N=length, Hq=2, Hk=2, D=64, dtype=torch.bfloat16)
         for launch in launches(*describe((q, k, v), Dense(), {}), device):
-            seen.add(f"{launch.kernel.__name__} {specialization(launch, device)}")
+            seen.add(key(launch, device))
     assert len(seen) == 4  # forward, delta, dK and dV, dQ
 
 
@@ -333,18 +329,21 @@ def test_a_longer_cache_or_more_parts_compile_nothing_new():
         operands, options = describe((q, k, v), Dense(), {})
         options = options._replace(num_splits=splits)
         for launch in launches(operands, options, "sm_80", backward=False):
-            seen.add(f"{launch.kernel.__name__} {specialization(launch, 'sm_80')}")
+            seen.add(key(launch, "sm_80"))
     assert len(seen) == 3  # whole KV loops, parts of them, the merge
 
 
-WIDE_LOAD = r"cp\.async\S* .*, 0x10|ld\.global\S*\.(?:v4\.b32|v2\.b64)"
+WIDE_LOAD = r"cp\.async\S*, 0x10|ld\.global\S*\.(?:v4\.b32|v2\.b64)"
 WIDE = rf"{WIDE_LOAD}|st\.global\S*\.(?:v4\.b32|v2\.b64)"
 
 
 def compiled_layout(layout: str, dim: int) -> dict[str, str]:
-    """The PTX of each kernel of a call whose tensors lie in memory as `layout` says."""
+    """How each kernel accesses the tensors of a call that lie in memory as `layout` says."""
     call = dense_call(LAYOUTS[layout], SIZES["odd lengths"], dim)
-    found = {launch.kernel.__name__: ptx(launch) for launch in launches(*call, "sm_90")}
+    found = {
+        launch.kernel.__name__: "\n".join(report(launch).accesses)
+        for launch in launches(*call, "sm_90")
+    }
     assert len(found) == 4
     return found
 

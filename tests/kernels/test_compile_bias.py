@@ -13,11 +13,13 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
+from compiled_kernels import DEVICES, report
+
 from flashtile.backends.triton import plan
 from flashtile.gpu.launch import Launch
 
 from .cases import bias, dense
-from .compile_ahead import DEVICES, launches, ptx, report, serialises_wgmma
+from .launches import launches
 
 HEAD_DIMS = (64, 128, 256)
 # Loads of one number of 16 bits, as PTX writes them.
@@ -45,18 +47,18 @@ def of_scores(device: str, head_dim: int, *shape: int) -> list[Launch]:
 def test_a_bias_is_loaded_many_numbers_at_once(head_dim: int, keys: int):
     """16 divides the number of keys, so that the mask of a load does not split 16 bytes."""
     for launch in of_scores("sm_90", head_dim, 1, 2, 256, keys):
-        assert not NARROW_LOAD.search(ptx(launch)), launch.kernel.__name__
+        assert not any(map(NARROW_LOAD.match, report(launch).accesses)), launch.kernel.__name__
 
 
 def test_the_last_keys_of_an_odd_number_are_loaded_one_by_one():
     forward, *_ = of_scores("sm_90", 64, 1, 2, 256, 251)
-    assert NARROW_LOAD.search(ptx(forward))
+    assert any(map(NARROW_LOAD.match, report(forward).accesses))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_wgmma_stays_asynchronous(head_dim: int):
     for launch in of_scores("sm_90", head_dim, 1, 2, 256, 256):
-        assert not serialises_wgmma(launch), launch.kernel.__name__
+        assert not report(launch).is_serialised, launch.kernel.__name__
 
 
 # Of Hopper, every head dim with tiles of its own.

@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
+from compiled_kernels import DEVICES, report
+
 from examples.learn import first_kernels, triton_attention
 from flashtile.gpu.launch import Launch
-
-from .compile_ahead import DEVICES, report
 
 DEVICE = "sm_90"  # Triton compiles it as sm_90a
 

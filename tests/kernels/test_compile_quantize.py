@@ -13,13 +13,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     # Triton decides at import; these tests read what its compiler makes.
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
+from compiled_kernels import DEVICES, report
+
 from flashtile.gpu.launch import Launch
 from flashtile.ops.quantize import kernel as quantize
 from flashtile.ops.quantize.formula import Recipe, keys_adjacent_like
 from flashtile.ops.quantize.op import Given, Rotary, config_of, tensors_of
 from flashtile.ops.quantize.rows import Rows
 
-from .compile_ahead import DEVICES, ptx, report
 from .spills import ALLOWED_IN_QUANTIZING
 
 
@@ -49,7 +50,7 @@ def launch_of(head_dim: int, rotary_dim: int = 0) -> Launch:
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 0), (128, 0), (256, 0), (256, 128)])
 def test_only_what_is_allowed_spills(head_dim: int, rotary_dim: int):
-    found = report(launch_of(head_dim, rotary_dim), "sm_90")
+    found = report(launch_of(head_dim, rotary_dim))
     allowed, _ = ALLOWED_IN_QUANTIZING.get((head_dim, rotary_dim), (0, ""))
     assert found.spilled <= allowed
     assert found.shared <= DEVICES["sm_90"].shared
@@ -57,6 +58,6 @@ def test_only_what_is_allowed_spills(head_dim: int, rotary_dim: int):
 
 def test_rows_that_are_adjacent_are_stored_together():
     """Not V's numbers one by one, each under a mask of its own."""
-    text = ptx(launch_of(256))
-    assert "st.global.v4.b32" in text
-    assert "st.global.b8" not in text
+    accesses = report(launch_of(256)).accesses
+    assert "st.global.v4.b32" in accesses
+    assert "st.global.b8" not in accesses

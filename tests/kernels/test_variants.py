@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from compiled_kernels import key
+
 from flashtile.backends import hopper
 from flashtile.backends.hopper.backward import buffers as hopper_buffers
 from flashtile.backends.hopper.backward import launch as hopper_backward
@@ -22,7 +24,7 @@ from flashtile.backends.triton.plan import FEW_ROWS
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands
 
-from .compile_ahead import launches, specialization
+from .launches import launches
 from .unusual_layouts import Call, calls
 
 MOST = 4
@@ -77,8 +79,7 @@ def variants(backend: str, named: Iterator[tuple[str, Call]]) -> dict[str, dict[
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, call in named:
         for launch in BACKENDS[backend](call):
-            key = specialization(launch, "sm_90"), launch.warps, launch.stages
-            found[f"{launch.kernel.__name__} {kind_of(call[0])}"][str(key)].append(name)
+            found[f"{launch.kernel.__name__} {kind_of(call[0])}"][key(launch)].append(name)
     return found
 
 
