@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import flashtile
 from flashtile import BlockMask, Spans
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -365,9 +364,9 @@ def floors(
 ) -> dict[str, Tensor]:
     """The error that rounding makes in every element of out and of the gradients, whatever cancels.
 
-    A probability is rounded once to the call's dtype, and has the relative error of its score, which
-    is the sum of the magnitudes of the score's terms times a rounding of the accumulators. The
-    derivatives of `softcap` and of the score function are at most 1.
+    A probability is rounded once to the call's dtype, and has the relative error of its score: the
+    sum of the magnitudes of the score's terms times a rounding of the accumulators. The derivatives
+    of `softcap` and of the score function are at most 1.
     """
     eps = torch.finfo(call.dtype).eps
     wide = torch.finfo(torch.promote_types(call.dtype, torch.float32)).eps

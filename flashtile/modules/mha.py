@@ -151,6 +151,7 @@ class MHA(nn.Module):
         use_alibi: penalise distance with the slopes of `alibi_slopes`.
         head_dim: ``embed_dim / num_heads`` by default.
         attend: function that computes self-attention; flashtile by default. May be changed later.
+        fused_bias_fc, use_flash_attn: which kernels `flash_attn` takes; they change no result here.
         device, dtype: of the parameters.
 
     Raises:
@@ -179,6 +180,8 @@ class MHA(nn.Module):
         softcap: float = 0.0,
         head_dim: int | None = None,
         attend: Attend = flash_attend,
+        fused_bias_fc: bool = False,
+        use_flash_attn: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
