@@ -294,6 +294,13 @@ def test_packed_sequences_with_a_bias():
     torch.testing.assert_close(got, plain(q, k, v, number[:, None] == number, bias=bias))
 
 
+def test_a_document_ends_with_its_row():
+    """Also where the next row begins with a document of the same number."""
+    numbers = torch.tensor([[1, 1, 1], [1, 2, 0]], dtype=torch.int32)
+    packed = transformers_masks.packing(numbers, 3, pack_queries=True)
+    assert packed.cu_seqlens_k.tolist() == [0, 3, 4, 5]
+
+
 def test_some_of_the_lengths_are_not_enough_to_pack():
     q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
     starts = torch.tensor([0, 4, 12], dtype=torch.int32)

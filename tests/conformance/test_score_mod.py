@@ -181,6 +181,20 @@ def test_a_number_after_a_table(seed) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), leaves) for x in results))
 
 
+def test_an_operation_with_two_results(seed) -> None:
+    g = generator(seed)
+    q, k, v = qkv(g, B=1, M=5, N=5, Hq=2, Hk=2)
+    table = normal(g, 9)
+
+    def scaled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        low, high = torch.aminmax(table)
+        return score * (high - low)
+
+    factor = table.max() - table.min()
+    out = flashtile.attention(q, k, v, score_mod=scaled)
+    torch.testing.assert_close(out, flashtile.attention(q * factor, k, v))
+
+
 def test_captured_tensors_are_only_read(seed) -> None:
     """Even if one is the whole result of a single score, to which a bias is added in place."""
     q, number = torch.zeros(1, 1, 1, 4), torch.tensor(2.0)
