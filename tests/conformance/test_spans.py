@@ -48,7 +48,9 @@ def test_a_mask_by_hand() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
-@pytest.mark.parametrize("starts, stops", [((3, 3), (9, 10)), ((3, 4), (9, 9)), ((3, 4), (9, 10))])
+@pytest.mark.parametrize(
+    ("starts", "stops"), [((3, 3), (9, 10)), ((3, 4), (9, 9)), ((3, 4), (9, 10))]
+)
 def test_rows_whose_intervals_differ_by_one(starts, stops, options, backend, seed) -> None:
     """A single key is beside the keys that both rows see."""
     q, k, v = qkv(generator(seed), B=2, M=2, N=13)
