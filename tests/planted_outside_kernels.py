@@ -216,21 +216,21 @@ MASKS_AND_SCORES = [
         "_read",
         "buffer[offset].to(",
         "buffer[0].to(",
-        "tests/conformance/test_score_mod.py -k test_a_number_after_a_table",
+        "tests/test_score_mod_recorder.py -k test_a_number_after_a_table",
     ),
     Planted(
         "numbers after a table of more than 20 lie inside of it",
         "Conversion._root",
         "self._sizes[space] += x.numel()",
         "self._sizes[space] += min(x.numel(), 20)",
-        "tests/conformance/test_score_mod.py -k test_a_number_after_a_table",
+        "tests/test_score_mod_recorder.py -k test_a_number_after_a_table",
     ),
     Planted(
         "negative indices of a captured table add to another number",
         "add_to_captured",
         "torch.where(index < 0, index + size, index)",
         "index",
-        "tests/conformance/test_score_mod.py -k test_a_number_after_a_table",
+        "tests/test_score_mod_recorder.py -k test_a_number_after_a_table",
     ),
     Planted(
         "hidden scores have a part in the gradient of a function",
@@ -251,7 +251,7 @@ MASKS_AND_SCORES = [
         "Recorder._track",
         "(node, number)",
         "(node, 0)",
-        "tests/conformance/test_score_mod.py -k test_an_operation_with_two_results",
+        "tests/test_score_mod_recorder.py -k test_an_operation_with_two_results",
     ),
     Planted(
         "far keys have the bias of the distance before",

@@ -160,41 +160,6 @@ def test_a_function_of_nothing_but_captured_numbers(seed) -> None:
     torch.testing.assert_close(constant, v.mean(1, keepdim=True).expand_as(out))
 
 
-def test_a_number_after_a_table(seed) -> None:
-    """Captured numbers lie side by side, whatever is read first; some indices are negative."""
-    g = generator(seed)
-    q, k, v = qkv(g, B=1, M=9, N=9, Hq=2, Hk=2, dtype=torch.float64)
-    table, shift = normal(g, 24, dtype=torch.float64), normal(g, 2, dtype=torch.float64)
-    factor = torch.tensor(1.7, dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v, table, factor, shift)]
-
-    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + factor * table[j - i] * shift[h]
-
-    distance = torch.arange(9) - torch.arange(9)[:, None]
-    bias = factor * table[distance] * shift[:, None, None]
-    results = (
-        flashtile.attention(q, k, v, score_mod=biased, backend="cpu"),
-        flashtile.attention(q, k, v, bias=bias, backend="cpu"),
-    )
-    torch.testing.assert_close(*results)
-    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), leaves) for x in results))
-
-
-def test_an_operation_with_two_results(seed) -> None:
-    g = generator(seed)
-    q, k, v = qkv(g, B=1, M=5, N=5, Hq=2, Hk=2)
-    table = normal(g, 9)
-
-    def scaled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        low, high = torch.aminmax(table)
-        return score * (high - low)
-
-    factor = table.max() - table.min()
-    out = flashtile.attention(q, k, v, score_mod=scaled)
-    torch.testing.assert_close(out, flashtile.attention(q * factor, k, v))
-
-
 def test_captured_tensors_are_only_read(seed) -> None:
     """Even if one is the whole result of a single score, to which a bias is added in place."""
     q, number = torch.zeros(1, 1, 1, 4), torch.tensor(2.0)
