@@ -11,9 +11,9 @@ The list shows how much a faster suite still sees. `test_planted_errors.py` keep
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import queue
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,24 +22,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from planted_outside_kernels import CPU, DISTRIBUTED, INTEGRATIONS_AND_MODELS, MASKS_AND_SCORES
+from planting import ROOT, Planted, planted_source
+
 SECONDS = 900  # of one error's tests; a planted error may also make them wait forever
 
-
-class Planted(NamedTuple):
-    name: str
-    symbol: str  # "function", "Class" or "Class.method"
-    right: str
-    wrong: str
-    tests: str  # arguments of pytest
-    interpreted: bool = False  # by Triton's interpreter
-
-
-CPU: list[Planted] = []
-
-MASKS_AND_SCORES: list[Planted] = []
 
 TRITON: list[Planted] = []
 
@@ -193,46 +181,7 @@ HOPPER: list[Planted] = [
     ),
 ]
 
-DISTRIBUTED: list[Planted] = []
-
-INTEGRATIONS_AND_MODELS: list[Planted] = []
-
 PLANTED = [*CPU, *MASKS_AND_SCORES, *TRITON, *HOPPER, *DISTRIBUTED, *INTEGRATIONS_AND_MODELS]
-
-
-def definitions(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """The functions and classes of a file, with their names in the classes around them."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield outer + node.name, node
-            inside = f"{outer}{node.name}." if isinstance(node, ast.ClassDef) else outer
-            yield from definitions(node, inside)
-        else:
-            yield from definitions(node, outer)
-
-
-def planted_source(error: Planted, root: Path = ROOT) -> tuple[Path, str]:
-    """The file that the error changes, and its text with the error."""
-    places = []
-    for path in sorted((root / "flashtile").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if error.right not in text:
-            continue
-        lines = text.splitlines(keepends=True)
-        for name, node in definitions(ast.parse(text)):
-            body = "".join(lines[node.lineno - 1 : node.end_lineno])
-            if name == error.symbol and error.right in body:
-                places.append((path, text, sum(map(len, lines[: node.lineno - 1])), body))
-    if len(places) != 1 or places[0][3].count(error.right) != 1:
-        found = [
-            (str(path.relative_to(root)), body.count(error.right)) for path, _, _, body in places
-        ]
-        raise LookupError(
-            f"{error.name}: {error.right!r} must occur once in one {error.symbol}: {found}"
-        )
-    path, text, start, body = places[0]
-    wrong = body.replace(error.right, error.wrong)
-    return path, text[:start] + wrong + text[start + len(body) :]
 
 
 def is_caught(error: Planted, copy: Path) -> tuple[bool, str]:
@@ -246,7 +195,7 @@ def is_caught(error: Planted, copy: Path) -> tuple[bool, str]:
         environment["TRITON_INTERPRET"] = "1"
     try:
         done = subprocess.run(
-            [*command, *error.tests.split()],
+            [*command, *shlex.split(error.tests)],
             cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -136,3 +136,13 @@ def test_a_bias_without_a_gradient_after_one_with(kernels):
         bias.requires_grad_(needs_grad)
         flashtile.attention(q, q, q, bias=bias).sum().backward()
         assert kernels[-1] == kernel
+
+
+def test_a_bias_alone_has_a_gradient_in_torch_func():
+    q, bias = torch.randn(1, 5, 2, 8), torch.randn(5, 5)
+
+    def loss(bias):
+        return flashtile.attention(q, q, q, bias=bias).square().sum()
+
+    wanted = torch.autograd.grad(loss(bias.requires_grad_()), bias)
+    torch.testing.assert_close((torch.func.grad(loss)(bias.detach()),), wanted)

@@ -6,9 +6,12 @@ agree with itself there.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
+import flashtile
 from flashtile import attention, attention_varlen
 from flashtile.dropout import (
     draw_rng_state,
@@ -111,6 +114,28 @@ def test_a_word_below_the_threshold_is_kept_and_one_equal_to_it_is_not(seed):
             p = 1 - threshold / 2**32
             assert keep_threshold(p) == threshold
             assert keep_mask(state, p, zero, zero, zero, zero + lane).item() == (word < threshold)
+
+
+def test_a_call_drops_by_the_coordinates_of_many_heads_and_sequences(seed):
+    """More heads than the other tests have, and more sequences than one segment: equal scores, and
+    values that show every probability.
+    """
+    B, H, M, N, p = 7, 11, 3, 8, 0.3
+    q, k = torch.zeros(B, M, H, N), torch.zeros(B, N, H, N)
+    v = torch.eye(N)[None, :, None].repeat(B, 1, H, 1).requires_grad_()
+    torch.manual_seed(seed)
+    out = flashtile.attention(q, k, v, dropout_p=p, backend="cpu")
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.manual_seed(seed)
+    key = tuple(int(x) for x in philox_key(draw_rng_state(torch.device("cpu"))))
+    words = [
+        word
+        for counter in product(range(B), range(M), range(H), range(N // 4))
+        for word in plain_philox((counter[3], counter[1], counter[2], counter[0]), key)
+    ]
+    kept = torch.tensor(words).view(out.shape) < THRESHOLDS[p]
+    torch.testing.assert_close(out, kept / (N * (1 - p)))
+    torch.testing.assert_close(dv, out.sum(1).mT[..., None].expand_as(dv))
 
 
 def test_state_comes_from_the_generator_and_fills_both_words():

@@ -295,6 +295,13 @@ def test_packed_sequences_with_a_bias():
     torch.testing.assert_close(got, plain(q, k, v, number[:, None] == number, bias=bias))
 
 
+def test_a_document_ends_with_its_row():
+    """Also where the next row begins with a document of the same number."""
+    numbers = torch.tensor([[1, 1, 1], [1, 2, 0]], dtype=torch.int32)
+    packed = transformers_packing.packing(numbers, 3, pack_queries=True)
+    assert packed.cu_seqlens_k.tolist() == [0, 3, 4, 5]
+
+
 def test_queries_and_keys_get_the_dtype_of_the_values():
     """With adapters a norm may leave them in float32."""
     q, k, v = (x.float() for x in heads((4, 6, 16), (4, 6, 16), (4, 6, 16)))

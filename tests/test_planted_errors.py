@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from planted_errors import PLANTED, ROOT, Planted, planted_source
+from planted_errors import PLANTED
+from planting import ROOT, Planted, planted_source
 
 
 @pytest.mark.parametrize("error", PLANTED, ids=lambda error: error.name)

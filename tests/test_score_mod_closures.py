@@ -1,4 +1,4 @@
-"""What a score function reads without naming it may change between two calls."""
+"""What a score function reads without naming it itself may change between two calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ def by_name(score, b, h, i, j):
     return score * globals()["_fac" + "tor"]
 
 
-@pytest.mark.parametrize("function", [imported, imported_inside, by_name])
+def read_inside(score, b, h, i, j):
+    def times():
+        return score * _factor
+
+    return times()
+
+
+@pytest.mark.parametrize("function", [imported, imported_inside, by_name, read_inside])
 def test_new_values(function, monkeypatch):
     module = ModuleType("settings_of_test")
     monkeypatch.setitem(sys.modules, "settings_of_test", module)

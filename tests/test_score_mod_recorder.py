@@ -313,3 +313,38 @@ def test_threads_leave_no_mode_behind(monkeypatch) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: program(lambda s, b, h, i, j: s * n), range(200)))
     assert not _python_dispatch.is_in_torch_dispatch_mode()
+
+
+def test_a_number_after_a_table(seed) -> None:
+    """Captured numbers lie side by side, whatever is read first; some indices are negative."""
+    g = generator(seed)
+    q, k, v = qkv(g, B=1, M=9, N=9, Hq=2, Hk=2, dtype=torch.float64)
+    table, shift = normal(g, 24, dtype=torch.float64), normal(g, 2, dtype=torch.float64)
+    factor = torch.tensor(1.7, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, table, factor, shift)]
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + factor * table[j - i] * shift[h]
+
+    distance = torch.arange(9) - torch.arange(9)[:, None]
+    bias = factor * table[distance] * shift[:, None, None]
+    results = (
+        flashtile.attention(q, k, v, score_mod=biased, backend="cpu"),
+        flashtile.attention(q, k, v, bias=bias, backend="cpu"),
+    )
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), leaves) for x in results))
+
+
+def test_an_operation_with_two_results(seed) -> None:
+    g = generator(seed)
+    q, k, v = qkv(g, B=1, M=5, N=5, Hq=2, Hk=2)
+    table = normal(g, 9)
+
+    def scaled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        low, high = torch.aminmax(table)
+        return score * (high - low)
+
+    factor = table.max() - table.min()
+    out = flashtile.attention(q, k, v, score_mod=scaled)
+    torch.testing.assert_close(out, flashtile.attention(q * factor, k, v))

@@ -14,6 +14,7 @@ import flashtile
 from flashtile import Spans
 from flashtile.call import prepare
 from flashtile.testing import (
+    attention_reference,
     attention_varlen_reference,
     cu_seqlens,
     dense_spans,
@@ -44,6 +45,22 @@ def test_a_mask_by_hand() -> None:
     torch.testing.assert_close(out.flatten(), torch.tensor(wanted))
     counts = torch.tensor([2.0, 4, 4, 0, 0])
     torch.testing.assert_close(lse.flatten(), counts.log())
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize(
+    ("starts", "stops"), [((3, 3), (9, 10)), ((3, 4), (9, 9)), ((3, 4), (9, 10))]
+)
+def test_rows_whose_intervals_differ_by_one(starts, stops, options, backend, seed) -> None:
+    """A single key is beside the keys that both rows see."""
+    q, k, v = qkv(generator(seed), B=2, M=2, N=13)
+    mask = Spans(column(*starts), column(*stops))
+    compare(
+        lambda x: flashtile.attention(**x, **options, mask=mask, return_lse=True, backend=backend),
+        lambda x, **how: attention_reference(**x, **options, mask=mask, **how),
+        {"q": q, "k": k, "v": v},
+        seed=seed,
+    )
 
 
 @pytest.mark.parametrize("lead", [(1, 1), (3, 1), (1, 4), (3, 4)], ids=str)

@@ -57,6 +57,15 @@ def test_every_option_in_every_way(option: str, way: str) -> None:
         compare(case, results)
 
 
+@pytest.mark.parametrize("option", TAKEN)
+def test_every_option_with_heads_in_turns(option: str) -> None:
+    """Each step has the second or the first half of the heads."""
+    cases = (Case(seed, 2, wanted=option) for seed in range(99))
+    case = next(x for x in cases if x.leaves["k"].shape[-2] % 2 == 0 and x.dout.numel() > 1000)
+    numbers = {"ulysses": 1, "stages": 2, "head_groups": 2}
+    compare(case, run_ranks(2, lambda wire: case.on_rank(ContextParallel.over(wire, **numbers))))
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
