@@ -29,15 +29,20 @@ def is_autocasting(x: Any) -> bool:
     """Whether autocast is on for the device of `x`; False for devices other than CPU and CUDA."""
     if not is_any_autocast_on():
         return False
-    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")  # PyTorch raises for others
-    return known and torch.is_autocast_enabled(x.device.type)
+    # PyTorch raises for other devices.
+    known = isinstance(x, (Tensor, torch.device)) and _device(x).type in ("cpu", "cuda")
+    return known and torch.is_autocast_enabled(_device(x).type)
 
 
-def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
+def autocast_off(x: Tensor | torch.device) -> AbstractContextManager[Any]:
     """A context in which operations on the device of `x` run in the dtypes of their inputs."""
     if not is_autocasting(x):
         return _NOTHING_TO_DO
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(_device(x).type, enabled=False)
+
+
+def _device(x: Tensor | torch.device) -> torch.device:
+    return x.device if isinstance(x, Tensor) else x
 
 
 def without_autocast(function: _Function) -> _Function:

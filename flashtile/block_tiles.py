@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .autocast import autocast_off
+
 EMPTY, FULL, PARTIAL = 0, 1, 2
 
 # Elements that are evaluated at once. A function's temporaries may be int64: 8 MiB and 128 MiB.
@@ -91,7 +93,7 @@ def function_of_tiles(
 
     def evaluate(where: Where) -> Tensor:
         b, h, _, _ = where
-        with _NumbersAsIndices():
+        with autocast_off(b), _NumbersAsIndices():
             elements: Tensor = over_tiles(b, h, *rows_and_keys(where, lengths, tile_size))
         return elements
 

@@ -183,6 +183,22 @@ class AttentionProblem(NamedTuple):
         return self.options.facts
 
     @property
+    def hides_keys(self) -> bool:
+        """Whether a mask may hide a key from every query of its sequence: then what it holds must
+        not matter. A bool mask of one query arrives as a bias of -inf.
+        """
+        if self.block_tile is not None or self.spans > 0 or (self.has_bias and self.M == 1):
+            return True
+        left, right = self.options.window_left, self.options.window_right
+        if (left or 0) < 0 or (right or 0) < 0:
+            return True
+        # Without a bound on the left, the last query sees all keys; with as many queries as keys,
+        # each key is seen by the query beside it.
+        is_bounded = left is not None or self.options.attention_chunk > 0
+        has_all_queries = self.layout == "dense" and not self.has_lengths and self.M >= self.N
+        return is_bounded and not has_all_queries
+
+    @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.Hq // self.Hk

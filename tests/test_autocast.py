@@ -280,6 +280,37 @@ def test_the_rest_stays(name: str, dtype: torch.dtype, autocast: torch.dtype, se
     assert_equal(run(entry, inputs, autocast), run(entry, inputs, None))
 
 
+@pytest.mark.parametrize("autocast", HALF, ids=str)
+def test_what_a_score_function_computes_from_captured_tensors_stays(
+    autocast: torch.dtype, seed: int
+) -> None:
+    q, k, v, a, b = heads(seed, torch.float32, *BATCH, (4, 16), (16, 50))
+    results = []
+    for is_on in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (a, b)]
+        with torch.autocast("cpu", dtype=autocast, enabled=is_on):
+            left, right = leaves
+            out = flashtile.attention(
+                *(x.to(autocast) for x in (q, k, v)),
+                score_mod=lambda s, b, h, i, j: s + (left @ right)[h, j],  # noqa: B023
+            )
+        results.append([out, *torch.autograd.grad(out.float().sum(), leaves)])
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("autocast", HALF, ids=str)
+def test_what_a_mask_function_computes_stays(autocast: torch.dtype, seed: int) -> None:
+    left, right = heads(seed, torch.float32, (40, 16), (16, 40))
+    masks = []
+    for is_on in (False, True):
+        with torch.autocast("cpu", dtype=autocast, enabled=is_on):
+            mask = BlockMask.from_function(
+                lambda b, h, i, j: (left @ right)[i, j] > 0, (40, 40), tile_size=(16, 16)
+            )
+        masks.append(mask.to_dense(40, 40))
+    assert torch.equal(*masks)
+
+
 NEW_TOKENS = ((2, 5, 4, 24), (2, 5, 2, 24), (2, 5, 2, 24))
 
 

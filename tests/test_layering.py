@@ -62,7 +62,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("problem",),
     ("score_mod",),
     ("masks", "spans", "dropout", "flops", "lazy", "lru", "native_kernels"),
-    ("autocast", "current_layout", "eager", "positions", "block_tiles"),
+    ("current_layout", "eager", "positions", "block_tiles"),
+    ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.
 LOADERS = ("cli", "call.dispatch", "autograd", "backends")

@@ -95,7 +95,8 @@ def _sum(bias: Any, other: Tensor, q: Tensor, sizes: tuple[int, ...]) -> Tensor:
     if bias is None:
         return other
     checks.broadcastable("bias", bias, q, sizes)
-    return bias + other
+    dtype = torch.promote_types(torch.promote_types(bias.dtype, other.dtype), torch.float32)
+    return bias.to(dtype) + other.to(dtype)
 
 
 def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
@@ -120,7 +121,8 @@ def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
 
 def additive(mask: Tensor) -> Tensor:
     """0 where a bool mask is True, -inf elsewhere."""
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+    zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    return zeros.masked_fill(~mask, float("-inf"))
 
 
 def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autocast import without_autocast
+from ..autocast import autocast_off, without_autocast
 from ..lru import Memo
 from .closure import dependencies
 from .derivative import derivative
@@ -82,7 +82,8 @@ def _traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
 
 
 def _described(trace: Traced, captured: tuple[Tensor, ...], device: torch.device) -> Described:
-    tensors = trace.preparation(*captured)
+    with autocast_off(device):
+        tensors = trace.preparation(*captured)
     for x in tensors:
         if x.device != device and x.dim() > 0:
             raise ValueError(f"score_mod: got a captured tensor on {x.device}, want {device}")

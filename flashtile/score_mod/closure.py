@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -59,18 +60,26 @@ def _facts(x: Any, tensors: list[Tensor], seen: dict[int, int]) -> Iterator[Any]
 
 
 def _is_fixed(x: Any) -> bool:
-    """Whether `x` is a part of Python or PyTorch."""
+    """Whether `x` is a part of Python or PyTorch. Functions and classes of others can have a name
+    that says so: `functools.wraps` copies names, and `exec` gives none.
+    """
+    if isinstance(x, BuiltinFunctionType):  # PyTorch's do not all say where they are
+        is_method = not isinstance(x.__self__, (ModuleType, type, type(None)))  # such as of a dict
+        return not is_method and _is_fixed_name(x.__module__ or "torch")
     if isinstance(x, ModuleType):
-        name = x.__name__
-    elif isinstance(x, BuiltinFunctionType) and not isinstance(
-        x.__self__, (ModuleType, type, type(None))
-    ):
-        return False  # a method of an object, such as a dictionary's `get`
-    elif isinstance(x, (BuiltinFunctionType, FunctionType, type)):
-        name = x.__module__ or "torch"  # PyTorch's built-in functions do not say where they are
-    else:
+        return _is_fixed_name(x.__name__) and sys.modules.get(x.__name__) is x
+    if isinstance(x, FunctionType) and not _is_fixed_name(x.__globals__.get("__name__")):
         return False
-    return name.partition(".")[0] in _FIXED
+    if not isinstance(x, (FunctionType, type)) or not _is_fixed_name(x.__module__):
+        return False
+    here: Any = sys.modules.get(x.__module__)
+    for name in x.__qualname__.split("."):
+        here = getattr(here, name, None)
+    return here is x
+
+
+def _is_fixed_name(name: Any) -> bool:
+    return isinstance(name, str) and name.partition(".")[0] in _FIXED
 
 
 def _new_facts(x: Any, tensors: list[Tensor], seen: dict[int, int]) -> Iterator[Any]:

@@ -145,3 +145,22 @@ def test_other_dtypes(dtype, backend, seed):
     check(masks, "causal", backend, seed, dtype=dtype)
     masks.pop("attn_mask")
     check(masks, "bias", backend, seed, dtype=dtype, scores=normal(generator(seed), 19, 27))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bit_biases_are_added_in_float32(dtype, backend, seed):
+    """In 16 bits the sum would lose the smaller one."""
+    g, s = generator(seed), SIZES
+    q = normal(g, s.B, s.M, s.Hq, s.D, dtype=dtype)
+    k, v = (normal(g, s.B, s.N, s.Hk, n, dtype=dtype) for n in (s.D, s.value_dim))
+    large, small = 100 * normal(g, s.M, s.N), normal(g, s.Hq, 1, s.N)
+    large, small = (x.to(dtype).requires_grad_() for x in (large, small))
+    whole = (large.float() + small.float()).detach().requires_grad_()
+    results = []
+    for options in ({"bias": large, "attn_mask": small}, {"bias": whole}):
+        out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend, **options)
+        out.square().sum().backward()
+        results.append((out, lse))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    for x in (large, small):
+        assert torch.equal(x.grad, whole.grad.sum_to_size(x.shape).to(dtype))

@@ -44,6 +44,7 @@ from .tiles import (
     tile_phases,
     tile_source,
     visible_keys,
+    without_hidden,
 )
 
 
@@ -76,8 +77,9 @@ def delta_kernel(
     stats_offs = (b * heads + h).to(tl.int64) * rows_total + rows
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
-    tl.store(delta_ptr + stats_offs, delta, mask=rows < rows_total)
     lse = tl.load(lse_ptr + stats_offs, mask=rows < rows_total, other=0.0)
+    delta = tl.where(lse == -float("inf"), 0.0, delta)  # whatever dlse holds at rows without a key
+    tl.store(delta_ptr + stats_offs, delta, mask=rows < rows_total)
     tl.store(pivot_ptr + stats_offs, pivot_of_lse(lse, HAS_LARGE_SCORES), mask=rows < rows_total)
     if HAS_LARGE_SCORES:
         log_sum_offs = tl.num_programs(0).to(tl.int64) * rows_total + stats_offs
@@ -142,6 +144,8 @@ def recompute_p(
     s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
     p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
     if IS_MASKED:
+        if cfg.HIDES_KEYS:  # rows past the end see keys that no row sees, and NaN - inf is NaN
+            visible = visible & (stats.pivot < float("inf"))
         p = tl.where(visible, p, 0.0)
     return p
 
@@ -202,6 +206,8 @@ def add_queries(
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
         )
+        if cfg.HIDES_KEYS and (IS_MASKED or score.bias.ptr is not None):
+            ds = tl.where(p > 0.0, ds, 0.0)
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
 
@@ -349,6 +355,9 @@ def add_keys(
     ds = product_gradient(
         ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
     )
+    if cfg.HIDES_KEYS and (IS_MASKED or score.bias.ptr is not None):
+        ds = tl.where(p > 0.0, ds, 0.0)
+        k_tile = without_hidden(k_tile, p)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
 

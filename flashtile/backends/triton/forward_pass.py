@@ -47,6 +47,7 @@ from .tiles import (
     tile_source,
     unpack_pairs,
     visible_keys,
+    without_hidden,
 )
 
 
@@ -106,6 +107,10 @@ def attend_keys(
         v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
         cfg.BLOCK_DV // cfg.PAIR,
     )  # fmt: skip
+    if cfg.HAS_FLOAT8_KEYS and cfg.PAIR == 1:
+        v_tile = v_tile.to(tl.float16)
+    if cfg.HIDES_KEYS and (IS_MASKED or score.bias.ptr is not None):
+        v_tile = without_hidden(v_tile, p)
     v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
     if cfg.PAIR == 2:
         even_tile, odd_tile = unpack_pairs(v_tile)
@@ -113,8 +118,6 @@ def attend_keys(
         odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale)
         acc = even, odd
     else:
-        if cfg.HAS_FLOAT8_KEYS:
-            v_tile = v_tile.to(tl.float16)
         acc = weighted_sum(acc, rescale, p, v_tile, v_scale)
     return acc, new_max, row_sum
 

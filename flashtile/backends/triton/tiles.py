@@ -246,8 +246,19 @@ def scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg: tl.conste
         if score.data.table_ptr is not None:
             s = add_relative_bias(s, score.data, h, rows, keys, corners, positions, cfg)
         if score.bias.ptr is not None:
-            s += load_bias(score.bias, b, h, rows, keys, M).to(tl.float32)
+            bias = load_bias(score.bias, b, h, rows, keys, M).to(tl.float32)
+            s += bias
+            if cfg.HIDES_KEYS:  # the product may be NaN
+                s = tl.where(bias == -float("inf"), bias, s)
     return s
+
+
+@triton.jit
+def without_hidden(tile, p):
+    """`tile` (BLOCK_N, ...) of keys or values, with zeros where all probabilities `p` (BLOCK_M,
+    BLOCK_N) are 0: a hidden key may hold NaN, and 0 times NaN is NaN.
+    """
+    return tl.where((tl.max(p, 0) > 0.0)[:, None], tile, tl.zeros_like(tile))
 
 
 @triton.jit

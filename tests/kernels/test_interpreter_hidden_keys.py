@@ -1,0 +1,95 @@
+"""Keys that no query sees, holding NaN and infinity, in Triton's interpreter.
+
+Runs in a separate process, because Triton decides at import whether it interprets:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_hidden_keys.py
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends import triton as backend
+from flashtile.call.attn_mask import additive
+from flashtile.masks import BlockMask
+from flashtile.spans import Spans
+from flashtile.testing import alibi_slopes, generator, normal
+
+from .cases import Call, Make, by_distance, dense, dropped, many_operations, scored
+from .compare import everything
+
+FIRST = 20  # all masks here hide the keys before this one
+SIZES = {"B": 2, "M": 37, "N": 100, "Hq": 4, "Hk": 2, "D": 16}
+ONE = SIZES | {"M": 1}
+
+
+def seen(g: torch.Generator, *shape: int) -> torch.Tensor:
+    mask = torch.rand(*shape, 100, generator=g) < 0.7
+    mask[..., :FIRST], mask[..., FIRST:24] = False, True
+    return mask
+
+
+def masked(options: Callable[..., dict[str, Any]], **sizes: int) -> Make:
+    return dense(**(SIZES | sizes))(options)
+
+
+def block_mask(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+    return {"block_mask": BlockMask.from_dense(seen(g, 2, 4, 37), (32, 32))}
+
+
+def spans(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+    starts = torch.randint(FIRST, 60, (2, 4, 37, 2), generator=g, dtype=torch.int32)
+    return {"mask": Spans(starts, starts + 15)}
+
+
+CASES: dict[str, Make] = {
+    "window": masked(lambda g, t: {"window_size": (40, -1), "softcap": 2.0}),
+    "window before the query": masked(lambda g, t: {"window_size": (90, -20)}, M=100),
+    "chunk": masked(lambda g, t: {"attention_chunk": 50, "causal": True}),
+    "block mask": masked(block_mask),
+    "block mask, biases by distance": by_distance(masked(block_mask)),
+    "block mask and bias": masked(
+        lambda g, t: block_mask(g, t) | {"bias": additive(seen(g, 2, 1, 37)), "softcap": 3.0}
+    ),
+    "spans": dropped(masked(spans)),
+    "spans and score function": scored(masked(spans), many_operations),
+    "bias of one query": masked(
+        lambda g, t: {"bias": additive(seen(g, 2, 4, 1)), "alibi_slopes": alibi_slopes(g, 4)}, M=1
+    ),
+}
+
+
+def with_keys(call: Call, number: float) -> Call:
+    operands, options = call
+    k, v = operands.k.clone(), operands.v.clone()
+    hidden = slice(80, None) if options.window_right == -20 else slice(FIRST)
+    if options.attention_chunk:
+        hidden = slice(50)
+    k[:, hidden], v[:, hidden] = number, number
+    return operands._replace(k=k, v=v), options
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_hidden_keys_hold_does_not_matter(name: str, seed: int):
+    dtype = torch.float16
+    operands, options = CASES[name](generator(seed), dtype)
+    g = generator(seed + 1)
+    B, M, Hq, _ = operands.q.shape
+    dout, dlse = normal(g, B, M, Hq, 16, dtype=dtype).detach(), normal(g, B, Hq, M).detach()
+    runs = [
+        everything(backend, *with_keys((operands, options), number), dout, dlse)
+        for number in (1.0, math.nan, math.inf)
+    ]
+    for run in runs[1:]:
+        for result, wanted in runs[0].items():
+            assert torch.equal(run[result], wanted), result
