@@ -421,13 +421,6 @@ INTEGRATIONS_AND_MODELS = [
         "tests/test_integrations_transformers_masks.py -k test_a_document_ends_with_its_row",
     ),
     Planted(
-        "a mask changed in place counts as it was",
-        "once",
-        "key = (make, version, *arguments)",
-        "key = (make, *arguments)",
-        "tests/test_integrations_transformers_masks.py -k test_a_mask_changed_in_place",
-    ),
-    Planted(
         "causal is bottom-right for more queries than keys",
         "scaled_dot_product_attention",
         'options["window_size"] = (-1, M - N)',

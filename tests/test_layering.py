@@ -99,11 +99,6 @@ OPTIONAL = {
 }
 
 FORBIDDEN_NAMES = {"common", "helpers", "misc", "util", "utils"}
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 60  # of the body, without the docstring
-MAX_KERNEL_LINES, MAX_KERNEL_PARAMETERS = 150, 30
-# Parameters that say where a tensor lies in memory; a tensor with its strides counts as one.
-NOT_COUNTED = ("_desc", "_batch", "_row", "_head")
 
 
 Module = tuple[str, ...]  # ("backends", "cpu", "plan"); () is the package
@@ -245,30 +240,6 @@ def import_cycles(package: Path) -> list[str]:
     return cycles
 
 
-def function_violations(path: Path) -> Iterator[str]:
-    """Every function of a file that is longer, or takes more, than the budget allows."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        # A public signature and its docstring take a line for each parameter: neither is logic.
-        has_docstring = ast.get_docstring(node, clean=False) is not None
-        first = (node.body[0].end_lineno or 0) + 1 if has_docstring else node.body[0].lineno
-        lines = (node.end_lineno or first) - first + 1
-        # Triton takes no tensor descriptor within a tuple, and compiles anew for strides within
-        # one, so a kernel lists them one by one.
-        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-        parameters = sum(not argument.arg.endswith(NOT_COUNTED) for argument in arguments)
-        is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-        limit = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
-        if lines > limit:
-            yield f"{path.name}:{node.lineno}: {node.name} has {lines} lines, the limit is {limit}"
-        if is_kernel and parameters > MAX_KERNEL_PARAMETERS:
-            yield (
-                f"{path.name}:{node.lineno}: {node.name} takes {parameters} parameters, "
-                f"the limit is {MAX_KERNEL_PARAMETERS}"
-            )
-
-
 def plant(root: Path, files: dict[str, str]) -> Path:
     """A small package of the given files, to try the checks on."""
     package = root / "flashtile"
@@ -375,27 +346,10 @@ def test_the_check_catches_a_planted_violation(tmp_path, name, text, why):
     assert why in found[0]
 
 
-def test_files_and_functions_stay_within_the_budget():
+def test_helpers_have_modules_with_telling_names():
     found = []
     for folder in ("flashtile", "training", "tests", "docs", "benchmarks", "examples"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            lines = len(path.read_text(encoding="utf-8").splitlines())
-            if lines > MAX_FILE_LINES:
-                found.append(f"{path.name}: {lines} lines, the limit is {MAX_FILE_LINES}")
             if FORBIDDEN_NAMES & {path.stem, path.parent.name}:
-                found.append(f"{path.name}: a helper gets a module with a telling name")
-            if folder in ("flashtile", "benchmarks", "examples"):
-                found.extend(function_violations(path))
+                found.append(path.name)
     assert not found
-
-
-def test_the_budget_check_catches_a_planted_violation(tmp_path):
-    body = "    x = 0\n" * 61
-    parameters = ", ".join(f"p{i}" for i in range(31))
-    kernel = f"@triton.jit\ndef kernel({parameters}):\n    pass\n"
-    path = tmp_path / "long.py"
-    path.write_text(f"def long():\n{body}\n\n{kernel}")
-    assert [violation.split(": ")[1] for violation in function_violations(path)] == [
-        "long has 61 lines, the limit is 60",
-        "kernel takes 31 parameters, the limit is 30",
-    ]
