@@ -30,7 +30,7 @@ from triton.runtime.jit import JITCallable, create_function_from_signature
 from flashtile.gpu.kernel_keys import precompute_key
 from flashtile.gpu.launch import Launch
 
-CHECKED = 40
+CHECKED = 40  # in the whole file, about a dozen
 FILE = Path(__file__).with_suffix(".txt")
 # Where each process writes its lines of a new file, in which case it reads no old ones.
 PARTS = os.environ.get("FLASHTILE_COMPILED")
@@ -62,6 +62,13 @@ DEVICES = {
 }
 
 
+# An instruction of a disassembled kernel, and those among them that tests ask for.
+NAME = r"\*/ +(?:@\S+ )?([A-Z]\S+)"
+COUNTED = re.compile(
+    r"(BAR\.\w+|CS2R|FSEL|HGMMA|IMAD\.WIDE\.U32|LDL|MUFU\.\w+|STL|VOTE|WARPGROUP\.DEPBAR)"
+)
+
+
 class Block(NamedTuple):
     """The instructions of an innermost loop with a product."""
 
@@ -72,11 +79,6 @@ class Block(NamedTuple):
     def count(self, start: str) -> int:
         """How many instructions have a name that starts so."""
         return sum(n for name, n in self.counts.items() if name.startswith(start))
-
-
-COUNTED = re.compile(
-    r"(BAR\.\w+|CS2R|FSEL|HGMMA|IMAD\.WIDE\.U32|LDL|MUFU\.\w+|STL|VOTE|WARPGROUP\.DEPBAR)"
-)
 
 
 class Report(NamedTuple):
@@ -251,9 +253,6 @@ def _blocks(lines: list[str]) -> list[Block]:
     spans = [s for s in spans if _within(products, s) and not _within(ends, s)]
     inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
     return [_block(re.findall(NAME, "\n".join(lines[a:b]))) for a, b in inner]
-
-
-NAME = r"\*/ +(?:@\S+ )?([A-Z]\S+)"
 
 
 def _block(names: list[str]) -> Block:

@@ -161,9 +161,9 @@ def fake_driver(folder: Path, records: bool = True) -> Iterator[Driver]:
         made = Made(function, (c.x, c.y, c.z), c.stream or 0, c.attribute_count, values)
         active.thread.made.append(made)
 
-    if records:
-        address = ctypes.cast(on_launch, ctypes.c_void_p).value
-        ctypes.c_void_p.in_dll(cuda, "on_launch").value = address
+    # The library outlives this driver, and so would the function of an earlier one.
+    address = ctypes.cast(on_launch, ctypes.c_void_p).value if records else None
+    ctypes.c_void_p.in_dll(cuda, "on_launch").value = address
     with compiling_half_way(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(knobs.nvidia, "libcuda_path", str(folder))
         patch.setenv("TRITON_CACHE_DIR", str(folder))
