@@ -89,9 +89,12 @@ test-triton-full:  ## all of them with each release of Triton (hours)
 test-emulated:  ## all emulated tests of the Hopper kernels (17 minutes on two cores)
 	$(ALL) emulate-triton-$(OLDEST)
 
-# A kernel that is in the record, with the same source and the same Triton, is not compiled again.
-compiled:  ## compile the kernels of the tests and write tests/kernels/compiled.jsonl
-	FLASHTILE_RECORD=1 $(MAKE) count-triton-$(OLDEST) compile-triton-$(NEWEST)
+# A kernel with a line in the file, for the same source and release of Triton, is not compiled again.
+PARTS := $(abspath $(VENV)/compiled)
+compiled: $(VENV)/.dev  ## compile all kernels of the tests and write tests/compiled_kernels.txt
+	rm -rf $(PARTS) && mkdir $(PARTS)
+	FLASHTILE_COMPILED=$(PARTS) $(MAKE) count-triton-$(OLDEST) compile-triton-$(NEWEST)
+	LC_ALL=C sort -u $(PARTS)/* > tests/compiled_kernels.txt
 
 planted: $(VENV)/triton-$(OLDEST)/.installed  ## plant errors, one at a time: do the tests catch them? (ARGS are names)
 	$(call WITH_TRITON,$(OLDEST)) $(PY) tests/planted_errors.py $(ARGS)
