@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -93,11 +93,12 @@ def _lengths(x: list[int]) -> Tensor:
     return torch.tensor(x, dtype=torch.int32)
 
 
-def draw_call(seed: int, longest: int = 70, dtype: torch.dtype | None = None) -> RandomCall:
-    """The call of a seed, whose sequences have at most `longest` queries and keys."""
+def draw_call(seed: int, longest: int = 70, dtypes: Sequence[torch.dtype] = DTYPES) -> RandomCall:
+    """The call of a seed, in one of `dtypes`, whose sequences have at most `longest` queries and
+    keys."""
     d = Draw(seed, longest)
     layout = d.random.choice(("dense", "dense", "packed", "packed", "cached"))
-    dtype = dtype or d.random.choice(DTYPES)
+    dtype = d.random.choice(dtypes)
     Hq, Hk = d.random.choice(HEADS)
     D = d.random.choice(HEAD_DIMS)
     Dv = d.random.choice(HEAD_DIMS) if d.chance(0.2) else D

@@ -11,15 +11,16 @@ import os
 
 import pytest
 import torch
-from random_calls import RandomCall, draw_call, floors, meaning
+from conformance.devices import carry_calls
+from random_calls import DTYPES, RandomCall, draw_call, floors, meaning
 from torch import Tensor
 
 import flashtile
 from flashtile.backends.cpu import plan
 from flashtile.testing import assert_close, plain_dtype
 
-PARTS = 30
-DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "600"))
+PARTS = 60
+DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "1200"))
 ROUNDINGS = 2  # of each term that are always allowed
 LEARNED = ("bias", "sink", "alibi_slopes", "relative_bias")
 FUNCTIONS = {
@@ -90,12 +91,18 @@ def check(call: RandomCall) -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("auto", marks=pytest.mark.gpu)])
-def test_random_calls(part: int, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch):
-    longest = 70 if backend == "cpu" else 300
-    for i in range(part, DRAWS, PARTS):
-        call = draw_call(seed + i, longest)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_random_calls(part: int, device: str, monkeypatch: pytest.MonkeyPatch):
+    base = int(os.environ["FLASHTILE_SEED"]) * 100_000
+    longest, dtypes = 70, DTYPES
+    if device == "cuda":  # as whichever backend takes it
+        longest, dtypes = 300, [dtype for dtype in DTYPES if dtype != torch.float64]
+        carry_calls(monkeypatch, torch.device(device), refusals="fail")
+    wrong = []
+    for number in range(part, DRAWS, PARTS):
+        call = draw_call(base + number, longest, dtypes)
         try:
             check(call)
         except Exception as error:
-            raise AssertionError(str(call)) from error
+            wrong.append(f"{call}\n    {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
