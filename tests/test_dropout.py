@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._functorch import config
 
+import flashtile
 from flashtile.dropout import (
     draw_rng_state,
     keep_mask,
@@ -17,7 +19,7 @@ from flashtile.dropout import (
     philox4x32,
     philox_key,
 )
-from flashtile.testing import generator
+from flashtile.testing import generator, normal
 
 # Random123 (Salmon et al. 2011), tests/kat_vectors, the lines "philox4x32 7":
 # four counter words, two key words, four result words. The last counter is the digits of pi.
@@ -125,3 +127,34 @@ def test_state_comes_from_the_generator_and_fills_both_words():
     assert states.max() >= 2**61  # words have 62 random bits
     for half in (states & 0xFFFFFFFF, states >> 32):
         assert half.unique().numel() == half.numel()
+
+
+def compiled_with_budget(budget: float) -> tuple[float, float]:
+    """<dout, out> and <dv, v>, which are equal if both passes drop the same, because attention is
+    linear in v.
+    """
+    torch._dynamo.reset()
+    g = generator(0)
+    w = normal(g, 16, 16)
+    q, k, v = (normal(g, 2, 32, 2, 16, dtype=torch.float64).requires_grad_() for _ in range(3))
+    w = w.double().requires_grad_()
+
+    def attend(q, k, v):
+        return flashtile.attention((q @ w).relu(), (k @ w).relu(), v, dropout_p=0.3)
+
+    with config.patch(activation_memory_budget=budget):
+        out = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v)
+        dout = normal(g, *out.shape, dtype=torch.float64)
+        (dv,) = torch.autograd.grad(out, v, dout)
+    return float((dout * out).sum()), float((dv * v).sum())
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.01])
+def test_a_graph_that_computes_again_drops_the_same(budget):
+    of_out, of_values = compiled_with_budget(budget)
+    assert of_out == pytest.approx(of_values, abs=1e-9)
+
+
+def test_a_graph_that_saves_nothing_is_refused():
+    with pytest.raises(Exception, match="dropout_p: got a graph with activation_memory_budget"):
+        compiled_with_budget(0.0)
