@@ -183,7 +183,7 @@ class AttentionProblem(NamedTuple):
         return self.options.facts
 
     @property
-    def hides_keys(self) -> bool:
+    def has_hidden_keys(self) -> bool:
         """Whether a mask may hide a key from every query of its sequence: then what it holds must
         not matter. A bool mask of one query arrives as a bias of -inf.
         """

@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch._functorch import config
 
 import flashtile
 from flashtile import attention, attention_varlen
@@ -181,3 +182,34 @@ def test_what_is_no_generator_of_the_device_is_refused():
     q = q.to("meta")
     with pytest.raises(ValueError, match=r"^generator: got one of cpu, want one of meta"):
         attention(q, q, q, dropout_p=0.5, generator=torch.Generator())
+
+
+def compiled_with_budget(budget: float) -> tuple[float, float]:
+    """<dout, out> and <dv, v>, which are equal if both passes drop the same, because attention is
+    linear in v.
+    """
+    torch._dynamo.reset()
+    g = generator(0)
+    w = normal(g, 16, 16)
+    q, k, v = (normal(g, 2, 32, 2, 16, dtype=torch.float64).requires_grad_() for _ in range(3))
+    w = w.double().requires_grad_()
+
+    def attend(q, k, v):
+        return flashtile.attention((q @ w).relu(), (k @ w).relu(), v, dropout_p=0.3)
+
+    with config.patch(activation_memory_budget=budget):
+        out = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v)
+        dout = normal(g, *out.shape, dtype=torch.float64)
+        (dv,) = torch.autograd.grad(out, v, dout)
+    return float((dout * out).sum()), float((dv * v).sum())
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.01])
+def test_a_graph_that_computes_again_drops_the_same(budget):
+    of_out, of_values = compiled_with_budget(budget)
+    assert of_out == pytest.approx(of_values, abs=1e-9)
+
+
+def test_a_graph_that_saves_nothing_is_refused():
+    with pytest.raises(Exception, match="dropout_p: got a graph with activation_memory_budget"):
+        compiled_with_budget(0.0)

@@ -151,6 +151,9 @@ def test_what_is_lacking_is_named():
         with pytest.raises(ModuleNotFoundError, match=r"flashtile has no flash_attn.models.vit"):
             importlib.import_module("flash_attn.models.vit")
         assert importlib.util.find_spec("flash_attn.models.vit") is None
+        # Its layers return a pair, ours one tensor, which would unpack into two halves of a batch.
+        with pytest.raises(ModuleNotFoundError, match=r"flashtile has no flash_attn.modules.block"):
+            importlib.import_module("flash_attn.modules.block")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 The parameters are those of ``flash_attn.modules.block``, but `forward` returns one tensor, the
 residual stream. flash-attn returns the last branch and the stream separately, so that its kernels
-can fuse the addition with the next norm.
+can fuse the addition with the next norm; therefore `install` does not provide that module.
 """
 
 from __future__ import annotations

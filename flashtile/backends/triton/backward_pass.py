@@ -144,7 +144,7 @@ def recompute_p(
     s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
     p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
     if IS_MASKED:
-        if cfg.HIDES_KEYS:  # rows past the end see keys that no row sees, and NaN - inf is NaN
+        if cfg.HAS_HIDDEN_KEYS:  # rows past the end see keys that no row sees, and NaN - inf is NaN
             visible = visible & (stats.pivot < float("inf"))
         p = tl.where(visible, p, 0.0)
     return p
@@ -206,7 +206,7 @@ def add_queries(
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
         )
-        if cfg.HIDES_KEYS and (IS_MASKED or score.bias.ptr is not None):
+        if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):
             ds = tl.where(p > 0.0, ds, 0.0)
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
@@ -355,7 +355,7 @@ def add_keys(
     ds = product_gradient(
         ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
     )
-    if cfg.HIDES_KEYS and (IS_MASKED or score.bias.ptr is not None):
+    if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):
         ds = tl.where(p > 0.0, ds, 0.0)
         k_tile = without_hidden(k_tile, p)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")

@@ -98,7 +98,7 @@ def score_gradient_tile(
         positions = RowPositions(N - M, lengths.at, b)
         keep = kept(drop_key, last_kept, b, h, rows, n0, positions, cfg)
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
-    if cfg.HIDES_KEYS:
+    if cfg.HAS_HIDDEN_KEYS:
         ds = tl.where(p > 0.0, ds, 0.0)
     return ds, qk, visible
 

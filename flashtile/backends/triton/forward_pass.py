@@ -109,7 +109,7 @@ def attend_keys(
     )  # fmt: skip
     if cfg.HAS_FLOAT8_KEYS and cfg.PAIR == 1:
         v_tile = v_tile.to(tl.float16)
-    if cfg.HIDES_KEYS and (IS_MASKED or score.bias.ptr is not None):
+    if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):
         v_tile = without_hidden(v_tile, p)
     v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
     if cfg.PAIR == 2:

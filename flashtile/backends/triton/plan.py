@@ -183,7 +183,7 @@ class KernelConfig:
     IS_PACKED_GROUP: bool  # a tile holds rows of all heads of a group
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LARGE_SCORES: bool  # scores from the caller's tensors or functions: `exponentials.py`
-    HIDES_KEYS: bool  # a key that no query sees may hold anything
+    HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_CHUNK: bool
@@ -417,7 +417,7 @@ def _kernel_plan(
         IS_PACKED_GROUP=packed,
         IS_LINEAR=plain and options.softmax_scale > 0,
         HAS_LARGE_SCORES=has_large_scores(problem),
-        HIDES_KEYS=problem.hides_keys,
+        HAS_HIDDEN_KEYS=problem.has_hidden_keys,
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,

@@ -248,7 +248,7 @@ def scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg: tl.conste
         if score.bias.ptr is not None:
             bias = load_bias(score.bias, b, h, rows, keys, M).to(tl.float32)
             s += bias
-            if cfg.HIDES_KEYS:  # the product may be NaN
+            if cfg.HAS_HIDDEN_KEYS:  # the product may be NaN
                 s = tl.where(bias == -float("inf"), bias, s)
     return s
 

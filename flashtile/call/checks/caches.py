@@ -193,10 +193,10 @@ def _distinct_slots(before: list[int], added: list[int], operands: Operands) -> 
     table, rows = operands.page_table, operands.cache_batch_idx
     if table is None and rows is None:
         return
-    counts = torch.tensor(added)
+    counts = torch.tensor(added, dtype=torch.int64)
     sequence = torch.arange(len(before)).repeat_interleave(counts)
     index = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
-    position = torch.tensor(before)[sequence] + index
+    position = torch.tensor(before, dtype=torch.int64)[sequence] + index
     row = sequence
     if rows is not None:
         row = rows.cpu()[sequence]
