@@ -98,9 +98,8 @@ def score_gradient_tile(
         positions = RowPositions(N - M, lengths.at, b)
         keep = kept(drop_key, last_kept, b, h, rows, n0, positions, cfg)
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
-    if cfg.HAS_HIDDEN_KEYS:
-        ds = tl.where(p > 0.0, ds, 0.0)
-    return ds, qk, visible
+    # Keys of a sequence without queries may be NaN, whatever hides other keys.
+    return tl.where(p > 0.0, ds, 0.0), qk, visible
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))

@@ -268,6 +268,7 @@ def forward_kernel(
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     start, stop = visible_keys(rows, N, positions, mask, cfg)
+    stop = tl.where(rows < M, stop, start)  # padding sees nothing, so that no key counts as seen
     intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
 
     if cfg.MASK_TILE_M > 0:
@@ -333,7 +334,7 @@ def forward_kernel(
     store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
     if PAIR == 2:
         acc = tl.interleave(acc[0], acc[1])
-    acc = acc * tl.where(seen, score.data.drop_scale * v_scale / safe_sum, 0.0)
+    acc = tl.where(seen, acc * (score.data.drop_scale * v_scale / safe_sum), 0.0)
     out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
     if cfg.IS_SPLIT:
         out_base += tl.program_id(1) * stats_count(lengths, heads) * cfg.DV
