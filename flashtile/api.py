@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import autograd, dropout
+from . import autograd
 from .call import checks, shared_prefix
 from .call.append import append_and_attend
 from .call.dispatch import BackendName
@@ -20,6 +20,7 @@ from .call.packing import as_batch, as_packed, packed_mask, tokens
 from .call.prepare import QKV, Given, check_indices, prepare
 from .call.score_function import outside_of_graphs
 from .gpu import workspace
+from .rng_state import draw_rng_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -429,7 +430,7 @@ def _run(
     problem, operands = call.problem, call.operands
     if problem.options.dropout_p > 0:
         check_indices(problem, operands)
-        operands = operands._replace(rng_state=dropout.draw_rng_state(operands.q.device, generator))
+        operands = operands._replace(rng_state=draw_rng_state(operands.q.device, generator))
     wants_lse = return_lse or return_attn_probs or padded is not None
     result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
     probs = None

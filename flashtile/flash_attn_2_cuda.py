@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import autograd, dropout
+from . import autograd
 from .api import attention_with_kvcache
 from .call import dispatch
 from .call.layouts import Dense, Packed
 from .call.prepare import QKV, Given, prepare
 from .problem import Operands, lse_shape
+from .rng_state import draw_rng_state
 
 BLOCK = 128  # the extension pads lengths to a multiple of this
 
@@ -294,7 +295,7 @@ def _forward(
         device = operands.q.device
         rng_state = torch.zeros(2, dtype=torch.int64, device=device)
         if problem.options.dropout_p > 0:
-            rng_state = dropout.draw_rng_state(device, generator)
+            rng_state = draw_rng_state(device, generator)
             operands = operands._replace(rng_state=rng_state)
         result, lse = autograd.attend(problem, operands)
         if out is not None:

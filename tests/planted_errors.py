@@ -29,7 +29,114 @@ from planting import ROOT, Planted, planted_source
 SECONDS = 900  # of one error's tests; a planted error may also make them wait forever
 
 
-TRITON: list[Planted] = []
+CASES = "tests/kernels/test_interpreter.py::test_forward_and_backward -k"
+
+TRITON: list[Planted] = [
+    Planted(
+        "triton: right side of a window",
+        "visible_keys",
+        "p + mask.right + 1, positions",
+        "p + mask.right, positions",
+        f"{CASES} 'full and tiles'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: left side of a window",
+        "visible_keys",
+        "p - mask.left, positions",
+        "p - mask.left + 1, positions",
+        f"{CASES} 'left and window'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: first key of a chunk",
+        "visible_keys",
+        "start = tl.maximum(start, keys_before(chunk, positions, N, cfg))",
+        "start = start",
+        f"{CASES} chunk",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: output not rescaled",
+        "weighted_sum",
+        "acc * rescale[:, None]",
+        "acc",
+        f"{CASES} 'full and tiles'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: sink missing in the sum",
+        "first_sums",
+        "tl.full([BLOCK_M], 1.0, tl.float32)",
+        "tl.full([BLOCK_M], 0.0, tl.float32)",
+        f"{CASES} sink-float",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: last part of split keys",
+        "split_range",
+        "tl.cdiv(steps, tl.num_programs(1))",
+        "steps // tl.num_programs(1)",
+        "tests/kernels/test_interpreter_decoding.py::test_decoding -k queries",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: bias gradient of one head",
+        "bias_gradient_kernel",
+        "h = own_h + h_term % h_terms",
+        "h = own_h",
+        f"{CASES} 'keys and bias and not heads and not distance'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: bias gradient without delta",
+        "score_gradient_tile",
+        " - stats.delta)",
+        ")",
+        f"{CASES} 'bias and rows'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: padding sees keys",
+        "forward_kernel",
+        "tl.where(rows < M, stop, start)",
+        "stop",
+        "tests/kernels/test_interpreter_hidden_keys.py",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: dV without dropout",
+        "add_queries",
+        "p_kept = drop(p, keep, score.data.drop_scale, cfg)",
+        "p_kept = drop(p, visible, score.data.drop_scale, cfg)",
+        f"{CASES} 'packed and dropout and not score'",
+        interpreted=True,
+    ),
+    Planted(
+        "append: page of a slot",
+        "slot_of_token",
+        "position // cfg.PAGE_SIZE",
+        "(position + 1) // cfg.PAGE_SIZE",
+        "tests/kernels/test_interpreter.py::test_append",
+        interpreted=True,
+    ),
+    Planted(
+        "merge: weights of parts",
+        "merge_kernel",
+        "tl.math.exp2((lse_part - finite) * LOG2E)",
+        "tl.math.exp2(lse_part - finite)",
+        "tests/kernels/test_interpreter_decoding.py::test_combine",
+        interpreted=True,
+    ),
+    Planted(
+        "gather: columns of the table",
+        "gather_kernel",
+        "page = tl.load(page_table_ptr + number.to(tl.int64))",
+        "page = tl.load(page_table_ptr + (number % columns).to(tl.int64))",
+        "tests/kernels/test_interpreter_decoding.py::test_gather_pages",
+        interpreted=True,
+    ),
+]
 
 HOPPER: list[Planted] = [
     Planted(

@@ -15,13 +15,13 @@ from torch._functorch import config
 import flashtile
 from flashtile import attention, attention_varlen
 from flashtile.dropout import (
-    draw_rng_state,
     keep_mask,
     keep_threshold,
     last_kept_word,
     philox4x32,
     philox_key,
 )
+from flashtile.rng_state import draw_rng_state
 from flashtile.testing import generator, normal
 
 # Random123 (Salmon et al. 2011), tests/kat_vectors, the lines "philox4x32 7":

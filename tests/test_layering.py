@@ -61,7 +61,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("score_mod",),
-    ("masks", "spans", "dropout", "flops", "lazy", "lru", "native_kernels"),
+    ("masks", "spans", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
     ("current_layout", "eager", "positions", "block_tiles"),
     ("autocast",),
 )

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.score_function import outside_of_graphs
-from ..dropout import draw_rng_state
 from ..lru import Memo
 from ..problem import Operands, Options, lse_dtype
+from ..rng_state import draw_rng_state
 from . import balance, traced
 from .agreement import KINDS, Compared
 from .arguments import (

@@ -268,7 +268,8 @@ def forward_kernel(
     pages = page_list(lengths, b)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
     start, stop = visible_keys(rows, N, positions, mask, cfg)
-    stop = tl.where(rows < M, stop, start)  # padding sees nothing, so that no key counts as seen
+    if cfg.HAS_HIDDEN_KEYS:  # padding sees nothing, so that no key counts as seen
+        stop = tl.where(rows < M, stop, start)
     intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
 
     if cfg.MASK_TILE_M > 0:
