@@ -19,7 +19,11 @@ from test_integrations_transformers_masks import (  # noqa: E402  # needs transf
 from tiny_models import assert_same, build, run, tokens  # noqa: E402  # needs transformers
 from transformers import masking_utils  # noqa: E402  # needs transformers
 
-from flashtile.integrations import transformers_masks, transformers_packing  # noqa: E402
+from flashtile.integrations import (  # noqa: E402  # needs transformers
+    transformers_attend,
+    transformers_masks,
+    transformers_packing,
+)
 
 NAME = integration.register()
 LENGTHS = (5, 1, 10, 8)
@@ -150,9 +154,9 @@ def test_a_mask_that_generate_made_is_read_anew_in_every_step():
 def test_layers_of_one_step_share_what_they_learn(monkeypatch):
     calls = []
     for name in ("documents_of_positions", "packing"):
-        original = getattr(integration, name)
+        original = getattr(transformers_attend, name)
         counting = lambda *x, make=original: calls.append(make) or make(*x)  # noqa: E731
-        monkeypatch.setattr(integration, name, counting)
+        monkeypatch.setattr(transformers_attend, name, counting)
     model = build("llama")
     with torch.no_grad():
         for _ in range(2):
@@ -180,7 +184,8 @@ def test_more_queries_than_keys_are_aligned_to_the_bottom_right(bias, window, mo
 def test_lengths_without_the_longest(family):
     model, ids = build(family), tokens(1)
     lengths = {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS}
-    got = run(model, NAME, input_ids=ids, position_ids=RESTARTS, **lengths)
+    # Rotary positions are relative, so that they need not start over.
+    got = run(model, NAME, input_ids=ids, **lengths)
     assert_same(got, alone(model, ids))
 
 

@@ -11,7 +11,11 @@ integration = pytest.importorskip("flashtile.integrations.transformers")
 from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  # needs transformers
 from transformers import masking_utils  # noqa: E402  # needs transformers
 
-from flashtile.integrations import transformers_masks, transformers_packing  # noqa: E402
+from flashtile.integrations import (  # noqa: E402  # needs transformers
+    transformers_attend,
+    transformers_masks,
+    transformers_packing,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -354,9 +358,9 @@ def test_short_sequences_on_a_cpu_take_a_bias(pattern, queries, side, monkeypatc
     function = PATTERNS[pattern]
     sizes = {"batch_size": 2, "q_length": queries, "kv_length": 9, "q_offset": 9 - queries}
     seen = []
-    attention = integration.attention
+    attention = transformers_attend.attention
     monkeypatch.setattr(
-        integration,
+        transformers_attend,
         "attention",
         lambda *x, **options: seen.append(options) or attention(*x, **options),
     )
