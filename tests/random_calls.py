@@ -93,9 +93,11 @@ def _lengths(x: list[int]) -> Tensor:
     return torch.tensor(x, dtype=torch.int32)
 
 
-def draw_call(seed: int, longest: int = 70, dtypes: Sequence[torch.dtype] = DTYPES) -> RandomCall:
+def draw_call(
+    seed: int, longest: int = 70, dtypes: Sequence[torch.dtype] = DTYPES, hidden: float = math.nan
+) -> RandomCall:
     """The call of a seed, in one of `dtypes`, whose sequences have at most `longest` queries and
-    keys."""
+    keys; tokens that no query sees are `hidden`."""
     d = Draw(seed, longest)
     layout = d.random.choice(("dense", "dense", "packed", "packed", "cached"))
     dtype = d.random.choice(dtypes)
@@ -107,7 +109,7 @@ def draw_call(seed: int, longest: int = 70, dtypes: Sequence[torch.dtype] = DTYP
     place = {"dense": _dense, "packed": _packed, "cached": _cached}[layout]
     sizes = place(d, call, B, (Hq, Hk, D, Dv))
     _draw_options(d, call, sizes, (Hq, Hk, D))
-    _hide(d, call, sizes, Hq)
+    _hide(call, sizes, Hq, hidden)
     return call
 
 
@@ -259,8 +261,8 @@ def _draw_options(
         options["block_mask"] = BlockMask.from_dense(call.blocks[None, None], tile)
 
 
-def _hide(d: Draw, call: RandomCall, sizes: list[tuple[int, int]], Hq: int) -> None:
-    """Work out what every query sees, and put NaN where no query looks."""
+def _hide(call: RandomCall, sizes: list[tuple[int, int]], Hq: int, hidden: float) -> None:
+    """Work out what every query sees, and put `hidden` where no query looks."""
     call.seen = [_visible(call, b, m, n).expand(Hq, m, n) for b, (m, n) in enumerate(sizes)]
     names = ("k_cache", "v_cache") if call.layout == "cached" else ("k", "v")
     looked_at = torch.zeros(
@@ -271,9 +273,9 @@ def _hide(d: Draw, call: RandomCall, sizes: list[tuple[int, int]], Hq: int) -> N
         asked[rows.queries] = True
         looked_at[rows.keys] = seen.any(0).any(0)
     for name in names:
-        call.leaves[name][~looked_at] = math.nan
+        call.leaves[name][~looked_at] = hidden
     if call.layout != "cached":
-        call.leaves["q"][~asked] = math.nan
+        call.leaves["q"][~asked] = hidden
 
 
 def _visible(call: RandomCall, b: int, M: int, N: int) -> Tensor:

@@ -7,7 +7,10 @@ is compiling: run ``pytest -m gpu -n 15``, which deals the parts to processes.
 
 from __future__ import annotations
 
+import math
 import os
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -90,19 +93,34 @@ def check(call: RandomCall) -> None:
         assert_close(name, x, truth[name], plain, floor=least, dtype=call.dtype, seed=call.seed)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_random_calls(part: int, device: str, monkeypatch: pytest.MonkeyPatch):
+def wrong_calls(part: int, **how: Any) -> list[str]:
+    """What is wrong with the calls of a part."""
     base = int(os.environ["FLASHTILE_SEED"]) * 100_000
-    longest, dtypes = 70, DTYPES
-    if device == "cuda":  # as whichever backend takes it
-        longest, dtypes = 300, [dtype for dtype in DTYPES if dtype != torch.float64]
-        carry_calls(monkeypatch, torch.device(device), refusals="fail")
-    wrong = []
+    found = []
     for number in range(part, DRAWS, PARTS):
-        call = draw_call(base + number, longest, dtypes)
+        call = draw_call(base + number, **how)
         try:
             check(call)
         except Exception as error:
-            wrong.append(f"{call}\n    {type(error).__name__}: {error}")
+            found.append(f"{call}\n    {type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_calls(part: int):
+    wrong = wrong_calls(part)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("backend", ["triton", None])
+def test_random_calls_on_a_gpu(part: int, backend: str | None, monkeypatch: pytest.MonkeyPatch):
+    """By Triton, and by the backend that is chosen. Hopper's spreads NaN of keys that a mask hides
+    (numerics.md), so there these keys are only large."""
+    carry_calls(monkeypatch, torch.device("cuda"), refusals="fail")
+    hidden = math.nan if backend == "triton" else 100.0
+    dtypes = [dtype for dtype in DTYPES if dtype != torch.float64]
+    with flashtile.backend(backend) if backend else nullcontext():
+        wrong = wrong_calls(part, longest=300, dtypes=dtypes, hidden=hidden)
     assert not wrong, "\n".join(wrong)
