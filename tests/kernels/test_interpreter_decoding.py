@@ -165,8 +165,12 @@ OFFSETS = {
 
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
 @pytest.mark.parametrize(("offsets", "dtype"), one_kind_each(OFFSETS, DTYPES), ids=str)
-def test_rotary(offsets: str, interleaved: bool, dtype: torch.dtype, by_kernel: Any, seed: int):
+def test_rotary(
+    offsets: str, interleaved: bool, dtype: torch.dtype, by_kernel: Any, seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
     """Forward, backward and in place, with features that are passed through."""
+    monkeypatch.setenv("FLASHTILE_CHECK", "0")  # offsets beyond the table, as on a GPU
     x, cos, sin = rotary_inputs(seed, dtype)
     if "packed" in offsets:
         x = x.flatten(0, 1)
