@@ -16,7 +16,7 @@ integration = pytest.importorskip("flashtile.integrations.transformers")
 
 from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  # needs transformers
 
-from flashtile.integrations import transformers_packing  # noqa: E402  # needs transformers
+from flashtile.integrations import transformers_attend, transformers_packing  # noqa: E402  # needs transformers
 
 pytestmark = pytest.mark.slow
 
@@ -467,6 +467,6 @@ def test_models_go_through_flashtile(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("here")
 
-    monkeypatch.setattr(integration, "attention", refuse)
+    monkeypatch.setattr(transformers_attend, "attention", refuse)
     with pytest.raises(RuntimeError, match="here"):
         run(build("llama"), NAME, input_ids=tokens())

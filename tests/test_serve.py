@@ -33,7 +33,7 @@ def requests(lengths: list[tuple[int, int]]) -> list[Any]:
 LENGTHS = [(40, 9), (3, 20), (17, 1), (16, 15), (1, 4), (33, 12)]
 
 
-@pytest.mark.parametrize("pages", [None, 6], ids=["pages for all", "pages run out"])
+@pytest.mark.parametrize("pages", [None, 5], ids=["pages for all", "pages run out"])
 @pytest.mark.parametrize("early", [False, True], ids=["to the end", "ends early"])
 def test_the_text_is_that_of_transformers(model: Any, pages: int | None, early: bool):
     ours, theirs = requests(LENGTHS), requests(LENGTHS)

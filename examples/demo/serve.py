@@ -31,7 +31,6 @@ from flashtile import attention_with_kvcache
 from .inputs import MissingInputError, find_model, find_play, load
 
 PAGE_SIZE = 16
-WASTE = 0  # the page that slots without a request write to
 CHUNK = 512  # tokens of a prompt that one call takes in
 
 
@@ -56,9 +55,9 @@ class Request:
 class Pages:
     """Which pages of the cache are free."""
 
-    def __init__(self, count: int):
-        self.count = count - 1
-        self.free = deque(range(WASTE + 1, count))
+    def __init__(self, first: int, count: int):
+        self.count = count
+        self.free = deque(range(first, first + count))
 
     def take(self, tokens: int) -> list[int] | None:
         """Pages for `tokens` tokens, or None while there are not enough."""
@@ -120,16 +119,23 @@ class Server:
     Args:
         model: `LlamaForCausalLM`.
         longest: tokens that one request may have, prompt and answer together.
-        pages: pages of the cache; by default enough for every slot at its longest.
+        pages: pages for requests; by default enough for every slot at its longest.
     """
 
     def __init__(self, model: Any, slots: int, longest: int, pages: int | None = None):
         self.model, config, device = model, model.config, model.device
         self.layers = [Layer(layer) for layer in model.model.layers]
         columns = -(-longest // PAGE_SIZE)
-        count = pages or 1 + slots * columns
+        pages = pages or slots * columns
         head_dim = model.model.layers[0].self_attn.head_dim
-        shape = (config.num_hidden_layers, count, PAGE_SIZE, config.num_key_value_heads, head_dim)
+        # A slot without a request writes to a page of its own, the one with the slot's number.
+        shape = (
+            config.num_hidden_layers,
+            slots + pages,
+            PAGE_SIZE,
+            config.num_key_value_heads,
+            head_dim,
+        )
         # Zeros: unwritten parts of a page are masked, but must not be NaN.
         self.k_cache = torch.zeros(shape, dtype=model.dtype, device=device)
         self.v_cache = torch.zeros_like(self.k_cache)
@@ -141,8 +147,9 @@ class Server:
         self.tokens = torch.zeros(slots, 1, dtype=torch.long, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self.is_live = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.page_table = torch.full((slots, columns), WASTE, dtype=torch.int32, device=device)
-        self.free_pages = Pages(count)
+        own = torch.arange(slots, dtype=torch.int32, device=device)
+        self.page_table = own[:, None].repeat(1, columns)
+        self.free_pages = Pages(slots, pages)
         self.slots: list[tuple[Request, list[int]] | None] = [None] * slots
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -193,7 +200,7 @@ class Server:
         if pages is None:
             return False
         row = self.page_table[slot : slot + 1]
-        row.fill_(WASTE)
+        row.fill_(slot)
         row[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         prompt = torch.tensor([request.prompt], device=self.tokens.device)
         length = torch.zeros(1, dtype=torch.int32, device=prompt.device)
@@ -210,7 +217,7 @@ class Server:
         busy = self.slots[slot]
         assert busy is not None, f"slot {slot} has no request"
         self.free_pages.give_back(busy[1])
-        self.page_table[slot] = WASTE
+        self.page_table[slot] = slot
         self.lengths[slot] = self.is_live[slot] = 0
         self.slots[slot] = None
 
