@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("triton", reason="the package triton is not installed")
+
 from flashtile.backends.hopper.forward.plan import swizzle_of
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
