@@ -24,7 +24,8 @@ from flashtile.testing import assert_close, plain_dtype
 
 PARTS = 60
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "1200"))
-ROUNDINGS = 16  # of the terms that are always allowed: a sum of hundreds of them rounds at every step
+# Of the terms, which are always allowed: a sum of hundreds of them rounds at every step.
+ROUNDINGS = 16
 LEARNED = ("bias", "sink", "alibi_slopes", "relative_bias")
 FUNCTIONS = {
     "dense": "attention",
