@@ -40,7 +40,7 @@ def dense(**sizes: int) -> Callable[..., Make]:
 
 SMALL = {"B": 2, "M": 37, "N": 45, "Hq": 4, "Hk": 2, "D": 16}
 LARGER = SMALL | {"M": 90, "N": 100, "Hq": 2, "Hk": 1}
-WIDE = SMALL | {"M": 130, "N": 208, "Hq": 2, "Hk": 1, "D": 64}
+WIDE = SMALL | {"M": 70, "N": 80, "Hq": 2, "Hk": 1, "D": 64}
 FEW = {"B": 2, "M": 3, "N": 70, "Hq": 4, "Hk": 1, "D": 16}
 
 
@@ -155,7 +155,7 @@ TREE = {"B": 2, "M": 6, "N": 70, "Hq": 4, "Hk": 1, "D": 16}
 PREFIXES, ANSWERS = lengths(50, 7), torch.tensor([[40, 0, 45], [90, 43, 0]])
 APART = torch.tensor([64, 0, 110]) + torch.arange(140)[:, None] % 5  # (140, 3)
 APART = APART.int()[None, None]
-LEFT = torch.arange(140, dtype=torch.int32)[None, None, :, None] - 20
+EDGES = torch.arange(140, dtype=torch.int32)[None, None, :, None] % 2  # of tiles, beside them
 IMAGES = torch.full((2, 140), -1)
 IMAGES[:, 30:110], IMAGES[0, 120:130] = 0, 1
 
@@ -195,7 +195,7 @@ SPAN_CASES: dict[str, Make] = {
     "images": masked(SELF, Spans.image_blocks(IMAGES), window_size=(70, 20)),
     "block diffusion": masked(SELF, Spans.block_diffusion(70, 16)),
     "tree": masked(TREE, Spans.tree([-1, 0, 1, 1, 0, 4]).shifted(lengths(64, 30))),
-    "left edge of spans": masked(SELF, Spans(LEFT, LEFT + 200)),
+    "edges of spans": masked(SELF, Spans(EDGES + 32, 96 - EDGES)),
     "three spans apart": masked(SELF, Spans(APART, APART + 20)),
     "one span": spanned(dense(**LARGER)(), 1, batch=2),
     "spans of heads": spanned(
@@ -229,9 +229,9 @@ def scored(make: Make, function: Callable[..., ScoreFunction]) -> Make:
 
 
 def table_of_distances(g: torch.Generator) -> ScoreFunction:
-    """A captured table, read at negative indices, too."""
-    table = normal(g, 4, 90)
-    return lambda score, b, h, i, j: score * 0.5 + table[h, i - j]
+    """A captured table, read at negative indices, too, and a number that is stored after it."""
+    table, factor = normal(g, 4, 90), normal(g, 1)[0]
+    return lambda score, b, h, i, j: (score * 0.5 + table[h, i - j]) * factor
 
 
 def table_of_near_distances(g: torch.Generator) -> ScoreFunction:
@@ -301,7 +301,8 @@ CASES: dict[str, Make] = (
         "causal, full tiles": dense(B=1, M=300, N=300, Hq=2, Hk=1, D=16)(
             lambda g, t: {"causal": True}
         ),
-        "window": dense(**LARGER)(lambda g, t: {"window_size": (20, 7)}),
+        # Tiles of 32 keys begin one row before those that see them, and end one row after.
+        "window": dense(**LARGER)(lambda g, t: {"window_size": (11, 23)}),
         "left window": dense(**(SMALL | {"M": 90}))(lambda g, t: {"window_size": (33, -1)}),
         "window after the query": dense(**LARGER)(lambda g, t: {"window_size": (-9, 40)}),
         "window before the query": dense(**LARGER)(lambda g, t: {"window_size": (None, -20)}),
@@ -319,13 +320,13 @@ CASES: dict[str, Make] = (
         "bias of keys": dense(**SMALL)(bias(2, 1, 1, 45)),
         "bias of rows": dense(**SMALL)(bias(1, 4, 37, 1)),
         # 16 divides the keys: the kernels load 16 bytes of bias at once.
-        "bias, 208 keys": dense(**WIDE)(bias(1, 2, 130, 208)),
-        "bias of keys, 208 keys": dense(**WIDE)(bias(2, 1, 1, 208)),
-        "bias, used keys of 208": dense(**WIDE)(
+        "bias, 80 keys": dense(**WIDE)(bias(1, 2, 70, 80)),
+        "bias of keys, 80 keys": dense(**WIDE)(bias(2, 1, 1, 80)),
+        "bias, used keys of 80": dense(**WIDE)(
             lambda g, t: {
-                "bias": normal(g, 2, 1, 130, 208, dtype=t),
-                "seqused_q": lengths(130, 77),
-                "seqused_k": lengths(199, 64),
+                "bias": normal(g, 2, 1, 70, 80, dtype=t),
+                "seqused_q": lengths(70, 37),
+                "seqused_k": lengths(71, 32),
                 "causal": True,
             }
         ),

@@ -116,11 +116,13 @@ def test_the_number_of_splits_fills_the_gpu(programs: int, steps: int, wanted: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(5, 2, 3, 4, 20), (1, 7, 2, 64), (40, 2, 1, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 2, 3, 4, 20), (1, 7, 2, 64), (300, 2, 1, 16)], ids=str)
 def test_combine(shape: tuple[int, ...], dtype: torch.dtype, seed: int):
     """Parts without visible keys hold NaN; one row sees no key in any part."""
     g = generator(seed)
     parts, lse = normal(g, *shape, dtype=dtype), 4 * normal(g, *shape[:-1])
+    # Later parts have larger scores, so that each step of a merge finds another maximum.
+    lse += torch.arange(shape[0]).view(-1, *[1] * (lse.dim() - 1)) / 10
     unseen = torch.rand(lse.shape, generator=g) < 0.3
     unseen[:, 0, ..., 0] = True
     lse[unseen], parts[unseen] = -torch.inf, torch.nan
