@@ -61,7 +61,7 @@ class Results(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    probabilities: list[Tensor]  # (Hq, M, N) of each sequence, as dropout leaves them
+    probabilities: list[tuple[Tensor, Tensor]]  # (Hq, M, N) each: P, and P as dropout leaves it
 
 
 class Draw:
@@ -354,18 +354,19 @@ def meaning(call: RandomCall, given: dict[str, Any], keep: Tensor | None = None)
         sees_nothing = (s == -torch.inf).all(-1, keepdim=True)
         s = s.masked_fill(sees_nothing, 0)
         p = s.softmax(-1).masked_fill(sees_nothing, 0)[..., : len(keys)].masked_fill(~seen, 0)
+        kept = p
         if keep is not None:
-            p = p * keep[b, :, : p.shape[1], : p.shape[2]] / (1 - call.options["dropout_p"])
-        out[rows.queries] = torch.einsum("hmn,nhd->mhd", p, values)
+            kept = p * keep[b, :, : p.shape[1], : p.shape[2]] / (1 - call.options["dropout_p"])
+        out[rows.queries] = torch.einsum("hmn,nhd->mhd", kept, values)
         lse[rows.queries] = s.logsumexp(-1).masked_fill(sees_nothing[..., 0], -torch.inf).T
-        probabilities.append(p)
+        probabilities.append((p, kept))
     return Results(out, lse.movedim(-1, 1 if lse.dim() == 3 else 0), probabilities)
 
 
 def floors(
     call: RandomCall, given: dict[str, Tensor], found: Results, dout: Tensor, dlse: Tensor
 ) -> dict[str, Tensor]:
-    """The error that rounding makes in every element of out and of the gradients, whatever cancels.
+    """The error that rounding makes in every element of the results and gradients, whatever cancels.
 
     A probability is rounded once to the call's dtype, and has the relative error of its score: the
     sum of the magnitudes of the score's terms times a rounding of the accumulators. The derivatives
@@ -377,23 +378,28 @@ def floors(
     sizes = {n: x.detach().abs().nan_to_num(0).requires_grad_() for n, x in given.items()}
     total = torch.zeros((), dtype=torch.float64)
     of_out = torch.zeros_like(found.out.detach())
+    of_lse = torch.zeros(found.out.shape[:-1], dtype=torch.float64)
     rows_of_lse = dlse.movedim(1 if dlse.dim() == 3 else 0, -1)
-    for b, (rows, p) in enumerate(zip(call.sequences, found.probabilities, strict=True)):
+    for b, (rows, both) in enumerate(zip(call.sequences, found.probabilities, strict=True)):
         do = dout[rows.queries].abs().double()
         keys, values = _keys_and_values(call, sizes, b)
         s = _scores(linear, sizes, b, sizes["q"][rows.queries], keys)
-        p = p.detach() * (eps + wide * (1 + s.detach().abs()))
-        of_out[rows.queries] = torch.einsum("hmn,nhd->mhd", p, values.detach())
-        delta = (do * found.out[rows.queries].detach().abs()).sum(-1).T
+        if s.numel() > 0:
+            of_lse[rows.queries] = wide * (1 + s.detach().abs().amax(-1).T)
+        magnitude = torch.einsum("hmn,nhd->mhd", both[1].detach(), values.detach())
+        p, kept = (x.detach() * (eps + wide * (1 + s.detach().abs())) for x in both)
+        of_out[rows.queries] = torch.einsum("hmn,nhd->mhd", kept, values.detach())
+        delta = (do * magnitude).sum(-1).T  # of dO . O, whose rounding is that of O's terms
         delta = (delta + rows_of_lse[rows.queries].abs().double().T)[..., None]
-        ds = p * (torch.einsum("mhd,nhd->hmn", do, values.detach()) + delta)
-        total = total + (ds * s).sum() + torch.einsum("hmn,mhd,nhd->", p, do, values)
+        ds = kept * torch.einsum("mhd,nhd->hmn", do, values.detach()) + p * delta
+        total = total + (ds * s).sum() + torch.einsum("hmn,mhd,nhd->", kept, do, values)
         if "sink" in sizes:
             total = total + (eps * delta[..., 0].sum(-1) * sizes["sink"]).sum()
+    floor = {"out": of_out, "lse": of_lse.movedim(-1, 1 if of_lse.dim() == 3 else 0)}
     if not found.out.requires_grad:
-        return {"out": of_out}
+        return floor
     terms = torch.autograd.grad(total, list(sizes.values()), allow_unused=True)
-    return {"out": of_out} | {
+    return floor | {
         f"d{n}": torch.zeros_like(x) if term is None else term.abs()
         for (n, x), term in zip(sizes.items(), terms, strict=True)
     }
