@@ -53,7 +53,8 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 def xor_(x: Tensor, y: Tensor) -> Tensor:
     """``x ^ y``, in the memory of `x` if it has room."""
-    has_room = torch.broadcast_shapes(x.shape, y.shape) == x.shape
+    sizes = zip(x.shape[::-1], y.shape[::-1], strict=False)
+    has_room = x.dim() >= y.dim() and all(n in (1, room) for room, n in sizes)
     return x.bitwise_xor_(y) if has_room else x ^ y
 
 
