@@ -12,6 +12,8 @@ VENV   ?= .venv
 DATA   ?= .data
 # The release of PyTorch: pinned, oldest or newest. Another one needs another VENV.
 TORCH  ?= pinned
+# The tests start hundreds of processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # Arguments passed on, as in `make demo ARGS=--quick` or `make test ARGS="-k varlen"`.
 ARGS   ?=
 

@@ -43,7 +43,7 @@ pytestmark = [
     pytest.mark.parametrize("backend", portable, indirect=True),
 ]
 
-DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "200"))
+DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "100"))
 SIZES = int(os.environ.get("FLASHTILE_SIZES", "1"))
 
 
