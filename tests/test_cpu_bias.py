@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conformance.harness import Sizes, bias_with_infinities, compare, resolve, split_options
 
 import flashtile
@@ -45,6 +46,10 @@ def kernels(monkeypatch):
 BIASES = {
     "full": lambda g, s, t: normal(g, s.B, s.Hq, s.M, s.N, dtype=t),
     "of a batch, with -inf": bias_with_infinities,
+    # The first causal rows are blind, though later keys are not hidden.
+    "of keys, with -inf first": lambda g, s, t: F.pad(
+        normal(g, s.B, 1, 1, s.N - 3, dtype=t), (3, 0), value=-torch.inf
+    ),
     "of keys": lambda g, s, t: normal(g, s.B, 1, 1, s.N, dtype=t),
     "of queries": lambda g, s, t: normal(g, s.Hq, s.M, 1, dtype=t),
     "matrix, transposed": lambda g, s, t: normal(g, s.N, s.M, dtype=t).T,

@@ -69,13 +69,13 @@ CASES: dict[str, Make] = {
 }
 
 
-def with_keys(call: Call, number: float) -> Call:
+def with_hidden(call: Call, key: float, value: float) -> Call:
     operands, options = call
     k, v = operands.k.clone(), operands.v.clone()
     hidden = slice(80, None) if options.window_right == -20 else slice(FIRST)
     if options.attention_chunk:
         hidden = slice(50)
-    k[:, hidden], v[:, hidden] = number, number
+    k[:, hidden], v[:, hidden] = key, value
     return operands._replace(k=k, v=v), options
 
 
@@ -87,8 +87,8 @@ def test_what_hidden_keys_hold_does_not_matter(name: str, seed: int):
     B, M, Hq, _ = operands.q.shape
     dout, dlse = normal(g, B, M, Hq, 16, dtype=dtype).detach(), normal(g, B, Hq, M).detach()
     runs = [
-        everything(backend, *with_keys((operands, options), number), dout, dlse)
-        for number in (1.0, math.nan, math.inf)
+        everything(backend, *with_hidden((operands, options), *hold), dout, dlse)
+        for hold in ((1.0, 1.0), (math.nan, math.inf), (1.0, math.nan))
     ]
     for run in runs[1:]:
         for result, wanted in runs[0].items():
