@@ -1,9 +1,9 @@
 """Writes tests/public_api.txt: every public name with its signature, for comparison.
 
-``python tests/public_api.py`` rewrites it; with ``--check`` it prints what would change. Public modules are those that docs/api.md shows; the
-registered operators, which exported programs name, follow them. A path that is in the file stays
-there as long as it leads to something, wherever that is defined. Lines of what has no docstring say
-so.
+``python tests/public_api.py`` rewrites it; with ``--check`` it prints what would change. Public
+modules are those that docs/api.md shows; the registered operators, which exported programs name,
+follow them. A path that is in the file stays there as long as it leads to something, wherever that
+is defined. Lines of what has no docstring say so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_origin, is_typeddict

@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class Counts(NamedTuple):
     @classmethod
     def of(cls, trip: list[Entered]) -> Counts:
         files = [entered.file for entered in trip]
-        moves = sum(a != b for a, b in zip(files, files[1:], strict=False))
+        moves = sum(a != b for a, b in pairwise(files))
         return cls(len(set(files)), len(set(trip)), moves)
 
 
