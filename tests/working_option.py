@@ -6,8 +6,8 @@ backward, in caches and over ranks, with its definition, documentation and tests
 option. The patch is there to be counted, and to be applied to a copy and tested.
 
 Where code moves, the patch moves too: ``git apply --3way tests/working_option.patch``, resolve what
-conflicts, write ``git diff HEAD -- flashtile docs tests`` into the file, and undo the rest. The stub
-and the snapshot of the public API, which scripts write, are not part of it.
+conflicts, write ``git diff HEAD -- flashtile docs tests`` into the file, and undo the rest. The
+stub and the snapshot of the public API, which scripts write, are not part of it.
 """
 
 from __future__ import annotations
