@@ -125,7 +125,6 @@ lint: $(VENV)/.dev  ## ruff (rules and format), mypy, and both type checkers ove
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(PY) docs/design.py
 
 notebooks: $(VENV)/.docs  ## write the examples as Jupyter notebooks to docs/examples
 	$(PY) docs/notebooks.py

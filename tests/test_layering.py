@@ -1,4 +1,4 @@
-"""Who may import whom, and how big a file may grow: the architecture, read off the syntax trees.
+"""Who may import whom: the architecture, read off the syntax trees.
 
 A call goes in one direction through the package, and so do the imports: a unit (a module or a
 folder) imports units that are below it in `ORDER`, never one above, so a reader of a file has to

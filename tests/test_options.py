@@ -1,16 +1,8 @@
-"""The table of options agrees with the functions, the ops and the checks.
-
-The last test adds an option to a copy of the package by two edits outside the backends.
-"""
+"""The table of options agrees with the functions, the ops and the checks."""
 
 from __future__ import annotations
 
 import inspect
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +14,15 @@ from flashtile.problem import Operands, Options
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = Path(flashtile.__file__).parent
 KINDS = {
     "attention": options.AttentionOptions,
     "attention_varlen": options.VarlenOptions,
     "attention_with_kvcache": options.CacheOptions,
+}
+FLASH_ATTN = {
+    "flash_attn_func": "attention",
+    "flash_attn_varlen_func": "attention_varlen",
+    "flash_attn_with_kvcache": "attention_with_kvcache",
 }
 
 
@@ -57,11 +53,15 @@ def test_numbers_and_tensors_have_their_fields():
     assert set(Operands._fields) >= options.TENSORS
 
 
-def test_numbers_are_checked_under_their_names():
-    q = torch.randn(1, 3, 2, 8)
-    for name in options.NUMBERS:
-        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
-            flashtile.attention(q, q, q, **{name: "much"})
+@pytest.mark.parametrize("name", [*KINDS, *FLASH_ATTN])
+def test_every_function_checks_the_numbers_under_their_names(name):
+    q, ends = torch.randn(3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
+    call = (q, q, q, ends, ends, 3, 3) if "varlen" in name else (q[None], q[None], q[None])
+    numbers = options.NUMBERS.keys() & options.options_of(KINDS[FLASH_ATTN.get(name, name)])
+    assert len(numbers) >= 4
+    for number in numbers:
+        with pytest.raises((TypeError, ValueError), match=f"^{number}: "):
+            getattr(flashtile, name)(*call, **{number: "much"})
 
 
 def test_defaults_are_those_of_the_fields():
@@ -74,69 +74,3 @@ def test_defaults_are_those_of_the_fields():
 def test_the_schema_has_the_numbers_in_order():
     arguments = torch.ops.flashtile.attention_forward.default._schema.arguments
     assert [argument.name for argument in arguments] == [*Operands._fields, *Options._fields]
-
-
-# The steps of `CONTRIBUTING.md`: a line of the table, a fact.
-EDITS = {
-    "call/options.py": (
-        "    attention_chunk: Annotated[int, number(0, checks.chunk)]\n",
-        "    tilt: Annotated[float, number(0.0, checks.probability)]\n",
-    ),
-    "problem.py": ("    deterministic: bool = False\n", "    tilt: float = 0.0\n"),
-}
-USES = """
-import inspect, torch, flashtile
-from flashtile.backends import cpu
-seen = []
-forward = cpu.forward
-def recording(problem, operands):
-    seen.append(problem.options.tilt)
-    return forward(problem, operands)
-cpu.forward = recording
-q = torch.randn(1, 3, 2, 8)
-cu = torch.tensor([0, 3], dtype=torch.int32)
-calls = {
-    flashtile.attention: (q, q, q),
-    flashtile.flash_attn_func: (q, q, q),
-    flashtile.attention_varlen: (q[0], q[0], q[0], cu, cu, 3, 3),
-    flashtile.flash_attn_varlen_func: (q[0], q[0], q[0], cu, cu, 3, 3),
-    flashtile.attention_with_kvcache: (q, q, q),
-    flashtile.flash_attn_with_kvcache: (q, q, q),
-}
-for function, call in calls.items():
-    for tilt in (0.5, 0.5, 0.25):
-        function(*call, tilt=tilt)
-        assert seen.pop() == tilt and not seen, function
-    try:
-        function(*call, tilt=2.0)
-    except ValueError as error:
-        assert str(error).startswith("tilt: got 2.0"), error
-    else:
-        raise AssertionError(function)
-    assert flashtile.explain(function, *call, tilt=0.5).problem.options.tilt == 0.5
-leaf = q.clone().requires_grad_()
-flashtile.attention(leaf, q, q, tilt=0.5).sum().backward()
-torch.compile(flashtile.attention, backend="eager", fullgraph=True)(q, q, q, tilt=0.75)
-assert seen[-1] == 0.75
-assert inspect.signature(flashtile.attention).parameters["tilt"].default == 0.0
-print("float tilt" in str(torch.ops.flashtile.attention_backward.default._schema))
-"""
-
-
-def test_a_new_number_takes_two_edits_outside_the_backends(tmp_path):
-    copy = tmp_path / "flashtile"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, (line, added) in EDITS.items():
-        text = (copy / name).read_text()
-        assert text.count(line) == 1
-        (copy / name).write_text(text.replace(line, line + added))
-    done = subprocess.run(
-        [sys.executable, "-c", USES],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "True"

@@ -1,0 +1,63 @@
+"""The trip of a call through the package never gets longer: ceilings of what `trip.py` counts."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import processes
+import pytest
+import trip
+
+from flashtile.problem import default_scale
+
+pytestmark = pytest.mark.slow
+
+# They may only fall: whoever shortens a trip writes the new number here.
+CEILINGS = {
+    "cpu": {
+        "first": trip.Counts(files=30, functions=113, moves=67),
+        "repeated": trip.Counts(files=15, functions=38, moves=22),
+    },
+    "cache": {
+        "first": trip.Counts(files=37, functions=155, moves=102),
+        "repeated": trip.Counts(files=27, functions=81, moves=45),
+    },
+    "context": {
+        "first": trip.Counts(files=46, functions=276, moves=739),
+        "repeated, with backward": trip.Counts(files=30, functions=130, moves=458),
+    },
+}
+
+
+@pytest.mark.parametrize("call", trip.CALLS)
+def test_no_trip_is_longer_than_its_ceiling(call):
+    table = processes.output_of(Path(trip.__file__), call, seconds=300)
+    rows = re.findall(r"^(.*\S) +(\d+) +(\d+) +(\d+)$", table, re.MULTILINE)
+    counted = {what: trip.Counts(*map(int, counts)) for what, *counts in rows}
+    assert counted.keys() == CEILINGS[call].keys()
+    for what, ceiling in CEILINGS[call].items():
+        for name, most in ceiling._asdict().items():
+            count = getattr(counted[what], name)
+            assert count <= most, (
+                f"{call}, {what}: {count} {name}, at most {most}; compare the lists of "
+                f"`python tests/trip.py {call} --list` before and after the change"
+            )
+            if count < most:
+                warnings.warn(
+                    f"{call}, {what}: {count} {name}; lower the ceiling {most}", stacklevel=1
+                )
+
+
+def test_a_trip_counts_functions_once_and_moves_every_time():
+    one, two, three = (
+        trip.Entered(file, name, 1) for file, name in (("a", "one"), ("b", "two"), ("a", "three"))
+    )
+    assert trip.Counts.of([one, three, two, one, one]) == (2, 3, 2)
+    assert trip.Counts.of([]) == (0, 0, 0)
+
+
+def test_a_trip_has_functions_of_the_package_only():
+    entered = trip.traced(lambda: sorted(map(default_scale, (64, 16))))
+    assert [(stop.file, stop.name) for stop in entered] == [("problem.py", "default_scale")] * 2
