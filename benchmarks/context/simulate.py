@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from flashtile.cli.machine import provenance
 from flashtile.distributed import balance
-from flashtile.distributed.choice import Wanted, choose
-from flashtile.distributed.cost import Price, Pricing, Shape, Way
 from flashtile.distributed.machine import MACHINES, Machine
+from flashtile.distributed.strategy import Strategy
 from flashtile.masks import Window
+
+from .cost_model import Price, Pricing, Shape, fastest
 
 SHAPE = Shape(query_heads=32, key_heads=8, head_dim=128, value_head_dim=128, element_size=2)
 TOKENS = (4096, 8192, 16384)  # of each rank
@@ -45,11 +46,11 @@ def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Predictio
     holders = balance.zigzag([tokens * ranks], ranks, GRAIN)
     pricing = Pricing(machine, SHAPE, holders, holders, (Window(None, 0),))
     whole = balance.contiguous([tokens * ranks], 1, GRAIN)
-    alone = Pricing(machine, SHAPE, whole, whole, pricing.facts).slowest(Way(1, 1, 1))
+    alone = Pricing(machine, SHAPE, whole, whole, pricing.facts).slowest(Strategy(1, 1, 1))
     ways = {
-        "ring": Way(1, ranks, 1),
-        "gather": Way(1, 1, 1),
-        "chosen by the model": choose(Wanted("auto", "auto", None, None), pricing),
+        "ring": Strategy(1, ranks, 1),
+        "gather": Strategy(1, 1, 1),
+        "chosen by the model": fastest(pricing),
     }
     for name, way in ways.items():
         slowest = pricing.slowest(way)

@@ -29,19 +29,16 @@ from .arguments import (
     with_program,
 )
 from .cache import Decoder
-from .choice import Number, Wanted, choose
-from .cost import Pricing, Shape, Way
 from .executor import Plan, refuse_without_backend
-from .explain import explained
 from .function import Route, attend, is_recomputing
 from .kinds import call_facts, needs_gradients, repeat_key
 from .layout import Layout
-from .machine import Machine, machine_of
-from .measure import measured
+from .machine import Machine, machine_of, measured
 from .mesh import of_mesh
 from .ownership import is_divided, repeated
 from .paths import Call, paths_of
 from .sequence_tensors import indices
+from .strategy import Number, Requested, Strategy, Workload, explained, select_strategy
 from .tile_map import TileMap
 from .wire import ProcessWire, Wire, connect
 from .work import Mask, Work
@@ -58,16 +55,17 @@ class ContextParallel(Decoder):
             of a 2-D mesh exchanges tokens for heads: the ranks of a node, say.
         ulysses: how many neighbouring ranks exchange tokens for heads (DeepSpeed Ulysses); 1 for
             none, the number of ranks for nothing else. It divides the number of ranks. "auto" is
-            the second dimension of a 2-D mesh, or what the cost model says is fastest.
+            the second dimension of a 2-D mesh, or the cheapest of 1, the ranks of a node and all.
         stages: 1 gathers all keys that a rank needs at once; more stages take less memory; "auto"
-            is what the cost model says is fastest.
+            is 1, or as many as `stage_tokens` takes.
         head_groups: groups of key heads, which take turns, so that keys travel while a rank
-            computes; None leaves it to the cost model. It divides the key heads of a rank.
+            computes; None is 1, or as many as `stage_tokens` takes. It divides the key heads of a
+            rank.
         stage_tokens: the most keys of other ranks, with all heads, that a rank fetches at once;
             None is any number.
         gradient_dtype: what the gradients of keys and values travel in. torch.float32 sends them as
             they are added up, in float64 for float64 inputs; torch.bfloat16 halves the bytes.
-        machine: what the cost model takes the ranks to run on; None goes by the name of the GPU.
+        machine: by whose rates strategies are priced; None goes by the name of the GPU.
         timeout: seconds to wait for an exchange; None leaves it to the group.
 
     Attributes:
@@ -94,8 +92,8 @@ class ContextParallel(Decoder):
     ) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
             group, ulysses = of_mesh(group, ulysses)
-        wanted = Wanted(ulysses, stages, head_groups, stage_tokens)
-        self._set(ProcessWire(group, timeout), wanted, gradient_dtype, machine)
+        requested = Requested(ulysses, stages, head_groups, stage_tokens)
+        self._set(ProcessWire(group, timeout), requested, gradient_dtype, machine)
 
     @classmethod
     def over(
@@ -111,19 +109,19 @@ class ContextParallel(Decoder):
     ) -> ContextParallel:
         """The same over ranks that something else than torch.distributed connects."""
         context = cls.__new__(cls)
-        wanted = Wanted(ulysses, stages, head_groups, stage_tokens)
-        context._set(wire, wanted, gradient_dtype, machine)
+        requested = Requested(ulysses, stages, head_groups, stage_tokens)
+        context._set(wire, requested, gradient_dtype, machine)
         return context
 
     def _set(
-        self, wire: Wire, wanted: Wanted, gradient_dtype: torch.dtype, machine: Machine | None
+        self, wire: Wire, requested: Requested, gradient_dtype: torch.dtype, machine: Machine | None
     ) -> None:
         if gradient_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"gradient_dtype: got {gradient_dtype!r}, want torch.float32 or torch.bfloat16"
             )
         self._gradient_dtype = None if gradient_dtype == torch.float32 else gradient_dtype
-        self.wire, self.wanted = wire, wanted.checked(wire.ranks)
+        self.wire, self.requested = wire, requested.checked(wire.ranks)
         self.machine = machine
         self.reserved_processors = 0
         self.generator: torch.Generator | None = None
@@ -278,16 +276,16 @@ class ContextParallel(Decoder):
         backend: BackendName | None = None,
         **options: Any,
     ) -> str:
-        """A table of what each rank would do in this call: its tokens, share of the scores, keys
-        received from others, calls and predicted milliseconds; and the way, with what it was chosen
-        from. The times are those of a model. It computes nothing and does not communicate.
+        """A table of what each rank would do in this call: its tokens, share of the scores and keys
+        received from others; and the strategy, with the prices of those it was selected from. The
+        prices are estimates. It computes nothing and does not communicate.
 
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
         call = self._prepared((q, k, v), layout, backend, options)
-        pricing = self._pricing(layout, call.operands, call.options, call.tiles)
-        return explained(pricing, self.wanted, call.way)
+        workload = self._workload(layout, call.operands, call.options, call.tiles)
+        return explained(self.requested, workload, call.strategy)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
         """Compare the output of a call, its log-sum-exp and the gradients of q, k, v, the sink, and
@@ -311,7 +309,7 @@ class ContextParallel(Decoder):
         """The machine of this group, with the bandwidth and latency that its links have between
         tensors on `device`. All ranks call it, and get the same.
 
-        ``parallel.machine = parallel.measure("cuda")`` then chooses by what was measured.
+        ``parallel.machine = parallel.measure("cuda")`` then selects by what was measured.
         """
         device = torch.device(device)
         return measured(self.wire, self.machine or machine_of(device), device)
@@ -376,8 +374,8 @@ class ContextParallel(Decoder):
         call = self._prepared(qkv, layout, backend, options)
         q, k, v = call.operands[:3]
         holders = call.used.queries, call.used.keys
-        divided = is_divided(*holders, call.way.ulysses)
-        refuse_without_backend(call.operands, call.options, call.backend, call.way, divided)
+        divided = is_divided(*holders, call.strategy.ulysses)
+        refuse_without_backend(call.operands, call.options, call.backend, call.strategy, divided)
         return call, {
             "documents": len(layout.queries.lengths),
             "tokens": sum(layout.queries.lengths),
@@ -391,7 +389,7 @@ class ContextParallel(Decoder):
             "the block mask": call.tiles and call.tiles.digest,
             "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,
-            "ulysses, stages, head groups": tuple(call.way),
+            "ulysses, stages, head groups": tuple(call.strategy),
             "gradient_dtype": self._gradient_dtype,
             "gradients": needs_gradients(qkv),
         }
@@ -411,37 +409,42 @@ class ContextParallel(Decoder):
         refuse_unknown(options, ContextParallel.attention)
         refuse_transforms(qkv, options)
         operands, numbers, used, tiles, bias_has_rows = packed_call(qkv, layout, options)
-        way = self._way(layout, operands, numbers, tiles)
-        return Call(operands, numbers, backend, way, used, tiles, bias_has_rows)
+        strategy = self._strategy(layout, operands, numbers, tiles)
+        return Call(operands, numbers, backend, strategy, used, tiles, bias_has_rows)
 
-    def _way(
+    def _strategy(
         self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
-    ) -> Way:
-        """How the ranks run a call: the same way for all calls of its kind in a layout."""
-        pricing = self._pricing(layout, operands, options, tiles)
-        kind = pricing.shape, pricing.facts, pricing.machine, tiles and tiles.digest
-        way = layout.ways.get(kind)
-        if way is None:
-            way = layout.ways[kind] = choose(self.wanted, pricing)
-        return way
+    ) -> Strategy:
+        """How the ranks run a call: by the same strategy for all calls of its kind in a layout."""
+        workload = self._workload(layout, operands, options, tiles)
+        kind = workload[:4], workload.facts, tiles and tiles.digest
+        found = layout.strategies.get(kind)
+        if found is None:
+            found = layout.strategies[kind] = select_strategy(self.requested, workload)
+        return found
 
-    def _pricing(
+    def _workload(
         self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
-    ) -> Pricing:
+    ) -> Workload:
         q, k, v = operands[:3]
-        gradient = (self._gradient_dtype or lse_dtype(q.dtype)).itemsize
-        dims = k.shape[2], v.shape[2]
-        sizes = q.element_size(), gradient
-        shape = Shape(q.shape[1], k.shape[1], *dims, *sizes, q.shape[2])
-        machine = self.machine or machine_of(q.device)
-        return Pricing(machine, shape, layout.queries, layout.keys, options.facts, tiles)
+        gradient = self._gradient_dtype or lse_dtype(q.dtype)
+        return Workload(
+            self.machine or machine_of(q.device),
+            (q.shape[1], k.shape[1]),
+            (q.shape[2], k.shape[2], v.shape[2]),
+            (q.element_size(), gradient.itemsize),
+            layout.queries,
+            layout.keys,
+            options.facts,
+            tiles,
+        )
 
     def _route(self, call: Call, layout: Layout, wants_lse: bool, has_only_numbers: bool) -> Route:
         """What this rank does in calls of one kind."""
         paths = paths_of(call, layout, self._gradient_dtype)
         plan = Plan(
             paths.schedule,
-            call.way.head_groups,
+            call.strategy.head_groups,
             call.options,
             call.backend,
             paths.first_head,

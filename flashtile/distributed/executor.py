@@ -25,13 +25,13 @@ from ..ops.merge.formula import merge
 from ..problem import AttentionProblem, Operands, Options, captured_needs_grad, lse_dtype
 from .buffer_bias import add_bias_gradient, bias_of_buffer
 from .buffer_masks import of_heads, rows_before, tiles_of_buffer
-from .cost import Way
 from .key_gradients import KeyGradients, new_sums
 from .rounded_wire import rounded
 from .row_copies import KeyWords
 from .schedule import Schedule, Stage
 from .sequence_tensors import SequenceTensors, sequence_tensors, stream_of
 from .steps import Step, steps_of
+from .strategy import Strategy
 from .wire import Wire, exchanged
 
 
@@ -404,7 +404,7 @@ def _problem(
 
 
 def refuse_without_backend(
-    operands: Operands, options: Options, backend: str | None, way: Way, is_divided: bool
+    operands: Operands, options: Options, backend: str | None, strategy: Strategy, is_divided: bool
 ) -> None:
     """Raise if no backend runs a call and, if it needs gradients, its backward, also on a rank that
     has no tokens, which would wait for the ranks that have some.
@@ -417,7 +417,7 @@ def refuse_without_backend(
         NotImplementedError: no backend can run it; the message lists each with its reasons.
     """
     problem = AttentionProblem.of(operands, options)
-    is_partial = problem.needs_grad or way.stages > 1
+    is_partial = problem.needs_grad or strategy.stages > 1
     runs = 2 if is_divided else 0
     problem = problem._replace(layout="packed", runs=runs, is_partial=is_partial)
     dispatch.select(problem, backend)

@@ -14,10 +14,10 @@ from .. import current_layout
 from ..lru import Memo
 from . import tickets
 from .agreement import KINDS, Compared
-from .cost import Way
 from .model_inputs import local_inputs
 from .ownership import Ownership
 from .sequence_tensors import stream_of
+from .strategy import Strategy
 from .wire import Wire
 
 
@@ -67,7 +67,7 @@ class Layout:
         self.ticket = tickets.ticket(self)
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
-        self.ways: Memo[Any, Way] = Memo(KINDS)  # how the ranks run calls, by their kind
+        self.strategies: Memo[Any, Strategy] = Memo(KINDS)  # by kind of call
         self.paths: Memo[Any, Any] = Memo(KINDS)  # `Paths` by kind, whose module imports this one
         self.repeats: Memo[Any, Any] = Memo(KINDS)  # what equal calls share
         # By what they hold, device and stream.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from .choice import Number
+from .strategy import Number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,11 +9,11 @@ import torch
 
 from ..problem import Operands, Options
 from .arguments import UsedTokens
-from .cost import Way
 from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
 from .layout import Layout
 from .ownership import first_documents
 from .schedule import Schedule, schedule
+from .strategy import Strategy
 from .tile_map import TileMap
 from .wire import Wire
 
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     operands: Operands  # packed, without padding, without lengths
     options: Options
     backend: str | None
-    way: Way
+    strategy: Strategy
     used: UsedTokens
     tiles: TileMap | None
     bias_has_rows: bool
@@ -53,7 +53,7 @@ def paths_of(call: Call, layout: Layout, gradient_dtype: torch.dtype | None) -> 
     of_part = call.used.query_rows is not None or call.used.key_rows is not None
     if of_part or call.operands.bias is not None:  # they depend on more than the kind
         return _made(call, layout, gradient_dtype)
-    kind = call.way, call.options.facts, call.tiles and call.tiles.digest, call.heads
+    kind = call.strategy, call.options.facts, call.tiles and call.tiles.digest, call.heads
     found: Paths | None = layout.paths.get(kind)
     if found is None:
         found = layout.paths[kind] = _made(call, layout, gradient_dtype)
@@ -61,7 +61,7 @@ def paths_of(call: Call, layout: Layout, gradient_dtype: torch.dtype | None) -> 
 
 
 def _made(call: Call, layout: Layout, gradient_dtype: torch.dtype | None) -> Paths:
-    ulysses, stages, _ = call.way
+    ulysses, stages, _ = call.strategy
     wire = layout.wire
     outer, inner = divmod(wire.rank, ulysses)
     shares = share_heads(*call.heads, ulysses)

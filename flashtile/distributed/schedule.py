@@ -22,6 +22,9 @@ from .ownership import Ownership
 from .tile_map import TileMap
 from .work import Facts
 
+Mask = tuple[Facts, TileMap | None]
+Needs = dict[int, tuple[Span, ...]]  # positions of keys, by document
+
 
 class Message(NamedTuple):
     """Rows of keys between two ranks."""
@@ -66,12 +69,6 @@ class Schedule(NamedTuple):
     queries: tuple[Positions, ...]  # of every one, aligned to the end of the keys
     shifts: tuple[int, ...]  # of the positions of queries from their numbers in the document
     stages: tuple[Stage, ...]
-
-    @property
-    def most_runs(self) -> int:
-        """The largest number of runs that a sequence has on either side."""
-        sides = [self.queries, *(stage.keys for stage in self.stages)]
-        return max((len(positions.runs) for side in sides for positions in side), default=0)
 
 
 @memoised(256)
@@ -132,11 +129,16 @@ def _stage(
 ) -> Stage:
     ranks = queries.ranks
     sources = [(rank - distance) % ranks for distance in away]  # the rank itself comes first
-    needs = {source: _needed(queries, keys, mask, rank, source) for source in sources}
+    seen = seen_keys(queries, keys, mask, rank)
+    needs = {source: _needed(keys, source, seen) for source in sources}
     receives = [Message(source, _rows(keys, source, needs[source])) for source in sources]
     peers = [(rank + distance) % ranks for distance in away]
     sends = [
-        Message(peer, _rows(keys, rank, _needed(queries, keys, mask, peer, rank))) for peer in peers
+        Message(
+            peer,
+            _rows(keys, rank, _needed(keys, rank, seen_keys(queries, keys, mask, peer))),
+        )
+        for peer in peers
     ]
     documents = queries.documents(rank)
     arriving = tuple(message for message in receives if message.rows and message.peer != rank)
@@ -157,28 +159,47 @@ def _stage(
     )
 
 
-Mask = tuple[Facts, TileMap | None]
-Needs = dict[int, tuple[Span, ...]]  # positions of keys, by document
-
-
-def _needed(queries: Ownership, keys: Ownership, mask: Mask, rank: int, source: int) -> Needs:
-    """The keys of `source` that some query of `rank` sees; whole tiles of a block mask."""
+def seen_keys(queries: Ownership, keys: Ownership, mask: Mask, rank: int) -> Needs:
+    """The keys that some query of `rank` sees, whoever holds them; whole tiles of a block mask."""
     facts, tiles = mask
-    held = set(keys.documents(source))
-    needs: Needs = {}
+    seen: Needs = {}
     for document in queries.documents(rank):
-        if document not in held:
-            continue
-        visibility = Visibility(facts, queries.lengths[document], keys.lengths[document])
-        seen: list[Span] = []
+        length = keys.lengths[document]
+        visibility = Visibility(facts, queries.lengths[document], length)
+        hulls: list[Span] = []
         for start, stop in queries.spans(rank, document):
             # Neither end of the visible keys moves left from one query to the next.
             hull = whole_groups(visibility.key_range(start)[0], visibility.key_range(stop - 1)[1])
-            seen += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
-        spans = _intersection(keys.spans(source, document), seen)
-        if spans:
-            needs[document] = spans
-    return needs
+            hulls += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
+        seen[document] = _intersection(((0, length),), hulls)
+    return seen
+
+
+def _needed(keys: Ownership, source: int, seen: Needs) -> Needs:
+    """The keys of `source` among those that a rank sees."""
+    held = (document for document in keys.documents(source) if document in seen)
+    needed = ((d, _intersection(keys.spans(source, d), seen[d])) for d in held)
+    return {document: spans for document, spans in needed if spans}
+
+
+@memoised(64)
+def keys_received(queries: Ownership, keys: Ownership, mask: Mask) -> list[list[int]]:
+    """How many keys every rank receives from every other one."""
+    counts = []
+    for rank in range(queries.ranks):
+        seen = seen_keys(queries, keys, mask, rank)
+        counts.append(
+            [
+                sum(
+                    max(0, min(piece.stop, stop) - max(piece.start, start))
+                    for piece in pieces
+                    for start, stop in seen.get(piece.document, ())
+                )
+                for pieces in keys.pieces
+            ]
+        )
+        counts[rank][rank] = 0
+    return counts
 
 
 def whole_groups(start: int, stop: int) -> Span:

@@ -88,11 +88,11 @@ class Work:
             areas.append(0.0)
             for facts, tiles, layers in self.masks:
                 visibility = Visibility(facts, M, N)
-                areas[-1] += layers * _area(visibility, tiles, document, m0, m1)
+                areas[-1] += layers * area(visibility, tiles, document, m0, m1)
         return list(accumulate(areas))
 
 
-def _area(visibility: Visibility, tiles: TileMap | None, document: int, m0: int, m1: int) -> float:
+def area(visibility: Visibility, tiles: TileMap | None, document: int, m0: int, m1: int) -> float:
     """Visible scores of the rows ``[m0, m1)`` in one layer; all scores of partial tiles."""
     area = 0.0
     step = m1 - m0 if tiles is None else tiles.BM

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtile.distributed.machine import MACHINES
-from flashtile.distributed.measure import measured
+from flashtile.distributed.machine import MACHINES, measured
 from flashtile.distributed.wire import ProcessWire, can_be_one_operation
 
 

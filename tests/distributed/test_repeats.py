@@ -152,7 +152,7 @@ def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
             notes.append(wire.notes)
         if wire.rank == 0:
             assert layout.repeats._cell.cache_info().currsize == 0
-            assert layout.ways._cell.cache_info().currsize == 0
+            assert layout.strategies._cell.cache_info().currsize == 0
         return notes
 
     # The fourth kind drops the first one, which the ranks then compare again.

@@ -1,7 +1,9 @@
-"""Seconds that a way to run attention over ranks would take: a model, not a measurement.
+"""Seconds that a strategy of attention over ranks would take: a model, not a measurement.
 
-A way says how many ranks exchange tokens for heads, in how many stages keys travel, and how many
-groups of heads take turns. The model prices the schedules that the executor would run:
+The package selects one of three strategies by a much simpler price (`distributed.strategy`). This
+model compares all of them, for predictions of many GPUs. A strategy says how many ranks exchange
+tokens for heads, in how many stages keys travel, and how many groups of heads take turns. The model
+prices the schedules that the executor would run:
 
 - a call takes its operations at the machine's rate, plus the launch and what is lost when the last
   tiles end at different times;
@@ -18,33 +20,23 @@ block masks, but not spans, which are on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from .heads import HeadShare, merged, share_heads
-from .machine import Machine
-from .ownership import Ownership
-from .schedule import distances
-from .tile_map import TileMap
+from flashtile.distributed.heads import HeadShare, merged, share_heads
+from flashtile.distributed.machine import Machine
+from flashtile.distributed.ownership import Ownership
+from flashtile.distributed.schedule import distances
+from flashtile.distributed.strategy import Strategy
+from flashtile.distributed.tile_map import TileMap
+from flashtile.distributed.work import Facts
+
 from .traffic import Hop, Traffic
-from .work import Facts
 
 MOST_RANKS = 8  # of which schedules are priced: evenly spread over more ranks
 TILE_ROWS = 128
 FLOAT32 = 4
 MERGE_BYTES = 36  # read and written for each element: two products, a sum and a copy
-
-
-class Way(NamedTuple):
-    """How the ranks run a call."""
-
-    ulysses: int  # neighbours that exchange tokens for heads
-    stages: int  # exchanges in which the keys of the other ranks arrive
-    head_groups: int  # groups of key heads, which take turns
-
-    def __str__(self) -> str:
-        """In the words of the arguments of `ContextParallel`."""
-        return f"ulysses={self.ulysses}, stages={self.stages}, head_groups={self.head_groups}"
 
 
 class Shape(NamedTuple):
@@ -91,7 +83,7 @@ class _Stage(NamedTuple):
 
 
 class Pricing:
-    """Prices of the ways to run calls of one kind.
+    """Prices of the strategies for calls of one kind.
 
     Args:
         machine: what the ranks run on.
@@ -123,32 +115,32 @@ class Pricing:
         """The heads of every member of a group of neighbours."""
         return share_heads(self.shape.query_heads, self.shape.key_heads, ulysses)
 
-    def slowest(self, way: Way) -> Price:
+    def slowest(self, strategy: Strategy) -> Price:
         """The largest of all numbers over the ranks, or over `MOST_RANKS` of them."""
-        prices = [self.price(way, rank) for rank in self._sampled(way.ulysses)]
+        prices = [self.price(strategy, rank) for rank in self._sampled(strategy.ulysses)]
         return Price(*(max(column) for column in zip(*prices, strict=True)))
 
-    def at_least(self, way: Way) -> float:
+    def at_least(self, strategy: Strategy) -> float:
         """A lower bound of `slowest` in seconds, from one rank: much cheaper for many ranks."""
-        return self.price(way, self._sampled(way.ulysses)[-1]).seconds
+        return self.price(strategy, self._sampled(strategy.ulysses)[-1]).seconds
 
-    def price(self, way: Way, rank: int) -> Price:
+    def price(self, strategy: Strategy, rank: int) -> Price:
         """What one rank does and takes."""
-        outer, inner = divmod(rank, way.ulysses)
-        share = self.shares(way.ulysses)[inner]
-        query_heads = _count(share.queries) / way.head_groups
-        key_heads = _count(share.keys) / way.head_groups
-        stages = self._stages_of(way.ulysses, way.stages, rank)
-        rows = self._holders(way.ulysses)[0].tokens(outer)
+        outer, inner = divmod(rank, strategy.ulysses)
+        share = self.shares(strategy.ulysses)[inner]
+        query_heads = _count(share.queries) / strategy.head_groups
+        key_heads = _count(share.keys) / strategy.head_groups
+        stages = self._stages_of(strategy.ulysses, strategy.stages, rank)
+        rows = self._holders(strategy.ulysses)[0].tokens(outer)
         per_key = key_heads * (self.shape.head_dim + self.shape.value_head_dim)
         steps = [
-            self._step(way, stage, rows, query_heads, per_key, is_first=number == 0)
+            self._step(strategy, stage, rows, query_heads, per_key, is_first=number == 0)
             for number, stage in enumerate(stages)
         ]
-        steps *= way.head_groups  # which are alike
+        steps *= strategy.head_groups  # which are alike
         share_of_keys = key_heads / self.shape.key_heads
         received = [stage.received * share_of_keys for stage in stages]
-        where = way.ulysses, rank
+        where = strategy.ulysses, rank
         if where not in self._of_heads:
             self._of_heads[where] = self._exchanges_of_heads(*where)
         spread, collected = self._of_heads[where]
@@ -158,7 +150,7 @@ class Pricing:
         has_heads = spread > 0  # exchanges of q, k, v, out and lse, and of dout, dq, dk and dv
         return Price(
             sum(stage.scores for stage in stages),
-            sum(received) * way.head_groups,
+            sum(received) * strategy.head_groups,
             max(received),
             calls,
             self._with_host(forward, 5 * has_heads, fetches, calls),
@@ -181,7 +173,7 @@ class Pricing:
 
     def _step(
         self,
-        way: Way,
+        strategy: Strategy,
         stage: _Stage,
         rows: int,
         query_heads: float,
@@ -200,7 +192,7 @@ class Pricing:
         if has_call:
             forward = self._call(2 * (D + Dv) * scores / machine.forward, tiles)
             backward = self._call(2 * (3 * D + 2 * Dv) * scores / machine.backward, tiles)
-        if has_call and way.stages > 1:
+        if has_call and strategy.stages > 1:
             forward += MERGE_BYTES * rows * query_heads * Dv / machine.memory
         buffer = stage.received * per_key
         copied = 4 * buffer / machine.memory  # read and written, into messages and in order
@@ -225,7 +217,7 @@ class Pricing:
         return max(seconds, machine.across.seconds(max(across) * size))
 
     def _delay(self, stage: _Stage, size: float) -> float:
-        """Seconds that kernels take longer while this exchange is under way."""
+        """Seconds that kernels take longer while this exchange is under strategy."""
         inside, _ = stage.by_link
         return self.machine.contention * self.machine.inside.seconds(max(inside) * size)
 
@@ -348,3 +340,30 @@ def share_size(share: HeadShare) -> tuple[int, int]:
 
 def _count(heads: slice) -> int:
     return int(heads.stop - heads.start)
+
+
+def fastest(pricing: Pricing) -> Strategy:
+    """The strategy with the smallest predicted time of a forward and a backward. Only those that
+    may be it are priced on all ranks."""
+    bounds = {strategy: pricing.at_least(strategy) for strategy in strategies(pricing)}
+    best: tuple[float, Strategy] | None = None
+    for strategy in sorted(bounds, key=lambda strategy: (bounds[strategy], strategy)):
+        if best is not None and bounds[strategy] > best[0]:
+            break
+        found = pricing.slowest(strategy).seconds, strategy
+        best = found if best is None else min(best, found)
+    assert best is not None
+    return best[1]
+
+
+def strategies(pricing: Pricing) -> Iterator[Strategy]:
+    """All that fit, but of many stages only some numbers."""
+    most = min(pricing.ranks, pricing.shape.query_heads)
+    for ulysses in (n for n in range(1, most + 1) if pricing.ranks % n == 0):
+        counts = {keys for _, keys in map(share_size, pricing.shares(ulysses)) if keys}
+        groups = [g for g in range(1, min(counts) + 1) if all(n % g == 0 for n in counts)]
+        ranks = pricing.ranks // ulysses
+        doubled = [1 + (1 << n) for n in range(ranks.bit_length())]
+        for stages in sorted({1, ranks, *(number for number in doubled if number < ranks)}):
+            for group in groups if ranks > 1 else groups[:1]:
+                yield Strategy(ulysses, stages, group)

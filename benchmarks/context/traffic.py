@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..lru import memoised
-from ..masks import Visibility
-from ..positions import Span
-from .ownership import Ownership
-from .schedule import whole_groups
-from .tile_map import TileMap
-from .work import Facts
+from flashtile.distributed.ownership import Ownership
+from flashtile.distributed.schedule import whole_groups
+from flashtile.distributed.tile_map import TileMap
+from flashtile.distributed.work import Facts
+from flashtile.lru import memoised
+from flashtile.masks import Visibility
+from flashtile.positions import Span
 
 SAMPLES = 8  # intervals of a piece, over which the number of keys is taken as linear
 
