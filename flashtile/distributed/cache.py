@@ -23,8 +23,8 @@ from ..call.prepare import describe
 from ..lru import Memo
 from ..positions import Dealt
 from ..problem import FLOAT8
-from .agreement import Compared, agreed
 from .arguments import shapes
+from .consistency import VerifiedCalls, verify_across_ranks
 from .decoding import KV, Decoding, Step, check_lengths, decoding_of, step_key
 from .kinds import kind
 from .layout import Layout
@@ -45,7 +45,7 @@ class Decoder:
     """The part of `ContextParallel` that decodes."""
 
     wire: Wire
-    _compared: Compared  # the kinds of decoding
+    _verified: VerifiedCalls  # the kinds of decoding
     _steps: Memo[Any, tuple[Any, Step]]  # what they are and how they run, by `step_key`
 
     def decode(
@@ -94,7 +94,7 @@ class Decoder:
             key = step_key((*tensors, *new, cache_seqlens), block, backend, options)
             known = None if key is None else self._steps.get(key)
             facts = _facts(tensors, new, block, backend, options) if known is None else known[0]
-            is_known = self._compared.knows(facts)
+            is_known = facts in self._verified
             if known is not None and is_known:
                 step = known[1]
                 call = decoding_of(tensors, new, cache_seqlens, options)
@@ -106,7 +106,7 @@ class Decoder:
                 if is_known:
                     (step, call), _ = prepare()
                 else:
-                    step, call = self._compared.agreed(facts, dict(facts), prepare)
+                    step, call = self._verified.verify(facts, prepare)
                 if key is not None:
                     self._steps[key] = facts, step
             out, lse = step.run(self.wire, call)
@@ -219,7 +219,9 @@ def _lengths_for_checks(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
 
 def _deal(wire: Wire, layout: Layout, kv: KV, block: int, capacity: int | None) -> KV:
     """See `Decoder.deal`."""
-    dealt, packed = agreed(wire, lambda: _prepared_deal(wire, layout, kv, block, capacity))
+    dealt, packed = verify_across_ranks(
+        wire, lambda: _prepared_deal(wire, layout, kv, block, capacity)
+    )
     connect(wire, packed[0].device)
     rows = dealt.most_rows(max(layout.keys.lengths, default=0))
     rows = rows if capacity is None else capacity

@@ -17,7 +17,6 @@ from ..lru import Memo
 from ..problem import Operands, Options, lse_dtype
 from ..rng_state import draw_rng_state
 from . import balance, traced
-from .agreement import KINDS, Compared
 from .arguments import (
     UsedTokens,
     comparable,
@@ -29,6 +28,7 @@ from .arguments import (
     with_program,
 )
 from .cache import Decoder
+from .consistency import KINDS, VerifiedCalls
 from .executor import Plan, refuse_without_backend
 from .function import Route, attend, is_recomputing
 from .kinds import call_facts, needs_gradients, repeat_key
@@ -125,7 +125,7 @@ class ContextParallel(Decoder):
         self.machine = machine
         self.reserved_processors = 0
         self.generator: torch.Generator | None = None
-        self._compared, self._steps = Compared(wire), Memo(KINDS)
+        self._verified, self._steps = VerifiedCalls(wire), Memo(KINDS)
 
     def layout(
         self,
@@ -333,7 +333,7 @@ class ContextParallel(Decoder):
         options = with_program(qkv[0], options)
         facts = call_facts(qkv, options, return_lse, backend, self.machine)
         layout.calls += known is None
-        is_known = layout.compared.knows(facts)
+        is_known = facts in layout.verified
         again = repeat_key(facts, qkv, options, self.reserved_processors)
         repeated = again and layout.repeats.get(again)
         if repeated and is_known and layout.context is self:
@@ -341,10 +341,8 @@ class ContextParallel(Decoder):
         if is_known:
             call = self._prepared(qkv, layout, backend, options)
         else:
-            call = layout.compared.agreed(
-                facts,
-                {"who owns which tokens": layout.digests, **dict(facts)},
-                lambda: self._runnable(qkv, layout, backend, options, return_lse),
+            call = layout.verified.verify(
+                facts, lambda: self._runnable(qkv, layout, backend, options, return_lse)
             )
             connect(self.wire, qkv[0].device)
         route = self._route(call, layout, return_lse, again is not None)

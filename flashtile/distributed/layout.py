@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import current_layout
 from ..lru import Memo
 from . import tickets
-from .agreement import KINDS, Compared
+from .consistency import KINDS, VerifiedCalls
 from .model_inputs import local_inputs
 from .ownership import Ownership
 from .sequence_tensors import stream_of
@@ -62,7 +62,7 @@ class Layout:
         self.positions = _padded(self._positions(), self.local_tokens, 0)
         counts = [queries.positions(self.rank, d).length for d in documents]
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
-        self.compared = Compared(wire)
+        self.verified = VerifiedCalls(wire)
         self._digests: tuple[str, str] | None = None
         self.ticket = tickets.ticket(self)
         self.calls = 0  # of attention over all ranks
@@ -166,7 +166,7 @@ class Layout:
     def together(self, what: str, check: Callable[[], None]) -> None:
         """Run `check`. When all ranks do this for the first time, they compare whether it raises,
         and raise the same error."""
-        if self.compared.knows(what):
+        if what in self.verified:
             check()
             return
 
@@ -174,7 +174,7 @@ class Layout:
             check()
             return None, {"the call": what}
 
-        self.compared.agreed(what, {"the call": what}, prepare)
+        self.verified.verify(what, prepare)
 
     @property
     def digests(self) -> tuple[str, str]:

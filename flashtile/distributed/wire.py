@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from .watch import Watch
-
-STOP = 0x5709  # the tag of a message that nobody sends
 
 
 class Pending(Protocol):
@@ -93,13 +88,11 @@ class _Works:
                 else:
                     work.wait(timedelta(seconds=self.wire.timeout))
             except RuntimeError as error:
-                self.wire.raise_disagreement(error)
                 raise RuntimeError(
                     f"context parallel: rank {self.wire.rank} failed while it waited for "
                     f"{self._what(number)}: {error}"
                 ) from error
         self.works, self.messages, self.tensors = [], list, []
-        self.wire.raise_if_stopped()
 
     def _what(self, number: int) -> str:
         # NCCL makes one request of a whole batch, gloo one of each message.
@@ -147,21 +140,11 @@ class ProcessWire:
             and "nccl" in dist.get_backend_config(self.group)
         )
         self.global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.ranks)]
-        self.watch = Watch(self.rank, self.ranks, _store_of(self.group), _stop_of(self.group))
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
     ) -> Pending:
         """See `Wire`. One operation of NCCL, or one of gloo for each message."""
-        try:
-            return self._started(sends, receives, what)
-        except RuntimeError as error:
-            self.raise_disagreement(error)
-            raise
-
-    def _started(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
-    ) -> Pending:
         if (
             self._has_all_to_all
             and any(x.is_cuda for x in (*sends.values(), *receives.values()))
@@ -210,26 +193,8 @@ class ProcessWire:
         """See `Wire`."""
         here = x if x.device.type != "cpu" else x.to(self._device)
         gathered = [torch.empty_like(here) for _ in range(self.ranks)]
-        try:
-            dist.all_gather(gathered, here, group=self.group)
-            found = [part.cpu() for part in gathered]
-        except RuntimeError as error:
-            self.raise_disagreement(error)
-            raise
-        self.raise_if_stopped()
-        return found
-
-    def raise_if_stopped(self) -> None:
-        """Raise what the ranks disagree on, if they do: NCCL raises no error for an operation that
-        was stopped."""
-        if self.watch.error:
-            raise ValueError(self.watch.error)
-
-    def raise_disagreement(self, error: RuntimeError) -> None:
-        """Raise what the ranks disagree on, if an operation has failed because they do."""
-        reason = self.watch.reason()
-        if reason:
-            raise ValueError(reason) from error
+        dist.all_gather(gathered, here, group=self.group)
+        return [part.cpu() for part in gathered]
 
     @property
     def _device(self) -> torch.device:
@@ -248,29 +213,6 @@ def _flat(x: Tensor) -> Tensor:
 def _as_bytes(x: Tensor) -> Tensor:
     """A view that every backend can send, whatever the dtype."""
     return x.view(-1).view(torch.uint8)
-
-
-def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
-    return lambda: dist.distributed_c10d._get_process_group_store(group)
-
-
-def _stop_of(group: dist.ProcessGroup) -> Callable[[], None]:
-    """What makes the waiting operations of a group fail."""
-
-    def stop() -> None:
-        backends = dist.get_backend_config(group)
-        if "gloo" in backends:
-            # A receive that is late closes the connections of all.
-            nothing = torch.empty(1, dtype=torch.uint8)
-            peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-            with suppress(RuntimeError):
-                work = dist.irecv(nothing, group=group, group_src=peer, tag=STOP)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
-        if "nccl" in backends:
-            group.abort()
-
-    return stop
 
 
 def exchanged(
