@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flashtile.distributed import ContextParallel
-from flashtile.distributed.ownership import Ownership, Piece
+from flashtile.distributed.partition import Ownership, Piece
 from flashtile.positions import Dealt
 from flashtile.testing.wires import run_ranks
 

@@ -331,14 +331,14 @@ DISTRIBUTED = [
         "Dealt.below",
         "inside = position % period - self.rank * self.block",
         "inside = position % period - self.rank",
-        "tests/distributed/test_cache.py -k test_dealt_positions",
+        "tests/distributed/test_decode.py -k test_dealt_positions",
     ),
     Planted(
         "every rank adds the sink to its part of a cache",
         "Decoding.operands",
         "sink = self.sink if dealt.rank == 0 else None",
         "sink = self.sink",
-        "tests/distributed/test_cache.py -k test_ranks_decode",
+        "tests/distributed/test_decode.py -k test_ranks_decode",
     ),
     Planted(
         "intervals count from the whole document",

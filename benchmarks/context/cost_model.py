@@ -23,13 +23,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from flashtile.distributed.heads import HeadShare, merged, share_heads
-from flashtile.distributed.machine import Machine
-from flashtile.distributed.ownership import Ownership
+from flashtile.distributed.partition import Facts, Ownership, TileMap
 from flashtile.distributed.schedule import distances
-from flashtile.distributed.strategy import Strategy
-from flashtile.distributed.tile_map import TileMap
-from flashtile.distributed.work import Facts
+from flashtile.distributed.strategy import Machine, Strategy
+from flashtile.distributed.ulysses import HeadShare, merged, share_heads
 
 from .traffic import Hop, Traffic
 

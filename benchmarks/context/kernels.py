@@ -23,10 +23,9 @@ from flashtile.call import dispatch
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.cli.timing import Timing, interleave, timer_for
-from flashtile.distributed import balance, executor
-from flashtile.distributed.ownership import Ownership
+from flashtile.distributed import executor, partition
+from flashtile.distributed.partition import Ownership, Work
 from flashtile.distributed.schedule import schedule
-from flashtile.distributed.work import Work
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -106,7 +105,7 @@ def whole_call(case: ContextCase, lengths: list[int], device: str) -> Whole:
 def ownership(case: ContextCase, lengths: list[int], ranks: int, options: Options) -> Ownership:
     """The layout that `ContextParallel.layout` makes by default."""
     way = "documents" if case.variant == "packed" else "contiguous" if case.window else "zigzag"
-    return balance.divided(way, Work([(options.facts, None, 1)], lengths), ranks)
+    return partition.divided(way, Work([(options.facts, None, 1)], lengths), ranks)
 
 
 def calls_of_ranks(

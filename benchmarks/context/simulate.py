@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.context.simulate --csv benchmarks/results/model/context.csv`` prices the
 schedules that the executor would run for one causal sequence, with the rates and links of a machine
-of `flashtile.distributed.machine`.
+of `flashtile.distributed.strategy`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashtile.cli.machine import provenance
-from flashtile.distributed import balance
-from flashtile.distributed.machine import MACHINES, Machine
-from flashtile.distributed.strategy import Strategy
+from flashtile.distributed import partition
+from flashtile.distributed.strategy import MACHINES, Machine, Strategy
 from flashtile.masks import Window
 
 from .cost_model import Price, Pricing, Shape, fastest
@@ -43,9 +42,9 @@ class Prediction(NamedTuple):
 
 def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Prediction]:
     """Of a ring, of gathering, and of what the model chooses."""
-    holders = balance.zigzag([tokens * ranks], ranks, GRAIN)
+    holders = partition.zigzag([tokens * ranks], ranks, GRAIN)
     pricing = Pricing(machine, SHAPE, holders, holders, (Window(None, 0),))
-    whole = balance.contiguous([tokens * ranks], 1, GRAIN)
+    whole = partition.contiguous([tokens * ranks], 1, GRAIN)
     alone = Pricing(machine, SHAPE, whole, whole, pricing.facts).slowest(Strategy(1, 1, 1))
     ways = {
         "ring": Strategy(1, ranks, 1),

@@ -6,10 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from flashtile.distributed.ownership import Ownership
+from flashtile.distributed.partition import Facts, Ownership, TileMap
 from flashtile.distributed.schedule import whole_groups
-from flashtile.distributed.tile_map import TileMap
-from flashtile.distributed.work import Facts
 from flashtile.lru import memoised
 from flashtile.masks import Visibility
 from flashtile.positions import Span

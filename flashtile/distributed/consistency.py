@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .wire import Wire
+from .collectives import Wire
 
 RECORD_BYTES = 2048
 KINDS = 1024  # of calls that ranks have compared; the cache drops the oldest one

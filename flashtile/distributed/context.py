@@ -16,32 +16,40 @@ from ..call.score_function import outside_of_graphs
 from ..lru import Memo
 from ..problem import Operands, Options, lse_dtype
 from ..rng_state import draw_rng_state
-from . import balance, traced
+from . import compile as compiled
+from . import partition
 from .arguments import (
     UsedTokens,
+    call_facts,
     comparable,
     lengths_of,
+    needs_gradients,
     packed_call,
     refuse_transforms,
     refuse_unknown,
+    repeat_key,
     shapes,
     with_program,
 )
-from .cache import Decoder
+from .buffers import indices
+from .collectives import ProcessWire, Wire, connect
 from .consistency import KINDS, VerifiedCalls
-from .executor import Plan, refuse_without_backend
-from .function import Route, attend, is_recomputing
-from .kinds import call_facts, needs_gradients, repeat_key
+from .decode import Decoder
+from .executor import Plan, Route, attend, is_recomputing, refuse_without_backend
 from .layout import Layout
-from .machine import Machine, machine_of, measured
-from .mesh import of_mesh
-from .ownership import is_divided, repeated
-from .paths import Call, paths_of
-from .sequence_tensors import indices
-from .strategy import Number, Requested, Strategy, Workload, explained, select_strategy
-from .tile_map import TileMap
-from .wire import ProcessWire, Wire, connect
-from .work import Mask, Work
+from .partition import Mask, TileMap, Work, is_divided, repeated
+from .plan import Call, paths_of
+from .strategy import (
+    Machine,
+    Number,
+    Requested,
+    Strategy,
+    Workload,
+    explained,
+    machine_of,
+    measured,
+    select_strategy,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -176,12 +184,14 @@ class ContextParallel(Decoder):
         unit = lcm(*(size for _, tiles, _ in layers if tiles for size in (tiles.BM, tiles.BN)))
         if way == "auto":
             way = "zigzag" if batch else "documents"
-        work = Work(layers, lengths, keys, balance.largest_grain(lengths, ranks, grain, unit), unit)
-        queries = balance.divided(way, work, ranks)
+        work = Work(
+            layers, lengths, keys, partition.largest_grain(lengths, ranks, grain, unit), unit
+        )
+        queries = partition.divided(way, work, ranks)
         key_holders = queries
         if keys != lengths:
-            size = balance.largest_grain(keys, ranks, grain, unit)
-            key_holders = balance.contiguous(keys, ranks, size)
+            size = partition.largest_grain(keys, ranks, grain, unit)
+            key_holders = partition.contiguous(keys, ranks, size)
         rows = [
             max(holders.tokens(rank) for rank in range(ranks)) for holders in (queries, key_holders)
         ]
@@ -264,7 +274,7 @@ class ContextParallel(Decoder):
             raise NotImplementedError(
                 "generator: got a torch.Generator under torch.compile, want None, for PyTorch's own"
             )
-        return traced.attend(qkv, layout, options, return_lse, backend)
+        return compiled.attend(qkv, layout, options, return_lse, backend)
 
     def explain(
         self,
@@ -499,3 +509,22 @@ class ContextParallel(Decoder):
         if given is None:
             given = draw_rng_state(operands.q.device, self.generator)
         return operands._replace(rng_state=given)
+
+
+def of_mesh(mesh: DeviceMesh, ulysses: Number) -> tuple[dist.ProcessGroup, Number]:
+    """The group of all ranks of the mesh, and how many neighbours exchange heads.
+
+    Raises:
+        ValueError: the mesh has more than two dimensions or does not count its ranks up, or
+            `ulysses` is not its second dimension.
+    """
+    if mesh.ndim == 1:
+        return mesh.get_group(), ulysses
+    if mesh.ndim != 2:
+        raise ValueError(f"group: got a mesh of {mesh.ndim} dimensions, want one or two")
+    if ulysses not in ("auto", mesh.size(1)):
+        raise ValueError(f"ulysses: got {ulysses}, want {mesh.size(1)}, as in the mesh, or 'auto'")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"group: got a mesh of ranks {ranks}, want ranks that count up")
+    return mesh._flatten().get_group(), mesh.size(1)

@@ -11,28 +11,42 @@ them, which add them in float32, in the order of stages and ranks, so that resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..autocast import autocast_off
+from ..autograd import is_batched, refuse_second_derivative
 from ..backend_interface import Gradients
 from ..call import dispatch
 from ..lru import Memo
 from ..ops.merge.formula import merge
-from ..problem import AttentionProblem, Operands, Options, captured_needs_grad, lse_dtype
-from .buffer_bias import add_bias_gradient, bias_of_buffer
-from .buffer_masks import of_heads, rows_before, tiles_of_buffer
-from .key_gradients import KeyGradients, new_sums
-from .rounded_wire import rounded
-from .row_copies import KeyWords
-from .schedule import Schedule, Stage
-from .sequence_tensors import SequenceTensors, sequence_tensors, stream_of
-from .steps import Step, steps_of
+from ..positions import Span
+from ..problem import (
+    DIFFERENTIABLE,
+    AttentionProblem,
+    Operands,
+    Options,
+    captured_needs_grad,
+    lse_dtype,
+)
+from .buffers import (
+    KeyWords,
+    SequenceTensors,
+    add_bias_gradient,
+    bias_of_buffer,
+    of_heads,
+    rows_before,
+    sequence_tensors,
+    stream_of,
+    tiles_of_buffer,
+)
+from .collectives import Wire, exchanged, rounded
+from .schedule import Schedule, Stage, Step, steps_of
 from .strategy import Strategy
-from .wire import Wire, exchanged
+from .ulysses import Ulysses
 
 
 class Plan(NamedTuple):
@@ -428,3 +442,200 @@ def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
     counting = operands.alibi_slopes, operands.relative_bias, operands.rng_state
     has_rules = plan.options.facts or plan.options.score_mod
     return stage.has_parts and (bool(has_rules) or any(x is not None for x in counting))
+
+
+def new_sums(k: Tensor, v: Tensor, padding: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dk and dv before anything is added; only the rows of padding are zero."""
+    dk, dv = (x.new_empty(x.shape[0] + padding, *x.shape[1:], dtype=dtype) for x in (k, v))
+    if padding:
+        for x in (dk, dv):
+            x[len(k) :].zero_()
+    return dk, dv
+
+
+class KeyGradients:
+    """The gradients of the keys of a step on their way to the ranks that own the keys."""
+
+    def __init__(self, wire: Wire, step: Step, dk: Tensor, dv: Tensor) -> None:
+        self.step, stage = step, step.stage
+        if step.own is not None:
+            start, stop = step.own
+            self.own, self.arrived, self.pending = [((start, stop), dk, dv)], {}, None
+            return
+        # For each source of the buffer: rows there, and rows of the buffer.
+        by_source: list[list[tuple[Span, Span]]] = [[] for _ in range(1 + len(stage.receives))]
+        row = 0
+        for source, start, stop in stage.order:
+            by_source[source].append(((start, stop), (row, row + stop - start)))
+            row += stop - start
+        own, *of_messages = by_source
+        self.own = [(rows, dk[a:b], dv[a:b]) for rows, (a, b) in own]
+        words = KeyWords.of(dk, dv)
+        sends = {
+            message.peer: words.message([span for _, span in sorted(spans)])
+            for message, spans in zip(stage.receives, of_messages, strict=True)
+        }
+        received = {message.peer: words.empty(message.rows) for message in stage.sends}
+        self.arrived = {
+            message.peer: words.numbers(words.split(received[message.peer], message.rows))
+            for message in stage.sends
+        }
+        self.pending = exchanged(wire, sends, received, "gradients of keys and values")
+
+    def add_to(self, dk: Tensor, dv: Tensor) -> None:
+        """Add what was computed here and what arrived to the gradients of the rank's own keys. The
+        first stage of some heads finds nothing there yet."""
+        heads = self.step.key_heads
+        totals = (dk[:, heads], dv[:, heads])
+        if self.step.is_first and sum(b - a for (a, b), _, _ in self.own) < len(dk):
+            for total in totals:
+                total.zero_()
+        for (start, stop), *parts in self.own:
+            for total, x in zip(totals, parts, strict=True):
+                if self.step.is_first:
+                    total[start:stop] = x
+                else:
+                    total[start:stop] += x
+        self._add_arrived(totals)
+
+    def in_place(self) -> tuple[Tensor, Tensor]:
+        """The sums of a step with `has_own_rows` that is the only one, in the memory of what was
+        computed here."""
+        ((_, dk, dv),) = self.own
+        self._add_arrived((dk, dv))
+        return dk, dv
+
+    def _add_arrived(self, totals: tuple[Tensor, Tensor]) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+        for message in sorted(self.step.stage.sends):
+            for total, x in zip(totals, self.arrived[message.peer], strict=True):
+                _add_rows(total, message.spans, x)
+
+
+def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:
+    row = 0
+    for start, stop in spans:
+        total[start:stop] += x[row : row + stop - start]
+        row += stop - start
+
+
+class Route(NamedTuple):
+    """What this rank does with its neighbours, and then with the ranks that hold other tokens."""
+
+    ulysses: Ulysses | None
+    plan: Plan
+    wire: Wire
+    wants_lse: bool  # otherwise nobody sees lse, and it has no gradient
+    known: tuple[Tensor, Tensor] | None = None  # (out, lse), if they have been computed
+    # Rows of q and of k and v without padding, if these have padding; then out has it, too.
+    tokens: tuple[int, int] | None = None
+
+    def without_padding(self, operands: Operands) -> Operands:
+        """The operands without the rows of padding."""
+        if self.tokens is None:
+            return operands
+        queries, keys = self.tokens
+        q, k, v = operands[:3]
+        return operands._replace(q=q[:queries], k=k[:keys], v=v[:keys])
+
+
+class ContextAttention(torch.autograd.Function):
+    """(route, operands, the differentiable ones of them) -> (out, lse)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, route: Route, operands: Operands, *differentiable: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ulysses, _, _, wants_lse, known, _ = route
+        given = operands if ulysses is None else ulysses.spread(operands)
+        if known is None:
+            out, lse = _computed(route, given, any(ctx.needs_input_grad))
+        elif ulysses is None:
+            out, lse = known[0].clone(), known[1].clone()
+        else:
+            out, lse = ulysses.spread_out(known[0]), ulysses.spread_lse(known[1])
+        ctx.set_materialize_grads(False)
+        ctx.route, ctx.bias = route, operands.bias
+        ctx.save_for_backward(out, lse, *given)
+        if ulysses is not None:
+            out, lse = ulysses.collect_results(out, lse)
+        if not wants_lse:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        if is_batched(dout) or is_batched(dlse):
+            raise NotImplementedError(
+                "is_grads_batched: got True, want False under context parallelism"
+            )
+        # Of a derivative that will be differentiated, every use requires a gradient.
+        differentiated = torch.ones((), requires_grad=torch.is_grad_enabled())
+        gradients = _FirstDerivative.apply(ctx, dout, dlse, differentiated)
+        return None, None, *gradients
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """The gradients of `ContextAttention`; their own derivative raises NotImplementedError."""
+
+    @staticmethod
+    def forward(_ctx: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None, __: Tensor) -> Any:
+        route = ctx.route
+        ulysses, plan, wire, wants_lse, _, tokens = route
+        out, lse, *saved = ctx.saved_tensors
+        with_padding = Operands(*saved)
+        operands = route.without_padding(with_padding)
+        heads = out.shape[1] if ulysses is None else ulysses.heads[0]
+        if dout is None:
+            assert dlse is not None
+            dout = out.new_zeros(dlse.shape[1], heads, out.shape[2])
+        if wants_lse and dlse is None:  # on this rank, perhaps not on the others
+            dlse = lse.new_zeros(heads, dout.shape[0] if tokens is None else tokens[0])
+        padding = 0, 0
+        if tokens is not None:
+            out, dout = out[: tokens[0]], dout[: tokens[0]]
+            padding = len(with_padding.q) - tokens[0], len(with_padding.k) - tokens[1]
+        if ulysses is not None:
+            dout = ulysses.spread_out(dout)
+            dlse = None if dlse is None else ulysses.spread_lse(dlse)
+        needed = ctx.needs_input_grad[2:]
+        bias_needs_grad = needed[Operands._fields.index("bias")]
+        results = out, lse, dout, dlse
+        is_shared = ulysses is not None and ulysses.has_shared_keys
+        gradients = backward(plan, wire, operands, *results, bias_needs_grad, padding, is_shared)
+        if ulysses is not None:
+            gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
+        found = zip(gradients, with_padding[:DIFFERENTIABLE], needed, strict=True)
+        return tuple(_like(g, x) if wanted else None for g, x, wanted in found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivative()
+
+
+def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+    return None if gradient is None or x is None else gradient.to(x.dtype)
+
+
+def attend(route: Route, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a rank's own queries, recorded for gradients if some tensor needs them."""
+    differentiable = operands[:DIFFERENTIABLE]
+    wants_grad = any(x is not None and x.requires_grad for x in differentiable)
+    is_plain = route.ulysses is None and route.known is None
+    if is_plain and not (wants_grad and torch.is_grad_enabled()):
+        return _computed(route, operands, wants_grad)
+    return ContextAttention.apply(route, operands, *differentiable)
+
+
+def _computed(route: Route, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the queries here."""
+    given, padding = route.without_padding(operands), 0
+    if route.tokens is not None:
+        padding = len(operands.q) - route.tokens[0]
+    return forward(route.plan, route.wire, given, wants_grad, padding)
+
+
+def is_recomputing() -> bool:
+    """Whether a backward is under way, which computes a checkpoint's forward again."""
+    return torch._C._current_graph_task_id() != -1

@@ -9,9 +9,8 @@ from test_strategy import ANY, drawn, one_sequence
 
 from benchmarks.context.cost_model import Pricing, Shape, fastest, strategies
 from benchmarks.context.traffic import Traffic
-from flashtile.distributed.machine import Host, Link
 from flashtile.distributed.schedule import keys_received
-from flashtile.distributed.strategy import Strategy, Workload, select_strategy
+from flashtile.distributed.strategy import Host, Link, Strategy, Workload, select_strategy
 
 pytestmark = pytest.mark.slow
 

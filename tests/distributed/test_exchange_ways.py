@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtile.distributed.machine import MACHINES, measured
-from flashtile.distributed.wire import ProcessWire, can_be_one_operation
+from flashtile.distributed.collectives import ProcessWire, can_be_one_operation
+from flashtile.distributed.strategy import MACHINES, measured
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.distributed import ContextParallel, check, executor
-from flashtile.distributed.machine import MACHINES
+from flashtile.distributed.strategy import MACHINES
 from flashtile.masks import BlockMask
 from flashtile.spans import Spans
 from flashtile.testing.wires import ThreadWire, run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.distributed.row_copies import KeyWords
+from flashtile.distributed.buffers import KeyWords
 from flashtile.distributed.schedule import Rows
 from flashtile.testing import generator
 

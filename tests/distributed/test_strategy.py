@@ -8,11 +8,11 @@ import pytest
 import torch
 from test_schedule import CAUSAL, random_facts, visible_scores
 
-from flashtile.distributed import MACHINES, ContextParallel, balance
-from flashtile.distributed.machine import Link
-from flashtile.distributed.ownership import Ownership, Piece
+from flashtile.distributed import MACHINES, ContextParallel, partition
+from flashtile.distributed.partition import Ownership, Piece, TileMap, Work
 from flashtile.distributed.schedule import keys_received, schedule
 from flashtile.distributed.strategy import (
+    Link,
     Requested,
     Strategy,
     Workload,
@@ -21,8 +21,6 @@ from flashtile.distributed.strategy import (
     seconds,
     select_strategy,
 )
-from flashtile.distributed.tile_map import TileMap
-from flashtile.distributed.work import Work
 from flashtile.masks import BlockMask, Chunk, Window
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -41,15 +39,15 @@ def drawn(seed: int) -> Workload:
     facts = rng.choice([CAUSAL, (Window(700, 0),), random_facts(rng)])
     grain = rng.choice([4, 128])
     work = Work([(facts, None, 1)], lengths, keys, grain)
-    queries = balance.divided(rng.choice(["contiguous", "zigzag", "documents"]), work, ranks)
-    holders = queries if keys == lengths else balance.contiguous(keys, ranks, grain)
+    queries = partition.divided(rng.choice(["contiguous", "zigzag", "documents"]), work, ranks)
+    holders = queries if keys == lengths else partition.contiguous(keys, ranks, grain)
     machine = MACHINES[rng.choice(list(MACHINES))]._replace(node=rng.choice([2, 4, 8]))
     return Workload(machine, rng.choice(HEADS), *NOTHING_ELSE, queries, holders, facts)
 
 
 def one_sequence(ranks: int, tokens: int, *heads: int, way: str = "zigzag") -> Workload:
     """A causal sequence with `tokens` on each rank of H200s."""
-    holders = balance.divided(way, Work([(CAUSAL, None, 1)], [ranks * tokens]), ranks)
+    holders = partition.divided(way, Work([(CAUSAL, None, 1)], [ranks * tokens]), ranks)
     return Workload(MACHINES["H200"], heads, *NOTHING_ELSE, holders, holders, CAUSAL)  # type: ignore[arg-type]  # two heads
 
 
@@ -86,7 +84,7 @@ def test_tiles_of_a_block_mask_count(seed: int) -> None:
     kinds = torch.rand(rng.choice([1, 2]), 1, 8, 8, generator=g) < 0.5
     tiles = TileMap.of(BlockMask.from_tiles(kinds, (8, 8)))
     work = Work([((), tiles, 1)], lengths, grain=8, unit=8)
-    holders = balance.divided(rng.choice(["zigzag", "documents"]), work, ranks)
+    holders = partition.divided(rng.choice(["zigzag", "documents"]), work, ranks)
     workload = Workload(MACHINES["CPU"], (1, 1), *NOTHING_ELSE, holders, holders, (), tiles)
     received = keys_received(holders, holders, ((), tiles))
     for rank in range(ranks):
@@ -104,7 +102,7 @@ def test_tiles_of_a_block_mask_count(seed: int) -> None:
 def test_scores_are_those_of_the_mask(ranks: int, tokens: int) -> None:
     window = (Window(20, 0), Chunk(48))
     for facts in ((), CAUSAL, window):
-        holders = balance.zigzag([tokens, 5], ranks, 4)
+        holders = partition.zigzag([tokens, 5], ranks, 4)
         workload = Workload(MACHINES["CPU"], (4, 4), *NOTHING_ELSE, holders, holders, facts)
         found = sum(workload.scores(holders, rank) for rank in range(ranks))
         whole = len(visible_scores(facts, [tokens, 5], [tokens, 5]))
@@ -174,7 +172,7 @@ def test_prices_of_gathering_and_of_ulysses() -> None:
     machine = MACHINES["H200"]._replace(forward=1e30, backward=1e30, memory=1e30, node=2)
     machine = machine._replace(inside=Link(4e9, 0.0), across=Link(1e9, 0.0))
     machine = machine._replace(host=machine.host._replace(exchange=0.0))
-    holders = balance.contiguous([400], 4, 100)
+    holders = partition.contiguous([400], 4, 100)
     workload = Workload(machine, (8, 4), (6, 6, 10), (2, 4), holders, holders, ())
     keys = 2 * 4 * (6 + 10) * 2 + 4 * (6 + 10) * 4  # bytes of a key in both passes
     assert seconds(Strategy(1, 1, 1), workload) == pytest.approx(200 * keys / 1e9)

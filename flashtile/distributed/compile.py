@@ -22,7 +22,7 @@ from ..rng_state import draw_rng_state
 from ..score_mod import Described
 from ..spans import Spans
 from .arguments import refuse_unknown
-from .tickets import layout_of
+from .layout import layout_of
 
 
 class _Tensors(NamedTuple):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group = dist.ProcessGroup | DeviceMesh | None
 
 
 class Pending(Protocol):
@@ -220,3 +225,99 @@ def exchanged(
 ) -> Pending | None:
     """None if this rank has no part in it."""
     return wire.exchange(sends, received, what) if sends or received else None
+
+
+class RoundedWire:
+    """`wire`, on which all tensors travel in `dtype` and arrive in their own."""
+
+    def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
+        self.wire, self.dtype = wire, dtype
+        self.rank, self.ranks, self.global_ranks = wire.rank, wire.ranks, wire.global_ranks
+
+    def exchange(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
+    ) -> Pending:
+        """See `Wire`."""
+        arriving = {peer: torch.empty_like(x, dtype=self.dtype) for peer, x in receives.items()}
+        rounded = {peer: x.to(self.dtype) for peer, x in sends.items()}
+        return _Arrival(self.wire.exchange(rounded, arriving, what), arriving, receives)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """See `Wire`; these bytes stay as they are."""
+        return self.wire.all_gather(x)
+
+
+class _Arrival:
+    def __init__(
+        self, pending: Pending, arriving: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> None:
+        self.pending, self.arriving, self.receives = pending, arriving, receives
+
+    def wait(self) -> None:
+        self.pending.wait()
+        for peer, x in self.receives.items():
+            x.copy_(self.arriving[peer])
+
+
+def rounded(wire: Wire, dtype: torch.dtype | None) -> Wire:
+    """The wire itself where `dtype` is None."""
+    return wire if dtype is None else RoundedWire(wire, dtype)
+
+
+def global_mean(
+    loss_sum: Tensor, count: int | Tensor, group: Group = None, averaged_over: Group = None
+) -> Tensor:
+    """A rank's part of the mean loss of all tokens, for gradients that are averaged over ranks.
+
+    Ranks have unequal numbers of tokens with a loss, so the mean of their means is not that of one
+    process. This is the rank's sum, divided by the number of tokens of all ranks and multiplied by
+    the number of ranks over which FSDP or DDP average gradients. The mean of what it returns is the
+    mean loss, and the averaged gradients are those of one process.
+
+    Args:
+        loss_sum: () the sum of the losses of the rank's own tokens, with its graph.
+        count: how many tokens they are, 0 for none.
+        group: the ranks that have the tokens, a group or a mesh; None is the default group. All of
+            them call it.
+        averaged_over: the ranks over which gradients are averaged; None is `group`.
+
+    Returns:
+        (), 0 where no rank has a token.
+    """
+    members = group_of(group)
+    total = torch.as_tensor(count, dtype=torch.int64, device=loss_sum.device).clone()
+    dist.all_reduce(total, group=members)
+    averaged = members if averaged_over is None else group_of(averaged_over)
+    return loss_sum * (dist.get_world_size(averaged) / total.clamp(min=1))
+
+
+class SubWire:
+    """Some ranks of a wire as a wire of their own."""
+
+    def __init__(self, wire: Wire, members: Sequence[int]) -> None:
+        self.wire, self.members = wire, tuple(members)
+        self.rank, self.ranks = self.members.index(wire.rank), len(self.members)
+        self.global_ranks = [wire.global_ranks[member] for member in self.members]
+
+    def exchange(self, sends: Any, receives: Any, what: str) -> Any:
+        """See `Wire`."""
+        there = self.members
+        return self.wire.exchange(
+            {there[peer]: x for peer, x in sends.items()},
+            {there[peer]: x for peer, x in receives.items()},
+            what,
+        )
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The `x` of the members. All ranks of the whole wire take part."""
+        everyone = self.wire.all_gather(x)
+        return [everyone[member] for member in self.members]
+
+
+def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh, or the default group for None."""
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return (group if group.ndim == 1 else group._flatten()).get_group()

@@ -9,13 +9,12 @@ import torch
 
 from ..problem import Operands, Options
 from .arguments import UsedTokens
-from .heads import Exchange, HeadShare, SubWire, Ulysses, merged, share_heads
+from .collectives import SubWire, Wire
 from .layout import Layout
-from .ownership import first_documents
+from .partition import TileMap, first_documents
 from .schedule import Schedule, schedule
 from .strategy import Strategy
-from .tile_map import TileMap
-from .wire import Wire
+from .ulysses import Exchange, HeadShare, Ulysses, merged, share_heads
 
 
 class Call(NamedTuple):

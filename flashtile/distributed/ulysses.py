@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from torch import Tensor
 from ..backend_interface import Gradients
 from ..positions import Span
 from ..problem import Operands
-from .buffer_masks import of_heads
-from .ownership import Ownership, Piece
-from .rounded_wire import rounded
-from .wire import Wire
+from .buffers import of_heads
+from .collectives import Wire, rounded
+from .partition import Ownership, Piece
 
 
 class HeadShare(NamedTuple):
@@ -236,26 +235,3 @@ def _rows_first(x: Tensor) -> Tensor:
 def _heads_first(rows: Tensor, batch: int) -> Tensor:
     """The reverse of `_rows_first`."""
     return rows.unflatten(0, (batch, rows.shape[0] // batch)).transpose(1, 2)
-
-
-class SubWire:
-    """Some ranks of a wire as a wire of their own."""
-
-    def __init__(self, wire: Wire, members: Sequence[int]) -> None:
-        self.wire, self.members = wire, tuple(members)
-        self.rank, self.ranks = self.members.index(wire.rank), len(self.members)
-        self.global_ranks = [wire.global_ranks[member] for member in self.members]
-
-    def exchange(self, sends: Any, receives: Any, what: str) -> Any:
-        """See `Wire`."""
-        there = self.members
-        return self.wire.exchange(
-            {there[peer]: x for peer, x in sends.items()},
-            {there[peer]: x for peer, x in receives.items()},
-            what,
-        )
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The `x` of the members. All ranks of the whole wire take part."""
-        everyone = self.wire.all_gather(x)
-        return [everyone[member] for member in self.members]
