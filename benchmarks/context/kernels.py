@@ -24,8 +24,11 @@ from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.cli.timing import Timing, interleave, timer_for
 from flashtile.distributed import executor, partition
+from flashtile.distributed.arguments import UsedTokens
 from flashtile.distributed.partition import Ownership, Work
-from flashtile.distributed.schedule import schedule
+from flashtile.distributed.plan import Plan
+from flashtile.distributed.schedule import schedule, steps_of
+from flashtile.distributed.strategy import Strategy
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -122,9 +125,21 @@ def calls_of_ranks(
         ).to(packed[0].device)
         q, k, v, dout = (x[rows] for x in packed)
         made = schedule(owned, owned, whole.options.facts, wire.rank)
-        plan = executor.Plan(made, head_groups, whole.options, backend, 0, None)
-        out, lse = executor.forward(plan, wire, Operands(q, k, v), True)
-        executor.backward(plan, wire, Operands(q, k, v), out, lse, dout, None, False)
+        heads = q.shape[1], k.shape[1]
+        plan = Plan(
+            Strategy(1, 1, head_groups),
+            None,
+            made,
+            steps_of(made, head_groups, heads),
+            wire,
+            whole.options,
+            backend,
+            first_head=0,
+            gradient_dtype=None,
+            used=UsedTokens(owned, owned),
+        )
+        out, lse = executor.forward(plan, Operands(q, k, v), True)
+        executor.backward(plan, Operands(q, k, v), out, lse, dout, None, False)
         return recorded.get(), rows, out
 
     with patch.object(dispatch, "load", Recorder):

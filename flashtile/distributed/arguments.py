@@ -100,6 +100,11 @@ class PackedCall(NamedTuple):
     tiles: TileMap | None
     bias_has_rows: bool  # one for each query, not one for all
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Those of queries and of keys."""
+        return self.operands.q.shape[1], self.operands.k.shape[1]
+
 
 def refuse_unknown(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
     """Raise for an option that `function`, attention over ranks, does not have.
@@ -392,13 +397,16 @@ def call_facts(
     )
 
 
-def repeat_key(facts: Any, qkv: Qkv, options: Mapping[str, Any], reserved_processors: int) -> Any:
-    """A key that has all that decides how a rank runs a call, besides the contents of q, k and v;
-    None if that is not known: other tensors take part, or autocast changes their dtypes."""
-    if not are_numbers(options) or is_autocasting(qkv[0]):
-        return None
+def plan_key(facts: Any, qkv: Qkv, reserved_processors: int) -> tuple[Any, ...]:
+    """What decides how a rank runs a call, together with the values of its options."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return facts, *[x.device for x in qkv], reserved_processors, deterministic
+
+
+def has_only_qkv(qkv: Qkv, options: Mapping[str, Any]) -> bool:
+    """Whether `call_facts` say everything about a call besides the contents of q, k and v: no other
+    tensors take part, and autocast does not change their dtypes."""
+    return are_numbers(options) and not is_autocasting(qkv[0])
 
 
 def kind(name: str, x: Any) -> Any:

@@ -14,20 +14,22 @@ from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.score_function import outside_of_graphs
 from ..lru import Memo
-from ..problem import Operands, Options, lse_dtype
+from ..problem import Operands, lse_dtype
 from ..rng_state import draw_rng_state
 from . import compile as compiled
 from . import partition
 from .arguments import (
-    UsedTokens,
+    PackedCall,
+    Qkv,
     call_facts,
     comparable,
+    has_only_qkv,
     lengths_of,
     needs_gradients,
     packed_call,
+    plan_key,
     refuse_transforms,
     refuse_unknown,
-    repeat_key,
     shapes,
     with_program,
 )
@@ -35,15 +37,14 @@ from .buffers import indices
 from .collectives import ProcessWire, Wire, connect
 from .consistency import KINDS, VerifiedCalls
 from .decode import Decoder
-from .executor import Plan, Route, attend, is_recomputing, refuse_without_backend
+from .executor import attend, is_recomputing, refuse_without_backend
 from .layout import Layout
-from .partition import Mask, TileMap, Work, is_divided, repeated
-from .plan import Call, paths_of
+from .partition import Mask, Work, is_divided, repeated
+from .plan import Plan, plan_of
 from .strategy import (
     Machine,
     Number,
     Requested,
-    Strategy,
     Workload,
     explained,
     machine_of,
@@ -259,7 +260,7 @@ class ContextParallel(Decoder):
 
     def _attend(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         layout: Layout,
         options: Mapping[str, Any],
         return_lse: bool,
@@ -293,9 +294,9 @@ class ContextParallel(Decoder):
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
-        call = self._prepared((q, k, v), layout, backend, options)
-        workload = self._workload(layout, call.operands, call.options, call.tiles)
-        return explained(self.requested, workload, call.strategy)
+        given = with_program(q, options)
+        call, plan = self._planned((q, k, v), layout, backend, given, return_lse=False)
+        return explained(self.requested, self._workload(layout, call), plan.strategy)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
         """Compare the output of a call, its log-sum-exp and the gradients of q, k, v, the sink, and
@@ -326,7 +327,7 @@ class ContextParallel(Decoder):
 
     def run(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         layout: Layout,
         options: Mapping[str, Any],
         return_lse: bool,
@@ -343,163 +344,139 @@ class ContextParallel(Decoder):
         options = with_program(qkv[0], options)
         facts = call_facts(qkv, options, return_lse, backend, self.machine)
         layout.calls += known is None
-        is_known = facts in layout.verified
-        again = repeat_key(facts, qkv, options, self.reserved_processors)
-        repeated = again and layout.repeats.get(again)
-        if repeated and is_known and layout.context is self:
-            return self._run_alike(repeated, qkv, layout, rng_state, known)
-        if is_known:
-            call = self._prepared(qkv, layout, backend, options)
+        is_verified = facts in layout.verified
+        if is_verified and layout.context is self and has_only_qkv(qkv, options):
+            plan = layout.plans.get((plan_key(facts, qkv, self.reserved_processors), None))
+            if plan is not None:
+                return self._run(plan, None, qkv, layout, rng_state, known)
+        if is_verified:
+            call, plan = self._planned(qkv, layout, backend, options, return_lse)
         else:
-            call = layout.verified.verify(
+            call, plan = layout.verified.verify(
                 facts, lambda: self._runnable(qkv, layout, backend, options, return_lse)
             )
             connect(self.wire, qkv[0].device)
-        route = self._route(call, layout, return_lse, again is not None)
-        if again is not None:
-            # The rows of one sequence, or of packed documents, have the padding at their end.
-            is_flat = layout.sequences <= 1 and route.ulysses is None
-            tokens = layout.tokens if is_flat else None
-            layout.repeats[again] = alike = route._replace(tokens=tokens), call.used
-            # The first call runs as the others: checkpoints compare what they keep.
-            return self._run_alike(alike, qkv, layout, rng_state, known)
-        operands, slopes = call.operands, call.operands.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            rows = indices(route.plan.schedule.documents, slopes.device)
-            operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
-        return self._run(route, call.used, operands, layout, rng_state, known)
+        # The first call runs as the others: checkpoints compare what they keep.
+        operands = call.operands if plan.memo is None else None
+        return self._run(plan, operands, qkv, layout, rng_state, known)
 
     def _runnable(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         layout: Layout,
         backend: BackendName | None,
         options: Mapping[str, Any],
         return_lse: bool,
-    ) -> tuple[Call, dict[str, Any]]:
-        """`_prepared`, for a call that some backend can run on every rank, and the facts that have
+    ) -> tuple[tuple[PackedCall, Plan], dict[str, Any]]:
+        """`_planned`, for a call that some backend can run on every rank, and the facts that have
         to be equal on all ranks."""
-        call = self._prepared(qkv, layout, backend, options)
-        q, k, v = call.operands[:3]
-        holders = call.used.queries, call.used.keys
-        divided = is_divided(*holders, call.strategy.ulysses)
-        refuse_without_backend(call.operands, call.options, call.backend, call.strategy, divided)
-        return call, {
+        call, plan = self._planned(qkv, layout, backend, options, return_lse)
+        q, _, v = call.operands[:3]
+        divided = is_divided(call.used.queries, call.used.keys, plan.strategy.ulysses)
+        refuse_without_backend(call.operands, call.options, backend, plan.strategy, divided)
+        return (call, plan), {
             "documents": len(layout.queries.lengths),
             "tokens": sum(layout.queries.lengths),
             "the lengths of documents": layout.queries.lengths[:8],
             "who owns which tokens": layout.digests,
             "device and dtype": (q.device.type, q.dtype),
-            "heads": (q.shape[1], k.shape[1]),
+            "heads": call.heads,
             "head dims": (q.shape[2], v.shape[2]),
             "options": comparable(call.options, backend),
             "numbers of tokens in use": call.used.facts(),
             "the block mask": call.tiles and call.tiles.digest,
             "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,
-            "ulysses, stages, head groups": tuple(call.strategy),
+            "ulysses, stages, head groups": tuple(plan.strategy),
             "gradient_dtype": self._gradient_dtype,
             "gradients": needs_gradients(qkv),
         }
 
-    def _prepared(
+    def _planned(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         layout: Layout,
         backend: BackendName | None,
         options: Mapping[str, Any],
-    ) -> Call:
-        """A checked call."""
+        return_lse: bool,
+    ) -> tuple[PackedCall, Plan]:
+        """A checked call and its plan."""
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
         if self.reserved_processors < 0:
             raise ValueError(f"reserved_processors: got {self.reserved_processors}, want 0 or more")
         refuse_unknown(options, ContextParallel.attention)
         refuse_transforms(qkv, options)
-        operands, numbers, used, tiles, bias_has_rows = packed_call(qkv, layout, options)
-        strategy = self._strategy(layout, operands, numbers, tiles)
-        return Call(operands, numbers, backend, strategy, used, tiles, bias_has_rows)
+        call = packed_call(qkv, layout, options)
+        only_qkv = has_only_qkv(qkv, options)
+        facts = call_facts(qkv, options, return_lse, backend, self.machine)
+        values = None if only_qkv else call.options
+        key = plan_key(facts, qkv, self.reserved_processors), values
+        plan: Plan | None = layout.plans.get(key)
+        if plan is None:
+            strategy = select_strategy(self.requested, self._workload(layout, call))
+            # The rows of one sequence, or of packed documents, have the padding at their end.
+            is_flat = only_qkv and layout.sequences <= 1 and strategy.ulysses == 1
+            plan = layout.plans[key] = plan_of(
+                call,
+                layout,
+                strategy,
+                self._gradient_dtype,
+                backend=backend,
+                wants_lse=return_lse,
+                reserved_processors=self.reserved_processors,
+                tokens=layout.tokens if is_flat else None,
+                memo=Memo(KINDS) if only_qkv else None,
+            )
+        return call, plan
 
-    def _strategy(
-        self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
-    ) -> Strategy:
-        """How the ranks run a call: by the same strategy for all calls of its kind in a layout."""
-        workload = self._workload(layout, operands, options, tiles)
-        kind = workload[:4], workload.facts, tiles and tiles.digest
-        found = layout.strategies.get(kind)
-        if found is None:
-            found = layout.strategies[kind] = select_strategy(self.requested, workload)
-        return found
-
-    def _workload(
-        self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
-    ) -> Workload:
-        q, k, v = operands[:3]
+    def _workload(self, layout: Layout, call: PackedCall) -> Workload:
+        q, k, v = call.operands[:3]
         gradient = self._gradient_dtype or lse_dtype(q.dtype)
         return Workload(
             self.machine or machine_of(q.device),
-            (q.shape[1], k.shape[1]),
+            call.heads,
             (q.shape[2], k.shape[2], v.shape[2]),
             (q.element_size(), gradient.itemsize),
             layout.queries,
             layout.keys,
-            options.facts,
-            tiles,
+            call.options.facts,
+            call.tiles,
         )
-
-    def _route(self, call: Call, layout: Layout, wants_lse: bool, has_only_numbers: bool) -> Route:
-        """What this rank does in calls of one kind."""
-        paths = paths_of(call, layout, self._gradient_dtype)
-        plan = Plan(
-            paths.schedule,
-            call.strategy.head_groups,
-            call.options,
-            call.backend,
-            paths.first_head,
-            self._gradient_dtype,
-            call.bias_has_rows and not layout.sequences,
-            self.reserved_processors,
-            Memo(KINDS) if has_only_numbers else None,
-        )
-        return Route(paths.neighbours, plan, paths.wire, wants_lse)
-
-    def _run_alike(
-        self,
-        alike: tuple[Route, UsedTokens],
-        qkv: tuple[Tensor, Tensor, Tensor],
-        layout: Layout,
-        rng_state: Tensor | None,
-        known: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`_run`, for a call that has nothing but q, k and v."""
-        route, used = alike
-        if route.tokens is None or known is not None:
-            operands, route = Operands(*layout.packed(*qkv)), route._replace(tokens=None)
-            return self._run(route, used, operands, layout, rng_state, known)
-        operands = self._with_rng_state(route, Operands(*layout.flat(*qkv)), rng_state)
-        return layout.flat_results(*attend(route, operands), route.wants_lse)
 
     def _run(
         self,
-        route: Route,
-        used: UsedTokens,
-        operands: Operands,
+        plan: Plan,
+        operands: Operands | None,
+        qkv: Qkv,
         layout: Layout,
         rng_state: Tensor | None,
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of this rank's rows, padding included."""
-        operands = self._with_rng_state(route, operands, rng_state)
+        """(out, lse) of this rank's rows, padding included.
+
+        Args:
+            operands: None for a call that has nothing but q, k and v.
+        """
+        if operands is None and plan.tokens is not None and known is None:
+            operands = self._with_rng_state(plan, Operands(*layout.flat(*qkv)), rng_state)
+            return layout.flat_results(*attend(plan, operands), plan.wants_lse)
+        if operands is None:
+            operands, plan = Operands(*layout.packed(*qkv)), plan._replace(tokens=None)
+        slopes = operands.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            rows = indices(plan.schedule.documents, slopes.device)
+            operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
+        operands, used = self._with_rng_state(plan, operands, rng_state), plan.used
         if known is not None:
-            route = route._replace(known=used.of_used(*layout.results_without_padding(*known)))
-        out, lse = attend(route, operands)
-        if used.query_rows is not None:
-            out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
+            known = used.of_used(*layout.results_without_padding(*known))
+        out, lse = attend(plan, operands, known)
+        out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
         return layout.with_padding(out, lse)
 
-    def _with_rng_state(self, route: Route, operands: Operands, given: Tensor | None) -> Operands:
+    def _with_rng_state(self, plan: Plan, operands: Operands, given: Tensor | None) -> Operands:
         """The operands with the seed and offset of dropout, if the call has it."""
-        if route.plan.options.dropout_p <= 0:
+        if plan.options.dropout_p <= 0:
             return operands
         if given is None and self.generator is not None and is_recomputing():
             raise NotImplementedError(

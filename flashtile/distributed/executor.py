@@ -21,7 +21,6 @@ from ..autocast import autocast_off
 from ..autograd import is_batched, refuse_second_derivative
 from ..backend_interface import Gradients
 from ..call import dispatch
-from ..lru import Memo
 from ..ops.merge.formula import merge
 from ..positions import Span
 from ..problem import (
@@ -44,29 +43,13 @@ from .buffers import (
     tiles_of_buffer,
 )
 from .collectives import Wire, exchanged, rounded
-from .schedule import Schedule, Stage, Step, steps_of
+from .plan import Plan
+from .schedule import Stage, Step
 from .strategy import Strategy
-from .ulysses import Ulysses
-
-
-class Plan(NamedTuple):
-    """How one rank runs a call."""
-
-    schedule: Schedule
-    head_groups: int  # groups of key heads, which take turns; they divide the key heads
-    options: Options  # of the whole call; the lengths are replaced
-    backend: str | None  # forced by the caller
-    first_head: int  # the number of the first query head here in the whole call
-    gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
-    has_packed_bias: bool = False  # its rows are those of q: see `buffer_bias`
-    reserved_processors: int = 0  # see `AttentionProblem`
-    # What earlier calls with this plan have found out: only if all of them have tensors with the
-    # same metadata, and none but q, k and v.
-    known: Memo[Any, Any] | None = None
 
 
 def forward(
-    plan: Plan, wire: Wire, operands: Operands, wants_grad: bool, padding: int = 0
+    plan: Plan, operands: Operands, wants_grad: bool, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rank's own queries.
 
@@ -93,7 +76,7 @@ def forward(
         out = padded[:tokens]
         padded[tokens:].zero_()
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=total)
-    for step, keys, values in _fetched(plan, wire, operands):
+    for step, keys, values in _fetched(plan, operands):
         if not step.has_call:
             if step.is_first:
                 lse[step.query_heads].fill_(-torch.inf)
@@ -119,7 +102,6 @@ def forward(
 
 def backward(
     plan: Plan,
-    wire: Wire,
     operands: Operands,
     out: Tensor,
     lse: Tensor,
@@ -137,7 +119,7 @@ def backward(
         has_shared_keys: whether the caller adds dk and dv to those of other ranks.
     """
     q, k, v = operands[:3]
-    steps = _cached(plan, "steps", lambda: steps_of(plan.schedule, plan.head_groups, operands))
+    steps = plan.steps
     has_one_call = len(steps) == 1 and steps[0].has_call
     # With one stage, one call computes each row of dq, so no sum has to be more precise.
     dtype = lse.dtype if len(plan.schedule.stages) > 1 else q.dtype
@@ -157,8 +139,8 @@ def backward(
     dk, dv = all_dk[: len(k)], all_dv[: len(v)]
     shared = _Shared.of(operands, plan.options, bias_needs_grad, lse.dtype)
     returning: list[KeyGradients] = []
-    back = rounded(wire, plan.gradient_dtype)
-    for step, keys, values in _fetched(plan, wire, operands):
+    back = rounded(plan.wire, plan.gradient_dtype)
+    for step, keys, values in _fetched(plan, operands):
         heads = step.query_heads
         if not step.has_call:
             dk_part, dv_part = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
@@ -260,19 +242,18 @@ class _Shared(NamedTuple):
 
 def _cached(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
     """What `make` makes, from the cache if an earlier call of the plan made it."""
-    if plan.known is None:
+    if plan.memo is None:
         return make()
-    found = plan.known.get(key)
+    found = plan.memo.get(key)
     if found is None:
-        found = plan.known[key] = make()
+        found = plan.memo[key] = make()
     return found
 
 
-def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[Step, Tensor, Tensor]]:
+def _fetched(plan: Plan, operands: Operands) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """The steps with their keys and values, (rows, key heads, head_dim). The exchange of the next
     step is under way while the caller works on this one."""
-    steps = _cached(plan, "steps", lambda: steps_of(plan.schedule, plan.head_groups, operands))
-    k, v = operands.k, operands.v
+    steps, k, v = plan.steps, operands.k, operands.v
     if len(steps) == 1 and steps[0].own is not None and k.is_contiguous() and v.is_contiguous():
         start, stop = steps[0].own
         yield steps[0], k[start:stop], v[start:stop]
@@ -280,7 +261,7 @@ def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[Step,
     ahead: _Fetch | None = None
     words = KeyWords.of(k, v)
     for step in steps:
-        fetch = _Fetch(wire, step, words.of_heads(step.key_heads))
+        fetch = _Fetch(plan.wire, step, words.of_heads(step.key_heads))
         if ahead is not None:
             yield ahead.step, *ahead.wait()
         ahead = fetch
@@ -319,7 +300,7 @@ def _operands(plan: Plan, operands: Operands, step: Step, keys: Tensor, values: 
     if _is_dense(plan, operands, step, len(keys)):
         return Operands(q[None], keys[None], values[None])
     sequences = _sequences(plan, operands, step)
-    if plan.known is not None:  # nothing but q, k and v
+    if plan.memo is not None:  # nothing but q, k and v
         ends = sequences._asdict()
         return Operands(q, keys, values, rng_state=operands.rng_state, **ends)
     slopes, bias, table = operands.alibi_slopes, operands.bias, operands.relative_bias
@@ -350,7 +331,7 @@ def _is_dense(plan: Plan, operands: Operands, step: Step, keys: int) -> bool:
     """Whether a step's call is one sequence of all queries and `keys` keys whose rows stand to each
     other as in a dense batch. Kernels for such batches are faster than those for packed sequences.
     """
-    if plan.known is None or operands.rng_state is not None or plan.options.score_mod:
+    if plan.memo is None or operands.rng_state is not None or plan.options.score_mod:
         return False
     queries, stage = plan.schedule.queries, step.stage
     lengths = [x.length for x in (*queries, *stage.keys)]
@@ -520,47 +501,35 @@ def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:
         row += stop - start
 
 
-class Route(NamedTuple):
-    """What this rank does with its neighbours, and then with the ranks that hold other tokens."""
-
-    ulysses: Ulysses | None
-    plan: Plan
-    wire: Wire
-    wants_lse: bool  # otherwise nobody sees lse, and it has no gradient
-    known: tuple[Tensor, Tensor] | None = None  # (out, lse), if they have been computed
-    # Rows of q and of k and v without padding, if these have padding; then out has it, too.
-    tokens: tuple[int, int] | None = None
-
-    def without_padding(self, operands: Operands) -> Operands:
-        """The operands without the rows of padding."""
-        if self.tokens is None:
-            return operands
-        queries, keys = self.tokens
-        q, k, v = operands[:3]
-        return operands._replace(q=q[:queries], k=k[:keys], v=v[:keys])
-
-
 class ContextAttention(torch.autograd.Function):
-    """(route, operands, the differentiable ones of them) -> (out, lse)."""
+    """(plan, operands, precomputed (out, lse), the differentiable operands) -> (out, lse).
+
+    The exchanges of the forward and those of the backward are each in one node of autograd's graph,
+    so that all ranks run them in the same order, also a rank that has no heads or no tokens.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, route: Route, operands: Operands, *differentiable: Tensor | None
+        ctx: Any,
+        plan: Plan,
+        operands: Operands,
+        precomputed: tuple[Tensor, Tensor] | None,
+        *differentiable: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        ulysses, _, _, wants_lse, known, _ = route
+        ulysses = plan.ulysses
         given = operands if ulysses is None else ulysses.spread(operands)
-        if known is None:
-            out, lse = _computed(route, given, any(ctx.needs_input_grad))
+        if precomputed is None:
+            out, lse = _computed(plan, given, any(ctx.needs_input_grad))
         elif ulysses is None:
-            out, lse = known[0].clone(), known[1].clone()
+            out, lse = precomputed[0].clone(), precomputed[1].clone()
         else:
-            out, lse = ulysses.spread_out(known[0]), ulysses.spread_lse(known[1])
+            out, lse = ulysses.spread_out(precomputed[0]), ulysses.spread_lse(precomputed[1])
         ctx.set_materialize_grads(False)
-        ctx.route, ctx.bias = route, operands.bias
+        ctx.plan, ctx.bias = plan, operands.bias
         ctx.save_for_backward(out, lse, *given)
         if ulysses is not None:
             out, lse = ulysses.collect_results(out, lse)
-        if not wants_lse:
+        if not plan.wants_lse:
             ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -573,7 +542,7 @@ class ContextAttention(torch.autograd.Function):
         # Of a derivative that will be differentiated, every use requires a gradient.
         differentiated = torch.ones((), requires_grad=torch.is_grad_enabled())
         gradients = _FirstDerivative.apply(ctx, dout, dlse, differentiated)
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
 class _FirstDerivative(torch.autograd.Function):
@@ -581,16 +550,16 @@ class _FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None, __: Tensor) -> Any:
-        route = ctx.route
-        ulysses, plan, wire, wants_lse, _, tokens = route
+        plan = ctx.plan
+        ulysses, tokens = plan.ulysses, plan.tokens
         out, lse, *saved = ctx.saved_tensors
         with_padding = Operands(*saved)
-        operands = route.without_padding(with_padding)
+        operands = plan.without_padding(with_padding)
         heads = out.shape[1] if ulysses is None else ulysses.heads[0]
         if dout is None:
             assert dlse is not None
             dout = out.new_zeros(dlse.shape[1], heads, out.shape[2])
-        if wants_lse and dlse is None:  # on this rank, perhaps not on the others
+        if plan.wants_lse and dlse is None:  # on this rank, perhaps not on the others
             dlse = lse.new_zeros(heads, dout.shape[0] if tokens is None else tokens[0])
         padding = 0, 0
         if tokens is not None:
@@ -599,11 +568,11 @@ class _FirstDerivative(torch.autograd.Function):
         if ulysses is not None:
             dout = ulysses.spread_out(dout)
             dlse = None if dlse is None else ulysses.spread_lse(dlse)
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         bias_needs_grad = needed[Operands._fields.index("bias")]
         results = out, lse, dout, dlse
         is_shared = ulysses is not None and ulysses.has_shared_keys
-        gradients = backward(plan, wire, operands, *results, bias_needs_grad, padding, is_shared)
+        gradients = backward(plan, operands, *results, bias_needs_grad, padding, is_shared)
         if ulysses is not None:
             gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
         found = zip(gradients, with_padding[:DIFFERENTIABLE], needed, strict=True)
@@ -618,22 +587,28 @@ def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
     return None if gradient is None or x is None else gradient.to(x.dtype)
 
 
-def attend(route: Route, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a rank's own queries, recorded for gradients if some tensor needs them."""
+def attend(
+    plan: Plan, operands: Operands, precomputed: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a rank's own queries, recorded for gradients if some tensor needs them.
+
+    Args:
+        precomputed: (out, lse), if an equal call has computed them.
+    """
     differentiable = operands[:DIFFERENTIABLE]
     wants_grad = any(x is not None and x.requires_grad for x in differentiable)
-    is_plain = route.ulysses is None and route.known is None
+    is_plain = plan.ulysses is None and precomputed is None
     if is_plain and not (wants_grad and torch.is_grad_enabled()):
-        return _computed(route, operands, wants_grad)
-    return ContextAttention.apply(route, operands, *differentiable)
+        return _computed(plan, operands, wants_grad)
+    return ContextAttention.apply(plan, operands, precomputed, *differentiable)
 
 
-def _computed(route: Route, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
+def _computed(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries here."""
-    given, padding = route.without_padding(operands), 0
-    if route.tokens is not None:
-        padding = len(operands.q) - route.tokens[0]
-    return forward(route.plan, route.wire, given, wants_grad, padding)
+    given, padding = plan.without_padding(operands), 0
+    if plan.tokens is not None:
+        padding = len(operands.q) - plan.tokens[0]
+    return forward(plan, given, wants_grad, padding)
 
 
 def is_recomputing() -> bool:

@@ -18,7 +18,8 @@ from .buffers import stream_of
 from .collectives import Wire
 from .consistency import KINDS, VerifiedCalls
 from .partition import Ownership
-from .strategy import Strategy
+
+PLANS = 128  # of a layout; some have tensors with a number for each token
 
 
 class Layout:
@@ -67,9 +68,7 @@ class Layout:
         self.ticket = ticket(self)
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
-        self.strategies: Memo[Any, Strategy] = Memo(KINDS)  # by kind of call
-        self.paths: Memo[Any, Any] = Memo(KINDS)  # `Paths` by kind, whose module imports this one
-        self.repeats: Memo[Any, Any] = Memo(KINDS)  # what equal calls share
+        self.plans: Memo[Any, Any] = Memo(PLANS)  # `Plan`s, whose module imports this one
         # By what they hold, device and stream.
         self._copies: Memo[Any, Tensor] = Memo(KINDS + wire.ranks)
 

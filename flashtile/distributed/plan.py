@@ -1,84 +1,97 @@
-"""Who exchanges what with whom in the calls of one kind in a layout: made once, since the layers of
-a model and the steps of a layout share it."""
+"""The plan of a call: what this rank does in all calls of its kind in a layout, made once.
+
+The layers of a model and the steps of a layout share it, and it is all that a repeated call looks
+up.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..lru import Memo
 from ..problem import Operands, Options
-from .arguments import UsedTokens
+from .arguments import PackedCall, UsedTokens
 from .collectives import SubWire, Wire
 from .layout import Layout
-from .partition import TileMap, first_documents
-from .schedule import Schedule, schedule
+from .partition import first_documents
+from .schedule import Schedule, Step, schedule, steps_of
 from .strategy import Strategy
 from .ulysses import Exchange, HeadShare, Ulysses, merged, share_heads
 
 
-class Call(NamedTuple):
-    """A checked call of one rank."""
-
-    operands: Operands  # packed, without padding, without lengths
-    options: Options
-    backend: str | None
-    strategy: Strategy
-    used: UsedTokens
-    tiles: TileMap | None
-    bias_has_rows: bool
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Those of queries and of keys."""
-        return self.operands.q.shape[1], self.operands.k.shape[1]
-
-
-class Paths(NamedTuple):
+class Plan(NamedTuple):
     """Neighbours exchange heads; those with the same index among their neighbours, keys."""
 
+    strategy: Strategy
+    ulysses: Ulysses | None  # the neighbours of this rank
     schedule: Schedule  # of this rank and its neighbours
-    first_head: int  # of this rank
+    steps: list[Step]
     wire: Wire  # of the ranks that exchange keys
-    neighbours: Ulysses | None
+    options: Options  # of the whole call; the lengths are replaced
+    backend: str | None  # forced by the caller
+    first_head: int  # the number of the first query head here in the whole call
+    gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
+    used: UsedTokens
+    wants_lse: bool = True  # otherwise nobody sees lse, and it has no gradient
+    has_packed_bias: bool = False  # its rows are those of q: see `buffers`
+    reserved_processors: int = 0  # see `AttentionProblem`
+    # Rows of q and of k and v without padding, if these have padding; then out has it, too.
+    tokens: tuple[int, int] | None = None
+    # What earlier calls with this plan have found out: only if all of them have tensors with the
+    # same metadata, and none but q, k and v.
+    memo: Memo[Any, Any] | None = None
+
+    def without_padding(self, operands: Operands) -> Operands:
+        """The operands without the rows of padding."""
+        if self.tokens is None:
+            return operands
+        queries, keys = self.tokens
+        q, k, v = operands[:3]
+        return operands._replace(q=q[:queries], k=k[:keys], v=v[:keys])
 
 
-def paths_of(call: Call, layout: Layout, gradient_dtype: torch.dtype | None) -> Paths:
-    """The paths of a call in its layout.
+def plan_of(
+    call: PackedCall,
+    layout: Layout,
+    strategy: Strategy,
+    gradient_dtype: torch.dtype | None,
+    **more: Any,
+) -> Plan:
+    """The plan of a call in its layout.
 
     Args:
         gradient_dtype: of dK and dV on the wire; None is that of their sums.
+        more: further fields of the plan.
     """
-    of_part = call.used.query_rows is not None or call.used.key_rows is not None
-    if of_part or call.operands.bias is not None:  # they depend on more than the kind
-        return _made(call, layout, gradient_dtype)
-    kind = call.strategy, call.options.facts, call.tiles and call.tiles.digest, call.heads
-    found: Paths | None = layout.paths.get(kind)
-    if found is None:
-        found = layout.paths[kind] = _made(call, layout, gradient_dtype)
-    return found
-
-
-def _made(call: Call, layout: Layout, gradient_dtype: torch.dtype | None) -> Paths:
-    ulysses, stages, _ = call.strategy
-    wire = layout.wire
-    outer, inner = divmod(wire.rank, ulysses)
-    shares = share_heads(*call.heads, ulysses)
-    groups = [range(first, first + ulysses) for first in range(0, wire.ranks, ulysses)]
+    wire, size = layout.wire, strategy.ulysses
+    outer, inner = divmod(wire.rank, size)
+    groups = [range(first, first + size) for first in range(0, wire.ranks, size)]
     queries, keys = (merged(x, groups) for x in (call.used.queries, call.used.keys))
-    neighbours = None
-    if ulysses > 1:
-        neighbours = _neighbours(call, layout, groups[outer], shares, gradient_dtype)
-    return Paths(
-        schedule(queries, keys, call.options.facts, outer, stages, call.tiles),
-        shares[inner].queries.start,
-        wire if ulysses == 1 else SubWire(wire, [group[inner] for group in groups]),
-        neighbours,
+    made = schedule(queries, keys, call.options.facts, outer, strategy.stages, call.tiles)
+    shares = share_heads(*call.heads, size)
+    ulysses = None
+    if size > 1:
+        ulysses = _ulysses(call, layout, groups[outer], shares, gradient_dtype)
+        wire = SubWire(wire, [group[inner] for group in groups])
+    return Plan(
+        strategy,
+        ulysses,
+        made,
+        steps_of(made, strategy.head_groups, shares[inner].counts),
+        wire,
+        call.options,
+        first_head=shares[inner].queries.start,
+        gradient_dtype=gradient_dtype,
+        used=call.used,
+        has_packed_bias=call.bias_has_rows and not layout.sequences,
+        **more,
     )
 
 
-def _neighbours(
-    call: Call,
+def _ulysses(
+    call: PackedCall,
     layout: Layout,
     members: range,
     shares: list[HeadShare],

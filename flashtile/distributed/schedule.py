@@ -20,7 +20,6 @@ from torch import Tensor
 from ..lru import memoised
 from ..masks import Visibility
 from ..positions import Positions, Span
-from ..problem import Operands
 from .partition import Facts, Ownership, TileMap
 
 Mask = tuple[Facts, TileMap | None]
@@ -290,15 +289,19 @@ class Step(NamedTuple):
         return x if self.has_all_heads else x[:, self.query_heads]
 
 
-def steps_of(schedule: Schedule, head_groups: int, operands: Operands) -> list[Step]:
-    """The steps in their order. The first call of some heads handles rows without keys, too."""
-    heads = [x.shape[1] // head_groups for x in operands[:2]]
+def steps_of(schedule: Schedule, head_groups: int, heads: tuple[int, int]) -> list[Step]:
+    """The steps in their order. The first call of some heads handles rows without keys, too.
+
+    Args:
+        heads: those of queries and of keys on this rank.
+    """
+    counts = [count // head_groups for count in heads]
     steps: list[Step] = []
     for group in range(head_groups):
-        of_queries, of_keys = (slice(group * count, (group + 1) * count) for count in heads)
+        of_queries, of_keys = (slice(group * count, (group + 1) * count) for count in counts)
         for number, stage in enumerate(schedule.stages):
             is_first = number == 0
-            has_call = heads[0] > 0 and len(stage.keys) > 0 and (is_first or stage.rows > 0)
+            has_call = counts[0] > 0 and len(stage.keys) > 0 and (is_first or stage.rows > 0)
             whole = head_groups == 1
             own = _own_keys(stage) if whole else None
             steps.append(

@@ -213,9 +213,8 @@ def seconds(strategy: Strategy, workload: Workload) -> float:
     """What the slowest rank takes for its scores and exchanges in both passes. Stages and groups of
     heads have the price of one exchange."""
     machine, ulysses = workload.machine, strategy.ulysses
-    shares = workload.shares(ulysses)
-    query_heads = max(share.queries.stop - share.queries.start for share in shares)
-    key_heads = max(share.keys.stop - share.keys.start for share in shares)
+    counts = [share.counts for share in workload.shares(ulysses)]
+    query_heads, key_heads = (max(heads) for heads in zip(*counts, strict=True))
     D, _, Dv = workload.head_dims
     # Two matrix products in the forward, five in the backward.
     score = 2 * (D + Dv) / machine.forward + 2 * (3 * D + 2 * Dv) / machine.backward
@@ -283,9 +282,9 @@ def explained(requested: Requested, workload: Workload, strategy: Strategy) -> s
     total = max(sum(scores), 1.0) * query_heads
     for rank in range(min(ranks, MOST_ROWS)):
         group, member = divmod(rank, strategy.ulysses)
-        share = workload.shares(strategy.ulysses)[member]
-        of_scores = scores[group] * (share.queries.stop - share.queries.start) / total
-        keys = received[group] * (share.keys.stop - share.keys.start) / key_heads
+        query_share, key_share = workload.shares(strategy.ulysses)[member].counts
+        of_scores = scores[group] * query_share / total
+        keys = received[group] * key_share / key_heads
         tokens = workload.queries.tokens(rank)
         lines.append(f"{rank:4} {tokens:8,} {of_scores:14.1%} {keys:15,.0f}")
     if ranks > MOST_ROWS:
@@ -307,7 +306,7 @@ def explained(requested: Requested, workload: Workload, strategy: Strategy) -> s
 
 def _key_heads(workload: Workload, ulysses: int) -> list[int]:
     """The numbers of key heads of the neighbours that have some."""
-    counts = (share.keys.stop - share.keys.start for share in workload.shares(ulysses))
+    counts = (share.counts[1] for share in workload.shares(ulysses))
     return [count for count in counts if count]
 
 

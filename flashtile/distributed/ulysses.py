@@ -28,6 +28,12 @@ class HeadShare(NamedTuple):
     queries: slice
     keys: slice
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many query heads and key heads they are."""
+        queries, keys = self
+        return queries.stop - queries.start, keys.stop - keys.start
+
 
 def share_heads(query_heads: int, key_heads: int, ranks: int) -> list[HeadShare]:
     """The heads of every rank. A rank gets none where there are more ranks than query heads."""

@@ -152,9 +152,9 @@ def test_check_accepts_gradients_with_fewer_bits_than_q(name: str) -> None:
 def test_check_names_the_rank_and_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     right = executor.backward
 
-    def wrong(plan: Any, wire: Any, *rest: Any) -> Any:
-        gradients = right(plan, wire, *rest)
-        if wire.rank == 1:
+    def wrong(plan: Any, *rest: Any) -> Any:
+        gradients = right(plan, *rest)
+        if plan.wire.rank == 1:
             gradients.dv[2] += 0.1
         return gradients
 

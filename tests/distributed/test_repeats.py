@@ -68,7 +68,7 @@ def test_repeated_calls(way: dict[str, Any], batch: tuple[int, ...], options: An
             found = results(parallel, layout, x, options)
             wanted = results(*made(wire), x, options)
             assert all(map(torch.equal, found, wanted))
-        assert layout.repeats._cell.cache_info().currsize == 1
+        assert layout.plans._cell.cache_info().currsize == 1
 
     run_ranks(2, one_rank)
 
@@ -151,8 +151,7 @@ def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
                 flashtile.clear_caches()
             notes.append(wire.notes)
         if wire.rank == 0:
-            assert layout.repeats._cell.cache_info().currsize == 0
-            assert layout.strategies._cell.cache_info().currsize == 0
+            assert layout.plans._cell.cache_info().currsize == 0
         return notes
 
     # The fourth kind drops the first one, which the ranks then compare again.
