@@ -69,6 +69,9 @@ class _Done:
         pass
 
 
+DONE = _Done()
+
+
 class _Works:
     """The requests of one exchange.
 
@@ -164,7 +167,7 @@ class ProcessWire:
                     operations.append(dist.P2POp(function, _as_bytes(x), there, self.group))
                     ways.append(f"{way} rank {peer} ({what})")
         if not operations:  # torch.distributed does not take an empty batch
-            return _Done()
+            return DONE
         works = dist.batch_isend_irecv(operations)
         given = [operation.tensor for operation in operations]
         sizes = [x.numel() for x in given]  # of bytes
@@ -180,7 +183,7 @@ class ProcessWire:
         """The exchange as one call of PyTorch. A batch of messages keeps the host busy longer."""
         given = [*sends.values(), *receives.values()]
         if not any(x.numel() for x in given):
-            return _Done()
+            return DONE
         nothing = given[0].new_empty(0)
         out, into = (
             [_flat(tensors.get(rank, nothing)) for rank in range(self.ranks)]
@@ -220,34 +223,30 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def exchanged(
-    wire: Wire, sends: dict[int, Tensor], received: dict[int, Tensor], what: str
-) -> Pending | None:
-    """None if this rank has no part in it."""
-    return wire.exchange(sends, received, what) if sends or received else None
+def exchange(
+    wire: Wire,
+    sends: Mapping[int, Tensor],
+    receives: Mapping[int, Tensor],
+    what: str,
+    dtype: torch.dtype | None = None,
+) -> Pending:
+    """`Wire.exchange`, which a rank without messages does not take part in.
+
+    Args:
+        dtype: in which all tensors travel, before they arrive in their own; None is their own.
+    """
+    if not sends and not receives:
+        return DONE
+    if dtype is None:
+        return wire.exchange(sends, receives, what)
+    arriving = {peer: torch.empty_like(x, dtype=dtype) for peer, x in receives.items()}
+    compressed = {peer: x.to(dtype) for peer, x in sends.items()}
+    return _Compressed(wire.exchange(compressed, arriving, what), arriving, receives)
 
 
-class RoundedWire:
-    """`wire`, on which all tensors travel in `dtype` and arrive in their own."""
+class _Compressed:
+    """An exchange of tensors that arrive in another dtype."""
 
-    def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
-        self.wire, self.dtype = wire, dtype
-        self.rank, self.ranks, self.global_ranks = wire.rank, wire.ranks, wire.global_ranks
-
-    def exchange(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
-    ) -> Pending:
-        """See `Wire`."""
-        arriving = {peer: torch.empty_like(x, dtype=self.dtype) for peer, x in receives.items()}
-        rounded = {peer: x.to(self.dtype) for peer, x in sends.items()}
-        return _Arrival(self.wire.exchange(rounded, arriving, what), arriving, receives)
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """See `Wire`; these bytes stay as they are."""
-        return self.wire.all_gather(x)
-
-
-class _Arrival:
     def __init__(
         self, pending: Pending, arriving: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> None:
@@ -257,11 +256,6 @@ class _Arrival:
         self.pending.wait()
         for peer, x in self.receives.items():
             x.copy_(self.arriving[peer])
-
-
-def rounded(wire: Wire, dtype: torch.dtype | None) -> Wire:
-    """The wire itself where `dtype` is None."""
-    return wire if dtype is None else RoundedWire(wire, dtype)
 
 
 def global_mean(

@@ -42,7 +42,7 @@ from .buffers import (
     stream_of,
     tiles_of_buffer,
 )
-from .collectives import Wire, exchanged, rounded
+from .collectives import DONE, Wire, exchange
 from .plan import Plan
 from .schedule import Stage, Step
 from .strategy import Strategy
@@ -139,7 +139,6 @@ def backward(
     dk, dv = all_dk[: len(k)], all_dv[: len(v)]
     shared = _Shared.of(operands, plan.options, bias_needs_grad, lse.dtype)
     returning: list[KeyGradients] = []
-    back = rounded(plan.wire, plan.gradient_dtype)
     for step, keys, values in _fetched(plan, operands):
         heads = step.query_heads
         if not step.has_call:
@@ -165,7 +164,7 @@ def backward(
                 dk_part, of_values = part.dk.split((k.shape[-1], v.shape[-1]), dim=-1)
                 dv_part = dv_part + of_values
             shared.add(part, plan, step)
-        returning.append(KeyGradients(back, step, dk_part, dv_part))
+        returning.append(KeyGradients(plan, step, dk_part, dv_part))
         if len(returning) > 1:
             returning.pop(0).add_to(dk, dv)
     for last in returning:
@@ -279,12 +278,11 @@ class _Fetch:
         self.sources = [own.rows]
         for message in stage.receives:
             self.sources.append(own.split(received[message.peer], message.rows))
-        self.pending = exchanged(wire, sends, received, "keys and values")
+        self.pending = exchange(wire, sends, received, "keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the buffer."""
-        if self.pending is not None:
-            self.pending.wait()
+        self.pending.wait()
         rows = self.own.buffer(self.sources, self.step.stage.order)
         self.sources = []  # the messages are no longer needed
         return self.own.numbers(rows)
@@ -437,11 +435,11 @@ def new_sums(k: Tensor, v: Tensor, padding: int, dtype: torch.dtype) -> tuple[Te
 class KeyGradients:
     """The gradients of the keys of a step on their way to the ranks that own the keys."""
 
-    def __init__(self, wire: Wire, step: Step, dk: Tensor, dv: Tensor) -> None:
+    def __init__(self, plan: Plan, step: Step, dk: Tensor, dv: Tensor) -> None:
         self.step, stage = step, step.stage
         if step.own is not None:
             start, stop = step.own
-            self.own, self.arrived, self.pending = [((start, stop), dk, dv)], {}, None
+            self.own, self.arrived, self.pending = [((start, stop), dk, dv)], {}, DONE
             return
         # For each source of the buffer: rows there, and rows of the buffer.
         by_source: list[list[tuple[Span, Span]]] = [[] for _ in range(1 + len(stage.receives))]
@@ -461,7 +459,8 @@ class KeyGradients:
             message.peer: words.numbers(words.split(received[message.peer], message.rows))
             for message in stage.sends
         }
-        self.pending = exchanged(wire, sends, received, "gradients of keys and values")
+        what = "gradients of keys and values"
+        self.pending = exchange(plan.wire, sends, received, what, plan.gradient_dtype)
 
     def add_to(self, dk: Tensor, dv: Tensor) -> None:
         """Add what was computed here and what arrived to the gradients of the rank's own keys. The
@@ -487,8 +486,7 @@ class KeyGradients:
         return dk, dv
 
     def _add_arrived(self, totals: tuple[Tensor, Tensor]) -> None:
-        if self.pending is not None:
-            self.pending.wait()
+        self.pending.wait()
         for message in sorted(self.step.stage.sends):
             for total, x in zip(totals, self.arrived[message.peer], strict=True):
                 _add_rows(total, message.spans, x)

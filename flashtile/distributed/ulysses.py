@@ -18,7 +18,7 @@ from ..backend_interface import Gradients
 from ..positions import Span
 from ..problem import Operands
 from .buffers import of_heads
-from .collectives import Wire, rounded
+from .collectives import Wire, exchange
 from .partition import Ownership, Piece
 
 
@@ -98,8 +98,14 @@ class Exchange(NamedTuple):
         joined = torch.cat(parts)
         return torch.cat([joined[a:b] for a, b in self.order] or [joined])
 
-    def collect(self, x: Tensor, heads: Sequence[slice], total: int) -> Tensor:
-        """The reverse; what several members have of one of the `total` heads is added up."""
+    def collect(
+        self, x: Tensor, heads: Sequence[slice], total: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The reverse; what several members have of one of the `total` heads is added up.
+
+        Args:
+            dtype: in which the parts travel; None is that of `x`.
+        """
         wire, tokens = self.wire, self.tokens
         joined, row = torch.empty_like(x), 0
         for a, b in self.order:
@@ -112,7 +118,7 @@ class Exchange(NamedTuple):
             for peer in others
         }
         sends = {peer: parts[peer].contiguous() for peer in others}
-        wire.exchange(sends, arriving, "tokens of heads").wait()
+        exchange(wire, sends, arriving, "tokens of heads", dtype).wait()
         result = x.new_zeros(tokens[wire.rank], total, *x.shape[2:])
         for peer, share in enumerate(heads):
             result[:, share] += arriving.get(peer, parts[wire.rank])
@@ -187,11 +193,11 @@ class Ulysses(NamedTuple):
         dbias = gradients.dbias
         if dbias is not None and operands.bias is not None:
             dbias = self._collect_bias(dbias, operands.bias)
-        keys = self.keys._replace(wire=rounded(self.keys.wire, self.gradient_dtype))
+        of_keys = self._key_heads, self.heads[1], self.gradient_dtype
         return Gradients(
             self.queries.collect(gradients.dq, self._query_heads, self.heads[0]),
-            keys.collect(gradients.dk, self._key_heads, self.heads[1]),
-            keys.collect(gradients.dv, self._key_heads, self.heads[1]),
+            self.keys.collect(gradients.dk, *of_keys),
+            self.keys.collect(gradients.dv, *of_keys),
             dbias,
             self._of_all_heads(gradients.dsink, 0),
             gradients.dcaptured,
