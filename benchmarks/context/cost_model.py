@@ -163,10 +163,16 @@ class Pricing:
             of_heads, of_keys: numbers of exchanges.
             calls: of the backend.
         """
-        host = self.machine.host
-        first = host.seconds(of_heads + min(of_keys, 2), min(calls, 1))
-        following = max(seconds, host.seconds(of_heads + of_keys, calls))
+        first = self._host(of_heads + min(of_keys, 2), min(calls, 1))
+        following = max(seconds, self._host(of_heads + of_keys, calls))
         return (following + first + seconds) / 2
+
+    def _host(self, exchanges: int, calls: int) -> float:
+        """Seconds that the host needs to start these; none if it starts nothing."""
+        host = self.machine.host
+        if not exchanges and not calls:
+            return 0.0
+        return host.call + exchanges * host.exchange + calls * host.attention
 
     def _step(
         self,

@@ -19,7 +19,6 @@ from ..autocast import autocast_dtype, cast_inputs, is_autocasting, without_auto
 from ..autograd import is_transformed, refuse_forward_mode
 from ..call import checks
 from ..call.attn_mask import as_bias
-from ..call.dispatch import BackendName
 from ..call.layouts import Packed
 from ..call.options import AttentionOptions, VarlenOptions
 from ..call.prepare import describe
@@ -30,7 +29,6 @@ from ..score_mod import Described, described
 from ..spans import Spans
 from .layout import Layout
 from .partition import Ownership, TileMap
-from .strategy import Machine
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin")  # they change no result
 OPTIONS = (
@@ -376,35 +374,26 @@ def lengths_of(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]
 Qkv = tuple[Tensor, Tensor, Tensor]
 
 
-def call_facts(
-    qkv: Qkv,
-    options: Mapping[str, Any],
-    return_lse: bool,
-    backend: BackendName | None,
-    machine: Machine | None,
-) -> tuple[tuple[str, Any], ...]:
-    """What a call is, by names that a user understands. Which of q, k and v require gradients is up
-    to each rank, if some tensor does: a backward follows on all ranks or on none."""
+def call_kind(tensors: Sequence[Any], options: Mapping[str, Any], *settings: Any) -> Any:
+    """What decides which messages a call has and whether it is refused, and nothing in which ranks
+    may differ. Otherwise one of them would compare a call that the others have compared before.
+    Which of the tensors require gradients is up to each rank, unless `settings` say it."""
     return (
-        ("return_lse", return_lse),
-        ("backend", backend),
-        ("transforms", (is_transformed(), forward_ad._current_level >= 0)),
-        ("gradients", needs_gradients(qkv)),
-        ("autocast", autocast_dtype(qkv[0])),
-        ("machine", machine),
-        *[(name, (x.shape, x.dtype, x.device.type)) for name, x in zip("qkv", qkv, strict=True)],
+        *settings,
+        autocast_dtype(tensors[0]),
+        *[(x.shape, x.dtype, x.device.type) if isinstance(x, Tensor) else repr(x) for x in tensors],
         *[(name, kind(name, x)) for name, x in sorted(options.items())],
     )
 
 
-def plan_key(facts: Any, qkv: Qkv, reserved_processors: int) -> tuple[Any, ...]:
+def plan_key(kind: Any, qkv: Qkv, reserved_processors: int) -> tuple[Any, ...]:
     """What decides how a rank runs a call, together with the values of its options."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return facts, *[x.device for x in qkv], reserved_processors, deterministic
+    return kind, *[x.device for x in qkv], reserved_processors, deterministic
 
 
 def has_only_qkv(qkv: Qkv, options: Mapping[str, Any]) -> bool:
-    """Whether `call_facts` say everything about a call besides the contents of q, k and v: no other
+    """Whether `call_kind` says everything about a call besides the contents of q, k and v: no other
     tensors take part, and autocast does not change their dtypes."""
     return are_numbers(options) and not is_autocasting(qkv[0])
 
@@ -426,7 +415,7 @@ def kind(name: str, x: Any) -> Any:
 
 
 def needs_gradients(qkv: Qkv) -> bool:
-    """Whether a backward may follow for some of the tensors."""
+    """Whether a backward may follow for some of the tensors: on all ranks or on none."""
     q, k, v = qkv
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 

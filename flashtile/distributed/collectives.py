@@ -69,7 +69,7 @@ class _Done:
         pass
 
 
-DONE = _Done()
+DONE: Pending = _Done()
 
 
 class _Works:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from ..autograd import is_transformed
 from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.score_function import outside_of_graphs
@@ -21,7 +23,7 @@ from . import partition
 from .arguments import (
     PackedCall,
     Qkv,
-    call_facts,
+    call_kind,
     comparable,
     has_only_qkv,
     lengths_of,
@@ -342,23 +344,30 @@ class ContextParallel(Decoder):
             known: (out, lse) of an equal call, to record its gradients without computing again.
         """
         options = with_program(qkv[0], options)
-        facts = call_facts(qkv, options, return_lse, backend, self.machine)
+        kind = self._kind(qkv, options, return_lse, backend)
         layout.calls += known is None
-        is_verified = facts in layout.verified
+        is_verified = kind in layout.verified
         if is_verified and layout.context is self and has_only_qkv(qkv, options):
-            plan = layout.plans.get((plan_key(facts, qkv, self.reserved_processors), None))
+            plan = layout.plans.get((plan_key(kind, qkv, self.reserved_processors), None))
             if plan is not None:
                 return self._run(plan, None, qkv, layout, rng_state, known)
         if is_verified:
             call, plan = self._planned(qkv, layout, backend, options, return_lse)
         else:
             call, plan = layout.verified.verify(
-                facts, lambda: self._runnable(qkv, layout, backend, options, return_lse)
+                kind, lambda: self._runnable(qkv, layout, backend, options, return_lse)
             )
             connect(self.wire, qkv[0].device)
         # The first call runs as the others: checkpoints compare what they keep.
         operands = call.operands if plan.memo is None else None
         return self._run(plan, operands, qkv, layout, rng_state, known)
+
+    def _kind(
+        self, qkv: Qkv, options: Mapping[str, Any], return_lse: bool, backend: str | None
+    ) -> Any:
+        transforms = is_transformed(), forward_ad._current_level >= 0
+        settings = return_lse, backend, transforms, needs_gradients(qkv), self.machine
+        return call_kind(qkv, options, *settings)
 
     def _runnable(
         self,
@@ -409,9 +418,9 @@ class ContextParallel(Decoder):
         refuse_transforms(qkv, options)
         call = packed_call(qkv, layout, options)
         only_qkv = has_only_qkv(qkv, options)
-        facts = call_facts(qkv, options, return_lse, backend, self.machine)
+        kind = self._kind(qkv, options, return_lse, backend)
         values = None if only_qkv else call.options
-        key = plan_key(facts, qkv, self.reserved_processors), values
+        key = plan_key(kind, qkv, self.reserved_processors), values
         plan: Plan | None = layout.plans.get(key)
         if plan is None:
             strategy = select_strategy(self.requested, self._workload(layout, call))

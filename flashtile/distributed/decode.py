@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autocast import autocast_dtype, autocast_off, cast_input, is_autocasting
+from ..autocast import autocast_off, cast_input, is_autocasting
 from ..call import checks, dispatch, memo
 from ..call.dispatch import BackendName
 from ..call.layouts import Cached
@@ -28,10 +28,13 @@ from ..ops.merge import op as merge_op
 from ..positions import Dealt
 from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
-from .arguments import kind, shapes
+from .arguments import Qkv, call_kind, shapes
 from .collectives import Wire, connect
 from .consistency import VerifiedCalls, verify_across_ranks
 from .layout import Layout
+
+KV = tuple[Tensor, Tensor]
+Rules = tuple[Window | Chunk, ...]
 
 OPTIONS = (
     "softmax_scale",
@@ -96,8 +99,9 @@ class Decoder:
         with torch.no_grad():
             key = step_key((*tensors, *new, cache_seqlens), block, backend, options)
             known = None if key is None else self._steps.get(key)
-            facts = _facts(tensors, new, block, backend, options) if known is None else known[0]
-            is_known = facts in self._verified
+            given = *tensors, *new, block, backend
+            kind = call_kind(given, options) if known is None else known[0]
+            is_known = kind in self._verified
             if known is not None and is_known:
                 step = known[1]
                 call = decoding_of(tensors, new, cache_seqlens, options)
@@ -109,9 +113,9 @@ class Decoder:
                 if is_known:
                     (step, call), _ = prepare()
                 else:
-                    step, call = self._verified.verify(facts, prepare)
+                    step, call = self._verified.verify(kind, prepare)
                 if key is not None:
-                    self._steps[key] = facts, step
+                    self._steps[key] = kind, step
             out, lse = step.run(self.wire, call)
             # (batch, heads, seq_q), in memory of its own
             lse = lse.transpose(1, 2).contiguous() if return_lse else lse
@@ -142,20 +146,6 @@ class Decoder:
         """
         with torch.no_grad():
             return _deal(self.wire, layout, (k, v), block, capacity)
-
-
-def _facts(
-    qkv: tuple[Any, Any, Any],
-    new: tuple[Any, Any],
-    block: int,
-    backend: str | None,
-    options: Mapping[str, Any],
-) -> tuple[tuple[str, Any], ...]:
-    """What a call is, by names that a user understands: equal on all ranks."""
-    names = "q", "k_cache", "v_cache", "k", "v", "block", "backend"
-    named = *zip(names, (*qkv, *new, block, backend), strict=True), *sorted(options.items())
-    kinds = ((name, kind(name, x)) for name, x in named)
-    return ("autocast", autocast_dtype(qkv[0])), *kinds
 
 
 def _prepared(
@@ -290,11 +280,6 @@ def _dealt(wire: Wire, block: int) -> Dealt:
     if checks.length("block", block) == 0:
         raise ValueError("block: got 0, want at least 1")
     return Dealt(block, wire.ranks, wire.rank)
-
-
-KV = tuple[Tensor, Tensor]
-Qkv = tuple[Tensor, Tensor, Tensor]
-Rules = tuple[Window | Chunk, ...]
 
 
 class Decoding(NamedTuple):

@@ -225,47 +225,37 @@ def seconds(strategy: Strategy, workload: Workload) -> float:
     for group, row in enumerate(workload.keys_received(ulysses)):
         nodes = [source * ulysses // machine.node for source in range(len(row))]
         inside = sum(n for n, node in zip(row, nodes, strict=True) if node == nodes[group])
-        keys = inside, sum(row) - inside
         # Keys and values in both passes, and their gradients.
-        taken = 2 * _exchange(machine, keys, of_key * element)
-        taken += _exchange(machine, keys, of_key * gradient)
+        size = of_key * (2 * element + gradient)
+        taken = _exchanges(machine, 3, inside * size, (sum(row) - inside) * size)
         slowest = max(slowest, taken + workload.scores(queries, group) * query_heads * score)
     return slowest + _exchanges_of_heads(workload, ulysses)
 
 
 def _exchanges_of_heads(workload: Workload, ulysses: int) -> float:
-    """Seconds of the exchanges of tokens for heads in both passes."""
+    """Seconds of the exchanges of tokens for heads in both passes: of q, k, v, out and their
+    gradients."""
     if ulysses == 1:
         return 0.0
     machine, ranks = workload.machine, range(workload.ranks)
     query_heads, key_heads = workload.heads[0], sum(_key_heads(workload, ulysses))
     D, of_keys, of_values = workload.head_dims
     element, gradient = workload.sizes
-    rows = max(map(workload.queries.tokens, ranks)) / ulysses
-    keys = max(map(workload.keys.tokens, ranks)) / ulysses
+    size = max(map(workload.queries.tokens, ranks)) * query_heads * D * (element + FLOAT32)
+    size += max(map(workload.queries.tokens, ranks)) * query_heads * of_values * 2 * element
+    keys = max(map(workload.keys.tokens, ranks)) * key_heads * (of_keys + of_values)
+    to_one = (size + keys * (element + gradient)) / ulysses
     near = min(ulysses, machine.node)
-
-    def exchange(tokens: float, size: int) -> float:
-        return _exchange(machine, (tokens * (near - 1), tokens * (ulysses - near)), size)
-
-    q_and_dq = exchange(rows, query_heads * D * element) + exchange(rows, query_heads * D * FLOAT32)
-    out_and_dout = 2 * exchange(rows, query_heads * of_values * element)
-    keys_and_values = (
-        exchange(keys, key_heads * dim * size)
-        for dim in (of_keys, of_values)
-        for size in (element, gradient)
-    )
-    return q_and_dq + out_and_dout + sum(keys_and_values)
+    return _exchanges(machine, 8, to_one * (near - 1), to_one * (ulysses - near))
 
 
-def _exchange(machine: Machine, rows: tuple[float, float], size: int) -> float:
-    """Seconds of an exchange of rows of `size` bytes, inside the node and across nodes: both links
-    work at the same time. Buffers are written and read in memory before and after."""
-    inside, across = rows
+def _exchanges(machine: Machine, count: int, inside: float, across: float) -> float:
+    """Seconds of some exchanges of so many bytes together, inside the node and across nodes: both
+    links work at the same time. Buffers are written and read in memory before and after."""
     if not inside + across:
         return 0.0
-    links = machine.inside.seconds(inside * size), machine.across.seconds(across * size)
-    return machine.host.exchange + max(links) + 4 * (inside + across) * size / machine.memory
+    links = machine.inside.seconds(inside / count), machine.across.seconds(across / count)
+    return count * (machine.host.exchange + max(links)) + 4 * (inside + across) / machine.memory
 
 
 def explained(requested: Requested, workload: Workload, strategy: Strategy) -> str:
@@ -336,12 +326,6 @@ class Host(NamedTuple):
     call: float  # of a pass, besides the next two
     exchange: float
     attention: float  # one of the backend
-
-    def seconds(self, exchanges: int, attentions: int) -> float:
-        """Seconds of a pass; none if it does nothing."""
-        if not exchanges and not attentions:
-            return 0.0
-        return self.call + exchanges * self.exchange + attentions * self.attention
 
 
 class Machine(NamedTuple):
