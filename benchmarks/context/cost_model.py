@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from flashtile.distributed.partition import Facts, Ownership, TileMap
+from flashtile.distributed.partition import Facts, ShardMap, TileMap
 from flashtile.distributed.schedule import distances
 from flashtile.distributed.strategy import Machine, Strategy
 from flashtile.distributed.ulysses import HeadShare, merged, share_heads
 
-from .traffic import Hop, Traffic
+from .comm_volume import CommVolume, Transfer
 
 MOST_RANKS = 8  # of which schedules are priced: evenly spread over more ranks
 TILE_ROWS = 128
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
         return self.query_head_dim or self.head_dim
 
 
-class Price(NamedTuple):
+class CostEstimate(NamedTuple):
     """What a rank does in one call, and the seconds it takes by the model."""
 
     scores: float  # visible ones, of one head
@@ -71,7 +71,7 @@ class Price(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """The hops of one exchange together."""
+    """The transfers of one exchange together."""
 
     scores: float
     received: int  # keys
@@ -79,7 +79,7 @@ class _Stage(NamedTuple):
     by_link: tuple[tuple[int, int], tuple[int, int]]
 
 
-class Pricing:
+class CostModel:
     """Prices of the strategies for calls of one kind.
 
     Args:
@@ -94,17 +94,17 @@ class Pricing:
         self,
         machine: Machine,
         shape: Shape,
-        queries: Ownership,
-        keys: Ownership,
+        queries: ShardMap,
+        keys: ShardMap,
         facts: Facts,
         tiles: TileMap | None = None,
     ) -> None:
         self.machine, self.shape = machine, shape
         self.queries, self.keys, self.facts, self.tiles = queries, keys, facts, tiles
         self.ranks = queries.ranks
-        self._merged: dict[int, tuple[Ownership, Ownership]] = {}
-        self._traffic: dict[int, Traffic] = {}
-        self._hops: dict[tuple[int, int], list[Hop]] = {}
+        self._merged: dict[int, tuple[ShardMap, ShardMap]] = {}
+        self._volumes: dict[int, CommVolume] = {}
+        self._transfers: dict[tuple[int, int], list[Transfer]] = {}
         self._of_heads: dict[tuple[int, int], tuple[float, float]] = {}
         self._stages: dict[tuple[int, int, int], list[_Stage]] = {}
 
@@ -112,16 +112,16 @@ class Pricing:
         """The heads of every member of a group of neighbours."""
         return share_heads(self.shape.query_heads, self.shape.key_heads, ulysses)
 
-    def slowest(self, strategy: Strategy) -> Price:
+    def slowest(self, strategy: Strategy) -> CostEstimate:
         """The largest of all numbers over the ranks, or over `MOST_RANKS` of them."""
         prices = [self.price(strategy, rank) for rank in self._sampled(strategy.ulysses)]
-        return Price(*(max(column) for column in zip(*prices, strict=True)))
+        return CostEstimate(*(max(column) for column in zip(*prices, strict=True)))
 
     def at_least(self, strategy: Strategy) -> float:
         """A lower bound of `slowest` in seconds, from one rank: much cheaper for many ranks."""
         return self.price(strategy, self._sampled(strategy.ulysses)[-1]).seconds
 
-    def price(self, strategy: Strategy, rank: int) -> Price:
+    def price(self, strategy: Strategy, rank: int) -> CostEstimate:
         """What one rank does and takes."""
         outer, inner = divmod(rank, strategy.ulysses)
         share = self.shares(strategy.ulysses)[inner]
@@ -145,7 +145,7 @@ class Pricing:
         calls = sum(step.calls for step in steps)
         fetches = sum(step.fetch > 0 for step in steps)
         has_heads = spread > 0  # exchanges of q, k, v, out and lse, and of dout, dq, dk and dv
-        return Price(
+        return CostEstimate(
             sum(stage.scores for stage in stages),
             sum(received) * strategy.head_groups,
             max(received),
@@ -244,7 +244,7 @@ class Pricing:
         shape, shares, inner = self.shape, self.shares(ulysses), rank % ulysses
         members = range(rank - inner, rank - inner + ulysses)
 
-        def seconds(holders: Ownership, heads: list[int], size: int) -> float:
+        def seconds(holders: ShardMap, heads: list[int], size: int) -> float:
             """Of one tensor of `size` bytes for each token and head, in either direction."""
             mine = holders.tokens(rank)
             away = {peer: mine * n for peer, n in zip(members, heads, strict=True)}
@@ -273,7 +273,7 @@ class Pricing:
         chosen = sorted({i * (groups - 1) // max(count - 1, 1) for i in range(count)})
         return [group * ulysses + inner for group in chosen for inner in sorted(members.values())]
 
-    def _holders(self, ulysses: int) -> tuple[Ownership, Ownership]:
+    def _holders(self, ulysses: int) -> tuple[ShardMap, ShardMap]:
         """Who owns which queries and keys, when neighbours hold theirs together."""
         if ulysses not in self._merged:
             groups = [range(a, a + ulysses) for a in range(0, self.ranks, ulysses)]
@@ -286,25 +286,27 @@ class Pricing:
         """The exchanges of a rank."""
         if (ulysses, stages, rank) not in self._stages:
             outer, inner = divmod(rank, ulysses)
-            hops = self._hops_of(ulysses, outer)
+            transfers = self._transfers_of(ulysses, outer)
             found = []
-            for away in distances(len(hops), stages):
-                group = [hops[distance] for distance in away]
-                received = {hop.source * ulysses + inner: hop.received for hop in group}
-                sent = {hop.target * ulysses + inner: hop.sent for hop in group}
-                scores = sum(hop.scores for hop in group)
+            for away in distances(len(transfers), stages):
+                group = [transfers[distance] for distance in away]
+                received = {
+                    transfer.source * ulysses + inner: transfer.received for transfer in group
+                }
+                sent = {transfer.target * ulysses + inner: transfer.sent for transfer in group}
+                scores = sum(transfer.scores for transfer in group)
                 total = sum(received.values())
                 found.append(_Stage(scores, total, self._by_link(rank, received, sent)))
             self._stages[ulysses, stages, rank] = found
         return self._stages[ulysses, stages, rank]
 
-    def _hops_of(self, ulysses: int, outer: int) -> list[Hop]:
+    def _transfers_of(self, ulysses: int, outer: int) -> list[Transfer]:
         """What a rank does for those that hold other tokens, by distance."""
-        if ulysses not in self._traffic:
-            self._traffic[ulysses] = Traffic(*self._holders(ulysses), self.facts, self.tiles)
-        if (ulysses, outer) not in self._hops:
-            self._hops[ulysses, outer] = self._traffic[ulysses].hops(outer)
-        return self._hops[ulysses, outer]
+        if ulysses not in self._volumes:
+            self._volumes[ulysses] = CommVolume(*self._holders(ulysses), self.facts, self.tiles)
+        if (ulysses, outer) not in self._transfers:
+            self._transfers[ulysses, outer] = self._volumes[ulysses].transfers(outer)
+        return self._transfers[ulysses, outer]
 
 
 class _Step(NamedTuple):
@@ -345,27 +347,27 @@ def _count(heads: slice) -> int:
     return int(heads.stop - heads.start)
 
 
-def fastest(pricing: Pricing) -> Strategy:
+def fastest(model: CostModel) -> Strategy:
     """The strategy with the smallest predicted time of a forward and a backward. Only those that
     may be it are priced on all ranks."""
-    bounds = {strategy: pricing.at_least(strategy) for strategy in strategies(pricing)}
+    bounds = {strategy: model.at_least(strategy) for strategy in strategies(model)}
     best: tuple[float, Strategy] | None = None
     for strategy in sorted(bounds, key=lambda strategy: (bounds[strategy], strategy)):
         if best is not None and bounds[strategy] > best[0]:
             break
-        found = pricing.slowest(strategy).seconds, strategy
+        found = model.slowest(strategy).seconds, strategy
         best = found if best is None else min(best, found)
     assert best is not None
     return best[1]
 
 
-def strategies(pricing: Pricing) -> Iterator[Strategy]:
+def strategies(model: CostModel) -> Iterator[Strategy]:
     """All that fit, but of many stages only some numbers."""
-    most = min(pricing.ranks, pricing.shape.query_heads)
-    for ulysses in (n for n in range(1, most + 1) if pricing.ranks % n == 0):
-        counts = {keys for _, keys in map(share_size, pricing.shares(ulysses)) if keys}
+    most = min(model.ranks, model.shape.query_heads)
+    for ulysses in (n for n in range(1, most + 1) if model.ranks % n == 0):
+        counts = {keys for _, keys in map(share_size, model.shares(ulysses)) if keys}
         groups = [g for g in range(1, min(counts) + 1) if all(n % g == 0 for n in counts)]
-        ranks = pricing.ranks // ulysses
+        ranks = model.ranks // ulysses
         doubled = [1 + (1 << n) for n in range(ranks.bit_length())]
         for stages in sorted({1, ranks, *(number for number in doubled if number < ranks)}):
             for group in groups if ranks > 1 else groups[:1]:

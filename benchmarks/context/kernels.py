@@ -25,7 +25,7 @@ from flashtile.call.prepare import describe
 from flashtile.cli.timing import Timing, interleave, timer_for
 from flashtile.distributed import executor, partition
 from flashtile.distributed.arguments import UsedTokens
-from flashtile.distributed.partition import Ownership, Work
+from flashtile.distributed.partition import ShardMap, Work
 from flashtile.distributed.plan import Plan
 from flashtile.distributed.schedule import schedule, steps_of
 from flashtile.distributed.strategy import Strategy
@@ -105,14 +105,14 @@ def whole_call(case: ContextCase, lengths: list[int], device: str) -> Whole:
     return Whole(*describe((q, k, v), layout, case.options), dout)
 
 
-def ownership(case: ContextCase, lengths: list[int], ranks: int, options: Options) -> Ownership:
+def ownership(case: ContextCase, lengths: list[int], ranks: int, options: Options) -> ShardMap:
     """The layout that `ContextParallel.layout` makes by default."""
     way = "documents" if case.variant == "packed" else "contiguous" if case.window else "zigzag"
     return partition.divided(way, Work([(options.facts, None, 1)], lengths), ranks)
 
 
 def calls_of_ranks(
-    whole: Whole, owned: Ownership, head_groups: int, backend: str | None
+    whole: Whole, owned: ShardMap, head_groups: int, backend: str | None
 ) -> tuple[list[Calls], Tensor]:
     """What every rank calls, and the output of all ranks in the order of the whole."""
     packed = [x.flatten(0, -3) for x in (*whole.operands[:3], whole.dout)]

@@ -18,7 +18,7 @@ from flashtile.distributed import partition
 from flashtile.distributed.strategy import MACHINES, Machine, Strategy
 from flashtile.masks import Window
 
-from .cost_model import Price, Pricing, Shape, fastest
+from .cost_model import CostEstimate, CostModel, Shape, fastest
 
 SHAPE = Shape(query_heads=32, key_heads=8, head_dim=128, value_head_dim=128, element_size=2)
 TOKENS = (4096, 8192, 16384)  # of each rank
@@ -43,16 +43,16 @@ class Prediction(NamedTuple):
 def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Prediction]:
     """Of a ring, of gathering, and of what the model chooses."""
     holders = partition.zigzag([tokens * ranks], ranks, GRAIN)
-    pricing = Pricing(machine, SHAPE, holders, holders, (Window(None, 0),))
+    model = CostModel(machine, SHAPE, holders, holders, (Window(None, 0),))
     whole = partition.contiguous([tokens * ranks], 1, GRAIN)
-    alone = Pricing(machine, SHAPE, whole, whole, pricing.facts).slowest(Strategy(1, 1, 1))
+    alone = CostModel(machine, SHAPE, whole, whole, model.facts).slowest(Strategy(1, 1, 1))
     ways = {
         "ring": Strategy(1, ranks, 1),
         "gather": Strategy(1, 1, 1),
-        "chosen by the model": fastest(pricing),
+        "chosen by the model": fastest(model),
     }
     for name, way in ways.items():
-        slowest = pricing.slowest(way)
+        slowest = model.slowest(way)
         forward, both = _efficiencies(alone, slowest, ranks)
         yield Prediction(
             machine.name,
@@ -67,7 +67,7 @@ def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Predictio
         )
 
 
-def _efficiencies(alone: Price, slowest: Price, ranks: int) -> tuple[float, float]:
+def _efficiencies(alone: CostEstimate, slowest: CostEstimate, ranks: int) -> tuple[float, float]:
     """Of the forward, and of both passes."""
     return alone.forward / ranks / slowest.forward, alone.seconds / ranks / slowest.seconds
 

@@ -28,7 +28,7 @@ from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype
 from ..score_mod import Described, described
 from ..spans import Spans
 from .layout import Layout
-from .partition import Ownership, TileMap
+from .partition import ShardMap, TileMap
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin")  # they change no result
 OPTIONS = (
@@ -62,8 +62,8 @@ class UsedTokens(NamedTuple):
     """Who owns which tokens of those that `seqused_q` and `seqused_k` leave, and which rows of this
     rank's packed tokens they are; None for all of them."""
 
-    queries: Ownership
-    keys: Ownership
+    queries: ShardMap
+    keys: ShardMap
     query_rows: Tensor | None = None
     key_rows: Tensor | None = None
 

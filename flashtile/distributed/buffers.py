@@ -39,7 +39,7 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-class KeyRows(NamedTuple):
+class KVRows(NamedTuple):
     """Keys and values as rows of words."""
 
     k: Tensor  # (rows, words)
@@ -50,16 +50,16 @@ class KeyRows(NamedTuple):
         return [self.k[a:b] for a, b in spans], [self.v[a:b] for a, b in spans]
 
 
-class KeyWords(NamedTuple):
+class PackedKV(NamedTuple):
     """The keys and values (rows, heads, head_dim) that `rows` holds."""
 
-    rows: KeyRows
+    rows: KVRows
     heads: int
     head_dims: tuple[int, int]
     dtype: torch.dtype  # of the numbers
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> KeyWords:
+    def of(cls, k: Tensor, v: Tensor) -> PackedKV:
         """In the widest words that divide every head of both."""
         rows_k, rows_v = _adjacent(k), _adjacent(v)
         size, together = k.element_size(), 0
@@ -68,9 +68,9 @@ class KeyWords(NamedTuple):
         words = [word for word in WORDS if word.itemsize > size and not together % word.itemsize]
         if words and k.numel() and v.numel():
             rows_k, rows_v = rows_k.view(words[0]), rows_v.view(words[0])
-        return cls(KeyRows(rows_k, rows_v), k.shape[1], (k.shape[2], v.shape[2]), k.dtype)
+        return cls(KVRows(rows_k, rows_v), k.shape[1], (k.shape[2], v.shape[2]), k.dtype)
 
-    def of_heads(self, heads: slice) -> KeyWords:
+    def of_heads(self, heads: slice) -> PackedKV:
         """Some of the heads."""
         count = heads.stop - heads.start
         if count == self.heads:
@@ -79,13 +79,13 @@ class KeyWords(NamedTuple):
             x[:, heads.start * width : heads.stop * width]
             for x, width in zip(self.rows, self._words_of_head(), strict=True)
         )
-        return self._replace(rows=KeyRows(*parts), heads=count)
+        return self._replace(rows=KVRows(*parts), heads=count)
 
     def _words_of_head(self) -> list[int]:
         size = self.rows.k.element_size()
         return [dim * self.dtype.itemsize // size for dim in self.head_dims]
 
-    def numbers(self, rows: KeyRows) -> tuple[Tensor, Tensor]:
+    def numbers(self, rows: KVRows) -> tuple[Tensor, Tensor]:
         """Rows of words as keys and values."""
         k, v = (
             x.view(self.dtype).view(x.shape[0], self.heads, dim)
@@ -97,15 +97,15 @@ class KeyWords(NamedTuple):
         """Some of the rows, as numbers: those of the keys, and then those of the values."""
         return self._joined(*self.rows.pieces(spans)).view(self.dtype)
 
-    def buffer(self, sources: Sequence[KeyRows], order: Sequence[Rows]) -> KeyRows:
+    def buffer(self, sources: Sequence[KVRows], order: Sequence[Rows]) -> KVRows:
         """Rows of several sources, one after the other: new memory, or a view where they lie in
         one piece."""
         if not order:
-            return KeyRows(self.rows.k[:0], self.rows.v[:0])
+            return KVRows(self.rows.k[:0], self.rows.v[:0])
         k = [sources[source].k[start:stop] for source, start, stop in order]
         v = [sources[source].v[start:stop] for source, start, stop in order]
         if len(order) == 1:
-            return KeyRows(k[0], v[0])
+            return KVRows(k[0], v[0])
         return self.split(self._joined(k, v), sum(stop - start for _, start, stop in order))
 
     def empty(self, rows: int) -> Tensor:
@@ -113,13 +113,13 @@ class KeyWords(NamedTuple):
         count = rows * self.heads * sum(self.head_dims)
         return self.rows.k.new_empty(count, dtype=self.dtype)
 
-    def split(self, whole: Tensor, rows: int) -> KeyRows:
+    def split(self, whole: Tensor, rows: int) -> KVRows:
         """A message of so many rows, as numbers or as words."""
         words = whole.view(self.rows.k.dtype)
         if self._widths_are_equal:
-            return KeyRows(*words.view(2, rows, self.rows.k.shape[1]).unbind())
+            return KVRows(*words.view(2, rows, self.rows.k.shape[1]).unbind())
         end = rows * self.rows.k.shape[1]
-        return KeyRows(
+        return KVRows(
             words[:end].view(rows, self.rows.k.shape[1]),
             words[end:].view(rows, self.rows.v.shape[1]),
         )

@@ -182,7 +182,7 @@ def _given(tensors: _Tensors, numbers: _Numbers) -> dict[str, Any]:
 
 
 def _run(
-    tensors: _Tensors, numbers: _Numbers, known: tuple[Tensor, Tensor] | None = None
+    tensors: _Tensors, numbers: _Numbers, precomputed: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(tensors.ticket)
     with autocast_off(tensors.q):
@@ -193,7 +193,7 @@ def _run(
             numbers.return_lse,
             numbers.backend or None,
             tensors.rng_state,
-            known,
+            precomputed,
         )
     return out, lse
 

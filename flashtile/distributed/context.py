@@ -335,22 +335,22 @@ class ContextParallel(Decoder):
         return_lse: bool,
         backend: BackendName | None,
         rng_state: Tensor | None = None,
-        known: tuple[Tensor, Tensor] | None = None,
+        precomputed: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of `attention`, outside of tracers.
 
         Args:
             rng_state: of dropout; None draws it.
-            known: (out, lse) of an equal call, to record its gradients without computing again.
+            precomputed: (out, lse) of an equal call, to record its gradients only.
         """
         options = with_program(qkv[0], options)
         kind = self._kind(qkv, options, return_lse, backend)
-        layout.calls += known is None
+        layout.calls += precomputed is None
         is_verified = kind in layout.verified
         if is_verified and layout.context is self and has_only_qkv(qkv, options):
             plan = layout.plans.get((plan_key(kind, qkv, self.reserved_processors), None))
             if plan is not None:
-                return self._run(plan, None, qkv, layout, rng_state, known)
+                return self._run(plan, None, qkv, layout, rng_state, precomputed)
         if is_verified:
             call, plan = self._planned(qkv, layout, backend, options, return_lse)
         else:
@@ -360,7 +360,7 @@ class ContextParallel(Decoder):
             connect(self.wire, qkv[0].device)
         # The first call runs as the others: checkpoints compare what they keep.
         operands = call.operands if plan.memo is None else None
-        return self._run(plan, operands, qkv, layout, rng_state, known)
+        return self._run(plan, operands, qkv, layout, rng_state, precomputed)
 
     def _kind(
         self, qkv: Qkv, options: Mapping[str, Any], return_lse: bool, backend: str | None
@@ -460,14 +460,14 @@ class ContextParallel(Decoder):
         qkv: Qkv,
         layout: Layout,
         rng_state: Tensor | None,
-        known: tuple[Tensor, Tensor] | None,
+        precomputed: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's rows, padding included.
 
         Args:
             operands: None for a call that has nothing but q, k and v.
         """
-        if operands is None and plan.tokens is not None and known is None:
+        if operands is None and plan.tokens is not None and precomputed is None:
             operands = self._with_rng_state(plan, Operands(*layout.flat(*qkv)), rng_state)
             return layout.flat_results(*attend(plan, operands), plan.wants_lse)
         if operands is None:
@@ -477,9 +477,9 @@ class ContextParallel(Decoder):
             rows = indices(plan.schedule.documents, slopes.device)
             operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
         operands, used = self._with_rng_state(plan, operands, rng_state), plan.used
-        if known is not None:
-            known = used.of_used(*layout.results_without_padding(*known))
-        out, lse = attend(plan, operands, known)
+        if precomputed is not None:
+            precomputed = used.of_used(*layout.results_without_padding(*precomputed))
+        out, lse = attend(plan, operands, precomputed)
         out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
         return layout.with_padding(out, lse)
 

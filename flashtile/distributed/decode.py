@@ -98,19 +98,19 @@ class Decoder:
         tensors, new = (q, k_cache, v_cache), (k, v)
         with torch.no_grad():
             key = step_key((*tensors, *new, cache_seqlens), block, backend, options)
-            known = None if key is None else self._steps.get(key)
+            repeated = None if key is None else self._steps.get(key)
             given = *tensors, *new, block, backend
-            kind = call_kind(given, options) if known is None else known[0]
-            is_known = kind in self._verified
-            if known is not None and is_known:
-                step = known[1]
+            kind = call_kind(given, options) if repeated is None else repeated[0]
+            is_verified = kind in self._verified
+            if repeated is not None and is_verified:
+                step = repeated[1]
                 call = decoding_of(tensors, new, cache_seqlens, options)
                 check_lengths(step.dealt, call)
             else:
                 prepare = partial(
                     _prepared, self.wire, tensors, new, cache_seqlens, block, backend, options
                 )
-                if is_known:
+                if is_verified:
                     (step, call), _ = prepare()
                 else:
                     step, call = self._verified.verify(kind, prepare)

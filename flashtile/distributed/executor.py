@@ -32,7 +32,7 @@ from ..problem import (
     lse_dtype,
 )
 from .buffers import (
-    KeyWords,
+    PackedKV,
     SequenceTensors,
     add_bias_gradient,
     bias_of_buffer,
@@ -76,27 +76,21 @@ def forward(
         out = padded[:tokens]
         padded[tokens:].zero_()
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=total)
+    # Waits for the keys of a step, after those of the next one have been sent.
     for step, keys, values in _fetched(plan, operands):
-        if not step.has_call:
-            if step.is_first:
-                lse[step.query_heads].fill_(-torch.inf)
-            continue
-        given = _operands(plan, operands, step, keys, values)
-        problem = _problem(plan, given, step, is_partial, is_partial or wants_grad)
         rows, statistics = step.of_queries(out), lse[step.query_heads]
-        is_dense = problem.layout == "dense"
-        backend = dispatch.load(problem.options.backend)
-        with autocast_off(q):
+        if step.has_call:
+            given = _operands(plan, operands, step, keys, values)
+            problem = _problem(plan, given, step, is_partial, is_partial or wants_grad)
             if step.is_first:
-                into = (rows[None], statistics[None]) if is_dense else (rows, statistics)
-                backend.forward(problem, given, into)
-                continue
-            part_out, part_lse = backend.forward(problem, given)
-        if is_dense:
-            part_out, part_lse = part_out[0], part_lse[0]
-        merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
-        rows.copy_(merged_out)
-        statistics.copy_(merged_lse.mT)
+                _attend(problem, given, (rows, statistics))
+            else:
+                part_out, part_lse = _attend(problem, given)
+                merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
+                rows.copy_(merged_out)
+                statistics.copy_(merged_lse.mT)
+        elif step.is_first:
+            statistics.fill_(-torch.inf)
     return (padded.to(q.dtype) if is_partial else padded), lse
 
 
@@ -173,6 +167,18 @@ def backward(
         else:
             last.add_to(dk, dv)
     return Gradients(all_dq, all_dk, all_dv, *shared)
+
+
+def _attend(
+    problem: AttentionProblem, operands: Operands, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a step's call, packed; written to `into`, if it is given."""
+    is_dense = problem.layout == "dense"
+    if into is not None and is_dense:
+        into = into[0][None], into[1][None]
+    with autocast_off(operands.q):
+        out, lse = dispatch.load(problem.options.backend).forward(problem, operands, into)
+    return (out[0], lse[0]) if is_dense else (out, lse)
 
 
 def _gradients(
@@ -258,7 +264,7 @@ def _fetched(plan: Plan, operands: Operands) -> Iterator[tuple[Step, Tensor, Ten
         yield steps[0], k[start:stop], v[start:stop]
         return
     ahead: _Fetch | None = None
-    words = KeyWords.of(k, v)
+    words = PackedKV.of(k, v)
     for step in steps:
         fetch = _Fetch(plan.wire, step, words.of_heads(step.key_heads))
         if ahead is not None:
@@ -271,7 +277,7 @@ def _fetched(plan: Plan, operands: Operands) -> Iterator[tuple[Step, Tensor, Ten
 class _Fetch:
     """The keys and values of a step on their way to the ranks that need them."""
 
-    def __init__(self, wire: Wire, step: Step, own: KeyWords) -> None:
+    def __init__(self, wire: Wire, step: Step, own: PackedKV) -> None:
         self.step, self.own, stage = step, own, step.stage
         sends = {message.peer: own.message(message.spans) for message in stage.sends}
         received = {message.peer: own.empty(message.rows) for message in stage.receives}
@@ -449,7 +455,7 @@ class KeyGradients:
             row += stop - start
         own, *of_messages = by_source
         self.own = [(rows, dk[a:b], dv[a:b]) for rows, (a, b) in own]
-        words = KeyWords.of(dk, dv)
+        words = PackedKV.of(dk, dv)
         sends = {
             message.peer: words.message([span for _, span in sorted(spans)])
             for message, spans in zip(stage.receives, of_messages, strict=True)

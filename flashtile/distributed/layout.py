@@ -17,7 +17,7 @@ from ..lru import Memo
 from .buffers import stream_of
 from .collectives import Wire
 from .consistency import KINDS, VerifiedCalls
-from .partition import Ownership
+from .partition import ShardMap
 
 PLANS = 128  # of a layout; some have tensors with a number for each token
 
@@ -34,7 +34,7 @@ class Layout:
 
     Attributes:
         context: the `ContextParallel` that made it, which imports this module.
-        queries, keys: the ownership of queries and keys; the same one for self-attention.
+        queries, keys: who owns which queries and keys; the same one for self-attention.
         sequences: of a dense batch; 0 for packed documents.
         local_tokens: rows of a shard, padding included: of each sequence of a dense batch, or of
             all packed documents together.
@@ -49,8 +49,8 @@ class Layout:
         self,
         context: Any,
         wire: Wire,
-        queries: Ownership,
-        keys: Ownership,
+        queries: ShardMap,
+        keys: ShardMap,
         sequences: int,
         local_tokens: tuple[int, int],
     ) -> None:
@@ -209,7 +209,7 @@ class Layout:
             self.without_padding("v", v, self.keys, self.local_keys),
         )
 
-    def without_padding(self, name: str, x: Tensor, holders: Ownership, rows: int) -> Tensor:
+    def without_padding(self, name: str, x: Tensor, holders: ShardMap, rows: int) -> Tensor:
         """A shard (batch, rows, heads, head_dim) or (rows, heads, head_dim) as packed tokens.
 
         Raises:

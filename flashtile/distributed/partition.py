@@ -38,7 +38,7 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-class Ownership(NamedTuple):
+class ShardMap(NamedTuple):
     """The pieces of every rank. A rank holds its tokens in the order of its pieces, which are
     sorted by document and position."""
 
@@ -46,19 +46,19 @@ class Ownership(NamedTuple):
     pieces: tuple[tuple[Piece, ...], ...]  # of every rank
 
     @classmethod
-    def of(cls, lengths: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> Ownership:
+    def of(cls, lengths: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> ShardMap:
         """Sort the pieces of every rank, join neighbours, and drop empty ones.
 
         Raises:
             ValueError: the pieces do not cover every token exactly once.
         """
-        ownership = cls(tuple(lengths), tuple(tuple(_joined(mine)) for mine in pieces))
-        every = _joined([piece for mine in ownership.pieces for piece in mine])
+        shard_map = cls(tuple(lengths), tuple(tuple(_joined(mine)) for mine in pieces))
+        every = _joined([piece for mine in shard_map.pieces for piece in mine])
         if every != [Piece(d, 0, n) for d, n in enumerate(lengths) if n > 0]:
             raise ValueError(
                 f"pieces: they do not cover documents of {tuple(lengths)} tokens exactly once"
             )
-        return ownership
+        return shard_map
 
     @property
     def ranks(self) -> int:
@@ -82,13 +82,13 @@ class Ownership(NamedTuple):
         """The positions of a rank's rows of a document."""
         return Positions.of(self.spans(rank, document))
 
-    def first_tokens(self, lengths: Sequence[int]) -> Ownership:
+    def first_tokens(self, lengths: Sequence[int]) -> ShardMap:
         """Who owns which of the first ``lengths[d]`` tokens of every document d."""
         pieces = [
             [p._replace(stop=min(p.stop, lengths[p.document])) for p in mine]
             for mine in self.pieces
         ]
-        return Ownership.of(lengths, [[p for p in mine if p.tokens > 0] for mine in pieces])
+        return ShardMap.of(lengths, [[p for p in mine if p.tokens > 0] for mine in pieces])
 
     def rows_of_first(self, lengths: Sequence[int], rank: int) -> list[int]:
         """The rows of a rank's tensor that hold these tokens."""
@@ -104,22 +104,22 @@ class Ownership(NamedTuple):
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()
 
 
-def first_documents(ownership: Ownership, count: int) -> Ownership:
+def first_documents(shard_map: ShardMap, count: int) -> ShardMap:
     """Who owns which tokens of the first `count` documents."""
-    pieces = [[piece for piece in mine if piece.document < count] for mine in ownership.pieces]
-    return Ownership.of(ownership.lengths[:count], pieces)
+    pieces = [[piece for piece in mine if piece.document < count] for mine in shard_map.pieces]
+    return ShardMap.of(shard_map.lengths[:count], pieces)
 
 
-def repeated(ownership: Ownership, batch: int) -> Ownership:
+def repeated(shard_map: ShardMap, batch: int) -> ShardMap:
     """Every sequence of a dense batch divided in the same way."""
     pieces = [
         [piece._replace(document=b) for b in range(batch) for piece in mine]
-        for mine in ownership.pieces
+        for mine in shard_map.pieces
     ]
-    return Ownership.of(ownership.lengths * batch, pieces)
+    return ShardMap.of(shard_map.lengths * batch, pieces)
 
 
-def is_divided(queries: Ownership, keys: Ownership, neighbours: int) -> bool:
+def is_divided(queries: ShardMap, keys: ShardMap, neighbours: int) -> bool:
     """Whether a document has tokens on several groups of `neighbours`."""
     owners = {
         (piece.document, rank // neighbours)
@@ -303,7 +303,7 @@ def largest_grain(lengths: Sequence[int], ranks: int, grain: int, unit: int) -> 
     return -(-(1 << (most.bit_length() - 1)) // unit) * unit
 
 
-def divided(way: str, work: Work, ranks: int) -> Ownership:
+def divided(way: str, work: Work, ranks: int) -> ShardMap:
     """The tokens of all documents, in a way that the caller names.
 
     Raises:
@@ -318,18 +318,18 @@ def divided(way: str, work: Work, ranks: int) -> Ownership:
     raise ValueError(f"way: got {way!r}, want 'auto', 'contiguous', 'zigzag' or 'documents'")
 
 
-def contiguous(lengths: Lengths, ranks: int, grain: int) -> Ownership:
+def contiguous(lengths: Lengths, ranks: int, grain: int) -> ShardMap:
     """Each rank gets the next equal part of the tokens of all documents: best for windows."""
-    return Ownership.of(lengths, _parts(lengths, ranks, grain))
+    return ShardMap.of(lengths, _parts(lengths, ranks, grain))
 
 
-def zigzag(lengths: Lengths, ranks: int, grain: int) -> Ownership:
+def zigzag(lengths: Lengths, ranks: int, grain: int) -> ShardMap:
     """The tokens of all documents, in 2 x ranks parts: rank r gets parts r and 2 ranks - 1 - r."""
     parts = _parts(lengths, 2 * ranks, grain)
-    return Ownership.of(lengths, [parts[r] + parts[2 * ranks - 1 - r] for r in range(ranks)])
+    return ShardMap.of(lengths, [parts[r] + parts[2 * ranks - 1 - r] for r in range(ranks)])
 
 
-def carve(work: Work, ranks: int) -> Ownership:
+def carve(work: Work, ranks: int) -> ShardMap:
     """Long documents go zigzag over as few ranks as can carry them, short ones stay whole.
 
     A document is long when its work or its tokens are more than a rank's share.
@@ -350,7 +350,7 @@ def carve(work: Work, ranks: int) -> Ownership:
             shares.give(rank, piece)
     for document in short:
         shares.give_whole(document)
-    return Ownership.of(work.lengths, shares.pieces)
+    return ShardMap.of(work.lengths, shares.pieces)
 
 
 class _Shares:
@@ -409,14 +409,14 @@ class _Exchange(NamedTuple):
     gain: float  # the work that moves
 
 
-def refine(ownership: Ownership, work: Work, slack: float = 0.02, limit: int = 2000) -> Ownership:
+def refine(shard_map: ShardMap, work: Work, slack: float = 0.02, limit: int = 2000) -> ShardMap:
     """Exchange equal numbers of tokens between the rank with the most work and one with little,
     until no rank has more than ``1 + slack`` times the mean.
 
     Pieces of documents whose lengths are no multiples of the grain may then begin at any token,
     but always at multiples of `work.unit`.
     """
-    pieces = [list(mine) for mine in ownership.pieces]
+    pieces = [list(mine) for mine in shard_map.pieces]
     load = [sum(work.scores(*piece) for piece in mine) for mine in pieces]
     mean = sum(load) / len(load)
     for _ in range(limit):
@@ -433,7 +433,7 @@ def refine(ownership: Ownership, work: Work, slack: float = 0.02, limit: int = 2
                 break
         else:
             break
-    return Ownership.of(ownership.lengths, pieces)
+    return ShardMap.of(shard_map.lengths, pieces)
 
 
 def _best_exchange(

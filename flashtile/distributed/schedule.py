@@ -20,7 +20,7 @@ from torch import Tensor
 from ..lru import memoised
 from ..masks import Visibility
 from ..positions import Positions, Span
-from .partition import Facts, Ownership, TileMap
+from .partition import Facts, ShardMap, TileMap
 
 Mask = tuple[Facts, TileMap | None]
 Needs = dict[int, tuple[Span, ...]]  # positions of keys, by document
@@ -73,8 +73,8 @@ class Schedule(NamedTuple):
 
 @memoised(256)
 def schedule(
-    queries: Ownership,
-    keys: Ownership,
+    queries: ShardMap,
+    keys: ShardMap,
     facts: Facts,
     rank: int,
     stages: int = 1,
@@ -120,8 +120,8 @@ def distances(ranks: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def _stage(
-    queries: Ownership,
-    keys: Ownership,
+    queries: ShardMap,
+    keys: ShardMap,
     mask: Mask,
     rank: int,
     away: tuple[int, ...],
@@ -159,7 +159,7 @@ def _stage(
     )
 
 
-def seen_keys(queries: Ownership, keys: Ownership, mask: Mask, rank: int) -> Needs:
+def seen_keys(queries: ShardMap, keys: ShardMap, mask: Mask, rank: int) -> Needs:
     """The keys that some query of `rank` sees, whoever holds them; whole tiles of a block mask."""
     facts, tiles = mask
     seen: Needs = {}
@@ -175,7 +175,7 @@ def seen_keys(queries: Ownership, keys: Ownership, mask: Mask, rank: int) -> Nee
     return seen
 
 
-def _needed(keys: Ownership, source: int, seen: Needs) -> Needs:
+def _needed(keys: ShardMap, source: int, seen: Needs) -> Needs:
     """The keys of `source` among those that a rank sees."""
     held = (document for document in keys.documents(source) if document in seen)
     needed = ((d, _intersection(keys.spans(source, d), seen[d])) for d in held)
@@ -183,7 +183,7 @@ def _needed(keys: Ownership, source: int, seen: Needs) -> Needs:
 
 
 @memoised(64)
-def keys_received(queries: Ownership, keys: Ownership, mask: Mask) -> list[list[int]]:
+def keys_received(queries: ShardMap, keys: ShardMap, mask: Mask) -> list[list[int]]:
     """How many keys every rank receives from every other one."""
     counts = []
     for rank in range(queries.ranks):
@@ -221,12 +221,12 @@ def _intersection(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, 
     return tuple(joined)
 
 
-def _rows(keys: Ownership, source: int, needs: Needs) -> tuple[Span, ...]:
+def _rows(keys: ShardMap, source: int, needs: Needs) -> tuple[Span, ...]:
     """Where the needed keys lie in the tensor of `source`."""
     return tuple(rows for _, rows in _located(keys, source, needs))
 
 
-def _located(keys: Ownership, source: int, needs: Needs) -> Iterator[tuple[tuple[int, int], Span]]:
+def _located(keys: ShardMap, source: int, needs: Needs) -> Iterator[tuple[tuple[int, int], Span]]:
     """The needed keys of `source`: (document, first position) and rows of its tensor."""
     row = 0
     for document, start, stop in keys.pieces[source]:
@@ -238,7 +238,7 @@ def _located(keys: Ownership, source: int, needs: Needs) -> Iterator[tuple[tuple
 
 
 def _order(
-    keys: Ownership, needs: Mapping[int, Needs], rank: int, peers: Sequence[int]
+    keys: ShardMap, needs: Mapping[int, Needs], rank: int, peers: Sequence[int]
 ) -> tuple[Rows, ...]:
     """The needed keys of all sources in the order of documents and positions.
 

@@ -24,7 +24,7 @@ import torch
 from ..lru import memoised
 from ..masks import Visibility
 from .collectives import Wire, connect
-from .partition import Facts, Ownership, TileMap, area
+from .partition import Facts, ShardMap, TileMap, area
 from .schedule import distances, keys_received
 from .ulysses import HeadShare, merged, share_heads
 
@@ -85,8 +85,8 @@ class Workload(NamedTuple):
     heads: tuple[int, int]  # of queries and of keys
     head_dims: tuple[int, int, int]  # of queries, keys and values
     sizes: tuple[int, int]  # bytes of q, k, v and out, and of dK and dV on the wire
-    queries: Ownership
-    keys: Ownership
+    queries: ShardMap
+    keys: ShardMap
     facts: Facts
     tiles: TileMap | None = None
 
@@ -99,7 +99,7 @@ class Workload(NamedTuple):
         """The heads of every member of a group of neighbours."""
         return share_heads(*self.heads, ulysses)
 
-    def held_by_groups(self, ulysses: int) -> tuple[Ownership, Ownership]:
+    def held_by_groups(self, ulysses: int) -> tuple[ShardMap, ShardMap]:
         """Who owns which queries and keys, when neighbours hold theirs together."""
         if ulysses == 1:
             return self.queries, self.keys
@@ -111,7 +111,7 @@ class Workload(NamedTuple):
         """The keys that every group receives from every other one."""
         return keys_received(*self.held_by_groups(ulysses), (self.facts, self.tiles))
 
-    def scores(self, queries: Ownership, rank: int) -> float:
+    def scores(self, queries: ShardMap, rank: int) -> float:
         """About how many scores one head of a rank's queries has; all of partial tiles."""
         total = 0.0
         for document, start, stop in queries.pieces[rank]:

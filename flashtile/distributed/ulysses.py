@@ -19,7 +19,7 @@ from ..positions import Span
 from ..problem import Operands
 from .buffers import of_heads
 from .collectives import Wire, exchange
-from .partition import Ownership, Piece
+from .partition import Piece, ShardMap
 
 
 class HeadShare(NamedTuple):
@@ -56,10 +56,10 @@ def _even(count: int, parts: int) -> list[Span]:
     return list(pairwise(cuts))
 
 
-def merged(ownership: Ownership, groups: Sequence[Sequence[int]]) -> Ownership:
+def merged(shard_map: ShardMap, groups: Sequence[Sequence[int]]) -> ShardMap:
     """Who owns which tokens when the ranks of a group hold theirs together."""
-    pieces = [[piece for rank in group for piece in ownership.pieces[rank]] for group in groups]
-    return Ownership.of(ownership.lengths, pieces)
+    pieces = [[piece for rank in group for piece in shard_map.pieces[rank]] for group in groups]
+    return ShardMap.of(shard_map.lengths, pieces)
 
 
 class Exchange(NamedTuple):
@@ -71,15 +71,15 @@ class Exchange(NamedTuple):
     order: tuple[Span, ...]
 
     @classmethod
-    def of(cls, wire: Wire, ownership: Ownership, members: Sequence[int]) -> Exchange:
-        """The exchange between the `members`, ranks of `ownership`; `wire` connects them."""
+    def of(cls, wire: Wire, shard_map: ShardMap, members: Sequence[int]) -> Exchange:
+        """The exchange between the `members`, ranks of `shard_map`; `wire` connects them."""
         located: list[tuple[Piece, Span]] = []
         row = 0
         for rank in members:
-            for piece in ownership.pieces[rank]:
+            for piece in shard_map.pieces[rank]:
                 located.append((piece, (row, row + piece.tokens)))
                 row += piece.tokens
-        tokens = tuple(ownership.tokens(rank) for rank in members)
+        tokens = tuple(shard_map.tokens(rank) for rank in members)
         return cls(wire, tokens, tuple(span for _, span in sorted(located)))
 
     def spread(self, x: Tensor, heads: Sequence[slice]) -> Tensor:

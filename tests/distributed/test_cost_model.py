@@ -7,41 +7,43 @@ from math import prod
 import pytest
 from test_strategy import ANY, drawn, one_sequence
 
-from benchmarks.context.cost_model import Pricing, Shape, fastest, strategies
-from benchmarks.context.traffic import Traffic
+from benchmarks.context.comm_volume import CommVolume
+from benchmarks.context.cost_model import CostModel, Shape, fastest, strategies
 from flashtile.distributed.schedule import keys_received
 from flashtile.distributed.strategy import Host, Link, Strategy, Workload, select_strategy
 
 pytestmark = pytest.mark.slow
 
 
-def pricing_of(workload: Workload) -> Pricing:
+def model_of(workload: Workload) -> CostModel:
     shape = Shape(*workload.heads, 128, 128, *workload.sizes)
-    return Pricing(workload.machine, shape, *workload[4:7])
+    return CostModel(workload.machine, shape, *workload[4:7])
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_strategy_is_compared(seed: int) -> None:
-    pricing = pricing_of(drawn(seed))
-    prices = {way: pricing.slowest(way).seconds for way in strategies(pricing)}
-    assert fastest(pricing) == min(prices, key=lambda way: (prices[way], way))
-    assert all(pricing.at_least(way) <= seconds for way, seconds in prices.items())
+    model = model_of(drawn(seed))
+    prices = {way: model.slowest(way).seconds for way in strategies(model)}
+    assert fastest(model) == min(prices, key=lambda way: (prices[way], way))
+    assert all(model.at_least(way) <= seconds for way, seconds in prices.items())
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_keys_are_counted_as_in_the_schedules(seed: int) -> None:
     workload = drawn(seed)
-    traffic = Traffic(workload.queries, workload.keys, workload.facts)
+    volume = CommVolume(workload.queries, workload.keys, workload.facts)
     received = keys_received(workload.queries, workload.keys, (workload.facts, None))
     for rank, row in enumerate(received):
-        for hop in traffic.hops(rank):
-            assert hop.received == row[hop.source]
-            assert hop.sent == (received[hop.target][rank] if hop.target != rank else 0)
+        for transfer in volume.transfers(rank):
+            assert transfer.received == row[transfer.source]
+            assert transfer.sent == (
+                received[transfer.target][rank] if transfer.target != rank else 0
+            )
 
 
 def test_the_longer_of_computing_and_exchanging_counts() -> None:
     """With one of both free, the other one adds up."""
-    strategy, base = Strategy(1, 4, 1), pricing_of(one_sequence(4, 4096, 8, 2))
+    strategy, base = Strategy(1, 4, 1), model_of(one_sequence(4, 4096, 8, 2))
     machine = base.machine._replace(contention=0.0)
     free = machine._replace(
         forward=1e30, backward=1e30, memory=1e30, launch=0.0, host=Host(0.0, 0.0, 0.0)
@@ -66,8 +68,8 @@ def test_the_selected_strategy_is_nearly_the_fastest_of_all() -> None:
             for heads in ((32, 8), (32, 32), (16, 2), (24, 8)):
                 for way in ("zigzag", "contiguous"):
                     workload = one_sequence(ranks, tokens, *heads, way=way)
-                    pricing, selected = pricing_of(workload), select_strategy(ANY, workload)
-                    best = pricing.slowest(fastest(pricing)).seconds
-                    losses.append(pricing.slowest(selected).seconds / best)
+                    model, selected = model_of(workload), select_strategy(ANY, workload)
+                    best = model.slowest(fastest(model)).seconds
+                    losses.append(model.slowest(selected).seconds / best)
     assert prod(losses) ** (1 / len(losses)) < 1.005
     assert max(losses) < 1.1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashtile.distributed import partition
-from flashtile.distributed.partition import Facts, Ownership, Piece, TileMap, Work
+from flashtile.distributed.partition import Facts, Piece, ShardMap, TileMap, Work
 from flashtile.distributed.schedule import Schedule, schedule
 from flashtile.masks import BlockMask, Chunk, Visibility, Window
 from flashtile.positions import Positions
@@ -19,7 +19,7 @@ from flashtile.positions import Positions
 Score = tuple[int, int, int]  # document, query, key
 
 CAUSAL: Facts = (Window(None, 0),)
-WAYS: dict[str, Callable[[Work, int], Ownership]] = {
+WAYS: dict[str, Callable[[Work, int], ShardMap]] = {
     "contiguous": lambda work, ranks: partition.contiguous(work.lengths, ranks, work.grain),
     "zigzag": lambda work, ranks: partition.zigzag(work.lengths, ranks, work.grain),
     "carve": partition.carve,
@@ -184,9 +184,9 @@ def test_refined_ranks_have_equal_work_and_receive_less(ranks: int) -> None:
 
 def test_pieces_have_to_cover_every_token_once() -> None:
     with pytest.raises(ValueError, match="exactly once"):
-        Ownership.of([8], [[Piece(0, 0, 5)], [Piece(0, 4, 8)]])
+        ShardMap.of([8], [[Piece(0, 0, 5)], [Piece(0, 4, 8)]])
     with pytest.raises(ValueError, match="exactly once"):
-        Ownership.of([8], [[Piece(0, 0, 3)], [Piece(0, 4, 8)]])
+        ShardMap.of([8], [[Piece(0, 0, 3)], [Piece(0, 4, 8)]])
 
 
 @pytest.mark.parametrize("stages", [0, 4])

@@ -9,7 +9,7 @@ import torch
 from test_schedule import CAUSAL, random_facts, visible_scores
 
 from flashtile.distributed import MACHINES, ContextParallel, partition
-from flashtile.distributed.partition import Ownership, Piece, TileMap, Work
+from flashtile.distributed.partition import Piece, ShardMap, TileMap, Work
 from flashtile.distributed.schedule import keys_received, schedule
 from flashtile.distributed.strategy import (
     Link,
@@ -204,6 +204,6 @@ def test_head_groups_divide_the_key_heads_of_a_rank() -> None:
 
 
 def test_empty_ranks_have_a_price() -> None:
-    holders = Ownership.of([3], [[Piece(0, 0, 3)], []])
+    holders = ShardMap.of([3], [[Piece(0, 0, 3)], []])
     workload = Workload(MACHINES["CPU"], (2, 1), *NOTHING_ELSE, holders, holders, CAUSAL)
     assert seconds(select_strategy(ANY, workload), workload) > 0
