@@ -354,6 +354,20 @@ DISTRIBUTED = [
         "first = 0",
         "tests/distributed/test_context.py -k 'test_every_option_in_every_way and bias'",
     ),
+    Planted(
+        "a window in a tensor is that of the first call",
+        "ContextParallel._planned",
+        "values = None if only_qkv else call.options",
+        "values = None",
+        "tests/distributed/test_repeats.py -k test_numbers_in_tensors",
+    ),
+    Planted(
+        "in debug mode only first calls are compared",
+        "VerifiedCalls.__contains__",
+        "kind in self._kinds and not self._compares_every_call",
+        "kind in self._kinds",
+        "tests/distributed/test_consistency.py -k test_in_debug_mode",
+    ),
 ]
 
 INTEGRATIONS_AND_MODELS = [

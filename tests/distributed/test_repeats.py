@@ -185,6 +185,18 @@ def test_what_decides_a_call_is_part_of_its_kind() -> None:
     run_ranks(2, one_rank)
 
 
+def test_numbers_in_tensors_are_read_in_every_call() -> None:
+    def one_rank(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(seq_len=16)
+        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        for window in ((2, 0), (7, 0), (2, 3)):
+            found = layout.attend(q, k, v, window_size=torch.tensor(window))
+            assert torch.equal(found, layout.attend(q, k, v, window_size=window))
+
+    run_ranks(2, one_rank)
+
+
 def test_ranks_compare_a_call_under_autocast() -> None:
     """It sends other bytes than the same call without autocast, which they have compared."""
 
