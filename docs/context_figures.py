@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flashtile.distributed import ContextParallel
-from flashtile.distributed.ownership import Ownership, Piece
+from flashtile.distributed.partition import Piece, ShardMap
 from flashtile.positions import Dealt
 from flashtile.testing.wires import run_ranks
 
@@ -22,7 +22,7 @@ TOKENS = 256
 DOCUMENTS = (128, 20, 36, 12, 44, 16)  # TOKENS together
 
 
-def owners(**layout: Any) -> Ownership:
+def owners(**layout: Any) -> ShardMap:
     """Who owns which tokens in a layout."""
     made = run_ranks(RANKS, lambda wire: ContextParallel.over(wire).layout(grain=4, **layout))
     return made[0].queries
@@ -33,7 +33,7 @@ def visible_scores(pieces: Sequence[Piece]) -> int:
     return sum(t + 1 for piece in pieces for t in range(piece.start, piece.stop))
 
 
-def strip(axes: Axes, ownership: Ownership, title: str) -> None:
+def strip(axes: Axes, ownership: ShardMap, title: str) -> None:
     """A row of tokens in the colours of their ranks, and each rank's share of the scores."""
     starts = [sum(ownership.lengths[:d]) for d in range(len(ownership.lengths))]
     for rank, pieces in enumerate(ownership.pieces):

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from figures import BLUE, GREEN, GREY, ORANGE, RESULTS
 from matplotlib.figure import Figure
 
-from flashtile.distributed.machine import MACHINES, Link
+from flashtile.distributed.strategy import MACHINES, Link
 
 STYLES = {
     "chosen by the model": {"color": BLUE, "marker": "o"},

@@ -331,14 +331,14 @@ DISTRIBUTED = [
         "Dealt.below",
         "inside = position % period - self.rank * self.block",
         "inside = position % period - self.rank",
-        "tests/distributed/test_cache.py -k test_dealt_positions",
+        "tests/distributed/test_decode.py -k test_dealt_positions",
     ),
     Planted(
         "every rank adds the sink to its part of a cache",
         "Decoding.operands",
         "sink = self.sink if dealt.rank == 0 else None",
         "sink = self.sink",
-        "tests/distributed/test_cache.py -k test_ranks_decode",
+        "tests/distributed/test_decode.py -k test_ranks_decode",
     ),
     Planted(
         "intervals count from the whole document",
@@ -353,6 +353,20 @@ DISTRIBUTED = [
         "first = rows_before[number] if by_token else 0",
         "first = 0",
         "tests/distributed/test_context.py -k 'test_every_option_in_every_way and bias'",
+    ),
+    Planted(
+        "a window in a tensor is that of the first call",
+        "ContextParallel._planned",
+        "values = None if only_qkv else call.options",
+        "values = None",
+        "tests/distributed/test_repeats.py -k test_numbers_in_tensors",
+    ),
+    Planted(
+        "in debug mode only first calls are compared",
+        "VerifiedCalls.__contains__",
+        "kind in self._kinds and not self._compares_every_call",
+        "kind in self._kinds",
+        "tests/distributed/test_consistency.py -k test_in_debug_mode",
     ),
 ]
 

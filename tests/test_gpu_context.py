@@ -13,7 +13,6 @@ from distributed.caches import STEPS_OPTIONS, CacheCase, compare_repeated_steps
 from distributed.caches import compare_rounded as compare_caches
 from distributed.captured_worker import captured_steps
 from distributed.cases import Case, compare_rounded, on_one_generator
-from distributed.disagreeing_worker import REFUSED
 
 from flashtile.distributed import ContextParallel
 from flashtile.testing.wires import run_ranks
@@ -89,10 +88,3 @@ def test_processes(worker: str, world: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     processes.run(f"distributed/{worker}.py", world, tmp_path / "rendezvous")
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("scenario", ["accepted", *REFUSED])
-def test_ranks_that_differ(scenario: str, tmp_path: Path) -> None:
-    script = "distributed/disagreeing_worker.py"
-    processes.run(script, 2, tmp_path / "rendezvous", scenario, "nccl")

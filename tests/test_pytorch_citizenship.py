@@ -75,7 +75,7 @@ def op_arguments():
 OPS_OF_GPUS = {"rotate_tokens"}
 # It draws random numbers, so no two calls agree; test_dropout.py compiles it.
 OPS_THAT_DRAW = {"draw_rng_state"}
-# Ops that need several ranks; tests/distributed/test_traced.py calls them.
+# Ops that need several ranks; tests/distributed/test_compile.py calls them.
 OPS_OF_RANKS = {"context_forward", "context_backward"}
 
 

@@ -23,10 +23,12 @@ from flashtile.call import dispatch
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.cli.timing import Timing, interleave, timer_for
-from flashtile.distributed import balance, executor
-from flashtile.distributed.ownership import Ownership
-from flashtile.distributed.schedule import schedule
-from flashtile.distributed.work import Work
+from flashtile.distributed import executor, partition
+from flashtile.distributed.arguments import UsedTokens
+from flashtile.distributed.partition import ShardMap, Work
+from flashtile.distributed.plan import Plan
+from flashtile.distributed.schedule import schedule, steps_of
+from flashtile.distributed.strategy import Strategy
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -103,14 +105,14 @@ def whole_call(case: ContextCase, lengths: list[int], device: str) -> Whole:
     return Whole(*describe((q, k, v), layout, case.options), dout)
 
 
-def ownership(case: ContextCase, lengths: list[int], ranks: int, options: Options) -> Ownership:
+def ownership(case: ContextCase, lengths: list[int], ranks: int, options: Options) -> ShardMap:
     """The layout that `ContextParallel.layout` makes by default."""
     way = "documents" if case.variant == "packed" else "contiguous" if case.window else "zigzag"
-    return balance.divided(way, Work([(options.facts, None, 1)], lengths), ranks)
+    return partition.divided(way, Work([(options.facts, None, 1)], lengths), ranks)
 
 
 def calls_of_ranks(
-    whole: Whole, owned: Ownership, head_groups: int, backend: str | None
+    whole: Whole, owned: ShardMap, head_groups: int, backend: str | None
 ) -> tuple[list[Calls], Tensor]:
     """What every rank calls, and the output of all ranks in the order of the whole."""
     packed = [x.flatten(0, -3) for x in (*whole.operands[:3], whole.dout)]
@@ -123,9 +125,21 @@ def calls_of_ranks(
         ).to(packed[0].device)
         q, k, v, dout = (x[rows] for x in packed)
         made = schedule(owned, owned, whole.options.facts, wire.rank)
-        plan = executor.Plan(made, head_groups, whole.options, backend, 0, None)
-        out, lse = executor.forward(plan, wire, Operands(q, k, v), True)
-        executor.backward(plan, wire, Operands(q, k, v), out, lse, dout, None, False)
+        heads = q.shape[1], k.shape[1]
+        plan = Plan(
+            Strategy(1, 1, head_groups),
+            None,
+            made,
+            steps_of(made, head_groups, heads),
+            wire,
+            whole.options,
+            backend,
+            first_head=0,
+            gradient_dtype=None,
+            used=UsedTokens(owned, owned),
+        )
+        out, lse = executor.forward(plan, Operands(q, k, v), True)
+        executor.backward(plan, Operands(q, k, v), out, lse, dout, None, False)
         return recorded.get(), rows, out
 
     with patch.object(dispatch, "load", Recorder):

@@ -31,7 +31,7 @@ class Ready(NamedTuple):
 
 
 def flashtile(case: ContextCase, lengths: list[int]) -> Ready:
-    """`ContextParallel` with what the cost model chooses."""
+    """`ContextParallel` with the strategy that it selects."""
     return _flashtile(ContextParallel(), case, lengths)
 
 
@@ -128,8 +128,8 @@ def _flashtile(parallel: ContextParallel, case: ContextCase, lengths: list[int])
         for heads in (case.heads_q, case.heads_kv)
     )
     plan = parallel.explain(layout, q, k, k, **case.options)
-    way = next(line for line in plan.splitlines() if line.startswith("way: "))
-    return Ready(call, layout, way.split(": ")[1])
+    strategy = next(line for line in plan.splitlines() if line.startswith("strategy: "))
+    return Ready(call, layout, strategy.split(": ")[1])
 
 
 def _zigzag(case: ContextCase) -> Layout:

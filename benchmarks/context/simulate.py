@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.context.simulate --csv benchmarks/results/model/context.csv`` prices the
 schedules that the executor would run for one causal sequence, with the rates and links of a machine
-of `flashtile.distributed.machine`.
+of `flashtile.distributed.strategy`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashtile.cli.machine import provenance
-from flashtile.distributed import balance
-from flashtile.distributed.choice import Wanted, choose
-from flashtile.distributed.cost import Price, Pricing, Shape, Way
-from flashtile.distributed.machine import MACHINES, Machine
+from flashtile.distributed import partition
+from flashtile.distributed.strategy import MACHINES, Machine, Strategy
 from flashtile.masks import Window
+
+from .cost_model import CostEstimate, CostModel, Shape, fastest
 
 SHAPE = Shape(query_heads=32, key_heads=8, head_dim=128, value_head_dim=128, element_size=2)
 TOKENS = (4096, 8192, 16384)  # of each rank
@@ -42,17 +42,17 @@ class Prediction(NamedTuple):
 
 def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Prediction]:
     """Of a ring, of gathering, and of what the model chooses."""
-    holders = balance.zigzag([tokens * ranks], ranks, GRAIN)
-    pricing = Pricing(machine, SHAPE, holders, holders, (Window(None, 0),))
-    whole = balance.contiguous([tokens * ranks], 1, GRAIN)
-    alone = Pricing(machine, SHAPE, whole, whole, pricing.facts).slowest(Way(1, 1, 1))
+    holders = partition.zigzag([tokens * ranks], ranks, GRAIN)
+    model = CostModel(machine, SHAPE, holders, holders, (Window(None, 0),))
+    whole = partition.contiguous([tokens * ranks], 1, GRAIN)
+    alone = CostModel(machine, SHAPE, whole, whole, model.facts).slowest(Strategy(1, 1, 1))
     ways = {
-        "ring": Way(1, ranks, 1),
-        "gather": Way(1, 1, 1),
-        "chosen by the model": choose(Wanted("auto", "auto", None, None), pricing),
+        "ring": Strategy(1, ranks, 1),
+        "gather": Strategy(1, 1, 1),
+        "chosen by the model": fastest(model),
     }
     for name, way in ways.items():
-        slowest = pricing.slowest(way)
+        slowest = model.slowest(way)
         forward, both = _efficiencies(alone, slowest, ranks)
         yield Prediction(
             machine.name,
@@ -67,7 +67,7 @@ def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Predictio
         )
 
 
-def _efficiencies(alone: Price, slowest: Price, ranks: int) -> tuple[float, float]:
+def _efficiencies(alone: CostEstimate, slowest: CostEstimate, ranks: int) -> tuple[float, float]:
     """Of the forward, and of both passes."""
     return alone.forward / ranks / slowest.forward, alone.seconds / ranks / slowest.seconds
 

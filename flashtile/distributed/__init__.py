@@ -10,12 +10,11 @@
     out = parallel.attention(q, k, v, layout, causal=True)
 """
 
+from .collectives import global_mean
 from .context import ContextParallel
-from .layout import Layout
-from .machine import MACHINES, Link, Machine
-from .means import global_mean
-from .model_inputs import shift_labels
-from .work import Mask
+from .layout import Layout, shift_labels
+from .partition import Mask
+from .strategy import MACHINES, Link, Machine
 
 __all__ = [
     "MACHINES",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..autocast import cast_inputs, without_autocast
+from ..autocast import autocast_dtype, cast_inputs, is_autocasting, without_autocast
 from ..autograd import is_transformed, refuse_forward_mode
 from ..call import checks
 from ..call.attn_mask import as_bias
@@ -28,8 +28,7 @@ from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype
 from ..score_mod import Described, described
 from ..spans import Spans
 from .layout import Layout
-from .ownership import Ownership
-from .tile_map import TileMap
+from .partition import ShardMap, TileMap
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin")  # they change no result
 OPTIONS = (
@@ -63,8 +62,8 @@ class UsedTokens(NamedTuple):
     """Who owns which tokens of those that `seqused_q` and `seqused_k` leave, and which rows of this
     rank's packed tokens they are; None for all of them."""
 
-    queries: Ownership
-    keys: Ownership
+    queries: ShardMap
+    keys: ShardMap
     query_rows: Tensor | None = None
     key_rows: Tensor | None = None
 
@@ -98,6 +97,11 @@ class PackedCall(NamedTuple):
     used: UsedTokens
     tiles: TileMap | None
     bias_has_rows: bool  # one for each query, not one for all
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Those of queries and of keys."""
+        return self.operands.q.shape[1], self.operands.k.shape[1]
 
 
 def refuse_unknown(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
@@ -365,3 +369,58 @@ def lengths_of(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]
     if not ends or ends[0] != 0 or any(length < 0 for length in lengths):
         raise ValueError(f"{name}: got {ends}, want lengths that start with 0 and never decrease")
     return lengths
+
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+def call_kind(tensors: Sequence[Any], options: Mapping[str, Any], *settings: Any) -> Any:
+    """What decides which messages a call has and whether it is refused, and nothing in which ranks
+    may differ. Otherwise one of them would compare a call that the others have compared before.
+    Which of the tensors require gradients is up to each rank, unless `settings` say it."""
+    return (
+        *settings,
+        autocast_dtype(tensors[0]),
+        *[(x.shape, x.dtype, x.device.type) if isinstance(x, Tensor) else repr(x) for x in tensors],
+        *[(name, kind(name, x)) for name, x in sorted(options.items())],
+    )
+
+
+def plan_key(kind: Any, qkv: Qkv, reserved_processors: int) -> tuple[Any, ...]:
+    """What decides how a rank runs a call, together with the values of its options."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return kind, *[x.device for x in qkv], reserved_processors, deterministic
+
+
+def has_only_qkv(qkv: Qkv, options: Mapping[str, Any]) -> bool:
+    """Whether `call_kind` says everything about a call besides the contents of q, k and v: no other
+    tensors take part, and autocast does not change their dtypes."""
+    return are_numbers(options) and not is_autocasting(qkv[0])
+
+
+def kind(name: str, x: Any) -> Any:
+    """What decides whether two values of an argument need one agreement of the ranks or two. It is
+    equal on all ranks, whose GPUs have numbers of their own."""
+    if isinstance(x, Tensor):
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        facts = tuple(x.shape), x.dtype, x.device.type, needs_grad
+        is_read = name in USED and checks.is_readable(x)
+        return (*facts, tuple(x.tolist())) if is_read else facts
+    if isinstance(x, BlockMask):
+        digest = TileMap.of(x).digest if checks.is_readable(x.kinds) else None
+        return x.lengths, x.tile_size, digest
+    if isinstance(x, tuple):
+        return tuple(kind(name, part) for part in x)
+    return repr(x)
+
+
+def needs_gradients(qkv: Qkv) -> bool:
+    """Whether a backward may follow for some of the tensors: on all ranks or on none."""
+    q, k, v = qkv
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def are_numbers(options: Mapping[str, Any]) -> bool:
+    """Whether the options have neither tensors nor masks nor functions."""
+    parts = (x if type(x) is tuple else (x,) for x in options.values())
+    return all(x is None or type(x) in (int, float, bool, str) for part in parts for x in part)

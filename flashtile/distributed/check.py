@@ -17,8 +17,8 @@ from ..spans import Spans
 from ..testing import attention_reference, attention_varlen_reference
 from ..testing.error_model import floor_of, rounding_variance
 from ..testing.tolerance import allowed_error, assert_close, plain_dtype
-from .agreement import told
 from .arguments import SCORE_MASKS, has_rows, score_bias
+from .consistency import all_gather_objects
 from .layout import Layout
 
 Results = dict[str, Tensor]
@@ -79,7 +79,8 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
             report = _compared(leaves, whole, others, got, floors, cotangents)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem, reason = str(error) or repr(error), error
-    found = told(wire, {"problem": problem[:MOST_TEXT], "report": report[:MOST_TEXT]})[0]
+    record = {"problem": problem[:MOST_TEXT], "report": report[:MOST_TEXT]}
+    found = all_gather_objects(wire, record)[0]
     if found["problem"]:
         raise AssertionError(f"context parallel: {found['problem']}") from reason
     return str(found["report"])

@@ -9,42 +9,50 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from ..autograd import is_transformed
 from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.score_function import outside_of_graphs
 from ..lru import Memo
-from ..problem import Operands, Options, lse_dtype
+from ..problem import Operands, lse_dtype
 from ..rng_state import draw_rng_state
-from . import balance, traced
-from .agreement import KINDS, Compared
+from . import compile as compiled
+from . import partition
 from .arguments import (
-    UsedTokens,
+    PackedCall,
+    Qkv,
+    call_kind,
     comparable,
+    has_only_qkv,
     lengths_of,
+    needs_gradients,
     packed_call,
+    plan_key,
     refuse_transforms,
     refuse_unknown,
     shapes,
     with_program,
 )
-from .cache import Decoder
-from .choice import Number, Wanted, choose
-from .cost import Pricing, Shape, Way
-from .executor import Plan, refuse_without_backend
-from .explain import explained
-from .function import Route, attend, is_recomputing
-from .kinds import call_facts, needs_gradients, repeat_key
+from .buffers import indices
+from .collectives import ProcessWire, Wire, connect
+from .consistency import KINDS, VerifiedCalls
+from .decode import Decoder
+from .executor import attend, is_recomputing, refuse_without_backend
 from .layout import Layout
-from .machine import Machine, machine_of
-from .measure import measured
-from .mesh import of_mesh
-from .ownership import is_divided, repeated
-from .paths import Call, paths_of
-from .sequence_tensors import indices
-from .tile_map import TileMap
-from .wire import ProcessWire, Wire, connect
-from .work import Mask, Work
+from .partition import Mask, Work, is_divided, repeated
+from .plan import Plan, plan_of
+from .strategy import (
+    Machine,
+    Number,
+    Requested,
+    Workload,
+    explained,
+    machine_of,
+    measured,
+    select_strategy,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,16 +66,17 @@ class ContextParallel(Decoder):
             of a 2-D mesh exchanges tokens for heads: the ranks of a node, say.
         ulysses: how many neighbouring ranks exchange tokens for heads (DeepSpeed Ulysses); 1 for
             none, the number of ranks for nothing else. It divides the number of ranks. "auto" is
-            the second dimension of a 2-D mesh, or what the cost model says is fastest.
+            the second dimension of a 2-D mesh, or the cheapest of 1, the ranks of a node and all.
         stages: 1 gathers all keys that a rank needs at once; more stages take less memory; "auto"
-            is what the cost model says is fastest.
+            is 1, or as many as `stage_tokens` takes.
         head_groups: groups of key heads, which take turns, so that keys travel while a rank
-            computes; None leaves it to the cost model. It divides the key heads of a rank.
+            computes; None is 1, or as many as `stage_tokens` takes. It divides the key heads of a
+            rank.
         stage_tokens: the most keys of other ranks, with all heads, that a rank fetches at once;
             None is any number.
         gradient_dtype: what the gradients of keys and values travel in. torch.float32 sends them as
             they are added up, in float64 for float64 inputs; torch.bfloat16 halves the bytes.
-        machine: what the cost model takes the ranks to run on; None goes by the name of the GPU.
+        machine: by whose rates strategies are priced; None goes by the name of the GPU.
         timeout: seconds to wait for an exchange; None leaves it to the group.
 
     Attributes:
@@ -94,8 +103,8 @@ class ContextParallel(Decoder):
     ) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
             group, ulysses = of_mesh(group, ulysses)
-        wanted = Wanted(ulysses, stages, head_groups, stage_tokens)
-        self._set(ProcessWire(group, timeout), wanted, gradient_dtype, machine)
+        requested = Requested(ulysses, stages, head_groups, stage_tokens)
+        self._set(ProcessWire(group, timeout), requested, gradient_dtype, machine)
 
     @classmethod
     def over(
@@ -111,23 +120,23 @@ class ContextParallel(Decoder):
     ) -> ContextParallel:
         """The same over ranks that something else than torch.distributed connects."""
         context = cls.__new__(cls)
-        wanted = Wanted(ulysses, stages, head_groups, stage_tokens)
-        context._set(wire, wanted, gradient_dtype, machine)
+        requested = Requested(ulysses, stages, head_groups, stage_tokens)
+        context._set(wire, requested, gradient_dtype, machine)
         return context
 
     def _set(
-        self, wire: Wire, wanted: Wanted, gradient_dtype: torch.dtype, machine: Machine | None
+        self, wire: Wire, requested: Requested, gradient_dtype: torch.dtype, machine: Machine | None
     ) -> None:
         if gradient_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"gradient_dtype: got {gradient_dtype!r}, want torch.float32 or torch.bfloat16"
             )
         self._gradient_dtype = None if gradient_dtype == torch.float32 else gradient_dtype
-        self.wire, self.wanted = wire, wanted.checked(wire.ranks)
+        self.wire, self.requested = wire, requested.checked(wire.ranks)
         self.machine = machine
         self.reserved_processors = 0
         self.generator: torch.Generator | None = None
-        self._compared, self._steps = Compared(wire), Memo(KINDS)
+        self._verified, self._steps = VerifiedCalls(wire), Memo(KINDS)
 
     def layout(
         self,
@@ -178,12 +187,14 @@ class ContextParallel(Decoder):
         unit = lcm(*(size for _, tiles, _ in layers if tiles for size in (tiles.BM, tiles.BN)))
         if way == "auto":
             way = "zigzag" if batch else "documents"
-        work = Work(layers, lengths, keys, balance.largest_grain(lengths, ranks, grain, unit), unit)
-        queries = balance.divided(way, work, ranks)
+        work = Work(
+            layers, lengths, keys, partition.largest_grain(lengths, ranks, grain, unit), unit
+        )
+        queries = partition.divided(way, work, ranks)
         key_holders = queries
         if keys != lengths:
-            size = balance.largest_grain(keys, ranks, grain, unit)
-            key_holders = balance.contiguous(keys, ranks, size)
+            size = partition.largest_grain(keys, ranks, grain, unit)
+            key_holders = partition.contiguous(keys, ranks, size)
         rows = [
             max(holders.tokens(rank) for rank in range(ranks)) for holders in (queries, key_holders)
         ]
@@ -251,7 +262,7 @@ class ContextParallel(Decoder):
 
     def _attend(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         layout: Layout,
         options: Mapping[str, Any],
         return_lse: bool,
@@ -266,7 +277,7 @@ class ContextParallel(Decoder):
             raise NotImplementedError(
                 "generator: got a torch.Generator under torch.compile, want None, for PyTorch's own"
             )
-        return traced.attend(qkv, layout, options, return_lse, backend)
+        return compiled.attend(qkv, layout, options, return_lse, backend)
 
     def explain(
         self,
@@ -278,16 +289,16 @@ class ContextParallel(Decoder):
         backend: BackendName | None = None,
         **options: Any,
     ) -> str:
-        """A table of what each rank would do in this call: its tokens, share of the scores, keys
-        received from others, calls and predicted milliseconds; and the way, with what it was chosen
-        from. The times are those of a model. It computes nothing and does not communicate.
+        """A table of what each rank would do in this call: its tokens, share of the scores and keys
+        received from others; and the strategy, with the prices of those it was selected from. The
+        prices are estimates. It computes nothing and does not communicate.
 
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
-        call = self._prepared((q, k, v), layout, backend, options)
-        pricing = self._pricing(layout, call.operands, call.options, call.tiles)
-        return explained(pricing, self.wanted, call.way)
+        given = with_program(q, options)
+        call, plan = self._planned((q, k, v), layout, backend, given, return_lse=False)
+        return explained(self.requested, self._workload(layout, call), plan.strategy)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
         """Compare the output of a call, its log-sum-exp and the gradients of q, k, v, the sink, and
@@ -311,184 +322,170 @@ class ContextParallel(Decoder):
         """The machine of this group, with the bandwidth and latency that its links have between
         tensors on `device`. All ranks call it, and get the same.
 
-        ``parallel.machine = parallel.measure("cuda")`` then chooses by what was measured.
+        ``parallel.machine = parallel.measure("cuda")`` then selects by what was measured.
         """
         device = torch.device(device)
         return measured(self.wire, self.machine or machine_of(device), device)
 
     def run(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         layout: Layout,
         options: Mapping[str, Any],
         return_lse: bool,
         backend: BackendName | None,
         rng_state: Tensor | None = None,
-        known: tuple[Tensor, Tensor] | None = None,
+        precomputed: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of `attention`, outside of tracers.
 
         Args:
             rng_state: of dropout; None draws it.
-            known: (out, lse) of an equal call, to record its gradients without computing again.
+            precomputed: (out, lse) of an equal call, to record its gradients only.
         """
         options = with_program(qkv[0], options)
-        facts = call_facts(qkv, options, return_lse, backend, self.machine)
-        layout.calls += known is None
-        is_known = layout.compared.knows(facts)
-        again = repeat_key(facts, qkv, options, self.reserved_processors)
-        repeated = again and layout.repeats.get(again)
-        if repeated and is_known and layout.context is self:
-            return self._run_alike(repeated, qkv, layout, rng_state, known)
-        if is_known:
-            call = self._prepared(qkv, layout, backend, options)
+        kind = self._kind(qkv, options, return_lse, backend)
+        layout.calls += precomputed is None
+        is_verified = kind in layout.verified
+        if is_verified and layout.context is self and has_only_qkv(qkv, options):
+            plan = layout.plans.get((plan_key(kind, qkv, self.reserved_processors), None))
+            if plan is not None:
+                return self._run(plan, None, qkv, layout, rng_state, precomputed)
+        if is_verified:
+            call, plan = self._planned(qkv, layout, backend, options, return_lse)
         else:
-            call = layout.compared.agreed(
-                facts,
-                {"who owns which tokens": layout.digests, **dict(facts)},
-                lambda: self._runnable(qkv, layout, backend, options, return_lse),
+            call, plan = layout.verified.verify(
+                kind, lambda: self._runnable(qkv, layout, backend, options, return_lse)
             )
             connect(self.wire, qkv[0].device)
-        route = self._route(call, layout, return_lse, again is not None)
-        if again is not None:
-            # The rows of one sequence, or of packed documents, have the padding at their end.
-            is_flat = layout.sequences <= 1 and route.ulysses is None
-            tokens = layout.tokens if is_flat else None
-            layout.repeats[again] = alike = route._replace(tokens=tokens), call.used
-            # The first call runs as the others: checkpoints compare what they keep.
-            return self._run_alike(alike, qkv, layout, rng_state, known)
-        operands, slopes = call.operands, call.operands.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            rows = indices(route.plan.schedule.documents, slopes.device)
-            operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
-        return self._run(route, call.used, operands, layout, rng_state, known)
+        # The first call runs as the others: checkpoints compare what they keep.
+        operands = call.operands if plan.memo is None else None
+        return self._run(plan, operands, qkv, layout, rng_state, precomputed)
+
+    def _kind(
+        self, qkv: Qkv, options: Mapping[str, Any], return_lse: bool, backend: str | None
+    ) -> Any:
+        transforms = is_transformed(), forward_ad._current_level >= 0
+        settings = return_lse, backend, transforms, needs_gradients(qkv), self.machine
+        return call_kind(qkv, options, *settings)
 
     def _runnable(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         layout: Layout,
         backend: BackendName | None,
         options: Mapping[str, Any],
         return_lse: bool,
-    ) -> tuple[Call, dict[str, Any]]:
-        """`_prepared`, for a call that some backend can run on every rank, and the facts that have
+    ) -> tuple[tuple[PackedCall, Plan], dict[str, Any]]:
+        """`_planned`, for a call that some backend can run on every rank, and the facts that have
         to be equal on all ranks."""
-        call = self._prepared(qkv, layout, backend, options)
-        q, k, v = call.operands[:3]
-        holders = call.used.queries, call.used.keys
-        divided = is_divided(*holders, call.way.ulysses)
-        refuse_without_backend(call.operands, call.options, call.backend, call.way, divided)
-        return call, {
+        call, plan = self._planned(qkv, layout, backend, options, return_lse)
+        q, _, v = call.operands[:3]
+        divided = is_divided(call.used.queries, call.used.keys, plan.strategy.ulysses)
+        refuse_without_backend(call.operands, call.options, backend, plan.strategy, divided)
+        return (call, plan), {
             "documents": len(layout.queries.lengths),
             "tokens": sum(layout.queries.lengths),
             "the lengths of documents": layout.queries.lengths[:8],
             "who owns which tokens": layout.digests,
             "device and dtype": (q.device.type, q.dtype),
-            "heads": (q.shape[1], k.shape[1]),
+            "heads": call.heads,
             "head dims": (q.shape[2], v.shape[2]),
             "options": comparable(call.options, backend),
             "numbers of tokens in use": call.used.facts(),
             "the block mask": call.tiles and call.tiles.digest,
             "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,
-            "ulysses, stages, head groups": tuple(call.way),
+            "ulysses, stages, head groups": tuple(plan.strategy),
             "gradient_dtype": self._gradient_dtype,
             "gradients": needs_gradients(qkv),
         }
 
-    def _prepared(
+    def _planned(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         layout: Layout,
         backend: BackendName | None,
         options: Mapping[str, Any],
-    ) -> Call:
-        """A checked call."""
+        return_lse: bool,
+    ) -> tuple[PackedCall, Plan]:
+        """A checked call and its plan."""
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
         if self.reserved_processors < 0:
             raise ValueError(f"reserved_processors: got {self.reserved_processors}, want 0 or more")
         refuse_unknown(options, ContextParallel.attention)
         refuse_transforms(qkv, options)
-        operands, numbers, used, tiles, bias_has_rows = packed_call(qkv, layout, options)
-        way = self._way(layout, operands, numbers, tiles)
-        return Call(operands, numbers, backend, way, used, tiles, bias_has_rows)
+        call = packed_call(qkv, layout, options)
+        only_qkv = has_only_qkv(qkv, options)
+        kind = self._kind(qkv, options, return_lse, backend)
+        values = None if only_qkv else call.options
+        key = plan_key(kind, qkv, self.reserved_processors), values
+        plan: Plan | None = layout.plans.get(key)
+        if plan is None:
+            strategy = select_strategy(self.requested, self._workload(layout, call))
+            # The rows of one sequence, or of packed documents, have the padding at their end.
+            is_flat = only_qkv and layout.sequences <= 1 and strategy.ulysses == 1
+            plan = layout.plans[key] = plan_of(
+                call,
+                layout,
+                strategy,
+                self._gradient_dtype,
+                backend=backend,
+                wants_lse=return_lse,
+                reserved_processors=self.reserved_processors,
+                tokens=layout.tokens if is_flat else None,
+                memo=Memo(KINDS) if only_qkv else None,
+            )
+        return call, plan
 
-    def _way(
-        self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
-    ) -> Way:
-        """How the ranks run a call: the same way for all calls of its kind in a layout."""
-        pricing = self._pricing(layout, operands, options, tiles)
-        kind = pricing.shape, pricing.facts, pricing.machine, tiles and tiles.digest
-        way = layout.ways.get(kind)
-        if way is None:
-            way = layout.ways[kind] = choose(self.wanted, pricing)
-        return way
-
-    def _pricing(
-        self, layout: Layout, operands: Operands, options: Options, tiles: TileMap | None
-    ) -> Pricing:
-        q, k, v = operands[:3]
-        gradient = (self._gradient_dtype or lse_dtype(q.dtype)).itemsize
-        dims = k.shape[2], v.shape[2]
-        sizes = q.element_size(), gradient
-        shape = Shape(q.shape[1], k.shape[1], *dims, *sizes, q.shape[2])
-        machine = self.machine or machine_of(q.device)
-        return Pricing(machine, shape, layout.queries, layout.keys, options.facts, tiles)
-
-    def _route(self, call: Call, layout: Layout, wants_lse: bool, has_only_numbers: bool) -> Route:
-        """What this rank does in calls of one kind."""
-        paths = paths_of(call, layout, self._gradient_dtype)
-        plan = Plan(
-            paths.schedule,
-            call.way.head_groups,
-            call.options,
-            call.backend,
-            paths.first_head,
-            self._gradient_dtype,
-            call.bias_has_rows and not layout.sequences,
-            self.reserved_processors,
-            Memo(KINDS) if has_only_numbers else None,
+    def _workload(self, layout: Layout, call: PackedCall) -> Workload:
+        q, k, v = call.operands[:3]
+        gradient = self._gradient_dtype or lse_dtype(q.dtype)
+        return Workload(
+            self.machine or machine_of(q.device),
+            call.heads,
+            (q.shape[2], k.shape[2], v.shape[2]),
+            (q.element_size(), gradient.itemsize),
+            layout.queries,
+            layout.keys,
+            call.options.facts,
+            call.tiles,
         )
-        return Route(paths.neighbours, plan, paths.wire, wants_lse)
-
-    def _run_alike(
-        self,
-        alike: tuple[Route, UsedTokens],
-        qkv: tuple[Tensor, Tensor, Tensor],
-        layout: Layout,
-        rng_state: Tensor | None,
-        known: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`_run`, for a call that has nothing but q, k and v."""
-        route, used = alike
-        if route.tokens is None or known is not None:
-            operands, route = Operands(*layout.packed(*qkv)), route._replace(tokens=None)
-            return self._run(route, used, operands, layout, rng_state, known)
-        operands = self._with_rng_state(route, Operands(*layout.flat(*qkv)), rng_state)
-        return layout.flat_results(*attend(route, operands), route.wants_lse)
 
     def _run(
         self,
-        route: Route,
-        used: UsedTokens,
-        operands: Operands,
+        plan: Plan,
+        operands: Operands | None,
+        qkv: Qkv,
         layout: Layout,
         rng_state: Tensor | None,
-        known: tuple[Tensor, Tensor] | None,
+        precomputed: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of this rank's rows, padding included."""
-        operands = self._with_rng_state(route, operands, rng_state)
-        if known is not None:
-            route = route._replace(known=used.of_used(*layout.results_without_padding(*known)))
-        out, lse = attend(route, operands)
-        if used.query_rows is not None:
-            out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
+        """(out, lse) of this rank's rows, padding included.
+
+        Args:
+            operands: None for a call that has nothing but q, k and v.
+        """
+        if operands is None and plan.tokens is not None and precomputed is None:
+            operands = self._with_rng_state(plan, Operands(*layout.flat(*qkv)), rng_state)
+            return layout.flat_results(*attend(plan, operands), plan.wants_lse)
+        if operands is None:
+            operands, plan = Operands(*layout.packed(*qkv)), plan._replace(tokens=None)
+        slopes = operands.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            rows = indices(plan.schedule.documents, slopes.device)
+            operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
+        operands, used = self._with_rng_state(plan, operands, rng_state), plan.used
+        if precomputed is not None:
+            precomputed = used.of_used(*layout.results_without_padding(*precomputed))
+        out, lse = attend(plan, operands, precomputed)
+        out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
         return layout.with_padding(out, lse)
 
-    def _with_rng_state(self, route: Route, operands: Operands, given: Tensor | None) -> Operands:
+    def _with_rng_state(self, plan: Plan, operands: Operands, given: Tensor | None) -> Operands:
         """The operands with the seed and offset of dropout, if the call has it."""
-        if route.plan.options.dropout_p <= 0:
+        if plan.options.dropout_p <= 0:
             return operands
         if given is None and self.generator is not None and is_recomputing():
             raise NotImplementedError(
@@ -498,3 +495,22 @@ class ContextParallel(Decoder):
         if given is None:
             given = draw_rng_state(operands.q.device, self.generator)
         return operands._replace(rng_state=given)
+
+
+def of_mesh(mesh: DeviceMesh, ulysses: Number) -> tuple[dist.ProcessGroup, Number]:
+    """The group of all ranks of the mesh, and how many neighbours exchange heads.
+
+    Raises:
+        ValueError: the mesh has more than two dimensions or does not count its ranks up, or
+            `ulysses` is not its second dimension.
+    """
+    if mesh.ndim == 1:
+        return mesh.get_group(), ulysses
+    if mesh.ndim != 2:
+        raise ValueError(f"group: got a mesh of {mesh.ndim} dimensions, want one or two")
+    if ulysses not in ("auto", mesh.size(1)):
+        raise ValueError(f"ulysses: got {ulysses}, want {mesh.size(1)}, as in the mesh, or 'auto'")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"group: got a mesh of ranks {ranks}, want ranks that count up")
+    return mesh._flatten().get_group(), mesh.size(1)

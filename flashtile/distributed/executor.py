@@ -11,48 +11,45 @@ them, which add them in float32, in the order of stages and ranks, so that resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..autocast import autocast_off
+from ..autograd import is_batched, refuse_second_derivative
 from ..backend_interface import Gradients
 from ..call import dispatch
-from ..lru import Memo
 from ..ops.merge.formula import merge
-from ..problem import AttentionProblem, Operands, Options, captured_needs_grad, lse_dtype
-from .buffer_bias import add_bias_gradient, bias_of_buffer
-from .buffer_masks import of_heads, rows_before, tiles_of_buffer
-from .cost import Way
-from .key_gradients import KeyGradients, new_sums
-from .rounded_wire import rounded
-from .row_copies import KeyWords
-from .schedule import Schedule, Stage
-from .sequence_tensors import SequenceTensors, sequence_tensors, stream_of
-from .steps import Step, steps_of
-from .wire import Wire, exchanged
-
-
-class Plan(NamedTuple):
-    """How one rank runs a call."""
-
-    schedule: Schedule
-    head_groups: int  # groups of key heads, which take turns; they divide the key heads
-    options: Options  # of the whole call; the lengths are replaced
-    backend: str | None  # forced by the caller
-    first_head: int  # the number of the first query head here in the whole call
-    gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
-    has_packed_bias: bool = False  # its rows are those of q: see `buffer_bias`
-    reserved_processors: int = 0  # see `AttentionProblem`
-    # What earlier calls with this plan have found out: only if all of them have tensors with the
-    # same metadata, and none but q, k and v.
-    known: Memo[Any, Any] | None = None
+from ..positions import Span
+from ..problem import (
+    DIFFERENTIABLE,
+    AttentionProblem,
+    Operands,
+    Options,
+    captured_needs_grad,
+    lse_dtype,
+)
+from .buffers import (
+    PackedKV,
+    SequenceTensors,
+    add_bias_gradient,
+    bias_of_buffer,
+    of_heads,
+    rows_before,
+    sequence_tensors,
+    stream_of,
+    tiles_of_buffer,
+)
+from .collectives import DONE, Wire, exchange
+from .plan import Plan
+from .schedule import Stage, Step
+from .strategy import Strategy
 
 
 def forward(
-    plan: Plan, wire: Wire, operands: Operands, wants_grad: bool, padding: int = 0
+    plan: Plan, operands: Operands, wants_grad: bool, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rank's own queries.
 
@@ -79,33 +76,26 @@ def forward(
         out = padded[:tokens]
         padded[tokens:].zero_()
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=total)
-    for step, keys, values in _fetched(plan, wire, operands):
-        if not step.has_call:
-            if step.is_first:
-                lse[step.query_heads].fill_(-torch.inf)
-            continue
-        given = _operands(plan, operands, step, keys, values)
-        problem = _problem(plan, given, step, is_partial, is_partial or wants_grad)
+    # Waits for the keys of a step, after those of the next one have been sent.
+    for step, keys, values in _fetched(plan, operands):
         rows, statistics = step.of_queries(out), lse[step.query_heads]
-        is_dense = problem.layout == "dense"
-        backend = dispatch.load(problem.options.backend)
-        with autocast_off(q):
+        if step.has_call:
+            given = _operands(plan, operands, step, keys, values)
+            problem = _problem(plan, given, step, is_partial, is_partial or wants_grad)
             if step.is_first:
-                into = (rows[None], statistics[None]) if is_dense else (rows, statistics)
-                backend.forward(problem, given, into)
-                continue
-            part_out, part_lse = backend.forward(problem, given)
-        if is_dense:
-            part_out, part_lse = part_out[0], part_lse[0]
-        merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
-        rows.copy_(merged_out)
-        statistics.copy_(merged_lse.mT)
+                _attend(problem, given, (rows, statistics))
+            else:
+                part_out, part_lse = _attend(problem, given)
+                merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
+                rows.copy_(merged_out)
+                statistics.copy_(merged_lse.mT)
+        elif step.is_first:
+            statistics.fill_(-torch.inf)
     return (padded.to(q.dtype) if is_partial else padded), lse
 
 
 def backward(
     plan: Plan,
-    wire: Wire,
     operands: Operands,
     out: Tensor,
     lse: Tensor,
@@ -123,7 +113,7 @@ def backward(
         has_shared_keys: whether the caller adds dk and dv to those of other ranks.
     """
     q, k, v = operands[:3]
-    steps = _cached(plan, "steps", lambda: steps_of(plan.schedule, plan.head_groups, operands))
+    steps = plan.steps
     has_one_call = len(steps) == 1 and steps[0].has_call
     # With one stage, one call computes each row of dq, so no sum has to be more precise.
     dtype = lse.dtype if len(plan.schedule.stages) > 1 else q.dtype
@@ -143,8 +133,7 @@ def backward(
     dk, dv = all_dk[: len(k)], all_dv[: len(v)]
     shared = _Shared.of(operands, plan.options, bias_needs_grad, lse.dtype)
     returning: list[KeyGradients] = []
-    back = rounded(wire, plan.gradient_dtype)
-    for step, keys, values in _fetched(plan, wire, operands):
+    for step, keys, values in _fetched(plan, operands):
         heads = step.query_heads
         if not step.has_call:
             dk_part, dv_part = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
@@ -169,7 +158,7 @@ def backward(
                 dk_part, of_values = part.dk.split((k.shape[-1], v.shape[-1]), dim=-1)
                 dv_part = dv_part + of_values
             shared.add(part, plan, step)
-        returning.append(KeyGradients(back, step, dk_part, dv_part))
+        returning.append(KeyGradients(plan, step, dk_part, dv_part))
         if len(returning) > 1:
             returning.pop(0).add_to(dk, dv)
     for last in returning:
@@ -178,6 +167,18 @@ def backward(
         else:
             last.add_to(dk, dv)
     return Gradients(all_dq, all_dk, all_dv, *shared)
+
+
+def _attend(
+    problem: AttentionProblem, operands: Operands, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a step's call, packed; written to `into`, if it is given."""
+    is_dense = problem.layout == "dense"
+    if into is not None and is_dense:
+        into = into[0][None], into[1][None]
+    with autocast_off(operands.q):
+        out, lse = dispatch.load(problem.options.backend).forward(problem, operands, into)
+    return (out[0], lse[0]) if is_dense else (out, lse)
 
 
 def _gradients(
@@ -246,27 +247,26 @@ class _Shared(NamedTuple):
 
 def _cached(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
     """What `make` makes, from the cache if an earlier call of the plan made it."""
-    if plan.known is None:
+    if plan.memo is None:
         return make()
-    found = plan.known.get(key)
+    found = plan.memo.get(key)
     if found is None:
-        found = plan.known[key] = make()
+        found = plan.memo[key] = make()
     return found
 
 
-def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[Step, Tensor, Tensor]]:
+def _fetched(plan: Plan, operands: Operands) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """The steps with their keys and values, (rows, key heads, head_dim). The exchange of the next
     step is under way while the caller works on this one."""
-    steps = _cached(plan, "steps", lambda: steps_of(plan.schedule, plan.head_groups, operands))
-    k, v = operands.k, operands.v
+    steps, k, v = plan.steps, operands.k, operands.v
     if len(steps) == 1 and steps[0].own is not None and k.is_contiguous() and v.is_contiguous():
         start, stop = steps[0].own
         yield steps[0], k[start:stop], v[start:stop]
         return
     ahead: _Fetch | None = None
-    words = KeyWords.of(k, v)
+    words = PackedKV.of(k, v)
     for step in steps:
-        fetch = _Fetch(wire, step, words.of_heads(step.key_heads))
+        fetch = _Fetch(plan.wire, step, words.of_heads(step.key_heads))
         if ahead is not None:
             yield ahead.step, *ahead.wait()
         ahead = fetch
@@ -277,19 +277,18 @@ def _fetched(plan: Plan, wire: Wire, operands: Operands) -> Iterator[tuple[Step,
 class _Fetch:
     """The keys and values of a step on their way to the ranks that need them."""
 
-    def __init__(self, wire: Wire, step: Step, own: KeyWords) -> None:
+    def __init__(self, wire: Wire, step: Step, own: PackedKV) -> None:
         self.step, self.own, stage = step, own, step.stage
         sends = {message.peer: own.message(message.spans) for message in stage.sends}
         received = {message.peer: own.empty(message.rows) for message in stage.receives}
         self.sources = [own.rows]
         for message in stage.receives:
             self.sources.append(own.split(received[message.peer], message.rows))
-        self.pending = exchanged(wire, sends, received, "keys and values")
+        self.pending = exchange(wire, sends, received, "keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the buffer."""
-        if self.pending is not None:
-            self.pending.wait()
+        self.pending.wait()
         rows = self.own.buffer(self.sources, self.step.stage.order)
         self.sources = []  # the messages are no longer needed
         return self.own.numbers(rows)
@@ -305,7 +304,7 @@ def _operands(plan: Plan, operands: Operands, step: Step, keys: Tensor, values: 
     if _is_dense(plan, operands, step, len(keys)):
         return Operands(q[None], keys[None], values[None])
     sequences = _sequences(plan, operands, step)
-    if plan.known is not None:  # nothing but q, k and v
+    if plan.memo is not None:  # nothing but q, k and v
         ends = sequences._asdict()
         return Operands(q, keys, values, rng_state=operands.rng_state, **ends)
     slopes, bias, table = operands.alibi_slopes, operands.bias, operands.relative_bias
@@ -336,7 +335,7 @@ def _is_dense(plan: Plan, operands: Operands, step: Step, keys: int) -> bool:
     """Whether a step's call is one sequence of all queries and `keys` keys whose rows stand to each
     other as in a dense batch. Kernels for such batches are faster than those for packed sequences.
     """
-    if plan.known is None or operands.rng_state is not None or plan.options.score_mod:
+    if plan.memo is None or operands.rng_state is not None or plan.options.score_mod:
         return False
     queries, stage = plan.schedule.queries, step.stage
     lengths = [x.length for x in (*queries, *stage.keys)]
@@ -404,7 +403,7 @@ def _problem(
 
 
 def refuse_without_backend(
-    operands: Operands, options: Options, backend: str | None, way: Way, is_divided: bool
+    operands: Operands, options: Options, backend: str | None, strategy: Strategy, is_divided: bool
 ) -> None:
     """Raise if no backend runs a call and, if it needs gradients, its backward, also on a rank that
     has no tokens, which would wait for the ranks that have some.
@@ -417,7 +416,7 @@ def refuse_without_backend(
         NotImplementedError: no backend can run it; the message lists each with its reasons.
     """
     problem = AttentionProblem.of(operands, options)
-    is_partial = problem.needs_grad or way.stages > 1
+    is_partial = problem.needs_grad or strategy.stages > 1
     runs = 2 if is_divided else 0
     problem = problem._replace(layout="packed", runs=runs, is_partial=is_partial)
     dispatch.select(problem, backend)
@@ -428,3 +427,194 @@ def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:
     counting = operands.alibi_slopes, operands.relative_bias, operands.rng_state
     has_rules = plan.options.facts or plan.options.score_mod
     return stage.has_parts and (bool(has_rules) or any(x is not None for x in counting))
+
+
+def new_sums(k: Tensor, v: Tensor, padding: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dk and dv before anything is added; only the rows of padding are zero."""
+    dk, dv = (x.new_empty(x.shape[0] + padding, *x.shape[1:], dtype=dtype) for x in (k, v))
+    if padding:
+        for x in (dk, dv):
+            x[len(k) :].zero_()
+    return dk, dv
+
+
+class KeyGradients:
+    """The gradients of the keys of a step on their way to the ranks that own the keys."""
+
+    def __init__(self, plan: Plan, step: Step, dk: Tensor, dv: Tensor) -> None:
+        self.step, stage = step, step.stage
+        if step.own is not None:
+            start, stop = step.own
+            self.own, self.arrived, self.pending = [((start, stop), dk, dv)], {}, DONE
+            return
+        # For each source of the buffer: rows there, and rows of the buffer.
+        by_source: list[list[tuple[Span, Span]]] = [[] for _ in range(1 + len(stage.receives))]
+        row = 0
+        for source, start, stop in stage.order:
+            by_source[source].append(((start, stop), (row, row + stop - start)))
+            row += stop - start
+        own, *of_messages = by_source
+        self.own = [(rows, dk[a:b], dv[a:b]) for rows, (a, b) in own]
+        words = PackedKV.of(dk, dv)
+        sends = {
+            message.peer: words.message([span for _, span in sorted(spans)])
+            for message, spans in zip(stage.receives, of_messages, strict=True)
+        }
+        received = {message.peer: words.empty(message.rows) for message in stage.sends}
+        self.arrived = {
+            message.peer: words.numbers(words.split(received[message.peer], message.rows))
+            for message in stage.sends
+        }
+        what = "gradients of keys and values"
+        self.pending = exchange(plan.wire, sends, received, what, plan.gradient_dtype)
+
+    def add_to(self, dk: Tensor, dv: Tensor) -> None:
+        """Add what was computed here and what arrived to the gradients of the rank's own keys. The
+        first stage of some heads finds nothing there yet."""
+        heads = self.step.key_heads
+        totals = (dk[:, heads], dv[:, heads])
+        if self.step.is_first and sum(b - a for (a, b), _, _ in self.own) < len(dk):
+            for total in totals:
+                total.zero_()
+        for (start, stop), *parts in self.own:
+            for total, x in zip(totals, parts, strict=True):
+                if self.step.is_first:
+                    total[start:stop] = x
+                else:
+                    total[start:stop] += x
+        self._add_arrived(totals)
+
+    def in_place(self) -> tuple[Tensor, Tensor]:
+        """The sums of a step with `has_own_rows` that is the only one, in the memory of what was
+        computed here."""
+        ((_, dk, dv),) = self.own
+        self._add_arrived((dk, dv))
+        return dk, dv
+
+    def _add_arrived(self, totals: tuple[Tensor, Tensor]) -> None:
+        self.pending.wait()
+        for message in sorted(self.step.stage.sends):
+            for total, x in zip(totals, self.arrived[message.peer], strict=True):
+                _add_rows(total, message.spans, x)
+
+
+def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:
+    row = 0
+    for start, stop in spans:
+        total[start:stop] += x[row : row + stop - start]
+        row += stop - start
+
+
+class ContextAttention(torch.autograd.Function):
+    """(plan, operands, precomputed (out, lse), the differentiable operands) -> (out, lse).
+
+    The exchanges of the forward and those of the backward are each in one node of autograd's graph,
+    so that all ranks run them in the same order, also a rank that has no heads or no tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        operands: Operands,
+        precomputed: tuple[Tensor, Tensor] | None,
+        *differentiable: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ulysses = plan.ulysses
+        given = operands if ulysses is None else ulysses.spread(operands)
+        if precomputed is None:
+            out, lse = _computed(plan, given, any(ctx.needs_input_grad))
+        elif ulysses is None:
+            out, lse = precomputed[0].clone(), precomputed[1].clone()
+        else:
+            out, lse = ulysses.spread_out(precomputed[0]), ulysses.spread_lse(precomputed[1])
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.bias = plan, operands.bias
+        ctx.save_for_backward(out, lse, *given)
+        if ulysses is not None:
+            out, lse = ulysses.collect_results(out, lse)
+        if not plan.wants_lse:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        if is_batched(dout) or is_batched(dlse):
+            raise NotImplementedError(
+                "is_grads_batched: got True, want False under context parallelism"
+            )
+        # Of a derivative that will be differentiated, every use requires a gradient.
+        differentiated = torch.ones((), requires_grad=torch.is_grad_enabled())
+        gradients = _FirstDerivative.apply(ctx, dout, dlse, differentiated)
+        return None, None, None, *gradients
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """The gradients of `ContextAttention`; their own derivative raises NotImplementedError."""
+
+    @staticmethod
+    def forward(_ctx: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None, __: Tensor) -> Any:
+        plan = ctx.plan
+        ulysses, tokens = plan.ulysses, plan.tokens
+        out, lse, *saved = ctx.saved_tensors
+        with_padding = Operands(*saved)
+        operands = plan.without_padding(with_padding)
+        heads = out.shape[1] if ulysses is None else ulysses.heads[0]
+        if dout is None:
+            assert dlse is not None
+            dout = out.new_zeros(dlse.shape[1], heads, out.shape[2])
+        if plan.wants_lse and dlse is None:  # on this rank, perhaps not on the others
+            dlse = lse.new_zeros(heads, dout.shape[0] if tokens is None else tokens[0])
+        padding = 0, 0
+        if tokens is not None:
+            out, dout = out[: tokens[0]], dout[: tokens[0]]
+            padding = len(with_padding.q) - tokens[0], len(with_padding.k) - tokens[1]
+        if ulysses is not None:
+            dout = ulysses.spread_out(dout)
+            dlse = None if dlse is None else ulysses.spread_lse(dlse)
+        needed = ctx.needs_input_grad[3:]
+        bias_needs_grad = needed[Operands._fields.index("bias")]
+        results = out, lse, dout, dlse
+        is_shared = ulysses is not None and ulysses.has_shared_keys
+        gradients = backward(plan, operands, *results, bias_needs_grad, padding, is_shared)
+        if ulysses is not None:
+            gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
+        found = zip(gradients, with_padding[:DIFFERENTIABLE], needed, strict=True)
+        return tuple(_like(g, x) if wanted else None for g, x, wanted in found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivative()
+
+
+def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+    return None if gradient is None or x is None else gradient.to(x.dtype)
+
+
+def attend(
+    plan: Plan, operands: Operands, precomputed: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a rank's own queries, recorded for gradients if some tensor needs them.
+
+    Args:
+        precomputed: (out, lse), if an equal call has computed them.
+    """
+    differentiable = operands[:DIFFERENTIABLE]
+    wants_grad = any(x is not None and x.requires_grad for x in differentiable)
+    is_plain = plan.ulysses is None and precomputed is None
+    if is_plain and not (wants_grad and torch.is_grad_enabled()):
+        return _computed(plan, operands, wants_grad)
+    return ContextAttention.apply(plan, operands, precomputed, *differentiable)
+
+
+def _computed(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the queries here."""
+    given, padding = plan.without_padding(operands), 0
+    if plan.tokens is not None:
+        padding = len(operands.q) - plan.tokens[0]
+    return forward(plan, given, wants_grad, padding)
+
+
+def is_recomputing() -> bool:
+    """Whether a backward is under way, which computes a checkpoint's forward again."""
+    return torch._C._current_graph_task_id() != -1

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from .. import current_layout
 from ..lru import Memo
-from . import tickets
-from .agreement import KINDS, Compared
-from .cost import Way
-from .model_inputs import local_inputs
-from .ownership import Ownership
-from .sequence_tensors import stream_of
-from .wire import Wire
+from .buffers import stream_of
+from .collectives import Wire
+from .consistency import KINDS, VerifiedCalls
+from .partition import ShardMap
+
+PLANS = 128  # of a layout; some have tensors with a number for each token
 
 
 class Layout:
@@ -33,7 +34,7 @@ class Layout:
 
     Attributes:
         context: the `ContextParallel` that made it, which imports this module.
-        queries, keys: the ownership of queries and keys; the same one for self-attention.
+        queries, keys: who owns which queries and keys; the same one for self-attention.
         sequences: of a dense batch; 0 for packed documents.
         local_tokens: rows of a shard, padding included: of each sequence of a dense batch, or of
             all packed documents together.
@@ -48,8 +49,8 @@ class Layout:
         self,
         context: Any,
         wire: Wire,
-        queries: Ownership,
-        keys: Ownership,
+        queries: ShardMap,
+        keys: ShardMap,
         sequences: int,
         local_tokens: tuple[int, int],
     ) -> None:
@@ -62,14 +63,12 @@ class Layout:
         self.positions = _padded(self._positions(), self.local_tokens, 0)
         counts = [queries.positions(self.rank, d).length for d in documents]
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
-        self.compared = Compared(wire)
+        self.verified = VerifiedCalls(wire)
         self._digests: tuple[str, str] | None = None
-        self.ticket = tickets.ticket(self)
+        self.ticket = ticket(self)
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
-        self.ways: Memo[Any, Way] = Memo(KINDS)  # how the ranks run calls, by their kind
-        self.paths: Memo[Any, Any] = Memo(KINDS)  # `Paths` by kind, whose module imports this one
-        self.repeats: Memo[Any, Any] = Memo(KINDS)  # what equal calls share
+        self.plans: Memo[Any, Any] = Memo(PLANS)  # `Plan`s, whose module imports this one
         # By what they hold, device and stream.
         self._copies: Memo[Any, Tensor] = Memo(KINDS + wire.ranks)
 
@@ -166,7 +165,7 @@ class Layout:
     def together(self, what: str, check: Callable[[], None]) -> None:
         """Run `check`. When all ranks do this for the first time, they compare whether it raises,
         and raise the same error."""
-        if self.compared.knows(what):
+        if what in self.verified:
             check()
             return
 
@@ -174,7 +173,7 @@ class Layout:
             check()
             return None, {"the call": what}
 
-        self.compared.agreed(what, {"the call": what}, prepare)
+        self.verified.verify(what, prepare)
 
     @property
     def digests(self) -> tuple[str, str]:
@@ -210,7 +209,7 @@ class Layout:
             self.without_padding("v", v, self.keys, self.local_keys),
         )
 
-    def without_padding(self, name: str, x: Tensor, holders: Ownership, rows: int) -> Tensor:
+    def without_padding(self, name: str, x: Tensor, holders: ShardMap, rows: int) -> Tensor:
         """A shard (batch, rows, heads, head_dim) or (rows, heads, head_dim) as packed tokens.
 
         Raises:
@@ -319,3 +318,97 @@ class _Unshard(torch.autograd.Function):
 
 def _padded(x: Tensor, length: int, fill: int) -> Tensor:
     return torch.cat([x, x.new_full((length - x.shape[0],), fill)])
+
+
+IGNORED = -100  # the label of a token without a next one
+_MADE_HERE = ("position_ids", "shift_labels", "num_items_in_batch")
+
+
+def local_inputs(
+    layout: Layout, cu_seqlens: Sequence[int] | None, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """See `Layout.batch`; `cu_seqlens` are those of all packed documents, None if dense."""
+    for name in _MADE_HERE:
+        if tensors.get(name) is not None:
+            raise ValueError(f"{name}: the layout makes it, pass none")
+    given = {name: x for name, x in tensors.items() if x is not None}
+    _check(layout, given)
+    mask = given.pop("attention_mask", None)
+    if mask is not None and (mask.dim() != 2 or not bool(mask.all())):
+        raise NotImplementedError(
+            "attention_mask: got padding, which a layout does not have; pack the sequences as "
+            "documents"
+        )
+    labels = given.pop("labels", None)
+    inputs: dict[str, Any] = {name: layout.shard(x, 1) for name, x in given.items()}
+    device = next((x.device for x in (*inputs.values(), labels) if x is not None), None)
+    known = layout.positions if device is None else layout.positions_on(device)
+    positions = known.repeat(max(layout.sequences, 1), 1)
+    # The attention that gets this object knows that it belongs to a layout.
+    positions.flashtile_layout = layout  # type: ignore[attr-defined]  # an attribute of our own
+    inputs["position_ids"] = positions
+    if labels is not None:
+        shifted = shift_labels(labels, cu_seqlens, IGNORED)
+        inputs["shift_labels"] = layout.shard(shifted, 1, IGNORED)
+        inputs["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1)
+        inputs["labels"] = labels[:, :0]
+    return inputs
+
+
+def _check(layout: Layout, given: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` for a tensor of another shape."""
+    rows, tokens = layout.shape
+    for name, x in given.items():
+        if x.dim() < 2 or tuple(x.shape[:2]) != (rows, tokens):
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({rows}, {tokens}, ...)")
+
+
+def shift_labels(
+    labels: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None, ignore_index: int = IGNORED
+) -> Tensor:
+    """Each token's label becomes that of the next token: what a causal language model predicts.
+
+    Do this to whole sequences, before they are sharded: the next token may be on another rank.
+
+    Args:
+        labels: (batch, seq), or (tokens,) or (1, tokens) with `cu_seqlens`.
+        cu_seqlens: where packed documents begin; the last token of each is ignored.
+        ignore_index: the label of tokens without a next one.
+    """
+    shifted = torch.full_like(labels, ignore_index)
+    shifted[..., :-1] = labels[..., 1:]
+    if cu_seqlens is not None:
+        ends = torch.as_tensor(cu_seqlens, device=labels.device).long()[1:] - 1
+        shifted[..., ends[ends >= 0]] = ignore_index
+    return shifted
+
+
+KEPT = 256  # layouts that stay alive until a compiled backward has run
+
+_numbers = count()
+_layouts: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_recent: deque[Any] = deque(maxlen=KEPT)
+
+
+def ticket(layout: Any) -> Tensor:
+    """A new ticket for a layout, an int64 scalar on the CPU."""
+    number = next(_numbers)
+    _layouts[number] = layout
+    return torch.tensor(number)
+
+
+def layout_of(ticket: Tensor) -> Any:
+    """The layout of a ticket. From now on it stays alive while the latest `KEPT` ones are used.
+
+    Raises:
+        RuntimeError: it is gone.
+    """
+    layout = _layouts.get(int(ticket))
+    if layout is None:
+        raise RuntimeError(
+            f"layout: got number {int(ticket)}, whose layout no longer exists; keep the layout "
+            "until the backward has run"
+        )
+    if not _recent or _recent[-1] is not layout:
+        _recent.append(layout)
+    return layout

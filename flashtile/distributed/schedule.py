@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..lru import memoised
 from ..masks import Visibility
 from ..positions import Positions, Span
-from .ownership import Ownership
-from .tile_map import TileMap
-from .work import Facts
+from .partition import Facts, ShardMap, TileMap
+
+Mask = tuple[Facts, TileMap | None]
+Needs = dict[int, tuple[Span, ...]]  # positions of keys, by document
 
 
 class Message(NamedTuple):
@@ -67,17 +70,11 @@ class Schedule(NamedTuple):
     shifts: tuple[int, ...]  # of the positions of queries from their numbers in the document
     stages: tuple[Stage, ...]
 
-    @property
-    def most_runs(self) -> int:
-        """The largest number of runs that a sequence has on either side."""
-        sides = [self.queries, *(stage.keys for stage in self.stages)]
-        return max((len(positions.runs) for side in sides for positions in side), default=0)
-
 
 @memoised(256)
 def schedule(
-    queries: Ownership,
-    keys: Ownership,
+    queries: ShardMap,
+    keys: ShardMap,
     facts: Facts,
     rank: int,
     stages: int = 1,
@@ -123,8 +120,8 @@ def distances(ranks: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def _stage(
-    queries: Ownership,
-    keys: Ownership,
+    queries: ShardMap,
+    keys: ShardMap,
     mask: Mask,
     rank: int,
     away: tuple[int, ...],
@@ -132,11 +129,16 @@ def _stage(
 ) -> Stage:
     ranks = queries.ranks
     sources = [(rank - distance) % ranks for distance in away]  # the rank itself comes first
-    needs = {source: _needed(queries, keys, mask, rank, source) for source in sources}
+    seen = seen_keys(queries, keys, mask, rank)
+    needs = {source: _needed(keys, source, seen) for source in sources}
     receives = [Message(source, _rows(keys, source, needs[source])) for source in sources]
     peers = [(rank + distance) % ranks for distance in away]
     sends = [
-        Message(peer, _rows(keys, rank, _needed(queries, keys, mask, peer, rank))) for peer in peers
+        Message(
+            peer,
+            _rows(keys, rank, _needed(keys, rank, seen_keys(queries, keys, mask, peer))),
+        )
+        for peer in peers
     ]
     documents = queries.documents(rank)
     arriving = tuple(message for message in receives if message.rows and message.peer != rank)
@@ -157,28 +159,47 @@ def _stage(
     )
 
 
-Mask = tuple[Facts, TileMap | None]
-Needs = dict[int, tuple[Span, ...]]  # positions of keys, by document
-
-
-def _needed(queries: Ownership, keys: Ownership, mask: Mask, rank: int, source: int) -> Needs:
-    """The keys of `source` that some query of `rank` sees; whole tiles of a block mask."""
+def seen_keys(queries: ShardMap, keys: ShardMap, mask: Mask, rank: int) -> Needs:
+    """The keys that some query of `rank` sees, whoever holds them; whole tiles of a block mask."""
     facts, tiles = mask
-    held = set(keys.documents(source))
-    needs: Needs = {}
+    seen: Needs = {}
     for document in queries.documents(rank):
-        if document not in held:
-            continue
-        visibility = Visibility(facts, queries.lengths[document], keys.lengths[document])
-        seen: list[Span] = []
+        length = keys.lengths[document]
+        visibility = Visibility(facts, queries.lengths[document], length)
+        hulls: list[Span] = []
         for start, stop in queries.spans(rank, document):
             # Neither end of the visible keys moves left from one query to the next.
             hull = whole_groups(visibility.key_range(start)[0], visibility.key_range(stop - 1)[1])
-            seen += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
-        spans = _intersection(keys.spans(source, document), seen)
-        if spans:
-            needs[document] = spans
-    return needs
+            hulls += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
+        seen[document] = _intersection(((0, length),), hulls)
+    return seen
+
+
+def _needed(keys: ShardMap, source: int, seen: Needs) -> Needs:
+    """The keys of `source` among those that a rank sees."""
+    held = (document for document in keys.documents(source) if document in seen)
+    needed = ((d, _intersection(keys.spans(source, d), seen[d])) for d in held)
+    return {document: spans for document, spans in needed if spans}
+
+
+@memoised(64)
+def keys_received(queries: ShardMap, keys: ShardMap, mask: Mask) -> list[list[int]]:
+    """How many keys every rank receives from every other one."""
+    counts = []
+    for rank in range(queries.ranks):
+        seen = seen_keys(queries, keys, mask, rank)
+        counts.append(
+            [
+                sum(
+                    max(0, min(piece.stop, stop) - max(piece.start, start))
+                    for piece in pieces
+                    for start, stop in seen.get(piece.document, ())
+                )
+                for pieces in keys.pieces
+            ]
+        )
+        counts[rank][rank] = 0
+    return counts
 
 
 def whole_groups(start: int, stop: int) -> Span:
@@ -200,12 +221,12 @@ def _intersection(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, 
     return tuple(joined)
 
 
-def _rows(keys: Ownership, source: int, needs: Needs) -> tuple[Span, ...]:
+def _rows(keys: ShardMap, source: int, needs: Needs) -> tuple[Span, ...]:
     """Where the needed keys lie in the tensor of `source`."""
     return tuple(rows for _, rows in _located(keys, source, needs))
 
 
-def _located(keys: Ownership, source: int, needs: Needs) -> Iterator[tuple[tuple[int, int], Span]]:
+def _located(keys: ShardMap, source: int, needs: Needs) -> Iterator[tuple[tuple[int, int], Span]]:
     """The needed keys of `source`: (document, first position) and rows of its tensor."""
     row = 0
     for document, start, stop in keys.pieces[source]:
@@ -217,7 +238,7 @@ def _located(keys: Ownership, source: int, needs: Needs) -> Iterator[tuple[tuple
 
 
 def _order(
-    keys: Ownership, needs: Mapping[int, Needs], rank: int, peers: Sequence[int]
+    keys: ShardMap, needs: Mapping[int, Needs], rank: int, peers: Sequence[int]
 ) -> tuple[Rows, ...]:
     """The needed keys of all sources in the order of documents and positions.
 
@@ -244,3 +265,54 @@ def _order(
 def starts(positions: Sequence[Positions]) -> tuple[int, ...]:
     """The cumulative lengths of the sequences of one side."""
     return tuple(accumulate((p.length for p in positions), initial=0))
+
+
+class Step(NamedTuple):
+    """One exchange and the call on what it brings."""
+
+    number: int
+    query_heads: slice
+    key_heads: slice
+    stage: Stage
+    is_first: bool  # of the stages of these heads
+    has_call: bool  # there is something to compute
+    has_all_heads: bool
+    own: Span | None  # of a step without messages: its keys, as rows of the rank's own
+
+    def has_own_rows(self, rows: int) -> bool:
+        """Whether all of the rank's own keys lie in the buffer, in one piece."""
+        own = [(start, stop) for source, start, stop in self.stage.order if source == 0]
+        return own == [(0, rows)]
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Its heads of a tensor (tokens, query heads, ...)."""
+        return x if self.has_all_heads else x[:, self.query_heads]
+
+
+def steps_of(schedule: Schedule, head_groups: int, heads: tuple[int, int]) -> list[Step]:
+    """The steps in their order. The first call of some heads handles rows without keys, too.
+
+    Args:
+        heads: those of queries and of keys on this rank.
+    """
+    counts = [count // head_groups for count in heads]
+    steps: list[Step] = []
+    for group in range(head_groups):
+        of_queries, of_keys = (slice(group * count, (group + 1) * count) for count in counts)
+        for number, stage in enumerate(schedule.stages):
+            is_first = number == 0
+            has_call = counts[0] > 0 and len(stage.keys) > 0 and (is_first or stage.rows > 0)
+            whole = head_groups == 1
+            own = _own_keys(stage) if whole else None
+            steps.append(
+                Step(len(steps), of_queries, of_keys, stage, is_first, has_call, whole, own)
+            )
+    return steps
+
+
+def _own_keys(stage: Stage) -> Span | None:
+    """The keys of a stage, if they are rows of the rank's own that lie in one piece."""
+    if stage.sends or stage.receives or len(stage.order) != 1:
+        return None
+    _, start, stop = stage.order[0]
+    return start, stop

@@ -20,7 +20,7 @@ class Silence(RuntimeError):
 
 
 class ThreadWire:
-    """One rank of several threads; see `flashtile.distributed.wire.Wire`.
+    """One rank of several threads; see `flashtile.distributed.collectives.Wire`.
 
     It counts what it sends: `messages` with `sent_bytes`, and `notes` to all ranks.
     """

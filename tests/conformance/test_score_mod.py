@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.call import prepare
-from flashtile.distributed import cache
+from flashtile.distributed import decode
 from flashtile.integrations import dtensor
 from flashtile.problem import Operands, Options
 from flashtile.score_mod import times_traced
@@ -371,7 +371,7 @@ def test_what_counts_heads_and_sequences_of_a_part_refuses_one() -> None:
     options = Options(5, 5, 1.0, score_mod="return s")
     q = torch.zeros(2, 5, 2, 8)
     assert dtensor._placements(Operands(q, q, q), options) == []
-    assert "score_mod" not in cache.OPTIONS
+    assert "score_mod" not in decode.OPTIONS
 
 
 class TestTraces:

@@ -65,7 +65,7 @@ def a_mesh_of_two_dimensions(rank: int, world: int) -> None:
     case = Case(13, world)
     context = ContextParallel(mesh)
     mine = case.on_rank(context)
-    assert context.wanted.ulysses == 2
+    assert context.requested.ulysses == 2
     results: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
     dist.all_gather_object(results, mine)
     compare(case, results)

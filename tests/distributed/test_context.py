@@ -15,7 +15,7 @@ from flashtile import BlockMask
 from flashtile.call import dispatch
 from flashtile.distributed import ContextParallel, Mask, executor
 from flashtile.distributed.arguments import HINTS, OPTIONS
-from flashtile.distributed.tile_map import TileMap
+from flashtile.distributed.partition import TileMap
 from flashtile.problem import AttentionProblem
 from flashtile.testing import generator, normal
 from flashtile.testing.wires import ThreadWire, run_ranks

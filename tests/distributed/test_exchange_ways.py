@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtile.distributed.machine import MACHINES
-from flashtile.distributed.measure import measured
-from flashtile.distributed.wire import ProcessWire, can_be_one_operation
+from flashtile.distributed.collectives import ProcessWire, can_be_one_operation
+from flashtile.distributed.strategy import MACHINES, measured
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
@@ -84,7 +83,7 @@ def test_the_wire_makes_one_operation_only_where_it_can(
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: started.append(batch) or [])
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(3, device="cuda")
-        pending = NcclWire(ranks)._started(dict.fromkeys(sends, x), dict.fromkeys(receives, x), "x")
+        pending = NcclWire(ranks).exchange(dict.fromkeys(sends, x), dict.fromkeys(receives, x), "x")
     if method == "batch":
         assert [len(batch) for batch in started] == [len(sends) + len(receives)]
     else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backends import cpu
-from flashtile.distributed import ContextParallel, agreement, executor
+from flashtile.distributed import ContextParallel, consistency, executor
 from flashtile.testing import generator
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -68,7 +68,7 @@ def test_repeated_calls(way: dict[str, Any], batch: tuple[int, ...], options: An
             found = results(parallel, layout, x, options)
             wanted = results(*made(wire), x, options)
             assert all(map(torch.equal, found, wanted))
-        assert layout.repeats._cell.cache_info().currsize == 1
+        assert layout.plans._cell.cache_info().currsize == 1
 
     run_ranks(2, one_rank)
 
@@ -138,7 +138,7 @@ def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But not what the ranks have compared: one rank alone may empty its caches."""
-    monkeypatch.setattr(agreement, "KINDS", 3)
+    monkeypatch.setattr(consistency, "KINDS", 3)
 
     def one_rank(wire: ThreadWire) -> list[int]:
         parallel = ContextParallel.over(wire)
@@ -151,8 +151,7 @@ def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
                 flashtile.clear_caches()
             notes.append(wire.notes)
         if wire.rank == 0:
-            assert layout.repeats._cell.cache_info().currsize == 0
-            assert layout.ways._cell.cache_info().currsize == 0
+            assert layout.plans._cell.cache_info().currsize == 0
         return notes
 
     # The fourth kind drops the first one, which the ranks then compare again.
@@ -182,6 +181,18 @@ def test_what_decides_a_call_is_part_of_its_kind() -> None:
         parallel.reserved_processors = 0
         with flashtile.backend("triton"), pytest.raises(NotImplementedError, match="triton"):
             layout.attend(q, k, v)
+
+    run_ranks(2, one_rank)
+
+
+def test_numbers_in_tensors_are_read_in_every_call() -> None:
+    def one_rank(wire: ThreadWire) -> None:
+        parallel = ContextParallel.over(wire)
+        layout = parallel.layout(seq_len=16)
+        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        for window in ((2, 0), (7, 0), (2, 3)):
+            found = layout.attend(q, k, v, window_size=torch.tensor(window))
+            assert torch.equal(found, layout.attend(q, k, v, window_size=window))
 
     run_ranks(2, one_rank)
 

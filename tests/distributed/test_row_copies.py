@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.distributed.row_copies import KeyWords
+from flashtile.distributed.buffers import PackedKV
 from flashtile.distributed.schedule import Rows
 from flashtile.testing import generator
 
@@ -22,7 +22,7 @@ def drawn(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> torch.Ten
 def test_rows_of_some_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
     own = [drawn(6, 4, dim, dtype) for dim in dims]
     for heads in (slice(0, 4), slice(2, 4), slice(1, 2), slice(0, 0)):
-        words = KeyWords.of(*own).of_heads(heads)
+        words = PackedKV.of(*own).of_heads(heads)
         message = words.empty(5)
         message.copy_(torch.arange(len(message)))
         arrived = words.split(message, 5)
@@ -43,7 +43,7 @@ def test_odd_addresses() -> None:
     for first in range(9):
         for gap in range(9):
             k = memory[first:].as_strided((6, 2, 8), (16 + gap, 8, 1), first)
-            words = KeyWords.of(k, k)
+            words = PackedKV.of(k, k)
             pieces = [Rows(0, 4, 6), Rows(0, 0, 3)]
             for got in words.numbers(words.buffer([words.rows], pieces)):
                 assert torch.equal(got, torch.cat([k[4:6], k[0:3]]))
@@ -51,7 +51,7 @@ def test_odd_addresses() -> None:
 
 def test_rows_in_one_piece_are_not_copied() -> None:
     x = drawn(6, 4, 8, torch.float32)
-    words = KeyWords.of(x, x)
+    words = PackedKV.of(x, x)
     for piece in words.buffer([words.rows], [Rows(0, 2, 5)]):
         assert piece.data_ptr() == x[2].data_ptr()
     assert all(len(piece) == 0 for piece in words.buffer([words.rows], []))
@@ -61,6 +61,6 @@ def test_rows_in_one_piece_are_not_copied() -> None:
 def test_numbers_that_words_do_not_hold(name: str) -> None:
     plain = drawn(6, 4, 16, torch.float32)
     own = plain[..., ::2] if name == "every second number" else torch._neg_view(plain)
-    words = KeyWords.of(own, own)
+    words = PackedKV.of(own, own)
     for got in words.numbers(words.buffer([words.rows], [Rows(0, 4, 6), Rows(0, 0, 3)])):
         assert torch.equal(got, torch.cat([own[4:6], own[0:3]]))

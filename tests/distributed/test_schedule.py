@@ -10,22 +10,20 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flashtile.distributed import balance
-from flashtile.distributed.ownership import Ownership, Piece
+from flashtile.distributed import partition
+from flashtile.distributed.partition import Facts, Piece, ShardMap, TileMap, Work
 from flashtile.distributed.schedule import Schedule, schedule
-from flashtile.distributed.tile_map import TileMap
-from flashtile.distributed.work import Facts, Work
 from flashtile.masks import BlockMask, Chunk, Visibility, Window
 from flashtile.positions import Positions
 
 Score = tuple[int, int, int]  # document, query, key
 
 CAUSAL: Facts = (Window(None, 0),)
-WAYS: dict[str, Callable[[Work, int], Ownership]] = {
-    "contiguous": lambda work, ranks: balance.contiguous(work.lengths, ranks, work.grain),
-    "zigzag": lambda work, ranks: balance.zigzag(work.lengths, ranks, work.grain),
-    "carve": balance.carve,
-    "refine": lambda work, ranks: balance.refine(balance.carve(work, ranks), work),
+WAYS: dict[str, Callable[[Work, int], ShardMap]] = {
+    "contiguous": lambda work, ranks: partition.contiguous(work.lengths, ranks, work.grain),
+    "zigzag": lambda work, ranks: partition.zigzag(work.lengths, ranks, work.grain),
+    "carve": partition.carve,
+    "refine": lambda work, ranks: partition.refine(partition.carve(work, ranks), work),
 }
 
 
@@ -75,7 +73,7 @@ def test_every_visible_score_is_computed_once(way: str) -> None:
         facts = random_facts(rng)
         grain = rng.choice([1, 2, 4])
         holders = WAYS[way](Work([(facts, None, 1)], queries, keys, grain), ranks)
-        key_holders = holders if keys is queries else balance.contiguous(keys, ranks, grain)
+        key_holders = holders if keys is queries else partition.contiguous(keys, ranks, grain)
         shifts = [n - m for m, n in zip(queries, keys, strict=True)]
         stages = rng.randint(1, ranks)
         found: Counter[Score] = Counter()
@@ -91,7 +89,7 @@ def test_what_one_rank_sends_the_other_receives() -> None:
         ranks = rng.randint(1, 6)
         lengths = [rng.randint(0, 40) for _ in range(rng.randint(1, 6))]
         facts = random_facts(rng)
-        holders = balance.carve(Work([(facts, None, 1)], lengths, grain=4), ranks)
+        holders = partition.carve(Work([(facts, None, 1)], lengths, grain=4), ranks)
         stages = rng.randint(1, ranks)
         made = [schedule(holders, holders, facts, rank, stages) for rank in range(ranks)]
         for number in range(len(made[0].stages)):
@@ -114,7 +112,7 @@ def test_buffers_hold_the_keys_in_the_order_of_their_positions() -> None:
         ranks = rng.randint(1, 5)
         lengths = [rng.randint(0, 40) for _ in range(rng.randint(1, 6))]
         facts = random_facts(rng)
-        holders = balance.zigzag(lengths, ranks, rng.choice([1, 4]))
+        holders = partition.zigzag(lengths, ranks, rng.choice([1, 4]))
         tokens = [  # every rank's rows, as (document, position)
             [(p.document, i) for p in mine for i in range(p.start, p.stop)]
             for mine in holders.pieces
@@ -136,7 +134,7 @@ def test_buffers_hold_the_keys_in_the_order_of_their_positions() -> None:
 
 
 def test_a_window_fetches_its_halo_only() -> None:
-    holders = balance.contiguous([1024], 4, 128)
+    holders = partition.contiguous([1024], 4, 128)
     made = schedule(holders, holders, (Window(99, 0),), rank=2)
     # 99 keys, which lie in 25 groups of four
     assert [(message.peer, message.rows) for message in made.stages[0].receives] == [(1, 100)]
@@ -157,7 +155,7 @@ def test_runs_that_begin_at_groups_of_four(spans: list[tuple[int, int]], whole: 
 
 def test_whole_documents_do_not_travel() -> None:
     lengths = [256] * 8
-    holders = balance.carve(Work([(CAUSAL, None, 1)], lengths), 4)
+    holders = partition.carve(Work([(CAUSAL, None, 1)], lengths), 4)
     for rank in range(4):
         made = schedule(holders, holders, CAUSAL, rank)
         assert made.stages[0].sends == made.stages[0].receives == ()
@@ -168,7 +166,7 @@ def test_refined_ranks_have_equal_work_and_receive_less(ranks: int) -> None:
     rng = random.Random(ranks)
     lengths = [max(1, int(rng.lognormvariate(6.4, 1.2))) for _ in range(ranks * 8)]
     work = Work([(CAUSAL, None, 1)], lengths)
-    refined = balance.refine(balance.carve(work, ranks), work)
+    refined = partition.refine(partition.carve(work, ranks), work)
     load = [sum(work.scores(*piece) for piece in mine) for mine in refined.pieces]
     assert max(load) <= 1.05 * sum(load) / ranks
     tokens = [refined.tokens(rank) for rank in range(ranks)]
@@ -186,14 +184,14 @@ def test_refined_ranks_have_equal_work_and_receive_less(ranks: int) -> None:
 
 def test_pieces_have_to_cover_every_token_once() -> None:
     with pytest.raises(ValueError, match="exactly once"):
-        Ownership.of([8], [[Piece(0, 0, 5)], [Piece(0, 4, 8)]])
+        ShardMap.of([8], [[Piece(0, 0, 5)], [Piece(0, 4, 8)]])
     with pytest.raises(ValueError, match="exactly once"):
-        Ownership.of([8], [[Piece(0, 0, 3)], [Piece(0, 4, 8)]])
+        ShardMap.of([8], [[Piece(0, 0, 3)], [Piece(0, 4, 8)]])
 
 
 @pytest.mark.parametrize("stages", [0, 4])
 def test_the_number_of_stages_is_checked(stages: int) -> None:
-    holders = balance.contiguous([9], 3, 1)
+    holders = partition.contiguous([9], 3, 1)
     with pytest.raises(ValueError, match=r"stages: got \d, want 1 to 3"):
         schedule(holders, holders, CAUSAL, 0, stages)
 
@@ -239,7 +237,7 @@ def test_tiles_that_nobody_sees_do_not_travel() -> None:
     kinds = torch.eye(8, dtype=torch.bool)
     kinds[:, 0] = True
     tiles = TileMap.of(BlockMask.from_tiles(kinds, (16, 16)))
-    holders = balance.contiguous([128], 4, 16)
+    holders = partition.contiguous([128], 4, 16)
     for rank in range(1, 4):
         received = schedule(holders, holders, (), rank, tiles=tiles).stages[0].receives
         assert [(message.peer, message.rows) for message in received] == [(0, 16)]

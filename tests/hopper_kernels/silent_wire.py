@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class SilentWire:
-    """See `flashtile.distributed.wire.Wire`. Nothing arrives, and all ranks agree."""
+    """See `flashtile.distributed.collectives.Wire`. Nothing arrives, and all ranks agree."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks

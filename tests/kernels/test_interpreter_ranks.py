@@ -17,7 +17,7 @@ import torch
 from configurations import FULL
 
 from flashtile.backends import triton as backend
-from flashtile.distributed import ContextParallel, decoding, executor
+from flashtile.distributed import ContextParallel, decode, executor
 from flashtile.testing import assert_close, attention_reference, generator, normal
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -117,9 +117,9 @@ def test_ranks_decode_what_one_process_does(seed: int, monkeypatch: pytest.Monke
     """Masks are spans of each rank's rows; kernels append and merge, too."""
     here = SimpleNamespace(forward=forward)
     dispatch = SimpleNamespace(select=select, load=lambda name: here)
-    monkeypatch.setattr(decoding, "dispatch", dispatch)
-    monkeypatch.setattr(decoding.append_formula, "append", alone(append_kernel.append))
-    monkeypatch.setattr(decoding.merge_op, "merge_parts", alone(merge_kernel.merge_parts))
+    monkeypatch.setattr(decode, "dispatch", dispatch)
+    monkeypatch.setattr(decode.append_formula, "append", alone(append_kernel.append))
+    monkeypatch.setattr(decode.merge_op, "merge_parts", alone(merge_kernel.merge_parts))
     case = CacheCase(seed, ranks=2, dtype=torch.float32)
     case.options.pop("alibi_slopes", None)  # only on CPUs
     compare(case, run_ranks(2, lambda wire: case.on_rank(ContextParallel.over(wire))))

@@ -8,7 +8,7 @@ repeats the exchange of heads, but not the attention.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from ..problem import lse_dtype
 from ..rng_state import draw_rng_state
 from ..score_mod import Described
 from ..spans import Spans
-from .arguments import refuse_unknown
-from .tickets import layout_of
+from .arguments import OPTIONS, refuse_unknown
+from .layout import layout_of
 
 
 class _Tensors(NamedTuple):
@@ -54,43 +54,45 @@ class _Tensors(NamedTuple):
 class _Numbers(NamedTuple):
     """Numbers of an op, as the caller passes them."""
 
-    softmax_scale: float | None
-    causal: bool
-    window_left: int | None
-    window_right: int | None
-    attention_chunk: int
-    softcap: float
-    dropout_p: float
-    deterministic: bool
-    num_splits: int
-    block_rows: int  # the lengths of a block mask
-    block_keys: int
-    return_lse: bool
-    score_mod: str  # a program
-    backend: str
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    num_splits: int = 0
+    block_rows: int = 0  # the lengths of a block mask
+    block_keys: int = 0
+    return_lse: bool = False
+    score_mod: str = ""  # a program
+    backend: str = ""
 
 
 _GRADIENTS = 10
-_NAMED = (  # options of their own
-    "bias",
-    "attn_mask",
-    "sink",
-    "alibi_slopes",
-    "relative_bias",
-    "qv",
-    "key_padding_mask",
-    "seqused_q",
-    "seqused_k",
-)
 _COUNT = len(_Tensors._fields)
-_ALWAYS = ("q", "k", "v", "ticket")
-_TENSORS = ", ".join(f"Tensor{'' if name in _ALWAYS else '?'} {name}" for name in _Tensors._fields)
-_NUMBERS = (
-    "float? softmax_scale, bool causal, SymInt? window_left, SymInt? window_right, "
-    "SymInt attention_chunk, float softcap, float dropout_p, bool deterministic, "
-    "SymInt num_splits, SymInt block_rows, SymInt block_keys, bool return_lse, str score_mod, "
-    "str backend"
-)
+# Options that are tensors or numbers of the ops by themselves.
+_NAMED = [name for name in _Tensors._fields if name in OPTIONS]
+_SCALARS = [name for name in _Numbers._fields if name in OPTIONS and name != "score_mod"]
+_SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+}
+
+
+def _schema(fields: type) -> str:
+    """The arguments of an op, from its fields."""
+    return ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in get_type_hints(fields).items())
+
+
+_TENSORS, _NUMBERS = _schema(_Tensors), _schema(_Numbers)
 _library = torch.library.Library("flashtile", "FRAGMENT")
 # A CUDA graph would repeat the exchanges of the documents that it was recorded with.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -142,19 +144,14 @@ def attend(
         ticket=layout.ticket,
     )
     numbers = _Numbers(
-        options.get("softmax_scale"),
-        options.get("causal", False),
-        window.left,
-        window.right,
-        options.get("attention_chunk", 0),
-        options.get("softcap", 0.0),
-        dropout_p,
-        options.get("deterministic", False),
-        options.get("num_splits", 0),
-        *((0, 0) if blocks is None else blocks.lengths),
-        return_lse,
-        function.get("score_mod", ""),
-        backend or "",
+        **{name: options[name] for name in _SCALARS if name in options},
+        window_left=window.left,
+        window_right=window.right,
+        block_rows=0 if blocks is None else blocks.lengths[0],
+        block_keys=0 if blocks is None else blocks.lengths[1],
+        return_lse=return_lse,
+        score_mod=function.get("score_mod", ""),
+        backend=backend or "",
     )
     out, lse = torch.ops.flashtile.context_forward(*tensors, *numbers)
     return out, lse
@@ -184,19 +181,8 @@ def _given(tensors: _Tensors, numbers: _Numbers) -> dict[str, Any]:
     return {name: x for name, x in given.items() if x is not None}
 
 
-_SCALARS = (
-    "softmax_scale",
-    "causal",
-    "attention_chunk",
-    "softcap",
-    "dropout_p",
-    "deterministic",
-    "num_splits",
-)
-
-
 def _run(
-    tensors: _Tensors, numbers: _Numbers, known: tuple[Tensor, Tensor] | None = None
+    tensors: _Tensors, numbers: _Numbers, precomputed: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(tensors.ticket)
     with autocast_off(tensors.q):
@@ -207,7 +193,7 @@ def _run(
             numbers.return_lse,
             numbers.backend or None,
             tensors.rng_state,
-            known,
+            precomputed,
         )
     return out, lse
 

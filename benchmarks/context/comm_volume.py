@@ -6,18 +6,16 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..lru import memoised
-from ..masks import Visibility
-from ..positions import Span
-from .ownership import Ownership
-from .schedule import whole_groups
-from .tile_map import TileMap
-from .work import Facts
+from flashtile.distributed.partition import Facts, ShardMap, TileMap
+from flashtile.distributed.schedule import whole_groups
+from flashtile.lru import memoised
+from flashtile.masks import Visibility
+from flashtile.positions import Span
 
 SAMPLES = 8  # intervals of a piece, over which the number of keys is taken as linear
 
 
-class Hop(NamedTuple):
+class Transfer(NamedTuple):
     """What a rank and the rank at one distance do for each other."""
 
     received: int  # keys
@@ -41,8 +39,8 @@ class _Sample(NamedTuple):
         return self.queries * (first + max(0, min(d, stop) - max(c, start))) / 2
 
 
-class Traffic:
-    """The hops of every rank.
+class CommVolume:
+    """The transfers of every rank.
 
     Args:
         queries, keys: who holds which tokens.
@@ -51,7 +49,7 @@ class Traffic:
     """
 
     def __init__(
-        self, queries: Ownership, keys: Ownership, facts: Facts, tiles: TileMap | None = None
+        self, queries: ShardMap, keys: ShardMap, facts: Facts, tiles: TileMap | None = None
     ) -> None:
         self.queries, self.keys, self.ranks = queries, keys, queries.ranks
         self._tiles = tiles
@@ -78,7 +76,7 @@ class Traffic:
                 else:
                     needs[:] = _joined([*needs, *tiles.seen(document, (start, stop), hull)])
 
-    def hops(self, rank: int) -> list[Hop]:
+    def transfers(self, rank: int) -> list[Transfer]:
         """By distance, 0 first."""
         received, sent, scores = ([0] * self.ranks, [0] * self.ranks, [0.0] * self.ranks)
         for document in dict.fromkeys(piece.document for piece in self.queries.pieces[rank]):
@@ -94,7 +92,7 @@ class Traffic:
         found = []
         for distance in range(self.ranks):
             source, target = (rank - distance) % self.ranks, (rank + distance) % self.ranks
-            found.append(Hop(received[source], sent[target], source, target, scores[source]))
+            found.append(Transfer(received[source], sent[target], source, target, scores[source]))
         return found
 
     def _pieces(self, document: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from caches import STEPS_OPTIONS, CacheCase, compare, compare_repeated_steps
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed import ContextParallel, cache
+from flashtile.distributed import ContextParallel, decode
 from flashtile.positions import Dealt, Positions
 from flashtile.testing.wires import run_ranks
 
@@ -51,8 +51,8 @@ def test_a_step_like_an_earlier_one_is_not_prepared_again(
 ) -> None:
     """Neither another length nor other tensors of the same kind are another step; an option is."""
     described = []
-    describe = cache.describe
-    monkeypatch.setattr(cache, "describe", lambda *a: described.append(a) or describe(*a))
+    describe = decode.describe
+    monkeypatch.setattr(decode, "describe", lambda *a: described.append(a) or describe(*a))
 
     def one_rank(wire: Any) -> None:
         parallel = ContextParallel.over(wire)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from torch import Tensor
 from ..backend_interface import Gradients
 from ..positions import Span
 from ..problem import Operands
-from .buffer_masks import of_heads
-from .ownership import Ownership, Piece
-from .rounded_wire import rounded
-from .wire import Wire
+from .buffers import of_heads
+from .collectives import Wire, exchange
+from .partition import Piece, ShardMap
 
 
 class HeadShare(NamedTuple):
@@ -28,6 +27,12 @@ class HeadShare(NamedTuple):
 
     queries: slice
     keys: slice
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many query heads and key heads they are."""
+        queries, keys = self
+        return queries.stop - queries.start, keys.stop - keys.start
 
 
 def share_heads(query_heads: int, key_heads: int, ranks: int) -> list[HeadShare]:
@@ -51,10 +56,10 @@ def _even(count: int, parts: int) -> list[Span]:
     return list(pairwise(cuts))
 
 
-def merged(ownership: Ownership, groups: Sequence[Sequence[int]]) -> Ownership:
+def merged(shard_map: ShardMap, groups: Sequence[Sequence[int]]) -> ShardMap:
     """Who owns which tokens when the ranks of a group hold theirs together."""
-    pieces = [[piece for rank in group for piece in ownership.pieces[rank]] for group in groups]
-    return Ownership.of(ownership.lengths, pieces)
+    pieces = [[piece for rank in group for piece in shard_map.pieces[rank]] for group in groups]
+    return ShardMap.of(shard_map.lengths, pieces)
 
 
 class Exchange(NamedTuple):
@@ -66,15 +71,15 @@ class Exchange(NamedTuple):
     order: tuple[Span, ...]
 
     @classmethod
-    def of(cls, wire: Wire, ownership: Ownership, members: Sequence[int]) -> Exchange:
-        """The exchange between the `members`, ranks of `ownership`; `wire` connects them."""
+    def of(cls, wire: Wire, shard_map: ShardMap, members: Sequence[int]) -> Exchange:
+        """The exchange between the `members`, ranks of `shard_map`; `wire` connects them."""
         located: list[tuple[Piece, Span]] = []
         row = 0
         for rank in members:
-            for piece in ownership.pieces[rank]:
+            for piece in shard_map.pieces[rank]:
                 located.append((piece, (row, row + piece.tokens)))
                 row += piece.tokens
-        tokens = tuple(ownership.tokens(rank) for rank in members)
+        tokens = tuple(shard_map.tokens(rank) for rank in members)
         return cls(wire, tokens, tuple(span for _, span in sorted(located)))
 
     def spread(self, x: Tensor, heads: Sequence[slice]) -> Tensor:
@@ -93,8 +98,14 @@ class Exchange(NamedTuple):
         joined = torch.cat(parts)
         return torch.cat([joined[a:b] for a, b in self.order] or [joined])
 
-    def collect(self, x: Tensor, heads: Sequence[slice], total: int) -> Tensor:
-        """The reverse; what several members have of one of the `total` heads is added up."""
+    def collect(
+        self, x: Tensor, heads: Sequence[slice], total: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The reverse; what several members have of one of the `total` heads is added up.
+
+        Args:
+            dtype: in which the parts travel; None is that of `x`.
+        """
         wire, tokens = self.wire, self.tokens
         joined, row = torch.empty_like(x), 0
         for a, b in self.order:
@@ -107,7 +118,7 @@ class Exchange(NamedTuple):
             for peer in others
         }
         sends = {peer: parts[peer].contiguous() for peer in others}
-        wire.exchange(sends, arriving, "tokens of heads").wait()
+        exchange(wire, sends, arriving, "tokens of heads", dtype).wait()
         result = x.new_zeros(tokens[wire.rank], total, *x.shape[2:])
         for peer, share in enumerate(heads):
             result[:, share] += arriving.get(peer, parts[wire.rank])
@@ -182,11 +193,11 @@ class Ulysses(NamedTuple):
         dbias = gradients.dbias
         if dbias is not None and operands.bias is not None:
             dbias = self._collect_bias(dbias, operands.bias)
-        keys = self.keys._replace(wire=rounded(self.keys.wire, self.gradient_dtype))
+        of_keys = self._key_heads, self.heads[1], self.gradient_dtype
         return Gradients(
             self.queries.collect(gradients.dq, self._query_heads, self.heads[0]),
-            keys.collect(gradients.dk, self._key_heads, self.heads[1]),
-            keys.collect(gradients.dv, self._key_heads, self.heads[1]),
+            self.keys.collect(gradients.dk, *of_keys),
+            self.keys.collect(gradients.dv, *of_keys),
             dbias,
             self._of_all_heads(gradients.dsink, 0),
             gradients.dcaptured,
@@ -236,26 +247,3 @@ def _rows_first(x: Tensor) -> Tensor:
 def _heads_first(rows: Tensor, batch: int) -> Tensor:
     """The reverse of `_rows_first`."""
     return rows.unflatten(0, (batch, rows.shape[0] // batch)).transpose(1, 2)
-
-
-class SubWire:
-    """Some ranks of a wire as a wire of their own."""
-
-    def __init__(self, wire: Wire, members: Sequence[int]) -> None:
-        self.wire, self.members = wire, tuple(members)
-        self.rank, self.ranks = self.members.index(wire.rank), len(self.members)
-        self.global_ranks = [wire.global_ranks[member] for member in self.members]
-
-    def exchange(self, sends: Any, receives: Any, what: str) -> Any:
-        """See `Wire`."""
-        there = self.members
-        return self.wire.exchange(
-            {there[peer]: x for peer, x in sends.items()},
-            {there[peer]: x for peer, x in receives.items()},
-            what,
-        )
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The `x` of the members. All ranks of the whole wire take part."""
-        everyone = self.wire.all_gather(x)
-        return [everyone[member] for member in self.members]

@@ -10,7 +10,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile import BlockMask, Spans
-from flashtile.distributed import ContextParallel, tickets, traced
+from flashtile.distributed import ContextParallel, compile
+from flashtile.distributed.layout import layout_of
 from flashtile.testing.wires import ThreadWire, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ def test_ops(options: dict[str, Any], return_lse: bool) -> None:
         want = parallel.run((q, k, v), layout, options, return_lse, None)
         torch.manual_seed(0)
         with Calls() as calls:
-            got = traced.attend((q, k, v), layout, options, return_lse, None)
+            got = compile.attend((q, k, v), layout, options, return_lse, None)
         results = []
         for out, lse in (got, want):
             loss = out.sin().sum() + (lse.clamp(min=-9).sum() if return_lse else 0)
@@ -77,8 +78,8 @@ def test_shapes_with_padding(return_lse: bool) -> None:
             x = torch.randn(*shape, layout.local_tokens, 2, 8)
             for _ in range(2):
                 with Calls() as calls:
-                    found = traced.attend((x, x, x), layout, {}, return_lse, None)
-                expected = traced._fake_forward(*calls.arguments[0])
+                    found = compile.attend((x, x, x), layout, {}, return_lse, None)
+                expected = compile._fake_forward(*calls.arguments[0])
                 assert [t.shape for t in found] == [t.shape for t in expected]
 
     run_ranks(2, run)
@@ -86,7 +87,7 @@ def test_shapes_with_padding(return_lse: bool) -> None:
 
 def test_a_layout_that_is_gone() -> None:
     with pytest.raises(RuntimeError, match="layout: got number 1000000000"):
-        tickets.layout_of(torch.tensor(10**9))
+        layout_of(torch.tensor(10**9))
 
 
 def test_score_functions_end_the_graph() -> None:

@@ -1,7 +1,9 @@
-"""Seconds that a way to run attention over ranks would take: a model, not a measurement.
+"""Seconds that a strategy of attention over ranks would take: a model, not a measurement.
 
-A way says how many ranks exchange tokens for heads, in how many stages keys travel, and how many
-groups of heads take turns. The model prices the schedules that the executor would run:
+The package selects one of three strategies by a much simpler price (`distributed.strategy`). This
+model compares all of them, for predictions of many GPUs. A strategy says how many ranks exchange
+tokens for heads, in how many stages keys travel, and how many groups of heads take turns. The model
+prices the schedules that the executor would run:
 
 - a call takes its operations at the machine's rate, plus the launch and what is lost when the last
   tiles end at different times;
@@ -18,33 +20,20 @@ block masks, but not spans, which are on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from .heads import HeadShare, merged, share_heads
-from .machine import Machine
-from .ownership import Ownership
-from .schedule import distances
-from .tile_map import TileMap
-from .traffic import Hop, Traffic
-from .work import Facts
+from flashtile.distributed.partition import Facts, ShardMap, TileMap
+from flashtile.distributed.schedule import distances
+from flashtile.distributed.strategy import Machine, Strategy
+from flashtile.distributed.ulysses import HeadShare, merged, share_heads
+
+from .comm_volume import CommVolume, Transfer
 
 MOST_RANKS = 8  # of which schedules are priced: evenly spread over more ranks
 TILE_ROWS = 128
 FLOAT32 = 4
 MERGE_BYTES = 36  # read and written for each element: two products, a sum and a copy
-
-
-class Way(NamedTuple):
-    """How the ranks run a call."""
-
-    ulysses: int  # neighbours that exchange tokens for heads
-    stages: int  # exchanges in which the keys of the other ranks arrive
-    head_groups: int  # groups of key heads, which take turns
-
-    def __str__(self) -> str:
-        """In the words of the arguments of `ContextParallel`."""
-        return f"ulysses={self.ulysses}, stages={self.stages}, head_groups={self.head_groups}"
 
 
 class Shape(NamedTuple):
@@ -65,7 +54,7 @@ class Shape(NamedTuple):
         return self.query_head_dim or self.head_dim
 
 
-class Price(NamedTuple):
+class CostEstimate(NamedTuple):
     """What a rank does in one call, and the seconds it takes by the model."""
 
     scores: float  # visible ones, of one head
@@ -82,7 +71,7 @@ class Price(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """The hops of one exchange together."""
+    """The transfers of one exchange together."""
 
     scores: float
     received: int  # keys
@@ -90,8 +79,8 @@ class _Stage(NamedTuple):
     by_link: tuple[tuple[int, int], tuple[int, int]]
 
 
-class Pricing:
-    """Prices of the ways to run calls of one kind.
+class CostModel:
+    """Prices of the strategies for calls of one kind.
 
     Args:
         machine: what the ranks run on.
@@ -105,17 +94,17 @@ class Pricing:
         self,
         machine: Machine,
         shape: Shape,
-        queries: Ownership,
-        keys: Ownership,
+        queries: ShardMap,
+        keys: ShardMap,
         facts: Facts,
         tiles: TileMap | None = None,
     ) -> None:
         self.machine, self.shape = machine, shape
         self.queries, self.keys, self.facts, self.tiles = queries, keys, facts, tiles
         self.ranks = queries.ranks
-        self._merged: dict[int, tuple[Ownership, Ownership]] = {}
-        self._traffic: dict[int, Traffic] = {}
-        self._hops: dict[tuple[int, int], list[Hop]] = {}
+        self._merged: dict[int, tuple[ShardMap, ShardMap]] = {}
+        self._volumes: dict[int, CommVolume] = {}
+        self._transfers: dict[tuple[int, int], list[Transfer]] = {}
         self._of_heads: dict[tuple[int, int], tuple[float, float]] = {}
         self._stages: dict[tuple[int, int, int], list[_Stage]] = {}
 
@@ -123,32 +112,32 @@ class Pricing:
         """The heads of every member of a group of neighbours."""
         return share_heads(self.shape.query_heads, self.shape.key_heads, ulysses)
 
-    def slowest(self, way: Way) -> Price:
+    def slowest(self, strategy: Strategy) -> CostEstimate:
         """The largest of all numbers over the ranks, or over `MOST_RANKS` of them."""
-        prices = [self.price(way, rank) for rank in self._sampled(way.ulysses)]
-        return Price(*(max(column) for column in zip(*prices, strict=True)))
+        prices = [self.price(strategy, rank) for rank in self._sampled(strategy.ulysses)]
+        return CostEstimate(*(max(column) for column in zip(*prices, strict=True)))
 
-    def at_least(self, way: Way) -> float:
+    def at_least(self, strategy: Strategy) -> float:
         """A lower bound of `slowest` in seconds, from one rank: much cheaper for many ranks."""
-        return self.price(way, self._sampled(way.ulysses)[-1]).seconds
+        return self.price(strategy, self._sampled(strategy.ulysses)[-1]).seconds
 
-    def price(self, way: Way, rank: int) -> Price:
+    def price(self, strategy: Strategy, rank: int) -> CostEstimate:
         """What one rank does and takes."""
-        outer, inner = divmod(rank, way.ulysses)
-        share = self.shares(way.ulysses)[inner]
-        query_heads = _count(share.queries) / way.head_groups
-        key_heads = _count(share.keys) / way.head_groups
-        stages = self._stages_of(way.ulysses, way.stages, rank)
-        rows = self._holders(way.ulysses)[0].tokens(outer)
+        outer, inner = divmod(rank, strategy.ulysses)
+        share = self.shares(strategy.ulysses)[inner]
+        query_heads = _count(share.queries) / strategy.head_groups
+        key_heads = _count(share.keys) / strategy.head_groups
+        stages = self._stages_of(strategy.ulysses, strategy.stages, rank)
+        rows = self._holders(strategy.ulysses)[0].tokens(outer)
         per_key = key_heads * (self.shape.head_dim + self.shape.value_head_dim)
         steps = [
-            self._step(way, stage, rows, query_heads, per_key, is_first=number == 0)
+            self._step(strategy, stage, rows, query_heads, per_key, is_first=number == 0)
             for number, stage in enumerate(stages)
         ]
-        steps *= way.head_groups  # which are alike
+        steps *= strategy.head_groups  # which are alike
         share_of_keys = key_heads / self.shape.key_heads
         received = [stage.received * share_of_keys for stage in stages]
-        where = way.ulysses, rank
+        where = strategy.ulysses, rank
         if where not in self._of_heads:
             self._of_heads[where] = self._exchanges_of_heads(*where)
         spread, collected = self._of_heads[where]
@@ -156,9 +145,9 @@ class Pricing:
         calls = sum(step.calls for step in steps)
         fetches = sum(step.fetch > 0 for step in steps)
         has_heads = spread > 0  # exchanges of q, k, v, out and lse, and of dout, dq, dk and dv
-        return Price(
+        return CostEstimate(
             sum(stage.scores for stage in stages),
-            sum(received) * way.head_groups,
+            sum(received) * strategy.head_groups,
             max(received),
             calls,
             self._with_host(forward, 5 * has_heads, fetches, calls),
@@ -174,14 +163,20 @@ class Pricing:
             of_heads, of_keys: numbers of exchanges.
             calls: of the backend.
         """
-        host = self.machine.host
-        first = host.seconds(of_heads + min(of_keys, 2), min(calls, 1))
-        following = max(seconds, host.seconds(of_heads + of_keys, calls))
+        first = self._host(of_heads + min(of_keys, 2), min(calls, 1))
+        following = max(seconds, self._host(of_heads + of_keys, calls))
         return (following + first + seconds) / 2
+
+    def _host(self, exchanges: int, calls: int) -> float:
+        """Seconds that the host needs to start these; none if it starts nothing."""
+        host = self.machine.host
+        if not exchanges and not calls:
+            return 0.0
+        return host.call + exchanges * host.exchange + calls * host.attention
 
     def _step(
         self,
-        way: Way,
+        strategy: Strategy,
         stage: _Stage,
         rows: int,
         query_heads: float,
@@ -200,7 +195,7 @@ class Pricing:
         if has_call:
             forward = self._call(2 * (D + Dv) * scores / machine.forward, tiles)
             backward = self._call(2 * (3 * D + 2 * Dv) * scores / machine.backward, tiles)
-        if has_call and way.stages > 1:
+        if has_call and strategy.stages > 1:
             forward += MERGE_BYTES * rows * query_heads * Dv / machine.memory
         buffer = stage.received * per_key
         copied = 4 * buffer / machine.memory  # read and written, into messages and in order
@@ -225,7 +220,7 @@ class Pricing:
         return max(seconds, machine.across.seconds(max(across) * size))
 
     def _delay(self, stage: _Stage, size: float) -> float:
-        """Seconds that kernels take longer while this exchange is under way."""
+        """Seconds that kernels take longer while this exchange is under strategy."""
         inside, _ = stage.by_link
         return self.machine.contention * self.machine.inside.seconds(max(inside) * size)
 
@@ -249,7 +244,7 @@ class Pricing:
         shape, shares, inner = self.shape, self.shares(ulysses), rank % ulysses
         members = range(rank - inner, rank - inner + ulysses)
 
-        def seconds(holders: Ownership, heads: list[int], size: int) -> float:
+        def seconds(holders: ShardMap, heads: list[int], size: int) -> float:
             """Of one tensor of `size` bytes for each token and head, in either direction."""
             mine = holders.tokens(rank)
             away = {peer: mine * n for peer, n in zip(members, heads, strict=True)}
@@ -278,7 +273,7 @@ class Pricing:
         chosen = sorted({i * (groups - 1) // max(count - 1, 1) for i in range(count)})
         return [group * ulysses + inner for group in chosen for inner in sorted(members.values())]
 
-    def _holders(self, ulysses: int) -> tuple[Ownership, Ownership]:
+    def _holders(self, ulysses: int) -> tuple[ShardMap, ShardMap]:
         """Who owns which queries and keys, when neighbours hold theirs together."""
         if ulysses not in self._merged:
             groups = [range(a, a + ulysses) for a in range(0, self.ranks, ulysses)]
@@ -291,25 +286,27 @@ class Pricing:
         """The exchanges of a rank."""
         if (ulysses, stages, rank) not in self._stages:
             outer, inner = divmod(rank, ulysses)
-            hops = self._hops_of(ulysses, outer)
+            transfers = self._transfers_of(ulysses, outer)
             found = []
-            for away in distances(len(hops), stages):
-                group = [hops[distance] for distance in away]
-                received = {hop.source * ulysses + inner: hop.received for hop in group}
-                sent = {hop.target * ulysses + inner: hop.sent for hop in group}
-                scores = sum(hop.scores for hop in group)
+            for away in distances(len(transfers), stages):
+                group = [transfers[distance] for distance in away]
+                received = {
+                    transfer.source * ulysses + inner: transfer.received for transfer in group
+                }
+                sent = {transfer.target * ulysses + inner: transfer.sent for transfer in group}
+                scores = sum(transfer.scores for transfer in group)
                 total = sum(received.values())
                 found.append(_Stage(scores, total, self._by_link(rank, received, sent)))
             self._stages[ulysses, stages, rank] = found
         return self._stages[ulysses, stages, rank]
 
-    def _hops_of(self, ulysses: int, outer: int) -> list[Hop]:
+    def _transfers_of(self, ulysses: int, outer: int) -> list[Transfer]:
         """What a rank does for those that hold other tokens, by distance."""
-        if ulysses not in self._traffic:
-            self._traffic[ulysses] = Traffic(*self._holders(ulysses), self.facts, self.tiles)
-        if (ulysses, outer) not in self._hops:
-            self._hops[ulysses, outer] = self._traffic[ulysses].hops(outer)
-        return self._hops[ulysses, outer]
+        if ulysses not in self._volumes:
+            self._volumes[ulysses] = CommVolume(*self._holders(ulysses), self.facts, self.tiles)
+        if (ulysses, outer) not in self._transfers:
+            self._transfers[ulysses, outer] = self._volumes[ulysses].transfers(outer)
+        return self._transfers[ulysses, outer]
 
 
 class _Step(NamedTuple):
@@ -348,3 +345,30 @@ def share_size(share: HeadShare) -> tuple[int, int]:
 
 def _count(heads: slice) -> int:
     return int(heads.stop - heads.start)
+
+
+def fastest(model: CostModel) -> Strategy:
+    """The strategy with the smallest predicted time of a forward and a backward. Only those that
+    may be it are priced on all ranks."""
+    bounds = {strategy: model.at_least(strategy) for strategy in strategies(model)}
+    best: tuple[float, Strategy] | None = None
+    for strategy in sorted(bounds, key=lambda strategy: (bounds[strategy], strategy)):
+        if best is not None and bounds[strategy] > best[0]:
+            break
+        found = model.slowest(strategy).seconds, strategy
+        best = found if best is None else min(best, found)
+    assert best is not None
+    return best[1]
+
+
+def strategies(model: CostModel) -> Iterator[Strategy]:
+    """All that fit, but of many stages only some numbers."""
+    most = min(model.ranks, model.shape.query_heads)
+    for ulysses in (n for n in range(1, most + 1) if model.ranks % n == 0):
+        counts = {keys for _, keys in map(share_size, model.shares(ulysses)) if keys}
+        groups = [g for g in range(1, min(counts) + 1) if all(n % g == 0 for n in counts)]
+        ranks = model.ranks // ulysses
+        doubled = [1 + (1 << n) for n in range(ranks.bit_length())]
+        for stages in sorted({1, ranks, *(number for number in doubled if number < ranks)}):
+            for group in groups if ranks > 1 else groups[:1]:
+                yield Strategy(ulysses, stages, group)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .watch import Watch
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-STOP = 0x5709  # the tag of a message that nobody sends
+    Group = dist.ProcessGroup | DeviceMesh | None
 
 
 class Pending(Protocol):
@@ -69,6 +69,9 @@ class _Done:
         pass
 
 
+DONE: Pending = _Done()
+
+
 class _Works:
     """The requests of one exchange.
 
@@ -93,13 +96,11 @@ class _Works:
                 else:
                     work.wait(timedelta(seconds=self.wire.timeout))
             except RuntimeError as error:
-                self.wire.raise_disagreement(error)
                 raise RuntimeError(
                     f"context parallel: rank {self.wire.rank} failed while it waited for "
                     f"{self._what(number)}: {error}"
                 ) from error
         self.works, self.messages, self.tensors = [], list, []
-        self.wire.raise_if_stopped()
 
     def _what(self, number: int) -> str:
         # NCCL makes one request of a whole batch, gloo one of each message.
@@ -147,21 +148,11 @@ class ProcessWire:
             and "nccl" in dist.get_backend_config(self.group)
         )
         self.global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.ranks)]
-        self.watch = Watch(self.rank, self.ranks, _store_of(self.group), _stop_of(self.group))
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
     ) -> Pending:
         """See `Wire`. One operation of NCCL, or one of gloo for each message."""
-        try:
-            return self._started(sends, receives, what)
-        except RuntimeError as error:
-            self.raise_disagreement(error)
-            raise
-
-    def _started(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
-    ) -> Pending:
         if (
             self._has_all_to_all
             and any(x.is_cuda for x in (*sends.values(), *receives.values()))
@@ -176,7 +167,7 @@ class ProcessWire:
                     operations.append(dist.P2POp(function, _as_bytes(x), there, self.group))
                     ways.append(f"{way} rank {peer} ({what})")
         if not operations:  # torch.distributed does not take an empty batch
-            return _Done()
+            return DONE
         works = dist.batch_isend_irecv(operations)
         given = [operation.tensor for operation in operations]
         sizes = [x.numel() for x in given]  # of bytes
@@ -192,7 +183,7 @@ class ProcessWire:
         """The exchange as one call of PyTorch. A batch of messages keeps the host busy longer."""
         given = [*sends.values(), *receives.values()]
         if not any(x.numel() for x in given):
-            return _Done()
+            return DONE
         nothing = given[0].new_empty(0)
         out, into = (
             [_flat(tensors.get(rank, nothing)) for rank in range(self.ranks)]
@@ -210,26 +201,8 @@ class ProcessWire:
         """See `Wire`."""
         here = x if x.device.type != "cpu" else x.to(self._device)
         gathered = [torch.empty_like(here) for _ in range(self.ranks)]
-        try:
-            dist.all_gather(gathered, here, group=self.group)
-            found = [part.cpu() for part in gathered]
-        except RuntimeError as error:
-            self.raise_disagreement(error)
-            raise
-        self.raise_if_stopped()
-        return found
-
-    def raise_if_stopped(self) -> None:
-        """Raise what the ranks disagree on, if they do: NCCL raises no error for an operation that
-        was stopped."""
-        if self.watch.error:
-            raise ValueError(self.watch.error)
-
-    def raise_disagreement(self, error: RuntimeError) -> None:
-        """Raise what the ranks disagree on, if an operation has failed because they do."""
-        reason = self.watch.reason()
-        if reason:
-            raise ValueError(reason) from error
+        dist.all_gather(gathered, here, group=self.group)
+        return [part.cpu() for part in gathered]
 
     @property
     def _device(self) -> torch.device:
@@ -250,31 +223,95 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
-    return lambda: dist.distributed_c10d._get_process_group_store(group)
+def exchange(
+    wire: Wire,
+    sends: Mapping[int, Tensor],
+    receives: Mapping[int, Tensor],
+    what: str,
+    dtype: torch.dtype | None = None,
+) -> Pending:
+    """`Wire.exchange`, which a rank without messages does not take part in.
+
+    Args:
+        dtype: in which all tensors travel, before they arrive in their own; None is their own.
+    """
+    if not sends and not receives:
+        return DONE
+    if dtype is None:
+        return wire.exchange(sends, receives, what)
+    arriving = {peer: torch.empty_like(x, dtype=dtype) for peer, x in receives.items()}
+    compressed = {peer: x.to(dtype) for peer, x in sends.items()}
+    return _Compressed(wire.exchange(compressed, arriving, what), arriving, receives)
 
 
-def _stop_of(group: dist.ProcessGroup) -> Callable[[], None]:
-    """What makes the waiting operations of a group fail."""
+class _Compressed:
+    """An exchange of tensors that arrive in another dtype."""
 
-    def stop() -> None:
-        backends = dist.get_backend_config(group)
-        if "gloo" in backends:
-            # A receive that is late closes the connections of all.
-            nothing = torch.empty(1, dtype=torch.uint8)
-            peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-            with suppress(RuntimeError):
-                work = dist.irecv(nothing, group=group, group_src=peer, tag=STOP)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
-        if "nccl" in backends:
-            group.abort()
+    def __init__(
+        self, pending: Pending, arriving: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> None:
+        self.pending, self.arriving, self.receives = pending, arriving, receives
 
-    return stop
+    def wait(self) -> None:
+        self.pending.wait()
+        for peer, x in self.receives.items():
+            x.copy_(self.arriving[peer])
 
 
-def exchanged(
-    wire: Wire, sends: dict[int, Tensor], received: dict[int, Tensor], what: str
-) -> Pending | None:
-    """None if this rank has no part in it."""
-    return wire.exchange(sends, received, what) if sends or received else None
+def global_mean(
+    loss_sum: Tensor, count: int | Tensor, group: Group = None, averaged_over: Group = None
+) -> Tensor:
+    """A rank's part of the mean loss of all tokens, for gradients that are averaged over ranks.
+
+    Ranks have unequal numbers of tokens with a loss, so the mean of their means is not that of one
+    process. This is the rank's sum, divided by the number of tokens of all ranks and multiplied by
+    the number of ranks over which FSDP or DDP average gradients. The mean of what it returns is the
+    mean loss, and the averaged gradients are those of one process.
+
+    Args:
+        loss_sum: () the sum of the losses of the rank's own tokens, with its graph.
+        count: how many tokens they are, 0 for none.
+        group: the ranks that have the tokens, a group or a mesh; None is the default group. All of
+            them call it.
+        averaged_over: the ranks over which gradients are averaged; None is `group`.
+
+    Returns:
+        (), 0 where no rank has a token.
+    """
+    members = group_of(group)
+    total = torch.as_tensor(count, dtype=torch.int64, device=loss_sum.device).clone()
+    dist.all_reduce(total, group=members)
+    averaged = members if averaged_over is None else group_of(averaged_over)
+    return loss_sum * (dist.get_world_size(averaged) / total.clamp(min=1))
+
+
+class SubWire:
+    """Some ranks of a wire as a wire of their own."""
+
+    def __init__(self, wire: Wire, members: Sequence[int]) -> None:
+        self.wire, self.members = wire, tuple(members)
+        self.rank, self.ranks = self.members.index(wire.rank), len(self.members)
+        self.global_ranks = [wire.global_ranks[member] for member in self.members]
+
+    def exchange(self, sends: Any, receives: Any, what: str) -> Any:
+        """See `Wire`."""
+        there = self.members
+        return self.wire.exchange(
+            {there[peer]: x for peer, x in sends.items()},
+            {there[peer]: x for peer, x in receives.items()},
+            what,
+        )
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The `x` of the members. All ranks of the whole wire take part."""
+        everyone = self.wire.all_gather(x)
+        return [everyone[member] for member in self.members]
+
+
+def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh, or the default group for None."""
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return (group if group.ndim == 1 else group._flatten()).get_group()

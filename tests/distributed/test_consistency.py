@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flashtile import BlockMask
 from flashtile.distributed import ContextParallel, executor
@@ -156,7 +157,33 @@ def test_float8_is_refused() -> None:
     )
 
 
-def test_an_equal_call_sends_no_notes() -> None:
+def test_in_debug_mode_every_call_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here two calls of known kinds that exchange the same bytes, in another order."""
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+
+    def call(context: ContextParallel, rank: int) -> None:
+        layout = context.layout(seq_len=32)
+        for softcap in (1.0, 2.0, 1.0, 2.0):
+            attend(context, layout, softcap=softcap)
+        attend(context, layout, softcap=1.0 if rank == 2 else 2.0)
+
+    (found,) = set(errors(3, call))
+    assert found.startswith("ValueError: context parallel: the ranks disagree on options: ranks 0,")
+
+
+def test_in_debug_mode_every_step_of_decoding_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+
+    def call(context: ContextParallel, rank: int) -> None:
+        q, k, v = torch.randn(3, 1, 64, 2, 8)
+        for length in (40, 41, 42 + rank):
+            context.decode(q[:, :1], k, v, cache_seqlens=length)
+
+    (found,) = set(errors(2, call))
+    assert found.startswith("ValueError: context parallel: the ranks disagree on cache_seqlens")
+
+
+def test_an_equal_call_sends_no_records() -> None:
     def run(wire: ThreadWire) -> list[int]:
         context = ContextParallel.over(wire)
         layout = context.layout(seq_len=32)
