@@ -39,6 +39,14 @@ class Pattern(NamedTuple):
         """Whether the mask depends on the distance between a query and a key."""
         return self.window_size != (-1, -1) or self.attention_chunk > 0
 
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the queries are among the tokens that a mask of padding marks, and are left out
+        where they are padding. Without positions it may be cross attention, whose keys are other
+        tokens, and all queries are kept.
+        """
+        return self.causal or self.has_positions
+
     def hides(self, keys: int) -> bool:
         """Whether a window or chunk hides some keys of a sequence of length `keys`."""
         sides = [side for side in self.window_size if side >= 0]
@@ -358,15 +366,21 @@ def once(made: Any, make: Callable[..., T], *arguments: Any) -> T:
 
     Only a mask that `attention_mask` made has a memory.
     """
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    versions = [_version(x) for x in tensors]
-    if torch.compiler.is_compiling() or not is_made_here(made) or None in versions:
+    if torch.compiler.is_compiling() or not is_made_here(made):
         return make(*arguments)
-    known = made.flashtile_known
-    key = make, *versions, *(id(x) if isinstance(x, Tensor) else x for x in arguments)
+    key: list[Any] = [make]
+    for x in arguments:
+        if not isinstance(x, Tensor):
+            key.append(x)
+        elif x.is_inference():  # PyTorch does not count its changes
+            return make(*arguments)
+        else:
+            key += (id(x), x._version)
+    known, key = made.flashtile_known, tuple(key)
     if key not in known:
         # Tensors that live on keep their ids; `made` itself would be in a cycle.
-        known[key] = make(*arguments), [x for x in tensors if x is not made]
+        tensors = [x for x in arguments if isinstance(x, Tensor) and x is not made]
+        known[key] = make(*arguments), tensors
     return cast(T, known[key][0])
 
 
