@@ -29,6 +29,7 @@ from .transformers_packing import (
     left_padding,
     packing,
 )
+from .transformers_steps import renew_in_later_steps
 
 
 class Call(NamedTuple):
@@ -41,7 +42,7 @@ class Call(NamedTuple):
     bias: Tensor | None
     chosen: Tensor | None  # bool, broadcasts to (batch, heads, seq_q, seq_k): allowed keys
     sinks: Tensor | None  # (batch, heads, seq_q, 1)
-    numbers: dict[str, Any]  # the other arguments of `flashtile.attention`
+    numbers: dict[str, Any]  # the other arguments of `flashtile.attention`, without defaults
     made: Any = None  # the mask, which remembers what concerns all layers: see `once`
     documents: Spans | None = None  # every token sees only its own document
 
@@ -57,9 +58,12 @@ class Call(NamedTuple):
     @property
     def trains(self) -> bool:
         """Whether the call needs gradients or dropout, which attention over a cache lacks."""
-        inputs = (self.q, self.k, self.v, self.numbers["sink"])
-        records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        return records or self.numbers["dropout_p"] > 0
+        if "dropout_p" in self.numbers:
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        inputs = (self.q, self.k, self.v, self.numbers.get("sink"))
+        return any(x is not None and x.requires_grad for x in inputs)
 
 
 class Route(NamedTuple):
@@ -80,6 +84,7 @@ def attend(call: Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids:
     (B, M, H), N = call.q.shape[:3], call.k.shape[1]
     if isinstance(mask, Tensor):
         mask = short_form(mask)
+        renew_in_later_steps(mask)
         call = call._replace(made=mask)
     numbers = _restarts(call, mask, position_ids) if lengths is None else None
     if lengths is None and numbers is None and call.is_plain:
@@ -145,7 +150,7 @@ def _route(
     padding = key_padding(mask, B, M, N) if isinstance(mask, Tensor) else None
     if padding is None:
         is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
-        return Route(N, _visible_options(mask, sizes)) if is_bool else None
+        return Route(N, once(mask, _visible_options, mask, sizes)) if is_bool else None
     pattern = attached_pattern(mask) or pattern
     used = padding.shape[1]
     compiling, on_cpu = torch.compiler.is_compiling(), is_on_cpu(padding)
@@ -184,21 +189,13 @@ def _cached(slots: int, pattern: Pattern, padding: Tensor, leftpad: Tensor | Non
 
 def _along(call: Call, route: Route) -> Tensor:
     """The call along a route."""
-    k, v, numbers = call.k, call.v, call.numbers
+    k, v, options = call.k, call.v, {**route.options, **call.numbers}
     if route.keys < k.shape[1]:
         k, v = k[:, : route.keys], v[:, : route.keys]
     if not route.is_cached:
-        return cast(Tensor, attention(call.q, k, v, **route.options, **numbers))
-    out = attention_with_kvcache(
-        call.q,
-        k,
-        v,
-        softmax_scale=numbers["softmax_scale"],
-        softcap=numbers["softcap"],
-        sink=numbers["sink"],
-        **route.options,
-    )
-    return cast(Tensor, out)
+        return cast(Tensor, attention(call.q, k, v, **options))
+    options.pop("deterministic", None)  # which concerns gradients
+    return cast(Tensor, attention_with_kvcache(call.q, k, v, **options))
 
 
 def _dense(call: Call, block_mask: Any = None, bias: Tensor | None = None) -> Tensor:
