@@ -96,7 +96,7 @@ def test_layers_share_one_decision(cache, inference, calls):
 @pytest.mark.parametrize("cache", [None, "static"])
 @torch.no_grad()
 def test_beam_search(cache):
-    model = build("mistral")
+    model = build("llama")
     options = {"num_beams": 3, "cache_implementation": cache}
     want, got = (generated(model, name, **options) for name in ("eager", NAME))
     assert_same(got, want)
@@ -182,16 +182,13 @@ def test_users_masks_may_change_within_a_step():
 
 @torch.no_grad()
 def test_a_layer_that_the_user_calls_reads_its_mask_anew():
-    model, mask = build("llama"), visible()
-    for _ in range(2):
-        logits(model, NAME, mask)
-    hidden = torch.randn(3, 24, 64)
+    model, hidden = build("llama"), torch.randn(3, 24, 64)
     angles = model.model.rotary_emb(hidden, torch.arange(24)[None])
     results = []
     for name in (NAME, "sdpa"):
-        mask = visible()
-        model.set_attn_implementation(name)
-        x = hidden
+        mask, x = visible(), hidden
+        for _ in range(2):
+            logits(model, name, mask)
         for column, layer in enumerate(model.model.layers):
             mask.data[..., column] = False
             x = layer(x, attention_mask=mask, position_embeddings=angles)
