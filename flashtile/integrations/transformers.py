@@ -72,6 +72,9 @@ def register(name: str = "flashtile") -> str:
     need a name without "flash", because transformers rejects the others. A second call has no
     further effect.
 
+    A model that is given a bool mask for single scores gets a forward pre-hook, by which its layers
+    know that they may share what they read from the mask: see `transformers_steps`.
+
     Args:
         name: the name of the implementation; must not be that of another implementation.
 

@@ -53,7 +53,12 @@ class Call(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether tokens may be packed, because no argument refers to single queries and keys."""
-        return self.bias is self.chosen is self.sinks is self.documents is None
+        return (
+            self.bias is None
+            and self.chosen is None
+            and self.sinks is None
+            and self.documents is None
+        )
 
     @property
     def trains(self) -> bool:
@@ -157,8 +162,8 @@ def _route(
     if pattern.segments is not None:
         return None
     if is_whole(mask):
-        # The used slots have another shape in every step, and all slots always the same one, so
-        # that a call that one step has prepared is also that of the next.
+        # The used slots have another shape in every step; with all of them, a call that one step
+        # has prepared is also that of the next.
         if used < N and M <= MOST_NEW_TOKENS and not (trains or compiling or on_cpu):
             return _cached(N, pattern, padding)
         return Route(used, pattern.options)
@@ -175,7 +180,7 @@ def _route(
 
 
 def is_on_cpu(x: Tensor) -> bool:
-    """Whether a CPU computes, to which shapes that change from step to step do not matter."""
+    """Whether a CPU computes: it hides little padding by a bias, and prepares no calls."""
     return x.device.type == "cpu"
 
 

@@ -22,10 +22,11 @@ def renew_in_later_steps(mask: Any) -> None:
     """Let the model whose layer is running replace its masks before each later step, unless that
     is where `mask` is from.
     """
-    if has_memory(mask) or not _is_of_scores(mask) or torch.compiler.is_compiling():
+    if has_memory(mask) or torch.compiler.is_compiling() or not _is_of_scores(mask):
         return
-    models = (x for x in calling_modules(sys._getframe(1)) if isinstance(x, PreTrainedModel))
-    model = next(models, None)  # the innermost one, which passes the mask to its layers
+    modules = calling_modules(sys._getframe(1))
+    # The innermost model passes the mask to its layers.
+    model = next((x for x in modules if isinstance(x, PreTrainedModel)), None)
     if model is not None and _renewed not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_renewed, with_kwargs=True)
 
@@ -44,5 +45,6 @@ def _alias(x: Any) -> Any:
 
 
 def _is_of_scores(x: Any) -> bool:
-    """Whether this is a mask for single scores that layers read."""
-    return type(x) is Tensor and x.dtype == torch.bool and x.dim() == 4
+    """Whether this is a mask for single scores that layers read, and PyTorch counts its changes."""
+    is_mask = type(x) is Tensor and x.dtype == torch.bool and x.dim() == 4
+    return is_mask and not x.is_inference()
