@@ -1,13 +1,15 @@
-"""Tokens per second of one request, with transformers' own loop and with flashtile's cache.
+"""Tokens per second of requests, with transformers' own loop and with flashtile's cache.
 
-    python -m benchmarks.serving                        # SmolLM2-135M's shape, batch 1
+    python -m benchmarks.serving                        # SmolLM2-135M's shape, 1 and 8 requests
     python -m benchmarks.serving --csv serving.csv
 
 The model has the shape of SmolLM2-135M and random weights, which take as long as trained ones and
 need no download. Every loop picks the likeliest token and generates as many tokens as asked. The
-loops are: `generate` of transformers with PyTorch's attention (sdpa) and with flashtile's, and the
-server of `examples/demo/serve.py`, which appends, rotates and attends in one call, eagerly and, on
-a GPU, as a CUDA graph. The loops take turns, and medians are reported.
+loops are: `generate` of transformers with PyTorch's attention (sdpa) and with flashtile's, with a
+dynamic and a static cache, for one request and for several left-padded ones; and, for one request,
+the server of `examples/demo/serve.py`, which appends, rotates and attends in one call, eagerly and,
+on a GPU, as a CUDA graph. No loop compiles the model, so that a small model shows the time of the
+host. The loops take turns, and medians are reported.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from examples.demo.serve import Request, Server, plain
+from examples.demo.serve import Request, Server
 from flashtile.cli.machine import provenance
 from flashtile.integrations.transformers import register
 
@@ -62,30 +65,66 @@ def model_of(layers: int, device: str) -> Any:
     return model
 
 
-def loops(model: Any, prompt: list[int], tokens: int) -> dict[str, Callable[[], list[int]]]:
+class Case(NamedTuple):
+    """What is timed; ratios are to the first loop with as many requests and the same cache."""
+
+    loop: str
+    requests: int
+    cache: str
+
+
+def prompts_of(length: int, requests: int) -> list[list[int]]:
+    """Random prompts: the first one has `length` tokens, the last one little more than half."""
+    lengths = [length - i * length // (2 * requests) for i in range(requests)]
+    return [torch.randint(1, SMOLLM2["vocab_size"], (n,)).tolist() for n in lengths]
+
+
+def generated(
+    model: Any, attention: str, prompts: list[list[int]], tokens: int, cache: str
+) -> list[int]:
+    """The tokens that `generate` adds to left-padded prompts, one prompt after the other."""
+    model.set_attn_implementation(attention)
+    longest = max(map(len, prompts))
+    pads = [longest - len(prompt) for prompt in prompts]
+    rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
+    masks = [[0] * pad + [1] * (longest - pad) for pad in pads]
+    made = model.generate(
+        torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(masks, device=model.device),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        cache_implementation=cache,
+        disable_compile=True,
+    )
+    return made[:, longest:].flatten().tolist()
+
+
+def served(server: Server, prompt: list[int], tokens: int) -> list[int]:
+    """The tokens that a server adds to a prompt."""
+    request = Request(prompt, tokens)
+    server.run([request])
+    return request.made
+
+
+def loops(
+    model: Any, length: int, tokens: int, requests: Sequence[int]
+) -> dict[Case, Callable[[], list[int]]]:
     """What is timed: functions that return the new tokens."""
-    longest = len(prompt) + tokens
-
-    def with_attention(name: str) -> list[int]:
-        model.set_attn_implementation(name)
-        request = Request(prompt, tokens)
-        plain(model, [request], 1)
-        return request.made
-
-    def served(server: Server) -> list[int]:
-        request = Request(prompt, tokens)
-        server.run([request])
-        return request.made
-
-    eager = EagerServer(model, 1, longest)
-    found: dict[str, Callable[[], list[int]]] = {
-        "transformers, sdpa": lambda: with_attention("sdpa"),
-        "transformers, flashtile": lambda: with_attention("flashtile"),
-        "server, eager": lambda: served(eager),
-    }
-    if model.device.type == "cuda":
-        captured = Server(model, 1, longest)
-        found["server, CUDA graph"] = lambda: served(captured)
+    found: dict[Case, Callable[[], list[int]]] = {}
+    for count in requests:
+        prompts = prompts_of(length, count)
+        for cache in ("dynamic", "static"):
+            for attention in ("sdpa", "flashtile"):
+                case = Case(f"transformers, {attention}", count, cache)
+                found[case] = partial(generated, model, attention, prompts, tokens, cache)
+        if count == 1:
+            servers: dict[str, Server] = {"server, eager": EagerServer(model, 1, length + tokens)}
+            if model.device.type == "cuda":
+                servers["server, CUDA graph"] = Server(model, 1, length + tokens)
+            for name, server in servers.items():
+                found[Case(name, 1, "dynamic")] = partial(served, server, prompts[0], tokens)
     return found
 
 
@@ -94,39 +133,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     for name, default, meaning in (
-        ("--prompt", 128, "tokens of the prompt"),
+        ("--prompt", 128, "tokens of the longest prompt"),
         ("--tokens", 128, "tokens to generate"),
         ("--layers", 30, "layers of the model"),
         ("--rounds", 5, "how often each loop runs"),
     ):
         help = f"{meaning} (default: {default})"
         parser.add_argument(name, type=int, default=default, metavar="N", help=help)
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        metavar="N",
+        help="how many requests are answered together (default: 1 8)",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
     args = parser.parse_args(argv)
     register()
     model = model_of(args.layers, args.device)
-    prompt = torch.randint(SMOLLM2["vocab_size"], (args.prompt,)).tolist()
-    timed = loops(model, prompt, args.tokens)
-    made = {name: loop() for name, loop in timed.items()}  # compiles kernels
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    timed = loops(model, args.prompt, args.tokens, args.requests)
+    made = {case: loop() for case, loop in timed.items()}  # compiles kernels
+    seconds: dict[Case, list[float]] = {case: [] for case in timed}
     for _ in range(args.rounds):
-        for name in random.sample(list(timed), len(timed)):
+        for case in random.sample(list(timed), len(timed)):
             start = time.perf_counter()
-            timed[name]()
-            seconds[name].append(time.perf_counter() - start)
-    base = statistics.median(seconds["transformers, sdpa"])
+            timed[case]()
+            seconds[case].append(time.perf_counter() - start)
     rows = []
-    for name, found in seconds.items():
+    for case, found in seconds.items():
+        base = case._replace(loop="transformers, sdpa")
         median = statistics.median(found)
-        same = sum(a == b for a, b in zip(made[name], made["transformers, sdpa"], strict=True))
-        rows.append((name, f"{args.tokens / median:.4g}", f"{base / median:.4g}", same))
+        ratio = statistics.median(seconds[base]) / median
+        speed = case.requests * args.tokens / median
+        same = sum(a == b for a, b in zip(made[case], made[base], strict=True))
+        rows.append((*case, f"{speed:.4g}", f"{ratio:.4g}", same))
         print(
-            f"{name:24} {args.tokens / median:8.1f} tokens/s  {base / median:5.2f} x  "
-            f"{same} of {args.tokens} tokens as with sdpa"
+            f"{case.loop:24} {case.requests:3} {case.cache:8} {speed:8.1f} tokens/s  "
+            f"{ratio:5.2f} x  {same} of {case.requests * args.tokens} tokens as with sdpa"
         )
     if args.csv:
-        columns = ("loop", "tokens_per_second", "ratio", "same_tokens")
+        columns = (*Case._fields, "tokens_per_second", "ratio", "same_tokens")
         here = provenance(args.device, " ".join(["python -m benchmarks.serving", *argv]))
         size = {name: getattr(args, name) for name in ("prompt", "tokens", "layers", "rounds")}
         with args.csv.open("w", newline="", encoding="utf-8") as file:

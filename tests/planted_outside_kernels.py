@@ -435,6 +435,13 @@ INTEGRATIONS_AND_MODELS = [
         "tests/test_integrations_transformers_masks.py -k test_a_document_ends_with_its_row",
     ),
     Planted(
+        "a user's mask keeps what a step has learnt of it",
+        "_alias",
+        "with_memory(x.detach())",
+        "with_memory(x)",
+        "tests/test_transformers_steps.py -k test_a_layer_that_the_user_calls",
+    ),
+    Planted(
         "causal is bottom-right for more queries than keys",
         "scaled_dot_product_attention",
         'options["window_size"] = (-1, M - N)',

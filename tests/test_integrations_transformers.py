@@ -49,10 +49,13 @@ def families(*families):
     return pytest.mark.parametrize(("family", "name"), cases)
 
 
-@pytest.fixture(params=[0, 10**9], ids=["packed", "bias"])
+@pytest.fixture(params=["as on a GPU", "bias"])
 def hidden_scores(request, monkeypatch):
-    """Short sequences one by one, as long ones are computed, and together, with a bias."""
-    monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", request.param)
+    """Short sequences one by one and from all slots of a cache, and together, with a bias."""
+    if request.param == "bias":
+        monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", 10**9)
+    else:
+        monkeypatch.setattr(transformers_attend, "is_on_cpu", lambda x: False)
 
 
 @families(*DECODERS, *ENCODERS)

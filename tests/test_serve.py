@@ -62,18 +62,17 @@ def test_a_request_that_never_fits_is_refused(model: Any):
         serve.Server(model, slots=1, longest=60).run(requests([(50, 11)]))
 
 
-def test_the_benchmark_of_one_request(tmp_path: Any):
+def test_the_benchmark_of_requests(tmp_path: Any):
     """Every loop makes the text of transformers with sdpa, and the file has a line for each."""
     from benchmarks import serving
 
     path = tmp_path / "serving.csv"
     shape = ["--layers", "1", "--prompt", "20", "--tokens", "6", "--rounds", "1"]
-    assert serving.main([*shape, "--device", "cpu", "--csv", str(path)]) == 0
+    sizes = [*shape, "--requests", "1", "3"]
+    assert serving.main([*sizes, "--device", "cpu", "--csv", str(path)]) == 0
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [row["loop"] for row in rows] == [
-        "transformers, sdpa",
-        "transformers, flashtile",
-        "server, eager",
-    ]
-    assert {row["same_tokens"] for row in rows} == {"6"}
+    in_both = ["transformers, sdpa", "transformers, flashtile"] * 2
+    assert [row["loop"] for row in rows] == [*in_both, "server, eager", *in_both]
+    assert [row["cache"] for row in rows[:4]] == ["dynamic"] * 2 + ["static"] * 2
+    assert [row["same_tokens"] for row in rows] == ["6"] * 5 + ["18"] * 4

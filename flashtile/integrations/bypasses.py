@@ -54,7 +54,7 @@ def _checking(softmax: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_attention(frame: FrameType) -> None:
-    modules = _calling_modules(frame)
+    modules = list(calling_modules(frame))
     if not modules:
         return
     inner, outer = modules[0], modules[-1]
@@ -67,12 +67,10 @@ def _refuse_attention(frame: FrameType) -> None:
         )
 
 
-def _calling_modules(frame: FrameType | None) -> list[nn.Module]:
+def calling_modules(frame: FrameType | None) -> Iterator[nn.Module]:
     """The modules whose methods are running, innermost first."""
-    found: list[nn.Module] = []
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not isinstance(module, nn.Softmax):
-            found.append(module)
+            yield module
         frame = frame.f_back
-    return found

@@ -55,7 +55,7 @@ _HARMLESS = {
     "seq_idx",
     "use_cache",
 }
-_HONOURED = {*_LENGTHS, "position_ids", "deterministic"}
+_KNOWN = {*_HARMLESS, *_LENGTHS, "position_ids", "deterministic"}
 
 _lock = threading.Lock()
 _registered: set[str] = set()
@@ -71,6 +71,9 @@ def register(name: str = "flashtile") -> str:
     the name, or when that private function has changed. Models with chunked attention (Llama 4)
     need a name without "flash", because transformers rejects the others. A second call has no
     further effect.
+
+    A model that is given a bool mask for single scores gets a forward pre-hook, by which its layers
+    know that they may share what they read from the mask: see `transformers_steps`.
 
     Args:
         name: the name of the implementation; must not be that of another implementation.
@@ -194,14 +197,14 @@ def attention_forward(
                 "cache: continuous batching has no position_bias, sinks, indices or block_indices"
             )
         return _continuous_batching(module, query, key, value, **options)
-    for name in options.keys() - _HONOURED - _HARMLESS:
+    for name in options.keys() - _KNOWN:
         if options[name] is not None and not _eager_ignores(module, name):
             raise TypeError(
                 f"{name}: got {type(options[name]).__name__}, but flashtile's attention_forward "
                 "has no such keyword; use attn_implementation='eager' for this model"
             )
     causal = _says_causal(module) if is_causal is None else is_causal
-    lengths = _lengths(query, key, *(options.get(name) for name in _LENGTHS))
+    lengths = _lengths(query, key, *[options.get(name) for name in _LENGTHS])
     if attention_mask is None and lengths is None and _is_transformers(module):
         sliding_window = None  # as in eager attention: without a mask every key is visible
     # Transformers counts the query itself as part of the window.
@@ -209,13 +212,15 @@ def attention_forward(
     q, k, v = _inputs(query, key, value)
     pattern = Pattern(causal=bool(causal), window_size=(side, side))
     position_ids = options.get("position_ids")
-    numbers = {
+    given = {
         "softmax_scale": scaling,
-        "softcap": softcap or 0.0,
+        "softcap": softcap or None,
         "sink": s_aux,
-        "dropout_p": dropout,
-        "deterministic": _deterministic(options.get("deterministic")),
+        "dropout_p": dropout or None,
+        # It concerns the backward; reading the environment takes as long as a launch.
+        "deterministic": torch.is_grad_enabled() and _deterministic(options.get("deterministic")),
     }
+    numbers = {name: x for name, x in given.items() if x is not None and x is not False}
     layout = current_layout()
     if layout is not None:
         refused = {"position_bias": position_bias, "sinks": sinks, "indices": indices}
@@ -234,7 +239,7 @@ def _lengths(
     query: Tensor, key: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any
 ) -> tuple[Tensor, Tensor, Any, Any] | None:
     """The lengths of packed sequences, if given; the longest is at most the number of tokens."""
-    if all(x is None for x in (cu_q, cu_k, max_q, max_k)):
+    if cu_q is cu_k is max_q is max_k is None:
         return None
     for name, x in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
         if not isinstance(x, Tensor):
@@ -292,7 +297,8 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
     """q, k, v in flashtile's layout, with equal dtypes and batch sizes."""
     # With adapters, the norms of queries and keys can be in float32 while the values are in the
     # model's dtype.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    if not query.dtype == key.dtype == value.dtype:
+        query, key = query.to(value.dtype), key.to(value.dtype)
     if query.shape[0] != key.shape[0]:  # learned queries that the batch shares
         query = query.expand(key.shape[0], -1, -1, -1)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

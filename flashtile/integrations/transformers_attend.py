@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen, attention_with_kvcache
 from ..call.attn_mask import options_of
+from ..call.decoding import MOST_NEW_TOKENS
 from ..spans import Spans
 from .transformers_masks import (
     Pattern,
@@ -28,6 +29,7 @@ from .transformers_packing import (
     left_padding,
     packing,
 )
+from .transformers_steps import renew_in_later_steps
 
 
 class Call(NamedTuple):
@@ -40,7 +42,7 @@ class Call(NamedTuple):
     bias: Tensor | None
     chosen: Tensor | None  # bool, broadcasts to (batch, heads, seq_q, seq_k): allowed keys
     sinks: Tensor | None  # (batch, heads, seq_q, 1)
-    numbers: dict[str, Any]  # the other arguments of `flashtile.attention`
+    numbers: dict[str, Any]  # the other arguments of `flashtile.attention`, without defaults
     made: Any = None  # the mask, which remembers what concerns all layers: see `once`
     documents: Spans | None = None  # every token sees only its own document
 
@@ -51,8 +53,30 @@ class Call(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether tokens may be packed, because no argument refers to single queries and keys."""
-        kinds = self.bias, self.chosen, self.sinks, self.documents
-        return all(x is None for x in kinds)
+        return (
+            self.bias is None
+            and self.chosen is None
+            and self.sinks is None
+            and self.documents is None
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the call needs gradients or dropout, which attention over a cache lacks."""
+        if "dropout_p" in self.numbers:
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        inputs = (self.q, self.k, self.v, self.numbers.get("sink"))
+        return any(x is not None and x.requires_grad for x in inputs)
+
+
+class Route(NamedTuple):
+    """A single call of flashtile that applies a mask."""
+
+    keys: int  # how many slots of a cache the call gets
+    options: dict[str, Any]  # the pattern, and what else applies the mask
+    is_cached: bool = False  # `attention_with_kvcache` instead of `attention`
 
 
 def attend(call: Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids: Any) -> Tensor:
@@ -62,20 +86,25 @@ def attend(call: Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids:
         lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of packed sequences, or
             None.
     """
-    B, M = call.q.shape[:2]
-    padding = None
+    (B, M, H), N = call.q.shape[:3], call.k.shape[1]
     if isinstance(mask, Tensor):
         mask = short_form(mask)
+        renew_in_later_steps(mask)
         call = call._replace(made=mask)
-        padding = key_padding(mask, B, M, call.k.shape[1])
+    numbers = _restarts(call, mask, position_ids) if lengths is None else None
+    if lengths is None and numbers is None and call.is_plain:
+        route = once(mask, _route, mask, call.pattern, (B, M, H, N), call.trains)
+        if route is not None:
+            return _along(call, route)
+    padding = key_padding(mask, B, M, N) if isinstance(mask, Tensor) else None
     is_exact = mask is not None and padding is None
     if padding is not None:
-        N = padding.shape[1]
+        width = padding.shape[1]
         pattern = attached_pattern(mask) or call.pattern
-        call = call._replace(k=call.k[:, :N], v=call.v[:, :N], pattern=pattern)
+        call = call._replace(k=call.k[:, :width], v=call.v[:, :width], pattern=pattern)
         if pattern.segments is not None:
             return _with_sequences(call, padding)
-        padding = None if is_whole(padding) else padding.bool()
+        padding = None if is_whole(mask) else padding.bool()
     if lengths is not None:
         if not is_exact and padding is None:
             return _with_lengths(call, *lengths)
@@ -84,29 +113,94 @@ def attend(call: Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids:
                 "cu_seq_lens_q: cannot be combined with an attention_mask, except in self-attention"
             )
         call = call.within(documents_of_lengths(lengths[1], B, M))
-    elif _may_restart(call, position_ids) and (not is_exact or is_made_here(mask)):
-        numbers = once(mask, documents_of_positions, position_ids)
-        if numbers is not None and is_exact:
-            call = call.within(numbers)
-        elif numbers is not None:
-            return _with_sequences(call, numbers, padding)
+    elif numbers is not None and is_exact:
+        call = call.within(numbers)
+    elif numbers is not None:
+        return _with_sequences(call, numbers, padding)
     if is_exact:
         return _with_exact_mask(call, mask)
     return _dense(call) if padding is None else _with_padding(call, padding)
 
 
-def _may_restart(call: Call, position_ids: Any) -> bool:
-    """Whether position ids that start over separate documents.
+def _restarts(call: Call, mask: Any, position_ids: Any) -> Tensor | None:
+    """The numbers of the documents that position ids separate by starting over; None for one.
 
     Transformers separates them in its masks, except where the model has a cache. There this is the
-    rule of its own flash attention: in a batch of one row.
+    rule of its own flash attention: in a batch of one row. A user's mask for single scores already
+    separates what it should.
     """
-    tokens = call.k.shape[1]
-    return (
-        isinstance(position_ids, Tensor)
-        and tokens > 1
-        and call.q.shape[:2] == (1, tokens) == position_ids.shape
-    )
+    (B, M), N = call.q.shape[:2], call.k.shape[1]
+    if B != 1 or M == 1 or not isinstance(position_ids, Tensor) or position_ids.shape != (B, M):
+        return None
+    padding = key_padding(mask, B, M, N) if isinstance(mask, Tensor) else None
+    tokens = N if padding is None else padding.shape[1]
+    is_exact = mask is not None and padding is None
+    if tokens != M or (is_exact and not is_made_here(mask)):
+        return None
+    return once(mask, documents_of_positions, position_ids)
+
+
+def _route(
+    mask: Any, pattern: Pattern, sizes: tuple[int, int, int, int], trains: bool
+) -> Route | None:
+    """How a single call applies the mask of a plain call; None if it takes more.
+
+    Args:
+        pattern: that of a mask without its own.
+        sizes: (batch, seq_q, heads, seq_k).
+    """
+    B, M, H, N = sizes
+    if mask is None:
+        return Route(N, pattern.options)
+    padding = key_padding(mask, B, M, N) if isinstance(mask, Tensor) else None
+    if padding is None:
+        is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
+        return Route(N, once(mask, _visible_options, mask, sizes)) if is_bool else None
+    pattern = attached_pattern(mask) or pattern
+    used = padding.shape[1]
+    compiling, on_cpu = torch.compiler.is_compiling(), is_on_cpu(padding)
+    if pattern.segments is not None:
+        return None
+    if is_whole(mask):
+        # The used slots have another shape in every step; with all of them, a call that one step
+        # has prepared is also that of the next.
+        if used < N and M <= MOST_NEW_TOKENS and not (trains or compiling or on_cpu):
+            return _cached(N, pattern, padding)
+        return Route(used, pattern.options)
+    if compiling or (pattern.is_of_tokens and used < M):
+        return None
+    padding = padding.bool()
+    # A chunk starts at the first real token.
+    if on_cpu and not pattern.attention_chunk:
+        bias = cheap_bias(padding, M, H, pattern.is_of_tokens, pattern.causal)
+        if bias is not None:
+            return Route(used, {**pattern.options, "bias": bias})
+    leftpad = left_padding(padding) if used > M and not trains else None
+    return None if leftpad is None else _cached(N, pattern, padding, leftpad)
+
+
+def is_on_cpu(x: Tensor) -> bool:
+    """Whether a CPU computes: it hides little padding by a bias, and prepares no calls."""
+    return x.device.type == "cpu"
+
+
+def _cached(slots: int, pattern: Pattern, padding: Tensor, leftpad: Tensor | None = None) -> Route:
+    """The route over a cache whose first slots hold the tokens of `padding`."""
+    batch, used = padding.shape
+    lengths = torch.full((batch,), used, dtype=torch.int32, device=padding.device)
+    options = {**pattern.options, "cache_seqlens": lengths, "cache_leftpad": leftpad}
+    return Route(slots, options, is_cached=True)
+
+
+def _along(call: Call, route: Route) -> Tensor:
+    """The call along a route."""
+    k, v, options = call.k, call.v, {**route.options, **call.numbers}
+    if route.keys < k.shape[1]:
+        k, v = k[:, : route.keys], v[:, : route.keys]
+    if not route.is_cached:
+        return cast(Tensor, attention(call.q, k, v, **options))
+    options.pop("deterministic", None)  # which concerns gradients
+    return cast(Tensor, attention_with_kvcache(call.q, k, v, **options))
 
 
 def _dense(call: Call, block_mask: Any = None, bias: Tensor | None = None) -> Tensor:
@@ -145,13 +239,20 @@ def _with_exact_mask(call: Call, mask: Any) -> Tensor:
     call = call._replace(pattern=Pattern())
     if not isinstance(mask, Tensor):
         return _dense(call, block_mask=mask)
-    M, N = call.q.shape[1], call.k.shape[1]
-    mask = scores_mask(mask, (call.q.shape[0], call.q.shape[2], M, N))
+    (B, M, H), N = call.q.shape[:3], call.k.shape[1]
+    if mask.dtype == torch.bool and call.chosen is None:
+        return _dense(call, **once(call.made, _visible_options, mask, (B, M, H, N)))
+    mask = scores_mask(mask, (B, H, M, N))
     if mask.dtype != torch.bool:
         return _dense(call, bias=mask)
-    if call.chosen is not None:
-        return _dense(call._replace(chosen=call.chosen[..., :N] & mask))
-    return _dense(call, **once(call.made, options_of, mask, M, N))
+    assert call.chosen is not None
+    return _dense(call._replace(chosen=call.chosen[..., :N] & mask))
+
+
+def _visible_options(mask: Tensor, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
+    """The options that apply a bool mask for single scores; `sizes` as in `_route`."""
+    B, M, H, N = sizes
+    return options_of(scores_mask(mask, (B, H, M, N)), M, N)
 
 
 def _with_lengths(
@@ -177,23 +278,11 @@ def _with_lengths(
 def _with_padding(call: Call, mask: Tensor) -> Tensor:
     """Attention with a (batch, keys) bool mask, False at padding."""
     M, N = call.q.shape[1], call.k.shape[1]
-    # A mask without positions may be cross attention. The keys are then not the queries' tokens,
-    # so their padding does not apply to queries, and all queries are kept.
-    pack_queries = call.pattern.causal or call.pattern.has_positions
+    is_of_tokens = call.pattern.is_of_tokens
     is_plain = call.is_plain and not torch.compiler.is_compiling()
-    if not is_plain or (pack_queries and M > N):  # some queries are not tokens of the mask
+    if not is_plain or (is_of_tokens and M > N):  # some queries are not tokens of the mask
         return _where_visible(call, mask[:, None, None, :])
-    # A chunk starts at the first real token.
-    if call.q.device.type == "cpu" and not call.pattern.attention_chunk:
-        bias = once(
-            call.made, cheap_bias, mask, M, call.q.shape[2], pack_queries, call.pattern.causal
-        )
-        if bias is not None:
-            return _dense(call, bias=bias)
-    leftpad = once(call.made, left_padding, mask) if M < N and not _trains(call) else None
-    if leftpad is not None:
-        return _against_cache(call, leftpad)
-    return _packed(call, once(call.made, packing, mask, M, pack_queries))
+    return _packed(call, once(call.made, packing, mask, M, is_of_tokens))
 
 
 def _with_sequences(call: Call, numbers: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -232,21 +321,3 @@ def _packed(call: Call, packing: Packing) -> Tensor:
     out = cast(Tensor, out)
     padded = out.new_zeros(batch * M, *out.shape[1:]).index_copy(0, packing.query_index, out)
     return padded.unflatten(0, (batch, M))
-
-
-def _trains(call: Call) -> bool:
-    """Whether the call needs gradients or dropout, which attention over a cache lacks."""
-    inputs = (call.q, call.k, call.v, call.numbers["sink"])
-    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return records or call.numbers["dropout_p"] > 0
-
-
-def _against_cache(call: Call, leftpad: Tensor) -> Tensor:
-    """Attention of a few new queries over padded keys, without copying the keys."""
-    numbers = {
-        name: x for name, x in call.numbers.items() if name not in ("dropout_p", "deterministic")
-    }
-    options = call.pattern.options | numbers
-    return cast(
-        Tensor, attention_with_kvcache(call.q, call.k, call.v, cache_leftpad=leftpad, **options)
-    )

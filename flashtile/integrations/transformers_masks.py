@@ -39,6 +39,14 @@ class Pattern(NamedTuple):
         """Whether the mask depends on the distance between a query and a key."""
         return self.window_size != (-1, -1) or self.attention_chunk > 0
 
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the queries are among the tokens that a mask of padding marks, and are left out
+        where they are padding. Without positions it may be cross attention, whose keys are other
+        tokens, and all queries are kept.
+        """
+        return self.causal or self.has_positions
+
     def hides(self, keys: int) -> bool:
         """Whether a window or chunk hides some keys of a sequence of length `keys`."""
         sides = [side for side in self.window_size if side >= 0]
@@ -46,11 +54,15 @@ class Pattern(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments."""
+        """The keyword arguments that are not the default ones."""
         return {
-            "causal": self.causal,
-            "window_size": self.window_size,
-            "attention_chunk": self.attention_chunk,
+            name: x
+            for name, x, default in (
+                ("causal", self.causal, False),
+                ("window_size", self.window_size, (-1, -1)),
+                ("attention_chunk", self.attention_chunk, 0),
+            )
+            if x != default
         }
 
 
@@ -245,7 +257,7 @@ def attention_mask(
         mask = rows("position_ids", pattern.segments, batch_size).int() + 1
         mask = attach_pattern(mask, pattern)
     elif mask is not None:
-        mask = attach_pattern(mask, pattern)
+        mask = attach_pattern(mask, pattern, whole=None if tracing else False)
     elif keys < kv_length or (pattern.causal and q_length > 1) or pattern.hides(keys) or is_read:
         # Not every causal layer declares that it is causal, so the pattern is attached to a mask.
         mask = torch.ones(batch_size, keys, dtype=torch.bool, device=options.get("device"))
@@ -290,21 +302,23 @@ def has_holes(mask: Tensor) -> bool:
 # The functions below set our own attributes on masks that `attention_mask` makes. Tensors and
 # `torch.compile` allow this, but the type checker does not. Such a mask belongs to one call of the
 # model, so that what its layers learn about their inputs is kept with it. Nothing is kept with the
-# tensors of users: they can change through NumPy or `.data`, which PyTorch does not count.
+# tensors of users: they can change through NumPy or `.data`, which PyTorch does not count, so that
+# `transformers_steps` gives the layers an alias.
 
 
-def attach_pattern(mask: Tensor, pattern: Pattern, whole: bool = False) -> Tensor:
+def attach_pattern(mask: Tensor, pattern: Pattern, whole: bool | None = None) -> Tensor:
     """Attach `pattern` to a new mask, which transformers passes to every layer.
 
     Args:
         mask: (batch, keys), padding or indices of sequences.
         pattern: the mask without its padding.
-        whole: the mask has no padding.
+        whole: whether the mask has no padding; None if nobody knows.
     """
+    mask = _made(mask)
     mask.flashtile_pattern = pattern  # type: ignore[attr-defined]
-    if whole:
-        mask.flashtile_whole = _version(mask)  # type: ignore[attr-defined]
-    return _made(mask)
+    if whole is not None:
+        mask.flashtile_whole = _version(mask), whole  # type: ignore[attr-defined]
+    return mask
 
 
 def attached_pattern(mask: Tensor) -> Pattern | None:
@@ -332,21 +346,39 @@ def _version(mask: Tensor) -> int | None:
 
 
 def _made(mask: Tensor) -> Tensor:
-    mask.flashtile_known = {}  # type: ignore[attr-defined]
+    """Mark a new mask as made here."""
+    mask = with_memory(mask)
+    mask.flashtile_made = True  # type: ignore[attr-defined]
     return mask
 
 
 def is_made_here(mask: Any) -> bool:
     """Whether `attention_mask` made the mask."""
+    return hasattr(mask, "flashtile_made")
+
+
+def with_memory(mask: Tensor) -> Tensor:
+    """The mask of one step of a model, or a copy, with a memory for `once`."""
+    if not torch.compiler.is_compiling() and mask.is_inference():
+        with torch.inference_mode(False):  # PyTorch counts the changes of the copy
+            mask = mask.clone()
+    mask.flashtile_known = {}  # type: ignore[attr-defined]
+    return mask
+
+
+def has_memory(mask: Any) -> bool:
+    """Whether `once` keeps results with the mask."""
     return hasattr(mask, "flashtile_known")
 
 
 def is_whole(mask: Tensor) -> bool:
     """Whether a (batch, keys) bool mask is known to have no padding at all."""
-    known = getattr(mask, "flashtile_whole", None)
+    version, whole = getattr(mask, "flashtile_whole", (None, False))
     if torch.compiler.is_compiling():  # a graph cannot read the values of a mask
-        return known is not None
-    return (known is not None and known == _version(mask)) or once(mask, _has_no_padding, mask)
+        return bool(whole)
+    if version is not None and version == _version(mask):
+        return bool(whole)
+    return once(mask, _has_no_padding, mask)
 
 
 def _has_no_padding(mask: Tensor) -> bool:
@@ -356,17 +388,23 @@ def _has_no_padding(mask: Tensor) -> bool:
 def once(made: Any, make: Callable[..., T], *arguments: Any) -> T:
     """``make(*arguments)``, once for all layers that get the mask `made` and equal arguments.
 
-    Only a mask that `attention_mask` made has a memory.
+    Only where the mask has a memory.
     """
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    versions = [_version(x) for x in tensors]
-    if torch.compiler.is_compiling() or not is_made_here(made) or None in versions:
+    if made is None or torch.compiler.is_compiling() or not has_memory(made):
         return make(*arguments)
-    known = made.flashtile_known
-    key = make, *versions, *(id(x) if isinstance(x, Tensor) else x for x in arguments)
+    facts: list[Any] = [make]
+    for x in arguments:
+        if not isinstance(x, Tensor):
+            facts.append(x)
+        elif x.is_inference():  # PyTorch does not count its changes
+            return make(*arguments)
+        else:
+            facts += (id(x), x._version)
+    known, key = made.flashtile_known, tuple(facts)
     if key not in known:
         # Tensors that live on keep their ids; `made` itself would be in a cycle.
-        known[key] = make(*arguments), [x for x in tensors if x is not made]
+        tensors = [x for x in arguments if isinstance(x, Tensor) and x is not made]
+        known[key] = make(*arguments), tensors
     return cast(T, known[key][0])
 
 
