@@ -366,7 +366,7 @@ def meaning(call: RandomCall, given: dict[str, Any], keep: Tensor | None = None)
 def floors(
     call: RandomCall, given: dict[str, Tensor], found: Results, dout: Tensor, dlse: Tensor
 ) -> dict[str, Tensor]:
-    """The error that rounding makes in every element of the results and gradients, whatever cancels.
+    """The error that rounding makes in each element of the results and gradients, whatever cancels.
 
     A probability is rounded once to the call's dtype, and has the relative error of its score: the
     sum of the magnitudes of the score's terms times a rounding of the accumulators. The derivatives
