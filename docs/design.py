@@ -1,4 +1,5 @@
-"""The line numbers and the counts of DESIGN.md: `python docs/design.py` corrects and prints them.
+"""The line numbers and the counts of DESIGN.md: `python docs/design.py` corrects and prints them;
+with `--check` it only says whether the line numbers are current.
 
 A reference is written as `path:line` (`text`). Its line is the one that defines `text`, or the only
 one that contains it.
@@ -67,8 +68,17 @@ def _output(command: str) -> str:
     return run.stdout
 
 
-if __name__ == "__main__":
-    page = corrected(PAGE.read_text(encoding="utf-8"))
+def main(arguments: list[str]) -> str | None:
+    """Correct the page and print the counts; with `--check`, only return what is wrong."""
+    given = PAGE.read_text(encoding="utf-8")
+    page = corrected(given)
+    if "--check" in arguments:
+        return None if page == given else f"{PAGE.name}: run `python docs/design.py`"
     PAGE.write_text(page, encoding="utf-8")
     for what, most, count in counts(page):
         print(f"{what}: {count} (at most {most})")
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

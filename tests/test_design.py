@@ -38,6 +38,18 @@ def test_a_reference_is_a_definition_or_the_only_line_with_a_text(design):
             design.line_of(here, text)
 
 
+def test_a_check_writes_nothing(design, tmp_path, monkeypatch):
+    page = tmp_path / "DESIGN.md"
+    page.write_text("`tests/test_design.py:1` (`SCREEN`)", encoding="utf-8")
+    before = page.read_bytes()
+    monkeypatch.setattr(design, "PAGE", page)
+    assert design.main(["--check"]) == "DESIGN.md: run `python docs/design.py`"
+    assert page.read_bytes() == before
+    design.main([])
+    assert page.read_bytes() != before
+    assert design.main(["--check"]) is None
+
+
 @pytest.mark.skipif(not shutil.which("bash"), reason="the commands are written for bash")
 def test_the_counts_hold(design):
     counts = design.counts(PAGE)

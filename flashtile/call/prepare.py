@@ -214,13 +214,11 @@ def decide(
 def with_dropout_seed(
     problem: AttentionProblem, operands: Operands, generator: torch.Generator | None
 ) -> Operands:
-    """The operands with the numbers that dropout draws, if there is dropout.
+    """The operands of a call with dropout, with the numbers that it draws.
 
     Raises:
         IndexError: as `check_indices`, before anything is drawn.
     """
-    if problem.options.dropout_p == 0:
-        return operands
     check_indices(problem, operands)
     return operands._replace(rng_state=draw_rng_state(operands.q.device, generator))
 

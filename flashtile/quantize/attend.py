@@ -127,7 +127,9 @@ def _attend(
             dtype = _backward_dtype(q.dtype)
             wide = q.to(dtype), k.to(dtype), v.to(dtype)
             backward_options = prepare(wide, found, given, is_read=True).problem.options
-        operands = with_dropout_seed(call.problem, call.operands, generator)
+        operands = call.operands
+        if call.problem.options.dropout_p > 0:
+            operands = with_dropout_seed(call.problem, operands, generator)
         how = call.problem, call.forward, backward_options, recipe
         inputs: Any = q, k, v, small.k_mean, *operands
         if torch.compiler.is_compiling():
