@@ -49,7 +49,7 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
         into is None and len(parts) == 1 and parts[0].has_all_queries
     ):  # no copy into larger tensors needed
         O, L = _segment_forward(problem, operands, parts[0], plan)
-        return _as_call(O, dtype), L.to(statistics)
+        return _as_call(O, dtype), L if L.dtype == statistics else L.to(statistics)
     if into is None:  # rows that belong to no segment (padding) keep these values
         out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
         lse = torch.full(lse_shape(operands), -torch.inf, dtype=statistics)
