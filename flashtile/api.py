@@ -17,10 +17,9 @@ from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, packed_mask, tokens
-from .call.prepare import QKV, Given, check_indices, prepare
+from .call.prepare import QKV, Given, prepare, with_dropout_seed
 from .call.score_function import outside_of_graphs
 from .gpu import workspace
-from .rng_state import draw_rng_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,7 +169,7 @@ def attention_varlen(
             waits for the GPU to read it, or to read a tensor given here. Under torch.compile they
             must be ints.
         bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's
-            start.
+            start; with `page_table`, its last size is at most the tokens in a row of pages.
         seqused_q, seqused_k: (batch,) int32, number of valid tokens of each sequence, counted from
             its start; the others are padding.
         page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
@@ -238,8 +237,8 @@ def attention_with_kvcache(
             attending. Tokens past the capacity are an error on a CPU and dropped on a GPU; numbers
             beyond the range of float8 saturate.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions
-            ``cache_seqlens + t``. Queries are rotated at the same positions when the mask is causal
-            or a window, otherwise all at ``cache_seqlens``. Float8 is rotated in float32 and
+            ``cache_seqlens + t``. Queries are rotated at the same positions under a causal mask, a
+            window or a chunk, otherwise all at ``cache_seqlens``. Float8 is rotated in float32 and
             rounded to float8 again.
         cache_seqlens: number of tokens in each sequence's cache before the append, an int or
             (batch,) int32; includes the left pad. By default the capacity of the cache.
@@ -429,8 +428,7 @@ def _run(
     call = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
     problem, operands = call.problem, call.operands
     if problem.options.dropout_p > 0:
-        check_indices(problem, operands)
-        operands = operands._replace(rng_state=draw_rng_state(operands.q.device, generator))
+        operands = with_dropout_seed(problem, operands, generator)
     wants_lse = return_lse or return_attn_probs or padded is not None
     result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
     probs = None

@@ -199,6 +199,21 @@ class AttentionProblem(NamedTuple):
         return is_bounded and not has_all_queries
 
     @property
+    def has_dead_rows(self) -> bool:
+        """Whether a query may see none of the keys of its sequence: then what the gradient of its
+        output holds must not matter.
+        """
+        if self.block_tile is not None or self.spans > 0 or self.has_bias:
+            return True
+        left, right = self.options.window_left, self.options.window_right
+        if (left or 0) < 0 or (right or 0) < 0:
+            return True
+        # With at least as many keys as queries, each query sees the key beside it.
+        is_bounded = right is not None or self.options.attention_chunk > 0
+        has_all_keys = self.layout == "dense" and not self.has_lengths and self.M <= self.N
+        return is_bounded and not has_all_keys
+
+    @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.Hq // self.Hk

@@ -12,13 +12,13 @@ from conformance.harness import Sizes, check_dense, random_spans
 import flashtile
 from flashtile import flash_attn_2_cuda
 from flashtile.backends.cpu import float8, launch, native, plan
-from flashtile.backends.cpu.segments import BlockLayout, SegmentMask
+from flashtile.backends.cpu.segments import MAX_BATCH_HEADS, BlockLayout, SegmentMask, segments
 from flashtile.backends.cpu.span_rows import SpanRows
 from flashtile.call import prepare
-from flashtile.call.layouts import Dense
+from flashtile.call.layouts import Dense, Packed
 from flashtile.masks import FULL, PARTIAL, Chunk, Visibility, Window
 from flashtile.spans import Spans
-from flashtile.testing import dense_spans, generator
+from flashtile.testing import cu_seqlens, dense_spans, generator, packed_qkv
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +198,15 @@ def test_avx512_pays_for_the_backward_of_many_rows(rows, monkeypatch):
     backward = plan.plan_backward(problem, lse_has_grad=False).compute_dtype
     assert backward == (torch.bfloat16 if rows >= 768 else torch.float32)
     flashtile.clear_caches()
+
+
+def test_packed_neighbours_of_equal_lengths_share_a_segment():
+    q, k, v = packed_qkv(generator(0), [8] * 40, [8] * 40)
+    call = prepare.prepare((q, k, v), Packed(cu_seqlens([8] * 40), cu_seqlens([8] * 40), 8, 8), {})
+    found = list(segments(call.problem, call.operands))
+    together = MAX_BATCH_HEADS // call.problem.Hq
+    assert len(found) == -(-40 // together)
+    assert found[0].queries(q).shape[:1] == found[0].keys(k).shape[:1] == (together,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -67,6 +67,17 @@ def test_options_together(options, backend, seed):
     check_varlen(LENGTHS_Q, LENGTHS_K, SIZES, options, torch.float32, backend, seed)
 
 
+# Neighbours of equal lengths, which the CPU backend computes together, between others.
+ALIKE_Q, ALIKE_K = [3, 3, 3, 5, 5, 0, 0, 2, 4, 4], [3, 3, 3, 5, 2, 4, 4, 7, 0, 0]
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, "dropout + learned alibi for each batch + bias"])
+def test_neighbours_of_equal_lengths(option, backend, seed, monkeypatch):
+    monkeypatch.setattr("flashtile.backends.cpu.segments.MAX_BATCH_HEADS", 8)  # two sequences
+    sizes = Sizes(B=10, M=5, N=7)
+    check_varlen(ALIKE_Q, ALIKE_K, sizes, option, torch.float32, backend, seed)
+
+
 @pytest.mark.parametrize("options", ["nothing", "causal", "softcap + bias", "dropout"])
 def test_max_seqlen_is_an_upper_bound(options, backend, seed):
     s = Sizes(B=6, M=40, N=50)

@@ -1,4 +1,5 @@
-"""Keys that no query sees, holding NaN and infinity, in Triton's interpreter.
+"""NaN and infinity in keys that no query sees, and NaN in gradients of queries that see no key, in
+Triton's interpreter.
 
 Runs in a separate process, because Triton decides at import whether it interprets:
 
@@ -93,3 +94,46 @@ def test_what_hidden_keys_hold_does_not_matter(name: str, seed: int):
     for run in runs[1:]:
         for result, wanted in runs[0].items():
             assert torch.equal(run[result], wanted), result
+
+
+def half_seen(g: torch.Generator, *shape: int) -> torch.Tensor:
+    """A mask that hides all keys from queries 10 to 19."""
+    mask = seen(g, *shape)
+    mask[..., 10:20, :] = False
+    return mask
+
+
+def half_spans(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+    stops = half_seen(g, 2, 4, 37).sum(-1, keepdim=True, dtype=torch.int32)
+    return {"mask": Spans(torch.zeros_like(stops), stops)}
+
+
+# In each call some query sees no key.
+DEAD: dict[str, Make] = {
+    "causal": dropped(masked(lambda g, t: {"causal": True}, M=70, N=37)),
+    "causal, sink": masked(lambda g, t: {"causal": True, "sink": normal(g, 4)}, M=70, N=37),
+    "causal, biases by distance": by_distance(masked(lambda g, t: {"causal": True}, M=70, N=37)),
+    "window before the query": masked(lambda g, t: {"window_size": (90, -80), "softcap": 2.0}),
+    "block mask": masked(
+        lambda g, t: {"block_mask": BlockMask.from_dense(half_seen(g, 2, 4, 37), (32, 32))}
+    ),
+    "spans and score function": scored(masked(half_spans), many_operations),
+    "bias": masked(lambda g, t: {"bias": additive(half_seen(g, 2, 4, 37))}),
+}
+
+
+@pytest.mark.parametrize("name", DEAD)
+def test_what_the_gradient_of_a_query_without_a_key_holds_does_not_matter(name: str, seed: int):
+    dtype = torch.float16
+    operands, options = DEAD[name](generator(seed), dtype)
+    g = generator(seed + 1)
+    B, M, Hq, _ = operands.q.shape
+    dout, dlse = normal(g, B, M, Hq, 16, dtype=dtype).detach(), torch.zeros(B, Hq, M)
+    wanted = everything(backend, operands, options, dout, dlse)
+    dead = (wanted["out"] == 0).all(-1, keepdim=True)
+    if operands.sink is None:
+        dead = (wanted["lse"] == -math.inf).transpose(1, 2)[..., None]
+    assert dead.any()
+    got = everything(backend, operands, options, dout.masked_fill(dead, math.nan), dlse)
+    for result, x in wanted.items():
+        assert torch.equal(got[result], x), result

@@ -43,12 +43,16 @@ class Piece(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """The piece's rows of q, out, or their gradients."""
+        if x.shape[2] == self.m1 - self.m0:  # slicing takes longer than asking
+            return x
         return x[:, :, self.m0 : self.m1]
 
     def keys(self, x: Tensor, dim: int = 2) -> Tensor:
         """The piece's keys of k or v: a view of one span, or several spans concatenated."""
-        parts = [x.narrow(dim, n0, n1 - n0) for n0, n1 in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+        if len(self.spans) > 1:
+            return torch.cat([x.narrow(dim, n0, n1 - n0) for n0, n1 in self.spans], dim=dim)
+        n0, n1 = self.spans[0]
+        return x if x.shape[dim] == n1 - n0 else x.narrow(dim, n0, n1 - n0)
 
     def added(self, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """What the kernel adds to the scores, in the `dtype` of the queries: the bias, and -inf

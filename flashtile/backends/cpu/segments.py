@@ -167,7 +167,7 @@ class Segment:
         if self.has_all_queries:
             return x.transpose(1, 2)
         if self.packed_queries:
-            return x[self.query_rows, self.heads].transpose(0, 1).unsqueeze(0)
+            return self._apart(x[self.query_rows, self.heads]).transpose(1, 2)
         return x[self.batch, self.query_rows, self.heads].transpose(1, 2)
 
     def rows(self, lse: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Segment:
         if self.has_all_queries:
             return lse
         if self.packed_queries:
-            return lse[self.heads, self.query_rows].unsqueeze(0)
+            return self._apart(lse[self.heads, self.query_rows].T).transpose(1, 2)
         return lse[self.batch, self.heads, self.query_rows]
 
     def keys(self, x: Tensor) -> Tensor:
@@ -186,9 +186,14 @@ class Segment:
             tokens = x[self.pages, :, self.kv_heads].flatten(0, 1)[self.key_rows]
             return tokens.transpose(0, 1).unsqueeze(0)
         if self.packed_keys:
-            return x[self.key_rows, self.kv_heads].transpose(0, 1).unsqueeze(0)
+            return self._apart(x[self.key_rows, self.kv_heads]).transpose(1, 2)
         row = self.batch if self.cache_row is None else slice(self.cache_row, self.cache_row + 1)
         return x[row, self.key_rows, self.kv_heads].transpose(1, 2)
+
+    def _apart(self, tokens: Tensor) -> Tensor:
+        """(batch, length, ...) view of packed sequences of equal lengths."""
+        count = self.batch.stop - self.batch.start
+        return tokens.unflatten(0, (count, tokens.shape[0] // count))
 
     def add_to_keys(self, total: Tensor, gradient: Tensor) -> None:
         """Add `gradient` (batch, kv_heads, N, head_dim) to the rows that `keys` reads. Segments may
@@ -254,8 +259,13 @@ def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[
     sequences = _ragged_sequences(problem, operands)
     elsewhere = (operands.page_table, operands.cache_batch_idx, operands.tile_kinds)
     is_shared = operands.span_starts is None or operands.span_starts.shape[0] == 1
-    if problem.layout == "dense" and is_shared and all(x is None for x in elsewhere):
-        sequences = _with_equal_lengths(sequences, _batch_step(problem))
+    if all(x is None for x in elsewhere):
+        if problem.layout == "dense" and is_shared:
+            sequences = _with_equal_lengths(sequences, _batch_step(problem))
+        # Parts of longer sequences have positions and indices of their own.
+        is_whole = operands.q_runs is None and operands.sequences is None
+        if problem.layout == "packed" and problem.spans == 0 and is_whole:
+            sequences = _adjacent_of_equal_lengths(sequences, _batch_step(problem))
     for sequence in sequences:
         for heads, kv_heads, layout in _head_groups(problem, layouts, sequence.batch.start):
             where = sequence.batch, heads, sequence.query_rows
@@ -283,6 +293,9 @@ class _Sequence(NamedTuple):
     ) -> Segment:
         M = self.query_rows.stop - self.query_rows.start
         N = self.key_rows.stop - self.key_rows.start
+        if problem.layout == "packed":
+            count = self.batch.stop - self.batch.start
+            M, N = M // count, N // count
         whole_batch = self.batch == slice(0, problem.B) and heads == slice(0, problem.Hq)
         all_keys = self.pages is None and self.cache_row is None and N == problem.N
         return Segment(
@@ -315,6 +328,31 @@ def _with_equal_lengths(sequences: Iterable[_Sequence], step: int) -> Iterator[_
         first, *others = group
         last = others[-1] if others else first
         yield first._replace(batch=slice(first.batch.start, last.batch.stop))
+
+
+def _adjacent_of_equal_lengths(sequences: Iterable[_Sequence], step: int) -> Iterator[_Sequence]:
+    """Join packed sequences of equal lengths that follow one another without a gap, so that one
+    kernel call serves up to `step` short ones.
+    """
+    joined: _Sequence | None = None
+    for sequence in sequences:
+        if joined is not None:
+            count = joined.batch.stop - joined.batch.start
+            rows = ((joined.query_rows, sequence.query_rows), (joined.key_rows, sequence.key_rows))
+            if count < step and all(
+                old.stop == new.start and old.stop - old.start == count * (new.stop - new.start)
+                for old, new in rows
+            ):
+                joined = joined._replace(
+                    batch=slice(joined.batch.start, sequence.batch.stop),
+                    query_rows=slice(joined.query_rows.start, sequence.query_rows.stop),
+                    key_rows=slice(joined.key_rows.start, sequence.key_rows.stop),
+                )
+                continue
+            yield joined
+        joined = sequence
+    if joined is not None:
+        yield joined
 
 
 def _ragged(problem: AttentionProblem) -> bool:

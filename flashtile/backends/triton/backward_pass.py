@@ -72,7 +72,9 @@ def delta_kernel(
     do_tile = load_rows(
         dout, rows_base(dout, b, zero, h), m0, rows_total, True, DV, BLOCK, BLOCK_DV, ALIGNMENT
     )
-    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    # A row without a key has an output of 0, whatever its gradient holds.
+    product = o_tile.to(tl.float32) * do_tile.to(tl.float32)
+    delta = tl.sum(tl.where(o_tile == 0.0, 0.0, product), 1)
     rows = m0 + tl.arange(0, BLOCK)
     stats_offs = (b * heads + h).to(tl.int64) * rows_total + rows
     if dlse_ptr is not None:
@@ -196,6 +198,8 @@ def add_queries(
     do_tile = load_tile(
         dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV, cfg.OUT_ALIGNMENT,
     )  # fmt: skip
+    if cfg.HAS_DEAD_ROWS and (IS_MASKED or score.bias.ptr is not None):
+        do_tile = without_hidden(do_tile, p)
     if HAS_DV:
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
         dv_acc = tl.dot(p_kept, do_tile, dv_acc, input_precision="ieee")
@@ -355,9 +359,11 @@ def add_keys(
     ds = product_gradient(
         ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
     )
-    if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):
-        ds = tl.where(p > 0.0, ds, 0.0)
-        k_tile = without_hidden(k_tile, p)
+    if IS_MASKED or score.bias.ptr is not None:
+        if cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS:
+            ds = tl.where(p > 0.0, ds, 0.0)
+        if cfg.HAS_HIDDEN_KEYS:
+            k_tile = without_hidden(k_tile, p)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
 
 

@@ -184,6 +184,7 @@ class KernelConfig:
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LARGE_SCORES: bool  # scores from the caller's tensors or functions: `exponentials.py`
     HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything
+    HAS_DEAD_ROWS: bool  # as may the gradient of a query that sees no key
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_CHUNK: bool
@@ -418,6 +419,7 @@ def _kernel_plan(
         IS_LINEAR=plain and options.softmax_scale > 0,
         HAS_LARGE_SCORES=has_large_scores(problem),
         HAS_HIDDEN_KEYS=problem.has_hidden_keys,
+        HAS_DEAD_ROWS=problem.has_dead_rows,
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,

@@ -256,7 +256,8 @@ def scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg: tl.conste
 @triton.jit
 def without_hidden(tile, p):
     """`tile` (BLOCK_N, ...) of keys or values, with zeros where all probabilities `p` (BLOCK_M,
-    BLOCK_N) are 0: a hidden key may hold NaN, and 0 times NaN is NaN.
+    BLOCK_N) are 0: a hidden key may hold NaN, and 0 times NaN is NaN. Likewise a tile of gradients
+    of queries, with transposed probabilities.
     """
     return tl.where((tl.max(p, 0) > 0.0)[:, None], tile, tl.zeros_like(tile))
 
