@@ -162,7 +162,7 @@ CPU = [
     Planted(
         "tokens of no sequence have a part in the last scale",
         "Rows.blocks",
-        "return index.masked_fill(self.sequence == self.B, self.B * count), count",
+        "return index.masked_fill(sequence == self.B, self.B * count), count",
         "return index.clamp(max=self.B * count - 1), count",
         "tests/test_quantize.py -k test_tokens_past_the_longest_length",
     ),
