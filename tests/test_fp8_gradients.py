@@ -234,7 +234,9 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", [*SHAPES, *OTHER_OPTIONS])
 def test_every_option_of_attention_counts_in_both_passes(option: str, seed: int) -> None:
     g = generator(seed)
-    given, dout = qkv(g, M=M, N=N, D=D), torch.randn(2, M, 4, D, generator=g)
+    given = qkv(g, M=M, N=N, D=D)
+    # Several, because the few numbers of a small gradient may all be small by chance.
+    douts = torch.randn(8, 2, M, 4, D, generator=g)
     tensors = [torch.randn(SHAPES[option], generator=g)] if option in SHAPES else []
     small = quantize_qkv(*given)
 
@@ -250,10 +252,14 @@ def test_every_option_of_attention_counts_in_both_passes(option: str, seed: int)
     want = flashtile.attention(*small[:3], **descales(small), **options(tensors))
     assert torch.equal(out.bfloat16(), want)
 
-    got = torch.autograd.grad(out, leaves, dout)
+    def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+        found = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]
+        return [torch.stack(x) for x in zip(*found, strict=True)]
+
+    got = gradients(out, leaves)
     wide = [x.float().requires_grad_() for x in (*unscaled(small), *tensors)]
     exact = flashtile.attention(*wide[:3], **options(wide[3:]))
-    wanted = list(torch.autograd.grad(exact, wide, dout))
+    wanted = gradients(exact, wide)
     wanted[:2] = (x @ rotation(D).mT for x in wanted[:2])
     for x, y in zip(got, wanted, strict=True):  # the float8 forward has a relative error of 2 %
         assert (x - y).norm() < 0.1 * y.norm()
